@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from announcements import describe_peer
+from scripted_swarm import MODEL_ID, ScriptedSwarm
 
 from shoal.client.doctor.diagnosis import Diagnosis, ModelFacts
 from shoal.client.doctor.finding import Finding
@@ -15,32 +15,27 @@ from shoal.client.doctor.reach_check import Door, Reach
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, ModelError, ShoalError
 from shoal.protocol.identity import Identity
-from shoal.protocol.ids import ModelId
 from shoal.protocol.membership.membership import Membership
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Hello, Welcome
-from shoal.protocol.net.clock import VirtualClock, run_virtual
+from shoal.protocol.net.clock import run_virtual
 from shoal.protocol.net.directory import Directory
-from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
-from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.net.transport import Stream
-from shoal.protocol.records.announcements import Announcement, sign_announcement
+from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
 from shoal.protocol.wire.codec import decode_frame, encode_frame
 
-MODEL = ModelFacts("stories", ModelId("a" * 32), 8)
+MODEL = ModelFacts("stories", MODEL_ID, 8)
 DELAY_SECONDS = 0.05
 ADDRESS = "/ip4/10.0.0.1/tcp/4001/p2p/" + Identity(bytes([9]) * 32).peer_id
-PORT = 7000
 
 
-class Swarm:
-    """Peers at hosts of a network in memory, what they announce, and a diagnosis of it all."""
+class Swarm(ScriptedSwarm):
+    """Peers that greet, and a diagnosis of them."""
 
     def __init__(self) -> None:
-        self.network = LoopbackNetwork(link=Link(DELAY_SECONDS))
-        self.store = MemoryDirectoryStore()
-        self.clock = VirtualClock()
+        super().__init__(MODEL.num_blocks, Link(DELAY_SECONDS))
         self.identities: list[Identity] = []
         self.dial_error: OSError | UnicodeError | None = None
         self.is_dial_silent = False
@@ -75,21 +70,10 @@ class Swarm:
             await stream.send(encode_frame(answer(welcome)))
             await stream.receive()
 
-        listener = await LoopbackTransport(self.network, host, membership).listen(host, PORT, serve)
-        now = self.clock.wall()
-        fields: dict[str, Any] = {
-            "peer_id": identity.peer_id,
-            "model_id": MODEL.model_id,
-            "num_blocks": MODEL.num_blocks,
-            "span": span,
-            "endpoints": (listener.endpoint,),
-            "issued_at": now,
-            "expires_at": now + 90,
-        }
-        announcement = describe_peer(**(fields | announced))
-        directory = MemoryDirectory(self.store, self.clock)
-        await directory.announce(sign_announcement(identity, announcement))
-        return announcement
+        endpoint = await self.listen(host, serve, membership)
+        expires_at = self.clock.wall() + 90
+        facts = {"endpoints": (endpoint,), "expires_at": expires_at} | announced
+        return await self.announce(identity, span, **facts)
 
     async def diagnose(
         self,
@@ -132,7 +116,7 @@ class Swarm:
     async def _join(self, addresses: Sequence[str]) -> Directory:
         if self.join_error:
             raise self.join_error
-        return MemoryDirectory(self.store, self.clock)
+        return self.directory
 
     async def _reach(self, addresses: Sequence[str], door: Door) -> Sequence[Reach]:
         if self.reach_error:

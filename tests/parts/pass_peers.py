@@ -36,7 +36,6 @@ from shoal.protocol.messages.passes import (
 )
 from shoal.protocol.messages.session import Declined, Hello, Queued, Welcome
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.memory.loopback import LoopbackTransport
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireTensor
@@ -191,24 +190,19 @@ async def add_pass_peer(
     **announced: Any,
 ) -> PassPeer:
     """Announce a peer, of all blocks unless there is a span."""
-    number = len(scene.transports)
+    number = scene.num_transports
     peer = PassPeer(Identity(bytes([100 + number]) * 32), seconds, says_queue_seconds, span)
-    transport = LoopbackTransport(scene.network, f"pass{number}")
-    scene.transports.append(transport)
-    listener = await transport.listen(f"pass{number}", 0, peer.serve)
-    facts = {"endpoints": (listener.endpoint,), "max_version": MAX_VERSION}
-    await scene.announce(peer, **(facts | announced))  # pyright: ignore[reportArgumentType]
+    endpoint = await scene.listen(f"pass{number}", peer.serve)
+    facts = {"endpoints": (endpoint,), "max_version": MAX_VERSION}
+    await scene.announce_peer(peer, **(facts | announced))
     return peer
 
 
 async def move_pass_peer(scene: Scene, peer: PassPeer, old_name: str) -> None:
     """Let a peer go on at another address, and announce that."""
     scene.network.kill(old_name)
-    transport = LoopbackTransport(scene.network, f"{old_name}-elsewhere")
-    scene.transports.append(transport)
-    listener = await transport.listen(f"{old_name}-elsewhere", 0, peer.serve)
-    facts = {"endpoints": (listener.endpoint,), "max_version": MAX_VERSION}
-    await scene.announce(peer, **facts)  # pyright: ignore[reportArgumentType]
+    endpoint = await scene.listen(f"{old_name}-elsewhere", peer.serve)
+    await scene.announce_peer(peer, endpoints=(endpoint,), max_version=MAX_VERSION)
 
 
 def make_asker(scene: Scene) -> PassAsker:

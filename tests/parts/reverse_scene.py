@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from announcements import describe_peer
+from scripted_swarm import ScriptedSwarm
 from service_scene import MODEL_ID, Talk
 
 from shoal.peer.accounts.shared_bytes import SharedBytes
@@ -24,9 +24,8 @@ from shoal.protocol.ids import Capability, SessionId
 from shoal.protocol.messages.offers import make_offer
 from shoal.protocol.messages.session import Hello, Lane, NextHop, Probe, Welcome
 from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
-from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
-from shoal.protocol.records.announcements import Announcement, sign_announcement
+from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
+from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import MAX_VERSION
 from shoal.protocol.wire.codec import encode_frame
@@ -86,45 +85,20 @@ class PublicPeer:
         return pusher
 
 
-@dataclass
-class Scene:
-    """The network, the directory, and the public peer."""
+class Scene(ScriptedSwarm):
+    """The swarm, and the public peer in it."""
 
-    network: LoopbackNetwork
-    store: MemoryDirectoryStore
     public: PublicPeer
-    transports: list[LoopbackTransport] = field(default_factory=list)
 
-    @property
-    def directory(self) -> MemoryDirectory:
-        return MemoryDirectory(self.store, VirtualClock())
+    def __init__(self) -> None:
+        super().__init__(NUM_BLOCKS, Link(delay_seconds=0.01), MODEL_ID)
 
     def describe(self, identity: Identity, span: Span, **facts: Any) -> Announcement:
-        now = VirtualClock().wall()
-        usual: dict[str, Any] = {"max_version": MAX_VERSION, "sequence": int(1000 * now)}
-        return describe_peer(
-            peer_id=identity.peer_id,
-            model_id=MODEL_ID,
-            num_blocks=NUM_BLOCKS,
-            span=span,
-            issued_at=now,
-            expires_at=now + 600,
-            **(usual | facts),
-        )
-
-    async def announce(self, identity: Identity, span: Span, **facts: Any) -> Announcement:
-        """Have a peer say what it is, which it does not say again."""
-        announcement = self.describe(identity, span, **facts)
-        await self.directory.announce(sign_announcement(identity, announcement))
-        return announcement
+        return super().describe(identity, span, **({"max_version": MAX_VERSION} | facts))
 
     async def announce_public(self, span: Span, **facts: Any) -> Announcement:
         public = self.public
         return await self.announce(public.identity, span, endpoints=(public.endpoint,), **facts)
-
-    def make_transport(self, host: str) -> LoopbackTransport:
-        self.transports.append(LoopbackTransport(self.network, host))
-        return self.transports[-1]
 
     async def dial(self, host: str = "home") -> Talk:
         """Return a stream from a host to the public peer."""
@@ -156,31 +130,25 @@ def in_scene(story: Callable[[Scene], Awaitable[None]]) -> None:
     """Run a story; in the end nothing is left of any stream."""
 
     async def main() -> None:
-        network = LoopbackNetwork(link=Link(delay_seconds=0.01))
-        store = MemoryDirectoryStore()
-        transport, handler = LoopbackTransport(network, "public"), StreamHandler()
-        listener = await transport.listen("public", 0, handler.serve)
-        directory = MemoryDirectory(store, VirtualClock())
+        scene, handler = Scene(), StreamHandler()
+        transport = scene.make_transport("public")
+        endpoint = (await transport.listen("public", 0, handler.serve)).endpoint
 
         async def look() -> list[Announcement]:
             public.num_looks += 1
             await public.may_look.wait()
-            return await directory.lookup(MODEL_ID)
+            return await scene.directory.lookup(MODEL_ID)
 
-        fingerprint = listener.endpoint.fingerprint
-        parked = ParkedStreams(fingerprint, look, VirtualClock(), PERIOD_SECONDS)
+        parked = ParkedStreams(endpoint.fingerprint, look, VirtualClock(), PERIOD_SECONDS)
         neighbours = Neighbours(transport, VirtualClock(), parked=parked)
-        public = PublicPeer(PUBLIC, handler, transport, neighbours, parked, listener.endpoint)
+        public = PublicPeer(PUBLIC, handler, transport, neighbours, parked, endpoint)
         public.may_look.set()
-        scene = Scene(network, store, public)
+        scene.public = public
         public.open(Span(0, 4))
         await scene.announce_public(Span(0, 4))
         await story(scene)
-        for opened in scene.transports:
-            await opened.close()
         await neighbours.close()
-        await listener.close()
-        await transport.close()
+        await scene.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run_virtual(main())

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from announcements import describe_peer
+from scripted_swarm import MODEL_ID, ScriptedSwarm
 from torch import Tensor
 
 from shoal.client.routing.swarm import Swarm
@@ -24,7 +24,7 @@ from shoal.client.session.state import SessionFacts
 from shoal.client.settings.config import ClientConfig
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
-from shoal.protocol.ids import ModelId, SessionId
+from shoal.protocol.ids import SessionId
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import (
     Close,
@@ -38,14 +38,11 @@ from shoal.protocol.messages.session import (
     Welcome,
 )
 from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
-from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.net.transport import Stream
-from shoal.protocol.records.announcements import sign_announcement
 from shoal.protocol.spans import Span
 from shoal.protocol.wire.codec import decode_frame, encode_frame
 
-MODEL_ID = ModelId("a" * 32)
 NUM_BLOCKS = 6
 WIDTH = 4
 SECRET = SessionId(b"the secret of it")
@@ -152,51 +149,32 @@ class FakePeer:
         return Output(step.session, step.epoch, step.sequence, step.position, output)
 
 
-class Scene:
-    """A network, a directory, fake peers and a client's view of them."""
+class Scene(ScriptedSwarm):
+    """Fake peers, and a client's view of them."""
 
     def __init__(self, link: Link | None = None, config: ClientConfig = CONFIG) -> None:
-        self.network = LoopbackNetwork(link=link)
-        self.store = MemoryDirectoryStore()
+        super().__init__(NUM_BLOCKS, link)
         self.peers: dict[str, FakePeer] = {}
         self.config = config
-        self.client = LoopbackTransport(self.network, "client")
-        self.transports: list[LoopbackTransport] = [self.client]
+        self.client = self.make_transport("client")
         self.swarm = self.make_swarm()
         self.opener = SessionOpener(self.swarm, self.client, VirtualClock(), config)
         self.sessions: list[RemoteSession] = []
 
     def make_swarm(self) -> Swarm:
-        directory = MemoryDirectory(self.store, VirtualClock())
-        return Swarm(directory, MODEL_ID, NUM_BLOCKS, VirtualClock(), random.Random(1))
+        return Swarm(self.directory, MODEL_ID, NUM_BLOCKS, self.clock, random.Random(1))
 
     async def add(self, name: str, start: int, stop: int, **announced: Any) -> FakePeer:
-        number = len(self.peers)
-        transport = LoopbackTransport(self.network, name)
-        self.transports.append(transport)
-        peer = FakePeer(name, Identity(bytes([number]) * 32), Span(start, stop))
+        peer = FakePeer(name, Identity(bytes([len(self.peers)]) * 32), Span(start, stop))
         self.peers[name] = peer
-        listener = await transport.listen(name, 0, peer.serve)
-        await self.announce(peer, endpoints=(listener.endpoint,), **announced)
+        endpoint = await self.listen(name, peer.serve)
+        await self.announce_peer(peer, endpoints=(endpoint,), **announced)
         return peer
 
-    async def announce(self, peer: FakePeer, **announced: Any) -> None:
-        now = VirtualClock().wall()
-        fields: dict[str, Any] = {
-            "peer_id": peer.identity.peer_id,
-            "model_id": MODEL_ID,
-            "num_blocks": NUM_BLOCKS,
-            "span": peer.span,
-            "weights": "fp32",
-            "compute_dtype": "fp32",
-            "sequence": int(now * 1000),
-            "issued_at": now,
-            "expires_at": now + 600,
-            "decode_steps_per_second": 100.0,
-            "prefill_tokens_per_second": 1000.0,
-        }
-        record = sign_announcement(peer.identity, describe_peer(**(fields | announced)))
-        await MemoryDirectory(self.store, VirtualClock()).announce(record)
+    async def announce_peer(self, peer: Any, **announced: Any) -> None:
+        speeds = {"decode_steps_per_second": 100.0, "prefill_tokens_per_second": 1000.0}
+        facts = {"weights": "fp32"} | speeds | announced
+        await self.announce(peer.identity, peer.span, **facts)
 
     def open_session(self, max_tokens: int = 100, secret: SessionId = SECRET) -> RemoteSession:
         facts = SessionFacts(secret, MODEL_ID, Span(0, NUM_BLOCKS), WIDTH, max_tokens)
@@ -241,9 +219,7 @@ def run(
         await asyncio.sleep(60)
         assert {name: peer.caches for name, peer in scene.peers.items() if peer.caches} == {}
         assert repr(scene.network).startswith("LoopbackNetwork(streams=0,"), scene.network
-        for transport in scene.transports:
-            scene.network.revive(transport._host)
-            await transport.close()
+        await scene.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run_virtual(main())

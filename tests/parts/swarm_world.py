@@ -4,18 +4,18 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from announcements import describe_peer
+from scripted_swarm import MODEL_ID, ScriptedSwarm
 
 from shoal.client.routing.route import Hop
 from shoal.client.routing.swarm import Swarm
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
-from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
-from shoal.protocol.records.announcements import Announcement, sign_announcement
+from shoal.protocol.net.clock import run_virtual
+from shoal.protocol.net.memory.memory_directory import MemoryDirectory
+from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
 
-MODEL = ModelId("a" * 32)
+MODEL = MODEL_ID
 WHOLE = Span(0, 4)
 FIRST_SECONDS, LONGEST_SECONDS = 15.0, 600.0
 
@@ -31,33 +31,21 @@ class CountingDirectory(MemoryDirectory):
 
 
 class World:
-    """A directory, peers that announce by hand, and one client's swarm."""
+    """Peers that announce by hand, and one client's swarm."""
 
     def __init__(self) -> None:
-        self.clock = VirtualClock()
-        self.store = MemoryDirectoryStore()
+        self._peers = ScriptedSwarm(WHOLE.stop)
+        self.clock, self.store = self._peers.clock, self._peers.store
         self.directory = CountingDirectory(self.store, self.clock)
         self.swarm = Swarm(self.directory, MODEL, 4, self.clock, random.Random(0))
-        self._sequence = 0
+        self._num_announced = 0
 
     async def announce(self, number: int, **changes: Any) -> Announcement:
         """Let peer `number` announce that it serves all blocks, with changes."""
-        identity = Identity(bytes([number]) * 32)
-        now = self.clock.wall()
-        self._sequence += 1
-        fields: dict[str, Any] = {
-            "peer_id": identity.peer_id,
-            "model_id": MODEL,
-            "num_blocks": 4,
-            "span": WHOLE,
-            "compute_dtype": "bf16",
-            "sequence": self._sequence,
-            "issued_at": now,
-            "expires_at": now + 500 + 0.001 * self._sequence,
-        }
-        announcement = describe_peer(**(fields | changes))
-        await self.directory.announce(sign_announcement(identity, announcement))
-        return announcement
+        self._num_announced += 1
+        expires_at = self.clock.wall() + 500 + 0.001 * self._num_announced
+        facts = {"span": WHOLE, "compute_dtype": "bf16", "expires_at": expires_at} | changes
+        return await self._peers.announce(Identity(bytes([number]) * 32), **facts)
 
     def note_answer(self, peer: Announcement) -> None:
         """Let a peer have taken a token through all blocks."""

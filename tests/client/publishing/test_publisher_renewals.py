@@ -109,7 +109,7 @@ def test_peer_that_comes_or_comes_back_gets_adapters_soon(what: str) -> None:
             else:
                 (announced,) = await asker.list_peers()
                 facts = {"endpoints": announced.endpoints, "max_version": announced.max_version}
-                await scene.announce(peer, **facts)  # pyright: ignore[reportArgumentType]
+                await scene.announce_peer(peer, **facts)
         await asyncio.sleep(20.0)
         assert len(peer.published) == 3
 
@@ -146,7 +146,7 @@ def test_peer_that_is_restarted_at_once_gets_adapters_soon() -> None:
             await asyncio.sleep(3.0)
             peer.published.clear()
             facts = {"endpoints": announced.endpoints, "max_version": announced.max_version}
-            await scene.announce(peer, **facts)  # pyright: ignore[reportArgumentType]
+            await scene.announce_peer(peer, **facts)
             await asyncio.sleep(37.0)
             assert len(peer.published) == 3
 
@@ -164,7 +164,7 @@ def test_peer_that_failed_gets_adapters_as_soon_as_it_is_back() -> None:
         assert asker.find_peer(peer.identity.peer_id)
         scene.network.resume("pass1")
         facts = {"endpoints": announced.endpoints, "max_version": announced.max_version}
-        await scene.announce(peer, **facts)  # pyright: ignore[reportArgumentType]
+        await scene.announce_peer(peer, **facts)
         await asyncio.sleep(25.0)
         assert len(peer.published) == 1
 
@@ -300,7 +300,7 @@ def test_peer_that_does_not_answer_is_brought_an_adapter_less_and_less_often(kin
             for _ in range(36):
                 await asyncio.sleep(SECONDS)
                 facts = {"endpoints": announced.endpoints, "max_version": announced.max_version}
-                await scene.announce(peer, **facts)  # pyright: ignore[reportArgumentType]
+                await scene.announce_peer(peer, **facts)
 
         await publisher.publish(version, WHOLE, "a")
         setattr(peer, kind, True)

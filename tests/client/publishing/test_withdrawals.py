@@ -276,7 +276,7 @@ def test_peer_that_has_no_adapters_any_more_counts_as_told(what: str) -> None:
         await publisher.publish(version, WHOLE, "a")
         await asyncio.sleep(20.0)
         if what == "left":
-            await scene.announce(peer, state=PeerState.OFFLINE)  # pyright: ignore[reportArgumentType]
+            await scene.announce_peer(peer, state=PeerState.OFFLINE)
             scene.network.kill("pass1")
         else:
             peer.span = Span(0, 1)

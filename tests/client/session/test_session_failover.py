@@ -27,7 +27,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.ids import SessionId
 from shoal.protocol.messages.session import Step
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
+from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.spans import Span
 
 
@@ -191,8 +191,7 @@ def test_peer_that_is_not_what_an_old_view_says_is_used_as_soon_as_it_announces_
         stranger = FakePeer("b", Identity(bytes([9]) * 32), Span(0, 6))
         if becomes == "other blocks":
             peer.span = Span(0, 5)
-        transport = LoopbackTransport(scene.network, "a")
-        scene.transports.append(transport)
+        transport = scene.make_transport("a")
         at_old_port = stranger if becomes == "another peer" else peer
         await transport.listen("a", endpoint.port, at_old_port.serve)
         moved = await transport.listen("a", 0, peer.serve)
@@ -200,7 +199,7 @@ def test_peer_that_is_not_what_an_old_view_says_is_used_as_soon_as_it_announces_
         await asyncio.sleep(0.5)
         assert not step.done()
 
-        await scene.announce(peer, endpoints=(moved.endpoint,))
+        await scene.announce_peer(peer, endpoints=(moved.endpoint,))
 
         assert torch.equal(await step, oracle.step(draw(2)))
         assert scene.names_of(session)[0] == "a"
@@ -301,7 +300,9 @@ def test_black_holes_that_announce_wonders_do_not_keep_a_session_from_opening() 
             await asyncio.sleep(60)
             for name in holes:
                 hole = scene.peers[name]
-                await scene.announce(hole, endpoints=endpoints[hole.identity.peer_id], **wonders)
+                await scene.announce_peer(
+                    hole, endpoints=endpoints[hole.identity.peer_id], **wonders
+                )
 
     run(test)
 
