@@ -1,13 +1,16 @@
-"""Several things at once: all of them needed, or none of them waited for."""
+"""Several things at once: all of them needed, none of them waited for, or few at a time for a key."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable
-from typing import Any, Protocol, TypeVar
+from collections import Counter
+from collections.abc import AsyncGenerator, Coroutine, Hashable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any, Generic, Protocol, TypeVar
 
 Result = TypeVar("Result")
+Key = TypeVar("Key", bound=Hashable)
 
 _logger = logging.getLogger(__name__)
 
@@ -91,3 +94,33 @@ class Closer:
         """Wait for what is still being closed; each takes about a second at the most."""
         if self._closing:
             await asyncio.wait(self._closing)
+
+
+class KeyedSemaphores(Generic[Key]):
+    """A semaphore for each key, kept only while somebody holds it or waits for it."""
+
+    def __init__(self, limit: int = 1) -> None:
+        self._limit = limit
+        self._semaphores: dict[Key, asyncio.Semaphore] = {}
+        self._num_users: Counter[Key] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<KeyedSemaphores, {len(self._semaphores)} in use>"
+
+    def __len__(self) -> int:
+        return len(self._semaphores)
+
+    @asynccontextmanager
+    async def hold(self, key: Key) -> AsyncGenerator[None]:
+        """Be one of `limit` holders of a key; the first that waits is the next holder."""
+        # Counted, because a released semaphore is not locked until the next holder runs.
+        self._num_users[key] += 1
+        try:
+            if key not in self._semaphores:
+                self._semaphores[key] = asyncio.Semaphore(self._limit)
+            async with self._semaphores[key]:
+                yield
+        finally:
+            self._num_users[key] -= 1
+            if not self._num_users[key]:
+                del self._num_users[key], self._semaphores[key]

@@ -22,7 +22,7 @@ from ...protocol.messages.adapters import (
 from ...protocol.net.clock import Clock
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import AdapterVersion, SentAdapter
-from ..concurrency.lanes import Lanes
+from ..concurrency.tasks import KeyedSemaphores
 from ..routing.peer_book import Bandwidth
 from .pass_link import PassLink
 
@@ -58,7 +58,7 @@ class AdapterCourier:
         self._bandwidth = bandwidth
         self._kept: dict[PeerId, dict[AdapterId, _Kept]] = defaultdict(dict)
         self._newest: dict[tuple[PeerId, str, Span], tuple[int, AdapterId]] = {}
-        self._lanes = Lanes[PeerId]()
+        self._lanes = KeyedSemaphores[PeerId]()
 
     async def bring(
         self,

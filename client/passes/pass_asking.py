@@ -44,9 +44,8 @@ from ..adapters.adapter_versions import (
     list_adapter_rows,
     list_adapters,
 )
-from ..routing.failures import Fault, PeerFailure
 from ..routing.peer_book import Bandwidth, PeerBook
-from ..routing.route import Hop
+from ..routing.route import Fault, Hop, PeerFailure
 from ..settings.config import ClientConfig
 from .adapter_courier import AdapterCourier
 from .microbatches import TextGradients, Texts, choose_scale

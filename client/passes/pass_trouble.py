@@ -11,8 +11,7 @@ from ...protocol.net.retry import Backoff, Retry
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
 from ...protocol.versions import PASS_VERSION
-from ..routing.failures import PeerFailure
-from ..routing.route import LostHopError, Trouble
+from ..routing.route import LostHopError, PeerFailure, Trouble
 
 _AGAIN = Backoff(0.1, 1.6)
 

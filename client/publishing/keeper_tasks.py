@@ -15,8 +15,7 @@ from ...protocol.messages.adapters import KEEP_SECONDS
 from ...protocol.net.clock import Clock
 from ...protocol.net.retry import Backoff, Backoffs
 from ...protocol.records.announcements import Announcement
-from ..concurrency.lanes import Lanes
-from ..concurrency.tasks import Background
+from ..concurrency.tasks import Background, KeyedSemaphores
 from .keeper_calls import KeeperCalls, knows_publications
 from .publication import KeeperError, Publication
 from .upload_places import UploadPlaces
@@ -61,7 +60,7 @@ class KeeperTasks:
         self._is_spreading = is_spreading
         self._places = {is_proven: UploadPlaces() for is_proven in (False, True)}
         self._renewing = asyncio.Semaphore(_RENEWALS_AT_ONCE)
-        self._lanes = Lanes[PeerId]()
+        self._lanes = KeyedSemaphores[PeerId]()
         self._renewals: dict[PeerId, asyncio.Task[None]] = {}
         self._deliveries: dict[PeerId, asyncio.Task[None]] = {}
         self._owed: dict[PeerId, list[Publication]] = defaultdict(list)

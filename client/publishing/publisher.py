@@ -15,8 +15,7 @@ from ...protocol.net.clock import Clock
 from ...protocol.records.announcements import Announcement
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import AdapterVersion, cut_apart
-from ..concurrency.lanes import Lanes
-from ..concurrency.tasks import Background, cancel_all, run_all
+from ..concurrency.tasks import Background, KeyedSemaphores, cancel_all, run_all
 from ..passes.pass_asking import PassAsker
 from .arrivals import Arrivals
 from .keeper_calls import KeeperCalls, knows_publications
@@ -55,7 +54,7 @@ class Publisher:
         self._numbers = itertools.count()
         self._begun: set[Claim] = set()  # of the calls that have not ended
         self._newest: dict[tuple[str, Span], int] = {}  # of the claims that peers have met
-        self._withdrawing = Lanes[AdapterId]()
+        self._withdrawing = KeyedSemaphores[AdapterId]()
         self._arrivals = Arrivals()
         self._renewing: asyncio.Task[None] | None = None
         self._is_closed = False

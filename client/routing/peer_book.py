@@ -18,8 +18,7 @@ from ...protocol.net.clock import Clock
 from ...protocol.net.directory import Directory
 from ...protocol.records.announcements import Announcement
 from ...protocol.records.swarm_view import SwarmView
-from .failures import Fault, PeerFailure, find_fault
-from .route import Hop, LostHopError
+from .route import Fault, Hop, LostHopError, PeerFailure, find_fault
 
 _UNKNOWN_BYTES_PER_SECOND = 256 * 2**10
 """A line of two megabits per second, until a large step was answered."""

@@ -11,10 +11,9 @@ from ...protocol.net.directory import Directory
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.net.transport import Transport
 from ...protocol.spans import Span
-from .failures import Fault
 from .peer_book import NO_DOUBT, PeerBook
 from .position import Position
-from .route import Ends, Hop, Route
+from .route import Ends, Fault, Hop, Route
 from .router import RoutingCosts, expect_way_seconds, plan_route
 
 _LOOK_AGAIN = Backoff(0.1, 1.0)

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.spans import Span
-from ..routing.failures import Fault
-from ..routing.route import Trouble
+from ..routing.route import Fault, Trouble
 from .hop_link import BrokenSegmentError, LiveHop, Place, Question, StartOverError, cut_segments
 from .state import SessionState
 

@@ -23,8 +23,7 @@ from ...protocol.errors import UnavailableError, UsageError
 from ...protocol.limits import MAX_BATCH_ROWS
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.spans import Span
-from ..routing.failures import WAS_LOST
-from ..routing.route import Hop, LostHopError, Refusals, Trouble
+from ..routing.route import WAS_LOST, Hop, LostHopError, Refusals, Trouble
 from ..trace.trace import Failover, Handoff, choose_kind
 from .exchange import Exchange, merge_pieces
 from .hop_link import (

@@ -17,7 +17,7 @@ from shoal.client import (
     RouteError,
     UsageError,
 )
-from shoal.client.routing.failures import Fault
+from shoal.client.routing.route import Fault
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
 
 

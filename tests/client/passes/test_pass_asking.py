@@ -9,7 +9,7 @@ import pytest
 from pass_peers import WHOLE, add_pass_peer, make_asker, make_texts
 from session_scene import CONFIG, Scene, run
 
-from shoal.client.routing.failures import Fault
+from shoal.client.routing.route import Fault
 from shoal.protocol.errors import RouteError
 
 HUGE_TEXT = 2**13

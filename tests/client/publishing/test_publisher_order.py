@@ -12,7 +12,7 @@ from session_scene import Scene, now
 
 from shoal.client.passes.pass_asking import PassAsker
 from shoal.client.publishing.publisher import Publisher
-from shoal.client.routing.failures import Fault
+from shoal.client.routing.route import Fault
 from shoal.protocol.errors import RouteError, SilentError
 from shoal.protocol.messages.adapters import allow_upload_seconds
 from shoal.protocol.net.memory import loopback_wire

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from swarm_world import FIRST_SECONDS, LONGEST_SECONDS, World, in_world
 
-from shoal.client.routing.failures import Fault
+from shoal.client.routing.route import Fault
 from shoal.protocol.errors import RouteError
 from shoal.protocol.records.announcements import Announcement
 

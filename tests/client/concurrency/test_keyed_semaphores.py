@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
-from shoal.client.concurrency.lanes import Lanes
+from shoal.client.concurrency.tasks import KeyedSemaphores
 from shoal.protocol.net.clock import run_virtual
 
 
-def test_lane_is_held_by_one_at_a_time_and_gone_after_the_last() -> None:
+def test_key_is_held_by_one_at_a_time_and_gone_after_the_last() -> None:
     async def main() -> None:
-        lanes, order = Lanes[str](), list[str]()
+        semaphores, order = KeyedSemaphores[str](), list[str]()
 
         async def hold(name: str, key: str) -> None:
-            async with lanes.hold(key):
+            async with semaphores.hold(key):
                 order.append(name)
                 await asyncio.sleep(1.0)
                 order.append(name)
@@ -23,20 +23,20 @@ def test_lane_is_held_by_one_at_a_time_and_gone_after_the_last() -> None:
         other = asyncio.create_task(hold("c", "y"))
         await asyncio.gather(*holding, other)
         assert order == ["a", "c", "a", "b", "c", "b"]
-        assert repr(lanes) == "<Lanes, 0 in use>"
+        assert repr(semaphores) == "<KeyedSemaphores, 0 in use>"
 
     run_virtual(main())
 
 
-def test_lane_stays_for_whoever_waits_for_it() -> None:
+def test_semaphore_stays_for_whoever_waits_for_it() -> None:
     """A released lock is not locked until the one that waits for it runs."""
 
     async def main() -> None:
-        lanes, num_holders, most = Lanes[str](), 0, 0
+        semaphores, num_holders, most = KeyedSemaphores[str](), 0, 0
 
         async def hold() -> None:
             nonlocal num_holders, most
-            async with lanes.hold("x"):
+            async with semaphores.hold("x"):
                 num_holders += 1
                 most = max(most, num_holders)
                 await asyncio.sleep(1.0)
@@ -52,6 +52,6 @@ def test_lane_stays_for_whoever_waits_for_it() -> None:
         await asyncio.sleep(0.1)
         waiting[0].cancel()
         await asyncio.gather(first, waiting[1])
-        assert (most, repr(lanes)) == (1, "<Lanes, 0 in use>")
+        assert (most, repr(semaphores)) == (1, "<KeyedSemaphores, 0 in use>")
 
     run_virtual(main())
