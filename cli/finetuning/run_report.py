@@ -20,8 +20,7 @@ from ..terminal.terminal import Terminal
 if TYPE_CHECKING:
     from ...client.learning.checkpoints import Progress as RunProgress
     from ...client.learning.finetune_run import Milestone, Updated
-    from ...client.passes.pass_failovers import PassFailover
-    from ...client.routing.route import Hop
+    from ...client.routing.route import Hop, PassFailover
 
 _NUM_RECENT = 20
 """Updates that the speed is the mean of."""

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ...protocol.spans import Span
 
 if TYPE_CHECKING:
-    from ...client.passes.pass_failovers import PassFailover
-    from ...client.routing.route import Hop
+    from ...client.routing.route import Hop, PassFailover
     from ...client.trace.trace import Failover
 
 

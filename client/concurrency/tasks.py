@@ -1,4 +1,4 @@
-"""Several things at once: all of them needed, none of them waited for, or few at a time for a key."""
+"""Several things at once: all needed, none of them waited for, or few at a time for each key."""
 
 from __future__ import annotations
 

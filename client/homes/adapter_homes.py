@@ -23,12 +23,12 @@ from torch import Tensor
 from ...protocol.errors import ErrorCode, RefusedError, UsageError
 from ...protocol.messages.adapters import OptimizerSettings
 from ...protocol.spans import Span
+from ...protocol.versions import OPTIMIZER_VERSION
 from ..adapters.adapter_versions import HousedVersion, find_homed
 from ..adapters.learned_states import LearnedState
 from ..concurrency.tasks import run_all
 from ..passes.microbatches import TextGradients, Texts, halve
-from ..passes.pass_asking import Passage, PassAsker
-from ..passes.pass_trouble import PassTrouble
+from ..passes.pass_asking import Passage, PassAsker, PassTrouble
 from .home_calls import HomeCalls, LostHomeError
 from .home_segments import Applied, LoggedPass, LoggedUpdate, Segment, list_stages
 
@@ -209,6 +209,7 @@ class AdapterHomes:
         try:
             while start < lost.span.stop:
                 rest = Span(start, lost.span.stop)
+                trouble.least_version = OPTIMIZER_VERSION
                 segment = lost.cut(await self._asker.choose_home(rest, trouble, lost.weights))
                 await self._calls.bring(segment, trouble)
                 fresh.append(segment)

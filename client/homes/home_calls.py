@@ -33,10 +33,8 @@ from ...protocol.messages.passes import GatherOrder
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import find_homed
 from ..adapters.learned_states import LearnedState
-from ..passes.microbatches import TextGradients, Texts
-from ..passes.pass_asking import PassAsker
-from ..passes.pass_link import make_pass_id
-from ..passes.pass_trouble import PassTrouble
+from ..passes.microbatches import TextGradients, Texts, make_pass_id
+from ..passes.pass_asking import PassAsker, PassTrouble
 from ..routing.route import Hop
 from .home_segments import Applied, LoggedPass, Segment
 

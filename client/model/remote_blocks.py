@@ -17,8 +17,7 @@ from ...protocol.ids import ModelId, PeerId
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter
-from ..passes.pass_failovers import PassFailover
-from ..routing.route import Hop, Route
+from ..routing.route import Hop, PassFailover, Route
 from ..session.deep_prompts import check_prompts
 from ..session.inference_session import InferenceSession, check_is_session
 from ..settings.config import ClientConfig, make_client_config, make_whole

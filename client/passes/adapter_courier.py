@@ -24,7 +24,7 @@ from ...protocol.spans import Span
 from ..adapters.adapter_versions import AdapterVersion, SentAdapter
 from ..concurrency.tasks import KeyedSemaphores
 from ..routing.peer_book import Bandwidth
-from .pass_link import PassLink
+from .pass_links import PassLink
 
 _LEAST_PATIENCE_SECONDS = 20.0
 _PATIENCE = 2.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,16 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...protocol.ids import PassId, SessionId
 from ...protocol.limits import MAX_BATCH_ROWS, MAX_PASS_PROMPTS
-from ...protocol.messages.passes import Slot
+from ...protocol.messages.passes import (
+    Pass,
+    PassKind,
+    Slot,
+    list_answer_slots,
+    list_question_slots,
+)
 from ...protocol.spans import Span
+from ...protocol.tensors import WireDtype, compute_num_bytes
 from ..adapters.adapter_versions import (
     AdapterGradients,
     AdapterVersion,
     RowAdapters,
     add_gradients,
+    count_gradients,
+    list_adapter_rows,
     split_gradients,
 )
+from ..routing.route import Hop
 
 MOST_TOKENS = 1024
 """Rows times tokens of one microbatch, unless one row has more."""
@@ -85,6 +97,34 @@ class Texts:
         """Return the texts with the deep prompts of some of the blocks, counted from the first."""
         prompts = self.prompts_LBPH
         return replace(self, prompts_LBPH=None if prompts is None else prompts[blocks])
+
+    def make_pass(self, hop: Hop, wire_dtype: str, *, is_backward: bool) -> Pass:
+        """Return what a peer is asked for; see `ClientConfig.wire_dtype` for that of tensors."""
+        if wire_dtype == "auto":
+            wire_dtype = "fp32" if hop.peer.weights == "fp32" else "bf16"
+        num_rows, num_tokens, hidden_size = self.hidden_BTH.shape
+        prompts = self.prompts_LBPH
+        prompt_rows, prompt_tokens = (0, 0) if prompts is None else prompts.shape[1:3]
+        adapters = list_adapter_rows(self.adapters, hop.span)
+        return Pass(
+            make_pass_id(),
+            PassKind.BACKWARD if is_backward else PassKind.FORWARD,
+            hop.peer.model_id,
+            hop.span,
+            num_rows,
+            num_tokens,
+            WireDtype[wire_dtype.upper()],
+            prompt_rows,
+            prompt_tokens,
+            adapters,
+            count_gradients(self.adapters, hop.span, hidden_size) if is_backward else 0,
+            trains_adapters=self.trains_adapters and bool(adapters) and not is_backward,
+        )
+
+    def count_bytes(self, asked: Pass) -> int:
+        """Return how many bytes the tensors of a pass and of its answer have."""
+        slots = (*list_question_slots(asked).values(), *list_answer_slots(asked).values())
+        return compute_num_bytes(asked.dtype, 1, sum(slots), self.hidden_BTH.shape[-1])
 
     def list_tensors(self, grads_BTH: Tensor | None) -> dict[Slot, Tensor]:
         """Return the tensors of a question about them as vectors, [N, H]."""
@@ -149,6 +189,11 @@ class TextGradients:
         return TextGradients(
             factor * self.hidden_BTH, None if prompts is None else factor * prompts, adapters
         )
+
+
+def make_pass_id() -> PassId:
+    """Return a name for a question that nobody has asked before."""
+    return PassId(SessionId(secrets.token_bytes(16)))
 
 
 def choose_scale(grads_BTH: Tensor) -> float:

@@ -1,11 +1,13 @@
-"""Asks for one pass through one hop, peer after peer until one answers."""
+"""Asks for one pass through one hop, peer after peer until one answers. What went wrong with it is
+noted, and which peers took over is told to those who watch.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,41 +20,29 @@ from ...protocol.errors import (
     RefusedError,
     RemoteProtocolError,
     RouteError,
+    ShoalError,
     UnavailableError,
 )
-from ...protocol.ids import PeerId
-from ...protocol.messages.passes import (
-    GatherOrder,
-    Pass,
-    PassKind,
-    Slot,
-    list_answer_slots,
-    list_question_slots,
-)
+from ...protocol.ids import NO_ADAPTER, AdapterId, PeerId
+from ...protocol.messages.passes import GatherOrder, PassKind, Slot
 from ...protocol.net.clock import Clock
+from ...protocol.net.retry import Backoff, Retry
 from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement, PeerState
 from ...protocol.spans import Span
-from ...protocol.tensors import WireDtype, compute_num_bytes
-from ...protocol.versions import OPTIMIZER_VERSION, PASS_VERSION
 from ..adapters.adapter_versions import (
     AdapterVersion,
     PublishedAdapter,
     SentAdapter,
-    count_gradients,
     cut_apart,
-    list_adapter_rows,
     list_adapters,
 )
 from ..routing.peer_book import Bandwidth, PeerBook
-from ..routing.route import Fault, Hop, PeerFailure
+from ..routing.route import Fault, Hop, LostHopError, PassFailover, PeerFailure, Trouble
 from ..settings.config import ClientConfig
 from .adapter_courier import AdapterCourier
 from .microbatches import TextGradients, Texts, choose_scale
-from .pass_failovers import PassFailovers
-from .pass_link import PassAnswer, PassLink, make_pass_id
-from .pass_links import NotWantedError, PassLinks
-from .pass_trouble import PassTrouble, make_route_error
+from .pass_links import NotWantedError, PassAnswer, PassLink, PassLinks
 
 _logger = logging.getLogger(__name__)
 
@@ -68,6 +58,15 @@ _LEAST_PATIENCE_SECONDS = 60.0
 others may be waiting there as well, or it lies."""
 
 
+_AGAIN = Backoff(0.1, 1.6)
+"""Between attempts at one pass."""
+
+_MOST_UNSEEN = 256
+"""Nobody may be watching."""
+
+_MOST_KNOWN = 4096
+"""A crowd of names may come and go; who is forgotten is not told of, or once more."""
+
 _NOISE = 0.1
 """By what fraction one of two hosts that seem alike may be taken for slower."""
 
@@ -79,6 +78,143 @@ class Passage:
     span: Span
     weights: str
     hidden_BTH: Tensor
+
+
+class PassFailovers:
+    """The events since the last look: peers that answered, and peers that were lost.
+
+    Batches are many passes: a peer is told of once when it is lost, and again only if it has
+    answered one since. Who could not be reached to begin with took no part, and nobody misses it.
+    """
+
+    def __init__(self) -> None:
+        self._unseen: dict[PeerId, PassFailover] = {}
+        self._recent_hops: dict[PeerId, Hop] = {}
+        self._is_lost: dict[PeerId, bool] = {}
+        """Of each peer that took part, the newest at the end."""
+
+    def note_reached(self, peer_id: PeerId) -> None:
+        """Note that a peer takes part: a stream leads there."""
+        self._is_lost[peer_id] = self._is_lost.pop(peer_id, False)
+        if len(self._is_lost) > _MOST_KNOWN:
+            del self._is_lost[next(iter(self._is_lost))]
+
+    def note_answer(self, hop: Hop) -> None:
+        """Note that a peer has done its part of a pass."""
+        self._is_lost[hop.peer.peer_id] = False
+        self._recent_hops[hop.peer.peer_id] = hop
+
+    def note(self, lost: Iterable[LostHopError], replacements: Sequence[Hop]) -> None:
+        """Note that others have done what some peers did not."""
+        for error in lost:
+            peer_id = error.hop.peer.peer_id
+            others = tuple(hop for hop in replacements if hop.peer.peer_id != peer_id)
+            if replacements and not others:
+                continue  # it did the same in the end
+            if self._is_lost.get(peer_id, True):
+                continue
+            self._is_lost[peer_id] = True
+            failover = PassFailover(error.hop, str(error), error.what_happened, others)
+            if len(self._unseen) < _MOST_UNSEEN:
+                self._unseen.setdefault(peer_id, failover)
+
+    def take(self) -> list[PassFailover]:
+        """Return the failovers that are new."""
+        failovers, self._unseen = list(self._unseen.values()), {}
+        return failovers
+
+    def take_recent_hops(self) -> list[Hop]:
+        """Return who answered since this was called last, in the order of blocks."""
+        hops, self._recent_hops = self._recent_hops.values(), {}
+        return sorted(hops, key=lambda hop: (hop.span.start, hop.span.stop, hop.peer.peer_id))
+
+
+class PassTrouble(Trouble):
+    """The failures of one pass so far; its deadline starts with the first one."""
+
+    def __init__(self, span: Span, clock: Clock, timeout_seconds: float) -> None:
+        super().__init__(Retry(_AGAIN, clock))
+        self.too_small: set[PeerId] = set()
+        """Peers that have no memory for it."""
+        self.brought_again: set[PeerId] = set()
+        """Peers that had lost an adapter, and got it once more."""
+        self.least_version = 0
+        """The least protocol version; peers of older versions are not asked."""
+        self._lost: list[LostHopError] = []
+        self._full_until: dict[PeerId, float] = {}
+        self._span = span
+        self._clock = clock
+        self._timeout_seconds = timeout_seconds
+        self._error: PeerFailure | None = None
+
+    @property
+    def full(self) -> set[PeerId]:
+        """Peers that have no room for an adapter at present."""
+        now = self._clock.now()
+        return {peer_id for peer_id, until in self._full_until.items() if now < until}
+
+    @property
+    def unwanted(self) -> set[PeerId]:
+        """Peers that are not asked now."""
+        if not self.is_known:
+            return set()
+        return {*self.refusals.peer_ids, *self.too_small, *self.full}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything went wrong."""
+        return self._error is not None
+
+    def note(self, error: PeerFailure) -> None:
+        """Note a failure."""
+        if self.is_known:
+            self.retry.note_failure()  # the second try comes at once
+        else:
+            self.retry.deadline = self._clock.now() + self._timeout_seconds
+        self._error = error
+
+    def note_lost(self, lost: LostHopError) -> None:
+        """Note a peer that has failed, for which it was blamed."""
+        self.refusals.note(lost)
+        self._lost.append(lost)
+
+    def take_lost(self, span: Span) -> list[LostHopError]:
+        """Return who has failed at some of these blocks since this was called last."""
+        lost = [
+            one
+            for one in self._lost
+            if one.hop.span.start < span.stop and span.start < one.hop.span.stop
+        ]
+        self._lost = [one for one in self._lost if one not in lost]
+        return lost
+
+    def note_full(self, peer_id: PeerId, seconds: float) -> None:
+        """Note that a peer has no room for an adapter, and said when to ask again."""
+        self._full_until[peer_id] = self._clock.now() + seconds
+
+    async def wait_for_room(self) -> None:
+        """Wait until one of those that were full may be asked again, or the time is up."""
+        until = min(self.retry.deadline, *(self._full_until[peer_id] for peer_id in self.full))
+        await asyncio.sleep(max(0.0, until - self._clock.now()))
+
+    def raise_refusal(self) -> None:
+        """Raise what a peer said against the texts, if one did: nobody else is left to ask."""
+        if self.refusals.first is not None:
+            raise self.refusals.first
+        if self.too_small and self._error is not None:
+            raise self._error
+
+    async def pause(self) -> None:
+        """Wait before the next try, longer each time; not at all before the first two.
+
+        Raises what to say when the time is up: the newest refusal, or RouteError.
+        """
+        if self._error is not None and self.retry.remaining_seconds <= 0:
+            if isinstance(self._error, RefusedError | RouteError):
+                raise self._error
+            detail = f"no peer accepts passes for blocks {self._span}: {self._error}"
+            raise RouteError(detail, [self._span]) from self._error
+        await self.retry.pause()
 
 
 class PassAsker:
@@ -117,8 +253,7 @@ class PassAsker:
 
     def has_host(self, block: int) -> bool:
         """Return whether somebody takes passes through a block, as far as was heard last."""
-        hosts = self._book.view.serving(block)
-        return any(_takes_passes(peer, self._config.weights) for peer in hosts)
+        return self._book.has_pass_host(block, self._config.weights)
 
     async def ask_forward(self, span: Span, texts: Texts, weights: str | None = None) -> Passage:
         """Take texts through the first blocks of a span, as `weights` or as those of anybody.
@@ -158,7 +293,6 @@ class PassAsker:
 
     async def choose_home(self, span: Span, trouble: PassTrouble, weights: str | None) -> Hop:
         """Return who is to train the first blocks of a span; raises what `ask_forward` does."""
-        trouble.least_version = OPTIMIZER_VERSION
         hosts = await self._wait_for_hosts(span, trouble, weights)
         return self._choose(hosts, span, 1, PassKind.BACKWARD)
 
@@ -213,16 +347,22 @@ class PassAsker:
     async def list_peers(self) -> list[Announcement]:
         """Return who serves blocks now and understands adapters, least in doubt first; no liars."""
         await self._refresh(0.0)
-        return [peer for peer in self._book.list_by_doubt() if peer.max_version >= PASS_VERSION]
+        return self._book.list_by_doubt()
 
     def find_peer(self, peer_id: PeerId) -> Announcement | None:
         """Return what a peer announced, as far as was heard last; None once it has left."""
         peer = self._book.view.find(peer_id)
         return None if peer is None or peer.state is PeerState.OFFLINE else peer
 
-    def make_route_error(self, span: Span) -> RouteError:
-        """Return what to say where nobody serves blocks for fine-tuning."""
-        return make_route_error(span, self._book.view, None)
+    def make_route_error(self, span: Span, weights: str | None = None) -> RouteError:
+        """Return what to say where nobody takes passes through some blocks of a span."""
+        gaps = self._book.view.gaps
+        missing = [gap for gap in gaps if gap.start < span.stop and span.start < gap.stop]
+        missing = missing or [Span(span.start, span.start + 1)]
+        names = ", ".join(map(str, missing))
+        suffix = "" if weights is None else f" with {weights} weights"
+        detail = f"no reachable peer serves blocks {names} for fine-tuning{suffix}"
+        return RouteError(detail, missing)
 
     def forget_adapters(self, hop: Hop) -> None:
         """Note that a peer does not have what it was brought."""
@@ -254,9 +394,10 @@ class PassAsker:
             trouble.note_lost(lost)
             trouble.note(error)
             return None
-        for liar in trouble.refusals.contradicted:
-            self._book.quarantine(liar.peer, Fault.BROKEN)
-        self.failovers.note(trouble.take_lost(hop.span), (hop,))
+        if trouble.is_known:
+            for liar in trouble.refusals.contradicted:
+                self._book.quarantine(liar.peer, Fault.BROKEN)
+            self.failovers.note(trouble.take_lost(hop.span), (hop,))
         self._book.note_pass(hop.peer.peer_id)
         self.failovers.note_answer(hop)
         return answer
@@ -302,11 +443,9 @@ class PassAsker:
         gather: GatherOrder | None = None,
     ) -> PassAnswer:
         await cut_apart(list_adapters(texts.adapters), hop.span)
-        asked = replace(self._make_pass(hop, texts, grads_BTH is not None), gather=gather)
-        tensors = texts.list_tensors(grads_BTH)
-        slots = (*list_question_slots(asked).values(), *list_answer_slots(asked).values())
-        width = texts.hidden_BTH.shape[-1]
-        num_bytes = compute_num_bytes(asked.dtype, 1, sum(slots), width)
+        is_backward, wire_dtype = grads_BTH is not None, self._config.wire_dtype
+        asked = replace(texts.make_pass(hop, wire_dtype, is_backward=is_backward), gather=gather)
+        num_bytes = texts.count_bytes(asked)
         bandwidth, num_tokens = self._book.bandwidth, texts.num_tokens
         times = self._book.pass_times(hop.peer.peer_id)
         way = times.line
@@ -323,7 +462,10 @@ class PassAsker:
                         carrying_seconds, way.expect_seconds(bandwidth.num_bytes)
                     )
                     answer = await link.ask(
-                        asked, tensors, carrying_seconds, patience_seconds + carrying_seconds
+                        asked,
+                        texts.list_tensors(grads_BTH),
+                        carrying_seconds,
+                        patience_seconds + carrying_seconds,
                     )
         # What the peer could lie about counts for its own line only.
         bandwidth.note_answer(num_bytes, self._clock.now() - asked_at)
@@ -353,31 +495,6 @@ class PassAsker:
         hosts = self._find_hosts(hop.span.start, trouble, hop.peer.weights)
         return any(peer.peer_id == hop.peer.peer_id for peer in hosts)
 
-    def _make_pass(self, hop: Hop, texts: Texts, is_backward: bool) -> Pass:
-        num_rows, num_tokens, hidden_size = texts.hidden_BTH.shape
-        prompts = texts.prompts_LBPH
-        prompt_rows, prompt_tokens = (0, 0) if prompts is None else prompts.shape[1:3]
-        adapters = list_adapter_rows(texts.adapters, hop.span)
-        return Pass(
-            make_pass_id(),
-            PassKind.BACKWARD if is_backward else PassKind.FORWARD,
-            hop.peer.model_id,
-            hop.span,
-            num_rows,
-            num_tokens,
-            self._choose_dtype(hop.peer),
-            prompt_rows,
-            prompt_tokens,
-            adapters,
-            count_gradients(texts.adapters, hop.span, hidden_size) if is_backward else 0,
-            trains_adapters=texts.trains_adapters and bool(adapters) and not is_backward,
-        )
-
-    def _choose_dtype(self, peer: Announcement) -> WireDtype:
-        if self._config.wire_dtype != "auto":
-            return WireDtype[self._config.wire_dtype.upper()]
-        return WireDtype.FP32 if peer.weights == "fp32" else WireDtype.BF16
-
     async def _wait_for_hosts(
         self, span: Span, trouble: PassTrouble, weights: str | None
     ) -> list[Announcement]:
@@ -397,7 +514,7 @@ class PassAsker:
             hosts = self._find_hosts(span.start, trouble, weights)
             if hosts:
                 return hosts
-            trouble.note(make_route_error(span, self._book.view, weights))
+            trouble.note(self.make_route_error(span, weights))
 
     async def _refresh(self, max_age_seconds: float) -> None:
         """Read the directory, one for all that ask; where that fails, the last view has to do."""
@@ -413,16 +530,27 @@ class PassAsker:
     def _find_hosts(
         self, block: int, trouble: PassTrouble, weights: str | None
     ) -> list[Announcement]:
-        others = {
-            peer.peer_id
-            for peer in self._book.view.serving(block)
-            if not _takes_passes(peer, weights) or peer.max_version < trouble.least_version
-        }
-        return self._book.find_hosts(
-            block, {*others, *trouble.refusals.peer_ids, *trouble.too_small, *trouble.full}
-        )
+        return self._book.find_pass_hosts(block, trouble.unwanted, weights, trouble.least_version)
 
 
-def _takes_passes(peer: Announcement, weights: str | None) -> bool:
-    is_able = peer.max_version >= PASS_VERSION and peer.takes_passes
-    return is_able and weights in (None, peer.weights)
+@dataclass(frozen=True)
+class SessionAdapter:
+    """The adapter of a session as it was when that was opened; each hop has to have it before."""
+
+    adapter: SentAdapter
+    asker: PassAsker
+
+    async def name_for(self, span: Span) -> AdapterId:
+        """Return what a hop with these blocks knows it by."""
+        await cut_apart([self.adapter], span)
+        cut = self.adapter.cut(span)
+        return NO_ADAPTER if cut is None else cut.name
+
+    async def bring(self, hop: Hop) -> None:
+        """Give it to a hop that may not have it; raises what `PassLink.bring` does."""
+        await self.asker.bring_adapter(hop, self.adapter)
+
+    def note_failure(self, hop: Hop, error: ShoalError) -> None:
+        """Note that a hop has lost it, if that is what it said: it gets it again."""
+        if isinstance(error, RefusedError) and error.code is ErrorCode.UNKNOWN_ADAPTER:
+            self.asker.forget_adapters(hop)

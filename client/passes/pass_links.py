@@ -1,16 +1,66 @@
-"""The streams for passes that a client has to its peers: a few to each, used again and again."""
+"""The streams for passes that a client has to its peers: a few to each, used again and again. Over
+one, the tensors of a pass are sent, and what comes back is checked.
+
+Tensor suffixes: N vectors of all rows, H hidden.
+"""
+
+from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ...protocol.ids import PeerId, make_client_token
-from ...protocol.net.clock import Clock
-from ...protocol.net.transport import Transport
+import torch
+from torch import Tensor
+
+from ...kernels.wire_tensors import decode_as, encode_as, has_only_finite
+from ...protocol.errors import RefusedError, RemoteProtocolError, SilentError, UnavailableError
+from ...protocol.ids import AdapterId, ClientToken, PeerId, SessionId, make_client_token
+from ...protocol.messages.adapters import (
+    AdapterFetch,
+    AdapterHead,
+    AdapterKept,
+    AdapterMeasure,
+    AdapterMeasured,
+    AdapterPiece,
+    AdapterReader,
+    AdapterUpdate,
+    AdapterWithdrawal,
+    cut_adapter,
+)
+from ...protocol.messages.fields import Message
+from ...protocol.messages.passes import (
+    Pass,
+    Passed,
+    PassPiece,
+    PiecesReader,
+    Slot,
+    choose_answer_dtype,
+    cut_vectors,
+    list_answer_slots,
+    list_question_slots,
+)
+from ...protocol.messages.session import Queued
+from ...protocol.net.clock import Clock, WakefulTimeout
+from ...protocol.net.dialling import open_greeted
+from ...protocol.net.transport import Stream, Transport
 from ...protocol.records.announcements import Announcement
-from ..concurrency.tasks import Closer
-from .pass_link import PassLink
+from ...protocol.tensors import WireTensor
+from ...protocol.wire.codec import encode_frame, read_answer
+from ..concurrency.tasks import Closer, KeyedSemaphores
+from .microbatches import make_pass_id
+
+_SILENCE_SECONDS = 4.0
+"""A peer that waits or computes says so every second; without a word for so long it is given up."""
+
 
 MAX_IN_FLIGHT = 2
 """Passes under way at one peer: one is computed while the tensors of the other travel."""
@@ -19,16 +69,281 @@ _KEEP_SECONDS = 10.0
 """How long a stream that nobody uses is good for: peers end theirs after twice as long."""
 
 
+@dataclass(frozen=True)
+class PassAnswer:
+    """The tensors of an answer, [N, H] each in float32, and how long all were on their way.
+
+    That is what this end has measured: until the peer said that it has got everything, and from
+    the first piece of its answer to the last. What the peer says of its times counts for nothing.
+    """
+
+    tensors: Mapping[Slot, Tensor]
+    way_seconds: float
+
+
+class PassLink:
+    """A stream for one pass at a time. Not to be used again after an error: close it."""
+
+    def __init__(self, clock: Clock, peer: Announcement, stream: Stream) -> None:
+        self._clock = clock
+        self._stream = stream
+        self.peer = peer
+        self.used_at = clock.now()
+
+    def __repr__(self) -> str:
+        return f"<PassLink {self._name}>"
+
+    @property
+    def _name(self) -> str:
+        return f"peer …{self.peer.peer_id[-6:]} (blocks {self.peer.span})"
+
+    @classmethod
+    async def open(
+        cls,
+        transport: Transport,
+        clock: Clock,
+        peer: Announcement,
+        client: ClientToken,
+        timeout_seconds: float,
+    ) -> PassLink:
+        """Dial a peer. Raises UnavailableError, RefusedError or RemoteProtocolError."""
+        try:
+            async with WakefulTimeout(timeout_seconds):
+                stream, _ = await open_greeted(
+                    transport, clock, peer, peer.span, timeout_seconds, client
+                )
+        except TimeoutError as error:
+            raise SilentError(f"peer …{peer.peer_id[-6:]} did not answer in time") from error
+        return cls(clock, peer, stream)
+
+    async def ask(
+        self,
+        asked: Pass,
+        tensors: Mapping[Slot, Tensor],
+        carrying_seconds: float,
+        patience_seconds: float,
+    ) -> PassAnswer:
+        """Send the tensors [N, H] of a pass, in the dtype of the answer; return what came of them.
+
+        A frame may take `carrying_seconds` on its way, and everything `patience_seconds`, whatever
+        the peer says meanwhile. Raises SilentError after that, and when the peer neither takes nor
+        says anything for too long, UnavailableError when the stream broke, RefusedError when the
+        peer declined, RemoteProtocolError for any other answer.
+        """
+        try:
+            async with WakefulTimeout(patience_seconds):
+                return await self._ask(asked, tensors, _SILENCE_SECONDS + carrying_seconds)
+        except TimeoutError as error:
+            raise SilentError(f"{self._name} takes too long for a pass") from error
+
+    async def _ask(
+        self, asked: Pass, tensors: Mapping[Slot, Tensor], timeout_seconds: float
+    ) -> PassAnswer:
+        asked_at = self._clock.now()
+        await self._send(encode_frame(asked), timeout_seconds)
+        for slot, num_vectors in list_question_slots(asked).items():
+            vectors_NH = tensors[slot]
+            for part in cut_vectors(num_vectors, asked.dtype, vectors_NH.shape[1]):
+                frame = _encode(asked, slot, part, vectors_NH[part.start : part.stop])
+                await self._send(frame, timeout_seconds)
+        reader = PiecesReader(list_answer_slots(asked), tensors[Slot.HIDDEN].shape[1])
+        way_seconds = await self._receive_answer(asked, reader, timeout_seconds) - asked_at
+        joined = {slot: _join(pieces) for slot, pieces in reader.tensors.items()}
+        if not all(map(has_only_finite, joined.values())):
+            raise RemoteProtocolError(f"{self._name} answered with NaN or infinity")
+        self.used_at = self._clock.now()
+        return PassAnswer(joined, way_seconds)
+
+    async def bring(
+        self,
+        head: AdapterHead,
+        tensors: bytes,
+        carrying_seconds: float,
+        patience_seconds: float,
+        note_taken: Callable[[int], object] = lambda _: None,
+    ) -> float:
+        """Give the peer an adapter to keep; return for how long it does so unused.
+
+        Takes `patience_seconds` at most, all pieces together. `note_taken` hears of each piece that
+        is under way how many bytes it has. Raises what `ask` does.
+        """
+        try:
+            async with WakefulTimeout(patience_seconds):
+                timeout_seconds = _SILENCE_SECONDS + carrying_seconds
+                return await self._bring(head, tensors, timeout_seconds, note_taken)
+        except TimeoutError as error:
+            raise SilentError(f"{self._name} takes too long for an adapter") from error
+
+    async def bring_head(self, head: AdapterHead, carrying_seconds: float) -> float:
+        """Say again that an adapter is published; return for how long the peer keeps it.
+
+        Raises what `ask` does; SilentError, too, where the peer has it no more: it waits for the
+        pieces, and gets them on another stream.
+        """
+        timeout_seconds = _SILENCE_SECONDS + carrying_seconds
+        await self._send(encode_frame(head), timeout_seconds)
+        answer = await self._receive(head.upload_id, timeout_seconds)
+        return self._check_kept(head.upload_id, answer)
+
+    async def withdraw(
+        self, names: Sequence[AdapterId], carrying_seconds: float
+    ) -> AsyncGenerator[AdapterId]:
+        """Have the peer forget adapters, in this order; yields each when it says that it has.
+
+        Raises what `ask` does.
+        """
+        timeout_seconds = _SILENCE_SECONDS + carrying_seconds
+        asked = [AdapterWithdrawal(make_pass_id(), name) for name in names]
+        for one in asked:
+            await self._send(encode_frame(one), timeout_seconds)
+        for one in asked:
+            answer = await self._hear(one.pass_id, timeout_seconds)
+            self._check_kept(one.pass_id, answer)
+            yield one.adapter
+
+    async def _bring(
+        self,
+        head: AdapterHead,
+        tensors: bytes,
+        timeout_seconds: float,
+        note_taken: Callable[[int], object],
+    ) -> float:
+        # Read from the beginning: what a peer refuses by its head alone need not go there.
+        hearing = asyncio.create_task(self._listen(head.upload_id))
+        try:
+            await self._send(encode_frame(head), timeout_seconds)
+            for piece in cut_adapter(head.upload_id, tensors):
+                if hearing.done():
+                    break
+                await self._send(encode_frame(piece), timeout_seconds)
+                note_taken(len(piece.data))
+            answer = await self._wait(hearing, timeout_seconds)
+        except UnavailableError:
+            if hearing.done() and not hearing.cancelled():
+                error = hearing.exception()
+                if isinstance(error, RefusedError):
+                    raise error from None  # why the peer hung up
+            raise
+        finally:
+            hearing.cancel()
+            await asyncio.wait([hearing])
+        while isinstance(answer, Queued):
+            answer = await self._receive(head.upload_id, timeout_seconds)
+        return self._check_kept(head.upload_id, answer)
+
+    def _check_kept(self, asked: SessionId, answer: Message) -> float:
+        """Return for how long the peer keeps an adapter, if that is what it has answered."""
+        if not isinstance(answer, AdapterKept) or answer.upload_id != asked:
+            raise RemoteProtocolError(f"{self._name} answered an adapter with {answer!r:.80}")
+        self.used_at = self._clock.now()
+        return answer.keep_seconds
+
+    async def measure(self, asked: AdapterMeasure, patience_seconds: float) -> float:
+        """Return the sum of the squares of gathered gradients; raises what `ask` does."""
+        answer = await self._ask_about_adapter(asked, patience_seconds)
+        if not isinstance(answer, AdapterMeasured):
+            raise RemoteProtocolError(f"{self._name} answered a question with {answer!r:.80}")
+        return answer.square_sum
+
+    async def update(self, asked: AdapterUpdate, patience_seconds: float) -> None:
+        """Have the peer make an update; raises what `ask` does."""
+        self._check_kept(asked.pass_id, await self._ask_about_adapter(asked, patience_seconds))
+
+    async def _ask_about_adapter(
+        self, asked: AdapterMeasure | AdapterUpdate, patience_seconds: float
+    ) -> Message:
+        try:
+            async with WakefulTimeout(patience_seconds):
+                await self._send(encode_frame(asked), _SILENCE_SECONDS)
+                return await self._hear(asked.pass_id, _SILENCE_SECONDS)
+        except TimeoutError as error:
+            raise SilentError(f"{self._name} takes too long for an adapter") from error
+
+    async def fetch_adapter(
+        self,
+        asked: AdapterFetch,
+        most_bytes: int,
+        carrying_seconds: float,
+        patience_seconds: float,
+    ) -> tuple[AdapterHead, bytes]:
+        """Return an adapter that the peer trains; raises what `ask` does."""
+        timeout_seconds = _SILENCE_SECONDS + carrying_seconds
+        try:
+            async with WakefulTimeout(patience_seconds):
+                await self._send(encode_frame(asked), timeout_seconds)
+                head = await self._hear(asked.pass_id, timeout_seconds)
+                if not isinstance(head, AdapterHead) or head.num_bytes > most_bytes:
+                    raise RemoteProtocolError(f"{self._name} answered with {head!r:.80}")
+                reader = AdapterReader(head)
+                while not reader.is_complete:
+                    piece = await self._receive(asked.pass_id, timeout_seconds)
+                    if not isinstance(piece, AdapterPiece):
+                        raise RemoteProtocolError(f"{self._name} answered with {piece!r:.80}")
+                    reader.take(piece)
+                self.used_at = self._clock.now()
+                return head, reader.join()
+        except TimeoutError as error:
+            raise SilentError(f"{self._name} takes too long for an adapter") from error
+
+    async def _hear(self, pass_id: SessionId, timeout_seconds: float) -> Message:
+        """Return the first thing that is no sign of life."""
+        while True:
+            message = await self._receive(pass_id, timeout_seconds)
+            if not isinstance(message, Queued):
+                self.used_at = self._clock.now()
+                return message
+            if message.session != pass_id:
+                raise RemoteProtocolError(f"{self._name} answered with {message!r:.80}")
+
+    async def close(self) -> None:
+        """Hang up: the peer drops what it has not answered. Never raises."""
+        await self._stream.close()
+
+    async def _send(self, frame: bytes, timeout_seconds: float) -> None:
+        try:
+            async with WakefulTimeout(timeout_seconds):
+                await self._stream.send(frame)
+        except TimeoutError as error:
+            raise SilentError(f"{self._name} does not read what is sent") from error
+
+    async def _receive_answer(
+        self, asked: Pass, reader: PiecesReader, timeout_seconds: float
+    ) -> float:
+        """Receive all pieces; return when all would be here if the peer had taken no time."""
+        heard_at: float | None = None
+        began_at: float | None = None
+        while True:
+            message = await self._receive(asked.pass_id, timeout_seconds)
+            heard_at = self._clock.now() if heard_at is None else heard_at
+            if isinstance(message, PassPiece) and message.pass_id == asked.pass_id:
+                if message.tensor.dtype is not choose_answer_dtype(asked, message.slot):
+                    raise RemoteProtocolError(f"{self._name} answers in {message.tensor.dtype!r}")
+                began_at = self._clock.now() if began_at is None else began_at
+                reader.take(message)
+            elif isinstance(message, Passed) and message.pass_id == asked.pass_id:
+                break
+            elif not isinstance(message, Queued) or message.session != asked.pass_id:
+                raise RemoteProtocolError(f"{self._name} answered a pass with {message!r:.80}")
+        if not reader.is_complete or began_at is None:
+            raise RemoteProtocolError(f"{self._name} left out a part of its answer")
+        return heard_at + self._clock.now() - began_at
+
+    async def _receive(self, pass_id: SessionId, timeout_seconds: float) -> Message:
+        return await self._wait(self._listen(pass_id), timeout_seconds)
+
+    async def _listen(self, asked_for: SessionId) -> Message:
+        return read_answer(await self._stream.receive(), self._name, asked_for)
+
+    async def _wait(self, receiving: Awaitable[Message], timeout_seconds: float) -> Message:
+        try:
+            async with WakefulTimeout(timeout_seconds):
+                return await receiving
+        except TimeoutError as error:
+            raise SilentError(f"{self._name} fell silent") from error
+
+
 class NotWantedError(Exception):
     """A pass that waited for a peer has to go to another one."""
-
-
-@dataclass
-class _Places:
-    """The streams to one peer for passes, as long as a pass uses or wants one."""
-
-    free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_IN_FLIGHT))
-    num_users: int = 0
 
 
 class PassLinks:
@@ -45,7 +360,7 @@ class PassLinks:
         self._secret = secret
         self._timeout_seconds = timeout_seconds
         self._idle: dict[PeerId, list[PassLink]] = {}
-        self._places: dict[PeerId, _Places] = {}
+        self._places = KeyedSemaphores[PeerId](MAX_IN_FLIGHT)
         self._lent: set[PassLink] = set()
         self._sweep: asyncio.TimerHandle | None = None
         self._closer = Closer()
@@ -65,7 +380,7 @@ class PassLinks:
 
         Raises what `PassLink.open` does, and NotWantedError where the peer is not wanted by then.
         """
-        async with self._take_place(peer.peer_id) if takes_place else nullcontext():
+        async with self._places.hold(peer.peer_id) if takes_place else nullcontext():
             if not is_wanted():
                 raise NotWantedError
             link = await self._take(peer)
@@ -88,18 +403,6 @@ class PassLinks:
         self._idle.clear()
         self._closer.begin(*links)
         await self._closer.finish()
-
-    @asynccontextmanager
-    async def _take_place(self, peer_id: PeerId) -> AsyncIterator[None]:
-        places = self._places.setdefault(peer_id, _Places())
-        places.num_users += 1
-        try:
-            async with places.free:
-                yield
-        finally:
-            places.num_users -= 1
-            if places.num_users == 0:
-                del self._places[peer_id]
 
     def _sweep_later(self) -> None:
         """Hang up, in a while, on those whom nobody has used for a while."""
@@ -130,3 +433,14 @@ class PassLinks:
             self._closer.begin(link)
         token = make_client_token(self._secret, peer.peer_id)
         return await PassLink.open(self._transport, self._clock, peer, token, self._timeout_seconds)
+
+
+def _encode(asked: Pass, slot: Slot, part: range, piece_NH: Tensor) -> bytes:
+    data = encode_as(asked.dtype.name, piece_NH)
+    wire = WireTensor(asked.dtype, 1, len(part), piece_NH.shape[1], data)
+    return encode_frame(PassPiece(asked.pass_id, slot, part.start, wire))
+
+
+def _join(pieces: list[WireTensor]) -> Tensor:
+    decoded = [decode_as(piece.dtype.name, piece.data, piece.shape)[0] for piece in pieces]
+    return torch.cat(decoded).float()

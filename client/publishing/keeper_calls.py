@@ -17,7 +17,7 @@ from ...protocol.records.announcements import Announcement
 from ...protocol.versions import OPTIMIZER_VERSION
 from ..adapters.adapter_versions import AdapterVersion
 from ..passes.pass_asking import PassAsker
-from ..passes.pass_link import PassLink
+from ..passes.pass_links import PassLink
 from ..routing.route import Hop
 from .publication import Publication
 

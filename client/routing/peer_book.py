@@ -18,6 +18,7 @@ from ...protocol.net.clock import Clock
 from ...protocol.net.directory import Directory
 from ...protocol.records.announcements import Announcement
 from ...protocol.records.swarm_view import SwarmView
+from ...protocol.versions import PASS_VERSION
 from .route import Fault, Hop, LostHopError, PeerFailure, find_fault
 
 _UNKNOWN_BYTES_PER_SECOND = 256 * 2**10
@@ -96,9 +97,6 @@ class PeerLinks:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._links: dict[Pair, _Link] = {}
-
-    def __repr__(self) -> str:
-        return f"<PeerLinks: {len(self._links)} known, {len(self.cuts)} cut>"
 
     @property
     def cuts(self) -> frozenset[Pair]:
@@ -411,13 +409,10 @@ class PeerBook:
             wall = self._clock.wall()
             self.view = SwarmView.from_announcements(model_id, found, wall, num_blocks)
             self._refreshed_at = self._clock.now()
-            self._note_revision()
+            self.revision += 1
+            self.way_seconds.clear()
             self._forget_absent()
         return self.view
-
-    def _note_revision(self) -> None:
-        self.revision += 1
-        self.way_seconds.clear()
 
     def _forget_absent(self) -> None:
         """Drop what is known of peers that left long ago: identities are free and many."""
@@ -436,23 +431,36 @@ class PeerBook:
             record = self._records[peer_id] = _Record(self._clock.now())
         return record
 
-    def find_hosts(self, block: int, exclude: Collection[PeerId]) -> list[Announcement]:
-        """Return those of whom a block's hosts are least in doubt; liars are not among them."""
+    def find_pass_hosts(
+        self, block: int, exclude: Collection[PeerId], weights: str | None, least_version: int = 0
+    ) -> list[Announcement]:
+        """Return the least doubtful of the hosts of a block that take passes, with weights of
+        a format if one is given; liars are not among them.
+        """
         doubts = self.list_doubts()
         hosts: dict[int, list[Announcement]] = {}
         for peer in self.view.serving(block):
             doubt = doubts.get(peer.peer_id, NO_DOUBT)
-            if peer.peer_id not in exclude and doubt not in (Fault.STALE, Fault.LYING):
+            is_able = _takes_passes(peer, weights) and peer.max_version >= least_version
+            if is_able and peer.peer_id not in exclude and doubt not in (Fault.STALE, Fault.LYING):
                 hosts.setdefault(doubt, []).append(peer)
         return hosts[min(hosts)] if hosts else []
 
-    def list_by_doubt(self) -> list[Announcement]:
-        """Return who serves blocks, those that have worked for us first; liars are not among them.
+    def has_pass_host(self, block: int, weights: str | None) -> bool:
+        """Return whether a peer takes passes through a block, as far as was heard last."""
+        return any(_takes_passes(peer, weights) for peer in self.view.serving(block))
 
-        Who is in quarantine comes last.
+    def list_by_doubt(self) -> list[Announcement]:
+        """Return who serves blocks and understands adapters, those that have worked for us first.
+
+        Peers in quarantine come last; liars are not among them.
         """
         doubts = self.list_doubts()
-        peers = [peer for peer in self.view.online if doubts.get(peer.peer_id) != Fault.LYING]
+        peers = [
+            peer
+            for peer in self.view.online
+            if peer.max_version >= PASS_VERSION and doubts.get(peer.peer_id) != Fault.LYING
+        ]
 
         def doubt(peer: Announcement) -> tuple[int, bool]:
             peer_id = peer.peer_id
@@ -554,7 +562,8 @@ class PeerBook:
     def note_rtt(self, peer_id: PeerId, seconds: float) -> None:
         """Note a measured round trip; the newest counts."""
         self._find(peer_id).rtt_seconds = seconds
-        self._note_revision()
+        self.revision += 1
+        self.way_seconds.clear()
 
     def rtt_seconds(self, peer_id: PeerId) -> float | None:
         """Return the newest measured round trip, None if there is none."""
@@ -583,3 +592,8 @@ class PeerBook:
         """Return what a block takes for one token at each peer that has worked for us."""
         used = ((peer_id, one.steps.block_seconds) for peer_id, one in self._records.items())
         return {peer_id: median(seconds) for peer_id, seconds in used if seconds}
+
+
+def _takes_passes(peer: Announcement, weights: str | None) -> bool:
+    is_able = peer.max_version >= PASS_VERSION and peer.takes_passes
+    return is_able and weights in (None, peer.weights)

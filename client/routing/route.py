@@ -59,7 +59,7 @@ PeerFailure = UnavailableError | RemoteProtocolError | RefusedError
 
 
 class Fault(IntEnum):
-    """What a peer in quarantine did; the worse, the later it is asked when nobody else is left."""
+    """The fault of a peer in quarantine. The worse it is, the later the peer is asked again."""
 
     SILENT = 1
     """It did not answer in time, or had no room: it may be sound and only slow."""
@@ -144,6 +144,20 @@ class LostHopError(UnavailableError):
     def what_happened(self) -> str:
         """The reason, as the end of a sentence that begins with the peer's name."""
         return find_loss(self.__cause__)
+
+
+@dataclass(frozen=True)
+class PassFailover:
+    """One peer that did not do its part of a pass, and who did it in its place.
+
+    Without replacements nobody hosts all of these blocks any more: several peers share them.
+    """
+
+    lost: Hop
+    reason: str
+    what_happened: str
+    """In a few words, behind the name of the lost peer; `reason` has all of them."""
+    replacements: tuple[Hop, ...]
 
 
 class Refusals:

@@ -13,8 +13,7 @@ from ...protocol.net.transport import Transport
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter
 from ..concurrency.tasks import Closer
-from ..passes.pass_asking import PassAsker
-from ..passes.session_adapter import SessionAdapter
+from ..passes.pass_asking import PassAsker, SessionAdapter
 from ..session.handoff import Mover
 from ..session.session import RemoteSession
 from ..session.standby import Standbys

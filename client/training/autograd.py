@@ -21,8 +21,7 @@ from ...protocol.spans import Span
 from ..adapters.adapter_versions import AdapterVersion, RowAdapters
 from ..concurrency.portal import Portal
 from ..passes.microbatches import TextGradients, Texts, Trail
-from ..passes.pass_failovers import PassFailover
-from ..routing.route import Hop
+from ..routing.route import Hop, PassFailover
 from .active_adapters import NO_ADAPTERS, ChosenAdapters
 from .peer_optimizer import Homes
 

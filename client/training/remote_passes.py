@@ -31,8 +31,7 @@ from ..passes.microbatches import (
     join_gradients,
 )
 from ..passes.pass_asking import PassAsker
-from ..passes.pass_failovers import PassFailover
-from ..routing.route import Hop
+from ..routing.route import Hop, PassFailover
 from .autograd import Publications
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from tuning_scene import LocalPromptTuning, assert_close, make_batch, roughen
 
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.client.passes.pass_link import PassLink
+from shoal.client.passes.pass_links import PassLink
 from shoal.peer.local_swarm.swarm import LocalPeer, LocalSwarm
 from shoal.protocol.ids import PeerId
 from shoal.protocol.messages.adapters import AdapterHead

@@ -20,8 +20,7 @@ from shoal.client.model.causal_lm import DistributedCausalLM
 from shoal.client.model.remote_blocks import RemoteSequential
 from shoal.client.passes import microbatches
 from shoal.client.passes.microbatches import Stage
-from shoal.client.passes.pass_link import PassLink
-from shoal.client.passes.pass_links import MAX_IN_FLIGHT
+from shoal.client.passes.pass_links import MAX_IN_FLIGHT, PassLink
 from shoal.client.session import deep_prompts
 from shoal.client.training import remote_passes
 from shoal.peer.local_swarm.loopback import LoopbackSwarm

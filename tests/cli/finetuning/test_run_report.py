@@ -18,7 +18,7 @@ from shoal.cli.terminal.reporter import Reporter
 from shoal.cli.terminal.terminal import Terminal
 from shoal.client.learning.checkpoints import Progress
 from shoal.client.learning.finetune_run import Milestone, Updated
-from shoal.client.passes.pass_failovers import PassFailover
+from shoal.client.routing.route import PassFailover
 from shoal.protocol.identity import Identity
 from shoal.protocol.spans import Span
 

@@ -11,7 +11,7 @@ from session_scene import Scene, now
 
 from shoal.client.adapters.adapter_versions import AdapterVersion
 from shoal.client.passes.pass_asking import PassAsker
-from shoal.client.passes.pass_link import PassLink
+from shoal.client.passes.pass_links import PassLink
 from shoal.client.publishing.publisher import Publisher
 from shoal.protocol.errors import UnavailableError
 from shoal.protocol.messages.adapters import KEEP_SECONDS

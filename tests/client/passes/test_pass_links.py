@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from announcements import describe_peer
 
-from shoal.client.passes.pass_link import PassLink
+from shoal.client.passes.pass_links import PassLink
 from shoal.protocol.errors import ErrorCode, RefusedError, UnavailableError
 from shoal.protocol.ids import NO_ADAPTER, AdapterId, ModelId, PeerId, SessionId, UploadId
 from shoal.protocol.messages.adapters import AdapterHead
