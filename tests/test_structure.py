@@ -78,7 +78,6 @@ WIDE_FILES = {
     "cli/commands/generate.py": 16,
     "client/doctor/diagnosis.py": 16,
     "client/doctor/peer_check.py": 17,
-    "client/passes/pass_asking.py": 20,
     "client/runtime/client.py": 16,
     "peer/sessions/sessions.py": 17,
 }
