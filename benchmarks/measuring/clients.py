@@ -3,16 +3,15 @@
 import asyncio
 import contextlib
 import hashlib
-import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from measuring.benchmark_model import BenchmarkModel
-from shoal.client.routing.swarm import Swarm
-from shoal.client.runtime.joining import connect_over_network
+from shoal.client.runtime import joining
+from shoal.client.runtime.joining import Connect, SwarmModel, find_network
 from shoal.client.runtime.session_opener import SessionOpener
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts
@@ -21,7 +20,6 @@ from shoal.peer.local_swarm.swarm import LocalSwarm
 from shoal.protocol.errors import UnavailableError
 from shoal.protocol.ids import ModelId, SessionId
 from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.transport import Transport
 from shoal.protocol.spans import Span
 
 
@@ -88,28 +86,22 @@ class Clients:
 @contextlib.asynccontextmanager
 async def join_swarm(
     address: SwarmAddress,
-    wrap: Callable[[Transport], Transport] = lambda transport: transport,
+    connect: Connect = find_network,
     **settings: Any,
 ) -> AsyncIterator[Clients]:
-    """Join with the client's own network stack and with settings of `ClientConfig`; `wrap` puts
-    something around its transport.
-    """
-    config = ClientConfig(initial_peers=address.initial_peers, **settings)
-    transport, directory = await connect_over_network(config)
+    """Join like a `Client`, but on this event loop, with settings of `ClientConfig`."""
+    config, clock = ClientConfig(address.initial_peers, seed=0, **settings), SystemClock()
+    known = SwarmModel(address.model_id, address.model.num_blocks, address.model.hidden_size)
+    joined = await joining.join_swarm(config, connect(config), clock, known)
     try:
-        swarm = Swarm(
-            directory, address.model_id, address.model.num_blocks, SystemClock(), random.Random(0)
-        )
-        await swarm.book.refresh()
-        opener = SessionOpener(swarm, wrap(transport), SystemClock(), config)
+        opener = SessionOpener(joined.swarm, joined.transport, clock, config)
         clients = Clients(address, opener)
         try:
             yield clients
         finally:
             await clients.close_sessions()
     finally:
-        await transport.close()
-        await directory.close()
+        await joined.leave()
 
 
 async def time_prompt(session: RemoteSession, model: BenchmarkModel, num_tokens: int) -> float:

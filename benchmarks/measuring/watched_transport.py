@@ -1,7 +1,28 @@
 """A transport that counts bytes and keeps the last frame of each direction, to measure with."""
 
 from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.identity import Identity
+from shoal.protocol.net.directory import Directory
+from shoal.protocol.net.network import Network, Presence
 from shoal.protocol.net.transport import FrameGate, Listener, Stream, StreamServer, Transport
+
+
+class WatchedNetwork:
+    """Joins over another network."""
+
+    transport: "WatchedTransport"
+    """There once a client has joined."""
+
+    def __init__(self, inner: Network) -> None:
+        self._inner = inner
+
+    async def connect(self) -> tuple[Transport, Directory]:
+        transport, directory = await self._inner.connect()
+        self.transport = WatchedTransport(transport)
+        return self.transport, directory
+
+    async def serve(self, identity: Identity, serve: StreamServer) -> Presence:
+        return await self._inner.serve(identity, serve)
 
 
 class WatchedTransport:

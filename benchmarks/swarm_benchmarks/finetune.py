@@ -18,7 +18,7 @@ import torch
 from measuring.benchmark_model import BenchmarkModel
 from measuring.clients import SwarmAddress, join_swarm, time_load
 from measuring.helper_process import HelperProcess
-from measuring.watched_transport import WatchedTransport
+from measuring.watched_transport import WatchedNetwork
 from shoal.cli.figures.bench_report import (
     Figure,
     at_least,
@@ -29,11 +29,9 @@ from shoal.cli.figures.bench_report import (
 from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS, time_calls
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.client.model.remote_blocks import RemoteSequential
-from shoal.client.runtime.joining import connect_over_network
+from shoal.client.runtime.joining import find_network
 from shoal.client.settings.config import ClientConfig
 from shoal.peer.local_swarm.swarm import LocalSwarm
-from shoal.protocol.net.directory import Directory
-from shoal.protocol.net.transport import Transport
 from swarm_benchmarks.setting import Setting
 
 _MAX_TOKENS = 2000
@@ -94,12 +92,11 @@ def _time(
     wire_dtype: str = "auto",
 ) -> tuple[float, float]:
     """Return the median seconds of a call with remote blocks, and the bytes that it moves."""
-    watched: list[WatchedTransport] = []
+    watched: list[WatchedNetwork] = []
 
-    async def connect(config: ClientConfig) -> tuple[Transport, Directory]:
-        transport, directory = await connect_over_network(config)
-        watched.append(WatchedTransport(transport))
-        return watched[0], directory
+    def connect(config: ClientConfig) -> WatchedNetwork:
+        watched.append(WatchedNetwork(find_network(config)))
+        return watched[0]
 
     with AutoDistributedModelForCausalLM.from_pretrained(
         model.directory,
@@ -108,7 +105,7 @@ def _time(
         wire_dtype=wire_dtype,
     ) as remote:
         seconds = time_calls(lambda: call(remote.transformer.h), num_calls)
-    return compute_median(seconds), watched[0].num_bytes / (num_calls + 1)
+    return compute_median(seconds), watched[0].transport.num_bytes / (num_calls + 1)
 
 
 def _measure_steps(setting: Setting, swarm: LocalSwarm) -> list[Figure]:

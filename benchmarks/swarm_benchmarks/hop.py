@@ -11,12 +11,13 @@ from typing import Any
 from measuring.benchmark_model import BenchmarkModel
 from measuring.clients import SwarmAddress, join_swarm, time_step
 from measuring.grpc_echo import open_echo, start_echo
-from measuring.watched_transport import WatchedTransport
+from measuring.watched_transport import WatchedNetwork, WatchedTransport
 from shoal.cli.figures.bench_report import Figure, at_most, compute_median
 from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS
+from shoal.client.runtime.joining import find_network
 from shoal.client.session.session import RemoteSession
+from shoal.client.settings.config import ClientConfig
 from shoal.protocol.messages.session import Output
-from shoal.protocol.net.transport import Transport
 from shoal.protocol.spans import Span
 from shoal.protocol.wire.codec import decode_frame
 from swarm_benchmarks.setting import Setting
@@ -61,14 +62,15 @@ def measure(setting: Setting) -> list[Figure]:
 async def _measure(
     setting: Setting, address: SwarmAddress, span: Span, echo: tuple[int, str]
 ) -> list[Figure]:
-    watched: list[WatchedTransport] = []
+    watched: list[WatchedNetwork] = []
 
-    def watch(transport: Transport) -> WatchedTransport:
-        watched.append(WatchedTransport(transport))
+    def watch(config: ClientConfig) -> WatchedNetwork:
+        watched.append(WatchedNetwork(find_network(config)))
         return watched[0]
 
     num_steps = setting.effort.num_steps
     async with open_echo(*echo) as call, join_swarm(address, watch) as clients:
+        transport = watched[0].transport
         session = clients.open(CONTEXT_TOKENS + (_NUM_TURNS + 1) * num_steps, span=span)
         await session.step(setting.tiny_model.make_hidden(CONTEXT_TOKENS))
         times = _Times()
@@ -76,11 +78,11 @@ async def _measure(
             setting.say(f"turn {turn} of {_NUM_TURNS}")
             times = times if turn > 1 else _Times()  # the first one warms up
             for _ in range(num_steps):
-                await _note_step(times, session, setting.tiny_model, watched[0])
+                await _note_step(times, session, setting.tiny_model, transport)
             for _ in range(num_steps):
-                await _note_echo(times, call, watched[0].last_sent)
+                await _note_echo(times, call, transport.last_sent)
         clients.check_nothing_was_lost()
-        return times.to_figures(len(watched[0].last_sent))
+        return times.to_figures(len(transport.last_sent))
 
 
 async def _note_step(

@@ -67,9 +67,10 @@ def open_model(name: str, initial_peers: Sequence[str], **settings: Any) -> "Dis
     of None keeps its default.
     """
     import_client()
-    from ...client import AutoDistributedModelForCausalLM
+    from ...client.model.causal_lm import DistributedCausalLM
+    from ...client.runtime.client import make_join
 
     chosen = {name: value for name, value in settings.items() if value is not None}
-    return AutoDistributedModelForCausalLM.from_pretrained(
-        name, initial_peers=list(initial_peers), **chosen
+    return DistributedCausalLM.from_pretrained(
+        name, join_swarm=make_join(), initial_peers=list(initial_peers), **chosen
     )

@@ -9,27 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ...protocol.ids import ModelId
-from ...protocol.net.clock import SystemClock
-from ..runtime.client import Client
-from ..runtime.joining import Connect, SwarmModel, connect_over_network
-from ..settings.config import ClientConfig, make_client_config
+from ..runtime.client import make_join
+from ..runtime.joining import Connect, find_network
+from ..settings.config import make_client_config
 from .causal_lm import DistributedCausalLM, SpeculativeCausalLM
 from .headless_model import DistributedSequenceClassifier, HeadlessModel
 from .local_layers import open_checkpoint
-from .remote_blocks import DistributedConfig, Join
-
-
-def make_join(connect: Connect) -> Join:
-    """Return a function that joins the swarm of a model over the network of `connect`."""
-
-    def join(model_id: ModelId, model: PreTrainedConfig, config: ClientConfig) -> Client:
-        known = SwarmModel(model_id, model.num_hidden_layers, model.hidden_size)
-        return Client.join(config, connect, SystemClock(), known)
-
-    return join
+from .remote_blocks import DistributedConfig
 
 
 class AutoDistributedConfig:
@@ -41,7 +29,7 @@ class AutoDistributedConfig:
         *,
         initial_peers: Sequence[str] | str = (),
         revision: str | None = None,
-        connect: Connect = connect_over_network,
+        connect: Connect = find_network,
         **client_config: Any,
     ) -> DistributedConfig:
         """Read the configuration of a model directory or Hub id, for RemoteSequential.
@@ -58,11 +46,11 @@ class AutoDistributedModelForCausalLM:
 
     @staticmethod
     def from_pretrained(
-        model: str | Path, *, connect: Connect = connect_over_network, **options: Any
+        model: str | Path, *, connect: Connect = find_network, **options: Any
     ) -> DistributedCausalLM:
         """Open a model and join its swarm: see DistributedModel.from_pretrained().
 
-        `connect` makes the network; that of `peer.loopback_swarm` needs no initial peers.
+        `connect` returns the network; that of `LoopbackSwarm` needs no initial peers.
         """
         return DistributedCausalLM.from_pretrained(model, join_swarm=make_join(connect), **options)
 
@@ -72,7 +60,7 @@ class AutoDistributedModelForSequenceClassification:
 
     @staticmethod
     def from_pretrained(
-        model: str | Path, *, connect: Connect = connect_over_network, **options: Any
+        model: str | Path, *, connect: Connect = find_network, **options: Any
     ) -> DistributedSequenceClassifier:
         """Open a model with a head for `num_labels` classes and join its swarm.
 
@@ -90,11 +78,11 @@ class AutoDistributedModel:
 
     @staticmethod
     def from_pretrained(
-        model: str | Path, *, connect: Connect = connect_over_network, **options: Any
+        model: str | Path, *, connect: Connect = find_network, **options: Any
     ) -> HeadlessModel:
         """Open a model and join its swarm: see DistributedModel.from_pretrained().
 
-        `connect` makes the network; that of `peer.loopback_swarm` needs no initial peers.
+        `connect` returns the network; that of `LoopbackSwarm` needs no initial peers.
         """
         return HeadlessModel.from_pretrained(model, join_swarm=make_join(connect), **options)
 
@@ -107,7 +95,7 @@ class AutoDistributedSpeculativeModel:
         model: str | Path,
         *,
         small_model: PreTrainedModel,
-        connect: Connect = connect_over_network,
+        connect: Connect = find_network,
         **options: Any,
     ) -> SpeculativeCausalLM:
         """Open a model and join its swarm: see SpeculativeCausalLM.from_pretrained().

@@ -136,7 +136,7 @@ class DistributedModel(PreTrainedModel):
         super().__init__(config)
         tuning = tuning or Tuning()
         config.tuning_mode, config.pre_seq_len = tuning.mode, tuning.pre_seq_len
-        config.dht_prefix = client.view.model_id
+        config.dht_prefix = client.swarm.book.view.model_id
         config.initial_peers = list(client.config.initial_peers)
         config.active_adapter = None
         blocks = RemoteSequential.over(client, Span(0, config.num_hidden_layers), config)
@@ -221,7 +221,7 @@ class DistributedModel(PreTrainedModel):
     @property
     def missing_blocks(self) -> tuple[Span, ...]:
         """The blocks that no peer serves, by the newest known announcements; sends no request."""
-        return self._client.view.gaps
+        return self._client.swarm.book.view.gaps
 
     def inference_session(
         self, *, max_length: int, kv_format: str | None = None

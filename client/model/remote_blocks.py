@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ...protocol.errors import ErrorCode, RefusedError, UsageError
-from ...protocol.ids import ModelId, PeerId
-from ...protocol.records.swarm_view import SwarmView
+from ...protocol.ids import ModelId
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter
-from ..routing.route import Hop, PassFailover, Route
+from ..routing.route import Hop, PassFailover
+from ..routing.swarm import Swarm
 from ..session.deep_prompts import check_prompts
 from ..session.inference_session import InferenceSession, check_is_session
 from ..settings.config import ClientConfig, make_client_config, make_whole
@@ -39,6 +39,7 @@ class SwarmClient(Protocol):
     """A member of one model's swarm, as remote blocks see it; see `Client`."""
 
     passes: PassRunner
+    swarm: Swarm
 
     @property
     def config(self) -> ClientConfig:
@@ -50,28 +51,10 @@ class SwarmClient(Protocol):
         """Whether the client has left the swarm."""
         ...
 
-    @property
-    def view(self) -> SwarmView:
-        """The newest known announcements; sends no request."""
-        ...
-
-    @property
-    def avoided_peers(self) -> frozenset[PeerId]:
-        """Peers in quarantine after a failure."""
-        ...
-
     def open_session(
         self, max_length: int, span: Span, kv_format: str | None, adapter: SentAdapter | None
     ) -> InferenceSession:
         """Return a session over some blocks; its route is chosen with the first step."""
-        ...
-
-    def plan_route(self, span: Span, needed_kv_tokens: float = 0.0) -> Route:
-        """Read the directory and return a route that a session might take now."""
-        ...
-
-    def view_swarm(self) -> SwarmView:
-        """Read the directory and return all valid announcements of the model."""
         ...
 
     def close(self) -> None:
@@ -462,20 +445,20 @@ class RemoteSequenceManager:
     @property
     def block_uids(self) -> tuple[str, ...]:
         """The names of the blocks."""
-        prefix = self.client.view.model_id + UID_DELIMITER
+        prefix = self.client.swarm.book.view.model_id + UID_DELIMITER
         return tuple(f"{prefix}{block}" for block in range(self.span.start, self.span.stop))
 
     @property
     def state(self) -> SequenceManagerState:
         """The newest known state; sends no request."""
-        sequence_info = describe_sequence(self.client.view, self.span, self.block_uids)
-        return SequenceManagerState(sequence_info, self.client.avoided_peers)
+        sequence_info = describe_sequence(self.client.swarm.book.view, self.span, self.block_uids)
+        return SequenceManagerState(sequence_info, self.client.swarm.book.avoided)
 
     @property
     def rpc_info(self) -> dict[str, Any]:
         """The live state of a peer that serves the first block; raises RouteError without one."""
         first = Span(self.span.start, self.span.start + 1)
-        peer = self.client.plan_route(first).hops[0].peer
+        peer = self._plan_hops(first)[0].peer
         return {
             "peer_id": peer.peer_id,
             "version": peer.software,
@@ -503,12 +486,28 @@ class RemoteSequenceManager:
         if start_index == (len(self) if end_index is None else end_index):
             return []
         span = take_blocks(self.span, slice(start_index, end_index))
-        route = self.client.plan_route(span, float(cache_tokens_needed or 0))
-        return [locate(hop.peer, hop.span, self.span) for hop in route.hops]
+        hops = self._plan_hops(span, float(cache_tokens_needed or 0))
+        return [locate(hop.peer, hop.span, self.span) for hop in hops]
+
+    def _plan_hops(self, span: Span, needed_kv_tokens: float = 0.0) -> Sequence[Hop]:
+        """Read the directory and return a route that a session might take now.
+
+        Prefers peers with room for `needed_kv_tokens` tokens of all rows.
+        """
+        route = self.client.passes.wait_for(
+            self.client.swarm.wait_for_route(
+                span,
+                float("-inf"),
+                0.0,
+                (self.client.config.weights,),
+                needed_kv_tokens=needed_kv_tokens,
+            )
+        )
+        return route.hops
 
     def update(self, *, wait: bool = True) -> None:
         """Read the directory now; the client also reads it before each route."""
-        self.client.view_swarm()
+        self.client.passes.wait_for(self.client.swarm.book.refresh())
 
     def is_alive(self) -> bool:
         """Return whether the client is still in the swarm."""

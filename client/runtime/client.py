@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from types import TracebackType
 
-from ...protocol.ids import PeerId
-from ...protocol.net.clock import Clock
+from transformers import PreTrainedConfig
+
+from ...protocol.ids import ModelId
+from ...protocol.net.clock import Clock, SystemClock
+from ...protocol.net.network import Network
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter
 from ..concurrency.portal import Portal
 from ..passes.pass_asking import PassAsker
 from ..publishing.publisher import Publisher
-from ..routing.route import Route
-from ..routing.swarm import Swarm
 from ..session.inference_session import InferenceSession
 from ..settings.config import ClientConfig
 from ..training.autograd import PassRunner
 from ..training.remote_passes import RemotePasses
-from .joining import Connect, Connected, SwarmModel, join_swarm
+from .joining import Connect, Joined, SwarmModel, find_network, join_swarm
 from .session_opener import SessionOpener
 
 
@@ -33,41 +35,40 @@ class Client:
         self,
         config: ClientConfig,
         model: SwarmModel,
-        swarm: Swarm,
-        connected: Connected,
+        joined: Joined,
         clock: Clock,
         portal: Portal,
     ) -> None:
         """Made by `join`."""
         self._portal = portal
-        self._swarm = swarm
-        self._transport, self._directory = connected
+        self._joined = joined
+        self.swarm = swarm = joined.swarm
         self._hidden_size = model.hidden_size
-        self._config = config
+        self.config = config
         secret = secrets.token_bytes(16)
-        self._asker = PassAsker(swarm.book, self._transport, clock, config, secret)
-        self._sessions = SessionOpener(swarm, self._transport, clock, config, secret)
+        self._asker = PassAsker(swarm.book, joined.transport, clock, config, secret)
+        self._sessions = SessionOpener(swarm, joined.transport, clock, config, secret)
         publisher = Publisher(self._asker, clock)
         self._passes = RemotePasses(self._asker, publisher)
         self.passes = PassRunner(self._passes, portal)
         portal.run_last(self._leave)
 
     def __repr__(self) -> str:
-        return f"<Client of {self._swarm!r}>"
+        return f"<Client of {self.swarm!r}>"
 
     @classmethod
     def join(
-        cls, config: ClientConfig, connect: Connect, clock: Clock, model: SwarmModel
+        cls, config: ClientConfig, network: Network, clock: Clock, model: SwarmModel
     ) -> Client:
-        """Join a swarm over the network of `connect`; return when its directory was read once.
+        """Join the swarm of a model over a network; return when its directory was read once.
 
         Raises DirectoryError if no initial peer answers at the second attempt.
         """
         portal = Portal()
 
         async def join_on_loop() -> Client:
-            swarm, connected = await join_swarm(config, connect, clock, model)
-            return cls(config, model, swarm, connected, clock, portal)
+            joined = await join_swarm(config, network, clock, model)
+            return cls(config, model, joined, clock, portal)
 
         try:
             return portal.run(join_on_loop())
@@ -103,11 +104,6 @@ class Client:
         return InferenceSession(open_remote, self._portal)
 
     @property
-    def config(self) -> ClientConfig:
-        """The settings that the client joined with."""
-        return self._config
-
-    @property
     def is_closed(self) -> bool:
         """Whether the client has left the swarm."""
         return self._portal.is_closed
@@ -115,33 +111,11 @@ class Client:
     @property
     def view(self) -> SwarmView:
         """The newest known announcements; sends no request."""
-        return self._swarm.book.view
-
-    @property
-    def avoided_peers(self) -> frozenset[PeerId]:
-        """Peers in quarantine after a failure; they are used only if there are no others."""
-        return self._swarm.book.avoided
-
-    @property
-    def missing_blocks(self) -> tuple[Span, ...]:
-        """The blocks that no peer serves, by the newest known announcements; sends no request."""
-        return self._swarm.book.view.gaps
-
-    def plan_route(self, span: Span, needed_kv_tokens: float = 0.0) -> Route:
-        """Read the directory and return a route that a session might take now.
-
-        Prefers peers with room for `needed_kv_tokens` tokens of all rows. Raises RouteError that
-        names the blocks which no peer serves.
-        """
-        return self._portal.run(
-            self._swarm.wait_for_route(
-                span, float("-inf"), 0.0, (self._config.weights,), needed_kv_tokens=needed_kv_tokens
-            )
-        )
+        return self.swarm.book.view
 
     def view_swarm(self) -> SwarmView:
         """Read the directory and return all valid announcements of the model."""
-        return self._portal.run(self._swarm.book.refresh())
+        return self._portal.run(self.swarm.book.refresh())
 
     def close(self) -> None:
         """Close all streams and end the client's thread; safe to call twice.
@@ -155,6 +129,17 @@ class Client:
         try:
             await self._sessions.close()
             await self._passes.close()
-            await self._transport.close()
         finally:
-            await self._directory.close()
+            await self._joined.leave()
+
+
+def make_join(
+    connect: Connect = find_network,
+) -> Callable[[ModelId, PreTrainedConfig, ClientConfig], Client]:
+    """Return a function that joins the swarm of a model over the network of `connect`."""
+
+    def join(model_id: ModelId, model: PreTrainedConfig, config: ClientConfig) -> Client:
+        known = SwarmModel(model_id, model.num_hidden_layers, model.hidden_size)
+        return Client.join(config, connect(config), SystemClock(), known)
+
+    return join

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ...protocol.errors import DirectoryError, UsageError
@@ -12,16 +12,14 @@ from ...protocol.membership.join_code import find_way_in
 from ...protocol.net.clock import Clock, SystemClock
 from ...protocol.net.dht.internet import InternetNetwork
 from ...protocol.net.directory import Directory
+from ...protocol.net.network import Network
 from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement
 from ..routing.swarm import Swarm
 from ..settings.config import ClientConfig
 
-Connected = tuple[Transport, Directory]
-
-Connect = Callable[[ClientConfig], Awaitable[Connected]]
-"""Makes the two things a client needs of a network; see `Network.connect`. Called on the client's
-loop."""
+Connect = Callable[[ClientConfig], Network]
+"""Returns the network over which a client with these settings joins."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,23 @@ class SwarmModel:
     hidden_size: int
 
 
-async def connect_over_network(config: ClientConfig) -> Connected:
+@dataclass(frozen=True)
+class Joined:
+    """A swarm whose directory was read once, and the network that it is read over."""
+
+    swarm: Swarm
+    transport: Transport
+    directory: Directory
+
+    async def leave(self) -> None:
+        """Break all connections."""
+        try:
+            await self.transport.close()
+        finally:
+            await self.directory.close()
+
+
+def find_network(config: ClientConfig) -> Network:
     """Return TCP, with libp2p for relayed peers, and the DHT, joined by code or initial peers."""
     if not config.initial_peers and not config.join:
         raise UsageError(
@@ -41,27 +55,27 @@ async def connect_over_network(config: ClientConfig) -> Connected:
             "prints, or initial_peers=[...], addresses that `shoal serve` and `shoal swarm` print"
         )
     membership, addresses = find_way_in(config.join, config.initial_peers)
-    return await InternetNetwork(SystemClock(), addresses, membership).connect()
+    return InternetNetwork(SystemClock(), addresses, membership)
 
 
 async def join_swarm(
-    config: ClientConfig, connect: Connect, clock: Clock, model: SwarmModel
-) -> tuple[Swarm, Connected]:
-    """Return a swarm whose directory was read once, and the network that it is read over.
+    config: ClientConfig, network: Network, clock: Clock, model: SwarmModel
+) -> Joined:
+    """Join the swarm of a model.
 
     Raises DirectoryError when no initial peer answers, the second time either.
     """
     try:
-        return await _join_once(config, connect, clock, model)
+        return await _join_once(config, network, clock, model)
     except DirectoryError:
         # A busy machine may have been too slow, above all where many join at once.
-        return await _join_once(config, connect, clock, model)
+        return await _join_once(config, network, clock, model)
 
 
 async def _join_once(
-    config: ClientConfig, connect: Connect, clock: Clock, model: SwarmModel
-) -> tuple[Swarm, Connected]:
-    transport, directory = await connect(config)
+    config: ClientConfig, network: Network, clock: Clock, model: SwarmModel
+) -> Joined:
+    transport, directory = await network.connect()
     chosen, rng = choose_peers(directory, config), random.Random(config.seed)
     swarm = Swarm(chosen, model.model_id, model.num_blocks, clock, rng)
     try:
@@ -70,7 +84,7 @@ async def _join_once(
         await directory.close()
         await transport.close()
         raise
-    return swarm, (transport, directory)
+    return Joined(swarm, transport, directory)
 
 
 def choose_peers(directory: Directory, config: ClientConfig) -> Directory:

@@ -108,13 +108,17 @@ class LoopbackSwarm:
         spans = ", ".join(str(config.span) for config in self._configs.values())
         return f"<LoopbackSwarm {spans} over {self._network!r}>"
 
-    async def connect(self, config: object) -> tuple[LoopbackTransport, MemoryDirectory]:
-        """Start the peers on this loop and return the transport and directory of a client.
+    def connect(self, config: object = None) -> MemoryNetwork:
+        """Return the network of a client, for whose `connect` this function is.
 
-        Pass this function to a client as `connect`; closing the directory ends the swarm. The
-        client's `config` has no effect here. Raises UsageError if a client is or was connected
-        before, and for a model or span that cannot be served.
+        The peers start when the client joins over it, on the client's loop, and end when it closes
+        the directory; the client's `config` has no effect here. Joining raises UsageError if a
+        client is or was connected before, and for a model or span that cannot be served.
         """
+        return _ClientNetwork(self._network, self._store, SystemClock(), self._start_all)
+
+    async def _start_all(self) -> MemoryDirectory:
+        """Start the peers on this loop; return the client's access to the directory."""
         if self._serving is not None:
             raise UsageError("a LoopbackSwarm serves one client; make another one for the next")
         online = asyncio.Event()
@@ -130,9 +134,7 @@ class LoopbackSwarm:
             waiting.cancel()
         if self._serving.done():
             await self._serving  # raises what went wrong
-        clock = SystemClock()
-        directory = _ClientDirectory(self._store, clock, self._end)
-        return self._make_network(CLIENT_HOST, clock).make_transport(), directory
+        return _ClientDirectory(self._store, SystemClock(), self._end)
 
     def find(self, peer_id: PeerId) -> LoopbackPeer:
         """Return the peer with this id; raises UsageError if there is none."""
@@ -184,6 +186,25 @@ class LoopbackSwarm:
         assert self._serving is not None  # who calls this has connected
         self._stop.set()
         await self._serving
+
+
+class _ClientNetwork(MemoryNetwork):
+    """The network of a client, which starts the peers of its swarm by joining."""
+
+    def __init__(
+        self,
+        network: LoopbackNetwork,
+        store: MemoryDirectoryStore,
+        clock: Clock,
+        start: Callable[[], Awaitable[MemoryDirectory]],
+    ) -> None:
+        super().__init__(network, store, clock, CLIENT_HOST)
+        self._start = start
+
+    async def connect(self) -> tuple[LoopbackTransport, MemoryDirectory]:
+        """See Network.connect."""
+        directory = await self._start()
+        return self.make_transport(), directory
 
 
 class _ClientDirectory(MemoryDirectory):

@@ -74,12 +74,11 @@ class Presence(Protocol):
 class Network(Protocol):
     """The access of one process, a peer or a client, to one swarm; holds nothing open."""
 
-    async def connect(self, config: object = None) -> tuple[Transport, Directory]:
+    async def connect(self) -> tuple[Transport, Directory]:
         """Join without serving: return a client's transport and directory.
 
-        The caller closes both, the transport first. No setting of the client's `config` matters
-        here; it makes this method fit where a client takes `connect`. Raises UsageError for an
-        address or a membership that does not fit and DirectoryError when no peer answers.
+        The caller closes both, the transport first. Raises UsageError for an address or a
+        membership that does not fit and DirectoryError when no peer answers.
         """
         ...
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,7 +190,8 @@ class FakeClient:
     def __init__(self, reference: Any) -> None:
         self._decoder = reference.model
         self.config = ClientConfig()
-        self.view = SwarmView(ModelId("00" * 16), reference.config.num_hidden_layers, 0.0, ())
+        view = SwarmView(ModelId("00" * 16), reference.config.num_hidden_layers, 0.0, ())
+        self.swarm = SimpleNamespace(book=SimpleNamespace(view=view))
         self.passes = FakePasses(self)
         self.sessions: list[FakeSession] = []
         self.spans: list[Span] = []

@@ -149,7 +149,7 @@ def test_two_swarms_on_one_machine_do_not_mix(swarm: LocalSwarm, tiny: Any) -> N
             with AutoDistributedModelForCausalLM.from_pretrained(
                 tiny.directory, join=code
             ) as model:
-                view = model._client.view_swarm()
+                view = model._client.passes.wait_for(model._client.swarm.book.refresh())
             assert {peer.peer_id for peer in view.online} == expected
 
 
@@ -181,7 +181,10 @@ def test_revoked_peer_is_used_no_more(tiny: Any) -> None:
         with AutoDistributedModelForCausalLM.from_pretrained(
             tiny.directory, join=code_of(swarm, USER)
         ) as model:
-            online = {peer.peer_id for peer in model._client.view_swarm().online}
+            online = {
+                peer.peer_id
+                for peer in model._client.passes.wait_for(model._client.swarm.book.refresh()).online
+            }
         assert online == {swarm.peers[0].peer_id}
         # It hears of it with its next announcement, and would serve nobody from then on.
         assert swarm.peers[1].wait(60) == 1

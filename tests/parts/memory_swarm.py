@@ -166,8 +166,8 @@ class SceneNetwork:
         self._is_relayed = is_relayed
         self.endpoints: list[Endpoint] = []
 
-    async def connect(self, config: object = None) -> tuple[LoopbackTransport, MemoryDirectory]:
-        return await self._network.connect(config)
+    async def connect(self) -> tuple[LoopbackTransport, MemoryDirectory]:
+        return await self._network.connect()
 
     async def serve(self, identity: Identity, serve: StreamServer) -> MemoryPresence:
         presence = await self._network.serve(identity, serve)

@@ -26,13 +26,16 @@ class Swarms:
 
     def __init__(self, directory: Any) -> None:
         self._directory = directory
-        self.known: list[str] = []
+        self._newest: LoopbackSwarm | None = None
 
-    async def connect(self, config: object) -> Any:
-        swarm = LoopbackSwarm(self._directory, REPLICAS, weights="fp32")
-        connected = await swarm.connect(config)
-        self.known = [peer.peer_id for peer in swarm.peers]
-        return connected
+    def connect(self, config: object) -> Any:
+        self._newest = LoopbackSwarm(self._directory, REPLICAS, weights="fp32")
+        return self._newest.connect(config)
+
+    @property
+    def known(self) -> list[str]:
+        assert self._newest is not None
+        return [peer.peer_id for peer in self._newest.peers]
 
     def pick(self, *numbers: int) -> set[str]:
         return {self.known[number] for number in numbers}
@@ -89,7 +92,8 @@ def test_peers_that_failed_are_avoided(blocks: RemoteSequential) -> None:
     peer = manager.make_sequence()[1]
     client: Any = manager.client
     client._swarm.book.quarantine(
-        next(one for one in manager.client.view.peers if one.peer_id == peer.peer_id), Fault.SILENT
+        next(one for one in manager.client.swarm.book.view.peers if one.peer_id == peer.peer_id),
+        Fault.SILENT,
     )
     assert manager.state.banned_peers == {peer.peer_id}
     assert manager.make_sequence()[1].peer_id != peer.peer_id

@@ -255,7 +255,7 @@ def run_story(tiny_models: Any, whole_engine: Engine, delivery: str) -> RunStory
             loop.set_exception_handler(lambda _, context: problems.append(context))
             loopback = LoopbackSwarm(directory, spans, kv_budget_bytes=kv_budget_bytes)
             async with contextlib.AsyncExitStack() as stack:
-                transport, members = await loopback.connect(config)
+                transport, members = await loopback.connect(config).connect()
                 stack.push_async_callback(members.close)
                 stack.push_async_callback(transport.close)
                 model_id = look_into(loopback.peers[0]).model_id

@@ -35,7 +35,7 @@ def train(tiny_models: Any, wire_dtype: str) -> tuple[float, int]:
     watched: list[WatchedTransport] = []
 
     async def connect(config: object) -> tuple[Transport, Directory]:
-        transport, looked_up = await swarm.connect(config)
+        transport, looked_up = await swarm.connect(config).connect()
         watched.append(WatchedTransport(transport))
         return watched[0], looked_up
 

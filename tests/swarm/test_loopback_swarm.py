@@ -16,7 +16,6 @@ from memory_swarm import look_into
 from torch import Tensor
 
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.client.settings.config import ClientConfig
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
 from shoal.protocol.errors import DirectoryError, ModelError, UsageError
 from shoal.protocol.net.memory.loopback import Link
@@ -201,7 +200,7 @@ def test_swarm_holds_the_weights_it_was_asked_for(tiny_models: Any, weights: str
     swarm = LoopbackSwarm(directory, [(0, 4)], weights)
 
     with AutoDistributedModelForCausalLM.from_pretrained(directory, connect=swarm.connect) as model:
-        (peer,) = model._client.view_swarm().peers
+        (peer,) = model._client.passes.wait_for(model._client.swarm.book.refresh()).peers
         logits = model(make_prompt(5)).logits
 
     assert peer.weights == weights
@@ -213,7 +212,7 @@ def test_swarm_holds_the_weights_it_was_asked_for(tiny_models: Any, weights: str
 def test_dead_and_paused_hosts_announce_nothing(tiny_models: Any) -> None:
     async def main() -> None:
         swarm = LoopbackSwarm(tiny_models.get().directory, [(0, 4)] * 3)
-        transport, directory = await swarm.connect(ClientConfig())
+        transport, directory = await swarm.connect().connect()
         model_id = look_into(swarm.peers[0]).model_id
         before = {peer.peer_id: peer.sequence for peer in await directory.lookup(model_id)}
 
@@ -238,7 +237,7 @@ def test_dead_and_paused_hosts_announce_nothing(tiny_models: Any) -> None:
 def test_cancelled_start_leaves_nothing(tiny_models: Any) -> None:
     async def main(num_turns: int) -> None:
         swarm = LoopbackSwarm(tiny_models.get().directory, [(0, 2), (2, 4)])
-        connecting = asyncio.create_task(swarm.connect(ClientConfig()))
+        connecting = asyncio.create_task(swarm.connect().connect())
         while not connecting.done() and num_turns:
             await asyncio.sleep(0.001 * (num_turns % 3))  # lets the loading threads go on
             num_turns -= 1

@@ -54,7 +54,7 @@ class InternetNetwork:
     """The swarm to join or begin; None: the public one of the initial peers, or a new one."""
     listening: Listening = field(default_factory=Listening)
 
-    async def connect(self, config: object = None) -> tuple[Transport, Directory]:
+    async def connect(self) -> tuple[Transport, Directory]:
         """See Network.connect."""
         from ..tcp.tcp_transport import TcpTransport
         from .hivemind_directory import HivemindDirectory

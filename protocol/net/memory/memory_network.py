@@ -34,7 +34,7 @@ class MemoryNetwork:
     def __repr__(self) -> str:
         return f"<MemoryNetwork at {self.host}>"
 
-    async def connect(self, config: object = None) -> tuple[LoopbackTransport, MemoryDirectory]:
+    async def connect(self) -> tuple[LoopbackTransport, MemoryDirectory]:
         """See Network.connect."""
         return self.make_transport(), self.make_directory()
 

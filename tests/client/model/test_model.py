@@ -270,7 +270,9 @@ class NoSwarm:
     def join(self, model_id: ModelId, model_config: Any, config: ClientConfig) -> Any:
         self.joined.append((model_config.num_hidden_layers, config))
         view = SwarmView(model_id, model_config.num_hidden_layers, 0.0, ())
-        return SimpleNamespace(config=config, view=view)
+        return SimpleNamespace(
+            config=config, swarm=SimpleNamespace(book=SimpleNamespace(view=view))
+        )
 
 
 def test_from_pretrained_forwards_client_settings(tiny_models: Any) -> None:

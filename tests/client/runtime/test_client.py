@@ -13,36 +13,34 @@ import torch
 
 from shoal.client.model.auto import AutoDistributedModelForCausalLM
 from shoal.client.runtime.client import Client
-from shoal.client.runtime.joining import SwarmModel, connect_over_network
+from shoal.client.runtime.joining import SwarmModel, find_network
 from shoal.client.settings.config import ClientConfig, make_client_config
 from shoal.protocol.errors import DirectoryError, UsageError
 from shoal.protocol.ids import ModelId
 from shoal.protocol.limits import MAX_SESSION_TOKENS
 from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.directory import Directory
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
-from shoal.protocol.net.transport import Transport
+from shoal.protocol.net.memory.memory_network import MemoryNetwork
 from shoal.protocol.spans import Span
 
 SPAN = Span(0, 4)
 MODEL = SwarmModel(ModelId("a" * 32), len(SPAN), 64)
 
 
-async def connect(config: ClientConfig) -> tuple[Transport, Directory]:
-    directory = MemoryDirectory(MemoryDirectoryStore(), SystemClock())
-    return LoopbackTransport(LoopbackNetwork(), "us"), directory
+def connect(config: ClientConfig | None = None) -> MemoryNetwork:
+    return MemoryNetwork(LoopbackNetwork(), MemoryDirectoryStore(), SystemClock(), "us")
 
 
 @pytest.fixture
 def client() -> Iterator[Client]:
     """A client of a swarm without peers."""
-    with Client.join(ClientConfig(), connect, SystemClock(), MODEL) as client:
+    with Client.join(ClientConfig(), connect(), SystemClock(), MODEL) as client:
         yield client
 
 
 def test_blocks_that_nobody_serves_are_known_without_asking(client: Client) -> None:
-    assert client.missing_blocks == (SPAN,)
+    assert client.view.gaps == (SPAN,)
 
 
 @pytest.mark.parametrize("max_length", ["x", "8", 7.5, None, True, 0, -1])
@@ -131,15 +129,15 @@ def test_none_is_no_code_and_no_address() -> None:
 
 def test_network_without_initial_peers_says_how_to_give_them() -> None:
     with pytest.raises(UsageError, match=r"initial_peers=\[\.\.\.\]"):
-        Client.join(ClientConfig(), connect_over_network, SystemClock(), MODEL)
+        find_network(ClientConfig())
 
 
 def test_one_initial_peer_needs_no_list(tiny_models: Any) -> None:
     seen: list[ClientConfig] = []
 
-    async def listen(config: ClientConfig) -> tuple[Transport, Directory]:
+    def listen(config: ClientConfig) -> MemoryNetwork:
         seen.append(config)
-        return await connect(config)
+        return connect(config)
 
     model = tiny_models.get().directory
     AutoDistributedModelForCausalLM.from_pretrained(
@@ -153,16 +151,19 @@ def test_one_initial_peer_needs_no_list(tiny_models: Any) -> None:
 def test_joining_is_tried_twice(num_failures: int) -> None:
     attempts: list[int] = []
 
-    async def connect_at_last(config: ClientConfig) -> tuple[Transport, Directory]:
-        attempts.append(len(attempts) + 1)
-        if attempts[-1] <= num_failures:
-            raise DirectoryError(f"nobody answers attempt {attempts[-1]}")
-        return await connect(config)
+    class FailingNetwork(MemoryNetwork):
+        async def connect(self) -> tuple[LoopbackTransport, MemoryDirectory]:
+            attempts.append(len(attempts) + 1)
+            if attempts[-1] <= num_failures:
+                raise DirectoryError(f"nobody answers attempt {attempts[-1]}")
+            return await super().connect()
+
+    network = FailingNetwork(LoopbackNetwork(), MemoryDirectoryStore(), SystemClock(), "us")
 
     expected = (
         nullcontext() if num_failures == 1 else pytest.raises(DirectoryError, match="attempt 2")
     )
     with expected:
-        Client.join(ClientConfig(), connect_at_last, SystemClock(), MODEL).close()
+        Client.join(ClientConfig(), network, SystemClock(), MODEL).close()
 
     assert attempts == [1, 2]

@@ -14,10 +14,9 @@ from shoal.client.settings.config import ClientConfig
 from shoal.protocol.errors import UsageError
 from shoal.protocol.ids import ModelId, SessionId
 from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.directory import Directory
-from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
-from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
-from shoal.protocol.net.transport import Transport
+from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork
+from shoal.protocol.net.memory.memory_directory import MemoryDirectoryStore
+from shoal.protocol.net.memory.memory_network import MemoryNetwork
 from shoal.protocol.spans import Span
 
 SLOW = Link(delay_seconds=0.05)
@@ -123,12 +122,10 @@ def test_closing_one_session_does_not_touch_another_on_the_same_peers() -> None:
 def test_session_that_was_closed_opens_nothing_for_another_number_of_rows() -> None:
     """Another thread may close it between the beginning of a step and that."""
 
-    async def connect(_: ClientConfig) -> tuple[Transport, Directory]:
-        directory = MemoryDirectory(MemoryDirectoryStore(), SystemClock())
-        return LoopbackTransport(LoopbackNetwork(), "us"), directory
-
+    clock = SystemClock()
+    network = MemoryNetwork(LoopbackNetwork(), MemoryDirectoryStore(), clock, "us")
     model = SwarmModel(ModelId("a" * 32), 4, 64)
-    with Client.join(ClientConfig(), connect, SystemClock(), model) as client:
+    with Client.join(ClientConfig(), network, clock, model) as client:
         session = client.open_session(8, Span(0, 4))
         session._make_rows(1)
         session.close()
