@@ -23,8 +23,6 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Self
 
-from .spans import Span
-
 
 class ShoalError(Exception):
     """Base class of all errors that shoal raises on purpose; the message says what to do."""
@@ -131,8 +129,8 @@ class RevokedError(DirectoryError):
 
 
 class RouteError(UnavailableError):
-    """No route covers the blocks that are needed; `missing` names them."""
+    """No route covers the blocks that are needed; `missing` holds their spans."""
 
-    def __init__(self, detail: str, missing: Sequence[Span] = ()) -> None:
+    def __init__(self, detail: str, missing: Sequence[object] = ()) -> None:
         super().__init__(detail)
         self.missing = tuple(missing)

@@ -32,18 +32,7 @@ ARROWS = {
 """Which of our folders each folder may import."""
 
 DOORS = {
-    "hivemind": {
-        "protocol/net/dht/gated_node.py",
-        "protocol/net/p2pd/swarm_question.py",
-        "protocol/net/libp2p/libp2p_transport.py",
-        "protocol/net/dht/neighbourhood.py",
-        "protocol/net/dht/newcomers.py",
-        "protocol/net/dht/node_ids.py",
-        "protocol/net/p2pd/p2p_daemon.py",
-        "protocol/net/dht/record_intake.py",
-        "protocol/net/dht/replicas.py",
-        "protocol/net/libp2p/p2p_streams.py",
-    },
+    "hivemind": {"protocol/net/dht/", "protocol/net/libp2p/"},
     "google": {"protocol/wire/codec.py"},
     "bitsandbytes": {"kernels/"},
     "triton": {"kernels/linear/triton_int8.py", "kernels/attention/triton_attention.py"},

@@ -23,7 +23,7 @@ from ...protocol.ids import ModelId, make_model_id
 from ...protocol.limits import MAX_CLOCK_SKEW_SECONDS
 from ...protocol.membership.membership import Membership, Role
 from ...protocol.net.directory import Directory
-from ...protocol.net.p2pd.multiaddrs import PeerAddress
+from ...protocol.net.libp2p.multiaddrs import PeerAddress
 from ...protocol.net.tcp.tls import explain
 from ...protocol.records.announcements import Announcement, PeerState
 from ...protocol.records.swarm_view import SwarmView

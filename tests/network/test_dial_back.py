@@ -24,8 +24,12 @@ async def never(stream: Stream) -> None:
 
 def run(test: Callable[[Ask, Endpoint], Awaitable[None]], num_others: int = 1) -> None:
     """Run a test with a way to ask others, and an endpoint that they can dial."""
-    from shoal.protocol.net.p2pd.multiaddrs import PeerAddress
-    from shoal.protocol.net.p2pd.p2p_daemon import start_reading_p2pd, start_serving_p2pd, stop_p2pd
+    from shoal.protocol.net.libp2p.multiaddrs import PeerAddress
+    from shoal.protocol.net.libp2p.p2p_daemon import (
+        start_reading_p2pd,
+        start_serving_p2pd,
+        stop_p2pd,
+    )
     from shoal.protocol.net.relays.reachability import DialBack, can_be_dialled
 
     async def main() -> None:

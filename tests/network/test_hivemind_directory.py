@@ -29,9 +29,9 @@ from processes import children_of, is_running, kill_if_running
 from shoal.protocol.errors import DirectoryError, UsageError, WrongSwarmError
 from shoal.protocol.membership.membership import Membership
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
-from shoal.protocol.net.dht.record_exchange import QUESTION, Entry, encode_answer
-from shoal.protocol.net.p2pd import p2p_daemon, swarm_question
-from shoal.protocol.net.p2pd.multiaddrs import split_multiaddr
+from shoal.protocol.net.dht.record_gate import QUESTION, Entry, encode_answer
+from shoal.protocol.net.libp2p import p2p_daemon, swarm_question
+from shoal.protocol.net.libp2p.multiaddrs import split_multiaddr
 from shoal.protocol.spans import Span
 
 pytestmark = pytest.mark.network
@@ -286,7 +286,7 @@ def test_dishonest_node_neither_fills_nor_hides_nor_poisons(peers: contextlib.Ex
     from hivemind.dht.routing import DHTID
     from hivemind.p2p import P2P
 
-    from shoal.protocol.net.dht.node_ids import make_node_id
+    from shoal.protocol.net.dht.gated_node import make_node_id
 
     async def main() -> None:
         honest = await HivemindDirectory.join([], identity=None, clock=CLOCK)

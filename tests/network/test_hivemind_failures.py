@@ -188,7 +188,7 @@ def test_reader_finds_back_through_a_peer_that_it_did_not_join_through(
 def test_initial_peer_that_dies_while_one_joins_leaves_no_socket_behind(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from shoal.protocol.net.p2pd.p2p_daemon import P2P
+    from shoal.protocol.net.libp2p.p2p_daemon import P2P
 
     monkeypatch.setattr(P2P, "_UNIX_SOCKET_PREFIX", f"/unix{tmp_path}/")
 

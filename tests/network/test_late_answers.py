@@ -10,7 +10,7 @@ import pytest
 from hivemind.p2p import PeerID
 from hivemind.proto import p2pd_pb2
 
-from shoal.protocol.net.p2pd.p2p_daemon import start_reading_p2pd, stop_p2pd
+from shoal.protocol.net.libp2p.p2p_daemon import start_reading_p2pd, stop_p2pd
 
 pytestmark = [pytest.mark.network, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

@@ -21,11 +21,7 @@ from hivemind.utils import MSGPackSerializer
 from shoal.protocol.errors import RemoteProtocolError
 from shoal.protocol.limits import MAX_ANNOUNCEMENT_BYTES
 from shoal.protocol.membership.membership import NONCE_BYTES, SWARM_ID_BYTES
-from shoal.protocol.net.dht.gated_node import GateValidator
-from shoal.protocol.net.dht.newcomers import Newcomers
-from shoal.protocol.net.dht.node_ids import make_node_id
-from shoal.protocol.net.dht.record_exchange import Entry
-from shoal.protocol.net.dht.record_intake import (
+from shoal.protocol.net.dht.gated_node import (
     MAX_FIND_BYTES,
     MAX_KEYS,
     MAX_RECORDS,
@@ -33,8 +29,12 @@ from shoal.protocol.net.dht.record_intake import (
     MAX_STORED_AT_ONCE,
     NUM_FOR_CERTAIN,
     WINDOW_SECONDS,
+    GateValidator,
+    Newcomers,
     RecordIntake,
+    make_node_id,
 )
+from shoal.protocol.net.dht.record_gate import Entry
 
 pytestmark = pytest.mark.network
 

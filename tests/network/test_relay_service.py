@@ -31,7 +31,7 @@ class Starts:
         return await self._start(force_reachability="public")
 
     async def _start(self, **options: Any) -> Any:
-        from shoal.protocol.net.p2pd import p2p_daemon
+        from shoal.protocol.net.libp2p import p2p_daemon
 
         p2p = await p2p_daemon._OwnGroupP2P.create(
             nat_port_map=False, auto_nat=False, use_relay=True, **options
@@ -40,14 +40,14 @@ class Starts:
         return p2p
 
     def count_running(self) -> int:
-        from shoal.protocol.net.p2pd.p2p_daemon import child_of
+        from shoal.protocol.net.libp2p.p2p_daemon import child_of
 
         return sum(child_of(p2p).returncode is None for p2p in self.started)
 
 
 def run(test: Callable[[Starts], Awaitable[None]]) -> None:
     """Run a test, and end what it started."""
-    from shoal.protocol.net.p2pd.p2p_daemon import child_of, stop_p2pd
+    from shoal.protocol.net.libp2p.p2p_daemon import child_of, stop_p2pd
 
     async def main() -> None:
         starts = Starts()

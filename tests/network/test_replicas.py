@@ -18,15 +18,15 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
-from shoal.protocol.net.dht import replicas
-from shoal.protocol.net.dht.node_ids import distrust, make_node_id
-from shoal.protocol.net.dht.record_exchange import (
+from shoal.protocol.net.dht import neighbourhood
+from shoal.protocol.net.dht.gated_node import distrust, make_node_id
+from shoal.protocol.net.dht.neighbourhood import Replicas
+from shoal.protocol.net.dht.record_gate import (
     MAX_ANSWER_BYTES,
     Entry,
     decode_question,
     encode_answer,
 )
-from shoal.protocol.net.dht.replicas import Replicas
 
 pytestmark = pytest.mark.network
 
@@ -38,7 +38,7 @@ class World:
     """A reader of the DHT, and the nodes that hivemind finds for it, by what they answer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, nodes: Sequence[Answer]) -> None:
-        monkeypatch.setattr(replicas.random, "shuffle", lambda things: None)
+        monkeypatch.setattr(neighbourhood.random, "shuffle", lambda things: None)
         self.gate = make_gate()
         self.key = self.gate.watch(MODEL)
         self.num_asked = 0

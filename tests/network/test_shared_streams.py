@@ -45,8 +45,12 @@ async def open_many(transport: Transport, endpoint: Any, number: int) -> list[St
 @asynccontextmanager
 async def server_and_diallers() -> AsyncGenerator[tuple[Any, list[Any]]]:
     """Yield a p2pd that listens, and two that are connected to it."""
-    from shoal.protocol.net.p2pd.multiaddrs import PeerAddress
-    from shoal.protocol.net.p2pd.p2p_daemon import start_reading_p2pd, start_serving_p2pd, stop_p2pd
+    from shoal.protocol.net.libp2p.multiaddrs import PeerAddress
+    from shoal.protocol.net.libp2p.p2p_daemon import (
+        start_reading_p2pd,
+        start_serving_p2pd,
+        stop_p2pd,
+    )
 
     async with AsyncExitStack() as stack:
         server = await start_serving_p2pd([], None, "127.0.0.1", 0)

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, UnavailableError
-from shoal.protocol.net.p2pd.multiaddrs import PeerAddress, find_listening
+from shoal.protocol.net.libp2p.multiaddrs import PeerAddress, find_listening
 from shoal.protocol.net.tcp.tls import fetch_pinned_certificate
 
 pytestmark = pytest.mark.network

@@ -9,8 +9,7 @@ from hivemind.utils import MSGPackSerializer
 
 from shoal.protocol.identity import Identity
 from shoal.protocol.membership.membership import make_public
-from shoal.protocol.net.dht.record_exchange import Entry
-from shoal.protocol.net.dht.record_gate import RecordGate
+from shoal.protocol.net.dht.record_gate import Entry, RecordGate
 from shoal.protocol.records.announcements import sign_announcement
 
 

@@ -19,7 +19,7 @@ from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
 from shoal.protocol.net.dht.neighbourhood import Neighbourhood
-from shoal.protocol.net.p2pd.multiaddrs import PeerAddress, split_multiaddr
+from shoal.protocol.net.libp2p.multiaddrs import PeerAddress, split_multiaddr
 from shoal.protocol.records.announcements import Announcement, PeerState, sign_announcement
 from shoal.protocol.spans import Span
 

@@ -26,7 +26,7 @@ class OwnLibp2pTransport:
     async def close(self) -> None:
         if self._p2p is None:
             return
-        from shoal.protocol.net.p2pd.p2p_daemon import stop_p2pd
+        from shoal.protocol.net.libp2p.p2p_daemon import stop_p2pd
 
         await self._transport.close()
         await stop_p2pd(self._p2p)
@@ -34,7 +34,7 @@ class OwnLibp2pTransport:
     async def _start(self) -> Any:
         # hivemind takes seconds to import, and most tests of transports do without.
         from shoal.protocol.net.libp2p.libp2p_transport import Libp2pTransport
-        from shoal.protocol.net.p2pd.p2p_daemon import start_reading_p2pd, start_serving_p2pd
+        from shoal.protocol.net.libp2p.p2p_daemon import start_reading_p2pd, start_serving_p2pd
 
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"hivemind\.")
         async with self._starting:

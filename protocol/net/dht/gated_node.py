@@ -1,33 +1,41 @@
 # hivemind's types are partial; what we say ourselves is checked.
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportAttributeAccessIssue=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""A node of hivemind's DHT that keeps and believes nothing but what passes our gate."""
+"""A node of hivemind's DHT that keeps and believes nothing but what passes our gate.
+
+What hivemind leaves open is closed here, one class for each: `GateValidator` asks the gate before
+anything is stored, `RecordIntake` bounds what strangers may have checked and looked up, `Newcomers`
+hands on records in portions, and `_DistrustfulStub` believes no node about the ids of others.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import random
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, cast
+from weakref import WeakValueDictionary
 
-from ...errors import DirectoryError
+from ...errors import DirectoryError, RemoteProtocolError
 from ...membership.membership import Membership
 from ..clock import Clock
-from ..p2pd.multiaddrs import PeerAddress
-from ..p2pd.swarm_question import make_silence_error
-from .newcomers import Newcomers
-from .node_ids import distrust, make_node_id
+from ..libp2p.multiaddrs import PeerAddress
+from ..libp2p.swarm_question import make_silence_error
 from .record_gate import RecordGate
-from .record_intake import RecordIntake
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about what hivemind itself uses
     from hivemind.dht.node import DHTNode
-    from hivemind.dht.protocol import ValidationError
+    from hivemind.dht.protocol import DHTProtocol, ValidationError
     from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DictionaryDHTValue
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-    from hivemind.p2p import P2P
+    from hivemind.p2p import P2P, P2PContext, PeerID
+    from hivemind.proto import dht_pb2
     from hivemind.utils import MSGPackSerializer
     from hivemind.utils.logging import use_hivemind_log_handler
 
@@ -52,6 +60,44 @@ _NODE_OPTIONS: dict[str, Any] = {
     "blacklist_time": 10.0,
     "wait_timeout": _JOIN_ANSWER_SECONDS,
 }
+
+_MAX_NAMED = 20
+"""Nodes that hivemind names in an answer."""
+
+_MAX_HANDED_ON = 1024
+"""Records for one newcomer. It gets the others when they are renewed, within half a minute."""
+
+_MAX_NEWCOMERS = 8
+"""Newcomers that are handed something."""
+
+WINDOW_SECONDS = 10.0
+"""In which a check takes 0.2 ms for each record, and whoever sends decides how many there are."""
+
+MAX_RECORDS = 2000
+"""Records of a window that are checked, of all senders together: 4 % of a core. A peer announces
+itself every 30 s, so this is enough for 6,000 that have the same five nodes near their key."""
+
+NUM_FOR_CERTAIN = 8
+"""Records of each sender that are checked whatever others send. An announcement needs one place,
+the list of the owner another one. Who comes as many senders pays a TLS handshake for each, which
+costs about as much as these checks."""
+
+MAX_STORED_AT_ONCE = 32
+"""Records of one message; it takes 7 ms to check them, and then others get their turn. A peer that
+announces itself sends one, and a node that hands on what it keeps as many messages as it needs."""
+
+MAX_STORE_BYTES = 128 * 2**10
+"""Of one message: more than so many records of the largest size take."""
+
+MAX_KEYS = 16
+"""Keys of one question for neighbours; we ask for one at a time."""
+
+MAX_FIND_BYTES = 2**14
+"""Of one question: hivemind's own may have more keys than we look up, and is answered still."""
+
+_STORE, _FIND = "DHTProtocol.rpc_store", "DHTProtocol.rpc_find"
+
+_Record = tuple[DHTID, str, bytes, float]
 
 
 class GatedNode(NamedTuple):
@@ -132,3 +178,236 @@ def quieten_hivemind() -> None:
     is_debugging = _logger.isEnabledFor(logging.DEBUG)
     logging.getLogger("hivemind").setLevel(logging.DEBUG if is_debugging else logging.CRITICAL)
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"hivemind\.")
+
+
+def make_node_id(peer_id: PeerID) -> DHTID:
+    """Return the id of the node of a peer: the only one that it may have.
+
+    hivemind lets every node choose its id, and say what it likes of the ids of others. A single
+    liar could be all the nodes that are near a key.
+    """
+    return DHTID.generate(source=peer_id.to_bytes())
+
+
+def distrust(protocol: DHTProtocol) -> None:
+    """From now on drop from what nodes answer: nodes with other ids, and any records.
+
+    Records are asked for in another way (see `Replicas`), so that nobody asked for these.
+    """
+    get_stub: Any = protocol.get_stub
+    cast(Any, protocol).get_stub = lambda peer_id: _DistrustfulStub(get_stub(peer_id))
+
+
+class _DistrustfulStub:
+    """Through which hivemind asks one node."""
+
+    def __init__(self, stub: Any) -> None:
+        self._stub = stub
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stub, name)
+
+    async def rpc_find(self, request: Any, **options: Any) -> Any:
+        """Do what hivemind's stub does, and drop what cannot be believed."""
+        answer = await self._stub.rpc_find(request, **options)
+        results = answer.results[: len(request.keys)]
+        return dht_pb2.FindResponse(results=map(_reduce, results), peer=answer.peer)
+
+
+def _reduce(result: Any) -> Any:
+    named = zip(result.nearest_node_ids, result.nearest_peer_ids, strict=False)
+    true = [
+        (node_id, peer_id)
+        for node_id, peer_id in islice(named, _MAX_NAMED)
+        if DHTID.generate(source=peer_id).to_bytes() == node_id
+    ]
+    return dht_pb2.FindResult(
+        type=dht_pb2.NOT_FOUND,
+        nearest_node_ids=[node_id for node_id, _ in true],
+        nearest_peer_ids=[peer_id for _, peer_id in true],
+    )
+
+
+class Newcomers:
+    """Hands on to a new node the records that belong there; stands in for `update_routing_table`.
+
+    hivemind hands on whole dictionaries, up to 4 MiB in one message and as often as a node names
+    itself by another id, and looks through all keys in one go.
+    """
+
+    def __init__(self, protocol: DHTProtocol) -> None:
+        self._protocol = protocol
+        self._note: Callable[..., Coroutine[Any, Any, None]] = protocol.update_routing_table
+        self._num_served = 0
+
+    def watch(self) -> None:
+        """From now on have hivemind tell us whom it meets, each time in a task of its own."""
+        cast(Any, self._protocol).update_routing_table = self.note
+
+    async def note(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
+        """Note that a node has answered or asked something, or has not answered."""
+        table = self._protocol.routing_table
+        if not responded:
+            return await self._note(node_id, peer_id, responded=False)
+        if node_id is None or node_id != make_node_id(peer_id):
+            return  # nobody asks such a node
+        is_new = node_id not in table
+        doubtful = table.add_or_update_node(node_id, peer_id)
+        if doubtful is not None:  # there is a place for somebody new if this one is gone
+            await self._protocol.call_ping(doubtful[1])
+        if is_new and self._num_served < _MAX_NEWCOMERS:
+            self._num_served += 1
+            try:
+                await self._hand_on(node_id, peer_id)
+            finally:
+                self._num_served -= 1
+
+    async def _hand_on(self, node_id: DHTID, peer_id: PeerID) -> None:
+        """Hand on what belongs there, until the newcomer takes no more."""
+        records = await self._list_records(node_id)
+        random.shuffle(records)
+        for start in range(0, min(len(records), _MAX_HANDED_ON), MAX_STORED_AT_ONCE):
+            portion = records[start : start + MAX_STORED_AT_ONCE]
+            keys, subkeys, values, expiries = zip(*portion, strict=True)
+            stored = await self._protocol.call_store(
+                peer_id, keys, values, expiries, subkeys=subkeys
+            )
+            if not stored or not any(stored):
+                return
+
+    async def _list_records(self, node_id: DHTID) -> list[_Record]:
+        records: list[_Record] = []
+        for number, (key, item) in enumerate(list(self._protocol.storage.items()), 1):
+            if isinstance(item.value, DictionaryDHTValue) and self._belongs(key, node_id):
+                records += [(key, subkey, *entry) for subkey, entry in item.value.items()]
+            if number % MAX_STORED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return records
+
+    def _belongs(self, key: DHTID, node_id: DHTID) -> bool:
+        """Return whether a newcomer is to have what stands under a key, and that from us.
+
+        Of all that have it, the nearest to the key hands it on.
+        """
+        nearest = self._protocol.routing_table.get_nearest_neighbors(
+            key, self._protocol.num_replicas
+        )
+        near = [found for found, _ in nearest]
+        ours = key ^ self._protocol.node_id
+        return node_id in near and all(ours < key ^ found for found in near if found != node_id)
+
+
+class RecordIntake:
+    """Bounds the time of each message that strangers send to a node: stands before its handlers.
+
+    hivemind checks all records of a message in one go, and answers for any number of keys, with
+    all that stands under them: one message of 4 MiB held up the event loop, and the sessions on
+    it, for seconds. A refused sender hears "not stored", not an error: nodes of hivemind would take
+    that for the end of this one.
+    """
+
+    def __init__(self, protocol: DHTProtocol, now: Callable[[], float]) -> None:
+        self._protocol = protocol
+        self._now = now
+        self._budget = StoreBudget()
+        self._turn = asyncio.Lock()
+        # Each sender waits for one turn at a time, so that none waits behind the many of another.
+        self._turns: WeakValueDictionary[PeerID, asyncio.Lock] = WeakValueDictionary()
+
+    def open(self, p2p: P2P) -> None:
+        """From now on take what reaches a p2pd, in place of hivemind's own handlers."""
+        handlers = cast(Any, p2p)._client.control.unary_handlers
+        handlers[_STORE], handlers[_FIND] = self.store, self.find
+
+    async def store(self, message: bytes, sender: PeerID) -> bytes:
+        """Answer a StoreRequest with a StoreResponse; store what passes the gate."""
+        if len(message) > MAX_STORE_BYTES:
+            return self._refuse(0)
+        request = dht_pb2.StoreRequest.FromString(message)
+        num_records = len(request.keys)
+        if not self._may_check(request) or not self._take(sender, num_records):
+            return self._refuse(num_records)
+        turns = self._turns.setdefault(sender, asyncio.Lock())
+        async with turns, self._turn:
+            answer = await self._protocol.rpc_store(request, self._name(_STORE, sender))
+            await asyncio.sleep(0)
+        return answer.SerializeToString()
+
+    async def find(self, message: bytes, sender: PeerID) -> bytes:
+        """Answer a FindRequest with a FindResponse: who is near to each key.
+
+        What stands there is asked for in another way, see `Replicas`. Raises RemoteProtocolError.
+        """
+        if len(message) > MAX_FIND_BYTES:
+            raise RemoteProtocolError("there are too many keys in one question")
+        request = dht_pb2.FindRequest.FromString(message)
+        if request.peer.node_id:
+            ping = dht_pb2.PingRequest(peer=request.peer)
+            await self._protocol.rpc_ping(ping, self._name(_FIND, sender))
+        asker = DHTID.from_bytes(request.peer.node_id)
+        results = [self._find(DHTID.from_bytes(key), asker) for key in request.keys[:MAX_KEYS]]
+        results += [dht_pb2.FindResult()] * (len(request.keys) - MAX_KEYS)  # else hivemind fails
+        answer = dht_pb2.FindResponse(results=results, peer=self._protocol.node_info)
+        return answer.SerializeToString()
+
+    def _find(self, key_id: DHTID, asker: DHTID) -> Any:
+        protocol = self._protocol
+        nearest = protocol.routing_table.get_nearest_neighbors(
+            key_id, protocol.bucket_size, exclude=asker
+        )
+        return dht_pb2.FindResult(
+            type=dht_pb2.NOT_FOUND,
+            nearest_node_ids=[node_id.to_bytes() for node_id, _ in nearest],
+            nearest_peer_ids=[peer_id.to_bytes() for _, peer_id in nearest],
+        )
+
+    def _may_check(self, request: Any) -> bool:
+        """Return whether a message is what nodes send; no whole dictionaries, one record each."""
+        fields = (request.subkeys, request.values, request.expiration_time, request.in_cache)
+        return (
+            0 < len(request.keys) <= MAX_STORED_AT_ONCE
+            and all(len(field) == len(request.keys) for field in fields)
+            and self._protocol.IS_DICTIONARY not in request.subkeys
+        )
+
+    def _take(self, sender: PeerID, num_records: int) -> bool:
+        return self._budget.take(sender, num_records, self._now())
+
+    def _refuse(self, num_records: int) -> bytes:
+        peer = self._protocol.node_info
+        return dht_pb2.StoreResponse(store_ok=[False] * num_records, peer=peer).SerializeToString()
+
+    def _name(self, handler: str, sender: PeerID) -> P2PContext:
+        local_id: Any = self._protocol.p2p.peer_id
+        return P2PContext(handle_name=handler, local_id=local_id, remote_id=sender)
+
+
+class StoreBudget:
+    """Counts what each sender had checked in the current window; nobody gets more than stays free.
+
+    >>> budget = StoreBudget()
+    >>> budget.take("greedy", MAX_RECORDS // 2, now=0.0), budget.take("greedy", 1, now=1.0)
+    (True, False)
+    >>> budget.take("other", MAX_RECORDS // 4, now=1.0), budget.take("other", 1, now=1.0)
+    (True, False)
+    >>> budget.take("greedy", 1, now=WINDOW_SECONDS)
+    True
+    """
+
+    def __init__(self) -> None:
+        self._begun_at = float("-inf")
+        self._taken: dict[Hashable, int] = {}
+        self._num_taken = 0
+
+    def take(self, sender: Hashable, num_records: int, now: float) -> bool:
+        """Return whether a sender may have so many records checked now, and count them then."""
+        if not 0 <= now - self._begun_at < WINDOW_SECONDS:
+            self._begun_at, self._taken, self._num_taken = now, {}, 0
+        num_before = self._taken.get(sender, 0)
+        num_after = num_before + num_records
+        share = (MAX_RECORDS - (self._num_taken - num_before)) // 2
+        if num_after > max(share, NUM_FOR_CERTAIN):
+            return False
+        self._taken[sender] = num_after
+        self._num_taken += num_records
+        return True

@@ -23,12 +23,11 @@ from ...membership.revocations import Revocations, sign_revocations
 from ...records.announcements import Announcement, PeerState
 from ..clock import Clock
 from ..libp2p.libp2p_transport import Libp2pTransport
-from ..p2pd.multiaddrs import PeerAddress
-from ..p2pd.p2p_daemon import child_of, stop_p2pd
+from ..libp2p.multiaddrs import PeerAddress
+from ..libp2p.p2p_daemon import child_of, stop_p2pd
 from .gated_node import GatedNode, quieten_hivemind, start_node
 from .joining import Access, open_access
-from .neighbourhood import Neighbourhood
-from .replicas import Replicas
+from .neighbourhood import Neighbourhood, Replicas
 
 _logger = logging.getLogger(__name__)
 
@@ -48,6 +47,7 @@ class HivemindDirectory:
     def __init__(self, access: Access, gated: GatedNode) -> None:
         self._access = access
         self._p2p = access.p2p
+        self._p2pd = child_of(access.p2p)
         self._node, self._gate = gated
         self._neighbourhood = Neighbourhood(self._node, self._p2p, access.peers)
         self._replicas = Replicas(self._node, self._p2p, self._gate)
@@ -212,7 +212,7 @@ class HivemindDirectory:
         if self._is_closed:
             return
         self._is_closed = True
-        if child_of(self._p2p).returncode is None:
+        if self._p2pd.returncode is None:
             try:
                 async with asyncio.timeout(_CLOSE_SECONDS):
                     await self._node.shutdown()
@@ -236,7 +236,7 @@ class HivemindDirectory:
     def _check_is_running(self) -> None:
         if self._is_closed:
             raise DirectoryError("the directory was closed")
-        if child_of(self._p2p).returncode is not None:
+        if self._p2pd.returncode is not None:
             raise DirectoryError("the p2pd process has ended; join the directory again")
 
     async def _store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:

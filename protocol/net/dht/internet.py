@@ -15,8 +15,8 @@ from ...membership.membership import Membership
 from ..addresses import check_can_be_dialled, is_loopback
 from ..clock import Clock
 from ..directory import Directory
+from ..libp2p.multiaddrs import replace_host, split_multiaddr
 from ..network import Presence
-from ..p2pd.multiaddrs import replace_host, split_multiaddr
 from ..transport import ChoosingTransport, Listener, StreamServer, Transport
 
 if TYPE_CHECKING:

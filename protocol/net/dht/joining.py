@@ -12,8 +12,8 @@ from ...ids import PeerId
 from ...membership.membership import Membership, begin_public
 from ..addresses import is_loopback
 from ..clock import Clock
-from ..p2pd.multiaddrs import PeerAddress
-from ..p2pd.p2p_daemon import (
+from ..libp2p.multiaddrs import PeerAddress
+from ..libp2p.p2p_daemon import (
     P2P,
     child_of,
     list_relays,
@@ -21,7 +21,7 @@ from ..p2pd.p2p_daemon import (
     start_serving_p2pd,
     stop_p2pd,
 )
-from ..p2pd.swarm_question import answer_questions, find_swarm, make_ask
+from ..libp2p.swarm_question import answer_questions, find_swarm, make_ask
 from ..relays.circuit import make_keeper, start_until_it_carries
 from ..relays.reachability import DialBack, can_be_dialled
 from ..relays.relay_keeper import NUM_RELAYS, RelayKeeper, rank_relays

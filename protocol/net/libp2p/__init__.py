@@ -1,5 +1,5 @@
-"""Transport over libp2p streams, for peers behind a NAT.
+"""libp2p: the p2pd process, addresses, and the transport over its streams for peers behind a NAT.
 
-The daemon behind it is not here (`../p2pd/`), nor is the choice of relays (`../relays/`). Read
-first: libp2p_transport.py.
+Records are not here (`../dht/`), nor is the choice of relays (`../relays/`). Read first:
+p2p_daemon.py, then libp2p_transport.py.
 """

@@ -26,12 +26,11 @@ from ...errors import (
 from ...fair_share import Holder, SharedPlaces
 from ...ids import PeerId
 from ...membership.membership import Membership
-from ..p2pd.multiaddrs import split_multiaddr
-from ..p2pd.p2p_daemon import start_reading_p2pd, stop_p2pd
-from ..pieces import MAX_MESSAGE_BYTES
 from ..tcp.tcp_listener import MAX_STREAMS
 from ..transport import Listener, Stream, StreamServer, serve_stream, turn_away
-from .libp2p_stream import Libp2pStream
+from .libp2p_stream import MAX_MESSAGE_BYTES, Libp2pStream
+from .multiaddrs import split_multiaddr
+from .p2p_daemon import start_reading_p2pd, stop_p2pd
 from .p2p_streams import connect, name_dialler, open_byte_stream
 
 with warnings.catch_warnings():

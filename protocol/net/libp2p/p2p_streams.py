@@ -17,7 +17,7 @@ from typing import Any, cast
 from ...errors import RemoteProtocolError, ShoalError, UnavailableError
 from ...fair_share import Holder, name_holder
 from ...identity import peer_id_bytes
-from ..p2pd.multiaddrs import pack_multiaddr, split_multiaddr
+from .multiaddrs import pack_multiaddr, split_multiaddr
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about what hivemind itself uses

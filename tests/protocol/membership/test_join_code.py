@@ -14,7 +14,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.ids import JOIN_CODE_PREFIX
 from shoal.protocol.membership.join_code import MAX_ADDRESSES, JoinCode
 from shoal.protocol.membership.membership import Membership, Role, make_owner, make_public
-from shoal.protocol.net.p2pd.multiaddrs import PeerAddress
+from shoal.protocol.net.libp2p.multiaddrs import PeerAddress
 
 PEER = Identity(bytes([9]) * 32).peer_id
 OWNER = make_owner(bytes(range(16)))

@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from shoal.protocol.errors import RemoteProtocolError, UnavailableError
-from shoal.protocol.net.libp2p.libp2p_stream import Libp2pStream
-from shoal.protocol.net.pieces import MAX_MESSAGE_BYTES, cut_frame
+from shoal.protocol.net.libp2p.libp2p_stream import MAX_MESSAGE_BYTES, Libp2pStream
+from shoal.protocol.net.tcp.tcp_stream import pack_frame
 
 
 def pack(*messages: bytes) -> bytes:
@@ -38,13 +38,13 @@ async def stream_and_stranger() -> AsyncIterator[tuple[Libp2pStream, asyncio.Str
 def test_end_is_told_from_a_break() -> None:
     async def test() -> None:
         async with stream_and_stranger() as (stream, stranger):
-            stranger.write(pack(*cut_frame(b"frame"), b""))
+            stranger.write(pack(*pack_frame(b"frame"), b""))
             stranger.close()
             assert await stream.receive() == b"frame"
             assert await stream.receive() is None
 
         async with stream_and_stranger() as (stream, stranger):
-            stranger.write(pack(*cut_frame(b"frame")))
+            stranger.write(pack(*pack_frame(b"frame")))
             stranger.close()
             async with asyncio.timeout(5):
                 await stream.wait_over()
@@ -57,7 +57,7 @@ def test_end_is_told_from_a_break() -> None:
 def test_break_is_noticed_behind_frames_that_nobody_has_read() -> None:
     async def test() -> None:
         async with stream_and_stranger() as (stream, stranger):
-            stranger.write(pack(*cut_frame(bytes(20_000)), *cut_frame(bytes(20_000))))
+            stranger.write(pack(*pack_frame(bytes(20_000)), *pack_frame(bytes(20_000))))
             stranger.close()
 
             async with asyncio.timeout(5):
@@ -69,7 +69,7 @@ def test_break_is_noticed_behind_frames_that_nobody_has_read() -> None:
 def test_no_more_is_taken_in_than_the_window_and_one_message() -> None:
     async def test() -> None:
         async with stream_and_stranger() as (_, stranger):
-            stranger.write(pack(*cut_frame(bytes(200_000))) * 20)
+            stranger.write(pack(*pack_frame(bytes(200_000))) * 20)
 
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.2):
@@ -84,7 +84,7 @@ def test_tiny_messages_take_no_more_memory_than_others() -> None:
         async with stream_and_stranger() as (stream, stranger):
             tracemalloc.start()
             try:
-                stranger.write(pack(*cut_frame(b"")) * 16_000)
+                stranger.write(pack(*pack_frame(b"")) * 16_000)
                 await stranger.drain()
                 await asyncio.sleep(0.1)  # as long as anything comes, if it were without end
                 num_bytes, _ = tracemalloc.get_traced_memory()
@@ -128,7 +128,7 @@ def test_message_beyond_the_limit_is_the_fault_of_the_other_end_who_hears_our_an
         await stream.send(b"too large")
         await stream.close()
 
-        expected = pack(*cut_frame(b"too large"), b"")
+        expected = pack(*pack_frame(b"too large"), b"")
         assert await reader.readexactly(len(expected)) == expected
         writer.close()
         await stream.wait_gone()
@@ -165,7 +165,7 @@ def test_half_a_frame_is_gone_with_its_stream_without_a_garbage_collection(
 
     async def test() -> None:
         async with stream_and_stranger() as (stream, stranger):
-            stranger.write(pack(*list(cut_frame(bytes(8 * 2**20)))[:-1]))
+            stranger.write(pack(*list(pack_frame(bytes(8 * 2**20)))[:-1]))
             with suppress(TimeoutError):
                 async with asyncio.timeout(0.2):
                     await stream.receive()

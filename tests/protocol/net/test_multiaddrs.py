@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.protocol.errors import UsageError
-from shoal.protocol.net.p2pd.multiaddrs import PeerAddress, make_listen_multiaddr
+from shoal.protocol.net.libp2p.multiaddrs import PeerAddress, make_listen_multiaddr
 
 PEER_ID = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 

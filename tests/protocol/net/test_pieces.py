@@ -11,8 +11,8 @@ import pytest
 from shoal.protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
 from shoal.protocol.limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES
 from shoal.protocol.net.clock import run_virtual
-from shoal.protocol.net.pieces import MAX_MESSAGE_BYTES, begin_frame, cut_frame
-from shoal.protocol.net.stream_end import StreamEnd
+from shoal.protocol.net.libp2p.libp2p_stream import MAX_MESSAGE_BYTES, StreamEnd, begin_frame
+from shoal.protocol.net.tcp.tcp_stream import pack_frame
 
 LARGE = bytes(range(256)) * (3 * MAX_PIECE_BYTES // 256) + b"end"
 
@@ -38,8 +38,8 @@ class ScriptedEnd(StreamEnd):
 def test_frame_of_any_size_comes_back_from_its_pieces(size: int) -> None:
     async def test() -> None:
         frame = LARGE * (size // len(LARGE) + 1)
-        messages = list(cut_frame(frame[:size]))
-        stream = ScriptedEnd(*messages, *cut_frame(b"next"))
+        messages = list(pack_frame(frame[:size]))
+        stream = ScriptedEnd(*messages, *pack_frame(b"next"))
 
         assert await stream.receive() == frame[:size]
         assert await stream.receive() == b"next"
@@ -49,7 +49,7 @@ def test_frame_of_any_size_comes_back_from_its_pieces(size: int) -> None:
     run_virtual(test())
 
 
-FIRST, SECOND, *_ = cut_frame(LARGE)
+FIRST, SECOND, *_ = pack_frame(LARGE)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_gate_is_asked_about_large_frames_while_they_arrive() -> None:
             yield
             log.append(stream.num_left)
 
-        stream = ScriptedEnd(*cut_frame(b"small"), *cut_frame(LARGE))
+        stream = ScriptedEnd(*pack_frame(b"small"), *pack_frame(LARGE))
         stream.set_gate(gate)
 
         assert await stream.receive() == b"small"
@@ -127,7 +127,7 @@ def test_rest_of_a_refused_frame_is_read_and_dropped() -> None:
             raise RefusedError(ErrorCode.BUSY, "no room")
             yield
 
-        stream = ScriptedEnd(*cut_frame(LARGE), *cut_frame(b"next"))
+        stream = ScriptedEnd(*pack_frame(LARGE), *pack_frame(b"next"))
         stream.set_gate(gate)
 
         for _ in range(2):

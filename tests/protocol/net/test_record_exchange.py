@@ -12,8 +12,8 @@ from shoal.peer.announcing.delays import MAX_TOLD
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import RemoteProtocolError
 from shoal.protocol.identity import Identity
-from shoal.protocol.net.dht import record_exchange
-from shoal.protocol.net.dht.record_exchange import (
+from shoal.protocol.net.dht import record_gate
+from shoal.protocol.net.dht.record_gate import (
     KEY_BYTES,
     MAX_ANSWER_BYTES,
     MAX_KNOWN,
@@ -30,7 +30,7 @@ from shoal.protocol.records.coordinates import Coordinate
 SEED = 7
 KEY = bytes(range(KEY_BYTES))
 NUM_PEERS = 1000
-NUM_ASKED = 10  # protocol/net/dht/replicas.py
+NUM_ASKED = 10  # protocol/net/dht/neighbourhood.py
 MEGABYTE = 1_000_000
 PRIVATE_BYTES = 140  # swarm id, nonce, tag and certificate around a record
 
@@ -114,7 +114,7 @@ def test_entry_that_never_expires_hides_no_other(expires_at: float) -> None:
 
 def test_too_large_an_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = encode_answer(make_entries(20), ())
-    monkeypatch.setattr(record_exchange, "MAX_ANSWER_BYTES", len(answer) - 1)
+    monkeypatch.setattr(record_gate, "MAX_ANSWER_BYTES", len(answer) - 1)
 
     with pytest.raises(RemoteProtocolError, match="too large"):
         decode_answer(answer)

@@ -16,8 +16,8 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.ids import PeerId
 from shoal.protocol.membership.membership import Membership, Role, make_owner, make_public
 from shoal.protocol.net.clock import run_virtual
-from shoal.protocol.net.p2pd.multiaddrs import PeerAddress
-from shoal.protocol.net.p2pd.swarm_question import answer, find_swarm
+from shoal.protocol.net.libp2p.multiaddrs import PeerAddress
+from shoal.protocol.net.libp2p.swarm_question import answer, find_swarm
 
 OWNER, STRANGER = make_owner(bytes(range(16))), make_owner(bytes(16))
 USER = OWNER.as_role(Role.USE)

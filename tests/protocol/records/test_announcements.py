@@ -19,11 +19,12 @@ from shoal.protocol.records.announcements import (
     MAX_RTTS,
     Announcement,
     PeerState,
+    pack,
     read_announcement,
     sign_announcement,
+    unpack,
 )
 from shoal.protocol.records.coordinates import Coordinate
-from shoal.protocol.records.packed_json import pack, unpack
 from shoal.protocol.spans import Span
 
 Announce = Callable[..., Announcement]

@@ -8,8 +8,8 @@ import zlib
 import pytest
 
 from shoal.protocol.errors import RemoteProtocolError
-from shoal.protocol.records import packed_json
-from shoal.protocol.records.packed_json import pack, unpack
+from shoal.protocol.records import announcements
+from shoal.protocol.records.announcements import pack, unpack
 
 LIMIT = 1000
 
@@ -21,7 +21,7 @@ def test_text_survives(text: bytes) -> None:
 
 def test_dictionary_is_that_of_the_announcements_out_there() -> None:
     """Another one is another format, and needs another version byte in front of announcements."""
-    assert zlib.adler32(packed_json._DICTIONARY) == 0xB5981C2E
+    assert zlib.adler32(announcements._DICTIONARY) == 0xB5981C2E
 
 
 def test_text_that_is_too_long_is_not_unpacked() -> None:

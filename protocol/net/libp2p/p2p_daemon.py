@@ -24,6 +24,7 @@ from .multiaddrs import PeerAddress, find_listening, make_listen_multiaddr
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about what hivemind itself uses
     from hivemind.p2p import P2P
+    from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
 PROBE_SECONDS = 1.5
@@ -187,38 +188,30 @@ async def _start(
             )
         )
         try:
-            p2p = await asyncio.shield(starting)
+            return await asyncio.shield(starting)
         except asyncio.CancelledError:
             with suppress(P2PDaemonError):
                 await stop_p2pd(await starting)
             raise
         except P2PDaemonError as error:
             raise _translate(error, initial_peers, options) from error
-    cast(Any, p2p)._client.control._pending_calls = _Calls()
-    return p2p
 
 
-class _Call(asyncio.Future[Any]):
-    """A question to p2pd. Its answer may come in the moment in which the asker gives up.
+_read_answers = cast(Any, ControlClient)._read_from_persistent_conn
 
-    What hivemind waits in would raise then, in the task that reads all answers, and end it: p2pd
-    would not be heard any more.
+
+async def _read_on(control: ControlClient, reader: asyncio.StreamReader) -> None:
+    """Read what p2pd answers, in place of hivemind's own reader.
+
+    That one ends where an answer comes in the moment in which the asker gives up, and p2pd would
+    not be heard any more.
     """
-
-    def set_result(self, result: Any, /) -> None:
-        if not self.done():
-            super().set_result(result)
-
-    def set_exception(self, exception: type | BaseException, /) -> None:
-        if not self.done():
-            super().set_exception(exception)
+    while True:
+        with suppress(asyncio.InvalidStateError):
+            return await _read_answers(control, reader)
 
 
-class _Calls(dict[Any, asyncio.Future[Any]]):
-    """hivemind's list of its questions; it puts one in, and waits for the one that is there."""
-
-    def __setitem__(self, call_id: Any, call: asyncio.Future[Any], /) -> None:
-        super().__setitem__(call_id, _Call(loop=call.get_loop()))
+cast(Any, ControlClient)._read_from_persistent_conn = _read_on
 
 
 def _translate(
