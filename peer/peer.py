@@ -25,7 +25,7 @@ from .runtime.background import BackgroundTasks, LoopLag
 from .runtime.config import PeerConfig, PeerEvent, Report, ignore
 from .runtime.identity_file import hold_identity
 from .serving_loop import ServingLoop
-from .streams.stream_handler import StreamHandler
+from .streams.service import StreamHandler
 from .workloads import make_service
 
 _logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Peer:
             identity, presence, handler.serve, model.model_id, clock, period_seconds, rng
         )
         template = make_template(config, model.model_id, model.spec.num_blocks, presence)
-        description = SelfDescription(template, lag, model.sizes.work, connections.describe)
+        description = SelfDescription(template, lag, model.sizes.work, connections.describers)
         announcer = Announcer(directory, identity, description.describe, clock, period_seconds)
         stack.push_async_callback(say_goodbye, announcer)
         tasks = await stack.enter_async_context(BackgroundTasks())

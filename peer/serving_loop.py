@@ -20,8 +20,7 @@ from .placement.placement import Decision
 from .placement.placer import Placer
 from .runtime.background import BackgroundTasks
 from .runtime.config import PeerEvent, Report
-from .streams.service import Service
-from .streams.stream_handler import StreamHandler
+from .streams.service import Service, StreamHandler
 
 _logger = logging.getLogger(__name__)
 
@@ -102,7 +101,8 @@ class ServingLoop:
 
     async def _begin(self, served: ServedSpan, service: Service) -> None:
         """Let streams and sessions come."""
-        self.description.begin_serving(served, service.describe)
+        describe_load = [workload.describe for workload in service.workloads]
+        self.description.begin_serving(served, describe_load)
         self.handler.open(service)
         # Whoever was announced once is told again, as soon as the directory can be written.
         await self._announce_if_possible(PeerState.ONLINE)

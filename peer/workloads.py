@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 
+from ..protocol.fair_share import SharedBytes
 from ..protocol.ids import PeerId
 from ..protocol.net.clock import Clock
-from .accounts.adapter_shelf import AdapterShelf
-from .accounts.shared_bytes import SharedBytes
+from .engine.adapters.adapter_shelf import AdapterShelf
+from .engine.passes.pass_memory import PassBudget
 from .hosting.span_loader import ServedSpan, SpanLoader
-from .passes.accounts import TrainingAccounts
-from .passes.training import TrainingWorkload
+from .passes.passes import PassResources, PassWorkload
+from .passes.updates import UpdateWorkload
+from .passes.uploads import UploadWorkload
 from .pushing.neighbours import Neighbours
 from .pushing.session_outputs import MAX_LOGGED_BYTES, PushResources
-from .sessions.admission import Admission
-from .sessions.held_session import SessionResources
-from .sessions.session_prompts import MAX_PROMPT_BYTES
+from .sessions.admission import Admission, SessionResources
 from .sessions.sessions import SessionWorkload
-from .streams.conversation import StreamHost
+from .streams.client_stream import PendingBytes, StreamHost
 from .streams.service import MAX_PENDING_BYTES, Service
 
 _STREAMS_PER_SESSION = 4
@@ -32,7 +32,7 @@ def make_service(
     engine, compute = served.engine, served.compute
     model, config = loader.model, loader.model.config
     changed = asyncio.Event()
-    pending = SharedBytes(MAX_PENDING_BYTES)
+    pending = PendingBytes(MAX_PENDING_BYTES)
     shelf = AdapterShelf(clock, model.adapter_bytes)
     host = StreamHost(
         peer_id=peer_id,
@@ -48,14 +48,20 @@ def make_service(
         max_sessions=config.max_sessions,
         shelf=shelf,
         pushing=PushResources(neighbours, pending, SharedBytes(MAX_LOGGED_BYTES, times_free=3)),
-        prompts=SharedBytes(MAX_PROMPT_BYTES, times_free=3),
         note_change=changed.set,
     )
-    for_training = TrainingAccounts(
-        model.model_id, model.pass_bytes, shelf, model.read_free_bytes, changed.set
+    for_passes = PassResources(
+        model_id=model.model_id,
+        budget=PassBudget(model.pass_bytes),
+        shelf=shelf,
+        read_free_bytes=model.read_free_bytes,
+        note_change=changed.set,
     )
+    passes = PassWorkload(engine, compute, clock, for_passes)
     workloads = (
+        passes,
+        UploadWorkload(passes),
+        UpdateWorkload(passes),
         SessionWorkload(Admission(engine, compute, clock, for_sessions)),
-        TrainingWorkload(engine, compute, clock, for_training),
     )
     return Service(host, workloads, _STREAMS_PER_SESSION * config.max_sessions, changed)

@@ -5,6 +5,7 @@ nobody is held to a fixed number, only to a part of what others have left.
 """
 
 import ipaddress
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -129,6 +130,46 @@ def compute_share(
             neighbours += num_held
     of_address = (num_bytes - strangers) * times_free // (times_free + 1)
     return max(0, (of_address - neighbours) * times_free // (times_free + 1))
+
+
+class SharedBytes:
+    """A budget of memory for what strangers send and do not fetch, and who holds how much of it."""
+
+    def __init__(self, budget_bytes: int, times_free: int = 1) -> None:
+        """Let nobody hold more than `times_free` times what stays free."""
+        self._budget_bytes = budget_bytes
+        self._times_free = times_free
+        self._held: Counter[Holder] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<SharedBytes {self.used_bytes}/{self._budget_bytes}, {len(self._held)} holders>"
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that all holders have together."""
+        return self._held.total()
+
+    def check_room_for(self, holder: Holder, num_bytes: int) -> None:
+        """Raise RefusedError unless a holder may have so many bytes more."""
+        if not self.has_room_for(holder, num_bytes):
+            detail = "too many steps are waiting at this peer; try again later"
+            raise RefusedError(ErrorCode.BUSY, detail, 1.0)
+
+    def count(self, holder: Holder, num_bytes: int) -> None:
+        """Enter bytes of a holder into the account, or strike them if there are less than none."""
+        self._held[holder] += num_bytes
+        if not self._held[holder]:
+            del self._held[holder]
+
+    def has_room_for(self, holder: Holder, num_bytes: int) -> bool:
+        """Return whether a holder may have so many bytes more."""
+        held_bytes, share_bytes = self.measure(holder)
+        return held_bytes + num_bytes <= share_bytes
+
+    def measure(self, holder: Holder) -> tuple[int, int]:
+        """Return how many bytes a holder has, and how many of all it may have at present."""
+        share_bytes = compute_share(holder, self._held, self._budget_bytes, self._times_free)
+        return self._held[holder], share_bytes
 
 
 def may_displace(asker: Holder, idle: Holder, held: Mapping[Holder, int], num_bytes: int) -> bool:

@@ -1,7 +1,7 @@
 """Every bound on what a stranger may send, in one place.
 
 Each is generous for honest use. They bound one message or record; what many strangers may hold at
-one peer together is bounded where it is held, in `peer/streams/conversation.py` and the KV cache.
+one peer together is bounded where it is held, in `peer/streams/client_stream.py` and the KV cache.
 """
 
 MAX_FRAME_BYTES = 16 * 2**20

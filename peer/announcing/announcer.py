@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 
 from ...protocol import limits
@@ -27,7 +27,7 @@ _GROWTH_SECONDS = 0.001
 
 
 class Announcer:
-    """Publishes what `await describe(state, sequence, now)` returns, signed. Owned by one peer.
+    """Publishes what `describe(state, sequence, now)` returns, signed. Owned by one peer.
 
     Of two announcements a directory keeps the one that expires later. So each expires later than
     the one before, and the first one later than what the peer said before a restart, even if it
@@ -38,7 +38,7 @@ class Announcer:
         self,
         directory: Directory,
         identity: Identity,
-        describe: Callable[[PeerState, int, float], Awaitable[Announcement]],
+        describe: Callable[[PeerState, int, float], Announcement],
         clock: Clock,
         period_seconds: float,
     ) -> None:
@@ -67,7 +67,7 @@ class Announcer:
             if not self._has_read_back:
                 await self._read_back(state)
             self._sequence += 1
-            announcement = await self._describe(state, self._sequence, self._clock.wall())
+            announcement = self._describe(state, self._sequence, self._clock.wall())
             self._expires_at = max(self._expires_at + _GROWTH_SECONDS, announcement.expires_at)
             latest = announcement.issued_at + limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS
             announcement = replace(
@@ -81,7 +81,7 @@ class Announcer:
 
     async def _read_back(self, state: PeerState) -> None:
         """Go on from what the directory still holds of this peer."""
-        draft = await self._describe(state, self._sequence, self._clock.wall())
+        draft = self._describe(state, self._sequence, self._clock.wall())
         for known in await self._directory.lookup(draft.model_id):
             if known.peer_id == self._identity.peer_id:
                 self._sequence = max(self._sequence, known.sequence)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -30,9 +30,6 @@ _LOOK_FOR_RELAYS_SECONDS = 3.0
 
 Describe = Callable[[Announcement], Announcement]
 """Adds to an announcement of the peer what one part of it knows."""
-
-DescribeLoad = Callable[[Announcement], Awaitable[Announcement]]
-"""Does the same with the present load of what is served."""
 
 _DTYPE_NAMES: dict[torch.dtype, ComputeDtype] = {
     torch.float32: "fp32",
@@ -96,20 +93,19 @@ class SelfDescription:
         template: Announcement,
         lag: LoopLag,
         work: Sequence[float],
-        describe_connections: Describe = lambda announcement: announcement,
+        describe_connections: Sequence[Describe] = (),
     ) -> None:
         """Take everything but state, sequence, load and dates from `template`.
 
         An announcement lives as long as the template does. `work` is what a step costs in each
-        block of the model. `describe_connections` adds how the peer reaches
-        others.
+        block of the model. `describe_connections` add how the peer reaches others.
         """
         self._template = template
         self._describe_connections = describe_connections
         self._lifetime_seconds = template.expires_at - template.issued_at
         self._lag = lag
         self._work = work
-        self._describe_load: DescribeLoad | None = None
+        self._describe_load: Sequence[Describe] = ()
         self.planned: Span | None = None
         """The span that the peer intends to serve; None: it stays."""
 
@@ -122,8 +118,8 @@ class SelfDescription:
         """From now on tell this span, and what is known of the speed, until it is served."""
         self.planned = span
 
-    def begin_serving(self, served: MeasuredSpan, describe_load: DescribeLoad) -> None:
-        """From now on tell what is served, how fast, and the present load."""
+    def begin_serving(self, served: MeasuredSpan, describe_load: Sequence[Describe]) -> None:
+        """From now on tell what is served, how fast, and the load that `describe_load` add."""
         self.planned = None
         self._template = replace(
             self._template,
@@ -140,9 +136,9 @@ class SelfDescription:
 
     def end_serving(self) -> None:
         """From now on tell of no load: there is nothing that has one."""
-        self._describe_load = None
+        self._describe_load = ()
 
-    async def describe(self, state: PeerState, sequence: int, now: float) -> Announcement:
+    def describe(self, state: PeerState, sequence: int, now: float) -> Announcement:
         """Return the announcement of this moment; `now` is wall seconds."""
         now = round(now, 3)
         announcement = replace(
@@ -153,10 +149,11 @@ class SelfDescription:
             expires_at=now + self._lifetime_seconds,
             queue_seconds=self._lag.mean_seconds,
         )
-        announcement = self._describe_connections(announcement)
-        # A peer that leaves has no load to tell, and maybe no compute thread.
-        if self._describe_load is not None and state is not PeerState.OFFLINE:
-            announcement = await self._describe_load(announcement)
+        for describe in self._describe_connections:
+            announcement = describe(announcement)
+        # A peer that leaves has no load to tell.
+        for describe in self._describe_load if state is not PeerState.OFFLINE else ():
+            announcement = describe(announcement)
         measured = {name: getattr(announcement, name) for name in _MEASURED}
         rounded = {name: _round(number) for name, number in measured.items() if number is not None}
         return replace(announcement, **rounded)

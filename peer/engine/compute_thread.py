@@ -36,7 +36,7 @@ from .scheduler import (
     count_cost,
     renew_usage,
 )
-from .steps import StepWork
+from .steps import ComputedStep, StepWork
 
 _logger = logging.getLogger(__name__)
 
@@ -46,15 +46,6 @@ _NICENESS = 4
 """More than that of event loops, of this process and of others: these have little to do, and users
 wait for it, while computing chosen all the time there is. It still gets a quarter of a processor
 that others want as well."""
-
-
-@dataclass(frozen=True, slots=True)
-class ComputedStep:
-    """The hidden states of a computed step, and how long it waited and computed."""
-
-    hidden_BTH: Tensor
-    queue_seconds: float
-    compute_seconds: float
 
 
 @dataclass(slots=True)

@@ -98,6 +98,15 @@ class StepWork:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """The hidden states of a computed step, and how long it waited and computed."""
+
+    hidden_BTH: torch.Tensor
+    queue_seconds: float
+    compute_seconds: float
+
+
 @dataclass(slots=True)
 class AcceptedStep:
     """A step that was accepted, with its hidden states as they move through the blocks.

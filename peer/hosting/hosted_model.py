@@ -10,13 +10,12 @@ from ...models.spec_reader import read_spec
 from ...models.specs.model_spec import ModelShape
 from ...protocol.ids import ModelId, make_model_id
 from ...protocol.spans import Span
-from ..accounts.budgets import choose_adapter_bytes, choose_pass_bytes
 from ..engine.cache.kv_pool import check_kv_budget
 from ..engine.devices.cuda_device import choose_device
 from ..engine.devices.device import Numerics
 from ..engine.loading.loader import check_span, check_weights
 from ..placement.supply import Room
-from ..runtime.config import PeerConfig
+from ..runtime.config import PeerConfig, choose_adapter_bytes, choose_pass_bytes
 from .capacity import BlockSizes, find_room, read_free_bytes
 
 

@@ -1,5 +1,5 @@
-"""Fine-tuning at a peer, a workload: passes, uploaded adapters and their updates.
+"""Fine-tuning at a peer: passes, and adapters that clients upload and have updated here.
 
-Nothing here belongs to sessions (`../sessions/`) or computes (`../engine/`). Read first:
-training.py, then passes.py.
+Nothing here belongs to sessions (`../sessions/`) or computes (`../engine/`). Read first: passes.py,
+then pass_work.py.
 """

@@ -1,14 +1,15 @@
-"""Passes of the wire, with the adapters that they name, to work for the engine, and what the engine
-made of them back to the wire.
+"""Passes of the wire to work for the engine, and what the engine made of them back to the wire.
 
-Tensor suffixes: B rows, T tokens, H hidden, N vectors, L blocks, P prompts.
+The adapters that a pass names are found and checked here; their gradients leave as vectors.
+
+Tensor suffixes: B rows and T tokens of a pass, N vectors, L blocks, P tokens of a deep prompt,
+H hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,11 +30,11 @@ from ...protocol.messages.passes import (
 )
 from ...protocol.tensors import WireTensor
 from ...protocol.wire.codec import encode_frame
-from ..accounts.adapter_shelf import AdapterShelf, Kept
 from ..engine.adapters.adapter import Adapter
+from ..engine.adapters.adapter_shelf import AdapterShelf, Kept
 from ..engine.adapters.trained_adapter import GatheredGradients
-from ..engine.passes.passes import Gradients, PassWork
-from ..streams.answer_queue import check_fits
+from ..engine.passes.passes import Passes, PassWork
+from ..streams.client_stream import check_fits
 
 Adapters = tuple[Adapter | None, ...]
 """One for each row, or none at all."""
@@ -53,15 +54,72 @@ class WireWork:
     """The sum that the gradients of its adapter are added to, if any."""
 
 
-class PassEngine(Protocol):
-    """The interface of the engine to passes."""
+def find_kept(message: Pass, shelf: AdapterShelf, holder: Holder) -> dict[AdapterId, Kept]:
+    """Return the adapters that a pass names, each once.
 
-    def run_forward(self, work: PassWork, give_way: GiveWay) -> Tensor: ...
+    Raises RefusedError with UNKNOWN_ADAPTER: whoever has it may bring it again.
+    """
+    names = dict.fromkeys(run.adapter for run in message.adapters if run.adapter)
+    return {name: shelf.find(name, holder) for name in names}
 
-    def run_backward(self, work: PassWork, grads_BTH: Tensor, give_way: GiveWay) -> Gradients: ...
+
+def find_gathered(message: Pass, kept: Mapping[AdapterId, Kept]) -> GatheredGradients | None:
+    """Return where the gradients of a pass are added to; None where that is not asked for.
+
+    Raises RefusedError unless the peer trains the adapter.
+    """
+    if message.gather is None:
+        return None
+    (one,) = kept.values()  # check_message made sure
+    if one.trained is None:
+        detail = "this peer was not asked to train the adapter"
+        raise RefusedError(ErrorCode.BAD_VALUES, detail)
+    return one.trained.gathered
 
 
-def run_pass(engine: PassEngine, asked: WireWork, give_way: GiveWay) -> list[bytes]:
+def cut_adapters(message: Pass, kept: Mapping[AdapterId, Kept]) -> Adapters:
+    """Return what the adapters of a pass have for its blocks, row by row."""
+    found = {name: one.adapter.cut(message.span) for name, one in kept.items()}
+    return tuple(found.get(run.adapter) for run in message.adapters for _ in range(run.num_rows))
+
+
+def check_adapters(message: Pass, adapters: Adapters, width: int, most_bytes: int) -> int:
+    """Return the bytes that a pass needs for its adapters.
+
+    Raises RefusedError when their gradients do not fill as many vectors as the client expects, or
+    take more than `most_bytes`, however few texts there are: on the way there already, if they will
+    be asked for.
+    """
+    wants_gradients = message.adapter_vectors > 0 or message.gather is not None
+    if not wants_gradients and not message.trains_adapters:
+        return 0
+    num_numbers = sum(adapter.num_numbers for adapter in _list(adapters))
+    if message.adapter_vectors and -(-num_numbers // width) != message.adapter_vectors:
+        raise RefusedError(
+            ErrorCode.BAD_VALUES,
+            f"the gradients of these adapters are {num_numbers} numbers for blocks {message.span}, "
+            f"which do not fill {message.adapter_vectors} vectors of {width}",
+        )
+    check_trained(num_numbers, most_bytes)
+    # Copies of the matrices, and their gradients.
+    return 2 * num_numbers * _FLOAT_BYTES if wants_gradients else 0
+
+
+def check_trained(num_numbers: int, most_bytes: int) -> None:
+    """Raise RefusedError where the gradients of so many numbers of adapters take too much memory.
+
+    No microbatch makes them smaller, and asking again does not help.
+    """
+    if num_numbers * _FLOAT_BYTES > most_bytes:
+        raise RefusedError(
+            ErrorCode.NO_ROOM_FOR_ADAPTER,
+            f"this peer has memory to train {most_bytes // _FLOAT_BYTES:,} numbers of adapters at "
+            f"once, and its blocks have {num_numbers:,} of them; train a smaller rank or fewer "
+            "modules",
+        )
+
+
+def run_pass(passes: Passes, asked: WireWork, give_way: GiveWay) -> list[bytes]:
     """Return the frames that answer a pass, but for the last.
 
     On the compute thread: to decode and encode megabytes would hold up the event loop.
@@ -73,9 +131,9 @@ def run_pass(engine: PassEngine, asked: WireWork, give_way: GiveWay) -> list[byt
     wants_adapters = message.adapter_vectors > 0 or asked.gathered is not None
     work = PassWork(message.span, hidden_BTH, prompts, adapters, wants_adapters)
     if message.kind is PassKind.FORWARD:
-        return _encode(message, Slot.HIDDEN, engine.run_forward(work, give_way), give_way)
+        return _encode(message, Slot.HIDDEN, passes.run_forward(work, give_way), give_way)
     grads_BTH = _join(tensors.pop(Slot.GRADIENTS), give_way).view(shape)
-    gradients = engine.run_backward(work, grads_BTH, give_way)
+    gradients = passes.run_backward(work, grads_BTH, give_way)
     frames = _encode(message, Slot.HIDDEN, gradients.hidden_BTH, give_way)
     if gradients.prompts_LBPH is not None:
         frames += _encode(message, Slot.PROMPTS, gradients.prompts_LBPH, give_way)
@@ -83,7 +141,7 @@ def run_pass(engine: PassEngine, asked: WireWork, give_way: GiveWay) -> list[byt
         (found,) = gradients.adapters.values()  # only one is trained
         asked.gathered.add(message.gather, found, give_way)
     elif wants_adapters:
-        vectors = join_gradients(adapters, gradients.adapters, asked.hidden_size)
+        vectors = _join_gradients(adapters, gradients.adapters, asked.hidden_size)
         frames += _encode(message, Slot.ADAPTERS, vectors, give_way)
     return frames
 
@@ -127,72 +185,7 @@ def _encode(message: Pass, slot: Slot, tensor: Tensor, give_way: GiveWay) -> lis
     return frames
 
 
-def find_kept(message: Pass, shelf: AdapterShelf, holder: Holder) -> dict[AdapterId, Kept]:
-    """Return the adapters that a pass names, each once.
-
-    Raises RefusedError with UNKNOWN_ADAPTER: whoever has it may bring it again.
-    """
-    names = dict.fromkeys(run.adapter for run in message.adapters if run.adapter)
-    return {name: shelf.find(name, holder) for name in names}
-
-
-def find_gathered(message: Pass, kept: Mapping[AdapterId, Kept]) -> GatheredGradients | None:
-    """Return where the gradients of a pass are added to; None where that is not asked for.
-
-    Raises RefusedError unless the peer trains the adapter.
-    """
-    if message.gather is None:
-        return None
-    (one,) = kept.values()  # check_message made sure
-    if one.trained is None:
-        detail = "this peer was not asked to train the adapter"
-        raise RefusedError(ErrorCode.BAD_VALUES, detail)
-    return one.trained.gathered
-
-
-def cut_adapters(message: Pass, kept: Mapping[AdapterId, Kept]) -> Adapters:
-    """Return what the adapters of a pass have for its blocks, row by row."""
-    found = {name: one.adapter.cut(message.span) for name, one in kept.items()}
-    return tuple(found.get(run.adapter) for run in message.adapters for _ in range(run.num_rows))
-
-
-def check_adapters(message: Pass, adapters: Adapters, width: int, most_bytes: int) -> int:
-    """Return the bytes that a pass needs for its adapters.
-
-    Raises RefusedError when their gradients do not fill as many vectors as the client expects, or
-    take more than `most_bytes`, however few texts there are: on the way there already, if they will
-    be asked for.
-    """
-    wants_gradients = message.adapter_vectors > 0 or message.gather is not None
-    if not wants_gradients and not message.trains_adapters:
-        return 0
-    num_numbers = sum(adapter.num_numbers for adapter in _list_once(adapters))
-    if message.adapter_vectors and -(-num_numbers // width) != message.adapter_vectors:
-        raise RefusedError(
-            ErrorCode.BAD_VALUES,
-            f"the gradients of these adapters are {num_numbers} numbers for blocks {message.span}, "
-            f"which do not fill {message.adapter_vectors} vectors of {width}",
-        )
-    check_trained(num_numbers, most_bytes)
-    # Copies of the matrices, and their gradients.
-    return 2 * num_numbers * _FLOAT_BYTES if wants_gradients else 0
-
-
-def check_trained(num_numbers: int, most_bytes: int) -> None:
-    """Raise RefusedError where the gradients of so many numbers of adapters take too much memory.
-
-    No microbatch makes them smaller, and asking again does not help.
-    """
-    if num_numbers * _FLOAT_BYTES > most_bytes:
-        raise RefusedError(
-            ErrorCode.NO_ROOM_FOR_ADAPTER,
-            f"this peer has memory to train {most_bytes // _FLOAT_BYTES:,} numbers of adapters at "
-            f"once, and its blocks have {num_numbers:,} of them; train a smaller rank or fewer "
-            "modules",
-        )
-
-
-def join_gradients(
+def _join_gradients(
     adapters: Adapters, gradients: Mapping[Adapter, Mapping[str, Tensor]], width: int
 ) -> Tensor:
     """Return gradients one behind the other, [N, H]: by adapter, as rows name them, and by name.
@@ -201,12 +194,12 @@ def join_gradients(
     """
     flat = [
         matrix.reshape(-1)
-        for adapter in _list_once(adapters)
+        for adapter in _list(adapters)
         for _, matrix in sorted(gradients[adapter].items())
     ]
     joined = torch.cat(flat)
     return F.pad(joined, (0, -len(joined) % width)).view(-1, width)
 
 
-def _list_once(adapters: Adapters) -> Sequence[Adapter]:
+def _list(adapters: Adapters) -> Sequence[Adapter]:
     return [adapter for adapter in dict.fromkeys(adapters) if adapter is not None]

@@ -1,16 +1,19 @@
-"""The passes of one stream: tensors come in, are computed, and what came of them goes out."""
+"""Passes as a workload: tensors come in on a stream, are computed, and what came of them goes out.
+
+What uploads and updates of adapters share with passes is here as well: memory, and its account.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
-from ...protocol.fair_share import BUSY_SECONDS, Holder
-from ...protocol.ids import PassId
+from ...protocol.fair_share import BUSY_SECONDS, Holder, SharedBytes
+from ...protocol.ids import ModelId, PassId
 from ...protocol.messages.fields import Message
 from ...protocol.messages.passes import (
     Pass,
@@ -22,13 +25,14 @@ from ...protocol.messages.passes import (
     list_question_slots,
 )
 from ...protocol.net.clock import Clock
-from ..accounts.adapter_shelf import Kept
-from ..engine.adapters.trained_adapter import GatheredGradients
+from ...protocol.records.announcements import Announcement
+from ..engine.adapters.adapter_shelf import AdapterShelf, Kept
+from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
 from ..engine.pass_queue import ComputedPass, PassJob
-from ..streams.answer_queue import encode_refusal
-from ..streams.workload import ClientStream, Compute, Handler, KeepAlive
-from .accounts import TrainingAccounts
+from ..engine.passes.pass_memory import PassBudget
+from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork, encode_refusal
+from ..streams.service import Workload
 from .pass_work import (
     Adapters,
     WireWork,
@@ -51,47 +55,104 @@ _COSTS = {PassKind.FORWARD: 1, PassKind.BACKWARD: 3}
 """Backward, blocks are computed twice and differentiated."""
 
 
+@dataclass(eq=False)
+class PassResources:
+    """Resources that the passes of a peer share with its other workloads."""
+
+    model_id: ModelId
+    budget: PassBudget
+    shelf: AdapterShelf
+    read_free_bytes: Callable[[], int]
+    """Returns the memory that is left where the blocks are computed."""
+    note_change: Callable[[], None]
+    """To be called when a pass or an update is over."""
+
+
+class PassWorkload(Workload):
+    """All passes of a peer, and the account for them and for adapters that are updated."""
+
+    def __init__(
+        self, engine: Engine, compute: ComputeThread, clock: Clock, resources: PassResources
+    ) -> None:
+        self.engine = engine
+        self.compute = compute
+        self.clock = clock
+        self.resources = resources
+        self.tensors = SharedBytes(resources.budget.tensor_bytes, times_free=3)
+        """Memory for tensors of passes on their way, and for adapters that are fetched."""
+        self.num_running = 0
+        """Passes and updates that come in, wait, are computed or answered."""
+        self.is_draining = False
+        engine.passes.activations.limit(resources.budget.kept_bytes)
+        compute.limit_passes(resources.budget.work_bytes)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no pass and no update is there."""
+        return not self.num_running
+
+    def attend(self, stream: ClientStream) -> PassStream:
+        """See Workload.attend."""
+        return PassStream(self, stream)
+
+    def begin_draining(self) -> None:
+        """Take no more passes and adapters; those that are here come to their end."""
+        self.is_draining = True
+
+    def count(self) -> Mapping[str, int]:
+        """See Workload.count."""
+        return {"passes": self.num_running}
+
+    def describe(self, announcement: Announcement) -> Announcement:
+        """Add how long passes wait."""
+        return replace(announcement, pass_queue_seconds=self.estimate_wait_seconds())
+
+    def close(self) -> None:
+        """Keep no adapters any more."""
+        self.resources.shelf.close()
+
+    def estimate_wait_seconds(self) -> float:
+        """Return how long a pass of one more client would wait."""
+        return self.compute.pass_queue_seconds
+
+    def begin(self) -> None:
+        """Note that a pass or an update has begun."""
+        self.num_running += 1
+
+    def end(self) -> None:
+        """Note that one is over."""
+        self.num_running -= 1
+        self.resources.note_change()
+
+
 @dataclass
 class _Asked:
     """The pass of a stream, from the first word until its answer is sent."""
 
-    message: Pass
+    work: WireWork
     holder: Holder
     reader: PiecesReader
     num_bytes: int
     work_bytes: int
-    adapters: Adapters
     kept: Collection[Kept]
-    gathered: GatheredGradients | None
     job: PassJob | None = None
 
 
-class PassStream:
+class PassStream(StreamWork):
     """Takes one pass at a time from a stream.
 
-    The memory that the pass needs on its way is counted as a whole when it is asked for. A part of
-    a `StreamWork`.
+    The memory that the pass needs on its way is counted as a whole when it is asked for.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        compute: Compute,
-        clock: Clock,
-        accounts: TrainingAccounts,
-        stream: ClientStream,
-    ) -> None:
-        self._engine = engine
-        self._compute = compute
-        self._clock = clock
-        self._accounts = accounts
+    def __init__(self, workload: PassWorkload, stream: ClientStream) -> None:
+        self._workload = workload
         self._stream = stream
         self._answers = stream.answers
         self._asked: _Asked | None = None
         self._refused: PassId | None = None
         self._timer: asyncio.TimerHandle | None = None  # of the upload's end
-        self._keep_alive = KeepAlive(compute, stream.answers)
-        self._active_at = clock.now()
+        self._keep_alive = KeepAlive(stream.answers, workload.estimate_wait_seconds)
+        self._active_at = workload.clock.now()
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
@@ -103,7 +164,7 @@ class PassStream:
         answered.
         """
         if self._asked is not None and self._asked.job is not None:
-            return self._clock.now()
+            return self._workload.clock.now()
         return self._active_at
 
     def _take_pass(self, message: Pass) -> None:
@@ -115,7 +176,7 @@ class PassStream:
         except RefusedError as error:
             self._refuse(message.pass_id, error)
             return
-        self._active_at = self._clock.now()
+        self._active_at = self._workload.clock.now()
         self._timer = asyncio.get_running_loop().call_later(_UPLOAD_SECONDS, self._give_up, asked)
 
     def end(self) -> None:
@@ -129,26 +190,27 @@ class PassStream:
         else:
             # Its tensors are in memory until the compute thread has let go of them.
             asked.job.released.add_done_callback(lambda _: self._forget(asked))
-            self._compute.drop_pass(asked.job)
+            self._workload.compute.drop_pass(asked.job)
 
-    def _take_piece(self, piece: PassPiece) -> None:
+    def _take_piece(self, piece: PassPiece) -> bool:
+        """Take a piece, or return that it is of no pass."""
         asked = self._asked
-        if asked is None or piece.pass_id != asked.message.pass_id:
-            if piece.pass_id != self._refused:
-                raise RemoteProtocolError("a piece arrived of a pass that was not announced")
-            return
+        if asked is None or piece.pass_id != asked.work.message.pass_id:
+            return piece.pass_id == self._refused
         asked.reader.take(piece)
-        self._active_at = self._clock.now()
+        self._active_at = self._workload.clock.now()
         if asked.reader.is_complete:
             self._begin_computing(asked)
+        return True
 
     def _admit(self, message: Pass, holder: Holder) -> _Asked:
-        accounts, engine = self._accounts, self._engine
-        if accounts.is_draining:
+        workload, resources = self._workload, self._workload.resources
+        engine = workload.engine
+        if workload.is_draining:
             raise RefusedError(ErrorCode.DRAINING, "the peer is leaving its blocks", BUSY_SECONDS)
-        if not accounts.budget.num_bytes:
+        if not resources.budget.num_bytes:
             raise RefusedError(ErrorCode.OUT_OF_MEMORY, "this peer has no memory for training")
-        if message.model_id != accounts.model_id:
+        if message.model_id != resources.model_id:
             raise RefusedError(ErrorCode.WRONG_MODEL, "this peer serves another model")
         if not engine.span.covers(message.span):
             raise RefusedError(
@@ -159,23 +221,23 @@ class PassStream:
                 ErrorCode.TOO_LONG,
                 f"the model handles {engine.spec.max_positions} tokens, not {message.num_tokens}",
             )
-        kept = find_kept(message, accounts.shelf, holder)
+        kept = find_kept(message, resources.shelf, holder)
         gathered = find_gathered(message, kept)
         adapters = cut_adapters(message, kept)
         num_bytes, work_bytes = self._measure(message, adapters)
-        accounts.tensors.check_room_for(holder, num_bytes)
-        accounts.tensors.count(holder, num_bytes)
-        accounts.begin()
+        workload.tensors.check_room_for(holder, num_bytes)
+        workload.tensors.count(holder, num_bytes)
+        workload.begin()
         for one in kept.values():
-            accounts.shelf.use(one, holder)
-        reader = PiecesReader(list_question_slots(message), engine.spec.hidden_size)
-        return _Asked(
-            message, holder, reader, num_bytes, work_bytes, adapters, kept.values(), gathered
-        )
+            resources.shelf.use(one, holder)
+        width = engine.spec.hidden_size
+        reader = PiecesReader(list_question_slots(message), width)
+        work = WireWork(message, reader.tensors, width, adapters, gathered)
+        return _Asked(work, holder, reader, num_bytes, work_bytes, kept.values())
 
     def _measure(self, message: Pass, adapters: Adapters) -> tuple[int, int]:
         """Return the bytes of a pass's tensors, and of computing it; or refuse it as too large."""
-        engine, budget = self._engine, self._accounts.budget
+        engine, budget = self._workload.engine, self._workload.resources.budget
         vector_bytes = engine.spec.hidden_size * _FLOAT_BYTES
         adapter_bytes = check_adapters(
             message, adapters, engine.spec.hidden_size, budget.max_gradient_bytes
@@ -191,7 +253,7 @@ class PassStream:
         )
         has_room = text_bytes <= budget.max_tensor_bytes and work_bytes <= budget.max_work_bytes
         work_bytes += adapter_bytes
-        if not has_room or work_bytes > self._accounts.read_free_bytes():
+        if not has_room or work_bytes > self._workload.resources.read_free_bytes():
             raise RefusedError(
                 ErrorCode.OUT_OF_MEMORY,
                 f"a pass of {message.num_rows} x {message.num_tokens} tokens is more than this "
@@ -207,15 +269,13 @@ class PassStream:
         """Refuse a pass that is on its way for too long."""
         self._forget(asked)
         detail = f"the pass did not come within {_UPLOAD_SECONDS:.0f} s; send smaller microbatches"
-        self._refuse(asked.message.pass_id, RefusedError(ErrorCode.OUT_OF_MEMORY, detail))
+        self._refuse(asked.work.message.pass_id, RefusedError(ErrorCode.OUT_OF_MEMORY, detail))
 
     def _begin_computing(self, asked: _Asked) -> None:
-        message = asked.message
-        hidden_size = self._engine.spec.hidden_size
-        work = WireWork(message, asked.reader.tensors, hidden_size, asked.adapters, asked.gathered)
-        run = partial(run_pass, self._engine.passes, work)
+        message, compute = asked.work.message, self._workload.compute
+        run = partial(run_pass, self._workload.engine.passes, asked.work)
         cost = message.num_rows * message.num_tokens * len(message.span) * _COSTS[message.kind]
-        asked.job = self._compute.submit_pass(run, cost, asked.holder, asked.work_bytes)
+        asked.job = compute.submit_pass(run, cost, asked.holder, asked.work_bytes)
         asked.job.future.add_done_callback(partial(self._answer, asked))
         self._stop_timer()
         self._keep_alive.begin(message.pass_id)
@@ -224,7 +284,7 @@ class PassStream:
         if computing.cancelled() or self._asked is not asked:
             return  # the stream is over
         self._stop_timer()
-        pass_id, error = asked.message.pass_id, computing.exception()
+        pass_id, error = asked.work.message.pass_id, computing.exception()
         if error is not None:
             self._forget(asked)
             if not isinstance(error, RefusedError):
@@ -245,16 +305,16 @@ class PassStream:
         self._answers.say(passed)
 
     def _recount(self, asked: _Asked, num_bytes: int) -> None:
-        self._accounts.tensors.count(asked.holder, num_bytes - asked.num_bytes)
+        self._workload.tensors.count(asked.holder, num_bytes - asked.num_bytes)
         asked.num_bytes = num_bytes
 
     def _forget(self, asked: _Asked) -> None:
         self._stop_timer()
-        self._asked, self._active_at = None, self._clock.now()
+        self._asked, self._active_at = None, self._workload.clock.now()
         self._recount(asked, 0)
         for kept in asked.kept:
-            self._accounts.shelf.leave(kept, asked.holder)
-        self._accounts.end()
+            self._workload.resources.shelf.leave(kept, asked.holder)
+        self._workload.end()
 
     def _stop_timer(self) -> None:
         self._keep_alive.stop()

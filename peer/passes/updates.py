@@ -27,12 +27,11 @@ from ...protocol.messages.adapters import (
     make_updated_id,
 )
 from ...protocol.messages.fields import Message
-from ...protocol.net.clock import Clock
-from ..accounts.adapter_shelf import Kept
+from ..engine.adapters.adapter_shelf import AdapterShelf, Kept
 from ..engine.adapters.trained_adapter import TrainedAdapter
-from ..streams.answer_queue import encode_refusal
-from ..streams.workload import ClientStream, Compute, Handler, KeepAlive
-from .accounts import TrainingAccounts
+from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork, encode_refusal
+from ..streams.service import Workload
+from .passes import PassWorkload
 
 _logger = logging.getLogger(__name__)
 
@@ -44,24 +43,33 @@ _FLOAT_BYTES = 4
 TrainingMessage = AdapterMeasure | AdapterUpdate | AdapterFetch
 
 
-class UpdateStream:
-    """Does one thing at a time for a stream, in turn with passes. A repeated update is one.
+class UpdateWorkload(Workload):
+    """All work on the adapters that a peer trains, which counts with its passes."""
 
-    A part of a `StreamWork`.
-    """
+    def __init__(self, passes: PassWorkload) -> None:
+        self._passes = passes
 
-    def __init__(
-        self, compute: Compute, clock: Clock, accounts: TrainingAccounts, stream: ClientStream
-    ) -> None:
-        self._compute = compute
-        self._clock = clock
-        self._accounts = accounts
+    def attend(self, stream: ClientStream) -> UpdateStream:
+        """See Workload.attend."""
+        return UpdateStream(self._passes, stream)
+
+
+class UpdateStream(StreamWork):
+    """Does one thing at a time for a stream, in turn with passes. A repeated update is one."""
+
+    def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:
+        self._passes = passes
+        self._clock = passes.clock
         self._stream = stream
         self._answers = stream.answers
-        self._keep_alive = KeepAlive(compute, stream.answers)
+        self._keep_alive = KeepAlive(stream.answers, passes.estimate_wait_seconds)
         self._task: asyncio.Task[None] | None = None
         self._unsent: tuple[Holder, int] | None = None  # an answer that counts until it is sent
-        self._active_at = clock.now()
+        self._active_at = passes.clock.now()
+
+    @property
+    def _shelf(self) -> AdapterShelf:
+        return self._passes.resources.shelf
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
@@ -79,7 +87,7 @@ class UpdateStream:
         """
         if self._task is not None:
             raise RemoteProtocolError("a stream can run one request about an adapter at a time")
-        shelf, holder = self._accounts.shelf, self._stream.holder
+        shelf, holder = self._shelf, self._stream.holder
         if isinstance(message, AdapterUpdate) and shelf.has(make_updated_id(message), holder):
             self._answers.say(_make_kept(message))
             return
@@ -94,7 +102,7 @@ class UpdateStream:
         except RefusedError as error:
             self._answers.put(encode_refusal(message.pass_id, 0, error))
             return
-        self._accounts.begin()
+        self._passes.begin()
         self._keep_alive.begin(message.pass_id)
         self._task = asyncio.create_task(self._work(message, holder, kept, trained))
         self._task.add_done_callback(self._finish)
@@ -110,7 +118,7 @@ class UpdateStream:
         if isinstance(message, AdapterMeasure):
             return
         num_bytes = (1 + len(trained.moments)) * trained.adapter.num_bytes
-        if num_bytes > self._accounts.read_free_bytes():
+        if num_bytes > self._passes.resources.read_free_bytes():
             raise RefusedError(
                 ErrorCode.NO_ROOM_FOR_ADAPTER,
                 f"this peer has no {num_bytes} bytes free for an update; try again later",
@@ -129,7 +137,7 @@ class UpdateStream:
                 update = partial(_update, trained, message)
                 updated: TrainedAdapter = await self._run(update, holder, kept, trained)
                 names = message.gradients.adapter, make_updated_id(message)
-                self._accounts.shelf.replace(*names, holder, updated)
+                self._shelf.replace(*names, holder, updated)
                 self._answers.say(_make_kept(message))
             else:
                 await self._fetch(message, holder, kept, trained)
@@ -141,7 +149,7 @@ class UpdateStream:
         self, message: AdapterFetch, holder: Holder, kept: Kept, trained: TrainedAdapter
     ) -> None:
         """Queue all files of an adapter, which count like the answers of passes until sent."""
-        tensors = self._accounts.tensors
+        tensors = self._passes.tensors
         num_bytes = (1 + len(trained.moments)) * trained.adapter.num_bytes
         tensors.check_room_for(holder, num_bytes)
         tensors.count(holder, num_bytes)
@@ -165,14 +173,14 @@ class UpdateStream:
         """Count an answer no longer that was sent, or that nobody will read."""
         if self._unsent is not None:
             holder, num_bytes = self._unsent
-            self._accounts.tensors.count(holder, -num_bytes)
+            self._passes.tensors.count(holder, -num_bytes)
             self._unsent = None
 
     async def _run(
         self, run: Callable[[GiveWay], Any], holder: Holder, kept: Kept, trained: TrainedAdapter
     ) -> Any:
         """Return what comes of it when its turn has come on the compute thread."""
-        compute, shelf = self._compute, self._accounts.shelf
+        compute, shelf = self._passes.compute, self._shelf
         cost = max(1, trained.adapter.num_numbers // _NUMBERS_PER_COST)
         num_bytes = (1 + len(trained.moments)) * trained.adapter.num_bytes
         shelf.use(kept, holder)
@@ -192,7 +200,7 @@ class UpdateStream:
         if task.cancelled():
             self._note_sent()
         self._task, self._active_at = None, self._clock.now()
-        self._accounts.end()
+        self._passes.end()
         error = None if task.cancelled() else task.exception()
         if error is not None:
             _logger.error("an update of an adapter failed and is refused: %r", error)

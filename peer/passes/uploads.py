@@ -21,16 +21,16 @@ from ...protocol.messages.adapters import (
     UploadPace,
 )
 from ...protocol.messages.fields import Message
-from ...protocol.net.clock import Clock
 from ...protocol.versions import OPTIMIZER_VERSION
 from ..engine.adapters.adapter import Adapter
 from ..engine.adapters.adapter_file import read_adapter
+from ..engine.adapters.adapter_shelf import AdapterShelf
 from ..engine.adapters.trained_adapter import TrainedAdapter
 from ..engine.engine import Engine
-from ..streams.answer_queue import encode_refusal
-from ..streams.workload import ClientStream, Compute, Handler, KeepAlive
-from .accounts import TrainingAccounts
+from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork, encode_refusal
+from ..streams.service import Workload
 from .pass_work import check_trained
+from .passes import PassWorkload
 
 _logger = logging.getLogger(__name__)
 
@@ -53,31 +53,34 @@ class _Upload:
         return len(head.config) + head.num_bytes // head.num_files * num_tensors
 
 
-class UploadStream:
-    """Takes one adapter at a time from a stream. Its memory is counted from the head on.
+class UploadWorkload(Workload):
+    """All adapters that are on their way to a peer, which count with its passes."""
 
-    A part of a `StreamWork`.
-    """
+    def __init__(self, passes: PassWorkload) -> None:
+        self._passes = passes
 
-    def __init__(
-        self,
-        engine: Engine,
-        compute: Compute,
-        clock: Clock,
-        accounts: TrainingAccounts,
-        stream: ClientStream,
-    ) -> None:
-        self._engine = engine
-        self._compute = compute
-        self._clock = clock
-        self._accounts = accounts
+    def attend(self, stream: ClientStream) -> UploadStream:
+        """See Workload.attend."""
+        return UploadStream(self._passes, stream)
+
+
+class UploadStream(StreamWork):
+    """Takes one adapter at a time from a stream. Its memory is counted from the head on."""
+
+    def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:
+        self._passes = passes
+        self._clock = passes.clock
         self._stream = stream
         self._answers = stream.answers
-        self._keep_alive = KeepAlive(compute, stream.answers)
+        self._keep_alive = KeepAlive(stream.answers, passes.estimate_wait_seconds)
         self._upload: _Upload | None = None
         self._unneeded: UploadId | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._active_at = clock.now()
+        self._active_at = passes.clock.now()
+
+    @property
+    def _shelf(self) -> AdapterShelf:
+        return self._passes.resources.shelf
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
@@ -94,7 +97,7 @@ class UploadStream:
 
     def _take_withdrawal(self, message: AdapterWithdrawal) -> None:
         """Forget an adapter."""
-        if self._accounts.shelf.withdraw(message.adapter, self._stream.holder):
+        if self._shelf.withdraw(message.adapter, self._stream.holder):
             self._active_at = self._clock.now()
         self._answers.say(AdapterKept(UploadId(message.pass_id), 0.0))
 
@@ -121,15 +124,15 @@ class UploadStream:
 
     def _admit(self, head: AdapterHead, holder: Holder) -> _Upload | None:
         """Return an adapter that is to come; None for one that its holder has published here."""
-        accounts = self._accounts
-        if accounts.is_draining:
+        passes, shelf = self._passes, self._shelf
+        if passes.is_draining:
             raise RefusedError(ErrorCode.DRAINING, "the peer is leaving its blocks", BUSY_SECONDS)
-        if head.is_published and accounts.shelf.has(head.adapter, holder, is_published=True):
+        if head.is_published and shelf.has(head.adapter, holder, is_published=True):
             return None
-        check_trained(head.num_trained, accounts.budget.max_gradient_bytes)
-        num_freed = accounts.shelf.give_up(head.replaces, holder) if head.replaces else 0
+        check_trained(head.num_trained, passes.resources.budget.max_gradient_bytes)
+        num_freed = shelf.give_up(head.replaces, holder) if head.replaces else 0
         upload = _Upload(head, holder, AdapterReader(head), UploadPace(self._clock.now()))
-        accounts.shelf.reserve(holder, upload.num_bytes, num_freed)
+        shelf.reserve(holder, upload.num_bytes, num_freed)
         return upload
 
     def _take_piece(self, piece: AdapterPiece) -> None:
@@ -152,10 +155,10 @@ class UploadStream:
 
         Neither the event loop should stand meanwhile, nor who computes everybody's tokens.
         """
-        engine = self._engine
+        engine = self._passes.engine
         adapter = await asyncio.to_thread(_read, engine, upload.head, upload.reader)
         # Devices belong to the compute thread: it may be capturing what they do.
-        return await self._compute.call(lambda: adapter.move_to(engine.device.place))
+        return await self._passes.compute.call(lambda: adapter.move_to(engine.device.place))
 
     def _finish(self, upload: _Upload, reading: asyncio.Future[Adapter | TrainedAdapter]) -> None:
         """Keep the adapter, also when the stream is over by now: others may be there."""
@@ -165,12 +168,12 @@ class UploadStream:
         head, error = upload.head, reading.exception()
         self._upload, self._active_at = None, self._clock.now()
         if error is None:
-            self._accounts.shelf.put(
+            self._shelf.put(
                 head.adapter, reading.result(), upload.holder, upload.num_bytes, head.is_published
             )
             self._say_kept(head.upload_id)
             return
-        self._accounts.shelf.release(upload.holder, upload.num_bytes)
+        self._shelf.release(upload.holder, upload.num_bytes)
         if not isinstance(error, RefusedError):
             _logger.error("an uploaded adapter could not be read and is refused: %r", error)
             error = RefusedError(ErrorCode.INTERNAL, "the peer failed to read the adapter")
@@ -198,7 +201,7 @@ class UploadStream:
     def _forget(self, upload: _Upload) -> None:
         self._stop_timer()
         self._upload, self._active_at = None, self._clock.now()
-        self._accounts.shelf.release(upload.holder, upload.num_bytes)
+        self._shelf.release(upload.holder, upload.num_bytes)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

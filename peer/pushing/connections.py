@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -54,7 +55,8 @@ class Connections:
             parked = ParkedStreams(presence.endpoint.fingerprint, look, clock, period_seconds)
         return cls(Neighbours(transport, clock, delays.note_pushed, parked), delays, reverse)
 
-    def describe(self, announcement: Announcement) -> Announcement:
-        """Return an announcement of the peer itself with the delays and the parked streams."""
-        announcement = self.delays.describe(announcement)
-        return announcement if self.reverse is None else self.reverse.describe(announcement)
+    @property
+    def describers(self) -> Sequence[Callable[[Announcement], Announcement]]:
+        """What adds to an announcement of the peer itself its delays, and its parked streams."""
+        reverse = self.reverse
+        return (self.delays.describe, *(() if reverse is None else (reverse.describe,)))

@@ -8,6 +8,7 @@ endpoint is not dialled, but reached over streams that it has parked here.
 import asyncio
 import contextlib
 import logging
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable
 from copy import copy
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from ...protocol.errors import (
     ShoalError,
     UnavailableError,
 )
-from ...protocol.fair_share import BUSY_SECONDS, Holder
+from ...protocol.fair_share import BUSY_SECONDS, Holder, compute_share
 from ...protocol.ids import SessionId
 from ...protocol.limits import MAX_PIECE_BYTES
 from ...protocol.messages.session import Attach, Declined, Lane, NextHop
@@ -30,8 +31,7 @@ from ...protocol.net.clock import Clock
 from ...protocol.net.dialling import dial, greet, refuse_large_frames
 from ...protocol.net.transport import Stream, Transport
 from ...protocol.wire.codec import decode_frame, encode_frame
-from ..accounts.dial_budget import DialBudget
-from ..accounts.shared_bytes import RecentBytes
+from .dial_budget import DialBudget
 from .parked_streams import ParkedStreams
 
 _logger = logging.getLogger(__name__)
@@ -88,6 +88,33 @@ class _Parcel:
     frames: Iterable[bytes]
     num_bytes: int
     is_replay: bool = False
+
+
+class RecentBytes:
+    """What strangers have had a peer send in the last minute, which is bounded and shared."""
+
+    def __init__(self, clock: Clock, budget_bytes: int, times_free: int = 1) -> None:
+        """Let nobody have more than `times_free` times what is left to others."""
+        self._clock = clock
+        self._budget_bytes = budget_bytes
+        self._times_free = times_free
+        self._taken: deque[tuple[float, Holder, int]] = deque()
+
+    def __repr__(self) -> str:
+        return f"<RecentBytes {sum(taken for *_, taken in self._taken)}/{self._budget_bytes}>"
+
+    def take(self, holder: Holder, num_bytes: int) -> None:
+        """Count bytes of a holder. Raises RefusedError when that is too much in a minute."""
+        now = self._clock.now()
+        while self._taken and now - self._taken[0][0] >= 60.0:
+            self._taken.popleft()
+        held = Counter[Holder]()
+        for _, other, num_taken in self._taken:
+            held[other] += num_taken
+        share = compute_share(holder, held, self._budget_bytes, self._times_free)
+        if held[holder] + num_bytes > share:
+            raise RefusedError(ErrorCode.LOG_INCOMPLETE, "too much was sent again in this minute")
+        self._taken.append((now, holder, num_bytes))
 
 
 class Neighbours:

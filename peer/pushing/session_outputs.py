@@ -7,14 +7,13 @@ from itertools import chain
 
 from ...kernels.wire_tensors import decode_as, encode_as, join_pieces
 from ...protocol.errors import ErrorCode, RefusedError, ShoalError
-from ...protocol.fair_share import Holder
+from ...protocol.fair_share import Holder, SharedBytes
 from ...protocol.ids import SessionId
 from ...protocol.limits import MAX_CONTROL_BYTES, MAX_FRAME_BYTES, MAX_STEP_TOKENS
 from ...protocol.messages.session import Declined, HopSeconds, NextHop, Output, Step, choose_lane
 from ...protocol.session.recovery_log import ReplayPiece, SenderLog, SentStep, group_pieces
 from ...protocol.tensors import WireTensor, compute_num_bytes
 from ...protocol.wire.codec import encode_frame
-from ..accounts.shared_bytes import SharedBytes
 from .neighbours import Neighbours
 
 _logger = logging.getLogger(__name__)

@@ -7,11 +7,22 @@ from pathlib import Path
 from ...protocol.errors import UsageError
 from ...protocol.membership.membership import Membership
 from ...protocol.spans import Span
-from ..accounts.budgets import LEAST_ADAPTER_BYTES, LEAST_PASS_BYTES
 from ..engine.devices.device_names import NO_NF4, parse_cuda_number
 
 WEIGHT_FORMATS = ("int8", "bf16", "fp32", "nf4")
 """How block weights can be held; the last one on CUDA devices only."""
+
+MOST_PASS_BYTES = 2**32
+"""For passes. More only helps clients that send microbatches of more than 10,000 tokens."""
+
+LEAST_PASS_BYTES = 2**27
+"""With less, no pass through a model of some width finds room."""
+
+MOST_ADAPTER_BYTES = 2**29
+"""Of all adapters together, as they were brought. One client may have half of that and a bit."""
+
+LEAST_ADAPTER_BYTES = 2**24
+"""With less, there is no room for an adapter of a model of some width."""
 
 
 @dataclass(frozen=True)
@@ -121,3 +132,26 @@ Report = Callable[[PeerEvent], None]
 
 def ignore(event: PeerEvent) -> None:
     """Report to nobody."""
+
+
+def choose_pass_bytes(free_bytes: int) -> int:
+    """Return what passes may take of so much free memory, unless a volunteer says it.
+
+    >>> choose_pass_bytes(2**33) // 2**20
+    1024
+    """
+    return min(free_bytes // 8, MOST_PASS_BYTES)
+
+
+def choose_adapter_bytes(free_bytes: int) -> int:
+    """Return what adapters may take of so much free memory, unless a volunteer says it.
+
+    Nothing where that is less than the least that one may say.
+
+    >>> choose_adapter_bytes(2**32) // 2**20
+    256
+    >>> choose_adapter_bytes(2**27)
+    0
+    """
+    num_bytes = min(free_bytes // 16, MOST_ADAPTER_BYTES)
+    return num_bytes if num_bytes >= LEAST_ADAPTER_BYTES else 0

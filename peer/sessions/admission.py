@@ -7,22 +7,22 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from ...protocol.errors import CacheFullError, ErrorCode, LocalProtocolError, RefusedError
-from ...protocol.fair_share import Holder, check_room_for_client, may_displace
-from ...protocol.ids import SessionId
+from ...protocol.fair_share import Holder, SharedBytes, check_room_for_client, may_displace
+from ...protocol.ids import ModelId, SessionId
 from ...protocol.messages.session import Open
 from ...protocol.net.clock import Clock
 from ...protocol.session.table import SessionState
-from ..accounts.adapter_shelf import Kept
+from ..engine.adapters.adapter_shelf import AdapterShelf, Kept
 from ..engine.cache.kv_cache import PrefixCopy, SessionCache
-from ..engine.cache.kv_pool import IDLE_SECONDS, KVCachePool, KVCacheStatistics
+from ..engine.cache.kv_pool import IDLE_SECONDS, KVCachePool
+from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
-from ..pushing.session_outputs import SessionOutputs
-from ..streams.workload import Compute
-from .held_session import HeldSession, SessionResources
-from .prefix_copies import PrefixCopies
+from ..pushing.session_outputs import PushResources, SessionOutputs
+from .held_session import HeldSession
 
 _logger = logging.getLogger(__name__)
 
@@ -34,10 +34,26 @@ _LOOK_AGAIN_SECONDS = 1.0
 
 _SMOOTHING = 0.1
 
+MAX_PROMPT_BYTES = 2**28
+"""Deep prompts of all sessions."""
+
 Post = Callable[[bytes], None]
 """Sends a frame to the client of a session."""
 
 _TEMPORARY_CODES = frozenset({ErrorCode.BUSY, ErrorCode.CACHE_FULL})
+
+
+@dataclass(eq=False)
+class SessionResources:
+    """Resources that the sessions of a peer share with each other and with its other workloads."""
+
+    model_id: ModelId
+    max_sessions: int
+    shelf: AdapterShelf
+    pushing: PushResources
+    note_change: Callable[[], None]
+    """To be called when a session is over, or does not wait any more."""
+    prompts: SharedBytes = field(default_factory=lambda: SharedBytes(MAX_PROMPT_BYTES, 3))
 
 
 class Admission:
@@ -48,7 +64,7 @@ class Admission:
     """
 
     def __init__(
-        self, engine: Engine, compute: Compute, clock: Clock, resources: SessionResources
+        self, engine: Engine, compute: ComputeThread, clock: Clock, resources: SessionResources
     ) -> None:
         self.sessions: dict[SessionId, HeldSession] = {}
         self.is_draining = False
@@ -88,7 +104,7 @@ class Admission:
         self.resources.prompts.count(held.holder, -held.num_prompt_bytes)
         for future in held.running:
             future.cancel()
-        closing = self.compute.call(held.cache.close)
+        closing = self.compute.call(partial(_close, held.cache, self.engine.pool))
         closing.add_done_callback(lambda _: self._note_closed(held))
         self.resources.note_change()
 
@@ -100,10 +116,6 @@ class Admission:
             seconds if average is None else average + _SMOOTHING * (seconds - average)
         )
         self.look_again()
-
-    async def take_stock(self) -> KVCacheStatistics:
-        """Return how much KV memory is in use. Raises RefusedError when the thread ends."""
-        return await self.compute.call(lambda: _take_stock(self.engine.pool))
 
     def look_again(self) -> None:
         """Wake everybody who waits, in their order."""
@@ -180,9 +192,8 @@ class Admission:
         parent = self._find_parent(message, holder)
         adapter = self._find_adapter(message, holder, parent)
         if parent is not None and parent.adapter is not adapter:
-            raise RefusedError(
-                ErrorCode.BAD_VALUES, "a fork must use the adapter of its parent session"
-            )
+            detail = "a fork must use the adapter of its parent session"
+            raise RefusedError(ErrorCode.BAD_VALUES, detail)
         self._make_place(holder)
         self._opening[message.session] = holder
         try:
@@ -249,9 +260,8 @@ class Admission:
             return None
         parent = self.sessions.get(message.parent)
         if parent is None or parent.holder != holder:
-            raise RefusedError(
-                ErrorCode.UNKNOWN_SESSION, "the parent session is not open at this peer"
-            )
+            detail = "the parent session is not open at this peer"
+            raise RefusedError(ErrorCode.UNKNOWN_SESSION, detail)
         parent.used_at = self.clock.now()
         parent.cache.touch()
         return parent
@@ -322,6 +332,80 @@ class _OpenedCache:
     free_tokens: int
 
 
+@dataclass(eq=False, slots=True)
+class _WaitingCopy:
+    """A copy that is under way, or will be."""
+
+    copy: PrefixCopy
+    holder: Holder
+    done: asyncio.Future[None] = field(default_factory=asyncio.Future)
+
+
+class PrefixCopies:
+    """Prefixes that forks begin with, which the compute thread copies between two iterations of it.
+
+    However many and long they are, a piece at a time: steps go in between. Addresses take turns, at
+    each its clients, and of each the forks one after the other, so that nobody waits for a flood.
+    Owned by the event loop.
+    """
+
+    def __init__(self, compute: ComputeThread) -> None:
+        self._compute = compute
+        self._waiting: list[_WaitingCopy] = []  # in order of arrival
+        # When each address and each holder of those that wait came, or had its last turn.
+        self._had_turn: dict[str | Holder, int] = {}
+        self._num_turns = 0
+        self._is_copying = False
+
+    def __repr__(self) -> str:
+        return f"<PrefixCopies: {len(self._waiting)} under way>"
+
+    async def finish(self, copy: PrefixCopy, holder: Holder) -> None:
+        """Bring a copy to its end. Raises RefusedError when its parent does not last as long.
+
+        Whoever is cancelled here, or gets an error, closes the cache behind it on the compute
+        thread: a piece may be on its way into it.
+        """
+        waiting = _WaitingCopy(copy, holder)
+        self._waiting.append(waiting)
+        for key in (holder.address, holder):
+            self._had_turn.setdefault(key, self._num_turns)
+        self._go_on()
+        try:
+            await waiting.done
+        finally:
+            self._waiting.remove(waiting)
+            for key in (holder.address, holder):
+                if all(key not in (other.holder.address, other.holder) for other in self._waiting):
+                    del self._had_turn[key]
+
+    def _go_on(self) -> None:
+        """Have the next piece copied, unless one is being copied now."""
+        candidates = [waiting for waiting in self._waiting if not waiting.done.done()]
+        if self._is_copying or not candidates:
+            return
+        chosen = min(candidates, key=self._find_last_turn)
+        self._num_turns += 1
+        for key in (chosen.holder.address, chosen.holder):
+            self._had_turn[key] = self._num_turns
+        self._is_copying = True
+        self._compute.call(chosen.copy.advance).add_done_callback(partial(self._note, chosen))
+
+    def _find_last_turn(self, waiting: _WaitingCopy) -> tuple[int, int]:
+        return self._had_turn[waiting.holder.address], self._had_turn[waiting.holder]
+
+    def _note(self, waiting: _WaitingCopy, piece: asyncio.Future[bool]) -> None:
+        """Note that a piece was copied, or could not be."""
+        self._is_copying = False
+        error = piece.exception()
+        if not waiting.done.done():  # or nobody waits any more
+            if error is not None:
+                waiting.done.set_exception(error)
+            elif piece.result():
+                waiting.done.set_result(None)
+        self._go_on()
+
+
 class _StillFullError(Exception):
     """There is still no room for a session that waits."""
 
@@ -345,15 +429,16 @@ def _begin_copy(parent: SessionCache, cache: SessionCache, message: Open) -> Pre
         raise
 
 
-def _discard_cache(opening: asyncio.Future[_OpenedCache], compute: Compute) -> None:
+def _discard_cache(opening: asyncio.Future[_OpenedCache], compute: ComputeThread) -> None:
     if not opening.cancelled() and opening.exception() is None:
         compute.post(opening.result().cache.close)
 
 
-def _take_stock(pool: KVCachePool) -> KVCacheStatistics:
-    """Return the account of the KV memory, and say loudly if it does not add up."""
-    try:
-        pool.check_integrity()
-    except LocalProtocolError:
-        _logger.exception("the KV memory accounting is wrong; this is a bug in shoal")
-    return pool.statistics()
+def _close(cache: SessionCache, pool: KVCachePool) -> None:
+    """Close a cache. Where it was the last one, say loudly if the account does not add up."""
+    cache.close()
+    if pool.is_empty:
+        try:
+            pool.check_integrity()
+        except LocalProtocolError:
+            _logger.exception("the KV memory accounting is wrong; this is a bug in shoal")

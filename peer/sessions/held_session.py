@@ -1,20 +1,34 @@
-"""A session that a peer holds for a client, and what the sessions of a peer share."""
+"""A session that a peer holds: its steps from the wire to work for the engine, and their answers.
+
+What the state of a session learns when a step ends is here as well.
+"""
 
 import asyncio
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 
+from ...kernels.wire_tensors import decode_as, encode_as
+from ...protocol import limits
+from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.fair_share import Holder
-from ...protocol.ids import NO_CAPABILITY, Capability, ModelId
-from ...protocol.net.clock import Clock
+from ...protocol.ids import NO_CAPABILITY, Capability, SessionId
+from ...protocol.messages.session import Gap, Open, Opened, Output, Status, Step
 from ...protocol.session.table import SessionState
 from ...protocol.spans import Span
-from ...protocol.tensors import WireDtype
-from ..accounts.adapter_shelf import AdapterShelf, Kept
-from ..accounts.shared_bytes import SharedBytes
+from ...protocol.tensors import WireDtype, WireTensor, compute_num_bytes
+from ...protocol.wire.codec import encode_frame
+from ..engine.adapters.adapter_shelf import Kept
 from ..engine.cache.kv_cache import SessionCache
-from ..engine.compute_thread import ComputedStep
-from ..pushing.session_outputs import PushResources, SessionOutputs
+from ..engine.steps import ComputedStep, StepWork
+from ..pushing.session_outputs import SessionOutputs
+from ..streams.client_stream import check_fits, encode_refusal
+
+_logger = logging.getLogger(__name__)
+
+_MAX_ANSWER_BYTES = limits.MAX_FRAME_BYTES - limits.MAX_CONTROL_BYTES
+"""The tensor of one answer; what is left of the frame is enough for everything else."""
 
 _SPEED_SMOOTHING = 0.05
 """Weight of the newest step: the average looks back over some twenty."""
@@ -52,18 +66,125 @@ class HeldSession:
         self.used_at = self.opened_at
 
 
-@dataclass(eq=False)
-class SessionResources:
-    """Resources that the sessions of a peer share with each other and with its other workloads."""
+def check_step_size(step: Step, dtype: WireDtype, hidden_size: int, is_pushed: bool) -> None:
+    """Refuse, before a copy is made, a step that no engine could take or no frame answer.
 
-    model_id: ModelId
-    max_sessions: int
-    shelf: AdapterShelf
-    pushing: PushResources
-    prompts: SharedBytes
-    """Memory for deep prompts."""
-    note_change: Callable[[], None]
-    """To be called when a session is over, or does not wait any more."""
+    Raises RefusedError when its width is not the model's, when the answer, in the dtype of the
+    session, is beyond one frame, or when more hops than a route may have were `before` this one.
+    """
+    rows, tokens, width = step.hidden.shape
+    if width != hidden_size:
+        raise RefusedError(
+            ErrorCode.BAD_VALUES,
+            f"hidden states of this model have size {hidden_size}, not {width}",
+        )
+    if is_pushed and len(step.before) >= limits.MAX_HOPS:
+        raise RefusedError(
+            ErrorCode.BAD_VALUES, f"a pushed step passed {limits.MAX_HOPS} hops, the most allowed"
+        )
+    num_tokens = 1 if step.last_token_only and not is_pushed else tokens
+    if compute_num_bytes(dtype, rows, num_tokens, width) > _MAX_ANSWER_BYTES:
+        raise RefusedError(
+            ErrorCode.TOO_LONG, "the answer would not fit into one frame; send fewer tokens"
+        )
+
+
+def make_work(step: Step, held: HeldSession) -> StepWork:
+    """Return what the engine has to do for a step; who pushes needs all of its tokens."""
+    is_pushed = held.outputs.next is not None
+    hidden_BTH = decode_as(step.hidden.dtype.name, step.hidden.data, step.hidden.shape)
+    return StepWork(
+        cache=held.cache,
+        span=held.span,
+        position=step.position,
+        hidden_BTH=hidden_BTH,
+        row_map=step.row_map,
+        last_token_only=step.last_token_only and not is_pushed,
+        decoded=step.is_decoded,
+        adapter=None if held.adapter is None else held.adapter.adapter,
+    )
+
+
+def make_output(step: Step, dtype: WireDtype, computed: ComputedStep) -> Output:
+    """Return the answer to a step; RefusedError when the session's dtype cannot hold it."""
+    hidden_BTH = computed.hidden_BTH
+    check_fits(hidden_BTH, dtype)
+    rows, tokens, width = hidden_BTH.shape
+    return Output(
+        step.session,
+        step.epoch,
+        step.sequence,
+        step.position,
+        WireTensor(dtype, rows, tokens, width, encode_as(dtype.name, hidden_BTH)),
+        computed.queue_seconds,
+        computed.compute_seconds,
+        step.before,
+    )
+
+
+def take_last_token(hidden: WireTensor) -> WireTensor:
+    """Return the last token of each row."""
+    name, (rows, _, width) = hidden.dtype.name, hidden.shape
+    hidden_BTH = decode_as(name, hidden.data, hidden.shape)[:, -1:]
+    return WireTensor(hidden.dtype, rows, 1, width, encode_as(name, hidden_BTH))
+
+
+def conclude(step: Step, held: HeldSession, future: asyncio.Future[ComputedStep]) -> bytes | None:
+    """Tell the session's state how a step ended, push its output if it is to be pushed, and return
+    the answer to the client, if there is any.
+    """
+    try:
+        failure = future.exception()
+        if failure is not None:
+            raise copy(failure)  # the future would keep it, with this frame and the step in it
+        computed = future.result()
+        if held.state.is_lost(step.sequence):
+            # The engine does not know that the answer before this one could not be sent.
+            held.state.fail(step.sequence)
+            return encode_gap(step, held)
+        output = make_output(step, held.dtype, computed)
+        if held.outputs.next is not None:
+            return _push(step, held, output)
+        frame = encode_frame(output)
+    except RefusedError as error:
+        refusal = copy(error)
+    except Exception:
+        _logger.exception("a step was computed and its answer could not be made; it is refused")
+        refusal = RefusedError(ErrorCode.INTERNAL, "the peer failed to answer the step")
+    else:
+        held.state.complete(step.sequence, frame)
+        return frame
+    held.state.fail(step.sequence)
+    return encode_refusal(step.session, step.sequence, refusal)
+
+
+def _push(step: Step, held: HeldSession, output: Output) -> bytes | None:
+    """Send an output to the next hop; the client gets the end of a replay, as a sign of life."""
+    held.state.complete(step.sequence, b"")
+    held.outputs.push(step, output)
+    if held.outputs.is_pushed(step.sequence):
+        return None
+    return encode_frame(replace(output, hidden=take_last_token(output.hidden)))
+
+
+def encode_opened(message: Open, queue_seconds: float, free_tokens: int) -> bytes:
+    """Return the frame that says that a session is open."""
+    return encode_frame(Opened(message.session, message.epoch, queue_seconds, free_tokens))
+
+
+def encode_status(session: SessionId, held: HeldSession, num_replayed: int = 0) -> bytes:
+    """Return the frame that says how far a session is."""
+    state = held.state
+    return encode_frame(
+        Status(
+            session, state.epoch, state.sequence, state.length, state.done_sequence, num_replayed
+        )
+    )
+
+
+def encode_gap(step: Step, held: HeldSession) -> bytes:
+    """Return the frame that says where the session ends."""
+    return encode_frame(Gap(step.session, step.epoch, step.sequence, held.state.length))
 
 
 class LoadedSpeed:
@@ -72,15 +193,15 @@ class LoadedSpeed:
     Without the time that they wait: announcements tell that separately.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
         self._seconds = 0.0
         self._noted_at = float("-inf")
 
     @property
     def steps_per_second(self) -> float | None:
         """Steps through the whole span; None where nobody has decoded of late."""
-        is_recent = self._clock.now() - self._noted_at <= _SPEED_SECONDS
+        is_recent = self._now() - self._noted_at <= _SPEED_SECONDS
         return 1 / self._seconds if is_recent and self._seconds > 0 else None
 
     def note(self, compute_seconds: float, span_fraction: float) -> None:
@@ -88,4 +209,4 @@ class LoadedSpeed:
         seconds = compute_seconds / span_fraction
         is_first = self.steps_per_second is None
         self._seconds += (1.0 if is_first else _SPEED_SMOOTHING) * (seconds - self._seconds)
-        self._noted_at = self._clock.now()
+        self._noted_at = self._now()

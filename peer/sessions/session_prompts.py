@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,20 +12,17 @@ import torch
 from ...kernels.wire_tensors import decode_as, has_only_finite
 from ...protocol import limits
 from ...protocol.errors import ErrorCode, RefusedError
-from ...protocol.fair_share import Holder
+from ...protocol.fair_share import Holder, SharedBytes
 from ...protocol.ids import SessionId
+from ...protocol.messages.fields import Message
 from ...protocol.messages.passes import PassPiece, PiecesReader, Slot
 from ...protocol.messages.session import Open
 from ...protocol.spans import Span
-from ..accounts.shared_bytes import SharedBytes
 from ..engine.engine import Engine
-from ..streams.answer_queue import Answer, AnswerQueue, encode_refusal
+from ..streams.client_stream import Answer, AnswerQueue, Handler, encode_refusal
 from .held_session import HeldSession
 
 _FLOAT_BYTES = 4
-
-MAX_PROMPT_BYTES = 2**28
-"""Deep prompts of all sessions."""
 
 
 @dataclass
@@ -69,6 +67,11 @@ class SessionPrompts:
         self._coming[message.session] = _Coming(
             message.span, message.prompt_rows, holder, reader, num_bytes, opened
         )
+
+    @property
+    def handlers(self) -> Mapping[type[Message], Handler]:
+        """See StreamWork.handlers."""
+        return {PassPiece: self.take}
 
     def take(self, piece: PassPiece) -> bool:
         """Take a piece, or return that it is none of these.

@@ -17,7 +17,6 @@ from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.fair_share import BUSY_SECONDS
 from ...protocol.ids import NO_CAPABILITY, Capability, SessionId
 from ...protocol.messages.fields import Message
-from ...protocol.messages.passes import PassPiece
 from ...protocol.messages.session import (
     Admit,
     Attach,
@@ -33,13 +32,13 @@ from ...protocol.messages.session import (
 from ...protocol.records.announcements import Announcement
 from ...protocol.session.table import Action
 from ...protocol.versions import HANDOFF_VERSION
-from ..engine.compute_thread import ComputedStep
-from ..streams.answer_queue import Answer, encode_refusal
-from ..streams.workload import ClientStream, Handler, StreamWork, Workload
+from ..engine.steps import ComputedStep
+from ..streams.client_stream import Answer, ClientStream, Handler, StreamWork, encode_refusal
+from ..streams.service import Workload
 from .admission import Admission
-from .held_session import HeldSession, LoadedSpeed
-from .session_prompts import SessionPrompts
-from .step_work import (
+from .held_session import (
+    HeldSession,
+    LoadedSpeed,
     check_step_size,
     conclude,
     encode_gap,
@@ -47,6 +46,7 @@ from .step_work import (
     encode_status,
     make_work,
 )
+from .session_prompts import SessionPrompts
 
 
 class SessionWorkload(Workload):
@@ -54,7 +54,7 @@ class SessionWorkload(Workload):
 
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
-        self.speed = LoadedSpeed(admission.clock)
+        self.speed = LoadedSpeed(admission.clock.now)
         self.streams: set[SessionStream] = set()
 
     @property
@@ -80,18 +80,14 @@ class SessionWorkload(Workload):
         """See Workload.count."""
         return {"sessions": len(self.admission.sessions)}
 
-    async def describe(self, announcement: Announcement) -> Announcement:
+    def describe(self, announcement: Announcement) -> Announcement:
         """Add how long steps wait, how fast they are computed, and the room for sessions."""
         admission = self.admission
-        try:
-            statistics = await admission.take_stock()
-        except RefusedError:  # the thread ends: the peer moves
-            return announcement
         return replace(
             announcement,
             queue_seconds=announcement.queue_seconds + admission.compute.queue_seconds,
             loaded_decode_steps_per_second=self.speed.steps_per_second,
-            free_kv_tokens=statistics.free_tokens,
+            free_kv_tokens=admission.engine.pool.free_tokens,
         )
 
 
@@ -120,7 +116,7 @@ class SessionStream(StreamWork):
             Open: self._open,
             Close: self._take_close,
             Attach: self._attach,
-            PassPiece: self._prompts.take,
+            **self._prompts.handlers,
             **dict.fromkeys((Admit, Redirect, Mirror, Probe), self._control),
         }
 

@@ -1,22 +1,63 @@
-"""The service of a peer while it serves one span: one `Conversation` for each stream."""
+"""The service of a peer while it serves one span, and the handler that leads each stream to it.
+
+A workload lasts as long as one span is served. For each stream it makes a `StreamWork`, to which
+the stream hands the messages of its types. See docs/new-workload.md for how to add one.
+"""
+
+from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from ...protocol import limits
-from ...protocol.errors import ErrorCode, RefusedError
+from ...protocol.errors import ErrorCode, RefusedError, UnavailableError
 from ...protocol.fair_share import BUSY_SECONDS, check_room_for
 from ...protocol.messages.offers import Offer
 from ...protocol.net.transport import Stream
 from ...protocol.records.announcements import Announcement
-from ..pushing.parked_streams import ParkedStreams
-from .conversation import Conversation, StreamHost
-from .workload import Workload
+from .client_stream import ClientStream, StreamHost, StreamWork, encode_refusal
 
 MAX_PENDING_BYTES = 32 * limits.MAX_FRAME_BYTES
 """Frames of all streams that arrive in pieces, steps that wait for the engine, and answers that
 wait for their reader."""
+
+_PATIENCE_SECONDS = 20.0
+"""How long a stream waits for a service: as long as one may stay without a session. Loading may
+take hours, and waiting costs a stranger nothing."""
+
+_RETRY_SECONDS = 10.0
+
+
+class Workload(Protocol):
+    """One kind of work, while one span is served. Derive from it for what is not written out."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way that a peer waits for before it leaves.
+
+        When that becomes true, the workload calls the `note_change` that it was made with.
+        """
+        return True
+
+    def attend(self, stream: ClientStream) -> StreamWork:
+        """Return the object that handles this workload's messages on a new stream."""
+        ...
+
+    def begin_draining(self) -> None:
+        """Refuse new work from now on, and tell clients whose work is under way."""
+
+    def count(self) -> Mapping[str, int]:
+        """Return the counts of work under way, by names for people."""
+        return {}
+
+    def describe(self, announcement: Announcement) -> Announcement:
+        """Return the peer's announcement with the present load of this workload."""
+        return announcement
+
+    def close(self) -> None:
+        """Free all memory for the next span: all streams have ended."""
 
 
 class Service:
@@ -32,7 +73,7 @@ class Service:
         """`changed` is set whenever something ends that `wait_until_empty` may wait for."""
         self.host = host
         self.workloads = workloads
-        self.streams: set[Conversation] = set()
+        self.streams: set[ClientStream] = set()
         self.has_hung_up = False
         self._max_streams = max_streams
         self._changed = changed
@@ -40,37 +81,27 @@ class Service:
     def __repr__(self) -> str:
         return f"<Service of {self.host.span}: {len(self.streams)} streams, {self.count_work()}>"
 
-    @property
-    def parked(self) -> ParkedStreams | None:
-        """The place where offered streams are parked; None where none are accepted."""
-        return self.host.parked
-
     async def serve(self, stream: Stream) -> Offer | None:
         """Serve one stream until it ends; frees everything that the stream opened.
 
         Returns the offer where it did not end, but was offered: nobody serves it any more.
         """
-        conversation = Conversation(self.host, stream, self.workloads, self._register)
+        attend = [workload.attend for workload in self.workloads]
+        served = ClientStream(self.host, stream, attend, self._register)
         try:
-            await conversation.run()
+            await served.run()
         finally:
-            self.streams.discard(conversation)
+            self.streams.discard(served)
             self._changed.set()
-        return conversation.offer
+        return served.offer
 
-    def _register(self, conversation: Conversation) -> None:
+    def _register(self, served: ClientStream) -> None:
         """Let a stream be one of those that are served. Raises RefusedError where that is full."""
         if self.has_hung_up:
             raise RefusedError(ErrorCode.DRAINING, "the peer is leaving its blocks", BUSY_SECONDS)
         addresses = [stream.holder.address for stream in self.streams]
-        check_room_for(conversation.holder.address, addresses, self._max_streams, "streams")
-        self.streams.add(conversation)
-
-    async def describe(self, announcement: Announcement) -> Announcement:
-        """Return an announcement of the peer with the present load."""
-        for workload in self.workloads:
-            announcement = await workload.describe(announcement)
-        return announcement
+        check_room_for(served.holder.address, addresses, self._max_streams, "streams")
+        self.streams.add(served)
 
     def count_work(self) -> Mapping[str, object]:
         """Return how much of each kind of work is under way."""
@@ -86,8 +117,8 @@ class Service:
         self.has_hung_up = True
         self.begin_draining()
         while self.streams:
-            for conversation in list(self.streams):
-                await conversation.hang_up()
+            for stream in list(self.streams):
+                await stream.hang_up()
             self._changed.clear()
             if self.streams:
                 await self._changed.wait()
@@ -110,3 +141,67 @@ class Service:
     def is_empty(self) -> bool:
         """Whether no workload has anything under way."""
         return all(workload.is_idle for workload in self.workloads)
+
+
+class StreamHandler:
+    """Leads each stream to the service of the moment; while there is none, streams wait a while.
+
+    So whoever dials while the last block is being loaded waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._opened: asyncio.Future[Service] = asyncio.Future()
+
+    @property
+    def service(self) -> Service:
+        """The service of the moment; only while there is one."""
+        return self._opened.result()
+
+    def open(self, service: Service) -> None:
+        """Let this service have the streams that wait, and those that come."""
+        self._opened.set_result(service)
+
+    def close(self) -> None:
+        """Let streams that come wait for the next service."""
+        if self._opened.done():
+            self._opened = asyncio.Future()
+
+    async def serve(self, stream: Stream) -> None:
+        """Serve one stream until it ends, or tell it that there is nothing to be served yet.
+
+        One that is offered outlives the service of the moment, on which nothing may hold then.
+        """
+        try:
+            await self._serve_or_park(stream)
+        except RefusedError as refusal:
+            with contextlib.suppress(UnavailableError, TimeoutError):  # gone meanwhile
+                async with asyncio.timeout(_RETRY_SECONDS):
+                    await stream.send(encode_refusal(None, 0, refusal))
+
+    async def _serve_or_park(self, stream: Stream) -> None:
+        service = await self._wait_for_service(stream)
+        if service is None:
+            raise RefusedError(ErrorCode.BUSY, "the peer is loading its blocks", _RETRY_SECONDS)
+        offer = await service.serve(stream)
+        if offer is None:
+            return
+        parked = service.host.parked
+        del service
+        assert parked is not None  # or it would not have been taken
+        await parked.keep(offer, stream)
+
+    async def _wait_for_service(self, stream: Stream) -> Service | None:
+        """Return the service that a stream is for; None once its end or its time has come."""
+        opened = self._opened
+        if not opened.done():
+            ending = asyncio.create_task(stream.wait_over())
+            try:
+                await asyncio.wait(
+                    {opened, ending},
+                    timeout=_PATIENCE_SECONDS,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            finally:
+                ending.cancel()
+                await asyncio.wait({ending})
+        return opened.result() if opened.done() else None

@@ -160,7 +160,7 @@ def test_peer_that_restarts_with_a_shorter_period_is_seen_at_once(run: Run) -> N
 
     async def test(ours: Directory, theirs: Directory, clock: ManualClock) -> None:
         def make_announcer(directory: Directory, lifetime_seconds: float) -> Announcer:
-            async def describe(state: PeerState, sequence: int, now: float) -> Announcement:
+            def describe(state: PeerState, sequence: int, now: float) -> Announcement:
                 return make_announcement(
                     clock, state=state, sequence=sequence, expires_at=now + lifetime_seconds
                 )

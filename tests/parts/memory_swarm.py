@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.kernels.linear.quantize import WeightFormat
-from shoal.peer.accounts.budgets import MOST_ADAPTER_BYTES, MOST_PASS_BYTES
 from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.peer.engine.pass_queue import PassJob
 from shoal.peer.engine.steps import StepWork
@@ -17,9 +16,9 @@ from shoal.peer.hosting import capacity
 from shoal.peer.hosting.hosted_model import HostedModel
 from shoal.peer.hosting.span_loader import SpanLoader
 from shoal.peer.hosting.throughput import Throughput
-from shoal.peer.passes.training import TrainingWorkload
+from shoal.peer.passes.passes import PassWorkload
 from shoal.peer.peer import Peer
-from shoal.peer.runtime.config import PeerConfig, PeerEvent
+from shoal.peer.runtime.config import MOST_ADAPTER_BYTES, MOST_PASS_BYTES, PeerConfig, PeerEvent
 from shoal.peer.sessions.sessions import SessionWorkload
 from shoal.peer.streams.service import Service
 from shoal.protocol.endpoints import Endpoint, Relay
@@ -188,8 +187,7 @@ class Inside:
         self.service: Service = peer.handler.service
         workloads = self.service.workloads
         (self.workload,) = (one for one in workloads if isinstance(one, SessionWorkload))
-        (training,) = (one for one in workloads if isinstance(one, TrainingWorkload))
-        self.training = training.accounts
+        (self.training,) = (one for one in workloads if isinstance(one, PassWorkload))
         self.admission = self.workload.admission
         self.resources = self.admission.resources
         self.sessions = self.admission.sessions
@@ -208,11 +206,11 @@ class Inside:
 
     @property
     def adapters(self) -> Any:
-        return self.training.shelf
+        return self.training.resources.shelf
 
     @adapters.setter
     def adapters(self, shelf: Any) -> None:
-        self.training.shelf = self.resources.shelf = shelf
+        self.training.resources.shelf = self.resources.shelf = shelf
 
     @property
     def pushing(self) -> Any:
@@ -249,19 +247,19 @@ class Inside:
 
     @property
     def pass_budget(self) -> Any:
-        return self.training.budget
+        return self.training.resources.budget
 
     @pass_budget.setter
     def pass_budget(self, budget: Any) -> None:
-        self.training.budget = budget
+        self.training.resources.budget = budget
 
     @property
     def read_free_bytes(self) -> Any:
-        return self.training.read_free_bytes
+        return self.training.resources.read_free_bytes
 
     @read_free_bytes.setter
     def read_free_bytes(self, read: Any) -> None:
-        self.training.read_free_bytes = read
+        self.training.resources.read_free_bytes = read
 
 
 def look_into(peer: Any) -> Inside:

@@ -10,12 +10,10 @@ from typing import Any
 from scripted_swarm import ScriptedSwarm
 from service_scene import MODEL_ID, Talk
 
-from shoal.peer.accounts.shared_bytes import SharedBytes
 from shoal.peer.pushing.neighbours import Neighbours
 from shoal.peer.pushing.parked_streams import ParkedStreams
-from shoal.peer.streams.conversation import StreamHost
-from shoal.peer.streams.service import MAX_PENDING_BYTES, Service
-from shoal.peer.streams.stream_handler import StreamHandler
+from shoal.peer.streams.client_stream import PendingBytes, StreamHost
+from shoal.peer.streams.service import MAX_PENDING_BYTES, Service, StreamHandler
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.fair_share import Holder
@@ -72,7 +70,7 @@ class PublicPeer:
         """Serve a span from now on."""
         host = StreamHost(
             self.identity.peer_id, MODEL_ID, span, VirtualClock(), 600.0,
-            SharedBytes(MAX_PENDING_BYTES), self.parked,
+            PendingBytes(MAX_PENDING_BYTES), self.parked,
         )  # fmt: skip
         service = Service(host, (), 32, asyncio.Event())
         self.handler.open(service)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from shoal.peer.accounts.shared_bytes import SharedBytes
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.fair_share import (
     Holder,
+    SharedBytes,
     check_room_for,
     check_room_for_client,
     compute_share,

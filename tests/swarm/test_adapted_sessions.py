@@ -11,7 +11,7 @@ from adapter_scene import assert_close, make_adapter, open_with_peft, swarm_of
 from memory_swarm import look_into
 from torch import Tensor
 
-from shoal.peer.accounts.adapter_shelf import AdapterShelf
+from shoal.peer.engine.adapters.adapter_shelf import AdapterShelf
 from shoal.protocol.errors import UsageError
 
 # peft's own affair.
@@ -54,7 +54,7 @@ def test_text_goes_on_when_something_is_lost(tiny_models: Any, lost: str, tmp_pa
                 swarm.network.kill("peer2")
             else:  # what replaces the others has forgotten it, too
                 for peer in swarm.peers:
-                    look_into(peer).adapters = AdapterShelf(look_into(peer).clock)
+                    look_into(peer).adapters = AdapterShelf(look_into(peer).clock, 2**29)
                 swarm.network.kill("peer1")
                 swarm.network.kill("peer3")
             model.generate(max_new_tokens=12, do_sample=False)

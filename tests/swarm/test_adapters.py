@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.client.adapters import adapter_versions
 from shoal.client.training.lora import LoraAdapter
-from shoal.peer.accounts.adapter_shelf import AdapterShelf
-from shoal.peer.accounts.budgets import PassBudget
+from shoal.peer.engine.adapters.adapter_shelf import AdapterShelf
+from shoal.peer.engine.passes.pass_memory import PassBudget
 from shoal.protocol.errors import ErrorCode, RefusedError, UsageError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.ids import AdapterId
@@ -177,10 +177,10 @@ def test_peer_that_has_forgotten_an_adapter_gets_it_again(tiny_models: Any, tmp_
         model.active_adapter = adapter
         compute_loss(model)
         for peer in swarm.peers:
-            look_into(peer).adapters = AdapterShelf(look_into(peer).clock)
+            look_into(peer).adapters = AdapterShelf(look_into(peer).clock, 2**29)
         loss = compute_loss(model)
         for peer in swarm.peers:
-            look_into(peer).adapters = AdapterShelf(look_into(peer).clock)
+            look_into(peer).adapters = AdapterShelf(look_into(peer).clock, 2**29)
         loss.backward()
 
         assert_learns_like_peft(adapter, theirs)

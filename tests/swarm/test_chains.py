@@ -15,8 +15,8 @@ from memory_swarm import look_into
 from story_outputs import assert_same
 
 from shoal.client.trace.trace import Exchange, Recorder
-from shoal.peer.accounts.shared_bytes import SharedBytes
 from shoal.peer.pushing.session_outputs import SessionOutputs
+from shoal.protocol.fair_share import SharedBytes
 from shoal.protocol.messages.session import Output, Step
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.memory.loopback import Link

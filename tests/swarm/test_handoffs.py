@@ -21,7 +21,7 @@ from shoal.client.session.handoff import Understudy
 from shoal.client.session.session import RemoteSession
 from shoal.client.trace.trace import Move, Recorder
 from shoal.client.trace.trace_file import make_trace_json
-from shoal.peer.accounts.shared_bytes import SharedBytes
+from shoal.protocol.fair_share import SharedBytes
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.spans import Span

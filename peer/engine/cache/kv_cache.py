@@ -42,6 +42,10 @@ class KVAccount(Protocol):
         """Strike `num_bytes` of a cache from the account."""
         ...
 
+    def count_again(self) -> None:
+        """Note that a cache uses more or fewer of its pages."""
+        ...
+
     def forget(self, cache: SessionCache) -> None:
         """Drop a closed cache."""
         ...
@@ -180,6 +184,7 @@ class SessionCache:
     def abandon(self) -> None:
         """Drop what was prepared and not committed."""
         self._num_reserved_tokens = self.length
+        self._account.count_again()
 
     def fall_back(self, position: int) -> None:
         """Forget the tokens from `position` on, and what was prepared: a step was refused.
@@ -243,11 +248,11 @@ class SessionCache:
             )
 
     def _reserve(self, num_tokens: int) -> None:
-        num_pages = count_pages(num_tokens)
-        missing_bytes = max(0, num_pages - self._num_pages) * self._page_bytes
-        if missing_bytes:
-            # While others are asked for spare pages, ours are none: they are about to be used.
-            self._num_reserved_tokens, before = num_tokens, self._num_reserved_tokens
+        # While others are asked for spare pages, ours are none: they are about to be used.
+        self._num_reserved_tokens, before = num_tokens, self._num_reserved_tokens
+        if num_tokens > self._num_pages * PAGE_TOKENS:
+            num_pages = count_pages(num_tokens)
+            missing_bytes = (num_pages - self._num_pages) * self._page_bytes
             try:
                 largest_bytes = num_pages * self._page_bytes
                 self._account.grow(self, num_pages * PAGE_TOKENS, missing_bytes, largest_bytes)
@@ -255,7 +260,8 @@ class SessionCache:
                 self._num_reserved_tokens = before
                 raise
             self._num_pages = num_pages
-        self._num_reserved_tokens = num_tokens
+        if (num_tokens - 1) // PAGE_TOKENS != (before - 1) // PAGE_TOKENS:
+            self._account.count_again()
 
     def _truncate(self, length: int) -> None:
         self._note_change(length)

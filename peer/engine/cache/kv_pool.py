@@ -35,6 +35,9 @@ IDLE_SECONDS = 10.0
 rebuild it from its log, at the price of a prompt; tokens of a text come much closer together."""
 
 
+_NEWCOMER = Holder("a newcomer", "a new client")
+
+
 @dataclass(frozen=True)
 class KVCacheStatistics:
     """Counts of a pool; `free_tokens` is for one row of floats through all blocks of the peer."""
@@ -65,12 +68,19 @@ class KVCachePool:
         self._store = store
         self.now = now
         self._caches: set[SessionCache] = set()
+        self.free_tokens = self.count_free_tokens(_NEWCOMER)
+        """What somebody who has nothing yet may have; any thread may read it."""
 
     def __repr__(self) -> str:
         return (
             f"<KVCachePool {self.used_bytes}/{self.budget_bytes} bytes, "
             f"{len(self._caches)} sessions>"
         )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no session."""
+        return not self._caches
 
     @property
     def token_bytes(self) -> int:
@@ -131,7 +141,7 @@ class KVCachePool:
             budget_bytes=self.budget_bytes,
             used_bytes=self.used_bytes,
             num_sessions=len(self._caches),
-            free_tokens=self.count_free_tokens(Holder("a newcomer", "a new client")),
+            free_tokens=self.free_tokens,
         )
 
     def count_free_tokens(self, holder: Holder, kv_format: KVFormat = KVFormat.FLOAT) -> int:
@@ -172,6 +182,11 @@ class KVCachePool:
     def forget(self, cache: SessionCache) -> None:
         """Drop a closed cache."""
         self._caches.discard(cache)
+        self.count_again()
+
+    def count_again(self) -> None:
+        """Note that a cache uses more or fewer of its pages."""
+        self.free_tokens = self.count_free_tokens(_NEWCOMER)
 
     def _make_room(self, holder: Holder | None, num_bytes: int, largest_bytes: int) -> None:
         """Free so many bytes, if need be by closing idle sessions; CacheFullError if impossible."""

@@ -32,12 +32,13 @@ class FlakyDirectory(MemoryDirectory):
 
     def __init__(self, store: MemoryDirectoryStore) -> None:
         super().__init__(store, VirtualClock())
+        self.way_seconds = WAY_SECONDS
         self.num_losses = 0
         self.num_lookups = 0
         self.lookup_seconds = 0.0
 
     async def announce(self, record: bytes) -> None:
-        await asyncio.sleep(WAY_SECONDS)
+        await asyncio.sleep(self.way_seconds)
         if self.num_losses:
             self.num_losses -= 1
             raise DirectoryError("lost on the way")
@@ -55,11 +56,9 @@ class Scene:
     def __init__(self) -> None:
         self.store = MemoryDirectoryStore()
         self.directory = FlakyDirectory(self.store)
-        self.describe_seconds = 0.0
 
     def make_announcer(self, period_seconds: float = PERIOD_SECONDS) -> Announcer:
-        async def describe(state: PeerState, sequence: int, now: float) -> Announcement:
-            await asyncio.sleep(self.describe_seconds)
+        def describe(state: PeerState, sequence: int, now: float) -> Announcement:
             lifetime_seconds = LIFETIME_PERIODS * period_seconds
             return make_announcement(state, sequence, now, lifetime_seconds)
 
@@ -275,9 +274,9 @@ def test_renewal_under_way_does_not_come_out_behind_a_newer_state(
 ) -> None:
     async def test(scene: Scene) -> None:
         async with scene.renewing() as announcer:
-            scene.describe_seconds = 5.0
-            await asyncio.sleep(PERIOD_SECONDS + 1)  # the renewal is being described
-            scene.describe_seconds = 0.0
+            scene.directory.way_seconds = 5.0
+            await asyncio.sleep(PERIOD_SECONDS + 1)  # the renewal is on its way
+            scene.directory.way_seconds = WAY_SECONDS
             await announcer.announce(PeerState.OFFLINE)
             assert (await scene.look_up()).state is PeerState.OFFLINE
             seen = await expect_known(scene, 100)
@@ -327,11 +326,11 @@ def test_renewal_that_was_cancelled_does_not_stand_in_the_way() -> None:
     async def test(scene: Scene) -> None:
         announcer = scene.make_announcer()
         await announcer.announce(PeerState.ONLINE)
-        scene.describe_seconds = 5.0
+        scene.directory.way_seconds = 5.0
         renewing = asyncio.create_task(announcer.announce(PeerState.ONLINE))
         await asyncio.sleep(1.0)
         renewing.cancel()
-        scene.describe_seconds = 0.0
+        scene.directory.way_seconds = WAY_SECONDS
 
         await announcer.announce(PeerState.OFFLINE)
 
@@ -385,7 +384,7 @@ def test_error_that_is_not_the_directorys_ends_the_renewal() -> None:
     """A bug of ours must reach the owner of the task, not vanish in a warning."""
 
     async def test(scene: Scene) -> None:
-        async def describe(*_: object) -> Announcement:
+        def describe(*_: object) -> Announcement:
             raise ZeroDivisionError("on purpose")
 
         announcer = Announcer(scene.directory, IDENTITY, describe, VirtualClock(), PERIOD_SECONDS)

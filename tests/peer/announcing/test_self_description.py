@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -99,7 +98,7 @@ def make_presence() -> Any:
     return SimpleNamespace(identity=Identity(bytes(32)), endpoint=endpoint, relays=(), relay_port=0)
 
 
-async def describe_busy_thread(announcement: Announcement) -> Announcement:
+def describe_busy_thread(announcement: Announcement) -> Announcement:
     return replace(announcement, queue_seconds=0.5, pass_queue_seconds=20.00001)
 
 
@@ -110,9 +109,9 @@ def test_announcement_tells_how_long_steps_and_passes_wait(tiny_models: Any) -> 
     speed = Throughput(decode_steps_per_second=10.0, prefill_tokens_per_second=100.0)
     served = ServedSpan(load(tiny_models, WeightFormat.FP32), compute, speed, 2.0, 0.0, 0.0)
     description = SelfDescription(template, LoopLag(SystemClock()), (1.0,) * 4)
-    description.begin_serving(served, describe_busy_thread)
+    description.begin_serving(served, [describe_busy_thread])
 
-    told = asyncio.run(description.describe(PeerState.ONLINE, 1, 1000.0))
+    told = description.describe(PeerState.ONLINE, 1, 1000.0)
 
     assert (told.queue_seconds, told.pass_queue_seconds) == (0.5, 20.0)
 

@@ -15,7 +15,7 @@ from shoal.protocol.records.announcements import Announcement
 
 def test_speed_is_that_of_recent_steps() -> None:
     async def main() -> None:
-        speed = LoadedSpeed(VirtualClock())
+        speed = LoadedSpeed(VirtualClock().now)
         assert speed.steps_per_second is None
 
         speed.note(0.1, 1.0)
@@ -34,7 +34,7 @@ def test_speed_is_that_of_recent_steps() -> None:
 
 def test_step_through_a_part_of_the_span_counts_as_one_through_all_of_it() -> None:
     async def main() -> None:
-        speed = LoadedSpeed(VirtualClock())
+        speed = LoadedSpeed(VirtualClock().now)
 
         speed.note(0.1, 0.25)
 

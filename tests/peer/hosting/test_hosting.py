@@ -141,7 +141,7 @@ def test_passes_and_adapters_have_the_memory_that_was_told_or_a_part_of_what_is_
             return SceneLoader(model, clock)
 
         async with MemorySwarm().serve("peer", config, open_loader) as peer:
-            assert peer.training.budget.num_bytes == pass_bytes
+            assert peer.training.resources.budget.num_bytes == pass_bytes
             assert f"/{adapter_bytes}," in repr(peer.adapters.shared)
 
     run_virtual(test())

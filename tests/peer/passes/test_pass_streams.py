@@ -24,16 +24,14 @@ from service_scene import (
 from torch import Tensor
 
 from shoal.kernels.pauses import GiveWay
-from shoal.peer.accounts import budgets
-from shoal.peer.accounts.budgets import PassBudget
 from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.passes import pass_memory
+from shoal.peer.engine.passes.pass_memory import PassBudget
 from shoal.peer.engine.passes.passes import PassWork
 from shoal.peer.passes.passes import PassStream
-from shoal.peer.streams.answer_queue import AnswerQueue
-from shoal.peer.streams.workload import ClientStream
+from shoal.peer.streams.client_stream import ClientStream
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
-from shoal.protocol.fair_share import Holder
 from shoal.protocol.ids import ModelId
 from shoal.protocol.messages.passes import Pass, Passed, PassKind, PassPiece, Slot
 from shoal.protocol.messages.session import Queued
@@ -188,7 +186,7 @@ def test_stranger_may_ask_for_a_part_of_the_memory_only(engine: Engine) -> None:
 def test_pass_that_is_more_than_a_peer_takes_is_told_to_be_cut(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budgets, "_MOST_TENSOR_BYTES", 1000)
+    monkeypatch.setattr(pass_memory, "_MOST_TENSOR_BYTES", 1000)
 
     async def test(peer: Peer) -> None:
         talk = await peer.greet()
@@ -387,6 +385,8 @@ def test_pass_that_is_on_its_way_for_too_long_is_refused_on_a_stream_that_lives_
 class SlowReader:
     """A stream whose other end takes one frame each time it is told to."""
 
+    remote_host = "home"
+
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self._may_take = asyncio.Semaphore(0)
@@ -394,6 +394,9 @@ class SlowReader:
     async def send(self, frame: bytes) -> None:
         await self._may_take.acquire()
         self.sent.append(decode_frame(frame))
+
+    def set_gate(self, gate: object) -> None:
+        return
 
     async def take(self, num_frames: int) -> None:
         num_expected = len(self.sent) + num_frames
@@ -405,12 +408,10 @@ class SlowReader:
 
 def test_answer_that_nobody_reads_counts_as_a_pass_and_not_against_steps(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
-        service, reader, holder = peer.service, SlowReader(), Holder("home")
+        service, reader, asked = peer.service, SlowReader(), make_pass()
         stream: Any = reader
-        answers = AnswerQueue(stream, service.pending, holder)
-        accounts, asked = service.training, make_pass()
-        client = ClientStream(answers)
-        passes = PassStream(engine, service.compute, service.clock, accounts, client)
+        client = ClientStream(service.host, stream, (), lambda _: None)
+        answers, passes = client.answers, PassStream(service.training, client)
         take: Any = passes.handlers
         take[Pass](asked)
         for piece in cut(asked, Slot.HIDDEN, TEXTS):

@@ -26,10 +26,11 @@ from service_scene import (
 from torch import Tensor
 
 from shoal.kernels.wire_tensors import decode_tensor
-from shoal.peer.accounts.shared_bytes import RecentBytes, SharedBytes
 from shoal.peer.engine.engine import Engine
+from shoal.peer.pushing.neighbours import RecentBytes
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode
+from shoal.protocol.fair_share import SharedBytes
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
 from shoal.protocol.limits import MAX_HOPS

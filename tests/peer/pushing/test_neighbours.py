@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from service_scene import MODEL_ID, SPAN
 
-from shoal.peer.accounts.shared_bytes import RecentBytes
-from shoal.peer.pushing.neighbours import Neighbours
+from shoal.peer.pushing.neighbours import Neighbours, RecentBytes
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, RefusedError, ShoalError
 from shoal.protocol.fair_share import Holder

@@ -28,7 +28,7 @@ from shoal.peer.placement.supply import Room
 from shoal.peer.runtime.background import BackgroundTasks, LoopLag
 from shoal.peer.runtime.config import PeerConfig, PeerEvent
 from shoal.peer.serving_loop import ServingLoop
-from shoal.peer.streams.stream_handler import StreamHandler
+from shoal.peer.streams.service import StreamHandler
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, UsageError
 from shoal.protocol.identity import Identity
@@ -76,6 +76,7 @@ class IdleService:
     """A service without sessions."""
 
     is_empty = False
+    workloads = ()
 
     def __init__(self, drain_seconds: float) -> None:
         self.num_streams = 0
@@ -90,9 +91,6 @@ class IdleService:
 
     async def hang_up(self) -> None:
         return
-
-    async def describe(self, announcement: Announcement) -> Announcement:
-        return announcement
 
     def count_work(self) -> dict[str, object]:
         return {}

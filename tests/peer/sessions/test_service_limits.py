@@ -27,11 +27,11 @@ from service_scene import (
 
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
-from shoal.peer.accounts.shared_bytes import SharedBytes
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.runtime.config import PeerConfig
-from shoal.peer.streams import answer_queue
+from shoal.peer.streams import client_stream
+from shoal.peer.streams.client_stream import PendingBytes
 from shoal.peer.streams.service import MAX_PENDING_BYTES
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, UnavailableError
@@ -381,10 +381,10 @@ def test_clients_that_do_not_read_answers_shut_nobody_out_and_are_gone_soon(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = draw_hidden(1, 1, 100)
-    monkeypatch.setattr(answer_queue, "_MAX_STREAM_PENDING_BYTES", 2 * prompt.nbytes)
+    monkeypatch.setattr(client_stream, "_MAX_STREAM_PENDING_BYTES", 2 * prompt.nbytes)
 
     async def test(peer: Peer) -> None:
-        peer.service.pending = SharedBytes(64 * prompt.nbytes)
+        peer.service.pending = PendingBytes(64 * prompt.nbytes)
         async with asyncio.TaskGroup() as tasks:
             for number in range(14):
                 steps = [make_step(sequence, 0, prompt, number) for sequence in range(1, 5)]
@@ -412,7 +412,7 @@ def make_large_step(sequence: int, position: int) -> Step:
 
 def test_large_frame_waits_for_room_and_counts_while_it_arrives(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
-        pending = peer.service.pending = SharedBytes(2**21)
+        pending = peer.service.pending = PendingBytes(2**21)
         talk = await peer.open(num_rows=16)
         holder = Holder("client")
         pending.count(holder, 2**18)
@@ -431,7 +431,7 @@ def test_large_frame_waits_for_room_and_counts_while_it_arrives(engine: Engine) 
 
 def test_large_frame_without_room_is_refused_in_the_end(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
-        peer.service.pending = SharedBytes(2**18)
+        peer.service.pending = PendingBytes(2**18)
         talk = await peer.open(num_rows=16)
 
         await talk.say(make_large_step(1, 0))
@@ -512,7 +512,7 @@ def test_steps_of_a_stream_that_broke_count_until_they_are_computed(engine: Engi
     prompt = draw_hidden(1, 1, 100)
 
     async def test(peer: Peer) -> None:
-        peer.service.pending = SharedBytes(16 * prompt.nbytes)
+        peer.service.pending = PendingBytes(16 * prompt.nbytes)
         talk = await peer.open()
         held = peer.service.sessions[make_session(1)]
         for number in range(6):
@@ -541,7 +541,7 @@ def test_break_of_a_stream_is_noticed_while_it_waits_for_the_engine(
 ) -> None:
     gated = GatedEngine(engine, "execute")
     prompt = draw_hidden(1, 1, 50)
-    monkeypatch.setattr(answer_queue, "_MAX_STREAM_PENDING_BYTES", prompt.nbytes)
+    monkeypatch.setattr(client_stream, "_MAX_STREAM_PENDING_BYTES", prompt.nbytes)
 
     async def test(peer: Peer) -> None:
         talk = await peer.open()

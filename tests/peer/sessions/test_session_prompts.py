@@ -23,7 +23,7 @@ from torch import Tensor
 
 from shoal.client.session.deep_prompts import encode_prompts
 from shoal.peer.engine.engine import Engine
-from shoal.peer.sessions.session_prompts import MAX_PROMPT_BYTES
+from shoal.peer.sessions.admission import MAX_PROMPT_BYTES
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.messages.passes import PassPiece

@@ -9,7 +9,7 @@ from typing import Any
 
 from service_scene import HELLO, Talk, assert_declined
 
-from shoal.peer.streams.stream_handler import StreamHandler
+from shoal.peer.streams.service import StreamHandler
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.peer.accounts.adapter_shelf import AdapterShelf
-from shoal.peer.accounts.budgets import choose_adapter_bytes
 from shoal.peer.engine.adapters.adapter import Adapter
+from shoal.peer.engine.adapters.adapter_shelf import AdapterShelf
+from shoal.peer.runtime.config import choose_adapter_bytes
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.ids import AdapterId

@@ -14,9 +14,9 @@ from pass_talk import GRADIENTS, ROWS, TEXTS, ask, make_pass
 from service_scene import Peer, Talk, assert_declined, run
 from torch import Tensor
 
-from shoal.peer.accounts.adapter_shelf import AdapterShelf
 from shoal.peer.engine.adapters.adapter import Adapter, AdapterPart
 from shoal.peer.engine.adapters.adapter_file import read_adapter
+from shoal.peer.engine.adapters.adapter_shelf import AdapterShelf
 from shoal.peer.engine.adapters.trained_adapter import GatheredGradients, TrainedAdapter
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes.passes import PassWork

@@ -7,15 +7,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ...protocol.errors import ErrorCode, RefusedError
-from ...protocol.fair_share import BUSY_SECONDS, Holder, compute_share
-from ...protocol.ids import AdapterId
-from ...protocol.messages.adapters import KEEP_SECONDS
-from ...protocol.net.clock import Clock
-from ..engine.adapters.adapter import Adapter
-from ..engine.adapters.trained_adapter import TrainedAdapter
-from .budgets import MOST_ADAPTER_BYTES
-from .shared_bytes import SharedBytes
+from ....protocol.errors import ErrorCode, RefusedError
+from ....protocol.fair_share import BUSY_SECONDS, Holder, SharedBytes, compute_share
+from ....protocol.ids import AdapterId
+from ....protocol.messages.adapters import KEEP_SECONDS
+from ....protocol.net.clock import Clock
+from .adapter import Adapter
+from .trained_adapter import TrainedAdapter
 
 _KEEPS_NONE = (
     "this peer accepts no adapters: it has no memory for them (--adapter-memory); another peer "
@@ -54,7 +52,7 @@ class AdapterShelf:
     several have published, each has a copy to pay for, which nobody else keeps alive.
     """
 
-    def __init__(self, clock: Clock, num_bytes: int = MOST_ADAPTER_BYTES) -> None:
+    def __init__(self, clock: Clock, num_bytes: int) -> None:
         self.shared = SharedBytes(num_bytes, _TIMES_FREE)
         self._num_bytes = num_bytes
         self._clock = clock

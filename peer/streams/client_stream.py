@@ -1,0 +1,522 @@
+"""One stream of a client, or of a peer that pushes: messages in, work of all kinds, answers out.
+
+What a stream does for everybody is here: Hello, time limits, memory for large frames, handing each
+message to the work that takes its type, and sending the answers in the order of their questions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import secrets
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from ...kernels.wire_tensors import has_only_finite
+from ...protocol import limits
+from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
+from ...protocol.fair_share import BUSY_SECONDS, Holder, SharedBytes, name_holder
+from ...protocol.ids import OFFER_NONCE_BYTES, ModelId, PeerId, SessionId
+from ...protocol.messages.fields import Message
+from ...protocol.messages.offers import Offer
+from ...protocol.messages.session import Declined, Hello, Queued, Welcome
+from ...protocol.net.clock import Clock
+from ...protocol.net.transport import Stream, open_gate
+from ...protocol.spans import Span
+from ...protocol.tensors import WireDtype
+from ...protocol.versions import REVERSE_VERSION, SOFTWARE, agree_on_version
+from ...protocol.wire.codec import decode_frame, encode_frame
+from ..pushing.parked_streams import ParkedStreams
+
+_logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+_HELLO_SECONDS = 20.0
+"""How long a stream may stay without a session: it costs a stranger nothing to open thousands."""
+
+_ROOM_SECONDS = 30.0
+"""How long a large frame that has begun to arrive may wait for room: its sender waits as well."""
+
+_LARGE_FRAME_SECONDS = 1.0
+"""How long a stream counts as busy after a large frame arrived, or did not."""
+
+_LOOK_SECONDS = 5.0
+"""How often a stream looks whether it is idle, at least."""
+
+_MAX_PENDING_ANSWERS = 16
+"""Questions of one stream that wait for their answer; more are not read until one is sent."""
+
+_MAX_STREAM_PENDING_BYTES = 2 * limits.MAX_FRAME_BYTES
+"""Steps of one stream that wait for the engine, and answers that wait to be sent; no more is read
+until there are less."""
+
+_KEEP_ALIVE_SECONDS = 1.0
+
+_SEND_SECONDS = 30.0
+"""How long a frame may take to leave: the largest one needs 27 seconds at 5 megabits a second. A
+client that reads less has gone, or wants the memory that its answers take."""
+
+Answer = asyncio.Future[bytes | None]
+"""The answer to a step, which is not known yet; None when there is none in the end."""
+
+Handler = Callable[[Any], Awaitable[None] | bool | None]
+"""Takes a message of one type. False: it belongs to other work that takes this type as well.
+
+What it raises ends the stream: RefusedError and RemoteProtocolError with an answer that says why.
+"""
+
+
+class StreamWork(Protocol):
+    """One kind of work on one stream. Derive from it for what is not written out below."""
+
+    @property
+    def handlers(self) -> Mapping[type[Message], Handler]:
+        """The handler of each message type. Those of all workloads make one table."""
+        ...
+
+    @property
+    def active_at(self) -> float:
+        """When something was last begun here, came further or was over; now, while it is done.
+
+        By the peer's clock. A stream ends on which nothing was done for long.
+        """
+        return float("-inf")
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the client may well be silent for long: without it the stream ends soon."""
+        return False
+
+    def stop(self) -> None:
+        """Stop waiting for the client: give up answers that depend on it."""
+
+    def end(self) -> None:
+        """Free everything: the stream has ended."""
+
+
+class PendingBytes(SharedBytes):
+    """Memory for frames that arrive in pieces, steps that wait, and answers that do."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        super().__init__(budget_bytes)
+        self._freed = asyncio.Event()
+
+    def count(self, holder: Holder, num_bytes: int) -> None:
+        """See SharedBytes.count."""
+        super().count(holder, num_bytes)
+        if num_bytes < 0:
+            self._freed.set()
+
+    async def wait_for_room(self, holder: Holder, num_bytes: int, seconds: float) -> None:
+        """Wait until a holder may have so many bytes more. Raises RefusedError after so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self.has_room_for(holder, num_bytes):
+                    self._freed.clear()
+                    await self._freed.wait()
+        self.check_room_for(holder, num_bytes)
+
+
+@dataclass(frozen=True)
+class StreamHost:
+    """Resources that all streams of a peer share while it serves one span."""
+
+    peer_id: PeerId
+    model_id: ModelId
+    span: Span
+    clock: Clock
+    idle_seconds: float
+    """A stream is closed on which nothing is done for so long."""
+    pending: PendingBytes
+    parked: ParkedStreams | None
+    """Keeps the streams that are offered; None where none are taken."""
+
+
+class ClientStream:
+    """The state of one stream: a reader and a sender side by side, owned by one task group."""
+
+    def __init__(
+        self,
+        host: StreamHost,
+        stream: Stream,
+        attend: Sequence[Callable[[ClientStream], StreamWork]],
+        register: Callable[[ClientStream], None],
+    ) -> None:
+        """`attend` makes what takes the messages. `register` is called before the first of them;
+        it raises RefusedError where there are too many streams.
+        """
+        self.offer: Offer | None = None
+        """The other end offers the stream, of which nothing more is read here then."""
+        self.version = 0
+        """The protocol version that both ends speak; 0 until Hello was said."""
+        self.answers = AnswerQueue(stream, host.pending, Holder(name_holder(stream.remote_host)))
+        self._host = host
+        self._stream = stream
+        self._register = register
+        self._tasks: asyncio.TaskGroup | None = None
+        self._works = [make(self) for make in attend]
+        self._handlers: dict[type[Message], list[Handler]] = {}
+        for work in self._works:
+            for kind, handler in work.handlers.items():
+                self._handlers.setdefault(kind, []).append(handler)
+        self._nonce = b""
+        self._active_at = host.clock.now()
+        self._is_busy = False  # with a message, or with others, so that nothing is read
+        self._large_frame_until = 0.0
+        stream.set_gate(self._let_in)
+
+    @property
+    def holder(self) -> Holder:
+        """The holder against whom the stream's bytes and work are counted."""
+        return self.answers.holder
+
+    def begin(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
+        """Do something that ends with the stream."""
+        assert self._tasks is not None  # messages come only while the stream is served
+        return self._tasks.create_task(work)
+
+    async def run(self) -> None:
+        """Serve until the stream ends. A client that vanishes is nobody's error.
+
+        It does not end the task group by an error either: the tracebacks in it would keep what a
+        stream held, some MiB, until the next full garbage collection.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                watching = tasks.create_task(self._stream.wait_over())
+                sending = tasks.create_task(self._send_answers())
+                reading = tasks.create_task(self._read_questions())
+                idling = tasks.create_task(self._wait_until_idle())
+                ends = {reading, sending, watching, idling}
+                # As soon as the stream breaks everything ends, whatever it waits for.
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                reading.cancel()
+                idling.cancel()
+                for work in self._works:
+                    work.stop()
+                self.answers.finish()
+                await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
+                sending.cancel()
+                watching.cancel()
+        finally:
+            self._tasks = None
+            self._stream.set_gate(open_gate)
+            # What is in the engine still is somewhere in memory: it counts until it is done.
+            self.answers.end()
+            for work in self._works:
+                work.end()
+            # They refer to the stream: what it held is freed without a garbage collection.
+            self._works.clear()
+            self._handlers.clear()
+
+    async def hang_up(self) -> None:
+        """End the stream from this side."""
+        await self.answers.hang_up()
+
+    async def _send_answers(self) -> None:
+        try:
+            await self.answers.run()
+        except UnavailableError as error:
+            _logger.debug("a client does not receive its answers: %s", error)
+
+    async def _read_questions(self) -> None:
+        """Read until the client ends the stream or breaks the protocol."""
+        try:
+            self._register(self)
+            while await self._read_question():
+                pass
+        except RemoteProtocolError as error:
+            self._refuse(RefusedError(ErrorCode.BAD_FRAME, str(error)))
+        except RefusedError as error:
+            self._refuse(error)
+        except UnavailableError as error:
+            _logger.debug("a client disconnected: %s", error)
+
+    async def _read_question(self) -> bool:
+        """Take one frame, which nothing here holds on to; return whether to go on."""
+        if self.answers.is_full:
+            await self._wait_for_room()
+        frame = await self._stream.receive()
+        self._large_frame_until = 0.0
+        if frame is None:
+            return False
+        await self._take(decode_frame(frame))
+        return self.offer is None
+
+    async def _wait_for_room(self) -> None:
+        """Wait until more may be asked. Raises RefusedError when that takes too long."""
+        with self._being_busy():
+            await self.answers.wait_for_room(self._host.idle_seconds)
+        self._active_at = self._host.clock.now()
+
+    async def _wait_until_idle(self) -> None:
+        """Wait until nothing was done here for too long, and say that."""
+        seconds = self._find_seconds_left()
+        while seconds > 0:
+            await asyncio.sleep(min(seconds, _LOOK_SECONDS))
+            seconds = self._find_seconds_left()
+        self._refuse(RefusedError(ErrorCode.UNKNOWN_SESSION, "the stream was idle for too long"))
+
+    def _find_seconds_left(self) -> float:
+        """Return after how long the stream will have been idle for too long.
+
+        What is refused or unknown does not count. A large frame that arrives does: the transport
+        has a limit of its own for it.
+        """
+        if self._is_busy:
+            return math.inf
+        idle_seconds = self._host.idle_seconds
+        if not any(work.is_in_use for work in self._works):
+            idle_seconds = min(idle_seconds, _HELLO_SECONDS)
+        active_at = max([self._active_at, *(work.active_at for work in self._works)])
+        return max(active_at + idle_seconds, self._large_frame_until) - self._host.clock.now()
+
+    @contextlib.asynccontextmanager
+    async def _let_in(self, num_bytes: int) -> AsyncGenerator[None]:
+        """Let a large frame arrive once it is known who sends it, and there is room for it."""
+        self._check_greeted()
+        holder, pending = self.holder, self._host.pending
+        self._large_frame_until = math.inf
+        try:
+            await pending.wait_for_room(holder, num_bytes, _ROOM_SECONDS)
+            pending.count(holder, num_bytes)
+            try:
+                yield
+            finally:
+                pending.count(holder, -num_bytes)
+        finally:
+            self._large_frame_until = self._host.clock.now() + _LARGE_FRAME_SECONDS
+
+    @contextlib.contextmanager
+    def _being_busy(self) -> Generator[None]:
+        """Do not count the time as idle."""
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+
+    def _refuse(self, error: RefusedError) -> None:
+        _logger.info("closing a client's stream: %s", error)
+        self.answers.put(encode_refusal(None, 0, error))
+
+    async def _take(self, message: Message) -> None:
+        """Act on one message; a refusal of a session is an answer, of a stream an exception."""
+        if isinstance(message, Hello):
+            self._welcome(message)
+            return
+        self._check_greeted()
+        for handle in self._handlers.get(type(message), ()):
+            outcome = handle(message)
+            if outcome is False:
+                continue
+            if outcome is not None and outcome is not True:
+                with self._being_busy():
+                    await outcome
+            return
+        if isinstance(message, Offer) and not any(work.is_in_use for work in self._works):
+            self._take_offer(message)
+            return
+        name = type(message).__name__
+        if type(message) in self._handlers:
+            raise RemoteProtocolError(f"a {name} arrived of something that was not announced")
+        raise RemoteProtocolError(f"a client does not send {name}")
+
+    def _check_greeted(self) -> None:
+        if not self.version:
+            raise RefusedError(ErrorCode.BAD_FRAME, "the first message of a stream must be Hello")
+
+    def _welcome(self, hello: Hello) -> None:
+        """Answer Hello. Raises RefusedError where no version fits."""
+        if self.version:  # bytes count under the first name, and time passes
+            raise RemoteProtocolError("Hello may be sent once per stream")
+        host = self._host
+        self.version = agree_on_version(hello.min_version, hello.max_version)
+        if self.version >= REVERSE_VERSION and host.parked is not None:
+            self._nonce = secrets.token_bytes(OFFER_NONCE_BYTES)
+        self._active_at = host.clock.now()
+        self.answers.holder = self.answers.holder._replace(client=hello.client.hex())
+        wall = host.clock.wall()
+        welcome = Welcome(
+            self.version, SOFTWARE, host.peer_id, host.model_id, host.span, wall, self._nonce
+        )
+        self.answers.say(welcome)
+
+    def _take_offer(self, offer: Offer) -> None:
+        """Note that the other end offers the stream. Raises RemoteProtocolError unless that was
+        asked for, and the other end is who it says it is.
+        """
+        parked = self._host.parked
+        if parked is None or not self._nonce:
+            raise RemoteProtocolError("this stream does not accept offers")
+        parked.check(offer, self._nonce)
+        self.offer = offer
+
+
+class AnswerQueue:
+    """Answers in the order of their questions. What waits counts against the `holder`."""
+
+    def __init__(self, stream: Stream, pending: PendingBytes, holder: Holder) -> None:
+        self.holder = holder
+        self._stream = stream
+        self._pending = pending
+        self._queue: asyncio.Queue[bytes | Answer | Callable[[], None] | None] = asyncio.Queue()
+        self._pending_bytes = 0
+        self._unsent_bytes = 0  # those of them that are computed
+        self._has_ended = False
+        self._has_hung_up = False
+        self._room = asyncio.Event()
+
+    def put(self, answer: bytes | Answer) -> None:
+        """Queue an answer, or the place of one."""
+        self._queue.put_nowait(answer)
+
+    def say(self, message: Message) -> None:
+        """Queue a message."""
+        self.put(encode_frame(message))
+
+    def put_mark(self, note_sent: Callable[[], None]) -> None:
+        """Have something called as soon as everything that is queued by now was sent."""
+        self._queue.put_nowait(note_sent)
+
+    def post(self, frame: bytes) -> None:
+        """Queue something that was not asked on this stream."""
+        answer: Answer = asyncio.Future()
+        self.put(answer)
+        self.deliver(answer, frame)
+
+    def deliver(self, answer: Answer, frame: bytes | None) -> None:
+        """Fill the place of an answer; the frame counts until it is sent."""
+        if frame is not None and not self._has_ended:
+            self._count_unsent(len(frame))
+        answer.set_result(frame)
+
+    def count(self, num_bytes: int) -> None:
+        """Count what waits for the engine, or no longer does."""
+        self._pending_bytes += num_bytes
+        self._pending.count(self.holder, num_bytes)
+        self._room.set()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more may be asked at present."""
+        return (
+            self._pending_bytes > _MAX_STREAM_PENDING_BYTES
+            or self._queue.qsize() >= _MAX_PENDING_ANSWERS
+        )
+
+    async def wait_for_room(self, seconds: float) -> None:
+        """Wait until more may be asked. Raises RefusedError after so long."""
+        try:
+            async with asyncio.timeout(seconds):
+                while self.is_full:
+                    self._room.clear()
+                    await self._room.wait()
+        except TimeoutError as error:
+            detail = f"the engine computed nothing for {seconds:.0f} s"
+            raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS) from error
+
+    async def run(self) -> None:
+        """Send answers until `finish`. Raises UnavailableError when nobody reads them."""
+        while await self._send_next():
+            pass
+
+    def finish(self) -> None:
+        """Let `run` end behind the answers that are queued."""
+        self._queue.put_nowait(None)
+
+    async def hang_up(self) -> None:
+        """Close the stream; what is not sent by now is not missed."""
+        self._has_hung_up = True
+        await self._stream.close()
+
+    def end(self) -> None:
+        """Count nothing more as unsent: the stream is over."""
+        self._has_ended = True
+        self.count(-self._unsent_bytes)
+
+    async def _send_next(self) -> bool:
+        """Send one answer, which nothing here holds on to; return whether there was one."""
+        answer = await self._queue.get()
+        self._room.set()
+        if answer is None:
+            return False
+        if isinstance(answer, bytes):
+            await self._send(answer)
+            return True
+        if not isinstance(answer, asyncio.Future):
+            answer()
+            return True
+        await asyncio.wait([answer])
+        frame = answer.result()
+        if frame is not None:
+            await self._send(frame)
+            self._count_unsent(-len(frame))
+        return True
+
+    async def _send(self, frame: bytes) -> None:
+        """Send a frame; a client that never reads is one that went away."""
+        if self._has_hung_up:
+            raise UnavailableError("the stream was closed here")
+        try:
+            async with asyncio.timeout(_SEND_SECONDS):
+                await self._stream.send(frame)
+        except TimeoutError as error:
+            raise UnavailableError("the client does not read its answers") from error
+
+    def _count_unsent(self, num_bytes: int) -> None:
+        self._unsent_bytes += num_bytes
+        self.count(num_bytes)
+
+
+class KeepAlive:
+    """Tells a client every second that one request of a stream is still under way."""
+
+    def __init__(self, answers: AnswerQueue, estimate_seconds: Callable[[], float]) -> None:
+        self._answers = answers
+        self._estimate_seconds = estimate_seconds
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, question: SessionId) -> None:
+        """Say so now, and again until `stop`."""
+        self.stop()
+        self._answers.say(Queued(question, 0, self._estimate_seconds()))
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(_KEEP_ALIVE_SECONDS, self.begin, question)
+
+    def stop(self) -> None:
+        """Say nothing more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def encode_refusal(session: SessionId | None, sequence: int, error: RefusedError) -> bytes:
+    """Return the frame that refuses a step, a session (sequence 0) or the stream (no session)."""
+    return encode_frame(
+        Declined(session, sequence, error.code, str(error), error.retry_after_seconds)
+    )
+
+
+def check_fits(hidden: Tensor, dtype: WireDtype) -> None:
+    """Raise RefusedError when a dtype of the wire cannot hold these numbers."""
+    if dtype is WireDtype.FP16 and not has_only_finite(hidden.half()):
+        raise RefusedError(
+            ErrorCode.BAD_VALUES,
+            "these hidden states are too large for fp16 on the wire; choose bf16 or fp32",
+        )
