@@ -114,7 +114,7 @@ class Peer:
         }
         loop = ServingLoop(
             loader,
-            partial(make_service, identity.peer_id, loader, connections.neighbours, clock),
+            partial(make_service, identity.peer_id, loader, connections, clock),
             handler,
             announcer,
             description,

@@ -14,7 +14,7 @@ from ..protocol.records.announcements import PeerState
 from ..protocol.spans import Span
 from .announcing.announcer import Announcer, say_goodbye
 from .announcing.self_description import SelfDescription
-from .engine.blocks.hosted_block import HostedBlock
+from .engine.blocks.batch import HostedBlock
 from .hosting.span_loader import LoadError, ServedSpan, SpanLoader
 from .placement.placement import Decision
 from .placement.placer import Placer

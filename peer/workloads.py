@@ -13,7 +13,7 @@ from .hosting.span_loader import ServedSpan, SpanLoader
 from .passes.passes import PassResources, PassWorkload
 from .passes.updates import UpdateWorkload
 from .passes.uploads import UploadWorkload
-from .pushing.neighbours import Neighbours
+from .pushing.connections import Connections
 from .pushing.session_outputs import MAX_LOGGED_BYTES, PushResources
 from .sessions.admission import Admission, SessionResources
 from .sessions.sessions import SessionWorkload
@@ -26,7 +26,7 @@ have none yet. By default far fewer than the listener takes, so that a refusal c
 
 
 def make_service(
-    peer_id: PeerId, loader: SpanLoader, neighbours: Neighbours, clock: Clock, served: ServedSpan
+    peer_id: PeerId, loader: SpanLoader, connections: Connections, clock: Clock, served: ServedSpan
 ) -> Service:
     """Return what serves streams from a span that is loaded."""
     engine, compute = served.engine, served.compute
@@ -41,13 +41,14 @@ def make_service(
         clock=clock,
         idle_seconds=config.session_idle_seconds,
         pending=pending,
-        parked=neighbours.parked,
+        parked=connections.parked,
     )
+    logged = SharedBytes(MAX_LOGGED_BYTES, times_free=3)
     for_sessions = SessionResources(
         model_id=model.model_id,
         max_sessions=config.max_sessions,
         shelf=shelf,
-        pushing=PushResources(neighbours, pending, SharedBytes(MAX_LOGGED_BYTES, times_free=3)),
+        pushing=PushResources(connections.neighbours, pending, logged),
         note_change=changed.set,
     )
     for_passes = PassResources(

@@ -20,12 +20,9 @@ from .nf4 import Nf4Weight
 from .quantize import (
     MAX_COLUMNS,
     OUTPUT_MULTIPLE,
+    Int8Kernel,
     Int8Weight,
-    WeightFormat,
-    dequantize_int8,
-    quantize_int8,
 )
-from .select import choose_int8_kernel
 
 MAX_ROUNDING_ERROR = 0.04
 """How much of its length a row may lose by rounding to one digit. Rows of normally distributed
@@ -61,7 +58,7 @@ InputGradient = Callable[[Tensor, Pauses], Tensor]
 
 
 class Linear(ABC):
-    """`hidden @ weight.T + bias` with frozen weights; made by `make_linear`."""
+    """`hidden @ weight.T + bias` with frozen weights; made by `make_linear` in select.py."""
 
     in_features: int
     out_features: int
@@ -93,39 +90,6 @@ class Linear(ABC):
         """
 
 
-def make_linear(
-    weight_OI: Tensor | Int8Weight, bias_O: Tensor | None, weights: WeightFormat, dtype: torch.dtype
-) -> Linear:
-    """Return a linear layer with its own copy of the weights in the given format.
-
-    A weight that is quantized already stays as it is in int8, without a copy where the kernel
-    needs none. `dtype` is that of the activations in and out, and of the bias. Raises ValueError
-    for shapes that contradict each other, a `dtype` without fractions, or weights that cannot be
-    quantized.
-    """
-    if len(weight_OI.shape) != 2:
-        raise ValueError(f"a weight is a matrix [out, in], got shape {tuple(weight_OI.shape)}")
-    if bias_O is not None and bias_O.shape != weight_OI.shape[:1]:
-        raise ValueError(f"bias {tuple(bias_O.shape)} for weight {tuple(weight_OI.shape)}")
-    if not dtype.is_floating_point:
-        raise ValueError(f"activations are floating point numbers, not {dtype}")
-    bias_O = None if bias_O is None else _own(bias_O, dtype)
-    if weights is WeightFormat.INT8:
-        is_quantized = isinstance(weight_OI, Int8Weight)
-        return _Int8Linear(weight_OI if is_quantized else quantize_int8(weight_OI), bias_O)
-    if isinstance(weight_OI, Int8Weight):
-        weight_OI = dequantize_int8(weight_OI)
-    if weights is WeightFormat.NF4:
-        return _Nf4Linear(weight_OI, bias_O)
-    stored = torch.bfloat16 if weights is WeightFormat.BF16 else torch.float32
-    return _FloatLinear(_own(weight_OI, stored), bias_O, dtype)
-
-
-def _own(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    # Always a copy: a view would keep a whole memory-mapped checkpoint shard alive.
-    return tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
-
-
 def _count(shape: torch.Size, bias_O: Tensor | None) -> int:
     return shape.numel() + (0 if bias_O is None else bias_O.numel())
 
@@ -134,7 +98,7 @@ def _count_bytes(*tensors: Tensor | None) -> int:
     return sum(t.nbytes for t in tensors if t is not None)
 
 
-class _FloatLinear(Linear):
+class FloatLinear(Linear):
     """Weights in a float format; the precision of rows makes no difference."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> None:
@@ -201,7 +165,7 @@ def _turn(weight_OI: Tensor, pauses: Pauses) -> Tensor:
     return turned_IO.t()
 
 
-class _Nf4Linear(Linear):
+class Nf4Linear(Linear):
     """Weights in four bits; the precision of rows makes no difference."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
@@ -227,15 +191,14 @@ class _Nf4Linear(Linear):
         return multiply
 
 
-class _Int8Linear(Linear):
+class Int8Linear(Linear):
     """Weights as int8 with one scale per output, multiplied where they lie."""
 
-    def __init__(self, weight: Int8Weight, bias_O: Tensor | None) -> None:
+    def __init__(self, weight: Int8Weight, bias_O: Tensor | None, kernel: Int8Kernel) -> None:
         self.out_features, self.in_features = weight.shape
         if self.in_features > MAX_COLUMNS:
             raise ValueError(f"int8 weights have at most {MAX_COLUMNS} columns")
         self.num_parameters = _count(weight.shape, bias_O)
-        kernel = choose_int8_kernel(weight.values_OI.device.type)
         self._product = kernel.pack(weight, bias_O)
         self.num_bytes = self._product.num_bytes
         # Rounding to whole numbers changes each by 1 / sqrt(12), as a root mean square.

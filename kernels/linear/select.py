@@ -1,4 +1,4 @@
-"""Picks the kernels of this process once: the fastest ones on its processor."""
+"""Makes linear layers, with the kernels that are the fastest on this processor."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -9,12 +9,47 @@ import torch
 from torch import Tensor
 
 from . import native_int8, torch_int8
-from .quantize import Int8Kernel, Int8Weight, WeightFormat
+from .linear import FloatLinear, Int8Linear, Linear, Nf4Linear
+from .quantize import Int8Kernel, Int8Weight, WeightFormat, dequantize_int8, quantize_int8
 
 _WEIGHT_SHAPE = (1024, 512)
 _ROWS_AND_DIGITS = ((1, 2), (64, 1))
 """A token that is generated, and a part of a prompt."""
 _NUM_TRIALS = 5
+
+
+def make_linear(
+    weight_OI: Tensor | Int8Weight, bias_O: Tensor | None, weights: WeightFormat, dtype: torch.dtype
+) -> Linear:
+    """Return a linear layer with its own copy of the weights in the given format.
+
+    A weight that is quantized already stays as it is in int8, without a copy where the kernel
+    needs none. `dtype` is that of the activations in and out, and of the bias. Raises ValueError
+    for shapes that contradict each other, a `dtype` without fractions, or weights that cannot be
+    quantized.
+    """
+    if len(weight_OI.shape) != 2:
+        raise ValueError(f"a weight is a matrix [out, in], got shape {tuple(weight_OI.shape)}")
+    if bias_O is not None and bias_O.shape != weight_OI.shape[:1]:
+        raise ValueError(f"bias {tuple(bias_O.shape)} for weight {tuple(weight_OI.shape)}")
+    if not dtype.is_floating_point:
+        raise ValueError(f"activations are floating point numbers, not {dtype}")
+    bias_O = None if bias_O is None else _own(bias_O, dtype)
+    if weights is WeightFormat.INT8:
+        is_quantized = isinstance(weight_OI, Int8Weight)
+        weight = weight_OI if is_quantized else quantize_int8(weight_OI)
+        return Int8Linear(weight, bias_O, choose_int8_kernel(weight.values_OI.device.type))
+    if isinstance(weight_OI, Int8Weight):
+        weight_OI = dequantize_int8(weight_OI)
+    if weights is WeightFormat.NF4:
+        return Nf4Linear(weight_OI, bias_O)
+    stored = torch.bfloat16 if weights is WeightFormat.BF16 else torch.float32
+    return FloatLinear(_own(weight_OI, stored), bias_O, dtype)
+
+
+def _own(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    # Always a copy: a view would keep a whole memory-mapped checkpoint shard alive.
+    return tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def list_int8_kernels() -> list[Int8Kernel]:

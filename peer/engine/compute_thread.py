@@ -143,7 +143,7 @@ class ComputeThread:
         self._wake = threading.Condition()
         self._jobs: Final[deque[StepJob]] = deque()
         self._calls: Final[deque[_Call]] = deque()
-        self._passes: Final = PassQueue(now)
+        self.passes: Final = PassQueue(now)
         self._is_decoding_new = False
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
@@ -174,7 +174,8 @@ class ComputeThread:
     def pass_queue_seconds(self) -> float:
         """Estimate how long a pass of one more client would wait now."""
         with self._wake:
-            return self._passes.queue_seconds
+            passes = self.passes
+            return passes.queue_seconds if passes.jobs or passes.running else 0.0
 
     def submit(
         self, work: StepWork, holder: tuple[str, str] = ("", "")
@@ -195,7 +196,7 @@ class ComputeThread:
 
     def limit_passes(self, num_bytes: int) -> None:
         """Let passes interrupt each other only if all of them fit into so much memory."""
-        self._passes.max_bytes = num_bytes
+        self.passes.max_bytes = num_bytes
 
     def submit_pass(
         self,
@@ -211,7 +212,7 @@ class ComputeThread:
         loop = self._loop
         future, released = loop.create_future(), loop.create_future()
         job = PassJob(run, cost, holder, future, released, self._now(), num_bytes)
-        self._enqueue(self._passes.append, job)
+        self._enqueue(self.passes.append, job)
         return job
 
     def drop_pass(self, job: PassJob) -> None:
@@ -249,7 +250,7 @@ class ComputeThread:
             # Also when the loop above failed: no future may wait for a dead thread.
             with self._wake:
                 self._is_stopping = True
-            for item in (*self._calls, *self._jobs, *self._passes.take_all()):
+            for item in (*self._calls, *self._jobs, *self.passes.take_all()):
                 self._turn_away(item)
             self._calls.clear()
             self._jobs.clear()
@@ -257,7 +258,7 @@ class ComputeThread:
     def _wait_for_work(self) -> bool:
         with self._wake:
             self._wake.wait_for(
-                lambda: self._jobs or self._calls or self._passes or self._is_stopping
+                lambda: self._jobs or self._calls or self.passes.jobs or self._is_stopping
             )
             return not self._is_stopping
 
@@ -267,15 +268,14 @@ class ComputeThread:
         iteration = self._choose_iteration()
         if iteration.parts:
             self._compute(iteration)
-        job = self._choose_pass()
-        if job is not None:
+        if self.passes.jobs and (job := self._choose_pass()) is not None:
             self._run_pass(job)
 
     def _run_pass(self, job: PassJob) -> None:
         try:
-            result = self._passes.run(job, self._run_interruption)
+            result = self.passes.run(job, self._run_interruption)
         except BaseException:
-            self._passes.append(job)  # like in `_compute`
+            self.passes.append(job)  # like in `_compute`
             raise
         self._answer(job.future, result)
         self._answer(job.released, None)
@@ -291,7 +291,8 @@ class ComputeThread:
             if iteration.parts:
                 self._compute(iteration)
                 return Interruption.PROMPTS if iteration.is_filling else Interruption.TOKENS
-        if self._passes and Interruption.PASS in kinds and (job := self._choose_pass()) is not None:
+        is_pass_due = self.passes.jobs and Interruption.PASS in kinds
+        if is_pass_due and (job := self._choose_pass()) is not None:
             self._run_pass(job)
             return Interruption.PASS
         return None
@@ -299,11 +300,11 @@ class ComputeThread:
     def _choose_pass(self) -> PassJob | None:
         self._release_cancelled()
         with self._wake:
-            return self._passes.choose()
+            return self.passes.choose()
 
     def _release_cancelled(self) -> None:
         with self._wake:
-            cancelled = self._passes.take_cancelled()
+            cancelled = self.passes.take_cancelled()
         for job in cancelled:
             self._answer(job.released, None)
 

@@ -16,8 +16,7 @@ import torch
 from ...kernels.attention.rotary import Rotation
 from ...kernels.linear.linear import RowPrecision
 from .blocks.attention_kernels import PagedTokenBatch, lay_out_in_pages
-from .blocks.batch import StepBatch, TokenRange
-from .blocks.hosted_block import HostedBlock
+from .blocks.batch import HostedBlock, StepBatch, TokenRange
 from .devices.device import Capturer, Device
 
 MAX_TOKENS = 64

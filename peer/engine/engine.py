@@ -18,8 +18,7 @@ from ...protocol.errors import ErrorCode, RefusedError, ShoalError
 from ...protocol.fair_share import Holder
 from ...protocol.spans import Span
 from ...protocol.tensors import KVFormat
-from .blocks.hosted_block import HostedBlock
-from .blocks.prompt_parts import PART_TOKENS, SHORT_PART_TOKENS
+from .blocks.batch import PART_TOKENS, SHORT_PART_TOKENS, HostedBlock
 from .cache.kv_cache import SessionCache
 from .cache.kv_pool import KVCachePool
 from .decode_graphs import TOKEN_COUNTS, DecodeGraphs

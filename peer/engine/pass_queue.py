@@ -78,36 +78,35 @@ class PassQueue:
     def __init__(self, now: Callable[[], float]) -> None:
         self.max_bytes = 0
         self._now = now
-        self._jobs: list[PassJob] = []
-        self._running: list[_RunningPass] = []  # each but the first interrupts the one before
+        self.jobs: list[PassJob] = []
+        """Those that wait."""
+        self.running: list[_RunningPass] = []
+        """Those that were begun; each but the first interrupts the one before."""
         self._usage: Usage = {}
         self._cost_seconds = 0.0
-
-    def __len__(self) -> int:
-        return len(self._jobs)
 
     @property
     def queue_seconds(self) -> float:
         """Estimate how long a pass of one more holder would wait; 0 until one was computed."""
         heads: dict[tuple[str, str], int] = {}
-        for job in self._jobs:
+        for job in self.jobs:
             heads.setdefault(job.holder, job.cost)
-        running = sum(one.estimate_rest(self._cost_seconds) for one in tuple(self._running))
+        running = sum(one.estimate_rest(self._cost_seconds) for one in tuple(self.running))
         return running + self._cost_seconds * sum(heads.values())
 
     def append(self, job: PassJob) -> None:
         """Queue a pass."""
-        self._jobs.append(job)
+        self.jobs.append(job)
 
     def take_all(self) -> list[PassJob]:
         """Return the waiting passes, which will not be computed."""
-        jobs, self._jobs = self._jobs, []
+        jobs, self.jobs = self.jobs, []
         return jobs
 
     def take_cancelled(self) -> list[PassJob]:
         """Take cancelled passes out of the queue."""
-        cancelled = [job for job in self._jobs if job.future.cancelled()]
-        self._jobs = [job for job in self._jobs if not job.future.cancelled()]
+        cancelled = [job for job in self.jobs if job.future.cancelled()]
+        self.jobs = [job for job in self.jobs if not job.future.cancelled()]
         return cancelled
 
     def choose(self) -> PassJob | None:
@@ -116,33 +115,33 @@ class PassQueue:
         While a pass runs, only one that may interrupt it is chosen.
         """
         waiting = [
-            WaitingStep(id(job), job.holder, 1, job.cost, is_decoding=False) for job in self._jobs
+            WaitingStep(id(job), job.holder, 1, job.cost, is_decoding=False) for job in self.jobs
         ]
-        ready = [place for place, job in enumerate(self._jobs) if self._may_begin(job)]
+        ready = [place for place, job in enumerate(self.jobs) if self._may_begin(job)]
         index = choose_next([waiting[place] for place in ready], self._usage)
         if index is None:
             return None
         place = ready[index]
         chosen = ScheduledPart(place, waiting[place].num_tokens)
         self._usage = renew_usage(self._usage, waiting, [chosen])
-        return self._jobs.pop(place)
+        return self.jobs.pop(place)
 
     def _may_begin(self, job: PassJob) -> bool:
         if job.future.cancelled():
             return False
-        if not self._running:
+        if not self.running:
             return True
-        innermost = self._running[-1].job
-        is_short = 2 * job.cost <= innermost.cost and len(self._running) < _MOST_AT_ONCE
-        num_bytes = job.num_bytes + sum(one.job.num_bytes for one in self._running)
+        innermost = self.running[-1].job
+        is_short = 2 * job.cost <= innermost.cost and len(self.running) < _MOST_AT_ONCE
+        num_bytes = job.num_bytes + sum(one.job.num_bytes for one in self.running)
         if num_bytes > self.max_bytes:
             return False
-        return is_short and all(job.holder != one.job.holder for one in self._running)
+        return is_short and all(job.holder != one.job.holder for one in self.running)
 
     def run(self, job: PassJob, interrupt: RunInterruption) -> ComputedPass | ShoalError | None:
         """Run a pass to its end; None if it was cancelled meanwhile."""
         running = _RunningPass(job, self._now, interrupt)
-        self._running.append(running)
+        self.running.append(running)
         try:
             computed = running.conclude(job.run(running.give_way))
         except PassDroppedError:
@@ -153,7 +152,7 @@ class PassQueue:
             _logger.exception("a pass failed and is refused")
             return RefusedError(ErrorCode.INTERNAL, "the peer failed to compute the pass")
         finally:
-            self._running.pop()
+            self.running.pop()
         shown = computed.compute_seconds / job.cost
         known = self._cost_seconds or shown
         self._cost_seconds = known + _SMOOTHING * (shown - known)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from .blocks.prompt_parts import PART_TOKENS, count_part_tokens
+from .blocks.batch import PART_TOKENS, count_part_tokens
 
 _IDLE_SECONDS = 0.03
 """How long an iteration may be when no session decodes: at every peer a new client waits for one
@@ -334,15 +334,11 @@ class IterationBudget:
         self._shared_seconds = min(_IDLE_SECONDS, num_blocks * _BLOCK_SECONDS)
         self._decode_seconds = 0.0
         self._token_seconds = 0.0
-        self._iteration_seconds = 0.0
+        self.iteration_seconds = 0.0
+        """How long recent iterations took; 0 before the first."""
         self._decoding = _DecodingSessions()
         self._owed_seconds = 0.0
         self._filling_since = 0.0
-
-    @property
-    def iteration_seconds(self) -> float:
-        """How long recent iterations took; 0 before the first."""
-        return self._iteration_seconds
 
     @property
     def is_filling_owed(self) -> bool:
@@ -395,7 +391,7 @@ class IterationBudget:
 
         It carried `num_urgent` urgent steps, and filling work of `num_filling` tokens.
         """
-        self._iteration_seconds = _smooth(self._iteration_seconds, seconds)
+        self.iteration_seconds = _smooth(self.iteration_seconds, seconds)
         if num_filling == 0:
             self._decode_seconds = _smooth(self._decode_seconds, seconds)
             self._owed_seconds, self._filling_since = seconds, now
@@ -406,7 +402,7 @@ class IterationBudget:
             self._token_seconds = _smooth(self._token_seconds, rest / num_filling)
 
     def _forget(self, now: float) -> None:
-        recent = max(_RECENT_SECONDS, _RECENT_ITERATIONS * self._iteration_seconds)
+        recent = max(_RECENT_SECONDS, _RECENT_ITERATIONS * self.iteration_seconds)
         self._decoding.forget(now - recent)
 
 

@@ -21,8 +21,14 @@ from ...kernels.wire_tensors import has_only_finite
 from ...protocol.errors import ErrorCode, RefusedError, ShoalError
 from ...protocol.spans import Span
 from .adapters.adapter import Adapter
-from .blocks.batch import AdaptedTokens, BatchedStep, StepBatch, TokenRange, cut_adapted
-from .blocks.prompt_parts import count_part_tokens
+from .blocks.batch import (
+    AdaptedTokens,
+    BatchedStep,
+    StepBatch,
+    TokenRange,
+    count_part_tokens,
+    cut_adapted,
+)
 from .cache.kv_cache import SessionCache
 
 

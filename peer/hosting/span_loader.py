@@ -12,14 +12,13 @@ import torch
 from ...protocol.errors import ModelError, ShoalError
 from ...protocol.net.clock import Clock
 from ...protocol.spans import Span
-from ..engine.blocks.hosted_block import HostedBlock
+from ..engine.blocks.batch import HostedBlock
 from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
 from ..engine.loading.block_cache import open_block_cache
 from ..engine.loading.engine_loader import load_engine
 from ..runtime.config import PeerConfig
-from .capacity import RESERVE_BYTES
-from .hosted_model import HostedModel
+from .hosted_model import RESERVE_BYTES, HostedModel
 from .throughput import Throughput, measure_throughput
 
 ReportLoading = Callable[[int, int], None]

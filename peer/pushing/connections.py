@@ -26,6 +26,7 @@ class Connections:
     """
 
     neighbours: Neighbours
+    parked: ParkedStreams | None
     delays: Delays
     reverse: ReverseConnections | None
 
@@ -53,7 +54,8 @@ class Connections:
         else:
             look = partial(directory.lookup, model_id)
             parked = ParkedStreams(presence.endpoint.fingerprint, look, clock, period_seconds)
-        return cls(Neighbours(transport, clock, delays.note_pushed, parked), delays, reverse)
+        neighbours = Neighbours(transport, clock, delays.note_pushed, parked)
+        return cls(neighbours, parked, delays, reverse)
 
     @property
     def describers(self) -> Sequence[Callable[[Announcement], Announcement]]:

@@ -24,7 +24,7 @@ from ...protocol.errors import (
     UnavailableError,
 )
 from ...protocol.fair_share import BUSY_SECONDS, Holder, compute_share
-from ...protocol.ids import SessionId
+from ...protocol.ids import PeerId, SessionId
 from ...protocol.limits import MAX_PIECE_BYTES
 from ...protocol.messages.session import Attach, Declined, Lane, NextHop
 from ...protocol.net.clock import Clock
@@ -32,7 +32,6 @@ from ...protocol.net.dialling import dial, greet, refuse_large_frames
 from ...protocol.net.transport import Stream, Transport
 from ...protocol.wire.codec import decode_frame, encode_frame
 from .dial_budget import DialBudget
-from .parked_streams import ParkedStreams
 
 _logger = logging.getLogger(__name__)
 
@@ -76,6 +75,18 @@ class Sender(Protocol):
 
     def note_lost(self, following: NextHop, error: ShoalError) -> None:
         """Hear that the next hop cannot be reached, or does not take the session."""
+        ...
+
+
+class StreamSource(Protocol):
+    """Streams that peers have opened to this one, so that it reaches them; see `ParkedStreams`."""
+
+    def has(self, peer_id: PeerId, lane: Lane) -> bool:
+        """Return whether there is a stream to a peer."""
+        ...
+
+    async def take(self, peer_id: PeerId, lane: Lane) -> Stream | None:
+        """Return one, which the caller closes; None if there is none."""
         ...
 
 
@@ -125,12 +136,12 @@ class Neighbours:
         transport: Transport,
         clock: Clock,
         note_rtt: Callable[[NextHop, float], None] = lambda following, seconds: None,
-        parked: ParkedStreams | None = None,
+        parked: StreamSource | None = None,
     ) -> None:
         """`note_rtt` hears of every round trip that is measured on the way. Without `parked` the
         peer takes no offers: it cannot be dialled itself.
         """
-        self.parked = parked
+        self._parked = parked
         self._transport = transport
         self._clock = clock
         self._note_rtt = note_rtt
@@ -233,9 +244,9 @@ class Neighbours:
             del self._known[key]
 
     def _has_parked(self, following: NextHop, lane: Lane) -> bool:
-        if self.parked is None or following.endpoints:
+        if self._parked is None or following.endpoints:
             return False
-        return self.parked.has(following.peer_id, lane)
+        return self._parked.has(following.peer_id, lane)
 
     async def _use_parked(self, neighbour: "_Neighbour") -> Stream | None:
         """Return a stream that the neighbour has parked here; None if there is none that works.
@@ -243,10 +254,10 @@ class Neighbours:
         One with endpoints is dialled: those are made up easily, and each set of them is a neighbour
         of its own, which would take a stream away.
         """
-        if self.parked is None or neighbour.following.endpoints:
+        if self._parked is None or neighbour.following.endpoints:
             return None
         peer_id, lane = neighbour.following.peer_id, neighbour.lane
-        while (stream := await self.parked.take(peer_id, lane)) is not None:
+        while (stream := await self._parked.take(peer_id, lane)) is not None:
             try:
                 async with asyncio.timeout(_PARKED_SECONDS):
                     await self._greet(neighbour, stream)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.peer.engine.blocks.prompt_parts import PART_TOKENS
+from shoal.peer.engine.blocks.batch import PART_TOKENS
 from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import ErrorCode, RefusedError, ShoalError

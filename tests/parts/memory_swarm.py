@@ -12,7 +12,7 @@ from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.peer.engine.pass_queue import PassJob
 from shoal.peer.engine.steps import StepWork
-from shoal.peer.hosting import capacity
+from shoal.peer.hosting import hosted_model
 from shoal.peer.hosting.hosted_model import HostedModel
 from shoal.peer.hosting.span_loader import SpanLoader
 from shoal.peer.hosting.throughput import Throughput
@@ -74,7 +74,7 @@ class SceneLoader(SpanLoader):
 
         def open_loader(config: PeerConfig, clock: Clock) -> SceneLoader:
             nothing: Any = None
-            sizes = capacity.BlockSizes.of_model(engine.spec, WeightFormat.FP32)
+            sizes = hosted_model.BlockSizes.of_model(engine.spec, WeightFormat.FP32)
             model = _SceneModel(
                 config,
                 nothing,
@@ -101,7 +101,7 @@ class SceneLoader(SpanLoader):
 
 class _SceneModel(HostedModel):
     def read_free_bytes(self) -> int:
-        return capacity.read_free_bytes()
+        return hosted_model.read_free_bytes()
 
 
 class MemorySwarm:

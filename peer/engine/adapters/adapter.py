@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ....kernels.linear.linear import Linear
-from ....protocol.messages.adapters import DOWN, PREFIX, UP
 from ....protocol.spans import Span
 
 _NUMBERS_AT_ONCE = 2**18
@@ -64,11 +63,6 @@ class AdapterPart:
             for matrix in (self.down_RI, self.up_OR)
         )
         return replace(self, down_RI=down_RI, up_OR=up_OR)
-
-    def named_matrices(self) -> tuple[tuple[str, Tensor], tuple[str, Tensor]]:
-        """Return both matrices with their names in PEFT."""
-        name = PREFIX + self.module
-        return (name + DOWN, self.down_RI), (name + UP, self.up_OR)
 
 
 @dataclass(frozen=True, eq=False)

@@ -278,3 +278,9 @@ def _find_order(spec: ModelSpec) -> Tensor | None:
     )
     parts = indexes_GXD[:, :-2], indexes_GXD[:, -2], indexes_GXD[:, -1]
     return torch.cat([part.reshape(-1) for part in parts])
+
+
+def name_matrices(part: AdapterPart) -> tuple[tuple[str, Tensor], tuple[str, Tensor]]:
+    """Return both matrices with their names in PEFT."""
+    name = PREFIX + part.module
+    return (name + DOWN, part.down_RI), (name + UP, part.up_OR)

@@ -19,6 +19,7 @@ from ....protocol.limits import MAX_GRADIENT_PARTS
 from ....protocol.messages.adapters import GradientSum, OptimizerKind, OptimizerSettings
 from ....protocol.messages.passes import GatherOrder
 from .adapter import Adapter, AdapterPart
+from .adapter_file import name_matrices
 
 _NUMBERS_AT_ONCE = 2**18
 """An update goes through six tensors: so many numbers of each take about a millisecond."""
@@ -243,7 +244,7 @@ def _name(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
     """Yield all matrices with their names, of adapters of one shape in the same order."""
     for _, parts in sorted(adapter.parts.items()):
         for part in sorted(parts, key=lambda part: part.module):
-            yield from part.named_matrices()
+            yield from name_matrices(part)
 
 
 def _list(adapter: Adapter) -> list[Tensor]:

@@ -19,8 +19,7 @@ from ....kernels.attention.torch_attention import attention
 from ....kernels.linear.linear import Linear
 from ....kernels.pauses import Pauses
 from .attention_options import AttentionOptions, QueryKeyTransform
-from .batch import BatchedStep, PassBatch, StepBatch, TokenRange, apply_linear
-from .prompt_parts import count_part_tokens
+from .batch import BatchedStep, PassBatch, StepBatch, TokenRange, apply_linear, count_part_tokens
 
 _LEAST_QUERIES = 32
 

@@ -1,4 +1,4 @@
-"""The tokens of a batch: which session or pass each belongs to, and how linears treat them.
+"""What a block computes: the tokens of a batch, and how linears treat them.
 
 A block computes either a `StepBatch`, steps of sessions over their KV caches, or a `PassBatch`,
 rows that are computed from their beginning and leave nothing behind. Both are one tensor of tokens
@@ -13,6 +13,7 @@ Tensor suffixes: N tokens of all rows in the batch, I input and O output feature
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +30,23 @@ from ..cache.kv_memory import SessionMemory
 PASS_PRECISION = RowPrecision.ONE_DIGIT
 """To int8 weights the tokens of a pass are those of a prompt."""
 
+PART_TOKENS = 64
+"""Rows times tokens of one part of a prompt where its size makes a difference: large enough for
+torch's attention to be quick."""
+
+SHORT_PART_TOKENS = 16
+"""The same where a prompt may be cut anywhere: the least that is worth reading the weights for."""
+
 Form = TypeVar("Form")
+
+
+def count_part_tokens(num_rows: int, part_tokens: int = PART_TOKENS) -> int:
+    """Return how many tokens per row make one part of a prompt: a power of two.
+
+    >>> [count_part_tokens(num_rows) for num_rows in (1, 2, 3, 100)]
+    [64, 32, 16, 1]
+    """
+    return 2 ** (max(1, part_tokens // num_rows).bit_length() - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +214,39 @@ class PassBatch:
             )
             for piece in pieces
         ]
+
+
+class HostedBlock(ABC):
+    """One decoder block with its weights on the device.
+
+    `is_cut_anywhere`: its attention gives the same wherever a prompt is cut into parts.
+    `has_fixed_shapes`: its work for generated tokens follows from their number alone.
+    `attention_kernels` name what attends, for people. `linears` are those that adapters may change,
+    by our names for them.
+    """
+
+    num_bytes: int
+    num_parameters: int
+    is_cut_anywhere: bool
+    has_fixed_shapes: bool
+    attention_kernels: Sequence[str]
+    linears: Mapping[str, Linear]
+
+    @abstractmethod
+    def __call__(
+        self, hidden_NH: torch.Tensor, batch: StepBatch, ranges: Sequence[TokenRange]
+    ) -> torch.Tensor:
+        """Return the block's output; writes new keys and values into the sessions' memory."""
+
+    @abstractmethod
+    def run_pass(self, hidden_NH: torch.Tensor, batch: PassBatch) -> torch.Tensor:
+        """Return the block's output for a batch without KV caches."""
+
+    @abstractmethod
+    def run_pass_back(
+        self, hidden_NH: torch.Tensor, grads_NH: torch.Tensor, batch: PassBatch
+    ) -> torch.Tensor:
+        """Return the gradients of the block's input, given those of its output."""
 
 
 def differentiate(

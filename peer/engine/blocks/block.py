@@ -11,8 +11,7 @@ import torch
 from ....kernels.layers.norm import Norm
 from ....models.specs.model_spec import Residual
 from .attention import Attention
-from .batch import PassBatch, StepBatch, TokenRange, differentiate
-from .hosted_block import HostedBlock
+from .batch import HostedBlock, PassBatch, StepBatch, TokenRange, differentiate
 from .mlp import Mlp
 
 

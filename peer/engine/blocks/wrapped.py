@@ -22,9 +22,15 @@ from ....models.shells.shell_opening import open_shell
 from ....models.shells.step_cache import KeptShape, StepCache
 from ....models.shells.tables import count_table_bytes
 from ..devices.device import Numerics
-from .batch import BatchedStep, PassBatch, StepBatch, TokenRange, differentiate
-from .hosted_block import HostedBlock
-from .prompt_parts import count_part_tokens
+from .batch import (
+    BatchedStep,
+    HostedBlock,
+    PassBatch,
+    StepBatch,
+    TokenRange,
+    count_part_tokens,
+    differentiate,
+)
 
 
 class WrappedBlock(HostedBlock):

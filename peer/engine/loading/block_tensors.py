@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ....kernels.layers.norm import Norm
-from ....kernels.linear.linear import Linear, make_linear
+from ....kernels.linear.linear import Linear
 from ....kernels.linear.nf4 import BYTES_PER_WEIGHT
 from ....kernels.linear.quantize import (
     Int8Weight,
@@ -14,6 +14,7 @@ from ....kernels.linear.quantize import (
     quantize_int8,
     stack_int8,
 )
+from ....kernels.linear.select import make_linear
 from ....models.checkpoints.checkpoint import Checkpoint
 from ....models.checkpoints.quantized import read_quantization
 from ....models.specs.model_spec import FusedOrder, ModelSpec

@@ -13,7 +13,7 @@ from ....models.spec_reader import read_spec
 from ....models.specs.model_spec import ModelShape
 from ....protocol.errors import ModelError, UsageError
 from ....protocol.spans import Span
-from ..blocks.hosted_block import HostedBlock
+from ..blocks.batch import HostedBlock
 from ..cache.kv_pool import KVCachePool
 from ..devices.cuda_device import choose_device
 from ..devices.device import Device, Numerics

@@ -7,7 +7,7 @@ from ....models.checkpoints.checkpoint import Checkpoint
 from ....models.specs.model_spec import ModelShape, ModelSpec
 from ....protocol.errors import UsageError
 from ....protocol.spans import Span
-from ..blocks.hosted_block import HostedBlock
+from ..blocks.batch import HostedBlock
 from ..devices.device import CpuDevice, Numerics
 from ..devices.device_names import NO_NF4
 from .block_cache import BlockCache

@@ -10,6 +10,7 @@ of a deep prompt, H hidden.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -26,10 +27,9 @@ from ....models.specs.model_spec import ModelShape, WrappedShape
 from ....protocol.errors import ErrorCode, RefusedError
 from ....protocol.spans import Span
 from ..adapters.adapter import Adapter
-from ..blocks.batch import AdaptedTokens, PassBatch
-from ..blocks.hosted_block import HostedBlock
+from ..adapters.adapter_file import name_matrices
+from ..blocks.batch import AdaptedTokens, HostedBlock, PassBatch
 from ..devices.device import Numerics
-from .activation_cache import ActivationCache, make_pass_key
 from .pass_memory import estimate_pass_bytes
 
 Result = TypeVar("Result")
@@ -72,6 +72,54 @@ class Gradients:
     hidden_BTH: Tensor
     prompts_LBPH: Tensor | None
     adapters: Mapping[Adapter, Mapping[str, Tensor]]
+
+
+class ActivationCache:
+    """Keeps the newest inputs that fit, until they are taken. Nothing may rely on them.
+
+    A pass is found by its contents, so its inputs are those that computing would give again.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, list[Tensor]] = {}
+        self._budget_bytes = 0
+        self._num_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"<ActivationCache of {len(self._kept)} passes, {self._num_bytes:,} bytes>"
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of everything kept."""
+        return self._num_bytes
+
+    def limit(self, budget_bytes: int) -> None:
+        """Keep at most so many bytes from now on."""
+        self._budget_bytes = budget_bytes
+        self.make_room(0)
+
+    def make_room(self, num_bytes: int) -> bool:
+        """Forget the oldest until there is room for so much; False where there never is."""
+        if num_bytes > self._budget_bytes:
+            return False
+        while self._num_bytes + num_bytes > self._budget_bytes:
+            self.take(next(iter(self._kept)))
+        return True
+
+    def keep(self, key: Hashable, inputs: list[Tensor]) -> None:
+        """Keep the inputs of all blocks of a pass, if there is room."""
+        self.take(key)
+        num_bytes = _count_bytes(inputs)
+        if self.make_room(num_bytes):
+            self._kept[key] = inputs
+            self._num_bytes += num_bytes
+
+    def take(self, key: Hashable) -> list[Tensor] | None:
+        """Return the inputs of a pass and forget them; None where they are not kept."""
+        inputs = self._kept.pop(key, None)
+        if inputs is not None:
+            self._num_bytes -= _count_bytes(inputs)
+        return inputs
 
 
 class Passes:
@@ -309,7 +357,7 @@ def _collect(adapters: Mapping[Adapter, Adapter]) -> dict[Adapter, dict[str, Ten
             name: torch.zeros_like(matrix) if matrix.grad is None else matrix.grad
             for parts in copy.parts.values()
             for part in parts
-            for name, matrix in part.named_matrices()
+            for name, matrix in name_matrices(part)
         }
         for adapter, copy in adapters.items()
     }
@@ -322,7 +370,18 @@ def _fetch_matrix(name: str, grads: Tensor) -> Tensor:
 
 
 def _make_key(work: PassWork) -> Hashable:
-    return make_pass_key(work.span, (work.hidden_BTH, work.prompts_LBPH), work.adapters)
+    """Return a key of a pass: its blocks, a digest of its tensors on the CPU, and its adapters."""
+    digest = hashlib.blake2b(digest_size=32)
+    shapes: list[Hashable] = []
+    for tensor in (work.hidden_BTH, work.prompts_LBPH):
+        if tensor is not None:
+            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        shapes.append(None if tensor is None else (tensor.dtype, tensor.shape))
+    return work.span, tuple(shapes), work.adapters, digest.digest()
+
+
+def _count_bytes(inputs: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in inputs)
 
 
 def _make_refusal(detail: str) -> RefusedError:

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.client.session.pipeline import choose_piece_tokens
-from shoal.peer.engine.blocks.prompt_parts import count_part_tokens
+from shoal.peer.engine.blocks.batch import count_part_tokens
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels.linear.linear import RowPrecision, make_linear
+from shoal.kernels.linear.linear import RowPrecision
 from shoal.kernels.linear.quantize import WeightFormat, quantize_int8
+from shoal.kernels.linear.select import make_linear
 
 SHAPES = [(24, 40), (33, 7), (1, 1), (64, 128), (256, 96)]  # (in, out)
 ROWS = [1, 2, 5, 17, 40]

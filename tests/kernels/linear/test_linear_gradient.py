@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from shoal.kernels.linear import linear as linear_module
-from shoal.kernels.linear.linear import GradientLinears, Linear, RowPrecision, make_linear
+from shoal.kernels.linear.linear import GradientLinears, Linear, RowPrecision
 from shoal.kernels.linear.quantize import WeightFormat, dequantize_int8, quantize_int8
+from shoal.kernels.linear.select import make_linear
 from shoal.kernels.pauses import NO_PAUSES, Pauses
 
 FORMATS = [

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels.linear.linear import RowPrecision, make_linear
+from shoal.kernels.linear.linear import RowPrecision
 from shoal.kernels.linear.nf4 import BYTES_PER_WEIGHT, Nf4Weight, has_bitsandbytes
 from shoal.kernels.linear.quantize import WeightFormat
+from shoal.kernels.linear.select import make_linear
 from shoal.kernels.pauses import Pauses
 
 pytestmark = pytest.mark.skipif(not has_bitsandbytes(), reason="needs bitsandbytes")

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels.linear.linear import MAX_ROUNDING_ERROR, RowPrecision, make_linear
+from shoal.kernels.linear.linear import MAX_ROUNDING_ERROR, RowPrecision
 from shoal.kernels.linear.quantize import Int8Kernel, WeightFormat, quantize_int8
-from shoal.kernels.linear.select import list_int8_kernels
+from shoal.kernels.linear.select import list_int8_kernels, make_linear
 
 KERNELS = list_int8_kernels()
 SIZE, NUM_OUTPUTS = 1024, 96

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shoal.kernels.linear.linear import RowPrecision, make_linear
+from shoal.kernels.linear.linear import RowPrecision
 from shoal.kernels.linear.native_int8 import list_kernels
 from shoal.kernels.linear.quantize import (
     ON_CPUS,
@@ -14,6 +14,7 @@ from shoal.kernels.linear.quantize import (
     quantize_int8,
     stack_int8,
 )
+from shoal.kernels.linear.select import make_linear
 from shoal.kernels.linear.torch_int8 import make_kernel as make_torch_kernel
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from triton_devices import every_device, needs_device
 
 from shoal.kernels.linear import triton_int8
-from shoal.kernels.linear.linear import RowPrecision, make_linear
+from shoal.kernels.linear.linear import RowPrecision
 from shoal.kernels.linear.quantize import (
     MAX_COLUMNS,
     Int8Product,
@@ -15,7 +15,7 @@ from shoal.kernels.linear.quantize import (
     WeightFormat,
     quantize_int8,
 )
-from shoal.kernels.linear.select import choose_int8_kernel
+from shoal.kernels.linear.select import choose_int8_kernel, make_linear
 
 pytestmark = pytest.mark.slow  # the interpreter is
 

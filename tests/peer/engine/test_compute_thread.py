@@ -14,7 +14,7 @@ import pytest
 import torch
 from compute_thread_scene import FakeCache, NotingEngine, make_thread, make_work, run
 
-from shoal.peer.engine.blocks.prompt_parts import PART_TOKENS
+from shoal.peer.engine.blocks.batch import PART_TOKENS
 from shoal.peer.engine.compute_thread import ComputedStep
 from shoal.peer.engine.scheduler import DECODED_TOKENS, IterationBudget
 from shoal.peer.engine.steps import StepWork

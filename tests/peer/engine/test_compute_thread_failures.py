@@ -20,7 +20,7 @@ from compute_thread_scene import (
 )
 from torch import Tensor
 
-from shoal.peer.engine.blocks.prompt_parts import PART_TOKENS
+from shoal.peer.engine.blocks.batch import PART_TOKENS
 from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import ErrorCode, RefusedError, ShoalError
 

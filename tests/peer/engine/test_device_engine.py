@@ -24,9 +24,9 @@ from engine_devices import (
 )
 from torch import Tensor
 
-from shoal.kernels.linear.linear import RowPrecision, make_linear
+from shoal.kernels.linear.linear import RowPrecision
 from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat, quantize_int8
-from shoal.kernels.linear.select import choose_paged_attention
+from shoal.kernels.linear.select import choose_paged_attention, make_linear
 from shoal.peer.engine.cache.kv_cache import PrefixCopy
 from shoal.peer.engine.devices.device import CallingCapturer, PagedDevice
 from shoal.peer.engine.engine import Engine

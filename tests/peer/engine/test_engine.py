@@ -13,8 +13,8 @@ from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.models.spec_reader import read_spec
 from shoal.models.specs.model_spec import ModelSpec
+from shoal.peer.engine.blocks.batch import count_part_tokens
 from shoal.peer.engine.blocks.block import Block
-from shoal.peer.engine.blocks.prompt_parts import count_part_tokens
 from shoal.peer.engine.cache.kv_cache import SessionCache
 from shoal.peer.engine.cache.kv_memory import PAGE_TOKENS
 from shoal.peer.engine.cache.kv_pool import KVCachePool

@@ -147,7 +147,7 @@ def test_short_passes_of_others_are_computed_in_the_middle_of_a_long_one() -> No
         assert order == [
             "long", "short", "shorter", "end of shorter", "end of short", "end of long",
         ]  # fmt: skip
-        assert len(queue) == 3
+        assert len(queue.jobs) == 3
 
     with_loop(test)
 
@@ -203,7 +203,7 @@ def test_cancelled_pass_is_never_begun() -> None:
 
         assert [queue.choose(), queue.choose()] == [other, None]
         assert queue.take_cancelled() == [dropped]
-        assert len(queue) == 0
+        assert len(queue.jobs) == 0
 
     with_loop(test)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.peer.engine.blocks.prompt_parts import PART_TOKENS, count_part_tokens
+from shoal.peer.engine.blocks.batch import PART_TOKENS, count_part_tokens
 from shoal.peer.engine.scheduler import (
     DECODED_TOKENS,
     LEAD_TOKENS,

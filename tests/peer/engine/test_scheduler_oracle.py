@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from shoal.peer.engine.blocks.prompt_parts import count_part_tokens
+from shoal.peer.engine.blocks.batch import count_part_tokens
 from shoal.peer.engine.scheduler import (
     LEAD_TOKENS,
     ScheduledPart,

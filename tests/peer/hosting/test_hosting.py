@@ -19,8 +19,7 @@ from shoal.peer.engine.devices.device import CPU, CallingCapturer, Capturer, Dev
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading import engine_loader
 from shoal.peer.hosting import hosted_model, span_loader
-from shoal.peer.hosting.capacity import RESERVE_BYTES
-from shoal.peer.hosting.hosted_model import HostedModel
+from shoal.peer.hosting.hosted_model import RESERVE_BYTES, HostedModel
 from shoal.peer.hosting.span_loader import LoadError, SpanLoader
 from shoal.peer.runtime.config import PeerConfig
 from shoal.protocol.net.clock import Clock, SystemClock, run_virtual

@@ -291,7 +291,7 @@ def test_passes_that_are_dropped_while_another_one_runs_leave_nothing(engine: En
             await talk.stream.close()
         while peer.service.passes.used_bytes > of_one:  # noqa: ASYNC110 - the thread lets go of them
             await asyncio.sleep(0.1)
-        assert len(peer.compute._passes) == 0  # pyright: ignore[reportPrivateUsage]
+        assert len(peer.compute.passes.jobs) == 0
         slow.leave.set()
         await running.stream.close()
 
@@ -312,7 +312,7 @@ def test_way_back_is_charged_as_three_ways_there(engine: Engine) -> None:
         await talks[1].say(*cut(back, Slot.GRADIENTS, GRADIENTS))
         for talk in talks:
             assert isinstance(await talk.hear(), Queued)
-        waiting = peer.compute._passes._jobs  # pyright: ignore[reportPrivateUsage]
+        waiting = peer.compute.passes.jobs
         cost = ROWS * TOKENS * len(SPAN)
         assert sorted(job.cost for job in waiting) == [cost, 3 * cost]
         slow.leave.set()

@@ -2,8 +2,9 @@ import torch
 import torch.nn.functional as F
 
 from shoal.kernels.layers.gate import gate_silu
-from shoal.kernels.linear.linear import RowPrecision, make_linear
+from shoal.kernels.linear.linear import RowPrecision
 from shoal.kernels.linear.quantize import WeightFormat
+from shoal.kernels.linear.select import make_linear
 from shoal.peer.engine.blocks.batch import TokenRange
 from shoal.peer.engine.blocks.mlp import Activation, GatedMlp
 

@@ -18,7 +18,7 @@ from shoal.kernels.attention.native_attention import choose_prompt_instruction_s
 from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.blocks import attention_kernels
-from shoal.peer.engine.blocks.prompt_parts import count_part_tokens
+from shoal.peer.engine.blocks.batch import count_part_tokens
 from shoal.peer.engine.cache import kv_memory
 from shoal.peer.engine.cache.kv_memory import PAGE_TOKENS
 from shoal.peer.engine.cache.kv_pool import KVCachePool
