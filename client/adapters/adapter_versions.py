@@ -102,7 +102,7 @@ class PublishedAdapter:
 
 
 @dataclass(frozen=True)
-class HousedVersion:
+class ShardedVersion:
     """An adapter that peers train, as it is at one time; their client knows what it is called.
 
     `lineage` is the same for all versions of an adapter, whose `number` grows.
@@ -117,16 +117,16 @@ class HousedVersion:
         return None
 
 
-SentAdapter = AdapterVersion | PublishedAdapter | HousedVersion
+SentAdapter = AdapterVersion | PublishedAdapter | ShardedVersion
 RowAdapters = tuple[SentAdapter | None, ...]
 """One for each row, or none at all."""
 
 AdapterGradients = Mapping[AdapterVersion, Mapping[str, Tensor]]
 
 
-def find_homed(rows: RowAdapters) -> HousedVersion | None:
+def find_sharded(rows: RowAdapters) -> ShardedVersion | None:
     """Return the adapter of some rows that peers train; it is the only one of its call."""
-    return next((one for one in rows if isinstance(one, HousedVersion)), None)
+    return next((one for one in rows if isinstance(one, ShardedVersion)), None)
 
 
 def list_adapters(rows: RowAdapters) -> Sequence[SentAdapter]:

@@ -326,8 +326,8 @@ class RemoteSequential(nn.Module):
         other kinds, and for an adapter of the head.
         """
         runner = self._client.passes
-        homes = runner.wait_for(runner.remote.make_homes())
-        return PeerOptimizer(homes, runner.wait_for, adapter, kind, **options)
+        shards = runner.wait_for(runner.remote.make_sharded_optimizer())
+        return PeerOptimizer(shards, runner.wait_for, adapter, kind, **options)
 
     def publish_adapter(self, adapter: LoraAdapter) -> str:
         """Publish an adapter as it is now, and return the digest by which anyone can use it.

@@ -291,12 +291,12 @@ class PassAsker:
             if answer is not None:
                 return TextGradients.read(answer.tensors, texts, span).multiply(1 / scale)
 
-    async def choose_home(self, span: Span, trouble: PassTrouble, weights: str | None) -> Hop:
+    async def choose_shard_peer(self, span: Span, trouble: PassTrouble, weights: str | None) -> Hop:
         """Return who is to train the first blocks of a span; raises what `ask_forward` does."""
         hosts = await self._wait_for_hosts(span, trouble, weights)
         return self._choose(hosts, span, 1, PassKind.BACKWARD)
 
-    async def ask_home(
+    async def ask_once(
         self,
         hop: Hop,
         texts: Texts,
@@ -326,7 +326,7 @@ class PassAsker:
             self.failovers.note_reached(hop.peer.peer_id)
             yield link, self._book.pass_times(hop.peer.peer_id).line
 
-    def blame_home(self, hop: Hop, error: PeerFailure, trouble: PassTrouble) -> None:
+    def blame_once(self, hop: Hop, error: PeerFailure, trouble: PassTrouble) -> None:
         """Note what became of a peer that was asked alone."""
         trouble.note(error)
         if not isinstance(error, RefusedError) or not self._may_ask_others(error, hop, trouble):

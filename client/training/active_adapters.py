@@ -22,17 +22,17 @@ from ...protocol.messages.adapters import find_block
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import (
     AdapterVersion,
-    HousedVersion,
     PublishedAdapter,
     RowAdapters,
     SentAdapter,
+    ShardedVersion,
 )
 from .lora import LoraAdapter
 
 Adapter = LoraAdapter | str
 """An adapter of this process, or the digest of a published one."""
 
-OwnVersion = AdapterVersion | HousedVersion
+OwnVersion = AdapterVersion | ShardedVersion
 """The state of an adapter of this process at one time; its optimizer may run at peers."""
 
 AdapterChoice = Adapter | Sequence[Adapter | None] | None
@@ -120,7 +120,7 @@ class ActiveAdapters:
                 "rows with an adapter to train cannot share a call with rows that use a published "
                 "adapter; make two calls"
             )
-        if any(isinstance(one, HousedVersion) for one in sources) and len(sent) > 1:
+        if any(isinstance(one, ShardedVersion) for one in sources) and len(sent) > 1:
             raise UsageError(
                 "an adapter whose optimizer runs at the peers must be the only adapter of a call; "
                 "other rows may have none"

@@ -23,7 +23,7 @@ from ..concurrency.portal import Portal
 from ..passes.microbatches import TextGradients, Texts, Trail
 from ..routing.route import Hop, PassFailover
 from .active_adapters import NO_ADAPTERS, ChosenAdapters
-from .peer_optimizer import Homes
+from .peer_optimizer import OptimizerShards
 
 Result = TypeVar("Result")
 
@@ -72,8 +72,8 @@ class Passes(Protocol):
         """Return the gradients of the inputs of `run_forward`, given those of its output."""
         ...
 
-    async def make_homes(self) -> Homes:
-        """Return homes for an adapter that peers are to train."""
+    async def make_sharded_optimizer(self) -> OptimizerShards:
+        """Return the optimizer of an adapter that peers are to train."""
         ...
 
     async def take_recent_hops(self) -> list[Hop]:

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from ...protocol.errors import UsageError
 from ...protocol.messages.adapters import DOWN, MAX_RANK, PREFIX, UP, LoraConfig
-from ..adapters.adapter_versions import AdapterVersion, HousedVersion
+from ..adapters.adapter_versions import AdapterVersion, ShardedVersion
 from ..adapters.peft_files import (
     HEAD,
     LinearShape,
@@ -39,7 +39,7 @@ _ROUTERS = (".gate", ".router")
 class Trainer(Protocol):
     """An optimizer at peers, as its adapter sees it."""
 
-    def take_version(self) -> HousedVersion:
+    def take_version(self) -> ShardedVersion:
         """Return the adapter as peers have it now."""
         ...
 

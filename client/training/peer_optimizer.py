@@ -11,7 +11,7 @@ from torch import Tensor
 from ...protocol.errors import UsageError
 from ...protocol.messages.adapters import OptimizerKind, OptimizerSettings
 from ...protocol.messages.fields import check_fields
-from ..adapters.adapter_versions import HousedVersion
+from ..adapters.adapter_versions import ShardedVersion
 from ..adapters.learned_states import LearnedState
 from .lora import LoraAdapter, check_is_adapter
 
@@ -30,8 +30,8 @@ _MOMENTS = {OptimizerKind.ADAMW: ("exp_avg", "exp_avg_sq"), OptimizerKind.SGD: (
 """The names that torch's optimizers give to their state of each parameter."""
 
 
-class Homes(Protocol):
-    """The peers that train one adapter; see `AdapterHomes`."""
+class OptimizerShards(Protocol):
+    """The peers that train one adapter; see `ShardedOptimizer`."""
 
     @property
     def has_begun(self) -> bool:
@@ -46,7 +46,7 @@ class Homes(Protocol):
         """Forget the state at the peers: there is a newer one here."""
         ...
 
-    def take_version(self, is_trained: bool) -> HousedVersion:
+    def take_version(self, is_trained: bool) -> ShardedVersion:
         """Return the adapter as it is now, for rows of texts."""
         ...
 
@@ -81,13 +81,13 @@ class PeerOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        homes: Homes,
+        shards: OptimizerShards,
         wait_for: Callable[[Coroutine[Any, Any, Any]], Any],
         adapter: LoraAdapter,
         kind: str = "adamw",
         **options: Any,
     ) -> None:
-        """`wait_for` runs a coroutine of `homes` on the client's loop and returns its result.
+        """`wait_for` runs a coroutine of `shards` on the client's loop and returns its result.
 
         Raises UsageError for options that the optimizer does not have.
         """
@@ -105,7 +105,7 @@ class PeerOptimizer(torch.optim.Optimizer):
         if adapter.trainer is not None:
             raise UsageError("the adapter already has an optimizer at peers; close() that one")
         self.max_grad_norm: float | None = None
-        self._homes = homes
+        self._shards = shards
         self._wait_for = wait_for
         self._adapter = adapter
         super().__init__(adapter.parameters(), defaults | options)
@@ -121,22 +121,22 @@ class PeerOptimizer(torch.optim.Optimizer):
             raise UsageError("an optimizer at peers has only one parameter group")
         super().add_param_group(param_group)
 
-    def take_version(self) -> HousedVersion:
+    def take_version(self) -> ShardedVersion:
         """Return the adapter as the peers have it; they receive it when the first one is asked."""
-        if not self._homes.has_begun:
-            self._homes.begin(self._read_state())
+        if not self._shards.has_begun:
+            self._shards.begin(self._read_state())
         is_trained = any(matrix.requires_grad for matrix in self._adapter.parameters())
-        return self._homes.take_version(is_trained)
+        return self._shards.take_version(is_trained)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that were accumulated since the last update."""
-        self._wait_for(self._homes.drop_gradients())
+        self._wait_for(self._shards.drop_gradients())
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the global gradient norm at the next `step()`; return the norm before clipping."""
         if not max_norm > 0:
             raise UsageError(f"max_norm must be above 0, not {max_norm!r}")
-        norm = torch.tensor(self._wait_for(self._homes.measure()))
+        norm = torch.tensor(self._wait_for(self._shards.measure()))
         self.max_grad_norm = float(max_norm)
         return norm
 
@@ -151,13 +151,13 @@ class PeerOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         settings = self._read_settings()
-        self._wait_for(self._homes.update(settings, self.max_grad_norm))
+        self._wait_for(self._shards.update(settings, self.max_grad_norm))
         self.max_grad_norm = None
         return loss
 
     def pull(self) -> None:
         """Fetch the newest weights and moments into the adapter's parameters and `state`."""
-        state = self._wait_for(self._homes.fetch())
+        state = self._wait_for(self._shards.fetch())
         if state is None:
             return
         self.state.clear()
@@ -169,7 +169,7 @@ class PeerOptimizer(torch.optim.Optimizer):
 
     def restart(self) -> None:
         """Have peers continue from the present parameters and `state`."""
-        self._homes.forget()
+        self._shards.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of torch's optimizer of the same kind, after a `pull()`."""

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ...protocol.errors import ErrorCode, RefusedError, UsageError
 from ...protocol.spans import Span
-from ..adapters.adapter_versions import AdapterGradients, add_gradients, find_homed
+from ..adapters.adapter_versions import AdapterGradients, add_gradients, find_sharded
 from ..concurrency.tasks import run_all
-from ..homes.adapter_homes import AdapterHomes
+from ..optimizer_shards.sharded_optimizer import ShardedOptimizer
 from ..passes.microbatches import (
     MOST_TOKENS,
     Stage,
@@ -42,7 +42,7 @@ class RemotePasses:
         """Owns both, and closes them."""
         self._asker = asker
         self.publisher = publisher
-        self._homes: WeakValueDictionary[str, AdapterHomes] = WeakValueDictionary()
+        self._optimizers: WeakValueDictionary[str, ShardedOptimizer] = WeakValueDictionary()
         self._most_tokens = MOST_TOKENS
 
     def can_run(self, span: Span) -> bool:
@@ -71,11 +71,11 @@ class RemotePasses:
         )
         return join_gradients(gradients, trails[0].stages[0].texts.shares_prompts)
 
-    async def make_homes(self) -> AdapterHomes:
-        """Return homes for an adapter that peers are to train."""
-        homes = AdapterHomes(self._asker)
-        self._homes[homes.lineage] = homes
-        return homes
+    async def make_sharded_optimizer(self) -> ShardedOptimizer:
+        """Return the optimizer of an adapter that peers are to train."""
+        optimizer = ShardedOptimizer(self._asker)
+        self._optimizers[optimizer.lineage] = optimizer
+        return optimizer
 
     async def take_recent_hops(self) -> list[Hop]:
         """Return the hops that answered since this was called last, in the order of blocks."""
@@ -161,18 +161,18 @@ class RemotePasses:
         _, stages = await self._forward(stage.span, stage.texts, stage.weights)
         return await self._backward(stages, grads_BTH)
 
-    def _choose_asker(self, texts: Texts) -> PassAsker | AdapterHomes:
+    def _choose_asker(self, texts: Texts) -> PassAsker | ShardedOptimizer:
         """Return what knows which peers may take texts."""
-        homed = find_homed(texts.adapters)
-        if homed is None:
+        version = find_sharded(texts.adapters)
+        if version is None:
             return self._asker
-        homes = self._homes.get(homed.lineage)
-        if homes is None:
+        optimizer = self._optimizers.get(version.lineage)
+        if optimizer is None:
             raise UsageError(
                 "the peers that trained this adapter were released, or belong to another model: "
                 "call backward() before the optimizer is closed"
             )
-        return homes
+        return optimizer
 
     def _take_less(self, error: RefusedError, texts: Texts) -> None:
         """Remember that a peer has no memory for so much at once; raises any other error."""

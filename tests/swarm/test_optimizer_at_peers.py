@@ -169,13 +169,13 @@ def test_learned_states_are_packed_and_read_where_nobody_waits(
     assert not [name for name in threads if "client" in name]
 
 
-def kill_homes(swarm: Any) -> None:
+def kill_shard_peers(swarm: Any) -> None:
     """Kill all peers that train something."""
-    for peer in list_homes(swarm):
+    for peer in list_shard_peers(swarm):
         swarm.network.kill(peer)
 
 
-def list_homes(swarm: Any) -> list[str]:
+def list_shard_peers(swarm: Any) -> list[str]:
     """Return the hosts of all peers that train something."""
     return [f"peer{n}" for n, peer in enumerate(swarm.peers) if len(look_into(peer).adapters)]
 
@@ -195,7 +195,7 @@ def test_homes_that_are_killed_take_nothing_with_them(tiny_models: Any, when: st
 
         def kill(number: int, now: str) -> None:
             if (number, now) == (2, when):
-                kill_homes(swarm)
+                kill_shard_peers(swarm)
 
         optimizer = model.optimizer_at_peers(ours, "adamw", **OPTIONS["adamw"])
         losses = learn(model, ours, optimizer, max_norm=0.05, between=kill)
@@ -211,7 +211,7 @@ def test_homes_that_are_killed_take_nothing_with_them(tiny_models: Any, when: st
 
 
 @pytest.mark.thorough
-def test_home_that_has_forgotten_an_adapter_learns_it_again(tiny_models: Any) -> None:
+def test_peer_that_has_forgotten_an_adapter_learns_it_again(tiny_models: Any) -> None:
     with swarm_of(tiny_models, ((0, 2), (2, 4))) as (swarm, model):
         theirs, ours = make_adapter(model), make_adapter(model)
         expected = learn_here(model, theirs, "sgd")
@@ -226,7 +226,7 @@ def test_home_that_has_forgotten_an_adapter_learns_it_again(tiny_models: Any) ->
         assert_same(ours, theirs)
 
 
-def test_home_is_replaced_by_several_peers(tiny_models: Any) -> None:
+def test_shard_peer_is_replaced_by_several_peers(tiny_models: Any) -> None:
     """What went into the later ones was never sent to them: it is computed again."""
     with swarm_of(tiny_models, ((0, 4), (0, 1), (1, 4))) as (swarm, model):
         theirs, ours = make_adapter(model), make_adapter(model)
@@ -242,7 +242,7 @@ def test_home_is_replaced_by_several_peers(tiny_models: Any) -> None:
             for other in (1, 2):
                 look_into(swarm.peers[other]).is_draining = False
             if (number, now) == (2, "backward"):
-                assert list_homes(swarm) == ["peer0"]
+                assert list_shard_peers(swarm) == ["peer0"]
                 swarm.network.kill("peer0")
 
         losses = learn(model, ours, optimizer, num_batches=2, between=kill)

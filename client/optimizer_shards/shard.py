@@ -1,4 +1,4 @@
-"""Blocks of an adapter that one peer trains, and all that is needed to go on at another peer."""
+"""The part of an optimizer that one peer holds, and all that is needed to go on at another peer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..routing.route import Hop
 
 
 @dataclass(frozen=True)
-class Applied:
+class AppliedUpdate:
     """The settings of one update, the same for all blocks of an adapter."""
 
     settings: OptimizerSettings
@@ -47,14 +47,14 @@ class LoggedUpdate:
 
     number: int
     passes: list[LoggedPass] = field(default_factory=list[LoggedPass])
-    applied: Applied | None = None
+    applied: AppliedUpdate | None = None
 
 
 @dataclass(eq=False)
-class Segment:
-    """Some blocks and their home: `saved`, and then everything in `log`, is what that peer has.
+class Shard:
+    """Some blocks and their peer: `saved`, and then everything in `log`, is what that peer has.
 
-    Without a `hop` nobody has it, and the next one who needs it finds it a home.
+    Without a `hop` no peer holds it, and the next request for it finds one.
     """
 
     span: Span
@@ -67,14 +67,14 @@ class Segment:
     """Of the gradients gathered so far; None where they are not measured."""
 
     @property
-    def home(self) -> Hop:
+    def held_at(self) -> Hop:
         """The hop whose peer trains it."""
         assert self.hop is not None
         return self.hop
 
     def make_hop(self, span: Span) -> Hop:
-        """Return its home for some of the blocks."""
-        return Hop(self.home.peer, span)
+        """Return its peer for some of the blocks."""
+        return Hop(self.held_at.peer, span)
 
     @property
     def is_empty(self) -> bool:
@@ -93,15 +93,15 @@ class Segment:
 
     @property
     def gradients(self) -> GradientSum:
-        """The gradients that its home has accumulated for the next update."""
+        """The gradients that its peer has accumulated for the next update."""
         parts = tuple(sorted(one.part for one in self.log[-1].passes))
         return GradientSum(self.name, self.log[-1].number, parts)
 
-    def cut(self, hop: Hop) -> Segment:
+    def cut(self, hop: Hop) -> Shard:
         """Return what of it belongs to the blocks of a hop, as it was saved."""
         log = [LoggedUpdate(self.log[0].number)]
         saved, weights = self.saved.cut(hop.span), hop.peer.weights
-        return Segment(hop.span, saved, log, hop, self.name, weights)
+        return Shard(hop.span, saved, log, hop, self.name, weights)
 
     def overlap(self, span: Span) -> Span | None:
         """Return which of some blocks are here."""
@@ -109,7 +109,7 @@ class Segment:
         return Span(start, stop) if start < stop else None
 
     def name_rows(self, texts: Texts) -> Texts:
-        """Return texts whose rows have the adapter by the name that it has at home."""
+        """Return texts whose rows have the adapter by the name that it has at its peer."""
         if self.is_empty:
             return replace(texts, adapters=(), trains_adapters=False)
         known = PublishedAdapter(self.name)
@@ -121,7 +121,7 @@ class Segment:
         self.log[-1].passes.append(logged)
         self.square_sum = None
 
-    def note_update(self, applied: Applied, name: AdapterId) -> None:
+    def note_update(self, applied: AppliedUpdate, name: AdapterId) -> None:
         """Note that an update was made, and what came of it is called so."""
         self.log[-1].applied = applied
         self.log.append(LoggedUpdate(self.log[-1].number + 1))
@@ -137,7 +137,7 @@ class Segment:
         self.square_sum = None
 
 
-def list_stages(segments: Sequence[Segment], span: Span) -> list[tuple[Segment, Span]]:
-    """Return which of the segments have some of these blocks, and which."""
-    found = ((segment, segment.overlap(span)) for segment in segments)
-    return [(segment, part) for segment, part in found if part is not None]
+def list_stages(shards: Sequence[Shard], span: Span) -> list[tuple[Shard, Span]]:
+    """Return which of the shards have some of these blocks, and which."""
+    found = ((shard, shard.overlap(span)) for shard in shards)
+    return [(shard, part) for shard, part in found if part is not None]
