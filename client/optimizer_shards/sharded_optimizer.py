@@ -408,7 +408,7 @@ class ShardedOptimizer:
     async def _try(
         self, shard: Shard, trouble: PassTrouble, ask: Callable[[], Awaitable[Result]]
     ) -> Result:
-        """Ask the peer of a shard, and once more if the answer is lost: what is done is not repeated.
+        """Ask the peer of a shard, and once more if the answer is lost: nothing is done twice.
 
         Raises RefusedError for what no other peer would do either, else LostShardError.
         """
@@ -429,8 +429,8 @@ class ShardedOptimizer:
 
     async def _upload(self, hop: Hop, head: AdapterHead, data: bytes) -> None:
         """Have a peer train an adapter from now on."""
-        async with self._asker.lend(hop) as (link, way):
-            await self._asker.courier.send(link, head, data, way)
+        async with self._asker.lend(hop) as (link, _):
+            await self._asker.send_adapter(link, head, data)
 
     async def _ask_square_sum(self, hop: Hop, asked: AdapterMeasure) -> float:
         """Return the sum of the squares of what a peer has gathered."""

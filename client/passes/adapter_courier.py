@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
@@ -26,17 +26,16 @@ from ..concurrency.tasks import KeyedSemaphores
 from ..routing.peer_book import Bandwidth
 from .pass_links import PassLink
 
-_LEAST_PATIENCE_SECONDS = 20.0
-_PATIENCE = 2.0
-"""All of an adapter may take so many times what the line is expected to take: others wait for the
-peer meanwhile, and one that reads now and then a piece could keep them waiting for an hour."""
-
 _PIECES_UNDER_WAY = 32
 """How many of the newest pieces of one for everybody may not have arrived yet: a mebibyte and a
 half, as much as was seen in the buffers of a connection that shares a slow line."""
 
 _HEAD_SECONDS = 30.0
 """How long, at most, a few hundred bytes may take behind what else is under way."""
+
+
+Send = Callable[[AdapterHead, bytes], Awaitable[float]]
+"""Uploads an adapter; returns how long the peer keeps it unused."""
 
 
 @dataclass
@@ -58,25 +57,25 @@ class AdapterCourier:
         self._bandwidth = bandwidth
         self._kept: dict[PeerId, dict[AdapterId, _Kept]] = defaultdict(dict)
         self._newest: dict[tuple[PeerId, str, Span], tuple[int, AdapterId]] = {}
-        self._lanes = KeyedSemaphores[PeerId]()
+        self._semaphores = KeyedSemaphores[PeerId]()
 
     async def bring(
         self,
-        link: PassLink,
+        peer_id: PeerId,
         adapters: Iterable[SentAdapter],
         span: Span,
-        way: Bandwidth,
         is_trained: bool,
+        send: Send,
     ) -> None:
-        """See that a peer has all of some adapters for some blocks; raises what the link does.
+        """See that a peer has all of some adapters for some blocks; raises what `send` does.
 
-        `way` is the line to this peer, as far as it has shown. One without memory to train them, if
-        that is what they are for, says so before they are on their way.
+        One without memory to train them, if that is what they are for, says so before they are on
+        their way.
         """
         for adapter in adapters:
             if isinstance(adapter, AdapterVersion):
-                async with self._lanes.hold(link.peer.peer_id):
-                    await self._bring(link, adapter, span, way, is_trained)
+                async with self._semaphores.hold(peer_id):
+                    await self._bring(peer_id, adapter, span, is_trained, send)
 
     async def publish(self, link: PassLink, adapter: AdapterVersion, span: Span) -> float:
         """Give a peer an adapter for everybody; return how long it is kept unused.
@@ -151,9 +150,9 @@ class AdapterCourier:
         }
 
     async def _bring(
-        self, link: PassLink, adapter: AdapterVersion, span: Span, way: Bandwidth, is_trained: bool
+        self, peer_id: PeerId, adapter: AdapterVersion, span: Span, is_trained: bool, send: Send
     ) -> None:
-        cut, peer_id = adapter.cut(span), link.peer.peer_id
+        cut = adapter.cut(span)
         if cut is None:
             return
         self._forget_expired()
@@ -169,26 +168,11 @@ class AdapterCourier:
         head, tensors = _make_head(adapter, span, replaces=replaces)
         if is_trained:
             head = replace(head, num_trained=cut.num_numbers)
-        keep_seconds = await self.send(link, head, tensors, way)
+        keep_seconds = await send(head, tensors)
         kept.pop(replaces, None)
         kept[cut.name] = _Kept(keep_seconds, self._clock.now())
         if number <= adapter.number:
             self._newest[place] = adapter.number, cut.name
-
-    async def send(
-        self, link: PassLink, head: AdapterHead, tensors: bytes, way: Bandwidth
-    ) -> float:
-        """Give a peer an adapter; return how long it is kept unused."""
-        bandwidth = self._bandwidth
-        with bandwidth.carry(len(tensors)) as carrying_seconds:
-            carrying_seconds = min(carrying_seconds, way.expect_seconds(bandwidth.num_bytes))
-            patience_seconds = _LEAST_PATIENCE_SECONDS + _PATIENCE * carrying_seconds
-            try:
-                return await link.bring(head, tensors, carrying_seconds, patience_seconds)
-            except SilentError:
-                bandwidth.note_silence(len(tensors))
-                way.note_silence(len(tensors))
-                raise
 
 
 def _make_head(

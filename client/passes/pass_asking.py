@@ -21,11 +21,12 @@ from ...protocol.errors import (
     RemoteProtocolError,
     RouteError,
     ShoalError,
+    SilentError,
     UnavailableError,
 )
 from ...protocol.ids import NO_ADAPTER, AdapterId, PeerId
+from ...protocol.messages.adapters import AdapterHead
 from ...protocol.messages.passes import GatherOrder, PassKind, Slot
-from ...protocol.net.clock import Clock
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement, PeerState
@@ -57,6 +58,11 @@ _LEAST_PATIENCE_SECONDS = 60.0
 """A peer that goes on saying that it is at a pass is left after so many times what it should take:
 others may be waiting there as well, or it lies."""
 
+
+_LEAST_UPLOAD_SECONDS = 20.0
+_UPLOAD_PATIENCE = 2.0
+"""All of an adapter may take so many times what the line is expected to take: others wait for the
+peer meanwhile, and one that reads now and then a piece could keep them waiting for an hour."""
 
 _AGAIN = Backoff(0.1, 1.6)
 """Between attempts at one pass."""
@@ -132,8 +138,10 @@ class PassFailovers:
 class PassTrouble(Trouble):
     """The failures of one pass so far; its deadline starts with the first one."""
 
-    def __init__(self, span: Span, clock: Clock, timeout_seconds: float) -> None:
-        super().__init__(Retry(_AGAIN, clock))
+    def __init__(
+        self, span: Span, retry: Retry, now: Callable[[], float], timeout_seconds: float
+    ) -> None:
+        super().__init__(retry)
         self.too_small: set[PeerId] = set()
         """Peers that have no memory for it."""
         self.brought_again: set[PeerId] = set()
@@ -143,14 +151,14 @@ class PassTrouble(Trouble):
         self._lost: list[LostHopError] = []
         self._full_until: dict[PeerId, float] = {}
         self._span = span
-        self._clock = clock
+        self._now = now
         self._timeout_seconds = timeout_seconds
         self._error: PeerFailure | None = None
 
     @property
     def full(self) -> set[PeerId]:
         """Peers that have no room for an adapter at present."""
-        now = self._clock.now()
+        now = self._now()
         return {peer_id for peer_id, until in self._full_until.items() if now < until}
 
     @property
@@ -170,7 +178,7 @@ class PassTrouble(Trouble):
         if self.is_known:
             self.retry.note_failure()  # the second try comes at once
         else:
-            self.retry.deadline = self._clock.now() + self._timeout_seconds
+            self.retry.deadline = self._now() + self._timeout_seconds
         self._error = error
 
     def note_lost(self, lost: LostHopError) -> None:
@@ -190,12 +198,12 @@ class PassTrouble(Trouble):
 
     def note_full(self, peer_id: PeerId, seconds: float) -> None:
         """Note that a peer has no room for an adapter, and said when to ask again."""
-        self._full_until[peer_id] = self._clock.now() + seconds
+        self._full_until[peer_id] = self._now() + seconds
 
     async def wait_for_room(self) -> None:
         """Wait until one of those that were full may be asked again, or the time is up."""
         until = min(self.retry.deadline, *(self._full_until[peer_id] for peer_id in self.full))
-        await asyncio.sleep(max(0.0, until - self._clock.now()))
+        await asyncio.sleep(max(0.0, until - self._now()))
 
     def raise_refusal(self) -> None:
         """Raise what a peer said against the texts, if one did: nobody else is left to ask."""
@@ -221,15 +229,10 @@ class PassAsker:
     """Chooses peers for passes and asks them. Owned by the client's loop."""
 
     def __init__(
-        self,
-        book: PeerBook,
-        transport: Transport,
-        clock: Clock,
-        config: ClientConfig,
-        secret: bytes,
+        self, book: PeerBook, transport: Transport, config: ClientConfig, secret: bytes
     ) -> None:
         self._book = book
-        self._clock = clock
+        self._clock = clock = book.clock
         self._config = config
         self._rng = random.Random(config.seed)
         self._links = PassLinks(transport, clock, secret, config.connect_timeout_seconds)
@@ -341,8 +344,27 @@ class PassAsker:
         """
         await cut_apart([adapter], hop.span)
         if adapter.cut(hop.span) is not None and isinstance(adapter, AdapterVersion):
-            async with self.lend(hop) as (link, way):
-                await self.courier.bring(link, [adapter], hop.span, way, is_trained=False)
+            async with self.lend(hop) as (link, _):
+                await self._bring(link, [adapter], hop.span, is_trained=False)
+
+    async def _bring(
+        self, link: PassLink, adapters: Sequence[SentAdapter], span: Span, is_trained: bool
+    ) -> None:
+        send = partial(self.send_adapter, link)
+        await self.courier.bring(link.peer.peer_id, adapters, span, is_trained, send)
+
+    async def send_adapter(self, link: PassLink, head: AdapterHead, tensors: bytes) -> float:
+        """Upload an adapter to a peer; return how long it is kept unused. Raises what links do."""
+        line, way = self._book.bandwidth, self._book.pass_times(link.peer.peer_id).line
+        with line.carry(len(tensors)) as carrying_seconds:
+            carrying_seconds = min(carrying_seconds, way.expect_seconds(line.num_bytes))
+            patience_seconds = _LEAST_UPLOAD_SECONDS + _UPLOAD_PATIENCE * carrying_seconds
+            try:
+                return await link.bring(head, tensors, carrying_seconds, patience_seconds)
+            except SilentError:
+                line.note_silence(len(tensors))
+                way.note_silence(len(tensors))
+                raise
 
     async def list_peers(self) -> list[Announcement]:
         """Return who serves blocks now and understands adapters, least in doubt first; no liars."""
@@ -432,7 +454,8 @@ class PassAsker:
 
     def make_trouble(self, span: Span) -> PassTrouble:
         """Return what to note failures in, of passes through a span."""
-        return PassTrouble(span, self._clock, self._config.failover_timeout_seconds)
+        retry, seconds = Retry(_AGAIN, self._clock), self._config.failover_timeout_seconds
+        return PassTrouble(span, retry, self._clock.now, seconds)
 
     async def _ask(
         self,
@@ -455,7 +478,7 @@ class PassAsker:
             async with self._links.lend(hop.peer, is_wanted) as link:
                 self.failovers.note_reached(hop.peer.peer_id)
                 adapters = list_adapters(texts.adapters)
-                await self.courier.bring(link, adapters, hop.span, way, texts.trains_adapters)
+                await self._bring(link, adapters, hop.span, texts.trains_adapters)
                 asked_at = self._clock.now()
                 with bandwidth.carry(num_bytes) as carrying_seconds:
                     carrying_seconds = min(

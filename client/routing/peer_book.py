@@ -384,7 +384,7 @@ class PeerBook:
         self, directory: Directory, model_id: ModelId, num_blocks: int, clock: Clock
     ) -> None:
         self._directory = directory
-        self._clock = clock
+        self.clock = clock
         self._refreshed_at = float("-inf")
         self._records: dict[PeerId, _Record] = {}
         self.view = SwarmView.from_announcements(model_id, (), clock.wall(), num_blocks)
@@ -403,12 +403,12 @@ class PeerBook:
 
         Raises DirectoryError when the directory cannot be read; the old view stays.
         """
-        if self._clock.now() - self._refreshed_at > max_age_seconds:
+        if self.clock.now() - self._refreshed_at > max_age_seconds:
             model_id, num_blocks = self.view.model_id, self.view.num_blocks
             found = await self._directory.lookup(model_id)
-            wall = self._clock.wall()
+            wall = self.clock.wall()
             self.view = SwarmView.from_announcements(model_id, found, wall, num_blocks)
-            self._refreshed_at = self._clock.now()
+            self._refreshed_at = self.clock.now()
             self.revision += 1
             self.way_seconds.clear()
             self._forget_absent()
@@ -416,7 +416,7 @@ class PeerBook:
 
     def _forget_absent(self) -> None:
         """Drop what is known of peers that left long ago: identities are free and many."""
-        now = self._clock.now()
+        now = self.clock.now()
         for peer in self.view.peers:
             if (record := self._records.get(peer.peer_id)) is not None:
                 record.seen_at = now
@@ -428,7 +428,7 @@ class PeerBook:
     def _find(self, peer_id: PeerId) -> _Record:
         record = self._records.get(peer_id)
         if record is None:
-            record = self._records[peer_id] = _Record(self._clock.now())
+            record = self._records[peer_id] = _Record(self.clock.now())
         return record
 
     def find_pass_hosts(
@@ -499,7 +499,7 @@ class PeerBook:
             quarantine.fault is Fault.STALE
             or (quarantine.fault is not Fault.LYING and record.has_worked)
         )
-        return self._clock.now() < quarantine.until and not has_come_back
+        return self.clock.now() < quarantine.until and not has_come_back
 
     def quarantine(self, peer: Announcement, fault: Fault) -> None:
         """Avoid a peer that failed us, at once and for longer each time it comes back.
@@ -520,9 +520,7 @@ class PeerBook:
             fault = max(fault, previous.fault)
         else:
             seconds = min(2 * previous.seconds, _LONGEST_QUARANTINE_SECONDS)
-        record.quarantine = _Quarantine(
-            self._clock.now() + seconds, seconds, newest.sequence, fault
-        )
+        record.quarantine = _Quarantine(self.clock.now() + seconds, seconds, newest.sequence, fault)
 
     def blame(self, hop: Hop, error: PeerFailure, forgiven: set[PeerId]) -> LostHopError:
         """Have a peer avoided for a failure of its own; return what to raise of the failure.

@@ -46,7 +46,7 @@ class Client:
         self._hidden_size = model.hidden_size
         self.config = config
         secret = secrets.token_bytes(16)
-        self._asker = PassAsker(swarm.book, joined.transport, clock, config, secret)
+        self._asker = PassAsker(swarm.book, joined.transport, config, secret)
         self._sessions = SessionOpener(swarm, joined.transport, clock, config, secret)
         publisher = Publisher(self._asker, clock)
         self._passes = RemotePasses(self._asker, publisher)

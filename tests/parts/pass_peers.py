@@ -35,7 +35,6 @@ from shoal.protocol.messages.passes import (
     list_question_slots,
 )
 from shoal.protocol.messages.session import Declined, Hello, Queued, Welcome
-from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireTensor
@@ -207,7 +206,7 @@ async def move_pass_peer(scene: Scene, peer: PassPeer, old_name: str) -> None:
 
 def make_asker(scene: Scene) -> PassAsker:
     """Return what asks them. Close it."""
-    return PassAsker(scene.swarm.book, scene.client, VirtualClock(), scene.config, SECRET)
+    return PassAsker(scene.swarm.book, scene.client, scene.config, SECRET)
 
 
 def make_texts(num_tokens: int = 64) -> tuple[Texts, Tensor]:
