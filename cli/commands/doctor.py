@@ -51,8 +51,8 @@ def run(options: argparse.Namespace) -> int:
     with Progress(Terminal(sys.stderr), lambda: "Examining") as progress:
         with quitting_at_once():
             import_client()
-            from ...client.doctor.diagnosis import Diagnosis, ModelFacts
-            from ...client.doctor.peer_check import make_network_probes
+            from ...client.doctor.diagnosis import Diagnosis
+            from ...client.doctor.probes import ModelFacts, make_network_probes
             from ...client.doctor.reach_check import Door
 
         def report(finding: "Finding") -> None:

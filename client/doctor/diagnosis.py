@@ -19,7 +19,7 @@ from ...protocol.errors import (
     UsageError,
     WrongSwarmError,
 )
-from ...protocol.ids import ModelId, make_model_id
+from ...protocol.ids import ModelId
 from ...protocol.limits import MAX_CLOCK_SKEW_SECONDS
 from ...protocol.membership.membership import Membership, Role
 from ...protocol.net.directory import Directory
@@ -29,7 +29,8 @@ from ...protocol.records.announcements import Announcement, PeerState
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span, find_gaps
 from .finding import Finding, Status
-from .peer_check import FIXES, LIBP2P_GREETING, PeerCheck, Probes, check_peer
+from .peer_check import FIXES, PeerCheck, check_peer
+from .probes import LIBP2P_GREETING, ModelFacts, Probes
 from .reach_check import Door, judge_reach
 
 DIAL_SECONDS = 3.0
@@ -55,28 +56,6 @@ _JOIN_FIXES = {
     "or overloaded; if nothing helps, restart it",
 }
 """Advice for a failed join, by words of the directory's error."""
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """The swarm to look for: its model."""
-
-    name: str
-    model_id: ModelId
-    num_blocks: int
-
-    @classmethod
-    def read(cls, model: str, name: str) -> "ModelFacts":
-        """Read a model directory or Hub id; raises ModelError when it cannot be used.
-
-        `name` is what people call it.
-        """
-        from ...models.checkpoints.checkpoint import Checkpoint
-        from ..model.local_layers import load_config
-
-        checkpoint = Checkpoint.open(model)
-        num_blocks = load_config(checkpoint).num_hidden_layers
-        return cls(name, make_model_id(checkpoint.config, checkpoint.revision), num_blocks)
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 import asyncio
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -17,20 +16,13 @@ from ...protocol.errors import (
     UsageError,
 )
 from ...protocol.ids import NO_CLIENT
-from ...protocol.membership.membership import Membership
 from ...protocol.messages.session import Welcome
-from ...protocol.net.clock import Clock, SystemClock
 from ...protocol.net.dialling import greet
-from ...protocol.net.directory import Directory
-from ...protocol.net.transport import ChoosingTransport, Transport
 from ...protocol.records.announcements import Announcement
-from .reach_check import Door, Reach
+from .probes import Probes
 
 PEER_SECONDS = 6.0
 """How long one endpoint of a peer may keep us waiting."""
-
-LIBP2P_GREETING = b"\x13/multistream/1.0.0\n"
-"""The greeting of a libp2p connection (multistream-select: length, text, newline)."""
 
 
 class Fault(StrEnum):
@@ -91,67 +83,6 @@ class PeerCheck:
     detail: str = ""
     rtt_seconds: float | None = None
     clock_ahead_seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class Probes:
-    """Everything that touches the network or the clock."""
-
-    clock: Clock
-    transport: Transport
-    dial: Callable[[str, int], Awaitable[None]]
-    """Open and close a TCP connection; raises OSError."""
-    hail: Callable[[str, int], Awaitable[bytes]]
-    """Greet over TCP as libp2p does and return the answer; raises OSError."""
-    join: Callable[[Sequence[str]], Awaitable[Directory]]
-    check_certificate: Callable[[Endpoint], Awaitable[object]]
-    """Raise as `fetch_pinned_certificate` does."""
-    reach: Callable[[Sequence[str], Door], Awaitable[Sequence[Reach]]]
-    """Ask others, through these addresses, to dial a door of this machine."""
-
-
-def make_network_probes(membership: Membership | None = None) -> Probes:
-    """Return the probes over TCP, TLS and the DHT, which take seconds to import.
-
-    They are those of a member, or, with None, of whoever the swarm is open to.
-    """
-    from ...protocol.net.dht.hivemind_directory import HivemindDirectory
-    from ...protocol.net.libp2p.libp2p_transport import LazyLibp2pTransport
-    from ...protocol.net.relays.reachability import probe
-    from ...protocol.net.tcp.tcp_transport import TcpTransport
-    from ...protocol.net.tcp.tls import fetch_pinned_certificate
-
-    clock = SystemClock()
-
-    async def join(addresses: Sequence[str]) -> Directory:
-        return await HivemindDirectory.join(
-            addresses, identity=None, clock=clock, client_mode=True, membership=membership
-        )
-
-    async def reach(addresses: Sequence[str], door: Door) -> Sequence[Reach]:
-        return await probe(
-            TcpTransport(), addresses, door.listen_host, door.port, door.announced_host
-        )
-
-    transport = ChoosingTransport(
-        TcpTransport(membership=membership),
-        LazyLibp2pTransport(membership),
-    )
-    return Probes(clock, transport, _dial, _hail, join, fetch_pinned_certificate, reach)
-
-
-async def _dial(host: str, port: int) -> None:
-    _, writer = await asyncio.open_connection(host, port)
-    writer.close()
-
-
-async def _hail(host: str, port: int) -> bytes:
-    reader, writer = await asyncio.open_connection(host, port)
-    try:
-        writer.write(LIBP2P_GREETING)
-        return await reader.read(len(LIBP2P_GREETING))
-    finally:
-        writer.close()
 
 
 async def check_peer(peer: Announcement, probes: Probes) -> PeerCheck:

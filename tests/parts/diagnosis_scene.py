@@ -8,9 +8,9 @@ from typing import Any
 
 from scripted_swarm import MODEL_ID, ScriptedSwarm
 
-from shoal.client.doctor.diagnosis import Diagnosis, ModelFacts
+from shoal.client.doctor.diagnosis import Diagnosis
 from shoal.client.doctor.finding import Finding
-from shoal.client.doctor.peer_check import LIBP2P_GREETING, Probes
+from shoal.client.doctor.probes import LIBP2P_GREETING, ModelFacts, Probes
 from shoal.client.doctor.reach_check import Door, Reach
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, ModelError, ShoalError

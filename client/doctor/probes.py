@@ -1,0 +1,99 @@
+"""The access of `shoal doctor` to network and disk: it reads a model, dials, joins, asks peers."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from ...protocol.endpoints import Endpoint
+from ...protocol.ids import ModelId, make_model_id
+from ...protocol.membership.membership import Membership
+from ...protocol.net.clock import Clock, SystemClock
+from ...protocol.net.directory import Directory
+from ...protocol.net.transport import ChoosingTransport, Transport
+from .reach_check import Door, Reach
+
+LIBP2P_GREETING = b"\x13/multistream/1.0.0\n"
+"""The greeting of a libp2p connection (multistream-select: length, text, newline)."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The swarm to look for: its model."""
+
+    name: str
+    model_id: ModelId
+    num_blocks: int
+
+    @classmethod
+    def read(cls, model: str, name: str) -> "ModelFacts":
+        """Read a model directory or Hub id; raises ModelError when it cannot be used.
+
+        `name` is what people call it.
+        """
+        from ...models.checkpoints.checkpoint import Checkpoint
+        from ..model.local_layers import load_config
+
+        checkpoint = Checkpoint.open(model)
+        num_blocks = load_config(checkpoint).num_hidden_layers
+        return cls(name, make_model_id(checkpoint.config, checkpoint.revision), num_blocks)
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Everything that touches the network or the clock."""
+
+    clock: Clock
+    transport: Transport
+    dial: Callable[[str, int], Awaitable[None]]
+    """Open and close a TCP connection; raises OSError."""
+    hail: Callable[[str, int], Awaitable[bytes]]
+    """Greet over TCP as libp2p does and return the answer; raises OSError."""
+    join: Callable[[Sequence[str]], Awaitable[Directory]]
+    check_certificate: Callable[[Endpoint], Awaitable[object]]
+    """Raise as `fetch_pinned_certificate` does."""
+    reach: Callable[[Sequence[str], Door], Awaitable[Sequence[Reach]]]
+    """Ask others, through these addresses, to dial a door of this machine."""
+
+
+def make_network_probes(membership: Membership | None = None) -> Probes:
+    """Return the probes over TCP, TLS and the DHT, which take seconds to import.
+
+    They are those of a member, or, with None, of whoever the swarm is open to.
+    """
+    from ...protocol.net.dht.hivemind_directory import HivemindDirectory
+    from ...protocol.net.libp2p.libp2p_transport import LazyLibp2pTransport
+    from ...protocol.net.relays.reachability import probe
+    from ...protocol.net.tcp.tcp_transport import TcpTransport
+    from ...protocol.net.tcp.tls import fetch_pinned_certificate
+
+    clock = SystemClock()
+
+    async def join(addresses: Sequence[str]) -> Directory:
+        return await HivemindDirectory.join(
+            addresses, identity=None, clock=clock, client_mode=True, membership=membership
+        )
+
+    async def reach(addresses: Sequence[str], door: Door) -> Sequence[Reach]:
+        return await probe(
+            TcpTransport(), addresses, door.listen_host, door.port, door.announced_host
+        )
+
+    transport = ChoosingTransport(
+        TcpTransport(membership=membership),
+        LazyLibp2pTransport(membership),
+    )
+    return Probes(clock, transport, _dial, _hail, join, fetch_pinned_certificate, reach)
+
+
+async def _dial(host: str, port: int) -> None:
+    _, writer = await asyncio.open_connection(host, port)
+    writer.close()
+
+
+async def _hail(host: str, port: int) -> bytes:
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(LIBP2P_GREETING)
+        return await reader.read(len(LIBP2P_GREETING))
+    finally:
+        writer.close()
