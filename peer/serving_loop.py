@@ -104,7 +104,7 @@ class ServingLoop:
         describe_load = [workload.describe for workload in service.workloads]
         self.description.begin_serving(served, describe_load)
         self.handler.open(service)
-        # Whoever was announced once is told again, as soon as the directory can be written.
+        # A peer that was announced is announced again as soon as the directory can be written.
         await self._announce_if_possible(PeerState.ONLINE)
         self.report(PeerEvent("online", {**self._describe(served), **self.address}))
 

@@ -1,4 +1,4 @@
-"""Every error of shoal. The class says whose fault it is and who can act on it.
+"""Every error of shoal. The class shows whose fault it is, and which side can act on it.
 
     ShoalError
       UsageError             the caller asked for something impossible (fix the call)

@@ -89,7 +89,7 @@ def check_room_for_client(
 
 
 class SharedPlaces:
-    """A number of places, and who holds them at present."""
+    """A number of places, and their present holders."""
 
     def __init__(self, num_places: int, of_what: str) -> None:
         self._num_places = num_places
@@ -98,7 +98,7 @@ class SharedPlaces:
 
     @contextmanager
     def hold(self, holder: Holder) -> Generator[None]:
-        """Hold one place. Raises RefusedError for who holds more than is left for others."""
+        """Hold one place. Raises RefusedError if the holder has more than is left for others."""
         check_room_for_client(holder, self._holders, self._num_places, self._of_what)
         self._holders.append(holder)
         try:
@@ -133,7 +133,7 @@ def compute_share(
 
 
 class SharedBytes:
-    """A budget of memory for what strangers send and do not fetch, and who holds how much of it."""
+    """A budget of memory for unread bytes of strangers, with each holder's part."""
 
     def __init__(self, budget_bytes: int, times_free: int = 1) -> None:
         """Let nobody hold more than `times_free` times what stays free."""
@@ -173,7 +173,7 @@ class SharedBytes:
 
 
 def may_displace(asker: Holder, idle: Holder, held: Mapping[Holder, int], num_bytes: int) -> bool:
-    """Return whether what an idle holder has may be given to one who asks for `num_bytes`.
+    """Return whether memory of an idle holder may be given to a request of `num_bytes`.
 
     What is one's own always; what others have only down to as much as the asker has then. So
     nobody can drive a small user out by asking for more and more.

@@ -116,7 +116,7 @@ class Portal:
         return os.getpid() != self._process
 
     def run_last(self, farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a coroutine when the portal closes, after everybody else's have ended."""
+        """Run a coroutine when the portal closes, after all others have ended."""
         self._farewell = farewell
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:

@@ -97,7 +97,7 @@ class Closer:
 
 
 class KeyedSemaphores(Generic[Key]):
-    """A semaphore for each key, kept only while somebody holds it or waits for it."""
+    """A semaphore for each key, kept only while a task holds it or waits for it."""
 
     def __init__(self, limit: int = 1) -> None:
         self._limit = limit

@@ -124,7 +124,7 @@ class Diagnosis:
         return model
 
     async def _check_addresses(self, texts: Sequence[str]) -> list[str]:
-        """Return the addresses where somebody listens, or that cannot be tried."""
+        """Return the addresses that accept connections or cannot be tried."""
         results = await asyncio.gather(*(self._dial_address(text) for text in texts))
         for finding in results:
             self._note(finding.name, finding.status, finding.detail, finding.fix)
@@ -161,7 +161,7 @@ class Diagnosis:
         )
 
     async def _hail(self, name: str, host: str, port: int) -> Finding | None:
-        """Return what is wrong with the one who accepts connections at an address."""
+        """Return the fault of the program that accepts connections at an address."""
         try:
             async with asyncio.timeout(DIAL_SECONDS):
                 answer = await self.probes.hail(host, port)

@@ -115,7 +115,7 @@ def encode_text(text: TrainingText, tokenizer: Any) -> Example:
         prompt_ids = prompt_ids[:-1]  # some tokenizers end every text, and this one goes on
     ids: list[int] = tokenizer(text.prompt + text.completion).input_ids
     if prompt_ids and ids[: len(prompt_ids)] != prompt_ids:
-        # Where a word goes on over the border, the prompt keeps the tokens that it has alone:
+        # If a word spans the border, the prompt keeps the tokens that it has alone:
         # with those the model will be asked.
         ids = prompt_ids + tokenizer(text.completion, add_special_tokens=False).input_ids
     if end is not None and ids[-1:] != [end]:

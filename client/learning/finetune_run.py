@@ -1,6 +1,6 @@
 """The loop of a fine-tuning run: batches in, updates out, checkpoints that it goes on from.
 
-What learns, and where its gradients come from, is behind `Learner`.
+`Learner` hides the trained parameters and the source of their gradients.
 """
 
 from __future__ import annotations

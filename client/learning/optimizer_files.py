@@ -1,4 +1,4 @@
-"""The state of an optimizer as a file, which is looked at closely before anybody relies on it."""
+"""The state of an optimizer as a file, which is checked before use."""
 
 from __future__ import annotations
 

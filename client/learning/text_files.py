@@ -218,7 +218,7 @@ def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
                 raise UsageError(
                     f"{path}:{number}: the line is not UTF-8; convert the file"
                 ) from error
-            # What some editors write before the first letter is none of the text.
+            # The byte order mark that some editors write is not a part of the text.
             yield number, text.removeprefix("\ufeff") if number == 1 else text
 
 

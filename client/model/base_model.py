@@ -268,7 +268,7 @@ class DistributedModel(PreTrainedModel):
             raise UsageError("the model takes either input_ids or inputs_embeds")
         if input_ids is not None:
             ids_BT = check_token_ids(input_ids, self.config.vocab_size).to(self.device)
-            # What comes back has the dtype of what is sent: 16 bits would round it needlessly.
+            # The answer has the dtype of the question: 16 bits would round it needlessly.
             inputs_embeds = self.transformer.word_embeddings(ids_BT).float()
         embeddings_BTH: Tensor = inputs_embeds  # pyright: ignore[reportAssignmentType]
         self.transformer.h.check_hidden(embeddings_BTH)

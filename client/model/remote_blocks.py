@@ -90,7 +90,7 @@ class DistributedConfig:
         return getattr(self.client if is_setting else self.model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Change a setting of the client, for those who join from now on, or the model's."""
+        """Change a setting of the model, or of clients that join from now on."""
         if name in _SETTINGS:
             self._set_client(name, value)
         elif name in _OWN:

@@ -1,4 +1,4 @@
-"""Brings adapters to the peers that are about to need them, and remembers who has which."""
+"""Uploads adapters to the peers that are about to need them, and remembers which peer has which."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class AdapterCourier:
         self._kept.pop(peer_id, None)
 
     def _forget_expired(self) -> None:
-        """Forget what peers have forgotten by now: who trains for days meets many of them."""
+        """Forget adapters that peers have forgotten: a long-lived client meets many peers."""
         now = self._clock.now()
         for peer_id, adapters in list(self._kept.items()):
             for name, kept in list(adapters.items()):

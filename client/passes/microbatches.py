@@ -200,7 +200,7 @@ def choose_scale(grads_BTH: Tensor) -> float:
     """Return the power of two that makes the largest gradient about one.
 
     Those of a mean over many tokens are so small that 16-bit floats of 5 exponent bits lose them.
-    Whatever gradients are multiplied with, so are those before them.
+    Multiplying gradients multiplies those before them as well.
     """
     largest = float(grads_BTH.abs().max())
     if largest == 0 or not math.isfinite(largest):

@@ -130,7 +130,7 @@ class PassFailovers:
         return failovers
 
     def take_recent_hops(self) -> list[Hop]:
-        """Return who answered since this was called last, in the order of blocks."""
+        """Return the peers that answered since the last call, in the order of blocks."""
         hops, self._recent_hops = self._recent_hops.values(), {}
         return sorted(hops, key=lambda hop: (hop.span.start, hop.span.stop, hop.peer.peer_id))
 
@@ -187,7 +187,7 @@ class PassTrouble(Trouble):
         self._lost.append(lost)
 
     def take_lost(self, span: Span) -> list[LostHopError]:
-        """Return who has failed at some of these blocks since this was called last."""
+        """Return the peers that failed at some of these blocks since the last call."""
         lost = [
             one
             for one in self._lost
@@ -255,7 +255,7 @@ class PassAsker:
         return -(-len(span) // longest)
 
     def has_host(self, block: int) -> bool:
-        """Return whether somebody takes passes through a block, as far as was heard last."""
+        """Return whether a peer takes passes through a block, by the last known view."""
         return self._book.has_pass_host(block, self._config.weights)
 
     async def ask_forward(self, span: Span, texts: Texts, weights: str | None = None) -> Passage:
@@ -295,7 +295,7 @@ class PassAsker:
                 return TextGradients.read(answer.tensors, texts, span).multiply(1 / scale)
 
     async def choose_shard_peer(self, span: Span, trouble: PassTrouble, weights: str | None) -> Hop:
-        """Return who is to train the first blocks of a span; raises what `ask_forward` does."""
+        """Return the peer to train the first blocks of a span; raises what `ask_forward` raises."""
         hosts = await self._wait_for_hosts(span, trouble, weights)
         return self._choose(hosts, span, 1, PassKind.BACKWARD)
 
@@ -367,7 +367,7 @@ class PassAsker:
                 raise
 
     async def list_peers(self) -> list[Announcement]:
-        """Return who serves blocks now and understands adapters, least in doubt first; no liars."""
+        """Return peers that serve blocks now and take adapters, least in doubt first; no liars."""
         await self._refresh(0.0)
         return self._book.list_by_doubt()
 
@@ -391,7 +391,7 @@ class PassAsker:
         self.courier.forget(hop.peer.peer_id)
 
     async def close(self) -> None:
-        """Hang up on everybody."""
+        """Close all connections."""
         await self._links.close()
 
     async def _try(
@@ -490,7 +490,7 @@ class PassAsker:
                         carrying_seconds,
                         patience_seconds + carrying_seconds,
                     )
-        # What the peer could lie about counts for its own line only.
+        # Claims that the peer could make up count for its own line only.
         bandwidth.note_answer(num_bytes, self._clock.now() - asked_at)
         way.note_answer(num_bytes, answer.way_seconds)
         times.note(hop, num_tokens, asked.kind, asked_at, self._clock.now(), answer.way_seconds)

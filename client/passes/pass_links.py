@@ -396,7 +396,7 @@ class PassLinks:
             self._sweep_later()
 
     async def close(self) -> None:
-        """Hang up on everybody."""
+        """Close all connections."""
         if self._sweep is not None:
             self._sweep.cancel()
         links = [*self._lent, *(link for idle in self._idle.values() for link in idle)]
@@ -405,7 +405,7 @@ class PassLinks:
         await self._closer.finish()
 
     def _sweep_later(self) -> None:
-        """Hang up, in a while, on those whom nobody has used for a while."""
+        """Close, in a while, connections that have not been used for a while."""
         if self._sweep is None:
             self._sweep = asyncio.get_running_loop().call_later(_KEEP_SECONDS, self._sweep_now)
 

@@ -1,5 +1,5 @@
-"""What a client remembers of each peer: its announcement, how fast it was at steps and passes, what
-it did wrong, and whether it is avoided for that.
+"""The peer book of a client: for each peer its announcement, its speed at steps and passes, its
+faults, and whether it is avoided for them.
 """
 
 from __future__ import annotations
@@ -306,7 +306,7 @@ class PassTimes:
         if block_seconds is None:
             announced = peer.prefill_tokens_per_second or _UNKNOWN_TOKENS_PER_SECOND
             block_seconds = _WORK[kind] / announced / len(peer.span)
-            # What was measured has waited there as well.
+            # The measured times include waiting there.
             queue_seconds = peer.queue_seconds + peer.pass_queue_seconds
         token_seconds = block_seconds * len(hop.span) + self.network_token_seconds
         return num_tokens * token_seconds + queue_seconds
@@ -451,7 +451,7 @@ class PeerBook:
         return any(_takes_passes(peer, weights) for peer in self.view.serving(block))
 
     def list_by_doubt(self) -> list[Announcement]:
-        """Return who serves blocks and understands adapters, those that have worked for us first.
+        """Return peers that serve blocks and take adapters, those that have worked for us first.
 
         Peers in quarantine come last; liars are not among them.
         """
@@ -504,7 +504,7 @@ class PeerBook:
     def quarantine(self, peer: Announcement, fault: Fault) -> None:
         """Avoid a peer that failed us, at once and for longer each time it comes back.
 
-        What is stale is one announcement, not the next. Otherwise a newer one ends it if the peer
+        Only this announcement is stale, not the next. Otherwise a newer one ends it if the peer
         has worked before: it was restarted or is alive after all. Not so for one that lied or never
         worked: announcing costs nothing. Many sessions may tell of one failure; it counts once.
         """

@@ -19,7 +19,7 @@ LEAST_LANDMARKS = 4
 """Fewer round trips than this fit many places."""
 
 _NUM_ASKED = 8
-"""Asked all at once; of most swarms that is somebody in every part of the world."""
+"""Asked all at once; in most swarms they include a peer in every part of the world."""
 
 _SURVEY_SECONDS = 1.0
 """How long a first route waits for them: a few round trips around the world."""

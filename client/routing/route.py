@@ -55,7 +55,7 @@ class Ends:
 
 
 PeerFailure = UnavailableError | RemoteProtocolError | RefusedError
-"""What a peer may cause, by which a caller turns to another one."""
+"""Errors that a peer may cause and after which a caller tries another one."""
 
 
 class Fault(IntEnum):
@@ -148,7 +148,7 @@ class LostHopError(UnavailableError):
 
 @dataclass(frozen=True)
 class PassFailover:
-    """One peer that did not do its part of a pass, and who did it in its place.
+    """A peer that did not do its part of a pass, and its replacement.
 
     Without replacements nobody hosts all of these blocks any more: several peers share them.
     """
@@ -189,7 +189,7 @@ class Refusals:
 
 
 class Trouble:
-    """The failures of one step or pass at one place so far: who declined it for good, and how
+    """The failures of one step or pass at one place so far: peers that declined for good, and how
     long to go on with others.
     """
 

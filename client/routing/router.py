@@ -169,7 +169,7 @@ def _read_spans(peers: Sequence[Announcement]) -> tuple[Column, Column]:
 
 
 def _is_covered(span: Span, starts: Column, stops: Column) -> bool:
-    """Return whether somebody serves each block, without a look at each peer."""
+    """Return whether each block has a host, without a look at each peer."""
     begun = np.bincount(starts.clip(span.start, span.stop) - span.start, minlength=len(span) + 1)
     ended = np.bincount(stops.clip(span.start, span.stop) - span.start, minlength=len(span) + 1)
     return bool(((begun - ended).cumsum()[:-1] > 0).all())
@@ -183,12 +183,12 @@ def _draw_offers(
     costs: RoutingCosts,
     rng: random.Random,
 ) -> Offers:
-    """Return what each peer costs, with noise; whoever serves nothing of `span` is left empty."""
+    """Return the cost of each peer, with noise; peers that serve nothing of `span` stay empty."""
     starts, stops = spans[0].clip(min=span.start), spans[1].clip(max=span.stop)
     all_blocks = spans[1] - spans[0]
     typical_rtt_seconds = costs.estimate_unknown_rtt_seconds()
     shown_seconds = _look_up(costs.block_seconds, peers)
-    # Who is known to work is preferred.
+    # Peers that are known to work are preferred.
     waiting_seconds = np.where(np.isnan(shown_seconds), typical_rtt_seconds, 0.0)
     waiting_seconds += np.array([peer.queue_seconds for peer in peers])
     normal = np.random.default_rng(rng.getrandbits(64)).standard_normal(len(peers))
@@ -223,7 +223,7 @@ def _rate_room(
     """
     if not costs.needed_kv_tokens:
         return np.ones(len(peers))
-    # Whoever serves nothing of the span is left empty anyway.
+    # Peers that serve nothing of the span are left empty anyway.
     needed = costs.needed_kv_tokens * np.where(used_fractions > 0.0, used_fractions, 1.0)
     free = np.array([peer.free_kv_tokens for peer in peers])
     return 1.0 + (_FULL_FACTOR - 1.0) * ((needed - free) / needed).clip(min=0.0)
@@ -364,7 +364,7 @@ def choose_compared(span: Span, offers: Offers, points: Table) -> Column:
         return useful
     offers, points = offers.take(useful), points[useful]
     num_blocks = offers.stops - offers.starts
-    # What a block costs there, if the peer is used from end to end and everybody else is near it.
+    # The cost of a block there, if the whole span of the peer is used and all others are near it.
     shares = (offers.hop_seconds + 0.5 * offers.dearness * offers.rtt_seconds) / num_blocks
     scores = shares + offers.dearness * offers.rtt_seconds / len(span) + offers.block_seconds
     ranked = scores.argsort(kind="stable")

@@ -122,7 +122,7 @@ class Understudy:
         self.new.log = live.log.copy()
 
     def find_neighbours(self, hops: Sequence[LiveHop]) -> tuple[LiveHop | None, LiveHop | None]:
-        """Return who pushes to the hop, and to whom it pushes. Raises UnavailableError."""
+        """Return the hop that pushes to this one, and its next hop. Raises UnavailableError."""
         if self.live not in hops:
             raise UnavailableError("the hop was replaced meanwhile")
         index = hops.index(self.live)
@@ -168,7 +168,7 @@ class Understudy:
         self.live.tails = [tail for tail in tails if tail is not self._tail]
 
     def _plan(self) -> None:
-        """Settle who is to push to whom. Raises LostHopError where they cannot."""
+        """Set up pushing between the hops. Raises LostHopError where they cannot connect."""
         new, before, after = self.new, self.before, self.after
         if not self.live.capability:
             return
@@ -492,7 +492,7 @@ class _Move:
                 session.state.last_sequence + 1,
             )
         except BaseException:
-            # Who pushes where is not known any more: the next step begins with a failover.
+            # The pushing hops are no longer known: the next step begins with a failover.
             await session.exchange.hang_up(self.live)
             raise
 

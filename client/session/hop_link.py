@@ -72,7 +72,7 @@ class Arrived:
 
 
 class Mailbox:
-    """Filled by the links of a session, read by whoever waits for one of its hops."""
+    """Filled by the links of a session, read by tasks that wait for one of its hops."""
 
     def __init__(self) -> None:
         self._expected: set[tuple[SessionId, int]] = set()
@@ -173,7 +173,7 @@ class Mailbox:
         self._news.set()
 
     async def wait(self) -> None:
-        """Wait until there is something new since the last wait of anybody."""
+        """Wait until there is something new since the last wait of any task."""
         news = self._news
         await news.wait()
         if news is self._news:

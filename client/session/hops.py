@@ -47,7 +47,7 @@ _SHORT_SECONDS = 0.5
 """Seconds that a peer gets to open a session even after the deadline."""
 
 _LONGEST_STEP_TOKENS = 2048
-"""A step that a peer may be computing when somebody else knocks."""
+"""A step that a peer may be computing when another client connects."""
 
 BringUp = Callable[[list[LiveHop], Place, float, float], Awaitable[None]]
 """Opens the hops of a route at a place before a deadline, waiting for room so long, and brings them

@@ -17,7 +17,7 @@ from .state import SessionState
 
 
 class ToldHops(Protocol):
-    """How hops are told who comes next; see `Exchange`."""
+    """The interface for telling hops their next hops; see `Exchange`."""
 
     def check_links(self, segment: Sequence[LiveHop]) -> None:
         """Raise BrokenSegmentError for the hops that were lost before."""

@@ -75,7 +75,7 @@ class RemoteSession:
     """One generation over the swarm: hidden states of the next tokens in, those behind the last
     block out. Owned by the client's loop; one step at a time.
 
-    What happens besides is told to the observers of its `state`.
+    The observers of its `state` are told about other events.
     """
 
     def __init__(self, state: SessionState) -> None:

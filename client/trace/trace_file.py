@@ -37,7 +37,7 @@ def make_trace_json(trace: Trace) -> Json:
         events.append(_name_track("thread_sort_index", track, track, "sort_index"))
     draw = _Drawer(trace.started_at, tracks)
     slices = [*draw.pauses(trace), *(part for event in trace.events for part in draw.event(event))]
-    # Where two begin at once, the longer one is around the other.
+    # If two begin at once, the longer one encloses the other.
     slices.sort(key=lambda part: (part["ts"], -part["dur"]))
     return {"displayTimeUnit": "ms", "traceEvents": events + slices}
 

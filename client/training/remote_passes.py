@@ -86,7 +86,7 @@ class RemotePasses:
         return self._asker.failovers.take()
 
     async def close(self) -> None:
-        """Withdraw what is published, and hang up on everybody."""
+        """Withdraw published adapters, and close all connections."""
         try:
             await self.publisher.close()
         finally:

@@ -1,6 +1,6 @@
 """The int8 kernels in C, for the instruction sets of this processor: the door to native/.
 
-Where the library was not built, `list_kernels` is empty.
+If the library was not built, `list_kernels` is empty.
 """
 
 import ctypes

@@ -53,7 +53,7 @@ _USUAL_NAMES = {
     "layer_norm_epsilon": "rms_norm_eps",
 }
 
-# What transformers assumes where config.json is silent.
+# Defaults of transformers for fields that config.json lacks.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 
 

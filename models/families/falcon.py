@@ -55,7 +55,7 @@ _USUAL_NAMES = {
     "ffn_hidden_size": "intermediate_size",
 }
 
-# What transformers assumes where config.json is silent.
+# Defaults of transformers for fields that config.json lacks.
 _DEFAULTS = {
     "rms_norm_eps": 1e-5,
     "hidden_act": "gelu",

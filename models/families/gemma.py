@@ -27,7 +27,7 @@ TENSORS_OF_2 = BlockTensorNames(
 )
 """Of Gemma 3 as well. Those of Gemma 1 are the usual ones."""
 
-# What transformers assumes where config.json is silent.
+# Defaults of transformers for fields that config.json lacks.
 _DEFAULTS = {
     "hidden_act": "gelu_pytorch_tanh",
     "head_dim": 256,

@@ -47,7 +47,7 @@ _USUAL_NAMES = {
     "activation_function": "hidden_act",
 }
 
-# What transformers assumes where config.json is silent.
+# Defaults of transformers for fields that config.json lacks.
 _DEFAULTS = {
     "rms_norm_eps": 1e-5,
     "hidden_act": "gelu_new",

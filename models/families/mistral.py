@@ -10,7 +10,7 @@ from ..specs.config_reader import (
 )
 from ..specs.model_spec import ModelSpec
 
-# What transformers assumes where config.json is silent.
+# Defaults of transformers for fields that config.json lacks.
 _DEFAULT_WINDOW = 4096
 
 

@@ -21,7 +21,7 @@ TENSORS = BlockTensorNames(
     }
 )
 
-# What transformers assumes where config.json is silent.
+# Defaults of transformers for fields that config.json lacks.
 _DEFAULTS = {
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,

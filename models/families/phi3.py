@@ -23,7 +23,7 @@ TENSORS = BlockTensorNames(
     }
 )
 
-# What transformers assumes where config.json is silent.
+# Defaults of transformers for fields that config.json lacks.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
 _DEFAULT_ORIGINAL_POSITIONS = 4096
 

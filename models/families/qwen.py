@@ -29,7 +29,7 @@ TENSORS_WITH_EXPERTS = BlockTensorNames(
     }
 )
 
-# What transformers assumes where config.json is silent.
+# Defaults of transformers for fields that config.json lacks.
 _DEFAULT_WINDOW = 4096
 _DEFAULT_FULL_BLOCKS = 28
 _DEFAULT_HEAD_DIM = 128  # of Qwen 3 without experts

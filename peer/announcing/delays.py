@@ -41,7 +41,7 @@ _MOST_KNOWN = 48
 """Peers whose round trips are kept: enough to know a place from, and all likely neighbours."""
 
 _STRANGERS_FRACTION = 0.25
-"""How many measurements go to anybody: a place follows from those that are far away, too."""
+"""How many measurements go to any peer: a coordinate needs distant peers, too."""
 
 _MEASURING_SECONDS = 5.0
 
@@ -59,7 +59,7 @@ def choose_measured(
     others: Collection[Announcement],
     rng: random.Random,
 ) -> Announcement | None:
-    """Return whom to measure next of some peers: mostly the nearest likely neighbour, as far as
+    """Return the peer to measure next: mostly the nearest likely neighbour, as far as
     coordinates tell; None where there is nobody.
     """
     likely = [peer for peer in others if own.span.adjoins(peer.span)]
@@ -179,7 +179,7 @@ class Delays:
             self._note(peer.peer_id, seconds)
 
     def _list_unmeasured(self, own_id: PeerId) -> list[Announcement]:
-        """Return who can be measured and was not for a while."""
+        """Return peers that can be measured and were not for a while."""
         return [
             peer
             for peer_id, peer in self._peers.items()

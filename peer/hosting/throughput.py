@@ -44,7 +44,7 @@ def measure_throughput(engine: Engine) -> Throughput:
 
 
 def _capture_steps(engine: Engine) -> None:
-    """Have a device capture and compile now what somebody would wait for later."""
+    """Have a device capture and compile steps now, so that no client waits for that later."""
     for num_rows in engine.row_counts_to_capture:
         try:
             cache = engine.open_cache(num_rows, 1, engine.span)

@@ -64,7 +64,7 @@ _MOVERS_PER_LOOK = 4
 So 1,000 peers make about one move per peer and hour at most."""
 
 _MOVERS_PER_GAP = 8
-"""How many consider to close a gap. The first announcement holds back all who look after it."""
+"""How many peers consider closing a gap. The first announcement holds back all later ones."""
 
 _RELUCTANCE = 16
 """How much less likely somebody considers it who is missed: there may be peers that nobody misses
@@ -165,7 +165,7 @@ def _list_places(candidate: Candidate, num_blocks: int) -> tuple[Column, Column]
     All are as long as its memory allows: speed is the same in sum, and hops are fewer.
     """
     starts, stops = np.arange(num_blocks), candidate.room.find_stops(num_blocks)
-    # What ends where the span from one block before ends is a part of that one.
+    # A span that ends where the span from one block before ends is a part of that one.
     stops_before = np.concatenate(([0], stops))[:-1]
     num_avoided = sum_up(np.isin(starts, list(candidate.avoided)))
     is_place = (stops > np.maximum(starts, stops_before)) & (

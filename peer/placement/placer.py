@@ -224,7 +224,7 @@ class Placer:
         return Supply.of_view(view, self._list_doubted(view), self._model.work)
 
     def _list_doubted(self, view: SwarmView) -> list[PeerId]:
-        """Return who has been about to serve something for too long."""
+        """Return peers that have been JOINING for too long."""
         now = self._clock.now()
         self._joining_since = {
             peer.peer_id: self._joining_since.get(peer.peer_id, now)

@@ -78,7 +78,7 @@ class Supply:
     is_counted: Column
     """False for peers that a question leaves out."""
     fastest: float
-    """Blocks per second that anybody is believed; infinite if nobody has announced a speed."""
+    """Highest believed blocks per second; infinite if no peer has announced a speed."""
     work: Column
     """For each block, what a step costs there; the mean is 1."""
     steps_per_second: Column
@@ -162,14 +162,14 @@ class Supply:
             num_online[start:stop] += sign * int(known.is_online[row])
         return replace(
             self,
-            # Where nobody is left, no rounding error shall be.
+            # No rounding error may remain where no peer is left.
             steps_per_second=np.where(num_hosts > 0, steps_per_second, 0.0).clip(min=0.0),
             num_hosts=num_hosts,
             num_online=num_online,
         )
 
     def list_joining(self) -> list[PeerId]:
-        """Return who intends to serve a span."""
+        """Return the peers that intend to serve a span."""
         is_joining = self.is_counted & ~self.is_online
         return [peer_id for peer_id, row in self.rows.items() if is_joining[row]]
 
@@ -221,7 +221,7 @@ def sum_up(amounts: Column) -> Column:
 
 
 def _sum_over_blocks(amounts: Column, starts: Column, stops: Column, num_blocks: int) -> Column:
-    """Return for each block the sum of the amounts of those who host it."""
+    """Return for each block the sum of the amounts of its hosts."""
     changes = np.bincount(starts, amounts, num_blocks + 1)
     changes -= np.bincount(stops, amounts, num_blocks + 1)
     return np.cumsum(changes)[:num_blocks].clip(min=0.0)

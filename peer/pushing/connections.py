@@ -59,6 +59,6 @@ class Connections:
 
     @property
     def describers(self) -> Sequence[Callable[[Announcement], Announcement]]:
-        """What adds to an announcement of the peer itself its delays, and its parked streams."""
+        """The functions that add the peer's delays and parked streams to its announcement."""
         reverse = self.reverse
         return (self.delays.describe, *(() if reverse is None else (reverse.describe,)))

@@ -11,10 +11,10 @@ from ...protocol.net.clock import Clock
 
 _MAX_AT_ONCE = 8
 _MAX_A_MINUTE = 128
-"""For all who ask; an address alone gets half of them and one. Sessions share what is open."""
+"""For all addresses; a single one gets half of them and one. Sessions share open ones."""
 
 _TURN_SECONDS = 5.0
-"""How long a dial may wait for others: who asks for it can go another way."""
+"""Time that a dial may wait for others; the session can go another way."""
 
 
 class DialBudget:
@@ -60,7 +60,7 @@ class DialBudget:
             self.look_again()
 
     def look_again(self) -> None:
-        """See who may dial by now: a turn is over, or more addresses ask for the same."""
+        """Admit waiting dials: a turn is over, or more addresses ask for the same."""
         self._changed.set()
 
     def _find_turn(self, askers: Collection[str]) -> str | None:

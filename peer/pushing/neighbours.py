@@ -41,7 +41,7 @@ _PARKED_SECONDS = 3.0
 NAT that forgot it nobody is, and the system notices that only after half a minute."""
 
 _AGAIN_SECONDS = 10.0
-"""How long a neighbour that could not be reached is not dialled again, whoever asks."""
+"""Time for which a neighbour that could not be reached is not dialled again."""
 
 _IDLE_SECONDS = 10.0
 """How long a connection stays that no session uses; the other end waits twice as long for one."""
@@ -102,7 +102,7 @@ class _Parcel:
 
 
 class RecentBytes:
-    """What strangers have had a peer send in the last minute, which is bounded and shared."""
+    """Bytes that strangers have had a peer send in the last minute, bounded and shared fairly."""
 
     def __init__(self, clock: Clock, budget_bytes: int, times_free: int = 1) -> None:
         """Let nobody have more than `times_free` times what is left to others."""
@@ -191,7 +191,7 @@ class Neighbours:
             neighbour.forget(following)
 
     async def close(self) -> None:
-        """Hang up on everybody, and dial nobody from now on."""
+        """Close all connections, and dial no more."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
@@ -425,7 +425,7 @@ class _Neighbour:
         raise UnavailableError(f"{self!r} ended the stream")
 
     def give_up(self, error: ShoalError) -> None:
-        """Tell everybody whose steps may not have arrived."""
+        """Tell all senders whose steps may not have arrived."""
         lost, self._users = self._users, {}
         while not self._parcels.empty():
             parcel = self._parcels.get_nowait()

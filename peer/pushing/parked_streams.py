@@ -32,7 +32,7 @@ _CHECK_SECONDS = 900.0
 """How often to see whether a peer that parks streams is announced still."""
 
 _TELL_SECONDS = 10.0
-"""How long who offers a stream may take to read that it is kept: nothing else was sent to him."""
+"""Time for the offering peer to read that its stream is kept; nothing else was sent to it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ class ParkedStreams:
         clock: Clock,
         period_seconds: float,
     ) -> None:
-        """`look` reads who has announced itself, at most once in a period."""
+        """`look` reads the announced peers, at most once in a period."""
         self._fingerprint = fingerprint
         self._look = look
         self._clock = clock
@@ -148,7 +148,7 @@ class ParkedStreams:
         return [parked for parked in self._parked if parked.place.key == key]
 
     async def _check_is_announced(self, peer_id: PeerId) -> None:
-        """Raise RefusedError for who is no peer of this model, as far as the directory says."""
+        """Raise RefusedError unless the directory lists the peer for this model."""
         if peer_id not in self._announced:
             await self._look_again()
         if peer_id not in self._announced:
@@ -156,7 +156,7 @@ class ParkedStreams:
             raise RefusedError(ErrorCode.BUSY, detail, self._period_seconds)
 
     async def _look_again(self) -> None:
-        """See who is announced, unless that was done a moment ago: strangers ask for it."""
+        """Read the announced peers, unless that was done a moment ago: strangers trigger it."""
         async with self._looking:
             if self._clock.now() - self._looked_at < self._period_seconds:
                 return

@@ -39,7 +39,7 @@ _SETTLED_SECONDS = 5.0
 """A peer that keeps a stream for less, or declines it, is offered the next one ever later."""
 
 _AGAIN = Backoff(1.0, 30.0)
-"""Not more: whoever has a peer break a stream that it uses keeps others from the edge as well."""
+"""Not more: a client that makes a peer break a stream keeps others from the edge as well."""
 
 _LAST_WORDS_SECONDS = 1.0
 
@@ -80,7 +80,7 @@ def choose_hosts(
 
 
 class ReverseConnections:
-    """Those of one peer. Owned by who runs it; `serve` gets each stream that is used."""
+    """The reverse connections of one peer. Owned by its runner; `serve` gets each used stream."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class ReverseConnections:
         failing = {peer_id for peer_id, _ in self._parking} - kept
         hosts = {host.peer_id: host for host in choose_hosts(own, others, kept, failing)}
         for (peer_id, lane), parking in list(self._parking.items()):
-            # Who was restarted listens elsewhere, and nothing is left of the stream there.
+            # A restarted peer listens elsewhere and has lost the stream.
             if peer_id not in hosts or hosts[peer_id].endpoints != self._hosts[peer_id].endpoints:
                 await _cancel([parking])
                 del self._parking[peer_id, lane]

@@ -135,7 +135,7 @@ class SessionOutputs:
         """
         if following is not None and self._has_all_before(resume_sequence, following):
             if following == self._mirror:
-                # What is on its way there stays so, and what comes next keeps behind it.
+                # Outputs on their way stay there, and later ones follow them.
                 following, self._resume_sequence = self._mirror, resume_sequence
             self._settle(following)
             return 0

@@ -27,7 +27,7 @@ from .held_session import HeldSession
 _logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_SECONDS = 300.0
-"""Nobody waits longer, whatever they ask for: who needs more may ask again."""
+"""The longest wait, whatever a client asks for; it may ask again."""
 
 _LOOK_AGAIN_SECONDS = 1.0
 """How often a waiter looks for sessions that have become idle; that makes no other sign."""
@@ -109,7 +109,7 @@ class Admission:
         self.resources.note_change()
 
     def _note_closed(self, held: HeldSession) -> None:
-        """Note how long a session was held, and let whoever waits try again."""
+        """Note how long a session was held, and let waiting clients try again."""
         seconds = self.clock.now() - held.opened_at
         average = self._lifetime_seconds
         self._lifetime_seconds = (
@@ -118,7 +118,7 @@ class Admission:
         self.look_again()
 
     def look_again(self) -> None:
-        """Wake everybody who waits, in their order."""
+        """Wake all that wait, in their order."""
         for waiter in self._waiting:
             waiter.set()
 

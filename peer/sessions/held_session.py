@@ -1,6 +1,6 @@
 """A session that a peer holds: its steps from the wire to work for the engine, and their answers.
 
-What the state of a session learns when a step ends is here as well.
+The update of a session's state after a step is here as well.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ def check_step_size(step: Step, dtype: WireDtype, hidden_size: int, is_pushed: b
 
 
 def make_work(step: Step, held: HeldSession) -> StepWork:
-    """Return what the engine has to do for a step; who pushes needs all of its tokens."""
+    """Return the engine's work for a step; a hop that pushes needs all of its tokens."""
     is_pushed = held.outputs.next is not None
     hidden_BTH = decode_as(step.hidden.dtype.name, step.hidden.data, step.hidden.shape)
     return StepWork(

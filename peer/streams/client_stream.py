@@ -76,7 +76,7 @@ Answer = asyncio.Future[bytes | None]
 Handler = Callable[[Any], Awaitable[None] | bool | None]
 """Takes a message of one type. False: it belongs to other work that takes this type as well.
 
-What it raises ends the stream: RefusedError and RemoteProtocolError with an answer that says why.
+Its errors end the stream: RefusedError and RemoteProtocolError with an answer that says why.
 """
 
 
@@ -216,7 +216,7 @@ class ClientStream:
         finally:
             self._tasks = None
             self._stream.set_gate(open_gate)
-            # What is in the engine still is somewhere in memory: it counts until it is done.
+            # Steps in the engine still take memory: they count until they are done.
             self.answers.end()
             for work in self._works:
                 work.end()
@@ -275,7 +275,7 @@ class ClientStream:
     def _find_seconds_left(self) -> float:
         """Return after how long the stream will have been idle for too long.
 
-        What is refused or unknown does not count. A large frame that arrives does: the transport
+        Refused and unknown messages do not count. A large frame that arrives does: the transport
         has a limit of its own for it.
         """
         if self._is_busy:
@@ -288,7 +288,7 @@ class ClientStream:
 
     @contextlib.asynccontextmanager
     async def _let_in(self, num_bytes: int) -> AsyncGenerator[None]:
-        """Let a large frame arrive once it is known who sends it, and there is room for it."""
+        """Admit a large frame once its sender is known and there is room for it."""
         self._check_greeted()
         holder, pending = self.holder, self._host.pending
         self._large_frame_until = math.inf

@@ -58,9 +58,9 @@ class Membership:
     use_secret: bytes = field(default=b"", repr=False)
     """The secret that every member knows; empty in a public swarm."""
     serve_key: bytes = field(default=b"", repr=False)
-    """Public key that certifies who may serve."""
+    """Public key that certifies peers that may serve."""
     owner_key: bytes = field(default=b"", repr=False)
-    """Public key that signs who is revoked."""
+    """Public key that signs revocations."""
     serve_secret: bytes = field(default=b"", repr=False)
     owner_secret: bytes = field(default=b"", repr=False)
 
@@ -74,13 +74,13 @@ class Membership:
 
     @property
     def role(self) -> Role:
-        """The most that this process may do. In a public swarm everybody may serve."""
+        """The highest role of this process. In a public swarm every process may serve."""
         if self.owner_secret:
             return Role.OWN
         return Role.SERVE if self.serve_secret or not self.is_private else Role.USE
 
     def as_role(self, role: Role) -> Membership:
-        """Return what to hand to somebody of that role; UsageError when we do not have it."""
+        """Return the membership for a holder of that role; UsageError when we cannot make it."""
         if not self.is_private or role is self.role:
             return self
         if role is Role.USE:
@@ -99,7 +99,7 @@ class Membership:
                 "this join code only allows using the swarm; ask its owner for one that may serve"
             )
 
-    # Who may serve.
+    # Proof of the right to serve.
 
     def certify(self, peer_id: PeerId) -> bytes:
         """Return the proof that a peer may serve; empty in a public swarm, where all may."""
@@ -124,10 +124,10 @@ class Membership:
     def _serve_identity(self) -> Identity:
         return _make_key(self.serve_secret, "serve")
 
-    # Who is a member.
+    # Proof of membership.
 
     def prove_to(self, fingerprint: str) -> bytes:
-        """Return the proof of membership for the one who has this TLS key; worth nothing elsewhere.
+        """Return the proof of membership to the holder of this TLS key; worth nothing elsewhere.
 
         Empty in a public swarm.
         """
@@ -138,7 +138,7 @@ class Membership:
         return not self.is_private or hmac.compare_digest(self.prove_to(fingerprint), proof)
 
     def answer_greeting(self, nonce: bytes, peer_id: PeerId) -> bytes:
-        """Return what a peer says of its swarm to whoever sent it this nonce.
+        """Return the answer of a peer about its swarm to this nonce.
 
         Outsiders learn the id of a public swarm, and of a private one only that it is private.
         """
@@ -151,7 +151,7 @@ class Membership:
         """Return whether the peer that gave this answer belongs to our swarm."""
         return hmac.compare_digest(self.answer_greeting(nonce, peer_id), answer)
 
-    # What only members read.
+    # Records that only members can read.
 
     def seal(self, content: bytes, nonce: bytes) -> bytes:
         """Encrypt for members; `nonce` is NONCE_BYTES random ones. In public nothing changes."""
@@ -173,7 +173,7 @@ class Membership:
     def _cipher(self) -> ChaCha20Poly1305:
         return ChaCha20Poly1305(_derive(self.use_secret, "directory", 32))
 
-    # Who is revoked.
+    # Revoked peers.
 
     def sign_as_owner(self, message: bytes) -> bytes:
         """Return the owner's signature; UsageError when we are not the owner."""

@@ -1,4 +1,4 @@
-"""The first words on a stream to a peer: whoever dials one says them, client or peer."""
+"""Dialling a peer: the greeting that clients and peers send first on a stream."""
 
 import asyncio
 import contextlib
@@ -114,7 +114,7 @@ def check_welcome(welcome: Welcome, peer_id: PeerId, span: Span, model_id: Model
 async def refuse_large_frames(num_bytes: int) -> AsyncGenerator[None]:
     """Be the gate of a stream on which nothing but a few words has to be said to us.
 
-    What is on its way in a large frame counts against nobody.
+    A large frame on its way counts against no holder.
     """
     raise RefusedError(ErrorCode.BAD_FRAME, f"an unexpected frame of {num_bytes} bytes arrived")
     yield

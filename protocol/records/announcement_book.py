@@ -43,7 +43,7 @@ class AnnouncementBook:
         self._max_shared = max_shared
         self._secret = secret or secrets.token_bytes(16)
         self.on_displaced: Callable[[str, PeerId], None] = lambda scope, peer_id: None
-        """Called with whoever had to go for another one."""
+        """Called with each peer that had to give way to another one."""
         self._scopes: dict[str, _Scope] = {}
         self._reserved: set[str] = set()
         self._own: set[PeerId] = set()
@@ -186,18 +186,18 @@ class _Scope:
         self._announcements[announcement.peer_id] = announcement
 
     def draw_lots(self) -> None:
-        """Decide anew who is of the older half, and in which order the others go."""
+        """Decide again which peers are the older half, and in which order the others go."""
         younger = list(self._announcements)[len(self._announcements) // 2 :]
         self._contenders = sorted(younger, key=self._draw_lot)
 
     def find_weakest(self) -> PeerId:
-        """Return who is the next to go."""
+        """Return the next peer to go."""
         if not self._contenders:
             self.draw_lots()
         return self._contenders[-1]
 
     def remove_weakest(self) -> PeerId:
-        """Remove who is the next to go, and return who that was."""
+        """Remove the next peer to go, and return it."""
         peer_id = self.find_weakest()
         self._contenders.pop()
         del self._announcements[peer_id]

@@ -36,7 +36,7 @@ _CONTEXT = b"shoal announcement 2\0"
 _HEADER_BYTES = len(_VERSION) + SIGNATURE_BYTES
 _MAX_COUNT = 2**53 - 1  # the largest whole number that every JSON reader keeps exactly
 
-# Whoever changes a byte of it changes the format: records of old and new peers are not the same
+# Changing a byte of it changes the format: records of old and new peers are not the same
 # then. What is frequent stands at the end, where references to it are short.
 _DICTIONARY = (
     b'"state":"joining","state":"draining","state":"offline","weights":"bf16","weights":"nf4",'
@@ -133,11 +133,11 @@ class Announcement:
     loaded_decode_steps_per_second: _Amount | None = None
     """Decode steps per second of one session under present load; None when not measured yet."""
     queue_seconds: _Amount = 0.0
-    """How long a step waits before it is computed, at present."""
+    """Seconds that a step waits at present before it is computed."""
     takes_passes: bool = True
-    """Whether it has memory for passes of those who fine-tune."""
+    """Whether it has memory for fine-tuning passes."""
     pass_queue_seconds: _Amount = 0.0
-    """How long a pass of somebody who fine-tunes waits, at present."""
+    """Seconds that a fine-tuning pass waits at present."""
     rtts: Annotated[tuple[tuple[_PeerId, _Amount], ...], Field(max_length=MAX_RTTS)] = ()
     """Measured round-trip times in seconds to likely neighbours."""
     coordinate: Coordinate | None = None

@@ -48,7 +48,7 @@ class Coordinate:
     z: _Place = 0.0
     height: _Height = 0.0
     error: _Error = 1.0
-    """By which part estimates are wrong, about; 1 for who has measured nothing."""
+    """Relative error of estimates, about; 1 for a peer without measurements."""
 
     @property
     def is_settled(self) -> bool:
@@ -81,7 +81,7 @@ def settle(
     num_rounds: int,
     rng: random.Random,
 ) -> Coordinate:
-    """Return where somebody stands after it measured the round trips to some others.
+    """Return the coordinate of a peer after it measured the round trips to some others.
 
     Each sample is what another one says of itself, and the measured seconds. Where nobody knows
     anything yet, everybody moves away from the origin in a direction of its own.
@@ -99,7 +99,7 @@ def _pull(own: Coordinate, other: Coordinate, rtt_seconds: float, rng: random.Ra
     rtt_seconds = min(max(rtt_seconds, _LEAST_RTT_SECONDS), MAX_COORDINATE_SECONDS)
     distance = estimate_rtt_seconds(own, other)
     stretch = rtt_seconds - distance
-    # Who is sure of its own place does not move much for somebody who is not.
+    # A peer with a small error moves little for a peer with a large one.
     doubt = own.error / (own.error + max(other.error, _LEAST_ERROR))
     surprise = min(abs(stretch) / rtt_seconds, 1.0)
     share = _STEP_FRACTION * doubt

@@ -1,4 +1,4 @@
-"""What was sent over one boundary of a route, and the shortest way to send it again.
+"""Logs of what was sent over one boundary of a route, and its shortest replay.
 
 A client keeps a `RecoveryLog` of each hop; a hop of a chain keeps a `SenderLog` of what it pushed.
 

@@ -58,7 +58,7 @@ HEADER_BYTES = _HEADER.size
 
 _PLACES = ("session", "epoch", "sequence", "position", "tensor")
 _EMPTY_PLACES = (NO_SESSION, 0, 0, 0, None)
-"""What the header holds of a message, and what stands there where the message has no such field."""
+"""The header fields of a message, and the values of those that it does not use."""
 
 _PACKAGE = "shoal.v1"
 

@@ -107,7 +107,7 @@ def test_last_token_is_found_without_a_mask_as_well(classifier: Any) -> None:
         (torch.tensor([0, 3, 1]), r"label 3 of row 1 is out of range: .* 3 labels, 0 to 2"),
         (torch.tensor([0, 1, -1]), "label -1 of row 2"),
         (torch.tensor([0, 1]), r"shape \[3\], not \[2\]"),
-        (torch.tensor([[1.0, 2.0, 0.0]] * 3), "0 or 1 for each"),
+        (torch.tensor([[1.0, 2.0, 0.0]] * 3), "numbers from 0 to 1"),
         ([0, 1, 2], "must be a tensor"),
     ],
 )

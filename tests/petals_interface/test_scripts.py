@@ -44,7 +44,7 @@ def test_settings_of_petals_are_understood() -> None:
     assert config == ClientConfig(refresh_seconds=5, delivery="star")
     with pytest.raises(UsageError, match="does not know maximal_retries"):
         make_client_config((), {"maximal_retries": 3})
-    with pytest.raises(UsageError, match="allowed_servers are ids"):
+    with pytest.raises(UsageError, match="allowed_servers must be a list of peer ids"):
         make_client_config((), {"allowed_servers": "12D3"})
 
 

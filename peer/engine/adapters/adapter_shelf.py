@@ -25,7 +25,7 @@ _TIMES_FREE = 3
 
 @dataclass(eq=False)
 class Kept:
-    """One adapter, and who has brought it. It counts while it is kept, and while somebody uses it.
+    """One adapter, and its holders. It counts while it is kept or used by a session or pass.
 
     `payer` is whose bytes it is: its holder's until that one gives it up, then those of somebody
     who goes on using it.
@@ -188,7 +188,7 @@ class AdapterShelf:
         return bool(found)
 
     def use(self, kept: Kept, user: Holder) -> None:
-        """Let an adapter stay until `leave`; whoever holds on to one says so here."""
+        """Hold an adapter until `leave`."""
         if kept.is_given_up and not kept.users:  # since it was found
             kept.payer = user
             self.shared.count(user, kept.num_bytes)

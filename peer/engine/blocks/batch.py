@@ -1,4 +1,4 @@
-"""What a block computes: the tokens of a batch, and how linears treat them.
+"""The input of a block: the tokens of a batch, and how linears treat them.
 
 A block computes either a `StepBatch`, steps of sessions over their KV caches, or a `PassBatch`,
 rows that are computed from their beginning and leave nothing behind. Both are one tensor of tokens

@@ -105,7 +105,7 @@ class WrappedLoader:
         self._shell.load_layer(self._checkpoint, index, self._dtype)
         decoder = self._shell.cut([index])
         _bring(decoder, self._place)
-        # What the decoder keeps beside its blocks all of them share.
+        # All blocks share the decoder's other buffers.
         table_bytes = count_table_bytes(self._shell.layers[index])
         return WrappedBlock(decoder, index, self._shell.kept, table_bytes)
 

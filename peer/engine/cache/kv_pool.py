@@ -69,7 +69,7 @@ class KVCachePool:
         self.now = now
         self._caches: set[SessionCache] = set()
         self.free_tokens = self.count_free_tokens(_NEWCOMER)
-        """What somebody who has nothing yet may have; any thread may read it."""
+        """Bytes that a holder without any may have; any thread may read it."""
 
     def __repr__(self) -> str:
         return (
@@ -233,7 +233,7 @@ class KVCachePool:
         return held
 
     def _compute_share(self, holder: Holder, held: Mapping[Holder, int]) -> int:
-        # Whoever comes gets a page, or a budget of a few pages would be for nobody.
+        # Every holder gets a page, or nobody could use a budget of a few pages.
         share = compute_share(holder, held, self.budget_bytes, TIMES_FREE)
         return max(self._row_page_bytes, share)
 
@@ -259,7 +259,7 @@ class KVCachePool:
     def _find_idle(
         self, holder: Holder | None, num_bytes: int, span: Span | None = None
     ) -> SessionCache | None:
-        """Return who has been idle for longest, of those that `holder` may displace.
+        """Return the longest idle session of those that `holder` may displace.
 
         With a span, only of those that use some of its blocks.
         """

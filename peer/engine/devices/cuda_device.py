@@ -54,7 +54,7 @@ class CudaDevice(PagedDevice):
         super().__init__(place, choose_paged_attention("cuda"), _GraphCapturer(place))
 
     def read_free_bytes(self) -> int | None:
-        # What torch keeps of a span before, for its next tensors, is free as well.
+        # Memory that torch caches of an earlier span is free as well.
         reserved_bytes = torch.cuda.memory_reserved(self.place)
         idle_bytes = reserved_bytes - torch.cuda.memory_allocated(self.place)
         return torch.cuda.mem_get_info(self.place)[0] + idle_bytes

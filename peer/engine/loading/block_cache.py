@@ -117,7 +117,7 @@ class BlockCache:
     def _make_room(self, num_bytes: int) -> bool:
         """Delete what was not used for longest until so many bytes are free, or return False.
 
-        What a process left behind when it was killed in mid-write is deleted like an entry.
+        Partial files of a process that was killed are deleted like entries.
         """
         files = sorted(self._list_files(), key=lambda file: file[1].st_mtime_ns)
         free_bytes = self._budget_bytes - sum(state.st_size for _, state in files)

@@ -51,7 +51,7 @@ class PassBudget:
 
     @property
     def kept_bytes(self) -> int:
-        """For what went into the blocks of passes that were answered, until somebody goes back."""
+        """Memory for the inputs of blocks of answered passes, until their backward pass."""
         return self.num_bytes // 8
 
     @property

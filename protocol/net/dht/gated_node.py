@@ -71,7 +71,7 @@ _MAX_NEWCOMERS = 8
 """Newcomers that are handed something."""
 
 WINDOW_SECONDS = 10.0
-"""In which a check takes 0.2 ms for each record, and whoever sends decides how many there are."""
+"""A message in which checking takes 0.2 ms per record, and the sender decides their number."""
 
 MAX_RECORDS = 2000
 """Records of a window that are checked, of all senders together: 4 % of a core. A peer announces
@@ -173,7 +173,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def quieten_hivemind() -> None:
-    """Hand hivemind's messages to whoever set up logging, and only when debugging."""
+    """Pass hivemind's messages to the configured logging, and only when debugging."""
     use_hivemind_log_handler("nowhere")
     is_debugging = _logger.isEnabledFor(logging.DEBUG)
     logging.getLogger("hivemind").setLevel(logging.DEBUG if is_debugging else logging.CRITICAL)
@@ -334,7 +334,7 @@ class RecordIntake:
         return answer.SerializeToString()
 
     async def find(self, message: bytes, sender: PeerID) -> bytes:
-        """Answer a FindRequest with a FindResponse: who is near to each key.
+        """Answer a FindRequest with a FindResponse: the nodes near to each key.
 
         What stands there is asked for in another way, see `Replicas`. Raises RemoteProtocolError.
         """

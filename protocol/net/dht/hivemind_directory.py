@@ -41,7 +41,7 @@ class HivemindDirectory:
     """One node of the DHT and its p2pd process. Implements Directory; made by `join`.
 
     Under the key of (swarm, model) the DHT keeps a dictionary from peer id to signed record.
-    What is found or stored here passes the gate; lookups answer from what has passed.
+    Records that are found or stored here pass the gate; lookups answer with admitted records.
     """
 
     def __init__(self, access: Access, gated: GatedNode) -> None:

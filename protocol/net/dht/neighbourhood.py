@@ -142,7 +142,7 @@ class Neighbourhood:
 
 
 class LostNeighbours:
-    """Remembers where those can be dialled who were neighbours: the newest ones, for a day.
+    """Remembers addresses of former neighbours: the newest ones, for a day.
 
     Who says goodbye is forgotten. Only who has answered as itself becomes a neighbour, so an
     announcement alone has nobody dialled.
@@ -154,7 +154,7 @@ class LostNeighbours:
         self._lost: dict[PeerId, tuple[PeerAddress, float]] = {}  # and since when, newest last
 
     def note(self, known: Collection[str], announced: Iterable[Announcement], now: float) -> None:
-        """Take down who is a neighbour at this wall second, and where it says that it is."""
+        """Note a neighbour at this wall second, with the address that it gives."""
         for peer_id in [peer_id for peer_id in self._met if peer_id not in known]:
             self._lost[peer_id] = self._met.pop(peer_id), now
         for peer in announced:
@@ -188,7 +188,7 @@ def find_relay_address(peer: Announcement) -> PeerAddress | None:
 
 
 def list_relay_addresses(announcements: Iterable[Announcement]) -> list[PeerAddress]:
-    """Return where some of those peers can be joined who say that they are relays for others."""
+    """Return addresses of some peers that announce to be relays."""
     found = (address for peer in announcements if (address := find_relay_address(peer)))
     return list(islice(found, _MAX_RELAYS))
 
@@ -246,7 +246,7 @@ class Replicas:
         found = await self._node.find_nearest_nodes(
             [sibling], k_nearest=_NUM_ASKED, exclude_self=exclude_self
         )
-        # Whoever makes up nodes that are nearer shall not leave out those that we know.
+        # Made-up nodes that are nearer must not displace those that we know.
         nodes = found[sibling] | dict(
             self._node.protocol.routing_table.get_nearest_neighbors(key_id, _NUM_ASKED)
         )

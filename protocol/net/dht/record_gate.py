@@ -196,7 +196,7 @@ class RecordGate:
         return swarm_id, record
 
     def _accept_revocations(self, key_digest: bytes, value: bytes, expires_at: float) -> None:
-        """Take the owner's list, from whoever hands it on; raises RemoteProtocolError else."""
+        """Take the owner's list, from any peer; raises RemoteProtocolError if it is invalid."""
         is_ours = value.startswith(self.membership.swarm_id)
         if not is_ours or key_digest != self._digest_key(self.revocations_key):
             raise RemoteProtocolError("the revocation list is stored under a wrong key")

@@ -183,7 +183,7 @@ class StreamEnd:
                 await self._read_rest(num_missing, pieces.append)
                 return b"".join(pieces)
         except RefusedError:
-            # Who is still busy sending would not hear why.
+            # A sender that is still busy would not receive the reason.
             await self._read_rest(num_missing, len)
             raise
         finally:

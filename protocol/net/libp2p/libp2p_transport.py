@@ -50,7 +50,7 @@ _MEMBERS_ONLY = b"shoal-members-only 1"
 """First messages of a listener. p2pd takes a stream for open before the other end has agreed."""
 
 _MAX_DOORSTEP = 512
-"""Streams that are still saying who they are, or hear that they are not welcome."""
+"""Streams in the handshake, or being refused."""
 
 _MAX_HELLO_BYTES = 1024
 """The most bytes that a stranger may have us keep; the proof in a hello takes 32."""

@@ -159,7 +159,7 @@ def child_of(p2p: P2P) -> asyncio.subprocess.Process:
 
 
 def _check_is_alone(listening: Sequence[PeerAddress], identity: Identity | None) -> None:
-    """Raise UsageError when somebody runs under our identity: libp2p would only say "failed"."""
+    """Raise UsageError when another process has our identity: libp2p would only say "failed"."""
     for peer in listening:
         if identity is not None and peer.peer_id == identity.peer_id and peer.tcp_port is not None:
             raise UsageError(

@@ -88,7 +88,7 @@ def make_ask(p2p: P2P) -> Ask:
 
 
 async def answer_questions(p2p: P2P, membership: Membership) -> None:
-    """From now on tell whoever asks which swarm we are in."""
+    """Answer from now on which swarm we are in."""
     peer_id = PeerId(cast(Any, p2p).peer_id.to_base58())
 
     async def handle(nonce: bytes, _: object) -> bytes:

@@ -58,7 +58,7 @@ _ASK_SECONDS = 8.0
 
 
 def make_keeper(p2p: P2P, clock: Clock, relays: Sequence[Relay]) -> RelayKeeper:
-    """Return who keeps places for the peer of a p2pd, first of all at these relays."""
+    """Return the keeper of places for the peer of a p2pd, first of all at these relays."""
     return RelayKeeper(P2pdRelayPlaces(p2p), PeerId(str(p2p.peer_id)), clock, relays)
 
 

@@ -36,7 +36,7 @@ REACHED, NOT_REACHED, BUSY = b"y", b"n", b"b"
 
 _DIAL_SECONDS = 3.0
 ANSWER_SECONDS = 6.0
-"""How long who asks waits: a dial, and a slow way there and back."""
+"""Time that the asking peer waits: a dial, and a slow round trip."""
 
 _MAX_QUESTIONS = 64
 """How many are listened to at once."""
@@ -54,7 +54,7 @@ _MAX_ASKED = 4
 
 
 class DialBack:
-    """Dials those who ask for it, and tells them whether they answered."""
+    """Dials peers that ask for it, and tells them whether they could be reached."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -69,7 +69,7 @@ class DialBack:
     async def _serve(
         self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Answer one question, or nothing to who holds too many streams already."""
+        """Answer one question, unless the asker holds too many streams already."""
         try:
             with self._places.hold(name_dialler(info)):
                 async with asyncio.timeout(ANSWER_SECONDS):

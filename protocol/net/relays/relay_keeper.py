@@ -1,6 +1,6 @@
 """Which relays carry streams to a peer that cannot be dialled, from its start to its end.
 
-What a place at a relay is, and how it is asked for, is in `circuit.py`.
+`circuit.py` reserves a place at a relay.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..retry import Backoff, Backoffs
 log = logging.getLogger(__name__)
 
 NUM_RELAYS = 2
-"""So that one may die without anybody noticing. As many as p2pd keeps connections to."""
+"""Number of relays, so that one may die unnoticed. As many as p2pd keeps connections to."""
 
 _RENEW_SECONDS = 60.0
 """How often a place is asked for again while the connection lasts. A relay that was restarted

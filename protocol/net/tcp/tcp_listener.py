@@ -26,7 +26,7 @@ the others hear why it does not serve them. One address is held to its share, al
 still loads and serves nobody."""
 
 _MAX_DOORSTEP = 512
-"""Connections that are still saying who they are. Those of one address are held to their share, so
+"""Connections in the handshake. Those of one address are held to their share, so
 that who says nothing keeps nobody else out."""
 
 _HELLO_SECONDS = 5.0

@@ -288,7 +288,7 @@ class TcpStream(asyncio.Protocol):
         if waiting:
             await asyncio.wait(waiting)
 
-    # What asyncio calls.
+    # The methods that asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -347,7 +347,7 @@ class TcpStream(asyncio.Protocol):
             async with self._gate(num_bytes):
                 await self._let_pass(keeps=True)
         except RefusedError as error:
-            # Who is still busy sending would not hear why.
+            # A sender that is still busy would not receive the reason.
             await self._let_pass(keeps=False)
             self._refuse(error)
         finally:
@@ -369,7 +369,7 @@ class TcpStream(asyncio.Protocol):
         self._passing = None
 
     def _refuse(self, error: ShoalError) -> None:
-        """Receive nothing more. What comes is dropped: who is busy sending would not hear why."""
+        """Receive nothing more, and drop further bytes: a busy sender would not hear the reason."""
         self._refusal = self._refusal or copy(error)
         self._drop_all()
 

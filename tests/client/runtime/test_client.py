@@ -117,7 +117,7 @@ def test_initial_peers_that_are_no_addresses_are_refused(
 def test_setting_that_cannot_be_is_named_before_anything_is_opened(
     name: str, value: Any, choices: str
 ) -> None:
-    with pytest.raises(UsageError, match=f"^{name} is .*{choices}"):
+    with pytest.raises(UsageError, match=f"^{name} must be .*{choices}"):
         AutoDistributedModelForCausalLM.from_pretrained("no/such/model", **{name: value})
 
 
