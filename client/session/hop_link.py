@@ -37,7 +37,6 @@ from ...protocol.messages.session import (
     Queued,
     Status,
     Step,
-    check_answer,
     choose_lane,
 )
 from ...protocol.net.clock import Clock, WakefulTimeout
@@ -346,7 +345,9 @@ class HopLink:
             raise answer
         message, num_bytes = answer
         self._unread_bytes -= num_bytes
-        return check_answer(message, self.name, self.session), num_bytes
+        if isinstance(message, Declined):
+            message.raise_error(self.name, self.session)
+        return message, num_bytes
 
     async def close(self) -> None:
         """Tell the peer that the session is over and hang up. Never raises."""

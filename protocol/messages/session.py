@@ -12,7 +12,7 @@ last peer answers the client, which keeps a stream to each for `Admit`, `Redirec
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, NoReturn, Self
 
 from .. import limits
 from ..endpoints import Endpoint, check_endpoint
@@ -361,6 +361,14 @@ class Declined(Message):
             return CacheFullError(self.detail, self.retry_after_seconds)
         return RefusedError(self.code, self.detail, self.retry_after_seconds)
 
+    def raise_error(self, name: str, session: SessionId | None) -> NoReturn:
+        """Raise that error; RemoteProtocolError where the peer of this name refuses another session
+        than this one.
+        """
+        if self.session not in (None, session):
+            raise RemoteProtocolError(f"{name} refused a session that it was not asked for")
+        raise self.error
+
     @classmethod
     def read(cls, fields: dict[str, Any]) -> Self:
         """Return the refusal; raises ValueError for one of a session and of the whole stream."""
@@ -370,18 +378,6 @@ class Declined(Message):
             fields["session"] = None
         check_text(fields["detail"])
         return cls(**fields)
-
-
-def check_answer(answer: Message, name: str, session: SessionId | None = None) -> Message:
-    """Return an answer, or raise the error that it stands for.
-
-    Raises RemoteProtocolError for a refusal of some other session.
-    """
-    if not isinstance(answer, Declined):
-        return answer
-    if answer.session not in (None, session):
-        raise RemoteProtocolError(f"{name} refused a session that it was not asked for")
-    raise answer.error
 
 
 @message(16)

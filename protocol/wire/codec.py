@@ -122,11 +122,14 @@ def decode_frame(frame: bytes) -> Message:
 def read_answer(frame: bytes | None, name: str, session: SessionId | None = None) -> Message:
     """Return the message of a frame that a peer answered with; None is the end of the stream.
 
-    Raises UnavailableError for the end, and what `decode_frame` and `check_answer` raise.
+    Raises UnavailableError for the end, and what `decode_frame` and `Declined.raise_error` raise.
     """
     if frame is None:
         raise UnavailableError(f"{name} ended the stream")
-    return sessions.check_answer(decode_frame(frame), name, session)
+    message = decode_frame(frame)
+    if isinstance(message, sessions.Declined):
+        message.raise_error(name, session)
+    return message
 
 
 def read_tensor(
