@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.wire_tensors import decode_as, encode_as, has_only_finite
-from ...protocol.errors import RefusedError, RemoteProtocolError, SilentError, UnavailableError
+from ...protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
 from ...protocol.ids import AdapterId, ClientToken, PeerId, SessionId, make_client_token
 from ...protocol.messages.adapters import (
     AdapterFetch,
@@ -49,7 +49,7 @@ from ...protocol.messages.passes import (
     list_question_slots,
 )
 from ...protocol.messages.session import Queued
-from ...protocol.net.clock import Clock, WakefulTimeout
+from ...protocol.net.clock import AnswerTimeout, Clock
 from ...protocol.net.dialling import open_greeted
 from ...protocol.net.transport import Stream, Transport
 from ...protocol.records.announcements import Announcement
@@ -107,13 +107,12 @@ class PassLink:
         timeout_seconds: float,
     ) -> PassLink:
         """Dial a peer. Raises UnavailableError, RefusedError or RemoteProtocolError."""
-        try:
-            async with WakefulTimeout(timeout_seconds):
-                stream, _ = await open_greeted(
-                    transport, clock, peer, peer.span, timeout_seconds, client
-                )
-        except TimeoutError as error:
-            raise SilentError(f"peer …{peer.peer_id[-6:]} did not answer in time") from error
+        async with AnswerTimeout(
+            timeout_seconds, f"peer …{peer.peer_id[-6:]} did not answer in time"
+        ):
+            stream, _ = await open_greeted(
+                transport, clock, peer, peer.span, timeout_seconds, client
+            )
         return cls(clock, peer, stream)
 
     async def ask(
@@ -130,11 +129,8 @@ class PassLink:
         says anything for too long, UnavailableError when the stream broke, RefusedError when the
         peer declined, RemoteProtocolError for any other answer.
         """
-        try:
-            async with WakefulTimeout(patience_seconds):
-                return await self._ask(asked, tensors, _SILENCE_SECONDS + carrying_seconds)
-        except TimeoutError as error:
-            raise SilentError(f"{self._name} takes too long for a pass") from error
+        async with AnswerTimeout(patience_seconds, f"{self._name} takes too long for a pass"):
+            return await self._ask(asked, tensors, _SILENCE_SECONDS + carrying_seconds)
 
     async def _ask(
         self, asked: Pass, tensors: Mapping[Slot, Tensor], timeout_seconds: float
@@ -167,12 +163,9 @@ class PassLink:
         Takes `patience_seconds` at most, all pieces together. `note_taken` hears of each piece that
         is under way how many bytes it has. Raises what `ask` does.
         """
-        try:
-            async with WakefulTimeout(patience_seconds):
-                timeout_seconds = _SILENCE_SECONDS + carrying_seconds
-                return await self._bring(head, tensors, timeout_seconds, note_taken)
-        except TimeoutError as error:
-            raise SilentError(f"{self._name} takes too long for an adapter") from error
+        async with AnswerTimeout(patience_seconds, f"{self._name} takes too long for an adapter"):
+            timeout_seconds = _SILENCE_SECONDS + carrying_seconds
+            return await self._bring(head, tensors, timeout_seconds, note_taken)
 
     async def bring_head(self, head: AdapterHead, carrying_seconds: float) -> float:
         """Say again that an adapter is published; return for how long the peer keeps it.
@@ -252,12 +245,9 @@ class PassLink:
     async def _ask_about_adapter(
         self, asked: AdapterMeasure | AdapterUpdate, patience_seconds: float
     ) -> Message:
-        try:
-            async with WakefulTimeout(patience_seconds):
-                await self._send(encode_frame(asked), _SILENCE_SECONDS)
-                return await self._hear(asked.pass_id, _SILENCE_SECONDS)
-        except TimeoutError as error:
-            raise SilentError(f"{self._name} takes too long for an adapter") from error
+        async with AnswerTimeout(patience_seconds, f"{self._name} takes too long for an adapter"):
+            await self._send(encode_frame(asked), _SILENCE_SECONDS)
+            return await self._hear(asked.pass_id, _SILENCE_SECONDS)
 
     async def fetch_adapter(
         self,
@@ -268,22 +258,19 @@ class PassLink:
     ) -> tuple[AdapterHead, bytes]:
         """Return an adapter that the peer trains; raises what `ask` does."""
         timeout_seconds = _SILENCE_SECONDS + carrying_seconds
-        try:
-            async with WakefulTimeout(patience_seconds):
-                await self._send(encode_frame(asked), timeout_seconds)
-                head = await self._hear(asked.pass_id, timeout_seconds)
-                if not isinstance(head, AdapterHead) or head.num_bytes > most_bytes:
-                    raise RemoteProtocolError(f"{self._name} answered with {head!r:.80}")
-                reader = AdapterReader(head)
-                while not reader.is_complete:
-                    piece = await self._receive(asked.pass_id, timeout_seconds)
-                    if not isinstance(piece, AdapterPiece):
-                        raise RemoteProtocolError(f"{self._name} answered with {piece!r:.80}")
-                    reader.take(piece)
-                self.used_at = self._clock.now()
-                return head, reader.join()
-        except TimeoutError as error:
-            raise SilentError(f"{self._name} takes too long for an adapter") from error
+        async with AnswerTimeout(patience_seconds, f"{self._name} takes too long for an adapter"):
+            await self._send(encode_frame(asked), timeout_seconds)
+            head = await self._hear(asked.pass_id, timeout_seconds)
+            if not isinstance(head, AdapterHead) or head.num_bytes > most_bytes:
+                raise RemoteProtocolError(f"{self._name} answered with {head!r:.80}")
+            reader = AdapterReader(head)
+            while not reader.is_complete:
+                piece = await self._receive(asked.pass_id, timeout_seconds)
+                if not isinstance(piece, AdapterPiece):
+                    raise RemoteProtocolError(f"{self._name} answered with {piece!r:.80}")
+                reader.take(piece)
+            self.used_at = self._clock.now()
+            return head, reader.join()
 
     async def _hear(self, pass_id: SessionId, timeout_seconds: float) -> Message:
         """Return the first thing that is no sign of life."""
@@ -300,11 +287,8 @@ class PassLink:
         await self._stream.close()
 
     async def _send(self, frame: bytes, timeout_seconds: float) -> None:
-        try:
-            async with WakefulTimeout(timeout_seconds):
-                await self._stream.send(frame)
-        except TimeoutError as error:
-            raise SilentError(f"{self._name} does not read what is sent") from error
+        async with AnswerTimeout(timeout_seconds, f"{self._name} does not read what is sent"):
+            await self._stream.send(frame)
 
     async def _receive_answer(
         self, asked: Pass, reader: PiecesReader, timeout_seconds: float
@@ -335,11 +319,8 @@ class PassLink:
         return read_answer(await self._stream.receive(), self._name, asked_for)
 
     async def _wait(self, receiving: Awaitable[Message], timeout_seconds: float) -> Message:
-        try:
-            async with WakefulTimeout(timeout_seconds):
-                return await receiving
-        except TimeoutError as error:
-            raise SilentError(f"{self._name} fell silent") from error
+        async with AnswerTimeout(timeout_seconds, f"{self._name} fell silent"):
+            return await receiving
 
 
 class NotWantedError(Exception):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from ...protocol.errors import (
@@ -160,11 +160,13 @@ class PassFailover:
     replacements: tuple[Hop, ...]
 
 
+@dataclass(frozen=True)
 class Refusals:
     """Peers that declined for good what one hop is asked; they are not asked again."""
 
-    def __init__(self) -> None:
-        self._lost: dict[PeerId, tuple[Hop, RefusedError]] = {}
+    _lost: dict[PeerId, tuple[Hop, RefusedError]] = field(
+        default_factory=dict[PeerId, tuple[Hop, RefusedError]]
+    )
 
     @property
     def peer_ids(self) -> Collection[PeerId]:
@@ -188,11 +190,11 @@ class Refusals:
             self._lost[lost.hop.peer.peer_id] = lost.hop, refusal
 
 
+@dataclass
 class Trouble:
     """The failures of one step or pass at one place so far: peers that declined for good, and how
     long to go on with others.
     """
 
-    def __init__(self, retry: Retry) -> None:
-        self.refusals = Refusals()
-        self.retry = retry
+    retry: Retry
+    refusals: Refusals = field(default_factory=Refusals)

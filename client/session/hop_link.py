@@ -16,7 +16,6 @@ from ...protocol.errors import (
     LocalProtocolError,
     RemoteProtocolError,
     ShoalError,
-    SilentError,
     UnavailableError,
 )
 from ...protocol.ids import NO_CAPABILITY, Capability, ClientToken, SessionId
@@ -39,7 +38,7 @@ from ...protocol.messages.session import (
     Step,
     choose_lane,
 )
-from ...protocol.net.clock import Clock, WakefulTimeout
+from ...protocol.net.clock import AnswerTimeout, Clock
 from ...protocol.net.dialling import open_greeted
 from ...protocol.net.transport import Stream, Transport
 from ...protocol.session.recovery_log import RecoveryLog
@@ -233,24 +232,23 @@ class HopLink:
         """
         opening = replace(opening, span=hop.span)
         async with AsyncExitStack() as undo:
-            try:
-                async with WakefulTimeout(timeout_seconds) as timeout:
-                    stream, rtt_seconds = await open_greeted(
-                        transport, clock, hop.peer, hop.span, timeout_seconds,
-                        client, opening,
-                    )  # fmt: skip
-                    undo.push_async_callback(stream.close)
-                    link = cls(transport, clock, hop, opening, client, stream)
-                    for piece in prompts:
-                        await stream.send(encode_frame(piece))
+            complaint = (
+                f"peer …{hop.peer.peer_id[-6:]} (blocks {hop.span}) did not open a session in time"
+            )
+            async with AnswerTimeout(timeout_seconds, complaint) as timeout:
+                stream, rtt_seconds = await open_greeted(
+                    transport, clock, hop.peer, hop.span, timeout_seconds,
+                    client, opening,
+                )  # fmt: skip
+                undo.push_async_callback(stream.close)
+                link = cls(transport, clock, hop, opening, client, stream)
+                for piece in prompts:
+                    await stream.send(encode_frame(piece))
+                opened = read_answer(await stream.receive(), link.name, opening.session)
+                if isinstance(opened, Queued) and opening.max_wait_seconds > 0:
+                    on_queued(opened.wait_seconds)
+                    timeout.restart(opening.max_wait_seconds + timeout_seconds)
                     opened = read_answer(await stream.receive(), link.name, opening.session)
-                    if isinstance(opened, Queued) and opening.max_wait_seconds > 0:
-                        on_queued(opened.wait_seconds)
-                        timeout.restart(opening.max_wait_seconds + timeout_seconds)
-                        opened = read_answer(await stream.receive(), link.name, opening.session)
-            except TimeoutError as error:
-                name = f"peer …{hop.peer.peer_id[-6:]} (blocks {hop.span})"
-                raise SilentError(f"{name} did not open a session in time") from error
             if not isinstance(opened, Opened) or opened.session != opening.session:
                 raise RemoteProtocolError(f"{link.name} answered Open with {opened!r:.80}")
             undo.pop_all()
@@ -309,12 +307,12 @@ class HopLink:
             note_encoded(len(frame))
         is_step = isinstance(message, Step)
         lane = choose_lane(message, len(frame)) if is_step else Lane.INTERACTIVE
-        try:
-            async with WakefulTimeout(timeout_seconds), self._sending:
-                stream = await self._choose_stream(lane)
-                await stream.send(frame)
-        except TimeoutError as error:
-            raise SilentError(f"{self.name} does not read what is sent") from error
+        async with (
+            AnswerTimeout(timeout_seconds, f"{self.name} does not read what is sent"),
+            self._sending,
+        ):
+            stream = await self._choose_stream(lane)
+            await stream.send(frame)
         self._answering = stream
 
     async def receive(self, timeout_seconds: float) -> Arrived:
@@ -323,13 +321,10 @@ class HopLink:
         Raises SilentError, UnavailableError when the stream broke or the peer lost the prefix,
         RefusedError when the peer declined, RemoteProtocolError for anything but an output.
         """
-        try:
-            async with WakefulTimeout(timeout_seconds):
-                answer, num_bytes = await self._receive()
-        except TimeoutError as error:
-            raise SilentError(
-                f"{self.name} did not answer within {timeout_seconds:.1f} s"
-            ) from error
+        async with AnswerTimeout(
+            timeout_seconds, f"{self.name} did not answer within {timeout_seconds:.1f} s"
+        ):
+            answer, num_bytes = await self._receive()
         if isinstance(answer, Gap):
             raise UnavailableError(f"{self.name} lost the prefix of the session")
         if not isinstance(answer, Output):

@@ -13,7 +13,9 @@ import selectors
 import time
 from collections.abc import Callable, Coroutine, Generator
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
+
+from ..errors import SilentError
 
 Result = TypeVar("Result")
 
@@ -83,7 +85,7 @@ class WakefulTimeout:
         self._timeout = asyncio.timeout(None)
         self._timer: asyncio.TimerHandle | None = None
 
-    async def __aenter__(self) -> WakefulTimeout:
+    async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()
         self.restart(self._seconds)
         return self
@@ -112,6 +114,28 @@ class WakefulTimeout:
             self.restart(self._seconds)
         else:
             self._timeout.reschedule(now)
+
+
+class AnswerTimeout(WakefulTimeout):
+    """The timeout of what a peer has to do: it raises SilentError, with the complaint given."""
+
+    def __init__(self, seconds: float, complaint: str) -> None:
+        super().__init__(seconds)
+        self._complaint = complaint
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        try:
+            is_swallowed = await super().__aexit__(kind, error, trace)
+        except TimeoutError as late:
+            raise SilentError(self._complaint) from late
+        if isinstance(error, TimeoutError):
+            raise SilentError(self._complaint) from error
+        return is_swallowed
 
 
 class DeadlockError(RuntimeError):
