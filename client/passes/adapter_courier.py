@@ -47,9 +47,9 @@ class _Kept:
 
 
 class AdapterCourier:
-    """Uploads adapters to peers and knows which peer has which. Owned by the client's loop.
+    """The record of adapters that a client has uploaded to each peer. Owned by the client's loop.
 
-    What a peer has forgotten it says when it is asked for it (`forget`), and gets it again.
+    A peer that has forgotten an adapter says so when it is asked for it (`forget`).
     """
 
     def __init__(self, clock: Clock, bandwidth: Bandwidth) -> None:
