@@ -90,10 +90,9 @@ def test_state_says_who_serves_each_block(blocks: RemoteSequential, swarms: Swar
 def test_peers_that_failed_are_avoided(blocks: RemoteSequential) -> None:
     manager = blocks.sequence_manager
     peer = manager.make_sequence()[1]
-    client: Any = manager.client
-    client._swarm.book.quarantine(
-        next(one for one in manager.client.swarm.book.view.peers if one.peer_id == peer.peer_id),
-        Fault.SILENT,
+    book = manager.client.swarm.book
+    book.quarantine(
+        next(one for one in book.view.peers if one.peer_id == peer.peer_id), Fault.SILENT
     )
     assert manager.state.banned_peers == {peer.peer_id}
     assert manager.make_sequence()[1].peer_id != peer.peer_id

@@ -191,7 +191,7 @@ def test_peers_that_forgot_the_parent_get_a_replay(scene: Scene) -> None:
         with session.fork(7) as fork:
             answer = scene.model.generate(question, session=fork, **GREEDY)[:, 4:]
 
-            swarm = scene.model._client._swarm
+            swarm = scene.model._client.swarm
             assert not any(
                 map(swarm.book.is_quarantined, swarm.book.view.peers)
             )  # it is nobody's fault

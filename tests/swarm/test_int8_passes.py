@@ -9,12 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from measuring.watched_transport import WatchedTransport
+from measuring.watched_transport import WatchedNetwork
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.client.model.causal_lm import DistributedCausalLM
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
-from shoal.protocol.net.directory import Directory
-from shoal.protocol.net.transport import Transport
 
 NUM_UPDATES = 40
 NUM_PROMPTS = 8
@@ -32,20 +30,14 @@ def train(tiny_models: Any, wire_dtype: str) -> tuple[float, int]:
     """Train a soft prompt; return the last loss, and how many bytes travelled."""
     directory = tiny_models.get().directory
     swarm = LoopbackSwarm(directory, ((0, 2), (2, 4)), weights="fp32")
-    watched: list[WatchedTransport] = []
-
-    async def connect(config: object) -> tuple[Transport, Directory]:
-        transport, looked_up = await swarm.connect(config).connect()
-        watched.append(WatchedTransport(transport))
-        return watched[0], looked_up
-
+    network = WatchedNetwork(swarm.connect())
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 100, (4, 24), generator=generator)
     prompt = 0.1 * torch.randn(1, NUM_PROMPTS, 64, generator=generator)
     prompt.requires_grad_()
     optimizer = torch.optim.Adam([prompt], lr=0.01)
     losses: list[float] = []
-    settings: Any = {"connect": connect, "wire_dtype": wire_dtype}
+    settings: Any = {"connect": lambda config: network, "wire_dtype": wire_dtype}
     with AutoDistributedModelForCausalLM.from_pretrained(directory, **settings) as model:
         for _ in range(NUM_UPDATES):
             loss = compute_loss(model, prompt, tokens)
@@ -54,7 +46,7 @@ def train(tiny_models: Any, wire_dtype: str) -> tuple[float, int]:
             optimizer.step()
             losses.append(loss.item())
     assert losses[-1] < 0.98 * losses[0], losses
-    return losses[-1], watched[0].num_bytes
+    return losses[-1], network.transport.num_bytes
 
 
 def compute_loss(model: DistributedCausalLM, prompt: Tensor, tokens: Tensor) -> Tensor:

@@ -202,7 +202,7 @@ class Writer(threading.Thread):
 
     def _describe_view(self) -> str:
         """Return what the client knows of the swarm."""
-        swarm = self._model._client._swarm
+        swarm = self._model._client.swarm
         known = [
             f"{self._task.name_of(peer.peer_id)} {peer.state}"
             + " (avoided)" * swarm.book.is_quarantined(peer)
