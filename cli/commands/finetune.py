@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 
 from ...client.model.causal_lm import DistributedCausalLM
 from ...protocol.errors import RouteError, ShoalError, UsageError
-from ..finetuning.loss_plot import draw_losses, save_losses
 from ..finetuning.run_options import (
     MOST_BETWEEN_MILESTONES,
     add_arguments,
     record_options,
     settle_options,
 )
-from ..finetuning.run_report import RunFacts, RunReporter, RunResult, quote_use
+from ..finetuning.run_report import RunFacts, RunReporter, make_result
 from ..finetuning.run_texts import RunTexts, read_texts
 from ..options.bundled_model import find_model
 from ..options.joining import Joining, read_joining
@@ -205,7 +204,7 @@ def _fine_tune(
             raise
         return INTERRUPTED
     tuning.save_result()
-    reporter.finish(_finish(tuning, texts.prompt, options, joining))
+    reporter.finish(make_result(tuning, texts.prompt, options, joining))
     return 0
 
 
@@ -238,15 +237,3 @@ def _learn(tuning: "FinetuneRun", model: "DistributedCausalLM", reporter: RunRep
                 reporter.note_milestone(event)
             else:
                 reporter.note_update(event, blocks.take_recent_hops())
-
-
-def _finish(
-    tuning: "FinetuneRun", prompt: str, options: argparse.Namespace, joining: Joining
-) -> RunResult:
-    """Write the loss table and plot; the trained weights are already saved."""
-    progress, plot, table = tuning.progress, options.out / "losses.png", options.out / "losses.csv"
-    save_losses(progress.losses, progress.eval_losses, table)
-    title = f"{Path(options.model).name} fine-tuned on {options.data.name} ({options.method})"
-    draw_losses(progress.losses, progress.eval_losses, title, plot)
-    use = quote_use(options.model, prompt, options.out, joining.initial_peers, options.join)
-    return RunResult(progress, options.out, plot, table, use)

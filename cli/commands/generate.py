@@ -102,17 +102,13 @@ def run(options: argparse.Namespace) -> int:
     try:
         with trace_file:
             generation = _generate(options, output, notices, trace_file)
-            from ...client.trace.trace_summary import describe_summary, make_summary_json
-
             # Inside the block: the text is printed even if writing the trace fails at its end.
-            summary = trace_file.summarize()
             if options.json:
                 facts = _make_json(generation) | {"kv_format": options.kv}
-                facts |= {"trace": make_summary_json(summary)} if summary else {}
-                output.print_json(facts)
+                output.print_json(facts | trace_file.make_facts())
             else:
                 _report(notices, generation)
-                for line in describe_summary(summary) if summary else ():
+                for line in trace_file.describe():
                     notices.print(line)
     except BaseException:
         for line in describe_cut_trace(trace_file):

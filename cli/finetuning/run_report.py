@@ -1,5 +1,6 @@
 """Reports a fine-tuning run: as a table and a line that moves, or as lines of JSON."""
 
+import argparse
 import math
 import shlex
 import time
@@ -11,15 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...protocol.spans import Span
-from ..options.joining import quote_swarm
+from ..options.joining import Joining, quote_swarm
 from ..options.quantities import count_of
 from ..remote_models.routes import describe_pass_failover, pass_failover_facts, route_facts, tail_of
 from ..terminal.reporter import Reporter
 from ..terminal.terminal import Terminal
+from .loss_plot import draw_losses, save_losses
 
 if TYPE_CHECKING:
     from ...client.learning.checkpoints import Progress as RunProgress
-    from ...client.learning.finetune_run import Milestone, Updated
+    from ...client.learning.finetune_run import FinetuneRun, Milestone, Updated
     from ...client.routing.route import Hop, PassFailover
 
 _NUM_RECENT = 20
@@ -306,6 +308,18 @@ def _name_peers(peer_ids: Sequence[str], room: int) -> str:
         if len(line) <= room:
             return line
     return ""
+
+
+def make_result(
+    tuning: "FinetuneRun", prompt: str, options: argparse.Namespace, joining: Joining
+) -> RunResult:
+    """Write the loss table and plot of a run whose trained weights are saved already."""
+    progress, plot, table = tuning.progress, options.out / "losses.png", options.out / "losses.csv"
+    save_losses(progress.losses, progress.eval_losses, table)
+    title = f"{Path(options.model).name} fine-tuned on {options.data.name} ({options.method})"
+    draw_losses(progress.losses, progress.eval_losses, title, plot)
+    use = quote_use(options.model, prompt, options.out, joining.initial_peers, options.join)
+    return RunResult(progress, options.out, plot, table, use)
 
 
 def quote_use(

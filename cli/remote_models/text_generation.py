@@ -6,7 +6,6 @@ Imports nothing heavy: torch is loaded when text is generated.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from ...protocol.errors import UsageError
@@ -156,12 +155,7 @@ class TextModel:
     def __enter__(self) -> "TextModel":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._model.close()
 
     def generate(

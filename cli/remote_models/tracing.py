@@ -99,6 +99,20 @@ class TraceFile:
 
         return summarize(self._recorder.make_trace())
 
+    def describe(self) -> list[str]:
+        """Return the lines of the summary; none without a trace."""
+        from ...client.trace.trace_summary import describe_summary
+
+        summary = self.summarize()
+        return [] if summary is None else describe_summary(summary)
+
+    def make_facts(self) -> dict[str, object]:
+        """Return the summary for JSON, under `trace`; nothing without a trace."""
+        from ...client.trace.trace_summary import make_summary_json
+
+        summary = self.summarize()
+        return {} if summary is None else {"trace": make_summary_json(summary)}
+
     def _make_error(self, error: OSError) -> UsageError:
         return UsageError(
             f"cannot write the trace to {self.path}: {error.strerror or error}; choose another "
@@ -110,8 +124,4 @@ def describe_cut_trace(trace_file: TraceFile) -> list[str]:
     """Return the lines that name the incomplete trace of an interrupted text, and its summary."""
     if not trace_file.is_written:
         return []
-    from ...client.trace.trace_summary import describe_summary
-
-    summary = trace_file.summarize()
-    lines = describe_summary(summary) if summary else []
-    return [f"the incomplete trace is in {trace_file.path}", *lines]
+    return [f"the incomplete trace is in {trace_file.path}", *trace_file.describe()]

@@ -10,7 +10,6 @@ import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import TextIO
 
 from ...protocol.errors import UnavailableError
@@ -234,12 +233,7 @@ class Progress:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join()

@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from ...protocol.errors import UsageError
@@ -97,12 +96,7 @@ class Portal:
     def __enter__(self) -> "Portal":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     @property
