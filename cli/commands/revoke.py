@@ -14,7 +14,7 @@ from ..terminal.interrupts import quitting_at_once
 from ..terminal.terminal import Progress, Terminal
 
 if TYPE_CHECKING:
-    from ...protocol.membership.revocations import Revocations
+    from ...protocol.membership.membership import Revocations
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

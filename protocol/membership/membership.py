@@ -24,7 +24,14 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ..errors import RemoteProtocolError, UsageError
-from ..identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Identity, verify_by_key
+from ..identity import (
+    PUBLIC_KEY_BYTES,
+    SIGNATURE_BYTES,
+    Identity,
+    make_peer_id,
+    public_key_of,
+    verify_by_key,
+)
 from ..ids import PeerId
 
 SWARM_ID_BYTES = 16
@@ -36,6 +43,14 @@ _PROOF_BYTES = 32
 _GREETING_BYTES = 1 + SWARM_ID_BYTES + _PROOF_BYTES
 _IS_PUBLIC, _IS_PRIVATE = b"\x00", b"\x01"
 _HIDDEN_ID = bytes(SWARM_ID_BYTES)
+
+MAX_REVOKED = 100
+"""As many as fit into a record of the directory beside everything else in it."""
+
+_LIST_VERSION = b"\x01"
+_LIST_CONTEXT = b"shoal revocations 1\0"
+_SEQUENCE_BYTES = 8
+_LIST_HEAD_BYTES = len(_LIST_VERSION) + SIGNATURE_BYTES
 
 
 class Role(StrEnum):
@@ -257,6 +272,48 @@ def read_public_greeting(answer: bytes, nonce: bytes, peer_id: PeerId) -> Member
     if not membership.is_same_swarm(answer, nonce, peer_id):
         raise RemoteProtocolError("the answer contradicts itself")
     return membership
+
+
+@dataclass(frozen=True)
+class Revocations:
+    """The peers that no member deals with. A list replaces every one of a lower sequence."""
+
+    sequence: int = 0
+    peer_ids: frozenset[PeerId] = frozenset()
+
+
+def sign_revocations(owner: Membership, revocations: Revocations) -> bytes:
+    """Return the record of a list; UsageError when we are not the owner or it is too long."""
+    if len(revocations.peer_ids) > MAX_REVOKED:
+        raise UsageError(
+            f"at most {MAX_REVOKED} peers can be revoked; begin a new swarm instead "
+            "(`shoal swarm-new`)"
+        )
+    keys = (public_key_of(peer_id) for peer_id in sorted(revocations.peer_ids))
+    body = revocations.sequence.to_bytes(_SEQUENCE_BYTES, "big") + b"".join(keys)
+    return _LIST_VERSION + owner.sign_as_owner(_LIST_CONTEXT + body) + body
+
+
+def read_revocations(membership: Membership, record: bytes) -> Revocations:
+    """Return the list in a record; RemoteProtocolError, and nothing else, for whatever bytes."""
+    num_key_bytes = len(record) - _LIST_HEAD_BYTES - _SEQUENCE_BYTES
+    if (
+        num_key_bytes < 0
+        or num_key_bytes % PUBLIC_KEY_BYTES
+        or not record.startswith(_LIST_VERSION)
+    ):
+        raise RemoteProtocolError("the revocation list is malformed")
+    if num_key_bytes > MAX_REVOKED * PUBLIC_KEY_BYTES:
+        raise RemoteProtocolError("the revocation list is too long")
+    signature, body = record[len(_LIST_VERSION) : _LIST_HEAD_BYTES], record[_LIST_HEAD_BYTES:]
+    if not membership.is_signed_by_owner(_LIST_CONTEXT + body, signature):
+        raise RemoteProtocolError("the revocation list was not signed by the owner of this swarm")
+    keys = body[_SEQUENCE_BYTES:]
+    peer_ids = (
+        make_peer_id(keys[start : start + PUBLIC_KEY_BYTES])
+        for start in range(0, len(keys), PUBLIC_KEY_BYTES)
+    )
+    return Revocations(int.from_bytes(body[:_SEQUENCE_BYTES], "big"), frozenset(peer_ids))
 
 
 def _make_key(secret: bytes, purpose: str) -> Identity:

@@ -63,7 +63,7 @@ async def server_and_diallers() -> AsyncGenerator[tuple[Any, list[Any]]]:
 
 
 async def open_silent(dialler: Any, server: Any, protocol: str) -> list[Any]:
-    from shoal.protocol.net.libp2p.p2p_streams import open_byte_stream
+    from shoal.protocol.net.libp2p.p2p_daemon import open_byte_stream
 
     peer_id = str(server.peer_id)
     return [await open_byte_stream(dialler, peer_id, protocol) for _ in range(12)]

@@ -18,8 +18,7 @@ from ...endpoints import Endpoint, Relay
 from ...errors import DirectoryError, LocalProtocolError, RemoteProtocolError, UsageError
 from ...identity import Identity
 from ...ids import ModelId, PeerId
-from ...membership.membership import Membership
-from ...membership.revocations import Revocations, sign_revocations
+from ...membership.membership import Membership, Revocations, sign_revocations
 from ...records.announcements import Announcement, PeerState
 from ..clock import Clock
 from ..libp2p.libp2p_transport import Libp2pTransport

@@ -22,8 +22,14 @@ from functools import cached_property, lru_cache
 from ... import limits
 from ...errors import RemoteProtocolError, RevokedError
 from ...ids import ModelId, PeerId
-from ...membership.membership import NONCE_BYTES, SWARM_ID_BYTES, Membership, make_public
-from ...membership.revocations import Revocations, read_revocations
+from ...membership.membership import (
+    NONCE_BYTES,
+    SWARM_ID_BYTES,
+    Membership,
+    Revocations,
+    make_public,
+    read_revocations,
+)
 from ...records.announcement_book import AnnouncementBook
 from ...records.announcements import Announcement
 from ..clock import Clock

@@ -30,8 +30,13 @@ from ..tcp.tcp_listener import MAX_STREAMS
 from ..transport import Listener, Stream, StreamServer, serve_stream, turn_away
 from .libp2p_stream import MAX_MESSAGE_BYTES, Libp2pStream
 from .multiaddrs import split_multiaddr
-from .p2p_daemon import start_reading_p2pd, stop_p2pd
-from .p2p_streams import connect, name_dialler, open_byte_stream
+from .p2p_daemon import (
+    connect,
+    name_dialler,
+    open_byte_stream,
+    start_reading_p2pd,
+    stop_p2pd,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about what hivemind itself uses

@@ -1,7 +1,11 @@
+# hivemind's types are partial; what we say ourselves is checked.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-"""Starts and ends p2pd, the process through which hivemind reaches the network.
+# pyright: reportAttributeAccessIssue=false
+"""p2pd, through which hivemind reaches the network: the start and end of the process, and requests.
 
-Imported by the directory only: hivemind takes seconds to import.
+hivemind takes seconds to import: import this where it is needed. Its own functions to connect to a
+peer and to open a stream leave a socket open when they fail or are cancelled, and spell a peer id
+inside an address in a way that p2pd does not read; so `connect` and `open_byte_stream` are our own.
 """
 
 from __future__ import annotations
@@ -16,16 +20,37 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...endpoints import Relay
-from ...errors import DirectoryError, UsageError
-from ...identity import Identity
+from ...errors import (
+    DirectoryError,
+    RemoteProtocolError,
+    ShoalError,
+    UnavailableError,
+    UsageError,
+)
+from ...fair_share import Holder, name_holder
+from ...identity import Identity, peer_id_bytes
 from ..addresses import check_can_bind, is_loopback
-from .multiaddrs import PeerAddress, find_listening, make_listen_multiaddr
+from .multiaddrs import (
+    PeerAddress,
+    find_listening,
+    make_listen_multiaddr,
+    pack_multiaddr,
+    split_multiaddr,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about what hivemind itself uses
     from hivemind.p2p import P2P
     from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
-    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+    from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerInfo
+    from hivemind.p2p.p2p_daemon_bindings.utils import (
+        ControlFailure,
+        P2PDaemonError,
+        raise_if_failed,
+        read_pbmsg_safe,
+        write_pbmsg,
+    )
+    from hivemind.proto import p2pd_pb2
 
 PROBE_SECONDS = 1.5
 """How long an initial peer may take to accept a connection before it counts as gone."""
@@ -231,3 +256,79 @@ def _translate(
             f"p2pd did not start in time: this machine is busy, or no peer responds at: {texts}"
         )
     return DirectoryError(f"cannot start p2pd to join the directory: {error}")
+
+
+async def connect(p2p: P2P, peer_id: str, address: str) -> None:
+    """Have p2pd connect to a peer at an address, unless it is connected already.
+
+    Raises UnavailableError when nobody answers there and RemoteProtocolError when it is somebody
+    else, or the address is none.
+    """
+    try:
+        peer, packed = peer_id_bytes(peer_id), pack_multiaddr(address)
+    except ValueError as error:
+        raise RemoteProtocolError(f"{address} is no address of a peer: {error}") from error
+    connecting = p2pd_pb2.ConnectRequest(peer=peer, addrs=[packed])
+    question = p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connecting)
+    _, _, writer = await _ask(p2p, question, address)
+    writer.transport.abort()
+
+
+async def list_peers(p2p: P2P) -> list[tuple[str, str]]:
+    """Return the peers that p2pd is connected to, and at which address; raises ShoalError."""
+    question = p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)
+    answer, _, writer = await _ask(p2p, question, "p2pd")
+    writer.transport.abort()
+    found = [PeerInfo.from_protobuf(peer) for peer in answer.peers]
+    return [(peer.peer_id.to_base58(), str(peer.addrs[0])) for peer in found]
+
+
+async def open_byte_stream(
+    p2p: P2P, peer_id: str, protocol: str
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Return a new stream to a peer that p2pd is connected to; raises UnavailableError.
+
+    p2pd takes it for open before the other end has agreed.
+    """
+    opening = p2pd_pb2.StreamOpenRequest(peer=peer_id_bytes(peer_id), proto=[protocol])
+    question = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)
+    _, reader, writer = await _ask(p2p, question, f"peer …{peer_id[-6:]}")
+    return reader, writer
+
+
+async def _ask(
+    p2p: P2P, question: Any, where: str
+) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
+    """Put a question to p2pd; return its answer, and the socket that a stream goes on in."""
+    try:
+        reader, writer = await cast(Any, p2p)._client.control.daemon_connector.open_connection()
+        try:
+            answer: Any = p2pd_pb2.Response()
+            await write_pbmsg(writer, question)
+            await read_pbmsg_safe(reader, answer)
+            raise_if_failed(answer)
+        except BaseException:
+            writer.transport.abort()
+            raise
+    except ControlFailure as error:
+        raise _explain(error, where) from error
+    except (OSError, EOFError) as error:
+        raise UnavailableError("the p2pd process has ended") from error
+    return answer, reader, writer
+
+
+def _explain(error: ControlFailure, where: str) -> ShoalError:
+    if "peer id mismatch" in str(error):
+        return RemoteProtocolError(f"another peer answers at {where}")
+    reason = " ".join(str(error).removeprefix("Connect failed. msg=").split())
+    return UnavailableError(f"nobody answers at {where}: {reason:.200}")
+
+
+def name_dialler(info: Any) -> Holder:
+    """Return the name under which a stream is counted, by what p2pd says of it.
+
+    All that comes through one relay has its address. There the peer ids, which libp2p has proven,
+    keep strangers apart.
+    """
+    host, _ = split_multiaddr(str(info.addr))
+    return Holder(name_holder(host), str(info.peer_id))

@@ -27,8 +27,15 @@ from ...errors import RemoteProtocolError, ShoalError, UnavailableError
 from ...ids import PeerId
 from ..clock import Clock
 from ..libp2p.multiaddrs import PeerAddress
-from ..libp2p.p2p_daemon import P2P, child_of, start_reading_p2pd, stop_p2pd
-from ..libp2p.p2p_streams import connect, list_peers, open_byte_stream
+from ..libp2p.p2p_daemon import (
+    P2P,
+    child_of,
+    connect,
+    list_peers,
+    open_byte_stream,
+    start_reading_p2pd,
+    stop_p2pd,
+)
 from .relay_keeper import RelayKeeper
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,13 @@ from ...errors import ShoalError
 from ...fair_share import SharedPlaces, name_holder
 from ..clock import Clock
 from ..libp2p.multiaddrs import PeerAddress, split_multiaddr
-from ..libp2p.p2p_daemon import P2P, start_reading_p2pd, stop_p2pd
-from ..libp2p.p2p_streams import name_dialler, open_byte_stream
+from ..libp2p.p2p_daemon import (
+    P2P,
+    name_dialler,
+    open_byte_stream,
+    start_reading_p2pd,
+    stop_p2pd,
+)
 from ..tcp.tls import fetch_pinned_certificate
 from ..transport import Stream, Transport
 

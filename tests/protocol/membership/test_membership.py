@@ -8,18 +8,16 @@ from shoal.protocol.errors import RemoteProtocolError, UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.membership.membership import (
     GREETING_NONCE_BYTES,
+    MAX_REVOKED,
     NONCE_BYTES,
     Membership,
+    Revocations,
     Role,
     begin_public,
     make_owner,
     make_public,
     make_user,
     read_public_greeting,
-)
-from shoal.protocol.membership.revocations import (
-    MAX_REVOKED,
-    Revocations,
     read_revocations,
     sign_revocations,
 )

@@ -10,8 +10,14 @@ import pytest
 from shoal.protocol.errors import RevokedError, UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId, PeerId
-from shoal.protocol.membership.membership import Membership, Role, make_owner, make_public
-from shoal.protocol.membership.revocations import Revocations, sign_revocations
+from shoal.protocol.membership.membership import (
+    Membership,
+    Revocations,
+    Role,
+    make_owner,
+    make_public,
+    sign_revocations,
+)
 from shoal.protocol.net.dht.record_gate import RecordGate
 from shoal.protocol.records.announcements import Announcement, sign_announcement
 
