@@ -47,7 +47,7 @@ class _Kept:
 
 
 class AdapterCourier:
-    """The record of adapters that a client has uploaded to each peer. Owned by the client's loop.
+    """Uploads adapters to peers, and records which peer has which. Owned by the client's loop.
 
     A peer that has forgotten an adapter says so when it is asked for it (`forget`).
     """
