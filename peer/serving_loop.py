@@ -102,7 +102,14 @@ class ServingLoop:
     async def _begin(self, served: ServedSpan, service: Service) -> None:
         """Let streams and sessions come."""
         describe_load = [workload.describe for workload in service.workloads]
-        self.description.begin_serving(served, describe_load)
+        engine, throughput = served.engine, served.throughput
+        self.description.begin_serving(
+            engine.span,
+            engine.kernels,
+            throughput.decode_steps_per_second,
+            throughput.prefill_tokens_per_second,
+            describe_load,
+        )
         self.handler.open(service)
         # A peer that was announced is announced again as soon as the directory can be written.
         await self._announce_if_possible(PeerState.ONLINE)

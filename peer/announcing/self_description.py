@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
@@ -69,22 +68,6 @@ def make_template(
     )
 
 
-class MeasuredSpan(Protocol):
-    """A span that is served, and what was measured of it."""
-
-    @property
-    def span(self) -> Span: ...
-
-    @property
-    def kernels(self) -> str: ...
-
-    @property
-    def decode_steps_per_second(self) -> float: ...
-
-    @property
-    def prefill_tokens_per_second(self) -> float: ...
-
-
 class SelfDescription:
     """Makes announcements from a template; adds measurements once there are any."""
 
@@ -118,15 +101,22 @@ class SelfDescription:
         """From now on tell this span, and what is known of the speed, until it is served."""
         self.planned = span
 
-    def begin_serving(self, served: MeasuredSpan, describe_load: Sequence[Describe]) -> None:
+    def begin_serving(
+        self,
+        span: Span,
+        kernels: str,
+        decode_steps_per_second: float,
+        prefill_tokens_per_second: float,
+        describe_load: Sequence[Describe],
+    ) -> None:
         """From now on tell what is served, how fast, and the load that `describe_load` add."""
         self.planned = None
         self._template = replace(
             self._template,
-            span=served.span,
-            kernels=served.kernels,
-            decode_steps_per_second=_round(served.decode_steps_per_second),
-            prefill_tokens_per_second=_round(served.prefill_tokens_per_second),
+            span=span,
+            kernels=kernels,
+            decode_steps_per_second=_round(decode_steps_per_second),
+            prefill_tokens_per_second=_round(prefill_tokens_per_second),
         )
         self._describe_load = describe_load
 

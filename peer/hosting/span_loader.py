@@ -54,21 +54,9 @@ class ServedSpan:
         return self.engine.span
 
     @property
-    def kernels(self) -> str:
-        return self.engine.kernels
-
-    @property
-    def decode_steps_per_second(self) -> float:
-        return self.throughput.decode_steps_per_second
-
-    @property
-    def prefill_tokens_per_second(self) -> float:
-        return self.throughput.prefill_tokens_per_second
-
-    @property
     def blocks_per_second(self) -> float:
         """Measured steps of one token through one block of average cost."""
-        return self.decode_steps_per_second * self.work
+        return self.throughput.decode_steps_per_second * self.work
 
 
 class SpanLoader:

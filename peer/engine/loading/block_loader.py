@@ -10,8 +10,7 @@ from ....protocol.ids import make_model_id
 from ..blocks.attention import Attention
 from ..blocks.attention_kernels import choose_kernels
 from ..blocks.attention_options import AttentionOptions, QueryKeyTransform
-from ..blocks.block import Block
-from ..blocks.mlp import Experts, GatedMlp, Mlp, PlainMlp
+from ..blocks.block import Block, Experts, GatedMlp, Mlp, PlainMlp
 from ..devices.device import Numerics
 from .block_cache import BlockCache, name_entry
 from .block_tensors import BlockTensors, count_block_bytes

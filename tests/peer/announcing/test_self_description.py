@@ -20,8 +20,6 @@ from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.announcing.self_description import SelfDescription, make_template
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading.engine_loader import load_engine
-from shoal.peer.hosting.span_loader import ServedSpan
-from shoal.peer.hosting.throughput import Throughput
 from shoal.peer.runtime.background import LoopLag
 from shoal.peer.runtime.config import PeerConfig
 from shoal.protocol.endpoints import Endpoint
@@ -105,11 +103,9 @@ def describe_busy_thread(announcement: Announcement) -> Announcement:
 def test_announcement_tells_how_long_steps_and_passes_wait(tiny_models: Any) -> None:
     config = PeerConfig(model=tiny_models.get().directory)
     template = make_template(config, ModelId("a" * 32), 4, make_presence())
-    compute: Any = None
-    speed = Throughput(decode_steps_per_second=10.0, prefill_tokens_per_second=100.0)
-    served = ServedSpan(load(tiny_models, WeightFormat.FP32), compute, speed, 2.0, 0.0, 0.0)
+    engine = load(tiny_models, WeightFormat.FP32)
     description = SelfDescription(template, LoopLag(SystemClock()), (1.0,) * 4)
-    description.begin_serving(served, [describe_busy_thread])
+    description.begin_serving(engine.span, engine.kernels, 10.0, 100.0, [describe_busy_thread])
 
     told = description.describe(PeerState.ONLINE, 1, 1000.0)
 

@@ -6,7 +6,7 @@ from shoal.kernels.linear.linear import RowPrecision
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.kernels.linear.select import make_linear
 from shoal.peer.engine.blocks.batch import TokenRange
-from shoal.peer.engine.blocks.mlp import Activation, GatedMlp
+from shoal.peer.engine.blocks.block import Activation, GatedMlp
 
 NUM_INNER = 45
 
