@@ -114,7 +114,7 @@ class Peer:
         }
         loop = ServingLoop(
             loader,
-            partial(make_service, identity.peer_id, loader, connections, clock),
+            partial(make_service, presence, loader, connections, announcer.hurry, clock),
             handler,
             announcer,
             description,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
-from ..protocol.fair_share import SharedBytes
-from ..protocol.ids import PeerId
 from ..protocol.net.clock import Clock
+from ..protocol.net.network import Presence
 from .engine.adapters.adapter_shelf import AdapterShelf
 from .engine.passes.pass_memory import PassBudget
 from .hosting.span_loader import ServedSpan, SpanLoader
 from .passes.passes import PassResources, PassWorkload
+from .passes.publications import PublicationWorkload
 from .passes.updates import UpdateWorkload
 from .passes.uploads import UploadWorkload
 from .pushing.connections import Connections
-from .pushing.session_outputs import MAX_LOGGED_BYTES, PushResources
+from .pushing.session_outputs import PushResources
 from .sessions.admission import Admission, SessionResources
 from .sessions.sessions import SessionWorkload
 from .streams.client_stream import PendingBytes, StreamHost
@@ -26,16 +27,21 @@ have none yet. By default far fewer than the listener takes, so that a refusal c
 
 
 def make_service(
-    peer_id: PeerId, loader: SpanLoader, connections: Connections, clock: Clock, served: ServedSpan
+    presence: Presence,
+    loader: SpanLoader,
+    connections: Connections,
+    announce: Callable[[], None],
+    clock: Clock,
+    served: ServedSpan,
 ) -> Service:
-    """Return what serves streams from a span that is loaded."""
+    """Return what serves streams from a span that is loaded; `announce` renews the announcement."""
     engine, compute = served.engine, served.compute
     model, config = loader.model, loader.model.config
     changed = asyncio.Event()
     pending = PendingBytes(MAX_PENDING_BYTES)
     shelf = AdapterShelf(clock, model.adapter_bytes)
     host = StreamHost(
-        peer_id=peer_id,
+        peer_id=presence.identity.peer_id,
         model_id=model.model_id,
         span=served.span,
         clock=clock,
@@ -43,12 +49,11 @@ def make_service(
         pending=pending,
         parked=connections.parked,
     )
-    logged = SharedBytes(MAX_LOGGED_BYTES, times_free=3)
     for_sessions = SessionResources(
         model_id=model.model_id,
         max_sessions=config.max_sessions,
         shelf=shelf,
-        pushing=PushResources(connections.neighbours, pending, logged),
+        pushing=PushResources(connections.neighbours, pending),
         note_change=changed.set,
     )
     for_passes = PassResources(
@@ -63,6 +68,7 @@ def make_service(
         passes,
         UploadWorkload(passes),
         UpdateWorkload(passes),
+        PublicationWorkload(passes, presence, announce),
         SessionWorkload(Admission(engine, compute, clock, for_sessions)),
     )
     return Service(host, workloads, _STREAMS_PER_SESSION * config.max_sessions, changed)

@@ -32,6 +32,9 @@ MAX_PASS_ADAPTERS = 2**16
 MAX_ADAPTER_BYTES = 2**26
 """The safetensors of one adapter, as far as it belongs to the blocks of one peer."""
 
+MAX_ADAPTER_LEAVES = 1024
+"""The blocks of one published adapter: so many leaves fit into the manifest in one frame."""
+
 MAX_TRAINED_BYTES = 3 * MAX_ADAPTER_BYTES
 """The same with what an optimizer remembers of it, where a peer trains it."""
 

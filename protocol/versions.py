@@ -3,7 +3,7 @@
 from .errors import ErrorCode, RefusedError
 
 MIN_VERSION = 1
-MAX_VERSION = 5
+MAX_VERSION = 6
 CHAIN_VERSION = 2
 """From which version on a peer can push to another one."""
 
@@ -23,6 +23,9 @@ PASS_VERSION = 4
 OPTIMIZER_VERSION = 5
 """From which version on a peer trains adapters itself where a client asks for it."""
 
+PUBLISH_VERSION = 6
+"""From which version on adapters are published as leaves, which peers fetch by digest."""
+
 SOFTWARE = "shoal 0.1.0"
 
 
@@ -32,7 +35,7 @@ def agree_on_version(their_min: int, their_max: int) -> int:
     Raises RefusedError with BAD_VERSION and both ranges when there is none.
 
     >>> agree_on_version(1, 7)
-    5
+    6
     """
     version = min(MAX_VERSION, their_max)
     if version < max(MIN_VERSION, their_min):

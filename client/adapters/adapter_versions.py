@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -12,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ...protocol.errors import UsageError
-from ...protocol.ids import NO_ADAPTER, AdapterId, make_adapter_id
+from ...protocol.ids import NO_ADAPTER, AdapterId, UploadId, make_adapter_id
 from ...protocol.limits import MAX_ADAPTER_BYTES
-from ...protocol.messages.adapters import LoraConfig, find_block
+from ...protocol.messages.adapters import AdapterHead, Leaf, LoraConfig, Manifest, find_block
 from ...protocol.messages.passes import AdapterRows
 from ...protocol.spans import Span
 
@@ -75,18 +77,40 @@ class AdapterVersion:
         if not matrices:
             return None
         config, tensors = self.config.to_json(self.lineage), safetensors.torch.save(matrices)
-        if len(tensors) > MAX_ADAPTER_BYTES:
-            raise UsageError(
-                f"the adapter has {len(tensors) / 2**20:.1f} MiB in blocks {span}, and a peer "
-                f"takes {MAX_ADAPTER_BYTES / 2**20:.1f} MiB: use a lower rank or fewer "
-                "target_modules"
-            )
+        _check_size(len(tensors), span)
         shapes = {name: matrix.shape for name, matrix in matrices.items()}
         return AdapterCut(make_adapter_id(config, tensors), config, tensors, shapes)
 
-    def publish(self) -> AdapterVersion:
-        """Return the same for everybody: under the name that follows from its numbers alone."""
-        return AdapterVersion(self.config, self.matrices, False, "", 0)
+    def publish(self, span: Span) -> AdapterLeaves | None:
+        """Return what it has for some blocks as it is published; None if it has nothing there.
+
+        Equal weights get equal names. Raises UsageError where that is more than a peer takes.
+        """
+        blocks: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        for name in sorted(self.matrices):
+            if _is_in(name, span) and (block := find_block(name)) is not None:
+                blocks[block][name] = self.matrices[name]
+        if not blocks:
+            return None
+        files = {block: safetensors.torch.save(blocks[block]) for block in sorted(blocks)}
+        _check_size(sum(map(len, files.values())), span)
+        leaves = tuple(
+            Leaf(block, hashlib.sha256(file).digest(), len(file)) for block, file in files.items()
+        )
+        return AdapterLeaves(Manifest(self.config.to_json(), leaves), files)
+
+
+@dataclass(frozen=True)
+class AdapterLeaves:
+    """An adapter as it is published: its manifest, and the file of each block."""
+
+    manifest: Manifest
+    files: Mapping[int, bytes]
+
+    def cut(self, upload_id: UploadId, span: Span) -> tuple[AdapterHead, bytes]:
+        """Return what a peer that serves some blocks is sent."""
+        data = b"".join(self.files[leaf.block] for leaf in self.manifest.select(span))
+        return self.manifest.make_head(upload_id, len(data)), data
 
 
 @dataclass(frozen=True)
@@ -192,6 +216,14 @@ def add_gradients(parts: Sequence[AdapterGradients]) -> AdapterGradients:
 
 def _cut_all(adapters: Iterable[SentAdapter | None], span: Span) -> list[AdapterCut | None]:
     return [None if adapter is None else adapter.cut(span) for adapter in adapters]
+
+
+def _check_size(num_bytes: int, span: Span) -> None:
+    if num_bytes > MAX_ADAPTER_BYTES:
+        raise UsageError(
+            f"the adapter has {num_bytes / 2**20:.1f} MiB in blocks {span}, and a peer takes "
+            f"{MAX_ADAPTER_BYTES / 2**20:.1f} MiB: use a lower rank or fewer target_modules"
+        )
 
 
 def _is_in(name: str, span: Span) -> bool:

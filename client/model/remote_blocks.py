@@ -332,14 +332,15 @@ class RemoteSequential(nn.Module):
     def publish_adapter(self, adapter: LoraAdapter) -> str:
         """Publish an adapter as it is now, and return the digest by which anyone can use it.
 
-        All peers that serve blocks keep it, those that come later as well, until it is withdrawn or
-        the model is closed; up to five minutes longer where they do not hear of that. A later state
-        of the same adapter, published for the same blocks, takes its place in the same way.
+        A few peers hold it, from which all others fetch it when they are asked for it, until it is
+        withdrawn or the model is closed; up to five minutes longer where they do not hear of that.
+        A later state of the same adapter, published for the same blocks, replaces it in the same
+        way.
 
-        Returns when peers for all blocks keep it, after ten minutes at the latest: the others go on
-        getting it. Where no peer keeps it for some blocks, a warning names them. Raises UsageError
-        unless it is a LoraAdapter, and for one of the head, which is computed at the client; and
-        the refusal of the peers if none of them keeps it.
+        Returns when each block has a holder, after ten minutes at the latest. A warning names the
+        blocks that have none. Raises UsageError unless it is a LoraAdapter, and for one of the
+        head, which is computed at the client; and the refusal of the peers if none of them holds
+        it.
         """
         adapter = check_is_adapter(adapter, "publish_adapter()")
         if adapter.get_head() is not None:
@@ -347,14 +348,13 @@ class RemoteSequential(nn.Module):
                 "an adapter of the head cannot be published: every client has a head of its own"
             )
         version = adapter.take_version()
-        published = version.publish()
-        cut = published.cut(self._span)
-        if cut is None:
+        leaves = version.publish(self._span)
+        if leaves is None:
             raise UsageError(f"the adapter changes nothing in blocks {self._span}")
         runner = self._client.passes
-        publishing = runner.remote.publisher.publish(published, self._span, version.lineage)
+        publishing = runner.remote.publisher.publish(leaves, self._span, version.lineage)
         runner.wait_for(publishing)
-        return cut.name.hex()
+        return leaves.manifest.name.hex()
 
     def withdraw_adapter(self, digest: str) -> None:
         """Withdraw a published adapter: peers forget it.

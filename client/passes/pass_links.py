@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import (
-    AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
     Mapping,
-    Sequence,
 )
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ from torch import Tensor
 
 from ...kernels.wire_tensors import decode_as, encode_as, has_only_finite
 from ...protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
-from ...protocol.ids import AdapterId, ClientToken, PeerId, SessionId, make_client_token
+from ...protocol.ids import ClientToken, PeerId, SessionId, make_client_token
 from ...protocol.messages.adapters import (
     AdapterFetch,
     AdapterHead,
@@ -34,6 +32,7 @@ from ...protocol.messages.adapters import (
     AdapterReader,
     AdapterUpdate,
     AdapterWithdrawal,
+    PublicationFetch,
     cut_adapter,
 )
 from ...protocol.messages.fields import Message
@@ -56,7 +55,6 @@ from ...protocol.records.announcements import Announcement
 from ...protocol.tensors import WireTensor
 from ...protocol.wire.codec import encode_frame, read_answer
 from ..concurrency.tasks import Closer, KeyedSemaphores
-from .microbatches import make_pass_id
 
 _SILENCE_SECONDS = 4.0
 """A peer that waits or computes says so every second; without a word for so long it is given up."""
@@ -156,50 +154,20 @@ class PassLink:
         tensors: bytes,
         carrying_seconds: float,
         patience_seconds: float,
-        note_taken: Callable[[int], object] = lambda _: None,
     ) -> float:
         """Give the peer an adapter to keep; return for how long it does so unused.
 
-        Takes `patience_seconds` at most, all pieces together. `note_taken` hears of each piece that
-        is under way how many bytes it has. Raises what `ask` does.
+        Takes `patience_seconds` at most, all pieces together. Raises what `ask` does.
         """
         async with AnswerTimeout(patience_seconds, f"{self._name} takes too long for an adapter"):
             timeout_seconds = _SILENCE_SECONDS + carrying_seconds
-            return await self._bring(head, tensors, timeout_seconds, note_taken)
-
-    async def bring_head(self, head: AdapterHead, carrying_seconds: float) -> float:
-        """Say again that an adapter is published; return for how long the peer keeps it.
-
-        Raises what `ask` does; SilentError, too, where the peer has it no more: it waits for the
-        pieces, and gets them on another stream.
-        """
-        timeout_seconds = _SILENCE_SECONDS + carrying_seconds
-        await self._send(encode_frame(head), timeout_seconds)
-        answer = await self._receive(head.upload_id, timeout_seconds)
-        return self._check_kept(head.upload_id, answer)
-
-    async def withdraw(
-        self, names: Sequence[AdapterId], carrying_seconds: float
-    ) -> AsyncGenerator[AdapterId]:
-        """Have the peer forget adapters, in this order; yields each when it says that it has.
-
-        Raises what `ask` does.
-        """
-        timeout_seconds = _SILENCE_SECONDS + carrying_seconds
-        asked = [AdapterWithdrawal(make_pass_id(), name) for name in names]
-        for one in asked:
-            await self._send(encode_frame(one), timeout_seconds)
-        for one in asked:
-            answer = await self._hear(one.pass_id, timeout_seconds)
-            self._check_kept(one.pass_id, answer)
-            yield one.adapter
+            return await self._bring(head, tensors, timeout_seconds)
 
     async def _bring(
         self,
         head: AdapterHead,
         tensors: bytes,
         timeout_seconds: float,
-        note_taken: Callable[[int], object],
     ) -> float:
         # Read from the beginning: what a peer refuses by its head alone need not go there.
         hearing = asyncio.create_task(self._listen(head.upload_id))
@@ -209,7 +177,6 @@ class PassLink:
                 if hearing.done():
                     break
                 await self._send(encode_frame(piece), timeout_seconds)
-                note_taken(len(piece.data))
             answer = await self._wait(hearing, timeout_seconds)
         except UnavailableError:
             if hearing.done() and not hearing.cancelled():
@@ -242,12 +209,26 @@ class PassLink:
         """Have the peer make an update; raises what `ask` does."""
         self._check_kept(asked.pass_id, await self._ask_about_adapter(asked, patience_seconds))
 
+    async def ask_kept(
+        self, asked: PublicationFetch | AdapterWithdrawal, carrying_seconds: float
+    ) -> float:
+        """Return for how long the peer keeps a published adapter, now that it has heard this.
+
+        Raises what `ask` does.
+        """
+        seconds = _SILENCE_SECONDS + carrying_seconds
+        answer = await self._ask_about_adapter(asked, seconds, seconds)
+        return self._check_kept(asked.pass_id, answer)
+
     async def _ask_about_adapter(
-        self, asked: AdapterMeasure | AdapterUpdate, patience_seconds: float
+        self,
+        asked: AdapterMeasure | AdapterUpdate | PublicationFetch | AdapterWithdrawal,
+        patience_seconds: float,
+        timeout_seconds: float = _SILENCE_SECONDS,
     ) -> Message:
         async with AnswerTimeout(patience_seconds, f"{self._name} takes too long for an adapter"):
-            await self._send(encode_frame(asked), _SILENCE_SECONDS)
-            return await self._hear(asked.pass_id, _SILENCE_SECONDS)
+            await self._send(encode_frame(asked), timeout_seconds)
+            return await self._hear(asked.pass_id, timeout_seconds)
 
     async def fetch_adapter(
         self,

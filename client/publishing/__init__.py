@@ -1,4 +1,4 @@
-"""Publishing an adapter to the peers of a swarm, and withdrawing it.
+"""Publishing adapters: pushing them to peers that hold them for all, renewing and withdrawing them.
 
 Read first: publisher.py.
 """

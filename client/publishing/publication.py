@@ -1,26 +1,32 @@
-"""What a client knows of one adapter that it has published: for whom, and which peers keep it."""
+"""What a client knows of an adapter that it has published, and which peers are to hold it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ...protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
 from ...protocol.ids import AdapterId, PeerId
-from ...protocol.messages.adapters import KEEP_SECONDS
-from ...protocol.spans import Span
-from ..adapters.adapter_versions import AdapterVersion
+from ...protocol.records.announcements import Announcement
+from ...protocol.spans import Span, find_gaps
+from ...protocol.versions import PUBLISH_VERSION
+from ..adapters.adapter_versions import AdapterLeaves
 
-KeeperError = UnavailableError | RefusedError | RemoteProtocolError
-"""What comes of a peer that does not keep an adapter."""
+NUM_HOLDERS = 2
+"""Peers that hold each block of a publication: one may be lost. All others fetch from these."""
+
+HolderError = UnavailableError | RefusedError | RemoteProtocolError
+"""Why a peer does not hold an adapter."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """That somebody wants one state of an adapter kept, until there is a later one.
+    """One call of `publish`: it wants a state of an adapter held until there is a later one.
 
-    Claims of one client are numbered in the order in which they were made.
+    Claims of one client are numbered in the order of the calls.
     """
 
     lineage: str
@@ -29,96 +35,134 @@ class Claim:
 
     @property
     def kind(self) -> tuple[str, Span]:
-        """What its states have in common that take each other's place."""
+        """What states that replace each other have in common."""
         return self.lineage, self.span
 
 
 @dataclass(frozen=True)
-class _Copy:
-    """What one peer has of it, or may have; by some time it has forgotten it."""
+class Holding:
+    """What one peer holds, or may hold: the leaves of its blocks."""
 
+    span: Span
+    renewed_at: float
     until: float
-    is_kept: bool
-    """Whether the peer said so, and did not fall silent since."""
+    is_sure: bool = True
+    """Whether the peer said so, and has answered since."""
+
+
+@dataclass
+class Upload:
+    """One push of the adapter that is under way, or waits for its turn."""
+
+    span: Span
+    task: asyncio.Task[None]
+    until: float = math.inf
+    """When it takes too long to count on."""
 
 
 @dataclass(eq=False)
 class Publication:
-    """One adapter as it was published, and who keeps it.
+    """One published adapter. Two adapters with equal weights are one publication.
 
-    Two adapters that hold the same numbers are one publication. Peers are brought it, and it is
-    renewed, as long as it is wanted.
+    Peers are to hold it as long as there are claims.
     """
 
     name: AdapterId
-    span: Span
-    version: AdapterVersion | None = None
-    """None: nobody wants it any more. Peers may have it still."""
+    leaves: AdapterLeaves | None = None
+    """None: nobody wants it any more."""
     claims: set[Claim] = field(default_factory=set[Claim])
-    num_waiting: int = 0
-    """How many calls wait for peers to keep it."""
-    is_withdrawn: bool = False
-    tasks: dict[PeerId, asyncio.Task[KeeperError | None]] = field(
-        default_factory=dict[PeerId, "asyncio.Task[KeeperError | None]"]
-    )
-    """Of each peer, the one that sees to it that the peer keeps it."""
-    _copies: dict[PeerId, _Copy] = field(default_factory=dict[PeerId, _Copy])
+    holders: dict[PeerId, Holding] = field(default_factory=dict[PeerId, Holding])
+    uploads: dict[PeerId, Upload] = field(default_factory=dict[PeerId, Upload])
+    renewing: asyncio.Task[None] | None = None
+    spreading: asyncio.Task[None] | None = None
+    is_held: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there is a holder of each block."""
+    error: HolderError | None = None
+    """Why the last peer that declined or failed does not hold it."""
+    error_text: str = "no peer that could hold it serves them"
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether peers are to keep it."""
-        return bool(self.claims) or self.num_waiting > 0
+    def note(self, peer_id: PeerId, holding: Holding | None) -> None:
+        """Note what a peer holds by now; None: nothing."""
+        if holding is None:
+            self.holders.pop(peer_id, None)
+        else:
+            self.holders[peer_id] = holding
+        self._update()
 
-    @property
-    def is_over(self) -> bool:
-        """Whether nobody wants it, nobody is brought it, and nobody has it any more."""
-        return not (self.is_wanted or self.tasks or self._copies)
+    def want(self, leaves: AdapterLeaves, claim: Claim) -> None:
+        """Have it held from now on."""
+        self.leaves = leaves
+        self.claims.add(claim)
+        self._update()
 
-    @property
-    def holders(self) -> Collection[PeerId]:
-        """Who has it, or may have it."""
-        return list(self._copies)
+    def _update(self) -> None:
+        if self.list_missing():
+            self.is_held.clear()
+        else:
+            self.is_held.set()
 
-    @property
-    def num_bytes(self) -> int:
-        """How large it is, as long as it is wanted."""
-        assert self.version is not None
-        cut = self.version.cut(self.span)
-        assert cut is not None
-        return len(cut.tensors)
+    def note_error(self, peer: Announcement, error: HolderError) -> None:
+        """Note why a peer does not hold it."""
+        self.error = error
+        self.error_text = f"peer …{peer.peer_id[-6:]} (blocks {peer.span}): {error}"
 
-    def is_kept_by(self, peer_id: PeerId) -> bool:
-        """Return whether a peer has it, as far as is known."""
-        copy = self._copies.get(peer_id)
-        return copy is not None and copy.is_kept
+    def list_missing(self) -> list[Span]:
+        """Return the blocks of the adapter that no peer holds for sure."""
+        if self.leaves is None:
+            return []
+        blocks = self.leaves.manifest.blocks
+        held = [holding.span for holding in self.holders.values() if holding.is_sure]
+        gaps = find_gaps(max(blocks) + 1, held)
+        return [gap for gap in gaps if any(block in gap for block in blocks)]
 
-    def expires_at(self, peer_id: PeerId) -> float:
-        """Return when a peer forgets it; 0.0 for one that does not have it."""
-        copy = self._copies.get(peer_id)
-        return 0.0 if copy is None else copy.until
+    def choose_holders(self, peers: Iterable[Announcement], now: float) -> list[Announcement]:
+        """Return which of some peers to push to next, so that each block has enough holders.
 
-    def note_kept(self, peer_id: PeerId, keep_seconds: float, now: float) -> None:
-        """Note that a peer said that it has the adapter, for so long if it hears nothing more.
-
-        What it said before it was told to forget it comes too late.
+        Uploads that do not take too long count as holders to come.
         """
-        if not self.is_withdrawn:
-            until = now + min(keep_seconds, KEEP_SECONDS)
-            self._copies[peer_id] = _Copy(until, is_kept=True)
+        if self.leaves is None:
+            return []
+        coming = [one.span for one in self.uploads.values() if now < one.until]
+        held = [one.span for one in self.holders.values() if one.is_sure] + coming
+        missing = Counter(
+            {
+                block: NUM_HOLDERS - sum(block in span for span in held)
+                for block in self.leaves.manifest.blocks
+            }
+        )
+        sure = {peer_id for peer_id, holding in self.holders.items() if holding.is_sure}
+        taken = sure | self.uploads.keys()
+        return choose_holders([peer for peer in peers if peer.peer_id not in taken], missing)
 
-    def note_sent(self, peer_id: PeerId, now: float) -> None:
-        """Note that a peer may have the adapter: it got some of it, and did not say what became."""
-        self._copies[peer_id] = _Copy(now + KEEP_SECONDS, is_kept=False)
 
-    def note_silent(self, peer_id: PeerId) -> None:
-        """Note that a peer said nothing when it was told to keep it: it may have lost it."""
-        if copy := self._copies.get(peer_id):
-            self._copies[peer_id] = _Copy(copy.until, is_kept=False)
+def can_hold(peer: Announcement) -> bool:
+    """Return whether a peer understands publications."""
+    return peer.max_version >= PUBLISH_VERSION
 
-    def note_gone(self, peer_id: PeerId) -> None:
-        """Note that a peer does not have it, or that there is nothing more to be done about it."""
-        self._copies.pop(peer_id, None)
 
-    def forget_expired(self, now: float) -> None:
-        """Forget whoever has forgotten it by now."""
-        self._copies = {peer_id: copy for peer_id, copy in self._copies.items() if now < copy.until}
+def choose_holders(peers: Sequence[Announcement], missing: Counter[int]) -> list[Announcement]:
+    """Return peers that together serve each block as often as it is missing, if there are some.
+
+    Others have to reach a holder: so peers that can be dialled come first, then those that serve
+    more of the blocks, and of equal ones those that hold less already.
+    """
+    chosen: list[Announcement] = []
+    rest = list(peers)
+    while rest:
+        num_useful = {
+            peer.peer_id: sum(missing[block] > 0 for block in missing if block in peer.span)
+            for peer in rest
+        }
+        rest = [peer for peer in rest if num_useful[peer.peer_id]]
+        if not rest:
+            break
+        best = max(
+            rest,
+            key=lambda peer: (
+                bool(peer.endpoints), num_useful[peer.peer_id], -len(peer.adapters)
+            ),
+        )  # fmt: skip
+        rest.remove(best)
+        chosen.append(best)
+        missing.subtract(block for block in list(missing) if block in best.span)
+    return chosen

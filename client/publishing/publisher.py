@@ -1,107 +1,149 @@
-"""Publishes adapters: peers keep them for as long as this client says so again."""
+"""Publishes adapters: pushes each to a few peers, which hold it for as long as this is renewed.
+
+All other peers fetch it from those. So a client that nobody can dial publishes like any other.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+import secrets
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import (
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+)
+from dataclasses import replace
+from typing import Any
 
-from ...protocol.errors import UsageError
-from ...protocol.ids import AdapterId, PeerId
-from ...protocol.messages.adapters import KEEP_SECONDS
-from ...protocol.net.clock import Clock
-from ...protocol.records.announcements import Announcement
+from ...protocol.errors import (
+    RefusedError,
+    RemoteProtocolError,
+    SilentError,
+    StaleAnnouncementError,
+    UnavailableError,
+    UsageError,
+)
+from ...protocol.ids import AdapterId, PeerId, SessionId, UploadId
+from ...protocol.messages.adapters import (
+    KEEP_SECONDS,
+    STALL_SECONDS,
+    AdapterWithdrawal,
+    PublicationFetch,
+    allow_upload_seconds,
+)
+from ...protocol.net.clock import Clock, WakefulTimeout
+from ...protocol.net.retry import Backoff, Backoffs
+from ...protocol.records.announcements import MAX_ADAPTERS, Announcement, shorten_adapter
 from ...protocol.spans import Span
-from ..adapters.adapter_versions import AdapterVersion, cut_apart
+from ..adapters.adapter_versions import AdapterLeaves
 from ..concurrency.tasks import Background, KeyedSemaphores, cancel_all, run_all
+from ..passes.microbatches import make_pass_id
 from ..passes.pass_asking import PassAsker
-from .arrivals import Arrivals
-from .keeper_calls import KeeperCalls, knows_publications
-from .keeper_tasks import RENEWAL_SECONDS, KeeperTasks
-from .keepers import Keepers
-from .publication import Claim, Publication
+from ..routing.route import Hop
+from .publication import Claim, Holding, Publication, Upload, can_hold
 
 _logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 10.0
-"""How often somebody looks for peers that have come: whoever uses an adapter may need them."""
+"""How often to look for holders that are gone, and for peers that can replace them."""
 
-_LOOKS_PER_RENEWAL = round(RENEWAL_SECONDS / _LOOK_SECONDS)
+_RENEWAL_SECONDS = KEEP_SECONDS / 3
+"""Two renewals may fail."""
 
-_WITHDRAWING_SECONDS = 15.0
-"""After so long no more peers begin to hear of withdrawals: who closes a model waits for those."""
+_PUBLISHING_SECONDS = 600.0
+"""How long `publish` waits for holders of all blocks."""
 
-_MAX_FORMER = 1000
-"""Of so many that no peer has any more it is known that they were published here."""
+_OTHERS_SECONDS = 5.0
+"""How long it waits for second holders when each block has one."""
+
+_UPLOADS_AT_ONCE = 2
+"""More starve each other on a slow line: of eight that shared 1 Mbit/s, six were given up."""
+
+_TURN_SECONDS = 30.0
+_TURN_BYTES_PER_SECOND = 128 * 2**10
+"""An upload that takes longer than this together holds up nobody: the peer may be slow, and not the
+line. From then on it does not count as a holder to come either."""
+
+_UNDER_WAY_BYTES = 3 * 2**19
+"""So much of an upload is under way at most, as was seen in the buffers of a connection that shares
+a slow line: what the peer has taken, or does not take, delays nobody else."""
+
+_WITHDRAWAL_SECONDS = 3.0
+"""How long a peer may take to hear of withdrawals, beside what else is under way: a peer that does
+not hear of them forgets the adapters by itself, and closing a model waits for this."""
+
+_MOST_CARRYING_SECONDS = 30.0
+"""How much longer it may take behind what else is under way."""
+
+_MAX_REMEMBERED = 1000
+"""Publications that nobody wants any more of which it is known that they were published here."""
+
+_FAILING = Backoff(20.0, 3600.0)
+"""How long a peer that failed or declined is not asked again."""
 
 
 class Publisher:
-    """What a client has published and not withdrawn. Owned by the client's loop; close it.
-
-    It decides what peers are to keep and to forget. Each of them is told by itself.
-    """
+    """What a client has published. Owned by the client's loop; close it."""
 
     def __init__(self, asker: PassAsker, clock: Clock) -> None:
         self._asker = asker
         self._clock = clock
-        self._calls = KeeperCalls(asker, clock)
         self._background = Background()
-        self._tasks = KeeperTasks(self._calls, clock, self._background, self._is_spreading)
-        self._published: dict[AdapterId, Publication] = {}  # the newest one is the last
-        self._former: dict[AdapterId, Publication] = {}  # wanted by nobody, and nobody has it
+        self._publications: dict[AdapterId, Publication] = {}  # the newest one is the last
         self._numbers = itertools.count()
-        self._begun: set[Claim] = set()  # of the calls that have not ended
-        self._newest: dict[tuple[str, Span], int] = {}  # of the claims that peers have met
+        self._newest: dict[tuple[str, Span], int] = {}  # claims of each kind that were held
+        self._peers: dict[PeerId, Announcement] = {}
+        self._failing = Backoffs[PeerId](_FAILING, clock)
+        self._turns = asyncio.Semaphore(_UPLOADS_AT_ONCE)
         self._withdrawing = KeyedSemaphores[AdapterId]()
-        self._arrivals = Arrivals()
-        self._renewing: asyncio.Task[None] | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._has_only_old_peers = False
         self._is_closed = False
 
     def __repr__(self) -> str:
-        return (
-            f"<Publisher, {len(self._published)} published, {len(self._former)} former, "
-            f"{len(self._newest)} kinds>"
-        )
+        return f"<Publisher, {len(self._publications)} publications>"
 
-    async def publish(self, adapter: AdapterVersion, span: Span, lineage: str) -> None:
-        """Give an adapter to all who serve blocks, until it is withdrawn.
+    async def publish(self, leaves: AdapterLeaves, span: Span, lineage: str) -> None:
+        """Have peers hold an adapter for some blocks, until it is withdrawn.
 
-        Returns when there are peers that keep it for all blocks; the others go on getting it. One
-        of the same lineage and span from before is not renewed any more. Warns of blocks for which
-        no peer keeps it yet. Raises what the last peer did if nobody keeps it: the one from before
-        stays then; UsageError if it is withdrawn meanwhile.
+        Returns when each block has a holder. A state of the same lineage and span from before is
+        not renewed any more. Warns of blocks that have no holder yet. Raises what the last peer did
+        if there is no holder at all: the state from before stays then; UsageError if the adapter is
+        withdrawn meanwhile.
         """
         claim = Claim(lineage, span, next(self._numbers))
-        self._begun.add(claim)
+        publication = await self._claim(leaves, claim)
         try:
-            await self._publish(adapter, claim)
+            await self._wait_for_holders(publication)
+            if claim.number < self._newest.get(claim.kind, 0):
+                return  # a later state has taken its place meanwhile
+            if claim not in publication.claims:
+                raise UsageError("the adapter was withdrawn while it was published")
+            self._check_holders(publication, span)
+        except BaseException:
+            publication.claims.discard(claim)
+            raise
+        else:
+            self._replace_before(claim)
         finally:
-            self._begun.discard(claim)
-            self._rest()
-            self._forget()
+            self._drop_unwanted()
 
     async def withdraw(self, name: AdapterId) -> int:
-        """Have all peers forget an adapter; return how many could not be told.
+        """Have holders forget an adapter; return how many could not be told.
 
         They forget it by themselves, and are told again if this is called again: 0 where nobody is
         left to be told. Raises UsageError for another's, and for one that is not remembered.
         """
-        peers = await self._asker.list_peers()
         async with self._withdrawing.hold(name):
-            self._forget()
-            publication = self._published.get(name) or self._former.get(name)
+            publication = self._publications.get(name)
             if publication is None:
                 raise UsageError(
                     f"{name.hex():.12}… was not published here: only the client that published an "
                     "adapter can withdraw it"
                 )
-            self._published.setdefault(name, publication)
-            if not publication.is_wanted and not publication.is_withdrawn:
-                # It was replaced. Wherever this client has used it since, it was kept by that.
-                for peer in filter(knows_publications, peers):
-                    publication.note_sent(peer.peer_id, self._clock.now())
             return await self._withdraw([publication])
 
     async def close(self) -> None:
@@ -109,154 +151,239 @@ class Publisher:
         self._is_closed = True
         await self._background.close()
         async with AsyncExitStack() as lanes:
-            for name in list(self._published):
+            for name in list(self._publications):
                 await lanes.enter_async_context(self._withdrawing.hold(name))
-            await self._withdraw(list(self._published.values()))
+            await self._withdraw(list(self._publications.values()))
 
-    async def _publish(self, adapter: AdapterVersion, claim: Claim) -> None:
-        await cut_apart([adapter], claim.span)
-        peers = self._tasks.sort(await self._asker.list_peers())
-        if not self._is_anything_claimed:
-            self._arrivals.list_new(peers)  # they are brought the first one now
-        publication = await self._claim(adapter, claim)
-        try:
-            await self._wait_for_keepers(publication, peers, claim.span)
-            self._replace_before(claim)
-        except BaseException:
-            publication.claims.discard(claim)
-            raise
-        finally:
-            publication.num_waiting -= 1
+    async def _claim(self, leaves: AdapterLeaves, claim: Claim) -> Publication:
+        """Return the publication that is to be held from now on.
 
-    async def _claim(self, adapter: AdapterVersion, claim: Claim) -> Publication:
-        """Return the publication that is to be kept from now on, for somebody who waits for it.
-
-        While peers are told to forget it, none is brought it again.
+        While holders are told to forget it, none is sent it again.
         """
-        cut = adapter.cut(claim.span)
-        assert cut is not None
-        async with self._withdrawing.hold(cut.name):
+        name = leaves.manifest.name
+        async with self._withdrawing.hold(name):
             if self._is_closed:
                 raise UsageError("the model is closed; nothing can be published any more")
-            self._former.pop(cut.name, None)
-            publication = self._published.pop(cut.name, None) or Publication(cut.name, claim.span)
-            self._published[cut.name] = publication
-            publication.version, publication.is_withdrawn = adapter, False
-            publication.span = claim.span
-            publication.claims.add(claim)
-            publication.num_waiting += 1
-        for other in self._published.values():
-            if other.claims and not self._is_spreading(other):
-                self._tasks.cancel(other)
-        if self._renewing is None or self._renewing.done():
-            self._renewing = self._background.start(self._renew())
+            publication = self._publications.pop(name, None) or Publication(name)
+            self._publications[name] = publication
+            publication.want(leaves, claim)
+        if self._running is None or self._running.done():
+            self._running = self._background.start(self._run())
         return publication
 
-    @property
-    def _is_anything_claimed(self) -> bool:
-        return any(publication.claims for publication in self._published.values())
-
-    def _is_spreading(self, publication: Publication) -> bool:
-        """Return whether more peers are to have it: not while a later state is on its way."""
-        return publication.num_waiting > 0 or any(
-            all(claim.kind != one.kind or claim.number >= one.number for one in self._begun)
-            for claim in publication.claims
-        )
-
-    async def _wait_for_keepers(
-        self, publication: Publication, peers: Sequence[Announcement], span: Span
-    ) -> None:
-        """Wait until peers keep a publication for all blocks of a span, and some more do.
-
-        Blocks that nobody serves are not waited for, nor those that only refuse it.
-        """
-        peer_of = {self._tasks.begin(publication, peer): peer for peer in peers}
-        rest = set(peer_of)
-        keepers = Keepers(span, publication.num_bytes, self._clock.now())
-        while rest and (seconds := keepers.deadline - self._clock.now()) > 0:
-            done, rest = await asyncio.wait(
-                rest, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+    async def _wait_for_holders(self, publication: Publication) -> None:
+        """Wait until each block has a holder, and a little for the others."""
+        await self._look()
+        spreading = self._begin_spreading(publication, asks_all=True)
+        held = asyncio.create_task(publication.is_held.wait())
+        try:
+            await asyncio.wait(
+                (spreading, held), timeout=_PUBLISHING_SECONDS, return_when=asyncio.FIRST_COMPLETED
             )
-            for task in done:
-                if not task.cancelled():
-                    keepers.note(peer_of[task], task.result())
-            keepers.wait_for([peer_of[task] for task in rest], self._clock.now())
-        if publication.is_withdrawn or self._is_closed:
-            raise UsageError("the adapter was withdrawn while it was published")
-        if not peers:
+            if held.done() and not spreading.done():
+                await asyncio.wait([spreading], timeout=_OTHERS_SECONDS)
+        finally:
+            held.cancel()
+
+    def _check_holders(self, publication: Publication, span: Span) -> None:
+        """Warn of blocks without a holder; raise why there is none where none has one."""
+        missing = publication.list_missing()
+        if not missing:
+            return
+        if any(holding.is_sure for holding in publication.holders.values()):
+            _logger.warning(
+                "no peer holds the adapter for blocks %s yet, and it cannot be used until one "
+                "does: %s",
+                ", ".join(map(str, missing)),
+                publication.error_text,
+            )
+        elif publication.error is not None:
+            raise publication.error
+        elif publication.uploads:
+            raise SilentError(f"no peer has all of the adapter after {_PUBLISHING_SECONDS:.0f} s")
+        elif self._has_only_old_peers:
+            raise UnavailableError(
+                "all peers of this swarm speak an older protocol version, which cannot publish "
+                "adapters of this one: update them"
+            )
+        else:
             raise self._asker.make_route_error(span)
-        keepers.check([peer_of[task] for task in rest], self._clock.now())
 
     def _replace_before(self, claim: Claim) -> None:
-        """Let what peers keep now take the place of what is older, and give way to what is newer.
+        """Let this state replace older ones, or give way to a newer one.
 
         Calls need not end in the order in which they have begun.
         """
-        kind = claim.kind
-        newest = self._newest[kind] = max(claim.number, self._newest.get(kind, claim.number))
-        for publication in self._published.values():
+        newest = self._newest[claim.kind] = max(claim.number, self._newest.get(claim.kind, 0))
+        for publication in self._publications.values():
             publication.claims -= {
-                one for one in publication.claims if one.kind == kind and one.number < newest
+                one for one in publication.claims if one.kind == claim.kind and one.number < newest
             }
 
-    def _rest(self) -> None:
-        """Bring to nobody what nobody wants any more, and keep no copy of it."""
-        for publication in self._published.values():
-            if not publication.is_wanted:
-                publication.version = None
-                self._tasks.cancel(publication)
+    def _drop_unwanted(self) -> None:
+        """Send nobody what nobody wants any more, and keep little more than its name."""
+        unwanted = [one for one in self._publications.values() if not one.claims]
+        for publication in unwanted:
+            publication.leaves = None
+            for task in _list_tasks(publication):
+                task.cancel()
+        for publication in unwanted[: max(0, len(unwanted) - _MAX_REMEMBERED)]:
+            del self._publications[publication.name]
 
-    async def _renew(self) -> None:
-        """Begin again and again as long as something is to be kept, and wait for nobody."""
-        for number in itertools.count(1):
+    async def _run(self) -> None:
+        """Keep up what is claimed; no peer waits for another one."""
+        while any(publication.claims for publication in self._publications.values()):
             await asyncio.sleep(_LOOK_SECONDS)
-            if not self._is_anything_claimed:
-                return
-            self._background.start(self._begin_renewals(number % _LOOKS_PER_RENEWAL == 0))
+            await self._look()
+            for publication in self._publications.values():
+                if publication.claims:
+                    self._begin_renewing(publication)
+                    self._begin_spreading(publication)
 
-    async def _begin_renewals(self, is_due: bool) -> None:
-        """Begin at whoever has come since the last time; where renewals are due, at all peers."""
-        self._forget()
+    async def _look(self) -> None:
+        """See which peers there are that can hold publications, least in doubt first."""
         peers = await self._asker.list_peers()
-        new = self._arrivals.list_new(peers)
-        for peer in new:
-            self._tasks.note_arrival(peer)
-        wanted = [publication for publication in self._published.values() if publication.claims]
-        self._tasks.renew(wanted, peers if is_due else new)
-        self._tasks.deliver_owed(peers)
+        self._peers = {peer.peer_id: peer for peer in peers if can_hold(peer)}
+        self._has_only_old_peers = bool(peers) and not self._peers
+        self._failing.forget_expired()
+        for publication in self._publications.values():
+            for peer_id, holding in list(publication.holders.items()):
+                peer = self._peers.get(peer_id)
+                if peer is None or peer.span != holding.span or self._clock.now() > holding.until:
+                    publication.note(peer_id, replace(holding, is_sure=False))
+
+    def _begin_renewing(self, publication: Publication) -> None:
+        if publication.renewing is None or publication.renewing.done():
+            publication.renewing = self._background.start(self._renew(publication))
+
+    def _begin_spreading(
+        self, publication: Publication, *, asks_all: bool = False
+    ) -> asyncio.Task[None]:
+        if publication.spreading is None or publication.spreading.done():
+            publication.spreading = self._background.start(self._spread(publication, asks_all))
+        return publication.spreading
+
+    async def _spread(self, publication: Publication, asks_all: bool) -> None:
+        """Push to peers until each block has enough holders, or nobody is left to try.
+
+        The first time it `asks_all`, or else only those that have not just failed.
+        """
+        while True:
+            resting = frozenset[PeerId]() if asks_all else self._failing.resting
+            asks_all = False
+            candidates = [peer for peer in self._peers.values() if peer.peer_id not in resting]
+            for peer in publication.choose_holders(candidates, self._clock.now()):
+                task = self._background.start(self._push(publication, peer))
+                publication.uploads[peer.peer_id] = Upload(peer.span, task)
+            if not publication.uploads:
+                return
+            tasks = [upload.task for upload in publication.uploads.values()]
+            await asyncio.wait(tasks, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _push(self, publication: Publication, peer: Announcement) -> None:
+        """Give a peer what belongs to its blocks; never raises what the peer does."""
+        leaves, peer_id, now = publication.leaves, peer.peer_id, self._clock.now
+        assert leaves is not None
+        upload_id = UploadId(SessionId(secrets.token_bytes(16)))
+        head, data = leaves.cut(upload_id, peer.span)
+        may_hold = Holding(peer.span, now(), now() + KEEP_SECONDS, is_sure=False)
+        try:
+            async with (
+                self._take_turn(len(data)) as until,
+                self._asker.lend(Hop(peer, peer.span), takes_place=False) as (link, _),
+            ):
+                publication.uploads[peer_id].until = until
+                publication.note(peer_id, may_hold)
+                with self._asker.line.carry(min(len(data), _UNDER_WAY_BYTES)):
+                    patience_seconds = allow_upload_seconds(len(data))
+                    seconds = await link.bring(head, data, STALL_SECONDS, patience_seconds)
+            until = now() + min(seconds, KEEP_SECONDS)
+            publication.note(peer_id, Holding(peer.span, now(), until))
+            self._failing.note_success(peer_id)
+        except (UnavailableError, RemoteProtocolError, RefusedError) as error:
+            if isinstance(error, RefusedError):
+                publication.note(peer_id, None)
+            self._note_failure(publication, peer, error)
+        finally:
+            publication.uploads.pop(peer_id, None)
+
+    @asynccontextmanager
+    async def _take_turn(self, num_bytes: int) -> AsyncGenerator[float]:
+        """Wait until few others upload; gives until when this is its turn, and then the next's."""
+        await self._turns.acquire()
+        seconds = _TURN_SECONDS + num_bytes / _TURN_BYTES_PER_SECOND
+        with ExitStack() as turn:
+            turn.callback(self._turns.release)
+            timer = asyncio.get_running_loop().call_later(seconds, turn.close)
+            turn.callback(timer.cancel)
+            yield self._clock.now() + seconds
+
+    async def _renew(self, publication: Publication) -> None:
+        """Tell holders to keep what they have, where that is due, and see that they have it."""
+        due = [
+            self._renew_at(publication, peer, holding)
+            for peer_id, holding in publication.holders.items()
+            if (peer := self._peers.get(peer_id)) is not None
+            if self._is_due(publication, peer, holding)
+        ]
+        await run_all(due)
+
+    def _is_due(self, publication: Publication, peer: Announcement, holding: Holding) -> bool:
+        if peer.peer_id in publication.uploads or not self._failing.may_try(peer.peer_id):
+            return False
+        names = peer.adapters
+        # A peer that was restarted does not announce it any more.
+        is_announced = len(names) == MAX_ADAPTERS or shorten_adapter(publication.name) in names
+        is_old = self._clock.now() >= holding.renewed_at + _RENEWAL_SECONDS
+        return not holding.is_sure or not is_announced or is_old
+
+    async def _renew_at(
+        self, publication: Publication, peer: Announcement, holding: Holding
+    ) -> None:
+        asked = PublicationFetch(make_pass_id(), publication.name)
+        try:
+            async with self._asker.lend(Hop(peer, peer.span), takes_place=False) as (link, _):
+                seconds = await link.ask_kept(asked, self._expect_carrying_seconds())
+        except (UnavailableError, RemoteProtocolError, RefusedError) as error:
+            if isinstance(error, RefusedError):
+                publication.note(peer.peer_id, None)
+                return
+            publication.note(peer.peer_id, replace(holding, is_sure=False))
+            self._note_failure(publication, peer, error)
+            return
+        now = self._clock.now()
+        publication.note(peer.peer_id, Holding(peer.span, now, now + min(seconds, KEEP_SECONDS)))
+
+    def _note_failure(
+        self,
+        publication: Publication,
+        peer: Announcement,
+        error: UnavailableError | RemoteProtocolError | RefusedError,
+    ) -> None:
+        _logger.info("peer …%s does not hold an adapter: %s", peer.peer_id[-6:], error)
+        publication.note_error(peer, error)
+        if self._failing.may_try(peer.peer_id):  # what fails at once fails for one reason
+            self._failing.note_failure(peer.peer_id)
 
     async def _withdraw(self, publications: Sequence[Publication]) -> int:
-        """Stop bringing publications, and tell all who may have them; return who could not be told.
-
-        Each peer hears of the newest first. Who has left does not count.
-        """
+        """Renew publications no more, and tell their holders; return how many were not told."""
+        carrying_seconds = self._expect_carrying_seconds()  # with what is cancelled now
         for publication in publications:
             publication.claims.clear()
-            publication.is_withdrawn = True
-        carrying_seconds = self._calls.expect_carrying_seconds()  # with what is cancelled now
-        await cancel_all(task for one in publications for task in one.tasks.values())
-        self._rest()
-        withdrawn: dict[PeerId, list[Publication]] = {}
+        await cancel_all(task for one in publications for task in _list_tasks(one))
+        self._drop_unwanted()
+        held: dict[PeerId, list[Publication]] = {}
         for publication in reversed(publications):
-            for peer_id in publication.holders:
-                withdrawn.setdefault(peer_id, []).append(publication)
-        told: list[bool] = []
-        hearing: list[tuple[Announcement, list[Publication]]] = []
-        for peer_id, theirs in withdrawn.items():
+            for peer_id in list(publication.holders):
+                held.setdefault(peer_id, []).append(publication)
+        told: list[Coroutine[Any, Any, bool]] = []
+        for peer_id, theirs in held.items():
             peer = self._asker.find_peer(peer_id)
-            if peer is not None and knows_publications(peer):
-                hearing.append((peer, theirs))
-            elif peer is not None:
-                told.append(False)
-                for publication in theirs:
-                    publication.note_gone(peer_id)  # it will never hear of that
-        hearing.sort(key=lambda one: not self._tasks.has_kept(one[0]))
-        until = self._clock.now() + _WITHDRAWING_SECONDS
-        told += await run_all(
-            self._calls.withdraw(theirs, peer, carrying_seconds, until) for peer, theirs in hearing
-        )
-        self._forget()
-        num_untold = told.count(False)
+            if peer is None:  # it has left
+                _forget_holder(peer_id, theirs)
+            else:
+                told.append(self._tell(peer, theirs, carrying_seconds))
+        num_untold = (await run_all(told)).count(False)
         if num_untold:
             _logger.warning(
                 "not all peers could be told that an adapter is withdrawn (%d could not): they "
@@ -266,18 +393,36 @@ class Publisher:
             )
         return num_untold
 
-    def _forget(self) -> None:
-        """Forget who has forgotten what; know little more than names of what nobody has any more.
+    async def _tell(
+        self, peer: Announcement, publications: Sequence[Publication], carrying_seconds: float
+    ) -> bool:
+        """Have a peer forget publications, in this order; return whether it has none of them."""
+        try:
+            async with (
+                WakefulTimeout(_WITHDRAWAL_SECONDS + carrying_seconds),
+                self._asker.lend(Hop(peer, peer.span), takes_place=False) as (link, _),
+            ):
+                for publication in publications:
+                    asked = AdapterWithdrawal(make_pass_id(), publication.name)
+                    await link.ask_kept(asked, carrying_seconds)
+                    publication.note(peer.peer_id, None)
+        except StaleAnnouncementError:  # it has other blocks, or is another one: it has none
+            _forget_holder(peer.peer_id, publications)
+        except (TimeoutError, UnavailableError, RefusedError, RemoteProtocolError):
+            return False
+        return True
 
-        Those may still be withdrawn: again, or for the first time after they were replaced.
-        """
-        for name, publication in list(self._published.items()):
-            publication.forget_expired(self._clock.now())
-            if publication.is_over:
-                self._former.pop(name, None)
-                self._former[name] = self._published.pop(name)
-        while len(self._former) > _MAX_FORMER:
-            del self._former[next(iter(self._former))]
-        claims = self._begun.union(*(one.claims for one in self._published.values()))
-        kinds = {claim.kind for claim in claims}
-        self._newest = {kind: self._newest[kind] for kind in kinds & self._newest.keys()}
+    def _expect_carrying_seconds(self) -> float:
+        """Return how long what is under way now may hold up a few words."""
+        line = self._asker.line
+        return min(line.expect_seconds(line.num_bytes), _MOST_CARRYING_SECONDS)
+
+
+def _forget_holder(peer_id: PeerId, publications: Sequence[Publication]) -> None:
+    for publication in publications:
+        publication.note(peer_id, None)
+
+
+def _list_tasks(publication: Publication) -> list[asyncio.Task[None]]:
+    tasks = [upload.task for upload in publication.uploads.values()]
+    return tasks + [task for task in (publication.spreading, publication.renewing) if task]

@@ -18,7 +18,7 @@ from ...protocol.errors import UsageError
 from ...protocol.ids import AdapterId
 from ...protocol.limits import MAX_PASS_TOKENS
 from ...protocol.spans import Span
-from ..adapters.adapter_versions import AdapterVersion, RowAdapters
+from ..adapters.adapter_versions import AdapterLeaves, RowAdapters
 from ..concurrency.portal import Portal
 from ..passes.microbatches import TextGradients, Texts, Trail
 from ..routing.route import Hop, PassFailover
@@ -39,8 +39,8 @@ wherever backward() was called. Only the stack shows that both are the same pass
 class Publications(Protocol):
     """The adapters that a client has published; see `Publisher`."""
 
-    async def publish(self, adapter: AdapterVersion, span: Span, lineage: str) -> None:
-        """Have peers keep an adapter for some blocks."""
+    async def publish(self, leaves: AdapterLeaves, span: Span, lineage: str) -> None:
+        """Have peers hold an adapter for some blocks."""
         ...
 
     async def withdraw(self, name: AdapterId) -> int:

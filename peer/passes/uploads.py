@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
@@ -23,8 +23,8 @@ from ...protocol.messages.adapters import (
 from ...protocol.messages.fields import Message
 from ...protocol.versions import OPTIMIZER_VERSION
 from ..engine.adapters.adapter import Adapter
-from ..engine.adapters.adapter_file import read_adapter
-from ..engine.adapters.adapter_shelf import AdapterShelf
+from ..engine.adapters.adapter_file import read_adapter, read_leaves
+from ..engine.adapters.adapter_shelf import AdapterShelf, Kept
 from ..engine.adapters.trained_adapter import TrainedAdapter
 from ..engine.engine import Engine
 from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork, encode_refusal
@@ -44,11 +44,15 @@ class _Upload:
     reader: AdapterReader
     pace: UploadPace
     reading: asyncio.Future[Adapter | TrainedAdapter] | None = None
+    files: Mapping[int, bytearray] = field(default_factory=dict[int, bytearray])
+    """The leaves of a publication, once they are here."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes that count for it; an adapter trained here includes moments and gradients."""
         head = self.head
+        if head.manifest is not None:
+            return head.manifest.num_bytes + head.num_bytes
         num_tensors = 2 + head.optimizer.num_moments if head.optimizer else 1
         return len(head.config) + head.num_bytes // head.num_files * num_tensors
 
@@ -129,6 +133,10 @@ class UploadStream(StreamWork):
             raise RefusedError(ErrorCode.DRAINING, "the peer is leaving its blocks", BUSY_SECONDS)
         if head.is_published and shelf.has(head.adapter, holder, is_published=True):
             return None
+        span = passes.engine.span
+        if head.manifest and head.num_bytes != (head.manifest.count_bytes(span) or None):
+            detail = f"this peer hosts blocks {span}, and the leaves are those of others"
+            raise RefusedError(ErrorCode.WRONG_SPAN, detail)
         check_trained(head.num_trained, passes.resources.budget.max_gradient_bytes)
         num_freed = shelf.give_up(head.replaces, holder) if head.replaces else 0
         upload = _Upload(head, holder, AdapterReader(head), UploadPace(self._clock.now()))
@@ -155,10 +163,17 @@ class UploadStream(StreamWork):
 
         Neither the event loop should stand meanwhile, nor who computes everybody's tokens.
         """
-        engine = self._passes.engine
-        adapter = await asyncio.to_thread(_read, engine, upload.head, upload.reader)
+        passes, head, data = self._passes, upload.head, upload.reader.join()
+        if head.manifest is not None:
+            try:
+                split = head.manifest.split
+                upload.files = await asyncio.to_thread(split, passes.engine.span, data)
+            except RemoteProtocolError as error:
+                raise RefusedError(ErrorCode.BAD_VALUES, str(error)) from None
+            return await read_published(passes, head.config, upload.files)
+        adapter = await asyncio.to_thread(_read, passes.engine, head, data)
         # Devices belong to the compute thread: it may be capturing what they do.
-        return await self._passes.compute.call(lambda: adapter.move_to(engine.device.place))
+        return await passes.compute.call(lambda: adapter.move_to(passes.engine.device.place))
 
     def _finish(self, upload: _Upload, reading: asyncio.Future[Adapter | TrainedAdapter]) -> None:
         """Keep the adapter, also when the stream is over by now: others may be there."""
@@ -168,9 +183,7 @@ class UploadStream(StreamWork):
         head, error = upload.head, reading.exception()
         self._upload, self._active_at = None, self._clock.now()
         if error is None:
-            self._shelf.put(
-                head.adapter, reading.result(), upload.holder, upload.num_bytes, head.is_published
-            )
+            self._keep(upload, reading.result())
             self._say_kept(head.upload_id)
             return
         self._shelf.release(upload.holder, upload.num_bytes)
@@ -178,6 +191,23 @@ class UploadStream(StreamWork):
             _logger.error("an uploaded adapter could not be read and is refused: %r", error)
             error = RefusedError(ErrorCode.INTERNAL, "the peer failed to read the adapter")
         self._refuse(head.upload_id, error)
+
+    def _keep(self, upload: _Upload, adapter: Adapter | TrainedAdapter) -> None:
+        head, holder, num_bytes = upload.head, upload.holder, upload.num_bytes
+        if head.manifest is None or isinstance(adapter, TrainedAdapter):
+            self._shelf.put(head.adapter, adapter, holder, num_bytes, head.is_published)
+            return
+        kept = Kept(
+            head.adapter,
+            adapter,
+            holder,
+            num_bytes,
+            self._clock.now(),
+            payer=holder,
+            manifest=head.manifest,
+            files=upload.files,
+        )
+        self._shelf.put_published(kept)
 
     def _wait_for_more(self, upload: _Upload) -> None:
         """Refuse an adapter that stands still on its way for too long, or comes too slowly."""
@@ -208,9 +238,17 @@ class UploadStream(StreamWork):
             self._timer.cancel()
 
 
-def _read(engine: Engine, head: AdapterHead, reader: AdapterReader) -> Adapter | TrainedAdapter:
+async def read_published(
+    passes: PassWorkload, config: bytes, files: Mapping[int, bytearray]
+) -> Adapter:
+    """Return the adapter of leaves, as the engine needs it; raises RefusedError."""
+    engine = passes.engine
+    adapter = await asyncio.to_thread(read_leaves, config, files, engine.spec)
+    return await passes.compute.call(lambda: adapter.move_to(engine.device.place))
+
+
+def _read(engine: Engine, head: AdapterHead, tensors: bytes) -> Adapter | TrainedAdapter:
     """Return the adapter of two files that are what they are called; raises RefusedError."""
-    tensors = reader.join()
     if make_adapter_id(head.config, tensors) != head.adapter:
         raise RefusedError(ErrorCode.BAD_VALUES, "the adapter does not match its digest")
     if not head.optimizer:

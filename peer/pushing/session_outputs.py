@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from ...kernels.wire_tensors import decode_as, encode_as, join_pieces
@@ -19,7 +19,7 @@ from .neighbours import Neighbours
 _logger = logging.getLogger(__name__)
 
 
-MAX_LOGGED_BYTES = 256 * 2**20
+_MAX_LOGGED_BYTES = 256 * 2**20
 """Outputs of all sessions that were pushed to other peers and may have to be pushed again: 32,000
 tokens of a model of width 4096 in 16 bits. A session that finds no room is not logged."""
 
@@ -35,7 +35,9 @@ class PushResources:
 
     neighbours: Neighbours | None
     pending: SharedBytes
-    logged: SharedBytes
+    logged: SharedBytes = field(
+        default_factory=lambda: SharedBytes(_MAX_LOGGED_BYTES, times_free=3)
+    )
 
 
 class SessionOutputs:

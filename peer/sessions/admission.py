@@ -40,7 +40,7 @@ MAX_PROMPT_BYTES = 2**28
 Post = Callable[[bytes], None]
 """Sends a frame to the client of a session."""
 
-_TEMPORARY_CODES = frozenset({ErrorCode.BUSY, ErrorCode.CACHE_FULL})
+_TEMPORARY_CODES = frozenset({ErrorCode.BUSY, ErrorCode.CACHE_FULL, ErrorCode.UNKNOWN_ADAPTER})
 
 
 @dataclass(eq=False)

@@ -17,7 +17,8 @@ from typing import Annotated, Any, cast
 
 from .. import limits
 from ..errors import RemoteProtocolError
-from ..ids import NO_ADAPTER, AdapterId, UploadId
+from ..ids import ADAPTER_ID_BYTES, NO_ADAPTER, AdapterId, UploadId
+from ..spans import Span
 from .fields import (
     Body,
     Header,
@@ -35,6 +36,7 @@ from .fields import (
     message,
     not_empty,
     number_in,
+    sized,
 )
 
 MAX_RANK = 1024
@@ -207,6 +209,75 @@ class OptimizerSettings(Record):
             raise ValueError(f"{self.kind.name} has no such settings")
 
 
+@dataclass(frozen=True, slots=True)
+class Leaf(Record):
+    """The digest and size of what a published adapter has for one block: a safetensors file."""
+
+    block: Annotated[int, Body(1, "uint32"), index_below(limits.MAX_BLOCKS)]
+    digest: Annotated[bytes, Body(2, "bytes"), sized(ADAPTER_ID_BYTES, "the digest of a leaf")]
+    num_bytes: Annotated[
+        int, Body(3, "uint32"), count_to(limits.MAX_ADAPTER_BYTES, "size of a leaf")
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a published adapter consists of. Its digest is the adapter's name."""
+
+    config: bytes
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def name(self) -> AdapterId:
+        """The digest of all of it."""
+        config = self.config
+        digest = hashlib.sha256(b"published" + len(config).to_bytes(8, "little") + config)
+        for leaf in self.leaves:
+            digest.update(struct.pack("<II", leaf.block, leaf.num_bytes) + leaf.digest)
+        return AdapterId(digest.digest())
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The blocks that the adapter changes."""
+        return tuple(leaf.block for leaf in self.leaves)
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes it has itself."""
+        return len(self.config) + len(self.leaves) * (8 + ADAPTER_ID_BYTES)
+
+    def make_head(self, upload_id: UploadId, num_bytes: int) -> AdapterHead:
+        """Return what announces so many bytes of leaves."""
+        return AdapterHead(
+            upload_id, self.name, self.config, num_bytes, is_published=True, leaves=self.leaves
+        )
+
+    def select(self, span: Span) -> tuple[Leaf, ...]:
+        """Return the leaves of some blocks."""
+        return tuple(leaf for leaf in self.leaves if leaf.block in span)
+
+    def count_bytes(self, span: Span) -> int:
+        """Return the size of the leaves of some blocks."""
+        return sum(leaf.num_bytes for leaf in self.select(span))
+
+    def split(self, span: Span, data: bytes) -> dict[int, bytearray]:
+        """Return the leaves of some blocks from all of them, one behind the other.
+
+        Raises RemoteProtocolError for one that is not what its digest says.
+        """
+        files: dict[int, bytearray] = {}
+        start = 0
+        for leaf in self.select(span):
+            file = bytearray(data[start : start + leaf.num_bytes])
+            if hashlib.sha256(file).digest() != leaf.digest:
+                raise RemoteProtocolError(
+                    f"the adapter is not what its digest says for block {leaf.block}"
+                )
+            files[leaf.block] = file
+            start += leaf.num_bytes
+        return files
+
+
 @message(23)
 class AdapterHead(Message):
     """Ask a peer to keep a LoRA adapter; `num_bytes` of safetensors follow in pieces.
@@ -219,6 +290,10 @@ class AdapterHead(Message):
     With an `optimizer` the peer is to train it, see `AdapterUpdate`. If it has learned before, the
     optimizer's moments follow its matrices, each as safetensors of the same names and sizes, and
     `num_updates` says how many updates they come from. A peer answers `AdapterFetch` in this form.
+
+    From protocol version 6 on, a published adapter has `leaves`: with `config` they are its
+    manifest, whose digest is `adapter`. The pieces are the leaves of the blocks that the peer
+    serves; or of those that were asked for, where the head answers `PublicationFetch`.
 
     `num_trained` are the numbers that gradients will be asked for, 0 if they will not: a peer
     without memory for them declines before the adapter is on its way.
@@ -240,11 +315,22 @@ class AdapterHead(Message):
     num_trained: Annotated[
         int, Body(8, "uint32"), number_in(0, limits.MAX_ADAPTER_BYTES, "number of trained numbers")
     ] = 0
+    leaves: Annotated[tuple[Leaf, ...], Body(9)] = ()
 
     def check(self) -> None:
-        """Raise ValueError unless the sizes fit, and the optimizer what it has done."""
+        """Raise ValueError unless sizes and digest fit, and the optimizer what it has done."""
         bound = limits.MAX_ADAPTER_BYTES * self.num_files
-        check_count(self.num_bytes, bound, "size of an adapter")
+        if self.manifest is None:
+            check_count(self.num_bytes, bound, "size of an adapter")
+        else:
+            check_number(self.num_bytes, 0, bound, "size of leaves")
+            if len(self.leaves) > limits.MAX_ADAPTER_LEAVES:
+                raise ValueError(f"an adapter of {len(self.leaves)} leaves")
+            blocks = self.manifest.blocks
+            if any(one >= other for one, other in pairwise(blocks)):
+                raise ValueError("leaves stand in the order of their blocks, one for each")
+            if not self.is_published or self.manifest.name != self.adapter:
+                raise ValueError("the manifest of an adapter is not what its digest says")
         check_count(len(self.config), limits.MAX_ADAPTER_CONFIG_BYTES, "size of a configuration")
         if self.optimizer is OptimizerKind.NONE and self.num_updates:
             raise ValueError("what was updated has an optimizer")
@@ -252,6 +338,11 @@ class AdapterHead(Message):
             raise ValueError("an adapter that is published does not learn any more")
         if self.num_bytes % self.num_files:
             raise ValueError(f"{self.num_bytes} bytes are not {self.num_files} files of one size")
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """What the published adapter consists of; None for one without leaves."""
+        return Manifest(self.config, self.leaves) if self.leaves else None
 
     @property
     def num_files(self) -> int:
@@ -371,6 +462,33 @@ class AdapterFetch(Message):
     ]
 
 
+@message(31)
+class PublicationFetch(Message):
+    """Ask for the leaves of some blocks of a published adapter that the peer holds.
+
+    The answer is `AdapterHead` with the manifest, the leaves in pieces, and `AdapterKept`: for how
+    long the adapter stays published unless that is renewed. Without blocks the answer is the last
+    alone. So a publisher renews what it has published, and a peer that has fetched a copy learns
+    whether it is published still.
+    """
+
+    pass_id: HeaderPass
+    adapter: Annotated[
+        AdapterId,
+        Body(1, "bytes"),
+        check_adapter,
+        not_empty("an adapter that is fetched has a digest"),
+    ]
+    first_block: Annotated[int, Body(2, "uint32"), index_below(limits.MAX_BLOCKS)] = 0
+    num_blocks: Annotated[int, Body(3, "uint32"), number_in(0, limits.MAX_BLOCKS, "blocks")] = 0
+
+    @property
+    def span(self) -> Span | None:
+        """The blocks; None if it asks for no leaves."""
+        stop = self.first_block + self.num_blocks
+        return Span(self.first_block, stop) if self.num_blocks else None
+
+
 def make_updated_id(update: AdapterUpdate) -> AdapterId:
     """Return the name of what an update makes, which follows from all that goes into it."""
     gradients, settings = update.gradients, update.settings
@@ -385,10 +503,18 @@ def make_updated_id(update: AdapterUpdate) -> AdapterId:
     return AdapterId(digest.digest())
 
 
-def cut_adapter(upload_id: UploadId, tensors: bytes) -> Iterator[AdapterPiece]:
-    """Yield the safetensors of an adapter in pieces."""
-    for offset in range(0, len(tensors), PIECE_BYTES):
-        yield AdapterPiece(upload_id, offset, tensors[offset : offset + PIECE_BYTES])
+def cut_adapter(upload_id: UploadId, *files: bytes | bytearray) -> Iterator[AdapterPiece]:
+    """Yield the files of an adapter, one behind the other, in pieces."""
+    offset, data = 0, bytearray()
+    for file in files:
+        for start in range(0, len(file), PIECE_BYTES):
+            data += file[start : start + PIECE_BYTES]
+            if len(data) >= PIECE_BYTES:
+                yield AdapterPiece(upload_id, offset, bytes(data[:PIECE_BYTES]))
+                del data[:PIECE_BYTES]
+                offset += PIECE_BYTES
+    if data:
+        yield AdapterPiece(upload_id, offset, bytes(data))
 
 
 def allow_upload_seconds(num_bytes: int) -> float:

@@ -17,7 +17,7 @@ from .. import limits
 from ..endpoints import Endpoint, Libp2pEndpoint, Relay, check_endpoint
 from ..errors import LocalProtocolError, RemoteProtocolError
 from ..identity import SIGNATURE_BYTES, Identity, public_key_of, verify
-from ..ids import MODEL_ID_CHARACTERS, ModelId, PeerId
+from ..ids import MODEL_ID_CHARACTERS, AdapterId, ModelId, PeerId
 from ..spans import Span
 from .coordinates import Coordinate
 
@@ -25,6 +25,7 @@ MAX_ADAPTERS = 16
 MAX_RTTS = 16
 MAX_RELAYS = 4
 MAX_PARKED_AT = 8
+_ADAPTER_CHARACTERS = 16
 _ENDING_CHARACTERS = 8  # of a peer id: 47 bits
 
 # A record is one byte of version, the signature, and the body: JSON in raw DEFLATE (RFC 1951) with
@@ -83,7 +84,7 @@ _ModelId = Annotated[ModelId, Field(pattern=rf"^[0-9a-f]{{{MODEL_ID_CHARACTERS}}
 _Endpoint = Annotated[Endpoint, AfterValidator(check_endpoint)]
 _Ending = Annotated[str, Field(pattern=rf"^[1-9A-HJ-NP-Za-km-z]{{{_ENDING_CHARACTERS}}}$")]
 _Relay = Annotated[Relay, AfterValidator(_check_relay)]
-_AdapterHash = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
+_AdapterHash = Annotated[str, Field(pattern=rf"^[0-9a-f]{{{_ADAPTER_CHARACTERS}}}$")]
 _Version = Annotated[int, Field(ge=0, lt=2**16)]
 _Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 _Amount = Annotated[FiniteFloat, Field(ge=0, le=1e12)]
@@ -123,7 +124,8 @@ class Announcement:
     expires_at: _Amount
     """Wall seconds; must grow with the sequence, or a replicated directory keeps the older one."""
     adapters: Annotated[tuple[_AdapterHash, ...], Field(max_length=MAX_ADAPTERS)] = ()
-    """Short hashes of the adapters that are loaded."""
+    """How the digests of published adapters begin that the peer holds for others, newest last; as
+    many as fit."""
     free_kv_tokens: _Count = 0
     """Tokens of one row that the KV cache could take now."""
     decode_steps_per_second: _Amount | None = None
@@ -185,6 +187,15 @@ class Announcement:
 def shorten(peer_id: PeerId) -> str:
     """Return how a peer id ends: enough to find it among those that are known."""
     return peer_id[-_ENDING_CHARACTERS:]
+
+
+def shorten_adapter(name: AdapterId) -> str:
+    """Return how the digest of an adapter begins: enough to find who holds it.
+
+    >>> shorten_adapter(AdapterId(b"published adapter, digest of 32 "))
+    '7075626c69736865'
+    """
+    return name.hex()[:_ADAPTER_CHARACTERS]
 
 
 _SCHEMA = TypeAdapter(Announcement)

@@ -23,6 +23,7 @@ from shoal.protocol.messages.adapters import (
     AdapterPiece,
     AdapterWithdrawal,
     LoraConfig,
+    PublicationFetch,
     UploadPace,
 )
 from shoal.protocol.messages.passes import (
@@ -71,10 +72,8 @@ class PassPeer:
     is_mute: bool = False
     """Whether it takes everything about adapters and says nothing."""
     is_mute_to_heads: bool = False
-    """Whether it keeps what it is brought, and never says so again."""
-    mixes_up_withdrawals: bool = False
-    """Whether it says of another question that it has forgotten an adapter."""
-    num_streams: int = 0
+    """Whether it holds what it is sent, and never says so again."""
+    renewed: list[AdapterId] = field(default_factory=list[AdapterId])
     published: dict[AdapterId, float] = field(default_factory=dict[AdapterId, float])
     """What is kept for everybody, and when that was said last."""
     withdrawn: list[AdapterId] = field(default_factory=list)
@@ -86,7 +85,7 @@ class PassPeer:
         while (frame := await stream.receive()) is not None:
             message = decode_frame(frame)
             if isinstance(message, Hello):
-                peer_id, self.num_streams = self.identity.peer_id, self.num_streams + 1
+                peer_id = self.identity.peer_id
                 welcome = Welcome(MAX_VERSION, "fake", peer_id, MODEL_ID, self.span, 0.0)
                 await stream.send(encode_frame(welcome))
             elif isinstance(message, Pass):
@@ -106,15 +105,22 @@ class PassPeer:
                 elif self.refuses_heads:
                     code = ErrorCode.NO_ROOM_FOR_ADAPTER
                     await self._decline(stream, message.upload_id, code)
+            elif isinstance(message, PublicationFetch):
+                self.renewed.append(message.adapter)
+                if self.is_mute or self.is_mute_to_heads:
+                    continue
+                if message.adapter in self.published:
+                    self.published[message.adapter] = now()
+                    kept = AdapterKept(UploadId(message.pass_id), 300.0)
+                    await stream.send(encode_frame(kept))
+                else:
+                    await self._decline(stream, message.pass_id, ErrorCode.UNKNOWN_ADAPTER)
             elif isinstance(message, AdapterWithdrawal):
                 if self.is_mute:
                     continue
                 self.withdrawn.append(message.adapter)
                 self.published.pop(message.adapter, None)
-                asked = (
-                    SessionId(b"another question") if self.mixes_up_withdrawals else message.pass_id
-                )
-                await stream.send(encode_frame(AdapterKept(UploadId(asked), 0.0)))
+                await stream.send(encode_frame(AdapterKept(UploadId(message.pass_id), 0.0)))
             elif isinstance(message, AdapterPiece):
                 assert head is not None
                 assert head.upload_id == message.upload_id

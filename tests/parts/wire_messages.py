@@ -29,8 +29,11 @@ from shoal.protocol.messages.adapters import (
     AdapterUpdate,
     AdapterWithdrawal,
     GradientSum,
+    Leaf,
+    Manifest,
     OptimizerKind,
     OptimizerSettings,
+    PublicationFetch,
 )
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.offers import Offer, Parked
@@ -114,6 +117,11 @@ PIECE = PassPiece(PASS_ID, Slot.GRADIENTS, 3, make_tensor(1, 2, 8))
 WELCOME = Welcome(1, "shoal", PeerId("12D3KooW"), MODEL, Span(0, 4), 1_700_000_000.25)
 ADAPTER = AdapterId(b"the digest of two files of peft!")
 HEAD = AdapterHead(UploadId(SessionId(bytes(range(2, 18)))), ADAPTER, b"{}", 5000)
+MANIFEST = Manifest(b"{}", (Leaf(0, bytes(range(32)), 100), Leaf(7, bytes(32), 200)))
+PUBLISHED = MANIFEST.make_head(HEAD.upload_id, 300)
+_LEAVES = Manifest(
+    bytes(2**14), tuple(Leaf(i, b"\xff" * 32, 2**26) for i in range(limits.MAX_ADAPTER_LEAVES))
+)
 ADAPTED = replace(
     PASS, kind=PassKind.BACKWARD, adapters=(AdapterRows(ADAPTER, 1), AdapterRows(NO_ADAPTER, 1))
 )
@@ -225,6 +233,11 @@ HONEST: list[Message] = [
     AdapterUpdate(PASS_ID, replace(SUM, parts=tuple(range(1, limits.MAX_GRADIENT_PARTS + 1))), SGD),
     AdapterFetch(PASS_ID, ADAPTER),
     replace(HEAD, num_trained=limits.MAX_ADAPTER_BYTES),
+    PUBLISHED,
+    replace(PUBLISHED, num_bytes=0),
+    _LEAVES.make_head(HEAD.upload_id, 2**26),
+    PublicationFetch(PASS_ID, ADAPTER),
+    PublicationFetch(PASS_ID, ADAPTER, limits.MAX_BLOCKS - 1, limits.MAX_BLOCKS),
     replace(ADAPTED, kind=PassKind.FORWARD, trains_adapters=True),
     AdapterWithdrawal(PASS_ID, ADAPTER),
     *(Declined(None, 0, code, code.name) for code in ErrorCode),
@@ -260,6 +273,7 @@ _ONE_OF_EACH: list[Message] = [
     AdapterUpdate(PASS_ID, SUM, ADAMW, 0.25),
     AdapterFetch(PASS_ID, ADAPTER),
     AdapterWithdrawal(PASS_ID, ADAPTER),
+    PublicationFetch(PASS_ID, ADAPTER, 2, 3),
 ]
 ONE_OF_EACH: dict[type[Message], Message] = {type(message): message for message in _ONE_OF_EACH}
 BODIES: dict[type[Message], Any] = {

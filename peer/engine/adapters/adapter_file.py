@@ -56,8 +56,13 @@ class _Entry:
             raise _make_format_error()
 
     def read(self, data: memoryview) -> Tensor:
-        """Return the matrix; it has memory of its own, so that nothing keeps the whole file."""
-        flat = torch.frombuffer(bytearray(data[self.start : self.stop]), dtype=self.dtype)
+        """Return the matrix. It lies in the file where that may be written to, as leaves that are
+        held for others may; else it has memory of its own.
+        """
+        part = data[self.start : self.stop]
+        flat = torch.frombuffer(bytearray(part) if part.readonly else part, dtype=self.dtype)
+        if flat.data_ptr() % self.dtype.itemsize:
+            flat = flat.clone()
         if not bool(flat.isfinite().all()):
             raise _refuse(f"{self.name:.200} does not hold finite floats")
         return flat.view(self.shape)
@@ -70,7 +75,9 @@ class AdapterFile:
     matrix that does not belong to the model.
     """
 
-    def __init__(self, file: bytes, rank: int, linears: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(
+        self, file: bytes | bytearray, rank: int, linears: Mapping[str, tuple[int, int]]
+    ) -> None:
         """Check the header; raises RefusedError that says what does not fit.
 
         `linears` are all that an adapter may change, by their names in the checkpoint.
@@ -129,12 +136,7 @@ def read_adapter(
     `max_bytes` bounds the tensors before they are looked into. Reading takes a while, and any
     thread may do it; the engine needs the adapter on its device.
     """
-    if not isinstance(spec, ModelSpec):
-        raise RefusedError(
-            ErrorCode.BAD_VALUES,
-            f"models of type {spec.family!r} run through transformers here, where "
-            "adapters are not applied",
-        )
+    spec = _check_family(spec)
     if len(config) > MAX_CONFIG_BYTES or len(tensors) > max_bytes:
         raise RefusedError(
             ErrorCode.OUT_OF_MEMORY,
@@ -142,15 +144,46 @@ def read_adapter(
             f"{max_bytes + len(config)} are allowed",
         )
     rank, scale = _read_config(config)
+    parts = _read_parts(tensors, rank, scale, _list_targets(spec))
+    return Adapter(rank, {key: found for key, found in parts.items() if key[0] in span})
+
+
+def read_leaves(config: bytes, files: Mapping[int, bytearray], spec: ModelShape) -> Adapter:
+    """Return what a published adapter has for some blocks, each of which has a file of its own.
+
+    Raises RefusedError as `read_adapter` does. The matrices lie in the files.
+    """
+    spec = _check_family(spec)
+    rank, scale = _read_config(config)
     known = _list_targets(spec)
-    file = AdapterFile(tensors, rank, {name: target.sizes for name, target in known.items()})
+    parts: dict[LinearKey, tuple[AdapterPart, ...]] = {}
+    for block, file in files.items():
+        own = {name: target for name, target in known.items() if target.key[0] == block}
+        parts.update(_read_parts(file, rank, scale, own))
+    return Adapter(rank, parts)
+
+
+def _read_parts(
+    file: bytes | bytearray, rank: int, scale: float, known: Mapping[str, _Target]
+) -> dict[LinearKey, tuple[AdapterPart, ...]]:
+    """Return all matrices of a file, which may change the `known` linears only."""
+    opened = AdapterFile(file, rank, {name: target.sizes for name, target in known.items()})
     parts: dict[LinearKey, list[AdapterPart]] = {}
-    for module in file:
-        target, (down_RI, up_OR) = known[module], file.read(module)
-        if target.key[0] in span:
-            part = AdapterPart(module, target.outputs, down_RI, up_OR, scale, target.order_O)
-            parts.setdefault(target.key, []).append(part)
-    return Adapter(rank, {key: tuple(found) for key, found in parts.items()})
+    for module in opened:
+        target, (down_RI, up_OR) = known[module], opened.read(module)
+        part = AdapterPart(module, target.outputs, down_RI, up_OR, scale, target.order_O)
+        parts.setdefault(target.key, []).append(part)
+    return {key: tuple(found) for key, found in parts.items()}
+
+
+def _check_family(spec: ModelShape) -> ModelSpec:
+    if not isinstance(spec, ModelSpec):
+        raise RefusedError(
+            ErrorCode.BAD_VALUES,
+            f"models of type {spec.family!r} run through transformers here, where "
+            "adapters are not applied",
+        )
+    return spec
 
 
 def _refuse(detail: str) -> RefusedError:
@@ -158,7 +191,7 @@ def _refuse(detail: str) -> RefusedError:
     return RefusedError(ErrorCode.BAD_VALUES, f"the adapter cannot be used: {detail}")
 
 
-def _split(file: bytes, most_bytes: int) -> tuple[dict[str, Any], memoryview]:
+def _split(file: bytes | bytearray, most_bytes: int) -> tuple[dict[str, Any], memoryview]:
     """Return the header, and the rest."""
     num_bytes = int.from_bytes(file[:_LENGTH_BYTES], "little")
     end = _LENGTH_BYTES + num_bytes

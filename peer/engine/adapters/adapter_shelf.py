@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ....protocol.errors import ErrorCode, RefusedError
 from ....protocol.fair_share import BUSY_SECONDS, Holder, SharedBytes, compute_share
 from ....protocol.ids import AdapterId
-from ....protocol.messages.adapters import KEEP_SECONDS
+from ....protocol.messages.adapters import KEEP_SECONDS, Manifest
 from ....protocol.net.clock import Clock
 from .adapter import Adapter
 from .trained_adapter import TrainedAdapter
@@ -43,14 +44,31 @@ class Kept:
     is_given_up: bool = False
     trained: TrainedAdapter | None = None
     """The same one, where this peer is to train it."""
+    manifest: Manifest | None = None
+    files: Mapping[int, bytearray] = field(default_factory=dict[int, bytearray])
+    """Of a publication that this peer holds for others: its leaves, which the matrices lie in."""
+    until: float = math.inf
+    """Of a copy that was fetched: until when it is known to be published."""
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether it came from another peer, and not from its publisher."""
+        return self.until < math.inf
 
 
 class AdapterShelf:
     """Keeps adapters by their digest; a private one is found by whoever brought it alone.
 
     Their bytes are shared fairly between clients, from when the first one is announced. Of one that
-    several have published, each has a copy to pay for, which nobody else keeps alive.
+    several have published, each has a copy to pay for, which nobody else keeps alive. A copy that
+    was fetched belongs to the client that asked for it first.
     """
+
+    on_lack: Callable[[AdapterId, Holder], RefusedError]
+    """Returns what to say to a client that names an adapter which is not here."""
+
+    on_change: Callable[[], None]
+    """Hears that other publications are held here now."""
 
     def __init__(self, clock: Clock, num_bytes: int) -> None:
         self.shared = SharedBytes(num_bytes, _TIMES_FREE)
@@ -60,6 +78,8 @@ class AdapterShelf:
         self._published: dict[AdapterId, dict[Holder, Kept]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
+        self.on_lack = lambda name, holder: make_unknown(name)
+        self.on_change = lambda: None
 
     def __repr__(self) -> str:
         return f"<AdapterShelf {len(self)} kept, {self.shared!r}>"
@@ -105,22 +125,36 @@ class AdapterShelf:
         is_published: bool,
     ) -> None:
         """Keep an adapter whose bytes are counted; of two of one name the first one stays."""
-        known = self._find_own(name, holder, is_published)
-        if known is not None or self._is_closed:
-            self.release(holder, num_bytes)
-            if known is not None:
-                known.used_at = self._clock.now()
-            return
         trained = None if isinstance(adapter, Adapter) else adapter
         adapter = adapter if isinstance(adapter, Adapter) else adapter.adapter
         now = self._clock.now()
         kept = Kept(name, adapter, holder, num_bytes, now, payer=holder, trained=trained)
+        self._put(kept, self._find_own(name, holder, is_published), is_published)
+
+    def put_published(self, kept: Kept) -> None:
+        """Keep a publication, or a copy of one, whose bytes are counted.
+
+        Of two of one name and holder the first one stays, unless that is a copy.
+        """
+        known = self._find_own(kept.name, kept.holder, is_published=True)
+        if known is not None and known.is_fetched:
+            self._forget(known)
+            known = None
+        self._put(kept, known, is_published=True)
+        if kept.manifest is not None:
+            self.on_change()
+
+    def _put(self, kept: Kept, known: Kept | None, is_published: bool) -> None:
+        if known is not None or self._is_closed:
+            self.release(kept.holder, kept.num_bytes)
+            if known is not None:
+                known.used_at = self._clock.now()
+            return
         if is_published:
-            self._published.setdefault(name, {})[holder] = kept
+            self._published.setdefault(kept.name, {})[kept.holder] = kept
         else:
-            self._private[name, holder] = kept
-        if self._timer is None:
-            self._look_after(KEEP_SECONDS)
+            self._private[kept.name, kept.holder] = kept
+        self._look_after()
 
     def find(self, name: AdapterId, holder: Holder) -> Kept:
         """Return an adapter that a holder may use, which its holder uses from now on.
@@ -135,12 +169,43 @@ class AdapterShelf:
             return kept
         if not self._num_bytes:
             raise RefusedError(ErrorCode.UNKNOWN_ADAPTER, _KEEPS_NONE)
-        raise RefusedError(
-            ErrorCode.UNKNOWN_ADAPTER,
-            f"this peer has no adapter {name.hex():.12}… that you may use; if it was published, "
-            "its digest was mistyped, it was withdrawn, or its publisher is gone. A peer that has "
-            "just joined gets it from the publisher soon: try again in a minute",
-        )
+        raise self.on_lack(name, holder)
+
+    def find_held(self, name: AdapterId, holder: Holder) -> Kept:
+        """Return a publication that this peer holds for others, which its publisher renews by this.
+
+        Raises RefusedError with UNKNOWN_ADAPTER where it holds none.
+        """
+        copies = self._published.get(name, {})
+        held = {one.holder: one for one in copies.values() if one.manifest is not None}
+        if not held:
+            raise make_unknown(name)
+        if holder in held:
+            held[holder].used_at = self._clock.now()
+        return held.get(holder) or max(held.values(), key=lambda kept: kept.used_at)
+
+    def count_seconds(self, kept: Kept) -> float:
+        """Return for how long a publication stays here unless its publisher renews it."""
+        if kept.users[kept.holder]:
+            return KEEP_SECONDS
+        return max(0.0, kept.used_at + KEEP_SECONDS - self._clock.now())
+
+    def list_held(self) -> list[AdapterId]:
+        """Return the publications that this peer holds for others, the newest last."""
+        return [
+            name
+            for name, copies in self._published.items()
+            if any(kept.manifest is not None for kept in copies.values())
+        ]
+
+    def list_fetched(self) -> list[Kept]:
+        """Return the copies of publications that other peers hold."""
+        return [kept for kept in self._list() if kept.is_fetched]
+
+    def note_published(self, kept: Kept, seconds: float) -> None:
+        """Note for how long a copy is known to be published from now on."""
+        kept.until = self._clock.now() + min(seconds, KEEP_SECONDS)
+        self._expire()
 
     def has(self, name: AdapterId, holder: Holder, is_published: bool = False) -> bool:
         """Return whether a holder has an adapter here, which it uses from now on then."""
@@ -252,6 +317,8 @@ class AdapterShelf:
                 del self._published[kept.name]
         kept.is_given_up = True
         self._settle(kept)
+        if kept.manifest is not None and not self._is_closed:
+            self.on_change()
 
     def _settle(self, kept: Kept) -> None:
         """Let somebody pay for what was given up who still has it; nobody if nobody has."""
@@ -263,23 +330,41 @@ class AdapterShelf:
             self.shared.count(user, kept.num_bytes)
             return
 
-    def _look_after(self, seconds: float) -> None:
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+    def _look_after(self) -> None:
+        """Look when the next one may have to be forgotten."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        ends = [self._find_end(kept) for kept in self._list()]
+        if ends:
+            seconds = max(0.0, min(ends) - self._clock.now())
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
 
-    def _expire(self) -> None:
-        """Forget what was not used for too long, and look again when the next one may be.
+    def _find_end(self, kept: Kept) -> float:
+        """Return when an adapter is forgotten that is not used, or renewed, from now on.
 
         By its holder: what strangers do with it keeps nothing alive that somebody else pays for.
         """
-        self._timer = None
-        now = self._clock.now()
-        idle = [kept for kept in self._list() if not kept.users[kept.holder]]
-        for kept in idle:
-            if now - kept.used_at >= KEEP_SECONDS:
+        used_at = self._clock.now() if kept.users[kept.holder] else kept.used_at
+        return min(used_at + KEEP_SECONDS, kept.until)
+
+    def _expire(self) -> None:
+        """Forget what was not used for too long."""
+        for kept in list(self._list()):
+            if self._find_end(kept) <= self._clock.now():
                 self._forget(kept)
-        if self._private or self._published:
-            ages = [now - kept.used_at for kept in idle if not kept.is_given_up]
-            self._look_after(KEEP_SECONDS - max(ages, default=0.0))
+        self._look_after()
+
+
+def make_unknown(name: AdapterId, retry_after_seconds: float | None = None) -> RefusedError:
+    """Return what to say to a client that names an adapter which is not here."""
+    return RefusedError(
+        ErrorCode.UNKNOWN_ADAPTER,
+        f"this peer has no adapter {name.hex():.12}… that you may use. A published adapter is "
+        "fetched from the peers that hold it, which takes a moment; if no peer holds it, its "
+        "digest was mistyped, it was withdrawn, or its publisher is gone",
+        retry_after_seconds,
+    )
 
 
 def _in_words(num_bytes: int) -> str:

@@ -18,6 +18,7 @@ from wire_messages import (
     PASS,
     PASS_ID,
     PIECE,
+    PUBLISHED,
     SESSION,
     SGD,
     STEP,
@@ -47,7 +48,10 @@ from shoal.protocol.messages.adapters import (
     AdapterPiece,
     AdapterUpdate,
     AdapterWithdrawal,
+    Leaf,
+    Manifest,
     OptimizerKind,
+    PublicationFetch,
 )
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.passes import AdapterRows, GatherOrder, Passed, PassKind
@@ -225,6 +229,25 @@ DISHONEST: list[Message] = [
     replace(HEAD, optimizer=OptimizerKind.ADAMW, is_published=True),
     replace(HEAD, optimizer=OptimizerKind.ADAMW, num_updates=1, num_bytes=5000),
     replace(HEAD, optimizer=OptimizerKind.SGD, num_bytes=limits.MAX_ADAPTER_BYTES + 2),
+    replace(PUBLISHED, is_published=False),
+    replace(PUBLISHED, adapter=ADAPTER),
+    replace(PUBLISHED, config=b"{ }"),
+    replace(PUBLISHED, leaves=PUBLISHED.leaves[::-1]),
+    replace(PUBLISHED, leaves=PUBLISHED.leaves[:1]),
+    *(
+        Manifest(b"{}", leaves).make_head(HEAD.upload_id, 1)
+        for leaves in (
+            (Leaf(7, bytes(32), 1), Leaf(7, bytes(32), 1)),
+            (Leaf(limits.MAX_BLOCKS, bytes(32), 1),),
+            (Leaf(0, bytes(31), 1),),
+            (Leaf(0, bytes(32), 0),),
+            (Leaf(0, bytes(32), limits.MAX_ADAPTER_BYTES + 1),),
+            tuple(Leaf(i, bytes(32), 1) for i in range(limits.MAX_ADAPTER_LEAVES + 1)),
+        )
+    ),
+    PublicationFetch(PASS_ID, NO_ADAPTER, 0, 1),
+    PublicationFetch(PASS_ID, ADAPTER, limits.MAX_BLOCKS, 1),
+    PublicationFetch(PASS_ID, ADAPTER, 0, limits.MAX_BLOCKS + 1),
     replace(ADAPTED, gather=GatherOrder(0, 1)),
     replace(ADAPTED, gather=GatherOrder(1, 0)),
     replace(ADAPTED, gather=GatherOrder(1, 1, math.nan)),

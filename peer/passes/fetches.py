@@ -1,0 +1,202 @@
+"""Fetches published adapters from the peers that hold them, for clients that name them.
+
+A copy that was fetched is for everybody at this peer, and served to no other peer. It is forgotten
+when no holder says any more that it is published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+from ...protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
+from ...protocol.fair_share import BUSY_SECONDS, Holder, check_room_for
+from ...protocol.ids import AdapterId, PeerId
+from ...protocol.messages.adapters import KEEP_SECONDS, Manifest
+from ...protocol.net.clock import Clock
+from ...protocol.records.announcements import Announcement
+from ...protocol.spans import Span
+from ..engine.adapters.adapter import Adapter
+from ..engine.adapters.adapter_shelf import AdapterShelf, Kept, make_unknown
+from .holders import Holders
+
+_logger = logging.getLogger(__name__)
+
+_MAX_FETCHES = 8
+"""Under way at a time, for all who ask; an address alone gets half of them and one."""
+
+_MAX_REMEMBERED = 256
+_ATTEMPTS = 3
+_PAUSE_SECONDS = 2.0
+"""An adapter that was just published may not be announced yet."""
+
+_AGAIN_SECONDS = 2.0
+"""How long to say why an adapter was not fetched before that is tried again."""
+
+_ASK_AGAIN_SECONDS = 1.0
+"""When to ask again for what is being fetched."""
+
+_SEE_SECONDS = 60.0
+"""How often to see whether a copy is still published: so long it may outlive a withdrawal."""
+
+ReadLeaves = Callable[[bytes, Mapping[int, bytearray]], Awaitable[Adapter]]
+"""Makes an adapter of its configuration and the leaves of blocks; raises RefusedError."""
+
+
+@dataclass(eq=False)
+class _Fetch:
+    """One adapter on its way for one client; `error` is why the last attempt brought nothing."""
+
+    task: asyncio.Task[None]
+    address: str
+    error: RefusedError | None
+    again_at: float = 0.0
+
+
+@dataclass(eq=False)
+class _Found:
+    """What of an adapter has come by now, and how many bytes are counted for it."""
+
+    manifest: Manifest | None = None
+    num_bytes: int = 0
+    files: dict[int, bytearray] = field(default_factory=dict[int, bytearray])
+    sources: set[PeerId] = field(default_factory=set[PeerId])
+    until: float = float("inf")
+
+
+class Fetches:
+    """The published adapters that one span fetches, and has fetched. Close it with the span."""
+
+    def __init__(
+        self, holders: Holders, shelf: AdapterShelf, span: Span, read: ReadLeaves, clock: Clock
+    ) -> None:
+        self._holders = holders
+        self._shelf = shelf
+        self._span = span
+        self._read = read
+        self._clock = clock
+        self._fetches: dict[tuple[AdapterId, Holder], _Fetch] = {}
+        self._seeing: asyncio.Task[None] | None = None
+        self._sources: dict[AdapterId, set[PeerId]] = {}
+        shelf.on_lack = self.request
+
+    def request(self, name: AdapterId, holder: Holder) -> RefusedError:
+        """Begin to fetch an adapter for a client that pays for it; return what to say meanwhile."""
+        wait = make_unknown(name, _ASK_AGAIN_SECONDS)
+        known = self._fetches.get((name, holder))
+        if known is not None and not (known.task.done() and self._clock.now() >= known.again_at):
+            return known.error or wait
+        error = None if known is None else known.error
+        running = {key: one for key, one in self._fetches.items() if not one.task.done()}
+        if any(other == name for other, _ in running):
+            return wait
+        try:
+            addresses = [one.address for one in running.values()]
+            check_room_for(holder.address, addresses, _MAX_FETCHES, "adapters to fetch")
+        except RefusedError:
+            return make_unknown(name, BUSY_SECONDS)
+        task = asyncio.create_task(self._run(name, holder))
+        task.add_done_callback(_log_failure)
+        self._fetches.pop((name, holder), None)
+        self._fetches[name, holder] = _Fetch(task, holder.address, error)
+        over = [key for key, one in self._fetches.items() if one.task.done()]
+        for key in over[: max(0, len(self._fetches) - _MAX_REMEMBERED)]:
+            del self._fetches[key]
+        return error or wait
+
+    def close(self) -> None:
+        """Fetch nothing any more."""
+        tasks = [fetch.task for fetch in self._fetches.values()]
+        for task in (*tasks, self._seeing):
+            if task is not None:
+                task.cancel()
+
+    async def _run(self, name: AdapterId, holder: Holder) -> None:
+        fetch = self._fetches[name, holder]
+        try:
+            await self._fetch(name, holder)
+        except RefusedError as error:
+            fetch.error, fetch.again_at = error, self._clock.now() + _AGAIN_SECONDS
+        else:
+            del self._fetches[name, holder]
+            if self._seeing is None or self._seeing.done():
+                self._seeing = asyncio.create_task(self._see_all())
+                self._seeing.add_done_callback(_log_failure)
+
+    async def _fetch(self, name: AdapterId, holder: Holder) -> None:
+        """Fetch an adapter, and keep it. Raises RefusedError if there is none, or no room."""
+        found = _Found()
+        try:
+            for _ in range(_ATTEMPTS):
+                for peer in await self._holders.list_holders(name, self._span):
+                    if self._list_missing(found) != []:
+                        await self._fetch_from(peer, name, holder, found)
+                if self._list_missing(found) == []:
+                    break
+                await asyncio.sleep(_PAUSE_SECONDS)
+            if found.manifest is None or self._list_missing(found):
+                raise make_unknown(name)
+            adapter = await self._read(found.manifest.config, found.files)
+        except BaseException:
+            self._shelf.release(holder, found.num_bytes)
+            raise
+        now = self._clock.now()
+        kept = Kept(name, adapter, holder, found.num_bytes, now, payer=holder, until=found.until)
+        self._shelf.put_published(kept)
+        self._sources[name] = found.sources
+
+    async def _fetch_from(
+        self, peer: Announcement, name: AdapterId, holder: Holder, found: _Found
+    ) -> None:
+        """Fetch from one peer what is missing; nothing changes if it does not have that."""
+        span = self._span
+        if missing := self._list_missing(found):
+            span = Span(missing[0], missing[-1] + 1)
+        wanted = span.overlap(peer.span)
+        if wanted is None:
+            if found.manifest is not None:
+                return
+            wanted = span  # nothing may be missing: the manifest says so
+
+        def charge(manifest: Manifest) -> None:
+            if found.manifest is None:
+                num_bytes = manifest.num_bytes + manifest.count_bytes(self._span)
+                self._shelf.reserve(holder, num_bytes)
+                found.manifest, found.num_bytes = manifest, num_bytes
+
+        try:
+            leaves = await self._holders.fetch(peer, name, wanted, charge)
+        except (UnavailableError, RemoteProtocolError) as error:
+            _logger.info("peer …%s does not serve an adapter: %s", peer.peer_id[-6:], error)
+            return
+        found.files.update(leaves.files)
+        found.sources.add(peer.peer_id)
+        until = self._clock.now() + min(leaves.keep_seconds, KEEP_SECONDS)
+        found.until = min(found.until, until)
+
+    def _list_missing(self, found: _Found) -> list[int] | None:
+        """Return the blocks whose leaves have not come; None while that is not known."""
+        if found.manifest is None:
+            return None
+        leaves = found.manifest.select(self._span)
+        return [leaf.block for leaf in leaves if leaf.block not in found.files]
+
+    async def _see_all(self) -> None:
+        """See again and again whether copies are still published, as long as there are any."""
+        while copies := self._shelf.list_fetched():
+            self._sources = {kept.name: self._sources.get(kept.name, set()) for kept in copies}
+            await asyncio.sleep(_SEE_SECONDS)
+            await asyncio.gather(*map(self._see, self._shelf.list_fetched()))
+
+    async def _see(self, kept: Kept) -> None:
+        known = self._sources.get(kept.name, ())
+        seconds = await self._holders.see(kept.name, self._span, known)
+        if seconds is not None and not kept.is_given_up:
+            self._shelf.note_published(kept, seconds)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _logger.error("an adapter could not be fetched: %r", error)
