@@ -12,7 +12,7 @@ from ..options.adapter_folder import find_adapter
 from ..options.bundled_model import find_model
 from ..options.joining import add_join_arguments, read_joining
 from ..options.quantities import parse_count, parse_fraction, parse_non_negative, parse_whole
-from ..options.shared_options import add_model_argument
+from ..options.shared_options import add_model_argument, add_wait_argument
 from ..remote_models.opening import load_tokenizer, open_model
 from ..remote_models.routes import describe_failover, describe_route, failover_facts, route_facts
 from ..remote_models.text_generation import Generation, Sampling, TextModel, read_prompt
@@ -46,10 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--beams", type=parse_count, default=1, metavar="N",
         help="beam search with N beams; the text appears at the end",
     )  # fmt: skip
-    parser.add_argument(
-        "--wait", type=parse_non_negative, default=20.0, metavar="SECONDS",
-        help="maximum wait for blocks that no peer serves (default: 20)",
-    )  # fmt: skip
+    add_wait_argument(parser, 20.0)
     parser.add_argument(
         "--dtype", choices=tuple(_DTYPES), default="auto",
         help="data type of the embedding and the head on this machine (default: as stored)",

@@ -33,7 +33,7 @@ from ..options.quantities import (
     parse_port,
     parse_threads,
 )
-from ..options.shared_options import add_weights_argument, parse_device
+from ..options.shared_options import add_model_argument, add_weights_argument, parse_device
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import INTERRUPTED, quitting_at_once
 from ..terminal.terminal import Terminal
@@ -49,7 +49,7 @@ _PUBLIC_PURPOSE = "The swarm is public: join with an address or with this code (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal serve`."""
-    parser.add_argument("model", metavar="MODEL", help="model directory, Hub id, or shoal-stories")
+    add_model_argument(parser)
     swarm = parser.add_mutually_exclusive_group()
     swarm.add_argument(
         "--new-swarm", action="store_true",

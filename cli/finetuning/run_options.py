@@ -14,7 +14,7 @@ from ..options.quantities import (
     parse_positive,
     parse_whole,
 )
-from ..options.shared_options import add_model_argument
+from ..options.shared_options import add_model_argument, add_wait_argument
 
 _METHODS = ("lora", "ptune", "deep_ptune")
 RANK = 8
@@ -66,10 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_join_arguments(parser)
     _add_learning_arguments(parser)
     _add_method_arguments(parser)
-    parser.add_argument(
-        "--wait", type=parse_non_negative, default=120.0, metavar="SECONDS",
-        help="maximum wait for blocks that no peer serves (default: 120)",
-    )  # fmt: skip
+    add_wait_argument(parser, 120.0)
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
 
 

@@ -7,6 +7,7 @@ from ...peer.engine.devices.device_names import NO_NF4, parse_cuda_number
 from ...peer.runtime.config import WEIGHT_FORMATS, PeerConfig
 from ...protocol.errors import UsageError
 from .bundled_model import BUNDLED_NAME
+from .quantities import parse_non_negative
 
 _INITIAL_PEERS = "--initial-peers"
 _ADDRESS_BEGINNINGS = ("/ip4/", "/ip6/", "/dns")
@@ -25,6 +26,14 @@ def add_optional_model_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", nargs="?", default=BUNDLED_NAME,
         help="model directory or Hub id (default: %(default)s, which comes with shoal)",
+    )  # fmt: skip
+
+
+def add_wait_argument(parser: argparse.ArgumentParser, seconds: float) -> None:
+    """Declare how long a command waits for blocks, by default some seconds."""
+    parser.add_argument(
+        "--wait", type=parse_non_negative, default=seconds, metavar="SECONDS",
+        help=f"maximum wait for blocks that no peer serves (default: {seconds:g})",
     )  # fmt: skip
 
 

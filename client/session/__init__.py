@@ -7,7 +7,7 @@ are the best (`routing/`), what a model does with hidden states, passes without 
      ┌─────┼────────┬───────────┐
   pipeline exchange push_plan  hops     pieces; a segment; who pushes to whom; find and open
      └─────┼────────┴───────────┘       (none of the four imports another)
-    state, hop_link      epoch, numbers, secrets; streams of one hop, its mailbox and log
+    state, hop_link      facts, epoch, secrets, network; streams of one hop, its mailbox and log
 
 Read first: session.py.
 """
