@@ -45,7 +45,7 @@ from ..adapters.adapter_versions import ShardedVersion, find_sharded
 from ..adapters.learned_states import LearnedState
 from ..concurrency.tasks import run_all
 from ..passes.microbatches import TextGradients, Texts, halve, make_pass_id
-from ..passes.pass_asking import Passage, PassAsker, PassTrouble
+from ..passes.pass_asking import Passage, PassAsker, PassFailures
 from ..routing.route import Hop
 from .shard import AppliedUpdate, LoggedPass, LoggedUpdate, Shard, list_stages
 
@@ -120,9 +120,9 @@ class ShardedOptimizer:
     async def ask_forward(self, span: Span, texts: Texts, weights: str | None = None) -> Passage:
         """Do what `PassAsker.ask_forward` does, at the peer that holds the first block."""
         self._check_version(texts)
-        trouble = self._asker.make_trouble(span)
+        failures = self._asker.make_failures(span)
         while True:
-            shard = await self._find(span.start, trouble)
+            shard = await self._find(span.start, failures)
             if shard is None:
                 stops = [one.span.start for one in self._shards if one.span.start > span.start]
                 part = Span(span.start, min([span.stop, *stops]))
@@ -131,7 +131,7 @@ class ShardedOptimizer:
             part = Span(span.start, min(span.stop, shard.span.stop))
             try:
                 hidden_BTH = await self._run_forward(
-                    shard, part, texts.take_blocks(slice(0, len(part))), trouble
+                    shard, part, texts.take_blocks(slice(0, len(part))), failures
                 )
             except LostShardError:
                 continue
@@ -143,9 +143,9 @@ class ShardedOptimizer:
     ) -> TextGradients | None:
         """Do what `PassAsker.ask_backward` does; the gradients of the adapter stay at the peer."""
         self._check_version(texts)
-        trouble = self._asker.make_trouble(span)
+        failures = self._asker.make_failures(span)
         while True:
-            shard = await self._find(span.start, trouble)
+            shard = await self._find(span.start, failures)
             if shard is None:
                 plain = replace(texts, adapters=())
                 return await self._asker.ask_backward(span, plain, grads_BTH, weights)
@@ -157,7 +157,7 @@ class ShardedOptimizer:
                     span,
                     texts,
                     grads_BTH,
-                    trouble,
+                    failures,
                     lambda shard=shard: shard in self._shards,
                 )
             except LostShardError:
@@ -183,7 +183,7 @@ class ShardedOptimizer:
             self._applying = AppliedUpdate(settings, factor)
         wanted, applied = self._num_updates + 1, self._applying
         await self._for_all(
-            lambda one, trouble: self._apply(one, applied, trouble),
+            lambda one, failures: self._apply(one, applied, failures),
             lambda one: not one.is_empty and one.num_updates < wanted,
         )
         number = next(self._sums)
@@ -230,45 +230,45 @@ class ShardedOptimizer:
                 "before step()"
             )
 
-    async def _find(self, block: int, trouble: PassTrouble) -> Shard | None:
+    async def _find(self, block: int, failures: PassFailures) -> Shard | None:
         """Return the shard of a block, which a peer holds then; None for a block without."""
         async with self._lock:
             while True:
                 found = [shard for shard in self._shards if block in shard.span]
                 if not found or found[0].hop is not None:
                     return found[0] if found else None
-                await self._place(found[0], trouble)
+                await self._place(found[0], failures)
 
-    async def _place(self, lost: Shard, trouble: PassTrouble) -> None:
+    async def _place(self, lost: Shard, failures: PassFailures) -> None:
         """Find a peer for a shard, or several, and have them repeat what was done before."""
         fresh: list[Shard] = []
         start = lost.span.start
         try:
             while start < lost.span.stop:
                 rest = Span(start, lost.span.stop)
-                trouble.least_version = OPTIMIZER_VERSION
-                shard = lost.cut(await self._asker.choose_shard_peer(rest, trouble, lost.weights))
-                await self._bring(shard, trouble)
+                failures.least_version = OPTIMIZER_VERSION
+                shard = lost.cut(await self._asker.choose_shard_peer(rest, failures, lost.weights))
+                await self._bring(shard, failures)
                 fresh.append(shard)
                 start = shard.span.stop
             for update in lost.log:
                 for shard in fresh:
                     shard.drop_gradients(update.number)
                 for logged in update.passes:
-                    await self._replay(fresh, logged, trouble)
+                    await self._replay(fresh, logged, failures)
                 for shard in fresh if update.applied is not None else ():
                     if not shard.is_empty:
                         assert update.applied is not None
-                        await self._apply(shard, update.applied, trouble)
+                        await self._apply(shard, update.applied, failures)
         except LostShardError:
             return
         place = self._shards.index(lost)
         self._shards[place : place + 1] = fresh
         hops = [shard.held_at for shard in fresh]
-        self._asker.failovers.note(trouble.take_lost(lost.span), hops)
+        self._asker.failovers.note(failures.take_lost(lost.span), hops)
 
     async def _replay(
-        self, fresh: Sequence[Shard], logged: LoggedPass, trouble: PassTrouble
+        self, fresh: Sequence[Shard], logged: LoggedPass, failures: PassFailures
     ) -> None:
         """Have gradients gathered again, now perhaps by several peers in a row."""
         stages: list[tuple[Shard, Span, Texts]] = []
@@ -279,23 +279,23 @@ class ShardedOptimizer:
             stages.append((shard, span, texts))
             if shard is not touched[-1][0]:
                 hidden_BTH = await self._halving(
-                    partial(self._forward_rows, shard, span, trouble), texts, texts.hidden_BTH
+                    partial(self._forward_rows, shard, span, failures), texts, texts.hidden_BTH
                 )
                 rest = rest.take_blocks(slice(len(span), None)).move_to(hidden_BTH)
         grads_BTH = logged.grads_BTH
         for shard, span, texts in reversed(stages):
-            run = partial(self._backward_rows, shard, span, trouble)
+            run = partial(self._backward_rows, shard, span, failures)
             grads_BTH = await self._halving(run, texts, grads_BTH)
 
     async def _forward_rows(
-        self, shard: Shard, span: Span, trouble: PassTrouble, texts: Texts, _: Tensor
+        self, shard: Shard, span: Span, failures: PassFailures, texts: Texts, _: Tensor
     ) -> Tensor:
-        return await self._run_forward(shard, span, texts, trouble)
+        return await self._run_forward(shard, span, texts, failures)
 
     async def _backward_rows(
-        self, shard: Shard, span: Span, trouble: PassTrouble, texts: Texts, grads_BTH: Tensor
+        self, shard: Shard, span: Span, failures: PassFailures, texts: Texts, grads_BTH: Tensor
     ) -> Tensor:
-        found = await self._run_backward(shard, span, texts, grads_BTH, trouble)
+        found = await self._run_backward(shard, span, texts, grads_BTH, failures)
         return found.hidden_BTH
 
     async def _halving(
@@ -318,26 +318,26 @@ class ShardedOptimizer:
 
     async def _for_all(
         self,
-        work: Callable[[Shard, PassTrouble], Awaitable[None]],
+        work: Callable[[Shard, PassFailures], Awaitable[None]],
         is_pending: Callable[[Shard], bool],
     ) -> None:
         """Do something at the peer of each shard for which it is not done yet."""
         if not self._shards:
             return
-        trouble = self._asker.make_trouble(self._shards[0].span)
+        failures = self._asker.make_failures(self._shards[0].span)
 
         async def do(block: int) -> None:
-            shard = await self._find(block, trouble)
+            shard = await self._find(block, failures)
             try:
                 if shard is not None and is_pending(shard):
-                    await work(shard, trouble)
+                    await work(shard, failures)
             except LostShardError:
                 return  # and is found again by the loop
 
         while pending := [one for one in self._shards if one.hop is None or is_pending(one)]:
             await run_all(do(shard.span.start) for shard in pending)
 
-    async def _bring(self, shard: Shard, trouble: PassTrouble) -> None:
+    async def _bring(self, shard: Shard, failures: PassFailures) -> None:
         """Upload what was saved of a shard to its peer."""
         if shard.is_empty:
             return
@@ -348,15 +348,15 @@ class ShardedOptimizer:
         # On another thread: tens of megabytes are copied and hashed.
         head, data = await asyncio.to_thread(shard.saved.pack, upload_id, mark)
         hop, head = shard.held_at, replace(head, replaces=shard.name)
-        await self._try(shard, trouble, lambda: self._upload(hop, head, data))
+        await self._try(shard, failures, lambda: self._upload(hop, head, data))
         shard.name = head.adapter
 
     async def _run_forward(
-        self, shard: Shard, span: Span, texts: Texts, trouble: PassTrouble
+        self, shard: Shard, span: Span, texts: Texts, failures: PassFailures
     ) -> Tensor:
         """Take texts through blocks."""
         hop, named = shard.make_hop(span), shard.name_rows(texts)
-        answer = await self._try(shard, trouble, lambda: self._asker.ask_once(hop, named))
+        answer = await self._try(shard, failures, lambda: self._asker.ask_once(hop, named))
         return answer.hidden_BTH
 
     async def _run_backward(
@@ -365,7 +365,7 @@ class ShardedOptimizer:
         span: Span,
         texts: Texts,
         grads_BTH: Tensor,
-        trouble: PassTrouble,
+        failures: PassFailures,
         is_known: Callable[[], bool] = lambda: True,
     ) -> TextGradients:
         """Take gradients back through blocks, whose peer accumulates those of the adapter."""
@@ -374,7 +374,7 @@ class ShardedOptimizer:
         is_gathered = not shard.is_empty and version is not None and version.is_trained
         order = GatherOrder(log.number, part) if is_gathered else None
         gradients = await self._try(
-            shard, trouble, lambda: self._asker.ask_once(hop, named, grads_BTH, order)
+            shard, failures, lambda: self._asker.ask_once(hop, named, grads_BTH, order)
         )
         if shard.log[-1] is not log or not is_known():
             raise LostShardError  # whoever has it now knows nothing of these gradients
@@ -382,20 +382,20 @@ class ShardedOptimizer:
             shard.note_pass(LoggedPass(span, texts, grads_BTH, part))
         return gradients
 
-    async def _measure_shard(self, shard: Shard, trouble: PassTrouble) -> None:
+    async def _measure_shard(self, shard: Shard, failures: PassFailures) -> None:
         """Note how large what was gathered is."""
         asked, hop = AdapterMeasure(make_pass_id(), shard.gradients), shard.held_at
-        measured = await self._try(shard, trouble, lambda: self._ask_square_sum(hop, asked))
+        measured = await self._try(shard, failures, lambda: self._ask_square_sum(hop, asked))
         shard.square_sum = measured
 
-    async def _apply(self, shard: Shard, applied: AppliedUpdate, trouble: PassTrouble) -> None:
+    async def _apply(self, shard: Shard, applied: AppliedUpdate, failures: PassFailures) -> None:
         """Have an update made."""
         hop = shard.held_at
         asked = AdapterUpdate(make_pass_id(), shard.gradients, applied.settings, applied.factor)
-        await self._try(shard, trouble, lambda: self._ask_update(hop, asked))
+        await self._try(shard, failures, lambda: self._ask_update(hop, asked))
         shard.note_update(applied, make_updated_id(asked))
 
-    async def _fetch_shard(self, shard: Shard, trouble: PassTrouble) -> None:
+    async def _fetch_shard(self, shard: Shard, failures: PassFailures) -> None:
         """Note what is there now, to go on from."""
         asked, hop = AdapterFetch(make_pass_id(), shard.name), shard.held_at
 
@@ -403,10 +403,10 @@ class ShardedOptimizer:
             head, data = await self._ask_files(hop, asked, shard.saved.most_bytes)
             return await asyncio.to_thread(shard.saved.read, head, data, shard.num_updates)
 
-        shard.note_saved(await self._try(shard, trouble, read))
+        shard.note_saved(await self._try(shard, failures, read))
 
     async def _try(
-        self, shard: Shard, trouble: PassTrouble, ask: Callable[[], Awaitable[Result]]
+        self, shard: Shard, failures: PassFailures, ask: Callable[[], Awaitable[Result]]
     ) -> Result:
         """Ask the peer of a shard, and once more if the answer is lost: nothing is done twice.
 
@@ -423,7 +423,7 @@ class ShardedOptimizer:
             if isinstance(error, RefusedError) and error.code in _OF_THE_QUESTION:
                 raise
             if shard.hop is not None:
-                self._asker.blame_once(shard.hop, error, trouble)
+                self._asker.blame_once(shard.hop, error, failures)
                 shard.hop = None
             raise LostShardError from error
 

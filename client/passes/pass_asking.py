@@ -39,9 +39,9 @@ from ..adapters.adapter_versions import (
     list_adapters,
 )
 from ..routing.peer_book import Bandwidth, PeerBook
-from ..routing.route import Fault, Hop, LostHopError, PassFailover, PeerFailure, Trouble
+from ..routing.route import Failures, Fault, Hop, LostHopError, PassFailover, PeerFailure
 from ..settings.config import ClientConfig
-from .adapter_courier import AdapterCourier
+from .adapter_uploads import AdapterUploads
 from .microbatches import TextGradients, Texts, choose_scale
 from .pass_links import NotWantedError, PassAnswer, PassLink, PassLinks
 
@@ -135,7 +135,7 @@ class PassFailovers:
         return sorted(hops, key=lambda hop: (hop.span.start, hop.span.stop, hop.peer.peer_id))
 
 
-class PassTrouble(Trouble):
+class PassFailures(Failures):
     """The failures of one pass so far; its deadline starts with the first one."""
 
     def __init__(
@@ -232,11 +232,11 @@ class PassAsker:
         self, book: PeerBook, transport: Transport, config: ClientConfig, secret: bytes
     ) -> None:
         self._book = book
-        self._clock = clock = book.clock
+        self._clock = book.clock
         self._config = config
         self._rng = random.Random(config.seed)
         self._links = PassLinks(transport, clock, secret, config.connect_timeout_seconds)
-        self.courier = AdapterCourier(clock, book.bandwidth)
+        self.uploads = AdapterUploads(self._clock)
         self.failovers = PassFailovers()
         self._forgiven: set[PeerId] = set()
         self._refreshing = asyncio.Lock()
@@ -264,12 +264,12 @@ class PassAsker:
         Raises RouteError with the blocks that nobody serves in time, RefusedError when every peer
         declines the texts, or one has too little memory for them; else what the last one did.
         """
-        trouble = self.make_trouble(span)
+        failures = self.make_failures(span)
         while True:
-            hosts = await self._wait_for_hosts(span, trouble, weights)
+            hosts = await self._wait_for_hosts(span, failures, weights)
             hop = self._choose(hosts, span, texts.num_tokens, PassKind.FORWARD)
             part = texts.take_blocks(slice(0, len(hop.span)))
-            answer = await self._try(hop, part, None, trouble)
+            answer = await self._try(hop, part, None, failures)
             if answer is not None:
                 hidden_BTH = answer.tensors[Slot.HIDDEN].view(texts.hidden_BTH.shape)
                 return Passage(hop.span, hop.peer.weights, hidden_BTH)
@@ -281,22 +281,24 @@ class PassAsker:
 
         None when no peer hosts all of it as such weights any more. Raises what `ask_forward` does.
         """
-        trouble = self.make_trouble(span)
+        failures = self.make_failures(span)
         scale = choose_scale(grads_BTH) if self._config.wire_dtype == "fp16" else 1.0
         while True:
-            hosts = await self._wait_for_hosts(span, trouble, weights)
+            hosts = await self._wait_for_hosts(span, failures, weights)
             hosts = [peer for peer in hosts if peer.span.covers(span)]
             if not hosts:
-                self.failovers.note(trouble.take_lost(span), ())
+                self.failovers.note(failures.take_lost(span), ())
                 return None
             hop = self._choose(hosts, span, texts.num_tokens, PassKind.BACKWARD)
-            answer = await self._try(hop, texts, scale * grads_BTH, trouble)
+            answer = await self._try(hop, texts, scale * grads_BTH, failures)
             if answer is not None:
                 return TextGradients.read(answer.tensors, texts, span).multiply(1 / scale)
 
-    async def choose_shard_peer(self, span: Span, trouble: PassTrouble, weights: str | None) -> Hop:
-        """Return the peer to train the first blocks of a span; raises what `ask_forward` raises."""
-        hosts = await self._wait_for_hosts(span, trouble, weights)
+    async def choose_shard_peer(
+        self, span: Span, failures: PassFailures, weights: str | None
+    ) -> Hop:
+        """Return the peer to train the first blocks of a span; raises what `ask_forward` does."""
+        hosts = await self._wait_for_hosts(span, failures, weights)
         return self._choose(hosts, span, 1, PassKind.BACKWARD)
 
     async def ask_once(
@@ -329,13 +331,13 @@ class PassAsker:
             self.failovers.note_reached(hop.peer.peer_id)
             yield link, self._book.pass_times(hop.peer.peer_id).line
 
-    def blame_once(self, hop: Hop, error: PeerFailure, trouble: PassTrouble) -> None:
+    def blame_once(self, hop: Hop, error: PeerFailure, failures: PassFailures) -> None:
         """Note what became of a peer that was asked alone."""
-        trouble.note(error)
-        if not isinstance(error, RefusedError) or not self._may_ask_others(error, hop, trouble):
+        failures.note(error)
+        if not isinstance(error, RefusedError) or not self._may_ask_others(error, hop, failures):
             lost = self._book.blame(hop, error, self._forgiven)
             lost.__cause__ = error
-            trouble.note_lost(lost)
+            failures.note_lost(lost)
 
     async def bring_adapter(self, hop: Hop, adapter: SentAdapter) -> None:
         """See that a peer has an adapter for a session that is about to be opened there.
@@ -351,7 +353,7 @@ class PassAsker:
         self, link: PassLink, adapters: Sequence[SentAdapter], span: Span, is_trained: bool
     ) -> None:
         send = partial(self.send_adapter, link)
-        await self.courier.bring(link.peer.peer_id, adapters, span, is_trained, send)
+        await self.uploads.bring(link.peer.peer_id, adapters, span, is_trained, send)
 
     async def send_adapter(self, link: PassLink, head: AdapterHead, tensors: bytes) -> float:
         """Upload an adapter to a peer; return how long it is kept unused. Raises what links do."""
@@ -388,38 +390,38 @@ class PassAsker:
 
     def forget_adapters(self, hop: Hop) -> None:
         """Note that a peer does not have what it was brought."""
-        self.courier.forget(hop.peer.peer_id)
+        self.uploads.forget(hop.peer.peer_id)
 
     async def close(self) -> None:
         """Close all connections."""
         await self._links.close()
 
     async def _try(
-        self, hop: Hop, texts: Texts, grads_BTH: Tensor | None, trouble: PassTrouble
+        self, hop: Hop, texts: Texts, grads_BTH: Tensor | None, failures: PassFailures
     ) -> PassAnswer | None:
         """Ask one peer; None when it failed, for which it is blamed."""
         try:
             # Others may have found out meanwhile that the peer is dead.
-            is_wanted = partial(self._is_wanted, hop, trouble)
+            is_wanted = partial(self._is_wanted, hop, failures)
             answer = await self._ask(hop, texts, grads_BTH, is_wanted)
         except NotWantedError:
             return None
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
             adapters = list_adapters(texts.adapters)
             if isinstance(error, RefusedError) and self._may_ask_others(
-                error, hop, trouble, adapters
+                error, hop, failures, adapters
             ):
-                trouble.note(error)
+                failures.note(error)
                 return None
             lost = self._book.blame(hop, error, self._forgiven)
             lost.__cause__ = error
-            trouble.note_lost(lost)
-            trouble.note(error)
+            failures.note_lost(lost)
+            failures.note(error)
             return None
-        if trouble.is_known:
-            for liar in trouble.refusals.contradicted:
+        if failures.is_known:
+            for liar in failures.refusals.contradicted:
                 self._book.quarantine(liar.peer, Fault.BROKEN)
-            self.failovers.note(trouble.take_lost(hop.span), (hop,))
+            self.failovers.note(failures.take_lost(hop.span), (hop,))
         self._book.note_pass(hop.peer.peer_id)
         self.failovers.note_answer(hop)
         return answer
@@ -428,34 +430,34 @@ class PassAsker:
         self,
         error: RefusedError,
         hop: Hop,
-        trouble: PassTrouble,
+        failures: PassFailures,
         adapters: Sequence[SentAdapter] = (),
     ) -> bool:
         """Note a refusal that is neither the peer's fault nor that of the texts."""
         peer_id = hop.peer.peer_id
         if error.code is ErrorCode.UNKNOWN_ADAPTER:
-            self.courier.forget(peer_id)
+            self.uploads.forget(peer_id)
             if all(isinstance(one, AdapterVersion) for one in adapters):
                 # It has expired, or the peer was restarted: it gets it again, but only once.
-                is_sound = peer_id not in trouble.brought_again
-                trouble.brought_again.add(peer_id)
+                is_sound = peer_id not in failures.brought_again
+                failures.brought_again.add(peer_id)
                 return is_sound
             if all(isinstance(one, PublishedAdapter) and not one.is_trained for one in adapters):
                 # The peer may have just come, and get it from whoever published it.
-                trouble.note_full(peer_id, _PUBLICATION_SECONDS)
+                failures.note_full(peer_id, _PUBLICATION_SECONDS)
                 return True
         elif error.code is ErrorCode.NO_ROOM_FOR_ADAPTER and error.retry_after_seconds is not None:
-            trouble.note_full(peer_id, error.retry_after_seconds)
+            failures.note_full(peer_id, error.retry_after_seconds)
             return True
         elif error.code not in (ErrorCode.OUT_OF_MEMORY, ErrorCode.NO_ROOM_FOR_ADAPTER):
             return False
-        trouble.too_small.add(peer_id)
+        failures.too_small.add(peer_id)
         return True
 
-    def make_trouble(self, span: Span) -> PassTrouble:
+    def make_failures(self, span: Span) -> PassFailures:
         """Return what to note failures in, of passes through a span."""
         retry, seconds = Retry(_AGAIN, self._clock), self._config.failover_timeout_seconds
-        return PassTrouble(span, retry, self._clock.now, seconds)
+        return PassFailures(span, retry, self._clock.now, seconds)
 
     async def _ask(
         self,
@@ -514,30 +516,30 @@ class PassAsker:
         hops = (Hop(peer, Span(span.start, min(span.stop, peer.span.stop))) for peer in hosts)
         return min(hops, key=rate)
 
-    def _is_wanted(self, hop: Hop, trouble: PassTrouble) -> bool:
-        hosts = self._find_hosts(hop.span.start, trouble, hop.peer.weights)
+    def _is_wanted(self, hop: Hop, failures: PassFailures) -> bool:
+        hosts = self._find_hosts(hop.span.start, failures, hop.peer.weights)
         return any(peer.peer_id == hop.peer.peer_id for peer in hosts)
 
     async def _wait_for_hosts(
-        self, span: Span, trouble: PassTrouble, weights: str | None
+        self, span: Span, failures: PassFailures, weights: str | None
     ) -> list[Announcement]:
         """Return the least doubtful peers that take passes through the first block of a span."""
         weights = weights or self._config.weights
         while True:
-            await trouble.pause()
+            await failures.pause()
             await self._refresh(self._config.refresh_seconds)
-            hosts = self._find_hosts(span.start, trouble, weights)
+            hosts = self._find_hosts(span.start, failures, weights)
             if hosts:
                 return hosts
-            if trouble.full:
-                await trouble.wait_for_room()
+            if failures.full:
+                await failures.wait_for_room()
                 continue
-            trouble.raise_refusal()
+            failures.raise_refusal()
             await self._refresh(0.0)
-            hosts = self._find_hosts(span.start, trouble, weights)
+            hosts = self._find_hosts(span.start, failures, weights)
             if hosts:
                 return hosts
-            trouble.note(self.make_route_error(span, weights))
+            failures.note(self.make_route_error(span, weights))
 
     async def _refresh(self, max_age_seconds: float) -> None:
         """Read the directory, one for all that ask; where that fails, the last view has to do."""
@@ -551,9 +553,9 @@ class PassAsker:
                 )
 
     def _find_hosts(
-        self, block: int, trouble: PassTrouble, weights: str | None
+        self, block: int, failures: PassFailures, weights: str | None
     ) -> list[Announcement]:
-        return self._book.find_pass_hosts(block, trouble.unwanted, weights, trouble.least_version)
+        return self._book.find_pass_hosts(block, failures.unwanted, weights, failures.least_version)
 
 
 @dataclass(frozen=True)

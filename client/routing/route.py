@@ -191,7 +191,7 @@ class Refusals:
 
 
 @dataclass
-class Trouble:
+class Failures:
     """The failures of one step or pass at one place so far: peers that declined for good, and how
     long to go on with others.
     """

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.spans import Span
-from ..routing.route import Fault, Trouble
+from ..routing.route import Failures, Fault
 from .hop_link import BrokenSegmentError, LiveHop, Place, Question, StartOverError, cut_segments
 from .state import SessionState
 
@@ -78,7 +78,7 @@ class Stretch:
     num_sent: int = 0
     newest_sent: int = 0
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    trouble: Trouble | None = None
+    failures: Failures | None = None
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -101,12 +101,12 @@ class Stretch:
         sent = itertools.islice(self.waiting, self.num_sent)
         return any(piece.last_token_only and piece.hidden_BTH.shape[1] > 1 for piece in sent)
 
-    def note_trouble(self, state: SessionState) -> Trouble:
+    def note_failures(self, state: SessionState) -> Failures:
         """Return what is noted of hops that are lost here; time for others runs from the first."""
-        if self.trouble is None:
+        if self.failures is None:
             retry = Retry(_AGAIN, state.clock, state.make_deadline(), state.rng)
-            self.trouble = Trouble(retry)
-        return self.trouble
+            self.failures = Failures(retry)
+        return self.failures
 
     def find_place(self, start: int, stop: int) -> Place:
         """Return the place of hops, by a half-open range of indices, or one between two of them."""
@@ -228,10 +228,10 @@ class Pipeline:
             for other in self._stretches:
                 other.ready.set()
             return False
-        if stretch.trouble is not None:
-            for hop in stretch.trouble.refusals.contradicted:
+        if stretch.failures is not None:
+            for hop in stretch.failures.refusals.contradicted:
                 self._state.book.quarantine(hop.peer, Fault.BROKEN)
-            stretch.trouble = None
+            stretch.failures = None
         stretch.waiting.popleft()
         stretch.num_left -= 1
         first, num_tokens = stretch.hops[0], piece.hidden_BTH.shape[1]

@@ -23,7 +23,7 @@ from ...protocol.errors import UnavailableError, UsageError
 from ...protocol.limits import MAX_BATCH_ROWS
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.spans import Span
-from ..routing.route import WAS_LOST, Hop, LostHopError, Refusals, Trouble
+from ..routing.route import WAS_LOST, Failures, Hop, LostHopError, Refusals
 from ..trace.trace import Failover, Handoff, choose_kind
 from .exchange import Exchange, merge_pieces
 from .hop_link import (
@@ -262,13 +262,13 @@ class RemoteSession:
 
     async def _mend(self, pipeline: Pipeline, stretch: Stretch, error: BrokenSegmentError) -> None:
         """Put other hops, with the same cache, into the place of lost ones."""
-        trouble = stretch.note_trouble(self.state)
+        failures = stretch.note_failures(self.state)
         while True:
             for lost in error.lost:
-                trouble.refusals.note(lost)
-            await trouble.retry.pause()
-            trouble.retry.note_failure()
-            if trouble.retry.remaining_seconds <= 0:
+                failures.refusals.note(lost)
+            await failures.retry.pause()
+            failures.retry.note_failure()
+            if failures.retry.remaining_seconds <= 0:
                 # Replacements were found and lost again, over and over.
                 failure = error.lost[0] if error.lost else UnavailableError(str(error))
                 raise failure.__cause__ or failure
@@ -276,7 +276,7 @@ class RemoteSession:
                 if error.cut is not None:
                     await self._bridge(pipeline, stretch, error.cut)
                 while (run := stretch.find_lost()) is not None:
-                    await self._replace(pipeline, stretch, run, error, trouble)
+                    await self._replace(pipeline, stretch, run, error, failures)
                 return
             except BrokenSegmentError as more:
                 error = more
@@ -297,7 +297,7 @@ class RemoteSession:
         stretch: Stretch,
         run: tuple[int, int],
         error: BrokenSegmentError,
-        trouble: Trouble,
+        failures: Failures,
     ) -> None:
         """Put hops into the place of some that stand side by side."""
         start, stop = run
@@ -312,8 +312,8 @@ class RemoteSession:
         if not replacements:
             self.state.sought = place.span
             try:
-                weights, deadline = lost[0].hop.peer.weights, trouble.retry.deadline
-                replacements = await self._cover(place, deadline, trouble.refusals, weights)
+                weights, deadline = lost[0].hop.peer.weights, failures.retry.deadline
+                replacements = await self._cover(place, deadline, failures.refusals, weights)
             finally:
                 self.state.sought = None
             num_tokens = place.log.length if start == 0 else place.position

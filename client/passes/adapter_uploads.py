@@ -1,4 +1,4 @@
-"""Uploads adapters to the peers that are about to need them, and remembers which peer has which."""
+"""The adapters that a client has uploaded to each peer, and what to upload next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from ...protocol.net.clock import Clock
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import AdapterVersion, SentAdapter
 from ..concurrency.tasks import KeyedSemaphores
-from ..routing.peer_book import Bandwidth
 
 Send = Callable[[AdapterHead, bytes], Awaitable[float]]
 """Uploads an adapter; returns how long the peer keeps it unused."""
@@ -29,15 +28,14 @@ class _Kept:
     used_at: float
 
 
-class AdapterCourier:
-    """Uploads adapters to peers, and records which peer has which. Owned by the client's loop.
+class AdapterUploads:
+    """Knows which peer has which adapter, and uploads missing ones. Owned by the client's loop.
 
     A peer that has forgotten an adapter says so when it is asked for it (`forget`).
     """
 
-    def __init__(self, clock: Clock, bandwidth: Bandwidth) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._bandwidth = bandwidth
         self._kept: dict[PeerId, dict[AdapterId, _Kept]] = defaultdict(dict)
         self._newest: dict[tuple[PeerId, str, Span], tuple[int, AdapterId]] = {}
         self._semaphores = KeyedSemaphores[PeerId]()
