@@ -32,7 +32,6 @@ from ...protocol.errors import (
 from ...protocol.ids import SessionId, UploadId
 from ...protocol.messages.adapters import (
     AdapterFetch,
-    AdapterHead,
     AdapterMeasure,
     AdapterUpdate,
     OptimizerSettings,
@@ -46,7 +45,7 @@ from ..adapters.learned_states import LearnedState
 from ..concurrency.tasks import run_all
 from ..passes.microbatches import TextGradients, Texts, halve, make_pass_id
 from ..passes.pass_asking import Passage, PassAsker, PassFailures
-from ..routing.route import Hop
+from ..passes.pass_links import PassLink
 from .shard import AppliedUpdate, LoggedPass, LoggedUpdate, Shard, list_stages
 
 _SAVE_PERIOD = 10
@@ -347,8 +346,9 @@ class ShardedOptimizer:
         mark = secrets.token_hex(8)
         # On another thread: tens of megabytes are copied and hashed.
         head, data = await asyncio.to_thread(shard.saved.pack, upload_id, mark)
-        hop, head = shard.held_at, replace(head, replaces=shard.name)
-        await self._try(shard, failures, lambda: self._upload(hop, head, data))
+        head = replace(head, replaces=shard.name)
+        send = self._asker.send_adapter
+        await self._try_link(shard, failures, lambda link: send(link, head, data))
         shard.name = head.adapter
 
     async def _run_forward(
@@ -384,26 +384,29 @@ class ShardedOptimizer:
 
     async def _measure_shard(self, shard: Shard, failures: PassFailures) -> None:
         """Note how large what was gathered is."""
-        asked, hop = AdapterMeasure(make_pass_id(), shard.gradients), shard.held_at
-        measured = await self._try(shard, failures, lambda: self._ask_square_sum(hop, asked))
-        shard.square_sum = measured
+        asked = AdapterMeasure(make_pass_id(), shard.gradients)
+        shard.square_sum = await self._try_link(
+            shard, failures, lambda link: link.measure(asked, _PATIENCE_SECONDS)
+        )
 
     async def _apply(self, shard: Shard, applied: AppliedUpdate, failures: PassFailures) -> None:
         """Have an update made."""
-        hop = shard.held_at
         asked = AdapterUpdate(make_pass_id(), shard.gradients, applied.settings, applied.factor)
-        await self._try(shard, failures, lambda: self._ask_update(hop, asked))
+        await self._try_link(shard, failures, lambda link: link.update(asked, _PATIENCE_SECONDS))
         shard.note_update(applied, make_updated_id(asked))
 
     async def _fetch_shard(self, shard: Shard, failures: PassFailures) -> None:
         """Note what is there now, to go on from."""
-        asked, hop = AdapterFetch(make_pass_id(), shard.name), shard.held_at
+        asked, most_bytes = AdapterFetch(make_pass_id(), shard.name), shard.saved.most_bytes
 
-        async def read() -> LearnedState:
-            head, data = await self._ask_files(hop, asked, shard.saved.most_bytes)
+        async def read(link: PassLink) -> LearnedState:
+            with self._asker.carry(link.peer.peer_id, most_bytes) as seconds:
+                patience_seconds = _PATIENCE_SECONDS + _PATIENCE * seconds
+                fetched = link.fetch_adapter(asked, most_bytes, seconds, patience_seconds)
+                head, data = await fetched
             return await asyncio.to_thread(shard.saved.read, head, data, shard.num_updates)
 
-        shard.note_saved(await self._try(shard, failures, read))
+        shard.note_saved(await self._try_link(shard, failures, read))
 
     async def _try(
         self, shard: Shard, failures: PassFailures, ask: Callable[[], Awaitable[Result]]
@@ -427,31 +430,14 @@ class ShardedOptimizer:
                 shard.hop = None
             raise LostShardError from error
 
-    async def _upload(self, hop: Hop, head: AdapterHead, data: bytes) -> None:
-        """Have a peer train an adapter from now on."""
-        async with self._asker.lend(hop) as (link, _):
-            await self._asker.send_adapter(link, head, data)
+    async def _try_link(
+        self, shard: Shard, failures: PassFailures, ask: Callable[[PassLink], Awaitable[Result]]
+    ) -> Result:
+        """Ask the peer of a shard over a link; raises what `_try` does."""
+        hop = shard.held_at
 
-    async def _ask_square_sum(self, hop: Hop, asked: AdapterMeasure) -> float:
-        """Return the sum of the squares of what a peer has gathered."""
-        async with self._asker.lend(hop) as (link, _):
-            return await link.measure(asked, _PATIENCE_SECONDS)
+        async def lend() -> Result:
+            async with self._asker.lend(hop) as (link, _):
+                return await ask(link)
 
-    async def _ask_update(self, hop: Hop, asked: AdapterUpdate) -> None:
-        """Have a peer make an update."""
-        async with self._asker.lend(hop) as (link, _):
-            await link.update(asked, _PATIENCE_SECONDS)
-
-    async def _ask_files(
-        self, hop: Hop, asked: AdapterFetch, most_bytes: int
-    ) -> tuple[AdapterHead, bytes]:
-        """Return what a peer has made of an adapter, which is no more than so many bytes."""
-        async with self._asker.lend(hop) as (link, way):
-            with self._asker.line.carry(most_bytes) as carrying_seconds:
-                carrying_seconds = min(
-                    carrying_seconds, way.expect_seconds(self._asker.line.num_bytes)
-                )
-                patience_seconds = _PATIENCE_SECONDS + _PATIENCE * carrying_seconds
-                return await link.fetch_adapter(
-                    asked, most_bytes, carrying_seconds, patience_seconds
-                )
+        return await self._try(shard, failures, lend)

@@ -7,8 +7,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -331,6 +331,15 @@ class PassAsker:
             self.failovers.note_reached(hop.peer.peer_id)
             yield link, self._book.pass_times(hop.peer.peer_id).line
 
+    @contextmanager
+    def carry(self, peer_id: PeerId, num_bytes: int) -> Iterator[float]:
+        """Count bytes as under way to or from a peer; gives the seconds that they take at most, by
+        what the line of this client and that to the peer have shown.
+        """
+        line, way = self._book.bandwidth, self._book.pass_times(peer_id).line
+        with line.carry(num_bytes) as seconds:
+            yield min(seconds, way.expect_seconds(line.num_bytes))
+
     def blame_once(self, hop: Hop, error: PeerFailure, failures: PassFailures) -> None:
         """Note what became of a peer that was asked alone."""
         failures.note(error)
@@ -357,15 +366,14 @@ class PassAsker:
 
     async def send_adapter(self, link: PassLink, head: AdapterHead, tensors: bytes) -> float:
         """Upload an adapter to a peer; return how long it is kept unused. Raises what links do."""
-        line, way = self._book.bandwidth, self._book.pass_times(link.peer.peer_id).line
-        with line.carry(len(tensors)) as carrying_seconds:
-            carrying_seconds = min(carrying_seconds, way.expect_seconds(line.num_bytes))
+        peer_id = link.peer.peer_id
+        with self.carry(peer_id, len(tensors)) as carrying_seconds:
             patience_seconds = _LEAST_UPLOAD_SECONDS + _UPLOAD_PATIENCE * carrying_seconds
             try:
                 return await link.bring(head, tensors, carrying_seconds, patience_seconds)
             except SilentError:
-                line.note_silence(len(tensors))
-                way.note_silence(len(tensors))
+                for line in (self._book.bandwidth, self._book.pass_times(peer_id).line):
+                    line.note_silence(len(tensors))
                 raise
 
     async def list_peers(self) -> list[Announcement]:
@@ -482,10 +490,7 @@ class PassAsker:
                 adapters = list_adapters(texts.adapters)
                 await self._bring(link, adapters, hop.span, texts.trains_adapters)
                 asked_at = self._clock.now()
-                with bandwidth.carry(num_bytes) as carrying_seconds:
-                    carrying_seconds = min(
-                        carrying_seconds, way.expect_seconds(bandwidth.num_bytes)
-                    )
+                with self.carry(hop.peer.peer_id, num_bytes) as carrying_seconds:
                     answer = await link.ask(
                         asked,
                         texts.list_tensors(grads_BTH),
