@@ -8,9 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ...protocol.ids import NO_ADAPTER, AdapterId, PeerId, SessionId, UploadId
-from ...protocol.messages.adapters import (
-    AdapterHead,
-)
+from ...protocol.messages.adapters import AdapterHead
 from ...protocol.net.clock import Clock
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import AdapterVersion, SentAdapter

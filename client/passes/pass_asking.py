@@ -232,11 +232,11 @@ class PassAsker:
         self, book: PeerBook, transport: Transport, config: ClientConfig, secret: bytes
     ) -> None:
         self._book = book
-        self._clock = book.clock
+        self._clock = clock = book.clock
         self._config = config
         self._rng = random.Random(config.seed)
         self._links = PassLinks(transport, clock, secret, config.connect_timeout_seconds)
-        self.uploads = AdapterUploads(self._clock)
+        self.uploads = AdapterUploads(clock)
         self.failovers = PassFailovers()
         self._forgiven: set[PeerId] = set()
         self._refreshing = asyncio.Lock()
