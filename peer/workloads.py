@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from ..protocol.net.clock import Clock
 from ..protocol.net.network import Presence
-from .engine.adapters.adapter_shelf import AdapterShelf
+from .engine.adapters.adapter_store import AdapterStore
 from .engine.passes.pass_memory import PassBudget
 from .hosting.span_loader import ServedSpan, SpanLoader
 from .passes.passes import PassResources, PassWorkload
@@ -39,7 +39,7 @@ def make_service(
     model, config = loader.model, loader.model.config
     changed = asyncio.Event()
     pending = PendingBytes(MAX_PENDING_BYTES)
-    shelf = AdapterShelf(clock, model.adapter_bytes)
+    adapter_store = AdapterStore(clock, model.adapter_bytes)
     host = StreamHost(
         peer_id=presence.identity.peer_id,
         model_id=model.model_id,
@@ -52,14 +52,14 @@ def make_service(
     for_sessions = SessionResources(
         model_id=model.model_id,
         max_sessions=config.max_sessions,
-        shelf=shelf,
+        adapter_store=adapter_store,
         pushing=PushResources(connections.neighbours, pending),
         note_change=changed.set,
     )
     for_passes = PassResources(
         model_id=model.model_id,
         budget=PassBudget(model.pass_bytes),
-        shelf=shelf,
+        adapter_store=adapter_store,
         read_free_bytes=model.read_free_bytes,
         note_change=changed.set,
     )

@@ -26,8 +26,8 @@ _CLIENT = "shoal.client"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal publish`."""
     parser.description = (
-        "Publish an adapter to all peers of a swarm, including peers that join later, and print "
-        "its digest. Anyone in the swarm can use it by that digest while this command runs."
+        "Publish an adapter to a swarm and print its digest. Anyone in the swarm can use it by "
+        "that digest while this command runs."
     )
     add_model_argument(parser)
     parser.add_argument(

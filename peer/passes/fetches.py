@@ -19,7 +19,7 @@ from ...protocol.net.clock import Clock
 from ...protocol.records.announcements import Announcement
 from ...protocol.spans import Span
 from ..engine.adapters.adapter import Adapter
-from ..engine.adapters.adapter_shelf import AdapterShelf, Kept, make_unknown
+from ..engine.adapters.adapter_store import AdapterStore, Kept, make_unknown
 from .holders import Holders
 
 _logger = logging.getLogger(__name__)
@@ -70,17 +70,22 @@ class Fetches:
     """The published adapters that one span fetches, and has fetched. Close it with the span."""
 
     def __init__(
-        self, holders: Holders, shelf: AdapterShelf, span: Span, read: ReadLeaves, clock: Clock
+        self,
+        holders: Holders,
+        adapter_store: AdapterStore,
+        span: Span,
+        read: ReadLeaves,
+        clock: Clock,
     ) -> None:
         self._holders = holders
-        self._shelf = shelf
+        self._store = adapter_store
         self._span = span
         self._read = read
         self._clock = clock
         self._fetches: dict[tuple[AdapterId, Holder], _Fetch] = {}
         self._seeing: asyncio.Task[None] | None = None
         self._sources: dict[AdapterId, set[PeerId]] = {}
-        shelf.on_lack = self.request
+        adapter_store.on_lack = self.request
 
     def request(self, name: AdapterId, holder: Holder) -> RefusedError:
         """Begin to fetch an adapter for a client that pays for it; return what to say meanwhile."""
@@ -140,11 +145,11 @@ class Fetches:
                 raise make_unknown(name)
             adapter = await self._read(found.manifest.config, found.files)
         except BaseException:
-            self._shelf.release(holder, found.num_bytes)
+            self._store.release(holder, found.num_bytes)
             raise
         now = self._clock.now()
         kept = Kept(name, adapter, holder, found.num_bytes, now, payer=holder, until=found.until)
-        self._shelf.put_published(kept)
+        self._store.put_published(kept)
         self._sources[name] = found.sources
 
     async def _fetch_from(
@@ -163,7 +168,7 @@ class Fetches:
         def charge(manifest: Manifest) -> None:
             if found.manifest is None:
                 num_bytes = manifest.num_bytes + manifest.count_bytes(self._span)
-                self._shelf.reserve(holder, num_bytes)
+                self._store.reserve(holder, num_bytes)
                 found.manifest, found.num_bytes = manifest, num_bytes
 
         try:
@@ -185,16 +190,16 @@ class Fetches:
 
     async def _see_all(self) -> None:
         """See again and again whether copies are still published, as long as there are any."""
-        while copies := self._shelf.list_fetched():
+        while copies := self._store.list_fetched():
             self._sources = {kept.name: self._sources.get(kept.name, set()) for kept in copies}
             await asyncio.sleep(_SEE_SECONDS)
-            await asyncio.gather(*map(self._see, self._shelf.list_fetched()))
+            await asyncio.gather(*map(self._see, self._store.list_fetched()))
 
     async def _see(self, kept: Kept) -> None:
         known = self._sources.get(kept.name, ())
         seconds = await self._holders.see(kept.name, self._span, known)
         if seconds is not None and not kept.is_given_up:
-            self._shelf.note_published(kept, seconds)
+            self._store.note_published(kept, seconds)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -31,7 +31,7 @@ from ...protocol.messages.passes import (
 from ...protocol.tensors import WireTensor
 from ...protocol.wire.codec import encode_frame
 from ..engine.adapters.adapter import Adapter
-from ..engine.adapters.adapter_shelf import AdapterShelf, Kept
+from ..engine.adapters.adapter_store import AdapterStore, Kept
 from ..engine.adapters.trained_adapter import GatheredGradients
 from ..engine.passes.passes import Passes, PassWork
 from ..streams.client_stream import check_fits
@@ -54,13 +54,13 @@ class WireWork:
     """The sum that the gradients of its adapter are added to, if any."""
 
 
-def find_kept(message: Pass, shelf: AdapterShelf, holder: Holder) -> dict[AdapterId, Kept]:
+def find_kept(message: Pass, adapter_store: AdapterStore, holder: Holder) -> dict[AdapterId, Kept]:
     """Return the adapters that a pass names, each once.
 
     Raises RefusedError with UNKNOWN_ADAPTER: whoever has it may bring it again.
     """
     names = dict.fromkeys(run.adapter for run in message.adapters if run.adapter)
-    return {name: shelf.find(name, holder) for name in names}
+    return {name: adapter_store.find(name, holder) for name in names}
 
 
 def find_gathered(message: Pass, kept: Mapping[AdapterId, Kept]) -> GatheredGradients | None:

@@ -26,7 +26,7 @@ from ...protocol.messages.passes import (
 )
 from ...protocol.net.clock import Clock
 from ...protocol.records.announcements import Announcement
-from ..engine.adapters.adapter_shelf import AdapterShelf, Kept
+from ..engine.adapters.adapter_store import AdapterStore, Kept
 from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
 from ..engine.pass_queue import ComputedPass, PassJob
@@ -61,7 +61,7 @@ class PassResources:
 
     model_id: ModelId
     budget: PassBudget
-    shelf: AdapterShelf
+    adapter_store: AdapterStore
     read_free_bytes: Callable[[], int]
     """Returns the memory that is left where the blocks are computed."""
     note_change: Callable[[], None]
@@ -109,7 +109,7 @@ class PassWorkload(Workload):
 
     def close(self) -> None:
         """Keep no adapters any more."""
-        self.resources.shelf.close()
+        self.resources.adapter_store.close()
 
     def estimate_wait_seconds(self) -> float:
         """Return how long a pass of one more client would wait."""
@@ -221,7 +221,7 @@ class PassStream(StreamWork):
                 ErrorCode.TOO_LONG,
                 f"the model handles {engine.spec.max_positions} tokens, not {message.num_tokens}",
             )
-        kept = find_kept(message, resources.shelf, holder)
+        kept = find_kept(message, resources.adapter_store, holder)
         gathered = find_gathered(message, kept)
         adapters = cut_adapters(message, kept)
         num_bytes, work_bytes = self._measure(message, adapters)
@@ -229,7 +229,7 @@ class PassStream(StreamWork):
         workload.tensors.count(holder, num_bytes)
         workload.begin()
         for one in kept.values():
-            resources.shelf.use(one, holder)
+            resources.adapter_store.use(one, holder)
         width = engine.spec.hidden_size
         reader = PiecesReader(list_question_slots(message), width)
         work = WireWork(message, reader.tensors, width, adapters, gathered)
@@ -313,7 +313,7 @@ class PassStream(StreamWork):
         self._asked, self._active_at = None, self._workload.clock.now()
         self._recount(asked, 0)
         for kept in asked.kept:
-            self._workload.resources.shelf.leave(kept, asked.holder)
+            self._workload.resources.adapter_store.leave(kept, asked.holder)
         self._workload.end()
 
     def _stop_timer(self) -> None:

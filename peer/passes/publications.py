@@ -21,7 +21,7 @@ from ...protocol.messages.adapters import (
 from ...protocol.messages.fields import Message
 from ...protocol.net.network import Presence
 from ...protocol.records.announcements import MAX_ADAPTERS, Announcement, shorten_adapter
-from ..engine.adapters.adapter_shelf import AdapterShelf, Kept
+from ..engine.adapters.adapter_store import AdapterStore, Kept
 from ..streams.client_stream import ClientStream, Handler, StreamWork, encode_refusal
 from ..streams.service import Workload
 from .fetches import Fetches
@@ -45,11 +45,11 @@ class PublicationWorkload(Workload):
         self._announcing: asyncio.TimerHandle | None = None
         self._announced_at = float("-inf")
         resources, clock, span = passes.resources, passes.clock, passes.engine.span
-        self._shelf = resources.shelf
-        self._shelf.on_change = self._announce_soon
+        self._store = resources.adapter_store
+        self._store.on_change = self._announce_soon
         holders = Holders(presence, resources.model_id, clock)
         read = partial(read_published, passes)
-        self._fetches = Fetches(holders, self._shelf, span, read, clock)
+        self._fetches = Fetches(holders, self._store, span, read, clock)
 
     def attend(self, stream: ClientStream) -> PublicationStream:
         """See Workload.attend."""
@@ -57,7 +57,7 @@ class PublicationWorkload(Workload):
 
     def describe(self, announcement: Announcement) -> Announcement:
         """Add which publications are held here for others."""
-        held = self._shelf.list_held()[-MAX_ADAPTERS:]
+        held = self._store.list_held()[-MAX_ADAPTERS:]
         return replace(announcement, adapters=tuple(map(shorten_adapter, held)))
 
     def close(self) -> None:
@@ -90,8 +90,8 @@ class PublicationStream(StreamWork):
         self._active_at = passes.clock.now()
 
     @property
-    def _shelf(self) -> AdapterShelf:
-        return self._passes.resources.shelf
+    def _store(self) -> AdapterStore:
+        return self._passes.resources.adapter_store
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
@@ -107,7 +107,7 @@ class PublicationStream(StreamWork):
         if self._sending is not None:
             raise RemoteProtocolError("a stream can fetch one adapter at a time")
         try:
-            kept = self._shelf.find_held(asked.adapter, self._stream.holder)
+            kept = self._store.find_held(asked.adapter, self._stream.holder)
             assert kept.manifest is not None
             leaves = () if asked.span is None else kept.manifest.select(asked.span)
             if any(leaf.block not in kept.files for leaf in leaves):
@@ -137,7 +137,7 @@ class PublicationStream(StreamWork):
             self._say_kept(asked, kept)
 
     def _say_kept(self, asked: PublicationFetch, kept: Kept) -> None:
-        seconds = self._shelf.count_seconds(kept)
+        seconds = self._store.count_seconds(kept)
         self._answers.say(AdapterKept(UploadId(asked.pass_id), seconds))
 
     def _note_sent(self, task: asyncio.Task[None]) -> None:

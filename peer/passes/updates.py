@@ -27,7 +27,7 @@ from ...protocol.messages.adapters import (
     make_updated_id,
 )
 from ...protocol.messages.fields import Message
-from ..engine.adapters.adapter_shelf import AdapterShelf, Kept
+from ..engine.adapters.adapter_store import AdapterStore, Kept
 from ..engine.adapters.trained_adapter import TrainedAdapter
 from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork, encode_refusal
 from ..streams.service import Workload
@@ -68,8 +68,8 @@ class UpdateStream(StreamWork):
         self._active_at = passes.clock.now()
 
     @property
-    def _shelf(self) -> AdapterShelf:
-        return self._passes.resources.shelf
+    def _store(self) -> AdapterStore:
+        return self._passes.resources.adapter_store
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
@@ -87,13 +87,17 @@ class UpdateStream(StreamWork):
         """
         if self._task is not None:
             raise RemoteProtocolError("a stream can run one request about an adapter at a time")
-        shelf, holder = self._shelf, self._stream.holder
-        if isinstance(message, AdapterUpdate) and shelf.has(make_updated_id(message), holder):
+        adapter_store, holder = self._store, self._stream.holder
+        if isinstance(message, AdapterUpdate) and adapter_store.has(
+            make_updated_id(message), holder
+        ):
             self._answers.say(_make_kept(message))
             return
         try:
             is_fetched = isinstance(message, AdapterFetch)
-            kept = shelf.find(message.adapter if is_fetched else message.gradients.adapter, holder)
+            kept = adapter_store.find(
+                message.adapter if is_fetched else message.gradients.adapter, holder
+            )
             trained = kept.trained
             if trained is None:
                 detail = "this peer was not asked to train the adapter"
@@ -137,7 +141,7 @@ class UpdateStream(StreamWork):
                 update = partial(_update, trained, message)
                 updated: TrainedAdapter = await self._run(update, holder, kept, trained)
                 names = message.gradients.adapter, make_updated_id(message)
-                self._shelf.replace(*names, holder, updated)
+                self._store.replace(*names, holder, updated)
                 self._answers.say(_make_kept(message))
             else:
                 await self._fetch(message, holder, kept, trained)
@@ -180,13 +184,13 @@ class UpdateStream(StreamWork):
         self, run: Callable[[GiveWay], Any], holder: Holder, kept: Kept, trained: TrainedAdapter
     ) -> Any:
         """Return what comes of it when its turn has come on the compute thread."""
-        compute, shelf = self._passes.compute, self._shelf
+        compute, adapter_store = self._passes.compute, self._store
         cost = max(1, trained.adapter.num_numbers // _NUMBERS_PER_COST)
         num_bytes = (1 + len(trained.moments)) * trained.adapter.num_bytes
-        shelf.use(kept, holder)
+        adapter_store.use(kept, holder)
         job = compute.submit_pass(run, cost, holder, num_bytes)
         # However it ends, the thread has let go of the adapter then.
-        job.released.add_done_callback(lambda _: shelf.leave(kept, holder))
+        job.released.add_done_callback(lambda _: adapter_store.leave(kept, holder))
         try:
             await asyncio.wait([job.future])
             await asyncio.wait([job.released])

@@ -24,7 +24,7 @@ from ...protocol.messages.fields import Message
 from ...protocol.versions import OPTIMIZER_VERSION
 from ..engine.adapters.adapter import Adapter
 from ..engine.adapters.adapter_file import read_adapter, read_leaves
-from ..engine.adapters.adapter_shelf import AdapterShelf, Kept
+from ..engine.adapters.adapter_store import AdapterStore, Kept
 from ..engine.adapters.trained_adapter import TrainedAdapter
 from ..engine.engine import Engine
 from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork, encode_refusal
@@ -83,8 +83,8 @@ class UploadStream(StreamWork):
         self._active_at = passes.clock.now()
 
     @property
-    def _shelf(self) -> AdapterShelf:
-        return self._passes.resources.shelf
+    def _store(self) -> AdapterStore:
+        return self._passes.resources.adapter_store
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
@@ -101,7 +101,7 @@ class UploadStream(StreamWork):
 
     def _take_withdrawal(self, message: AdapterWithdrawal) -> None:
         """Forget an adapter."""
-        if self._shelf.withdraw(message.adapter, self._stream.holder):
+        if self._store.withdraw(message.adapter, self._stream.holder):
             self._active_at = self._clock.now()
         self._answers.say(AdapterKept(UploadId(message.pass_id), 0.0))
 
@@ -128,19 +128,19 @@ class UploadStream(StreamWork):
 
     def _admit(self, head: AdapterHead, holder: Holder) -> _Upload | None:
         """Return an adapter that is to come; None for one that its holder has published here."""
-        passes, shelf = self._passes, self._shelf
+        passes, adapter_store = self._passes, self._store
         if passes.is_draining:
             raise RefusedError(ErrorCode.DRAINING, "the peer is leaving its blocks", BUSY_SECONDS)
-        if head.is_published and shelf.has(head.adapter, holder, is_published=True):
+        if head.is_published and adapter_store.has(head.adapter, holder, is_published=True):
             return None
         span = passes.engine.span
         if head.manifest and head.num_bytes != (head.manifest.count_bytes(span) or None):
             detail = f"this peer hosts blocks {span}, and the leaves are those of others"
             raise RefusedError(ErrorCode.WRONG_SPAN, detail)
         check_trained(head.num_trained, passes.resources.budget.max_gradient_bytes)
-        num_freed = shelf.give_up(head.replaces, holder) if head.replaces else 0
+        num_freed = adapter_store.give_up(head.replaces, holder) if head.replaces else 0
         upload = _Upload(head, holder, AdapterReader(head), UploadPace(self._clock.now()))
-        shelf.reserve(holder, upload.num_bytes, num_freed)
+        adapter_store.reserve(holder, upload.num_bytes, num_freed)
         return upload
 
     def _take_piece(self, piece: AdapterPiece) -> None:
@@ -186,7 +186,7 @@ class UploadStream(StreamWork):
             self._keep(upload, reading.result())
             self._say_kept(head.upload_id)
             return
-        self._shelf.release(upload.holder, upload.num_bytes)
+        self._store.release(upload.holder, upload.num_bytes)
         if not isinstance(error, RefusedError):
             _logger.error("an uploaded adapter could not be read and is refused: %r", error)
             error = RefusedError(ErrorCode.INTERNAL, "the peer failed to read the adapter")
@@ -195,7 +195,7 @@ class UploadStream(StreamWork):
     def _keep(self, upload: _Upload, adapter: Adapter | TrainedAdapter) -> None:
         head, holder, num_bytes = upload.head, upload.holder, upload.num_bytes
         if head.manifest is None or isinstance(adapter, TrainedAdapter):
-            self._shelf.put(head.adapter, adapter, holder, num_bytes, head.is_published)
+            self._store.put(head.adapter, adapter, holder, num_bytes, head.is_published)
             return
         kept = Kept(
             head.adapter,
@@ -207,7 +207,7 @@ class UploadStream(StreamWork):
             manifest=head.manifest,
             files=upload.files,
         )
-        self._shelf.put_published(kept)
+        self._store.put_published(kept)
 
     def _wait_for_more(self, upload: _Upload) -> None:
         """Refuse an adapter that stands still on its way for too long, or comes too slowly."""
@@ -231,7 +231,7 @@ class UploadStream(StreamWork):
     def _forget(self, upload: _Upload) -> None:
         self._stop_timer()
         self._upload, self._active_at = None, self._clock.now()
-        self._shelf.release(upload.holder, upload.num_bytes)
+        self._store.release(upload.holder, upload.num_bytes)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -16,7 +16,7 @@ from ...protocol.ids import ModelId, SessionId
 from ...protocol.messages.session import Open
 from ...protocol.net.clock import Clock
 from ...protocol.session.table import SessionState
-from ..engine.adapters.adapter_shelf import AdapterShelf, Kept
+from ..engine.adapters.adapter_store import AdapterStore, Kept
 from ..engine.cache.kv_cache import PrefixCopy, SessionCache
 from ..engine.cache.kv_pool import IDLE_SECONDS, KVCachePool
 from ..engine.compute_thread import ComputeThread
@@ -49,7 +49,7 @@ class SessionResources:
 
     model_id: ModelId
     max_sessions: int
-    shelf: AdapterShelf
+    adapter_store: AdapterStore
     pushing: PushResources
     note_change: Callable[[], None]
     """To be called when a session is over, or does not wait any more."""
@@ -100,7 +100,7 @@ class Admission:
         del self.sessions[session]
         held.outputs.close()
         if held.adapter is not None:
-            self.resources.shelf.leave(held.adapter, held.holder)
+            self.resources.adapter_store.leave(held.adapter, held.holder)
         self.resources.prompts.count(held.holder, -held.num_prompt_bytes)
         for future in held.running:
             future.cancel()
@@ -213,7 +213,7 @@ class Admission:
             message.capability, adapter,
         )  # fmt: skip
         if adapter is not None:
-            self.resources.shelf.use(adapter, holder)
+            self.resources.adapter_store.use(adapter, holder)
         self.sessions[message.session] = held
         if message.next is not None:
             log = None if parent is None else parent.outputs.fork_log(message.prefix_tokens)
@@ -252,7 +252,7 @@ class Admission:
         inherited = None if parent is None else parent.adapter
         if inherited is not None and inherited.name == message.adapter:
             return inherited
-        return self.resources.shelf.find(message.adapter, holder)
+        return self.resources.adapter_store.find(message.adapter, holder)
 
     def _find_parent(self, message: Open, holder: Holder) -> HeldSession | None:
         """Return the session whose prefix is asked for; nobody learns of those of others."""

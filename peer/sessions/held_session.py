@@ -19,7 +19,7 @@ from ...protocol.session.table import SessionState
 from ...protocol.spans import Span
 from ...protocol.tensors import WireDtype, WireTensor, compute_num_bytes
 from ...protocol.wire.codec import encode_frame
-from ..engine.adapters.adapter_shelf import Kept
+from ..engine.adapters.adapter_store import Kept
 from ..engine.cache.kv_cache import SessionCache
 from ..engine.steps import ComputedStep, StepWork
 from ..pushing.session_outputs import SessionOutputs

@@ -206,11 +206,11 @@ class Inside:
 
     @property
     def adapters(self) -> Any:
-        return self.training.resources.shelf
+        return self.training.resources.adapter_store
 
     @adapters.setter
-    def adapters(self, shelf: Any) -> None:
-        self.training.resources.shelf = self.resources.shelf = shelf
+    def adapters(self, adapter_store: Any) -> None:
+        self.training.resources.adapter_store = self.resources.adapter_store = adapter_store
 
     @property
     def pushing(self) -> Any:

@@ -11,7 +11,7 @@ from adapter_scene import assert_close, make_adapter, open_with_peft, swarm_of
 from memory_swarm import look_into
 from torch import Tensor
 
-from shoal.peer.engine.adapters.adapter_shelf import AdapterShelf
+from shoal.peer.engine.adapters.adapter_store import AdapterStore
 from shoal.protocol.errors import UsageError
 
 # peft's own affair.
@@ -54,7 +54,7 @@ def test_text_goes_on_when_something_is_lost(tiny_models: Any, lost: str, tmp_pa
                 swarm.network.kill("peer2")
             else:  # what replaces the others has forgotten it, too
                 for peer in swarm.peers:
-                    look_into(peer).adapters = AdapterShelf(look_into(peer).clock, 2**29)
+                    look_into(peer).adapters = AdapterStore(look_into(peer).clock, 2**29)
                 swarm.network.kill("peer1")
                 swarm.network.kill("peer3")
             model.generate(max_new_tokens=12, do_sample=False)
@@ -88,15 +88,15 @@ def test_forks_keep_the_adapter_and_others_cannot_be_used(tiny_models: Any, tmp_
 def test_peer_keeps_the_adapter_of_a_session(tiny_models: Any) -> None:
     """Also when its client has replaced it since; and no longer than the session."""
     with swarm_of(tiny_models, ((0, 4),)) as (swarm, model):
-        adapter, shelf = make_adapter(model), look_into(swarm.peers[0]).adapters
+        adapter, adapter_store = make_adapter(model), look_into(swarm.peers[0]).adapters
         with model.use_adapter(adapter), model.inference_session(max_length=64):
             model(PROMPT[:, :8])
-            held = shelf.shared.used_bytes
+            held = adapter_store.shared.used_bytes
             with torch.no_grad():
                 next(adapter.parameters()).add_(1.0)
             with model.use_session(None):
                 model(PROMPT)  # with what it has become
-            assert shelf.shared.used_bytes == 2 * held
+            assert adapter_store.shared.used_bytes == 2 * held
             model(PROMPT[:, 8:])
         model(PROMPT, active_adapter=None)  # behind the end of the session
-        assert shelf.shared.used_bytes == held
+        assert adapter_store.shared.used_bytes == held

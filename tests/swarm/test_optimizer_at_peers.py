@@ -23,7 +23,7 @@ from shoal.client.learning.dataset import Dataset, Example
 from shoal.client.learning.finetune_run import FinetuneRun, RunConfig, Updated
 from shoal.client.learning.learners import AdapterPlan, make_learner
 from shoal.client.training.lora import LoraAdapter
-from shoal.peer.engine.adapters.adapter_shelf import AdapterShelf
+from shoal.peer.engine.adapters.adapter_store import AdapterStore
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
 from shoal.protocol.errors import RefusedError, UsageError
 
@@ -191,7 +191,7 @@ def test_homes_that_are_killed_take_nothing_with_them(tiny_models: Any, when: st
         theirs, ours = make_adapter(model), make_adapter(model)
         expected = learn_here(model, theirs, "adamw", max_norm=0.05)
         for peer in swarm.peers:
-            look_into(peer).adapters = AdapterShelf(look_into(peer).clock, 2**29)
+            look_into(peer).adapters = AdapterStore(look_into(peer).clock, 2**29)
 
         def kill(number: int, now: str) -> None:
             if (number, now) == (2, when):
@@ -219,7 +219,7 @@ def test_peer_that_has_forgotten_an_adapter_learns_it_again(tiny_models: Any) ->
         def forget(number: int, now: str) -> None:
             if (number, now) in ((1, "backward"), (2, "update")):
                 for peer in swarm.peers:
-                    look_into(peer).adapters = AdapterShelf(look_into(peer).clock, 2**29)
+                    look_into(peer).adapters = AdapterStore(look_into(peer).clock, 2**29)
 
         optimizer = model.optimizer_at_peers(ours, "sgd", **OPTIONS["sgd"])
         assert_same_losses(learn(model, ours, optimizer, between=forget), expected)
@@ -232,7 +232,7 @@ def test_shard_peer_is_replaced_by_several_peers(tiny_models: Any) -> None:
         theirs, ours = make_adapter(model), make_adapter(model)
         expected = learn_here(model, theirs, "adamw", num_batches=2)
         for peer in swarm.peers:
-            look_into(peer).adapters = AdapterShelf(look_into(peer).clock, 2**29)
+            look_into(peer).adapters = AdapterStore(look_into(peer).clock, 2**29)
 
         for other in (1, 2):
             look_into(swarm.peers[other]).is_draining = True

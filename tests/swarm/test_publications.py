@@ -21,7 +21,7 @@ from shoal.client.passes.pass_asking import PassAsker
 from shoal.client.publishing.publisher import Publisher
 from shoal.client.routing.swarm import Swarm
 from shoal.client.settings.config import ClientConfig
-from shoal.peer.engine.adapters.adapter_shelf import Kept
+from shoal.peer.engine.adapters.adapter_store import Kept
 from shoal.protocol.errors import RefusedError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.ids import AdapterId

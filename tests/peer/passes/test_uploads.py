@@ -29,7 +29,7 @@ from service_scene import HELLO, HIDDEN, SPAN, Peer, Talk, assert_declined, draw
 
 from shoal.peer.engine.adapters.adapter import Adapter
 from shoal.peer.engine.adapters.adapter_file import read_adapter
-from shoal.peer.engine.adapters.adapter_shelf import AdapterShelf
+from shoal.peer.engine.adapters.adapter_store import AdapterStore
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes import pass_memory
 from shoal.peer.engine.passes.pass_memory import PassBudget
@@ -212,7 +212,7 @@ def test_stream_that_withdraws_what_is_not_there_is_idle(engine: Engine) -> None
 
 def test_publisher_withdraws_what_others_use_and_they_come_to_their_end(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
-        shelf = peer.service.adapters
+        adapter_store = peer.service.adapters
         anna, bert = await greet(peer), await greet(peer, BOB)
         name = await keep(anna, pack(), is_published=True)
         with VirtualClock().hold():
@@ -224,14 +224,14 @@ def test_publisher_withdraws_what_others_use_and_they_come_to_their_end(engine: 
 
             answer = await anna.ask(AdapterWithdrawal(make_pass(8).pass_id, name))
             assert answer == AdapterKept(UploadId(make_pass(8).pass_id), 0.0)
-            assert len(shelf) == 0
-            assert shelf.shared.used_bytes == sum(map(len, pack()))  # Bert's by now
+            assert len(adapter_store) == 0
+            assert adapter_store.shared.used_bytes == sum(map(len, pack()))  # Bert's by now
             await keep(anna, pack(draw_matrices(2)))
             await bert.say(*cut(asked, Slot.HIDDEN, TEXTS))
             while not isinstance(answer := await bert.hear(), Passed):
                 assert isinstance(answer, Queued | PassPiece)
         assert_declined(await run_forward(bert, name, 3), ErrorCode.UNKNOWN_ADAPTER)
-        assert shelf.shared.used_bytes == sum(map(len, pack(draw_matrices(2))))
+        assert adapter_store.shared.used_bytes == sum(map(len, pack(draw_matrices(2))))
 
     run(engine, test)
 
@@ -307,7 +307,7 @@ def test_replaced_adapter_counts_while_a_pass_holds_it(engine: Engine) -> None:
     """Else whoever replaces and asks again, stream after stream, had all memory for nothing."""
 
     async def test(peer: Peer) -> None:
-        shelf, size = peer.service.adapters, sum(map(len, pack()))
+        adapter_store, size = peer.service.adapters, sum(map(len, pack()))
         bringing, asking = await greet(peer), await greet(peer)
         old = await keep(bringing, pack())
         with VirtualClock().hold():
@@ -315,19 +315,19 @@ def test_replaced_adapter_counts_while_a_pass_holds_it(engine: Engine) -> None:
             await asking.say(asked)  # whose tensors do not come yet
             await asking.wait_until_read()
             new = await keep(bringing, pack(draw_matrices(2)), replaces=old)
-            assert (len(shelf), shelf.shared.used_bytes) == (1, 2 * size)
+            assert (len(adapter_store), adapter_store.shared.used_bytes) == (1, 2 * size)
             await asking.say(*cut(asked, Slot.HIDDEN, TEXTS))
             while not isinstance(answer := await asking.hear(), Passed):
                 assert isinstance(answer, Queued | PassPiece)
-            assert shelf.shared.used_bytes == size
+            assert adapter_store.shared.used_bytes == size
 
             await asking.say(make_pass(2, adapters=(AdapterRows(new, ROWS),)))
             await asking.wait_until_read()
             await keep(bringing, pack(draw_matrices(3)), replaces=new)
-            assert shelf.shared.used_bytes == 2 * size
+            assert adapter_store.shared.used_bytes == 2 * size
         await asking.stream.close()
         await asyncio.sleep(1)
-        assert shelf.shared.used_bytes == size
+        assert adapter_store.shared.used_bytes == size
 
     run(engine, test)
 
@@ -372,12 +372,16 @@ def test_peer_that_stops_serving_its_span_keeps_no_adapter_of_it(engine: Engine)
         await keep(talk, pack(draw_matrices(2)), number=2, is_published=True)
         await talk.say(make_pass(adapters=(AdapterRows(private, ROWS),)))
         await talk.wait_until_read()
-        shelf = peer.service.adapters
-        assert len(shelf) == 2
+        adapter_store = peer.service.adapters
+        assert len(adapter_store) == 2
 
         await peer.service.hang_up()
 
-        assert (len(shelf), shelf.shared.used_bytes, shelf._timer) == (0, 0, None)
+        assert (len(adapter_store), adapter_store.shared.used_bytes, adapter_store._timer) == (
+            0,
+            0,
+            None,
+        )
 
     run(engine, test)
 
@@ -463,7 +467,7 @@ def test_quota_is_shared_between_clients(engine: Engine) -> None:
     size = sum(map(len, pack()))
 
     async def test(peer: Peer) -> None:
-        peer.service.adapters = AdapterShelf(peer.service.clock, 8 * size)
+        peer.service.adapters = AdapterStore(peer.service.clock, 8 * size)
         anna, bert = await greet(peer), await greet(peer, BOB)
         for number in range(4):  # of eight, three quarters for a host, and of these for a client
             await keep(anna, pack(draw_matrices(number)), number=number)
@@ -477,7 +481,7 @@ def test_quota_is_shared_between_clients(engine: Engine) -> None:
         old = make_head(pack(draw_matrices(0))).adapter
         await keep(anna, pack(draw_matrices(6)), number=6, replaces=old)
 
-        peer.service.adapters = AdapterShelf(peer.service.clock, size)
+        peer.service.adapters = AdapterStore(peer.service.clock, size)
         answer = await bring(anna, pack(draw_matrices(7)), number=7)
         refusal = assert_declined(answer, ErrorCode.NO_ROOM_FOR_ADAPTER)
         assert "accepts at most" in refusal.detail

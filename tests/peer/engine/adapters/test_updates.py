@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.peer.engine.adapters.adapter import Adapter, AdapterPart
 from shoal.peer.engine.adapters.adapter_file import read_adapter
-from shoal.peer.engine.adapters.adapter_shelf import AdapterShelf
+from shoal.peer.engine.adapters.adapter_store import AdapterStore
 from shoal.peer.engine.adapters.trained_adapter import GatheredGradients, TrainedAdapter
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes.passes import PassWork
@@ -196,7 +196,7 @@ def test_moments_and_gradients_count_with_the_adapter(engine: Engine) -> None:
         talk = await greet(peer)
         await keep(talk, pack(), **TRAINED)
         assert peer.service.adapters.shared.used_bytes == len(config) + 4 * len(tensors)
-        peer.service.adapters = AdapterShelf(peer.service.clock, 4 * len(tensors))
+        peer.service.adapters = AdapterStore(peer.service.clock, 4 * len(tensors))
         files = pack(draw_matrices(2))
         answer = await bring(talk, files, number=2, **TRAINED)
         assert_declined(answer, ErrorCode.NO_ROOM_FOR_ADAPTER)

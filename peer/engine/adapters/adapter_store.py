@@ -56,7 +56,7 @@ class Kept:
         return self.until < math.inf
 
 
-class AdapterShelf:
+class AdapterStore:
     """Keeps adapters by their digest; a private one is found by whoever brought it alone.
 
     Their bytes are shared fairly between clients, from when the first one is announced. Of one that
@@ -82,7 +82,7 @@ class AdapterShelf:
         self.on_change = lambda: None
 
     def __repr__(self) -> str:
-        return f"<AdapterShelf {len(self)} kept, {self.shared!r}>"
+        return f"<AdapterStore {len(self)} kept, {self.shared!r}>"
 
     def __len__(self) -> int:
         return len(list(self._list()))
