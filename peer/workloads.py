@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from ..protocol.net.clock import Clock
 from ..protocol.net.network import Presence
@@ -12,8 +13,8 @@ from .engine.passes.pass_memory import PassBudget
 from .hosting.span_loader import ServedSpan, SpanLoader
 from .passes.passes import PassResources, PassWorkload
 from .passes.publications import PublicationWorkload
-from .passes.updates import UpdateWorkload
-from .passes.uploads import UploadWorkload
+from .passes.updates import UpdateStream
+from .passes.uploads import UploadStream
 from .pushing.connections import Connections
 from .pushing.session_outputs import PushResources
 from .sessions.admission import Admission, SessionResources
@@ -66,9 +67,9 @@ def make_service(
     passes = PassWorkload(engine, compute, clock, for_passes)
     workloads = (
         passes,
-        UploadWorkload(passes),
-        UpdateWorkload(passes),
         PublicationWorkload(passes, presence, announce),
         SessionWorkload(Admission(engine, compute, clock, for_sessions)),
     )
-    return Service(host, workloads, _STREAMS_PER_SESSION * config.max_sessions, changed)
+    attend = partial(UploadStream, passes), partial(UpdateStream, passes)
+    max_streams = _STREAMS_PER_SESSION * config.max_sessions
+    return Service(host, workloads, max_streams, changed, attend)

@@ -22,10 +22,10 @@ from ...protocol.messages.adapters import (
 )
 from ...protocol.messages.fields import Message
 from ...protocol.net.clock import Clock
-from ...protocol.net.dialling import open_greeted, refuse_large_frames
+from ...protocol.net.dialling import open_greeted
 from ...protocol.net.network import Presence
 from ...protocol.net.retry import Backoff, Backoffs
-from ...protocol.net.transport import Stream
+from ...protocol.net.transport import Stream, refuse_large_frames
 from ...protocol.records.announcements import MAX_ADAPTERS, Announcement, shorten_adapter
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span

@@ -30,7 +30,6 @@ from ...protocol.messages.fields import Message
 from ..engine.adapters.adapter_store import AdapterStore, Kept
 from ..engine.adapters.trained_adapter import TrainedAdapter
 from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork, encode_refusal
-from ..streams.service import Workload
 from .passes import PassWorkload
 
 _logger = logging.getLogger(__name__)
@@ -41,17 +40,6 @@ _NUMBERS_PER_COST = 2**15
 _FLOAT_BYTES = 4
 
 TrainingMessage = AdapterMeasure | AdapterUpdate | AdapterFetch
-
-
-class UpdateWorkload(Workload):
-    """All work on the adapters that a peer trains, which counts with its passes."""
-
-    def __init__(self, passes: PassWorkload) -> None:
-        self._passes = passes
-
-    def attend(self, stream: ClientStream) -> UpdateStream:
-        """See Workload.attend."""
-        return UpdateStream(self._passes, stream)
 
 
 class UpdateStream(StreamWork):

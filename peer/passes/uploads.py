@@ -28,7 +28,6 @@ from ..engine.adapters.adapter_store import AdapterStore, Kept
 from ..engine.adapters.trained_adapter import TrainedAdapter
 from ..engine.engine import Engine
 from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork, encode_refusal
-from ..streams.service import Workload
 from .pass_work import check_trained
 from .passes import PassWorkload
 
@@ -55,17 +54,6 @@ class _Upload:
             return head.manifest.num_bytes + head.num_bytes
         num_tensors = 2 + head.optimizer.num_moments if head.optimizer else 1
         return len(head.config) + head.num_bytes // head.num_files * num_tensors
-
-
-class UploadWorkload(Workload):
-    """All adapters that are on their way to a peer, which count with its passes."""
-
-    def __init__(self, passes: PassWorkload) -> None:
-        self._passes = passes
-
-    def attend(self, stream: ClientStream) -> UploadStream:
-        """See Workload.attend."""
-        return UploadStream(self._passes, stream)
 
 
 class UploadStream(StreamWork):

@@ -28,8 +28,8 @@ from ...protocol.ids import PeerId, SessionId
 from ...protocol.limits import MAX_PIECE_BYTES
 from ...protocol.messages.session import Attach, Declined, Lane, NextHop
 from ...protocol.net.clock import Clock
-from ...protocol.net.dialling import dial, greet, refuse_large_frames
-from ...protocol.net.transport import Stream, Transport
+from ...protocol.net.dialling import dial, greet
+from ...protocol.net.transport import Stream, Transport, refuse_large_frames
 from ...protocol.wire.codec import decode_frame, encode_frame
 from .dial_budget import DialBudget
 

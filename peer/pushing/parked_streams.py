@@ -15,8 +15,7 @@ from ...protocol.ids import PeerId
 from ...protocol.messages.offers import Offer, Parked, check_offer
 from ...protocol.messages.session import Lane
 from ...protocol.net.clock import Clock
-from ...protocol.net.dialling import refuse_large_frames
-from ...protocol.net.transport import Stream
+from ...protocol.net.transport import Stream, refuse_large_frames
 from ...protocol.records.announcements import Announcement
 from ...protocol.wire.codec import encode_frame
 

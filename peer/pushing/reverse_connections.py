@@ -18,10 +18,16 @@ from ...protocol.ids import PeerId
 from ...protocol.messages.offers import Parked, make_offer
 from ...protocol.messages.session import Lane
 from ...protocol.net.clock import Clock
-from ...protocol.net.dialling import dial, greet, refuse_large_frames
+from ...protocol.net.dialling import dial, greet
 from ...protocol.net.directory import Directory
 from ...protocol.net.retry import Backoff, Retry
-from ...protocol.net.transport import FrameGate, Stream, StreamServer, Transport
+from ...protocol.net.transport import (
+    FrameGate,
+    Stream,
+    StreamServer,
+    Transport,
+    refuse_large_frames,
+)
 from ...protocol.records.announcements import MAX_PARKED_AT, Announcement, PeerState, shorten
 from ...protocol.records.coordinates import ORIGIN, estimate_rtt_seconds
 from ...protocol.versions import REVERSE_VERSION

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from ...protocol import limits
@@ -69,14 +69,18 @@ class Service:
         workloads: Sequence[Workload],
         max_streams: int,
         changed: asyncio.Event,
+        attend: Sequence[Callable[[ClientStream], StreamWork]] = (),
     ) -> None:
-        """`changed` is set whenever something ends that `wait_until_empty` may wait for."""
+        """`changed` is set whenever something ends that `wait_until_empty` may wait for. `attend`
+        makes the work on a stream that is counted with one of the workloads.
+        """
         self.host = host
         self.workloads = workloads
         self.streams: set[ClientStream] = set()
         self.has_hung_up = False
         self._max_streams = max_streams
         self._changed = changed
+        self._attend = attend
 
     def __repr__(self) -> str:
         return f"<Service of {self.host.span}: {len(self.streams)} streams, {self.count_work()}>"
@@ -86,7 +90,7 @@ class Service:
 
         Returns the offer where it did not end, but was offered: nobody serves it any more.
         """
-        attend = [workload.attend for workload in self.workloads]
+        attend = [*(workload.attend for workload in self.workloads), *self._attend]
         served = ClientStream(self.host, stream, attend, self._register)
         try:
             await served.run()

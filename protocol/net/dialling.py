@@ -1,14 +1,11 @@
 """Dialling a peer: the greeting that clients and peers send first on a stream."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 
 from .. import versions
 from ..endpoints import Endpoint
 from ..errors import (
-    ErrorCode,
-    RefusedError,
     RemoteProtocolError,
     StaleAnnouncementError,
     UnavailableError,
@@ -21,7 +18,7 @@ from ..records.announcements import Announcement
 from ..spans import Span
 from ..wire.codec import encode_frame, read_answer
 from .clock import Clock
-from .transport import Stream, Transport
+from .transport import Stream, Transport, refuse_large_frames
 
 
 async def dial(
@@ -108,16 +105,6 @@ def check_welcome(welcome: Welcome, peer_id: PeerId, span: Span, model_id: Model
         )
     if welcome.model_id != model_id:
         raise StaleAnnouncementError(f"peer …{peer_id[-6:]} now serves another model")
-
-
-@contextlib.asynccontextmanager
-async def refuse_large_frames(num_bytes: int) -> AsyncGenerator[None]:
-    """Be the gate of a stream on which nothing but a few words has to be said to us.
-
-    A large frame on its way counts against no holder.
-    """
-    raise RefusedError(ErrorCode.BAD_FRAME, f"an unexpected frame of {num_bytes} bytes arrived")
-    yield
 
 
 async def measure_rtt(

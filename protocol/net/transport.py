@@ -5,12 +5,12 @@ them. All implementations pass the same conformance tests.
 """
 
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Protocol
 
 from ..endpoints import Endpoint, Libp2pEndpoint
-from ..errors import NotAMemberError, ShoalError
+from ..errors import ErrorCode, NotAMemberError, RefusedError, ShoalError
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +22,16 @@ complete or never will be. Entering may wait, and may raise RefusedError."""
 def open_gate(num_bytes: int) -> AbstractAsyncContextManager[object]:
     """Admit every frame at once."""
     return nullcontext()
+
+
+@asynccontextmanager
+async def refuse_large_frames(num_bytes: int) -> AsyncGenerator[None]:
+    """Be the gate of a stream on which nothing but a few words has to be said to us.
+
+    A large frame on its way counts against no holder.
+    """
+    raise RefusedError(ErrorCode.BAD_FRAME, f"an unexpected frame of {num_bytes} bytes arrived")
+    yield
 
 
 def turn_away(endpoint: Endpoint, has_secret: bool) -> NotAMemberError:
