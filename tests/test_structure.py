@@ -62,7 +62,7 @@ MAX_FUNCTION_LINES = 60
 MAX_CONSTRUCTOR_PARAMETERS = 6
 MAX_IMPORTS = 15
 """Files of ours that one file imports."""
-MAX_FLOORS = 14
+MAX_FLOORS = 13
 """Files on the longest chain of imports. It only shrinks: the aim is an entry point and twelve
 floors below it."""
 ROOM_FILES = range(2, 14)

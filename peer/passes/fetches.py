@@ -19,7 +19,10 @@ from ...protocol.net.clock import Clock
 from ...protocol.records.announcements import Announcement
 from ...protocol.spans import Span
 from ..engine.adapters.adapter import Adapter
+from ..engine.adapters.adapter_file import read_leaves
 from ..engine.adapters.adapter_store import AdapterStore, Kept, make_unknown
+from ..engine.compute_thread import ComputeThread
+from ..engine.engine import Engine
 from .holders import Holders
 
 _logger = logging.getLogger(__name__)
@@ -205,3 +208,11 @@ class Fetches:
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         _logger.error("an adapter could not be fetched: %r", error)
+
+
+async def read_published(
+    engine: Engine, compute: ComputeThread, config: bytes, files: Mapping[int, bytearray]
+) -> Adapter:
+    """Return the adapter of leaves, as the engine needs it; raises RefusedError."""
+    adapter = await asyncio.to_thread(read_leaves, config, files, engine.spec)
+    return await compute.call(lambda: adapter.move_to(engine.device.place))

@@ -24,10 +24,9 @@ from ...protocol.records.announcements import MAX_ADAPTERS, Announcement, shorte
 from ..engine.adapters.adapter_store import AdapterStore, Kept
 from ..streams.client_stream import ClientStream, Handler, StreamWork, encode_refusal
 from ..streams.service import Workload
-from .fetches import Fetches
+from .fetches import Fetches, read_published
 from .holders import Holders
 from .passes import PassWorkload
-from .uploads import read_published
 
 _ANNOUNCE_SECONDS = 5.0
 """Time between two announcements because of publications that clients upload or withdraw."""
@@ -48,7 +47,7 @@ class PublicationWorkload(Workload):
         self._store = resources.adapter_store
         self._store.on_change = self._announce_soon
         holders = Holders(presence, resources.model_id, clock)
-        read = partial(read_published, passes)
+        read = partial(read_published, passes.engine, passes.compute)
         self._fetches = Fetches(holders, self._store, span, read, clock)
 
     def attend(self, stream: ClientStream) -> PublicationStream:

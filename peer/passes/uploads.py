@@ -23,11 +23,12 @@ from ...protocol.messages.adapters import (
 from ...protocol.messages.fields import Message
 from ...protocol.versions import OPTIMIZER_VERSION
 from ..engine.adapters.adapter import Adapter
-from ..engine.adapters.adapter_file import read_adapter, read_leaves
+from ..engine.adapters.adapter_file import read_adapter
 from ..engine.adapters.adapter_store import AdapterStore, Kept
 from ..engine.adapters.trained_adapter import TrainedAdapter
 from ..engine.engine import Engine
 from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork, encode_refusal
+from .fetches import read_published
 from .pass_work import check_trained
 from .passes import PassWorkload
 
@@ -158,7 +159,7 @@ class UploadStream(StreamWork):
                 upload.files = await asyncio.to_thread(split, passes.engine.span, data)
             except RemoteProtocolError as error:
                 raise RefusedError(ErrorCode.BAD_VALUES, str(error)) from None
-            return await read_published(passes, head.config, upload.files)
+            return await read_published(passes.engine, passes.compute, head.config, upload.files)
         adapter = await asyncio.to_thread(_read, passes.engine, head, data)
         # Devices belong to the compute thread: it may be capturing what they do.
         return await passes.compute.call(lambda: adapter.move_to(passes.engine.device.place))
@@ -224,15 +225,6 @@ class UploadStream(StreamWork):
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-
-
-async def read_published(
-    passes: PassWorkload, config: bytes, files: Mapping[int, bytearray]
-) -> Adapter:
-    """Return the adapter of leaves, as the engine needs it; raises RefusedError."""
-    engine = passes.engine
-    adapter = await asyncio.to_thread(read_leaves, config, files, engine.spec)
-    return await passes.compute.call(lambda: adapter.move_to(engine.device.place))
 
 
 def _read(engine: Engine, head: AdapterHead, tensors: bytes) -> Adapter | TrainedAdapter:
