@@ -41,6 +41,7 @@ class PublicationWorkload(Workload):
         """`announce` has the peer renew its announcement."""
         self._passes = passes
         self._announce = announce
+        self._held: tuple[str, ...] = ()
         self._announcing: asyncio.TimerHandle | None = None
         self._announced_at = float("-inf")
         resources, clock, span = passes.resources, passes.clock, passes.engine.span
@@ -56,8 +57,7 @@ class PublicationWorkload(Workload):
 
     def describe(self, announcement: Announcement) -> Announcement:
         """Add which publications are held here for others."""
-        held = self._store.list_held()[-MAX_ADAPTERS:]
-        return replace(announcement, adapters=tuple(map(shorten_adapter, held)))
+        return replace(announcement, adapters=self._held)
 
     def close(self) -> None:
         """Fetch and announce nothing any more."""
@@ -67,6 +67,7 @@ class PublicationWorkload(Workload):
 
     def _announce_soon(self) -> None:
         """Announce which publications are held: at once, but not again and again for strangers."""
+        self._held = tuple(map(shorten_adapter, self._store.list_held()[-MAX_ADAPTERS:]))
         if self._announcing is None:
             now = self._passes.clock.now()
             seconds = max(0.0, self._announced_at + _ANNOUNCE_SECONDS - now)
