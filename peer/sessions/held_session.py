@@ -5,7 +5,6 @@ The update of a session's state after a step is here as well.
 
 import asyncio
 import logging
-from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, replace
 
@@ -29,12 +28,6 @@ _logger = logging.getLogger(__name__)
 
 _MAX_ANSWER_BYTES = limits.MAX_FRAME_BYTES - limits.MAX_CONTROL_BYTES
 """The tensor of one answer; what is left of the frame is enough for everything else."""
-
-_SPEED_SMOOTHING = 0.05
-"""Weight of the newest step: the average looks back over some twenty."""
-
-_SPEED_SECONDS = 30.0
-"""How long after the last step that decodes its speed is the present one."""
 
 
 @dataclass(slots=True)
@@ -185,28 +178,3 @@ def encode_status(session: SessionId, held: HeldSession, num_replayed: int = 0) 
 def encode_gap(step: Step, held: HeldSession) -> bytes:
     """Return the frame that says where the session ends."""
     return encode_frame(Gap(step.session, step.epoch, step.sequence, held.state.length))
-
-
-class LoadedSpeed:
-    """How fast one session decodes beside all others, as its steps are computed.
-
-    Without the time that they wait: announcements tell that separately.
-    """
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self._seconds = 0.0
-        self._noted_at = float("-inf")
-
-    @property
-    def steps_per_second(self) -> float | None:
-        """Steps through the whole span; None where nobody has decoded of late."""
-        is_recent = self._now() - self._noted_at <= _SPEED_SECONDS
-        return 1 / self._seconds if is_recent and self._seconds > 0 else None
-
-    def note(self, compute_seconds: float, span_fraction: float) -> None:
-        """Note a step of one token of one row through a part of the span."""
-        seconds = compute_seconds / span_fraction
-        is_first = self.steps_per_second is None
-        self._seconds += (1.0 if is_first else _SPEED_SMOOTHING) * (seconds - self._seconds)
-        self._noted_at = self._now()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -38,7 +38,6 @@ from ..streams.service import Workload
 from .admission import Admission
 from .held_session import (
     HeldSession,
-    LoadedSpeed,
     check_step_size,
     conclude,
     encode_gap,
@@ -47,6 +46,37 @@ from .held_session import (
     make_work,
 )
 from .session_prompts import SessionPrompts
+
+_SPEED_SMOOTHING = 0.05
+"""Weight of the newest step: the average looks back over some twenty."""
+
+_SPEED_SECONDS = 30.0
+"""How long after the last step that decodes its speed is the present one."""
+
+
+class LoadedSpeed:
+    """How fast one session decodes beside all others, as its steps are computed.
+
+    Without the time that they wait: announcements tell that separately.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._seconds = 0.0
+        self._noted_at = float("-inf")
+
+    @property
+    def steps_per_second(self) -> float | None:
+        """Steps through the whole span; None where nobody has decoded of late."""
+        is_recent = self._now() - self._noted_at <= _SPEED_SECONDS
+        return 1 / self._seconds if is_recent and self._seconds > 0 else None
+
+    def note(self, compute_seconds: float, span_fraction: float) -> None:
+        """Note a step of one token of one row through a part of the span."""
+        seconds = compute_seconds / span_fraction
+        is_first = self.steps_per_second is None
+        self._seconds += (1.0 if is_first else _SPEED_SMOOTHING) * (seconds - self._seconds)
+        self._noted_at = self._now()
 
 
 class SessionWorkload(Workload):
