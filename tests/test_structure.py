@@ -95,10 +95,16 @@ def name_of(file: Path) -> str:
     return file.relative_to(ROOT).as_posix()
 
 
+@cache
+def nodes_of(file: Path) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file's syntax tree."""
+    return tuple(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+
+
 def imports_of(file: Path) -> Iterator[Import]:
     """Yield every import of a file, at any depth; relative ones resolved from the root."""
     package = file.relative_to(ROOT).parts[:-1]
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level:
@@ -116,7 +122,7 @@ def imports_of(file: Path) -> Iterator[Import]:
 
 
 def functions_of(file: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in nodes_of(file):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -337,7 +343,7 @@ def prefixes_of(target: str) -> Iterator[str]:
 
 def targets_of(file: Path, package: str) -> Iterator[str]:
     """Yield what a file imports of ours, as dotted names down to the imported name."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for node in nodes_of(file):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = resolve_name("." * node.level + (node.module or ""), package)
             yield from (f"{base}.{alias.name}" for alias in node.names)
