@@ -1,6 +1,6 @@
 """The int8 kernel in plain torch, for machines where the one in C was not built.
 
-Torch multiplies integers exactly only where the processor has instructions for it; see `_is_exact`.
+Torch multiplies integers exactly only where the processor has instructions for it; see `is_exact`.
 """
 
 from functools import cache
@@ -69,7 +69,7 @@ def _round_rows(hidden_NI: Tensor, num_digits: int) -> tuple[Tensor, Tensor]:
 
 
 def _multiply_exactly(digits_NI: Tensor, values_IO: Tensor) -> Tensor:
-    if _is_exact():
+    if is_exact():
         return _multiply_int8(digits_NI, values_IO)
     sums_NO = torch.zeros(len(digits_NI), values_IO.shape[1], dtype=torch.float64)
     for start in range(0, len(values_IO), _EXACT_COLUMNS):
@@ -86,7 +86,7 @@ def _multiply_int8(digits_NI: Tensor, values_IO: Tensor) -> Tensor:
 
 
 @cache
-def _is_exact() -> bool:
+def is_exact() -> bool:
     """Whether torch's integer product is right on this processor.
 
     Without VNNI, oneDNN adds pairs of products in 16 bits, where large ones saturate.

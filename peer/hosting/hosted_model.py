@@ -30,7 +30,7 @@ from ..runtime.config import PeerConfig, choose_adapter_bytes, choose_pass_bytes
 RESERVE_BYTES = 2**30
 """Memory that is left to everything else on the machine, and to torch itself."""
 
-_CGROUP = Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
 """The file with a container's memory limit under control groups version 2."""
 
 _TABLES_AT_ONCE = 4
@@ -129,9 +129,9 @@ def read_free_bytes() -> int:
     """Return the memory that this process may still take, as far as the system says."""
     free_bytes = _read_available_bytes()
     with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
-        limit_bytes = int((_CGROUP / "memory.max").read_text())
-        used_bytes = int((_CGROUP / "memory.current").read_text())
-        fields = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        limit_bytes = int((CGROUP / "memory.max").read_text())
+        used_bytes = int((CGROUP / "memory.current").read_text())
+        fields = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
         # Pages of files that were read, such as a checkpoint, are given up for whoever needs them.
         used_bytes -= int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
         free_bytes = min(free_bytes, max(0, limit_bytes - max(0, used_bytes)))

@@ -60,7 +60,7 @@ _LOOK_SECONDS = 5.0
 _MAX_PENDING_ANSWERS = 16
 """Questions of one stream that wait for their answer; more are not read until one is sent."""
 
-_MAX_STREAM_PENDING_BYTES = 2 * limits.MAX_FRAME_BYTES
+MAX_STREAM_PENDING_BYTES = 2 * limits.MAX_FRAME_BYTES
 """Steps of one stream that wait for the engine, and answers that wait to be sent; no more is read
 until there are less."""
 
@@ -416,7 +416,7 @@ class AnswerQueue:
     def is_full(self) -> bool:
         """Whether no more may be asked at present."""
         return (
-            self._pending_bytes > _MAX_STREAM_PENDING_BYTES
+            self._pending_bytes > MAX_STREAM_PENDING_BYTES
             or self._queue.qsize() >= _MAX_PENDING_ANSWERS
         )
 

@@ -41,7 +41,7 @@ async def hang_up(writer: asyncio.StreamWriter) -> None:
 def test_p2pd_that_does_not_say_who_is_connected_has_nobody(
     answer: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(circuit, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(circuit, "ANSWER_SECONDS", 0.2)
     path, has_ended = tmp_path / "p2pd", asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -77,7 +77,7 @@ def abort(silent: list[Any]) -> None:
 def test_who_says_nothing_over_libp2p_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.protocol.net.libp2p import libp2p_transport
 
-    monkeypatch.setattr(libp2p_transport, "_MAX_DOORSTEP", 8)
+    monkeypatch.setattr(libp2p_transport, "MAX_DOORSTEP", 8)
     monkeypatch.setattr(libp2p_transport, "MAX_STREAMS", 8)
 
     async def test() -> None:
@@ -124,7 +124,7 @@ def test_who_asks_nothing_to_be_dialled_back_keeps_few_streams(
 ) -> None:
     from shoal.protocol.net.relays import reachability
 
-    monkeypatch.setattr(reachability, "_MAX_QUESTIONS", 8)
+    monkeypatch.setattr(reachability, "MAX_QUESTIONS", 8)
 
     async def test() -> None:
         async with server_and_diallers() as (server, (silent, honest)):
@@ -166,7 +166,7 @@ def test_large_hello_over_libp2p_is_refused_before_it_has_come(
 ) -> None:
     from shoal.protocol.net.libp2p import libp2p_transport
 
-    monkeypatch.setattr(libp2p_transport, "_HELLO_SECONDS", 60.0)
+    monkeypatch.setattr(libp2p_transport, "HELLO_SECONDS", 60.0)
 
     async def main() -> None:
         async with server_and_diallers() as (server, (stranger, _)):

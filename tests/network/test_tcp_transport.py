@@ -358,7 +358,7 @@ def test_streams_beyond_the_limit_are_told_so(monkeypatch: pytest.MonkeyPatch) -
 def test_silent_strangers_leave_room_for_other_addresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tcp_listener, "_MAX_DOORSTEP", 4)
+    monkeypatch.setattr(tcp_listener, "MAX_DOORSTEP", 4)
 
     async def test() -> None:
         transport = TcpTransport()
@@ -381,7 +381,7 @@ def test_silent_strangers_leave_room_for_other_addresses(
 
 
 def test_strangers_who_say_nothing_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_listener, "_HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(tcp_listener, "HELLO_SECONDS", 0.2)
 
     async def test() -> None:
         for transport in (TcpTransport(), TcpTransport(plaintext=True)):

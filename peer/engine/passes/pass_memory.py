@@ -7,14 +7,14 @@ import torch
 from ....kernels.linear.quantize import WeightFormat
 from ....models.specs.model_spec import ModelShape, ModelSpec, WrappedShape
 
-_PIECE_BYTES = 2**25
+PIECE_BYTES = 2**25
 """For the scores of a piece of attention, and the buffers of products."""
 
 _TRANSPOSED_ITEM_BYTES = {WeightFormat.INT8: 1, WeightFormat.BF16: 2}
 """Bytes of each weight in the copy that gradients are multiplied with."""
 
 
-_MOST_TENSOR_BYTES = 2**28
+MOST_TENSOR_BYTES = 2**28
 """For one pass: 2,000 tokens of a model of width 8192 in float32, there and back."""
 
 
@@ -39,7 +39,7 @@ class PassBudget:
     @property
     def max_tensor_bytes(self) -> int:
         """For the tensors of one pass, so that nobody waits alone for all others to end."""
-        return min(self.tensor_bytes // 4, _MOST_TENSOR_BYTES)
+        return min(self.tensor_bytes // 4, MOST_TENSOR_BYTES)
 
     @property
     def max_gradient_bytes(self) -> int:
@@ -83,7 +83,7 @@ def estimate_pass_bytes(
     """
     num_all = num_rows * num_tokens
     for_all = 4 * spec.hidden_size
-    fixed_bytes = _PIECE_BYTES
+    fixed_bytes = PIECE_BYTES
     if isinstance(spec, ModelSpec):
         fused = spec.query_size + 2 * spec.kv_size
         for_some = 4 * _count_inner(spec) + 6 * spec.hidden_size

@@ -34,15 +34,15 @@ from .pass_memory import estimate_pass_bytes
 
 Result = TypeVar("Result")
 
-_COST_BETWEEN_PAUSES = 2**29
+COST_BETWEEN_PAUSES = 2**29
 """The work that one core does in about 3 milliseconds; see `Pauses`."""
 
-_TOKENS_AT_ONCE = dict.fromkeys(WeightFormat, 256) | {WeightFormat.INT8: 64}
+TOKENS_AT_ONCE = dict.fromkeys(WeightFormat, 256) | {WeightFormat.INT8: 64}
 """As few as make products no slower, on the CPU: what they become stays in its caches."""
 
 _TOKENS_AT_ONCE_ON_DEVICES = 4096
 
-_NUMBERS_AT_ONCE = 2**20
+NUMBERS_AT_ONCE = 2**20
 """Of tensors that are looked at or copied as a whole: that takes about a millisecond."""
 
 
@@ -284,7 +284,7 @@ class Passes:
         num_rows, num_tokens, _ = work.hidden_BTH.shape
         rotations = tuple(table.rows(0, num_tokens) for table in self._rotary)
         # On other devices the pieces of a block are queued at once, so pauses bring nothing.
-        pauses = Pauses(give_way, _COST_BETWEEN_PAUSES) if self._is_on_cpu else NO_PAUSES
+        pauses = Pauses(give_way, COST_BETWEEN_PAUSES) if self._is_on_cpu else NO_PAUSES
         batch = PassBatch(num_rows, num_tokens, rotations, pauses, self._tokens_at_once)
         ranges = _find_adapted(work)
         return [
@@ -315,13 +315,13 @@ class Passes:
 
     @property
     def _tokens_at_once(self) -> int:
-        return _TOKENS_AT_ONCE[self._weights] if self._is_on_cpu else _TOKENS_AT_ONCE_ON_DEVICES
+        return TOKENS_AT_ONCE[self._weights] if self._is_on_cpu else _TOKENS_AT_ONCE_ON_DEVICES
 
     def _bring(self, hidden_BTH: Tensor, give_way: GiveWay) -> Tensor:
         """Return a copy on the device, [N, H], which autograd may use."""
         hidden_NH = hidden_BTH.reshape(-1, self._spec.hidden_size)
         brought_NH = torch.empty(hidden_NH.shape, dtype=self._dtype, device=self._device.place)
-        num_vectors = max(1, _NUMBERS_AT_ONCE // self._spec.hidden_size)
+        num_vectors = max(1, NUMBERS_AT_ONCE // self._spec.hidden_size)
         for target, source in zip(
             brought_NH.split(num_vectors), hidden_NH.split(num_vectors), strict=True
         ):
@@ -396,7 +396,7 @@ def _check_floats(tensor: Tensor, name: str, give_way: GiveWay) -> None:
 
 
 def _has_only_finite(tensor: Tensor, give_way: GiveWay) -> bool:
-    for part in tensor.reshape(-1).split(_NUMBERS_AT_ONCE):
+    for part in tensor.reshape(-1).split(NUMBERS_AT_ONCE):
         give_way()
         if not has_only_finite(part):
             return False

@@ -54,13 +54,13 @@ _ACCEPTED = b"shoal-accepted 1"
 _MEMBERS_ONLY = b"shoal-members-only 1"
 """First messages of a listener. p2pd takes a stream for open before the other end has agreed."""
 
-_MAX_DOORSTEP = 512
+MAX_DOORSTEP = 512
 """Streams in the handshake, or being refused."""
 
 _MAX_HELLO_BYTES = 1024
 """The most bytes that a stranger may have us keep; the proof in a hello takes 32."""
 
-_HELLO_SECONDS = 5.0
+HELLO_SECONDS = 5.0
 
 _LAST_WORDS_SECONDS = 1.0
 """How long the servers of broken streams may clean up before they are cancelled."""
@@ -191,7 +191,7 @@ class Libp2pListener:
         self._serve = serve
         self._membership = membership
         self._streams: dict[Libp2pStream, asyncio.Task[None]] = {}
-        self._doorstep = SharedPlaces(_MAX_DOORSTEP, "strangers")
+        self._doorstep = SharedPlaces(MAX_DOORSTEP, "strangers")
         self._places = SharedPlaces(MAX_STREAMS, "streams")
         self.is_open = False
 
@@ -240,7 +240,7 @@ class Libp2pListener:
         """See a stream from its first message to its end."""
         try:
             with self._doorstep.hold(holder):
-                async with asyncio.timeout(_HELLO_SECONDS):
+                async with asyncio.timeout(HELLO_SECONDS):
                     is_welcome = self._judge(await stream.hear())
                 stream.limit(MAX_MESSAGE_BYTES)
                 if not is_welcome:

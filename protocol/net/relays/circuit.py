@@ -52,7 +52,7 @@ _MAX_SECONDS_FIELD = 1
 _MAX_BYTES_FIELD = 2
 
 _MAX_ANSWER_BYTES = 4096
-_ANSWER_SECONDS = 4.0
+ANSWER_SECONDS = 4.0
 
 _MIN_SECONDS = 600
 _MIN_BYTES = 1 << 28
@@ -80,7 +80,7 @@ class P2pdRelayPlaces:
         answer: the places are asked for again then.
         """
         try:
-            async with asyncio.timeout(_ANSWER_SECONDS):
+            async with asyncio.timeout(ANSWER_SECONDS):
                 found = await list_peers(self._p2p)
         except (ShoalError, TimeoutError):
             return set()
@@ -89,7 +89,7 @@ class P2pdRelayPlaces:
     async def reserve(self, relay: Relay) -> None:
         """See RelayPlaces."""
         try:
-            async with asyncio.timeout(_ANSWER_SECONDS):
+            async with asyncio.timeout(ANSWER_SECONDS):
                 address = str(relay).removesuffix(f"/p2p/{relay.peer_id}")
                 await connect(self._p2p, relay.peer_id, address)
                 answer = await ask_for_place(self._p2p, relay.peer_id)

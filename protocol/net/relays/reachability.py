@@ -43,7 +43,7 @@ _DIAL_SECONDS = 3.0
 ANSWER_SECONDS = 6.0
 """Time that the asking peer waits: a dial, and a slow round trip."""
 
-_MAX_QUESTIONS = 64
+MAX_QUESTIONS = 64
 """How many are listened to at once."""
 
 _MAX_DIALS_AT_ONCE = 4
@@ -65,7 +65,7 @@ class DialBack:
         self._clock = clock
         self._dialled_at: dict[str, float] = {}
         self._num_dialling = 0
-        self._places = SharedPlaces(_MAX_QUESTIONS, "questions")
+        self._places = SharedPlaces(MAX_QUESTIONS, "questions")
 
     async def start(self, p2p: P2P) -> None:
         """Answer questions that reach a p2pd, until it ends."""

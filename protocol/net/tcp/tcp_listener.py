@@ -25,11 +25,11 @@ MAX_STREAMS = 2048
 the others hear why it does not serve them. One address is held to its share, also at a peer that
 still loads and serves nobody."""
 
-_MAX_DOORSTEP = 512
+MAX_DOORSTEP = 512
 """Connections in the handshake. Those of one address are held to their share, so
 that who says nothing keeps nobody else out."""
 
-_HELLO_SECONDS = 5.0
+HELLO_SECONDS = 5.0
 """How long a stranger may take for the handshake and his first frame."""
 
 HELLO = b"shoal/1"
@@ -110,7 +110,7 @@ class TcpListener:
                 continue
             holder = name_holder(address[0])
             try:
-                check_room_for(holder, self._greeting, _MAX_DOORSTEP, "strangers")
+                check_room_for(holder, self._greeting, MAX_DOORSTEP, "strangers")
             except RefusedError:
                 accepted.close()
                 continue
@@ -145,12 +145,12 @@ class TcpListener:
         is_plain = self._context is None
         refusal: Mark | None = None
         try:
-            async with asyncio.timeout(_HELLO_SECONDS):
+            async with asyncio.timeout(HELLO_SECONDS):
                 await loop.connect_accepted_socket(
                     lambda: stream,
                     accepted,
                     ssl=self._context,
-                    ssl_handshake_timeout=None if is_plain else _HELLO_SECONDS,
+                    ssl_handshake_timeout=None if is_plain else HELLO_SECONDS,
                     ssl_shutdown_timeout=None if is_plain else SHUTDOWN_SECONDS,
                 )
                 refusal = self._judge(await stream.receive(), holder)

@@ -105,7 +105,7 @@ def test_free_memory_is_less_than_there_is() -> None:
 def test_files_that_were_read_do_not_count_as_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosted_model, "_CGROUP", tmp_path)
+    monkeypatch.setattr(hosted_model, "CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("8000000\n")
     (tmp_path / "memory.current").write_text("7500000\n")
     (tmp_path / "memory.stat").write_text("anon 500000\nactive_file 1\ninactive_file 6999999\n")
@@ -116,7 +116,7 @@ def test_files_that_were_read_do_not_count_as_used(
 def test_container_without_a_limit_has_what_the_machine_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosted_model, "_CGROUP", tmp_path)
+    monkeypatch.setattr(hosted_model, "CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("max\n")
 
     assert read_free_bytes() > 8_000_000

@@ -186,7 +186,7 @@ def test_stranger_may_ask_for_a_part_of_the_memory_only(engine: Engine) -> None:
 def test_pass_that_is_more_than_a_peer_takes_is_told_to_be_cut(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pass_memory, "_MOST_TENSOR_BYTES", 1000)
+    monkeypatch.setattr(pass_memory, "MOST_TENSOR_BYTES", 1000)
 
     async def test(peer: Peer) -> None:
         talk = await peer.greet()

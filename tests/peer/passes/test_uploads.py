@@ -150,7 +150,7 @@ def test_gradients_of_adapters_have_a_budget_of_their_own(
         talk = await greet(peer)
         rows = (AdapterRows(await keep(talk, pack()), ROWS),)
         asked = make_pass(kind=PassKind.BACKWARD, adapters=rows, adapter_vectors=4 * RANK)
-        monkeypatch.setattr(pass_memory, "_MOST_TENSOR_BYTES", num_bytes - 1)
+        monkeypatch.setattr(pass_memory, "MOST_TENSOR_BYTES", num_bytes - 1)
         (answer,) = await ask(talk, asked, HIDDEN=TEXTS, GRADIENTS=GRADIENTS)
         refusal = assert_declined(answer, ErrorCode.NO_ROOM_FOR_ADAPTER)
         assert refusal.retry_after_seconds is None
@@ -159,7 +159,7 @@ def test_gradients_of_adapters_have_a_budget_of_their_own(
         (answer,) = await ask(talk, there, HIDDEN=TEXTS)
         assert assert_declined(answer, ErrorCode.NO_ROOM_FOR_ADAPTER).detail == refusal.detail
 
-        monkeypatch.setattr(pass_memory, "_MOST_TENSOR_BYTES", max(text_bytes, num_bytes))
+        monkeypatch.setattr(pass_memory, "MOST_TENSOR_BYTES", max(text_bytes, num_bytes))
         asked = replace(asked, pass_id=make_pass(2).pass_id)
         assert isinstance((await ask(talk, asked, HIDDEN=TEXTS, GRADIENTS=GRADIENTS))[-1], Passed)
 

@@ -381,7 +381,7 @@ def test_clients_that_do_not_read_answers_shut_nobody_out_and_are_gone_soon(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = draw_hidden(1, 1, 100)
-    monkeypatch.setattr(client_stream, "_MAX_STREAM_PENDING_BYTES", 2 * prompt.nbytes)
+    monkeypatch.setattr(client_stream, "MAX_STREAM_PENDING_BYTES", 2 * prompt.nbytes)
 
     async def test(peer: Peer) -> None:
         peer.service.pending = PendingBytes(64 * prompt.nbytes)
@@ -541,7 +541,7 @@ def test_break_of_a_stream_is_noticed_while_it_waits_for_the_engine(
 ) -> None:
     gated = GatedEngine(engine, "execute")
     prompt = draw_hidden(1, 1, 50)
-    monkeypatch.setattr(client_stream, "_MAX_STREAM_PENDING_BYTES", prompt.nbytes)
+    monkeypatch.setattr(client_stream, "MAX_STREAM_PENDING_BYTES", prompt.nbytes)
 
     async def test(peer: Peer) -> None:
         talk = await peer.open()

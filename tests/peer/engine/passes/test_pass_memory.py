@@ -55,7 +55,7 @@ def test_a_pass_stays_below_its_estimate_and_not_far_below(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The pieces of these models are smaller.
-    monkeypatch.setattr(pass_memory, "_PIECE_BYTES", 2**20)
+    monkeypatch.setattr(pass_memory, "PIECE_BYTES", 2**20)
     engine = load_engine(tiny_models.get(variant), weights)
     size = engine.spec.hidden_size
     work, grads = PassWork(engine.span, draw(*shape, size)), draw(*shape, size, seed=2)

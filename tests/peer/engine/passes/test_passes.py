@@ -46,8 +46,8 @@ def test_passes_equal_transformers(any_tiny_model, prompt_rows: int | None) -> N
 def test_short_and_long_texts_in_small_pieces_equal_transformers(
     any_tiny_model, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passes, "_COST_BETWEEN_PAUSES", 2**16)
-    monkeypatch.setattr(passes, "_TOKENS_AT_ONCE", dict.fromkeys(WeightFormat, 70))
+    monkeypatch.setattr(passes, "COST_BETWEEN_PAUSES", 2**16)
+    monkeypatch.setattr(passes, "TOKENS_AT_ONCE", dict.fromkeys(WeightFormat, 70))
     engine = load_engine(any_tiny_model)
     hidden = embed(any_tiny_model, 2, num_tokens)
     grads = draw(*hidden.shape, seed=2)
