@@ -137,12 +137,12 @@ class SharedBytes:
 
     def __init__(self, budget_bytes: int, times_free: int = 1) -> None:
         """Let nobody hold more than `times_free` times what stays free."""
-        self._budget_bytes = budget_bytes
+        self.budget_bytes = budget_bytes
         self._times_free = times_free
         self._held: Counter[Holder] = Counter()
 
     def __repr__(self) -> str:
-        return f"<SharedBytes {self.used_bytes}/{self._budget_bytes}, {len(self._held)} holders>"
+        return f"<SharedBytes {self.used_bytes}/{self.budget_bytes}, {len(self._held)} holders>"
 
     @property
     def used_bytes(self) -> int:
@@ -168,7 +168,7 @@ class SharedBytes:
 
     def measure(self, holder: Holder) -> tuple[int, int]:
         """Return how many bytes a holder has, and how many of all it may have at present."""
-        share_bytes = compute_share(holder, self._held, self._budget_bytes, self._times_free)
+        share_bytes = compute_share(holder, self._held, self.budget_bytes, self._times_free)
         return self._held[holder], share_bytes
 
 

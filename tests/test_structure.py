@@ -56,6 +56,12 @@ IMPURE_MODULES = {
 IMPORT_NAMES = {"grpcio": "grpc", "protobuf": "google"}
 """Distributions whose import name differs from their own."""
 
+NAMES_OF_OTHERS = {
+    "_UNIX_SOCKET_PREFIX": "hivemind",
+    "_attn_implementation": "transformers",
+    "_make_process_args": "hivemind",
+}
+"""Private names of dependencies that tests replace, and whose they are."""
 DRAWER_NAMES = frozenset({"base", "common", "handler", "helpers", "manager", "misc", "utils"})
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
@@ -451,6 +457,29 @@ def test_files_and_functions_stay_within_their_budgets() -> None:
                 wrong.append(f"{where} has {num_lines} lines, more than {MAX_FUNCTION_LINES}")
             if function.name == "__init__" and num_parameters > MAX_CONSTRUCTOR_PARAMETERS:
                 wrong.append(f"{where} has {num_parameters} parameters")
+
+    assert not wrong
+
+
+def test_tests_replace_no_private_name() -> None:
+    wrong: list[str] = []
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        for node in nodes_of(file):
+            names: list[str] = []
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "setattr":
+                names = [str(getattr(one, "value", "")) for one in node.args[:2]]
+            elif isinstance(node, ast.Assign):
+                names = [
+                    one.attr
+                    for one in node.targets
+                    if isinstance(one, ast.Attribute) and getattr(one.value, "id", "") != "self"
+                ]
+            wrong += [
+                f"{name_of(file)} replaces {name}"
+                for name in names
+                if re.search(r"(^|\.)_[a-z]\w*$", name, re.IGNORECASE)
+                and name.rpartition(".")[2] not in NAMES_OF_OTHERS
+            ]
 
     assert not wrong
 

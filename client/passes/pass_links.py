@@ -141,7 +141,7 @@ class PassLink:
                 frame = _encode(asked, slot, part, vectors_NH[part.start : part.stop])
                 await self._send(frame, timeout_seconds)
         reader = PiecesReader(list_answer_slots(asked), tensors[Slot.HIDDEN].shape[1])
-        way_seconds = await self._receive_answer(asked, reader, timeout_seconds) - asked_at
+        way_seconds = await self.receive_answer(asked, reader, timeout_seconds) - asked_at
         joined = {slot: _join(pieces) for slot, pieces in reader.tensors.items()}
         if not all(map(has_only_finite, joined.values())):
             raise RemoteProtocolError(f"{self._name} answered with NaN or infinity")
@@ -161,9 +161,9 @@ class PassLink:
         """
         async with AnswerTimeout(patience_seconds, f"{self._name} takes too long for an adapter"):
             timeout_seconds = _SILENCE_SECONDS + carrying_seconds
-            return await self._bring(head, tensors, timeout_seconds)
+            return await self.bring_all(head, tensors, timeout_seconds)
 
-    async def _bring(
+    async def bring_all(
         self,
         head: AdapterHead,
         tensors: bytes,
@@ -271,7 +271,7 @@ class PassLink:
         async with AnswerTimeout(timeout_seconds, f"{self._name} does not read what is sent"):
             await self._stream.send(frame)
 
-    async def _receive_answer(
+    async def receive_answer(
         self, asked: Pass, reader: PiecesReader, timeout_seconds: float
     ) -> float:
         """Receive all pieces; return when all would be here if the peer had taken no time."""

@@ -199,9 +199,9 @@ class Understudy:
     async def _rehearse(self) -> None:
         """Bring the new hop to about the state of the old one, while tokens go on."""
         if self.before is None:
-            await self._replay()
+            await self.replay()
             while self._has_much_to_follow:
-                await self._follow()
+                await self.follow()
             return
         self._mailbox.expect_replay(self.session_id)
         self.following = self._name(self.new)
@@ -227,7 +227,7 @@ class Understudy:
         """
         return sum(question.hidden_BTH.shape[1] for question in self._tail) > 1
 
-    async def _replay(self) -> None:
+    async def replay(self) -> None:
         pieces = self.new.log.plan_replay()
         for question in merge_pieces(pieces, self._state.max_piece_tokens):
             await self._exchange.ask([self.new], question, is_replay=True)
@@ -239,7 +239,7 @@ class Understudy:
         message = Mirror(before.link.session, self._state.epoch, following)
         return await self._session.exchange.ask_status(before, message)
 
-    async def _follow(self) -> None:
+    async def follow(self) -> None:
         """Have the new hop take the oldest step that only the live one has taken."""
         question = self._tail[0]
         await self._exchange.ask([self.new], replace(question, last_token_only=True, is_piece=True))
@@ -256,7 +256,7 @@ class Understudy:
     async def follow_all(self) -> None:
         """Have the new hop take every step that only the live one has taken."""
         while self._tail:
-            await self._follow()
+            await self.follow()
 
     async def wait_for(self, sequence: int) -> None:
         """Wait until the new hop has done a step that the hop before pushed to it.

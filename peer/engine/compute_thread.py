@@ -137,10 +137,10 @@ class ComputeThread:
         self._engine = engine
         self._now = now
         self._token_budget = token_budget
-        self._budget = IterationBudget(token_budget, engine.part_tokens, len(engine.span))
+        self.budget = IterationBudget(token_budget, engine.part_tokens, len(engine.span))
         self._usage: Usage = {}
         self._loop = asyncio.get_running_loop()
-        self._wake = threading.Condition()
+        self.wake = threading.Condition()
         self._jobs: Final[deque[StepJob]] = deque()
         self._calls: Final[deque[_Call]] = deque()
         self.passes: Final = PassQueue(now)
@@ -158,22 +158,22 @@ class ComputeThread:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._wake:
+        with self.wake:
             self._is_stopping = True
-            self._wake.notify()
+            self.wake.notify()
         await asyncio.to_thread(self._thread.join)
 
     @property
     def queue_seconds(self) -> float:
         """Estimate how long a step of one more client would wait now."""
-        with self._wake:
+        with self.wake:
             num_holders = len({job.holder for job in self._jobs})
-        return num_holders * self._budget.iteration_seconds
+        return num_holders * self.budget.iteration_seconds
 
     @property
     def pass_queue_seconds(self) -> float:
         """Estimate how long a pass of one more client would wait now."""
-        with self._wake:
+        with self.wake:
             passes = self.passes
             return passes.queue_seconds if passes.jobs or passes.running else 0.0
 
@@ -187,7 +187,7 @@ class ComputeThread:
         """
         future: asyncio.Future[ComputedStep] = self._loop.create_future()
         job = StepJob(work, holder, future, self._now())
-        with self._wake:
+        with self.wake:
             if job.is_decoding:
                 self._is_decoding_new = True
                 self._note_decoding(job, job.submitted_at)
@@ -228,16 +228,16 @@ class ComputeThread:
 
     def post(self, function: Callable[[], object]) -> None:
         """Run a function on the thread and forget it, unless the thread is stopping already."""
-        with self._wake:
+        with self.wake:
             if not self._is_stopping:
                 self._calls.append(_Call(function, None))
-                self._wake.notify()
+                self.wake.notify()
 
     def _enqueue(self, append: Callable[[Any], None], item: StepJob | _Call | PassJob) -> None:
-        with self._wake:
+        with self.wake:
             if not self._is_stopping:
                 append(item)
-                self._wake.notify()
+                self.wake.notify()
                 return
         self._turn_away(item)
 
@@ -248,7 +248,7 @@ class ComputeThread:
                 self.step()
         finally:
             # Also when the loop above failed: no future may wait for a dead thread.
-            with self._wake:
+            with self.wake:
                 self._is_stopping = True
             for item in (*self._calls, *self._jobs, *self.passes.take_all()):
                 self._turn_away(item)
@@ -256,8 +256,8 @@ class ComputeThread:
             self._jobs.clear()
 
     def _wait_for_work(self) -> bool:
-        with self._wake:
-            self._wake.wait_for(
+        with self.wake:
+            self.wake.wait_for(
                 lambda: self._jobs or self._calls or self.passes.jobs or self._is_stopping
             )
             return not self._is_stopping
@@ -299,11 +299,11 @@ class ComputeThread:
 
     def _choose_pass(self) -> PassJob | None:
         self._release_cancelled()
-        with self._wake:
+        with self.wake:
             return self.passes.choose()
 
     def _release_cancelled(self) -> None:
-        with self._wake:
+        with self.wake:
             cancelled = self.passes.take_cancelled()
         for job in cancelled:
             self._answer(job.released, None)
@@ -312,7 +312,7 @@ class ComputeThread:
         started_at = self._now()
         before_block = None
         if iteration.is_filling:
-            self._budget.begin_filling(started_at)
+            self.budget.begin_filling(started_at)
             before_block = partial(self._give_way, iteration)
         try:
             results = self._execute([part for _, part in iteration.parts], before_block)
@@ -320,14 +320,14 @@ class ComputeThread:
             self._deliver(iteration, results, now, now - started_at - iteration.interrupted_seconds)
         except BaseException:
             # The thread is about to die; `_run` answers what is in the queue.
-            with self._wake:
+            with self.wake:
                 self._jobs.extendleft(job for job, _ in iteration.parts)
             raise
 
     def _give_way(self, iteration: Iteration) -> None:
         """Compute steps that have become urgent, before a filling iteration goes on."""
         now = self._now()
-        if self._is_decoding_new and self._budget.must_give_way(now):
+        if self._is_decoding_new and self.budget.must_give_way(now):
             urgent = self._choose_urgent(iteration)
             if urgent.parts:
                 self._compute(urgent)
@@ -369,26 +369,26 @@ class ComputeThread:
             self._answer(call.future, result)
 
     def _choose_iteration(self) -> Iteration:
-        with self._wake:
+        with self.wake:
             now = self._now()
             jobs, waiting = self._look()
-            crowding = self._budget.find_crowding(now)
+            crowding = self.budget.find_crowding(now)
             chosen = urgent = choose_urgent(waiting, self._usage, self._token_budget, crowding)
-            if not urgent or self._budget.is_filling_owed:
+            if not urgent or self.budget.is_filling_owed:
                 chosen = choose_batch(
                     waiting,
                     self._usage,
                     self._token_budget,
-                    self._budget.choose_num_tokens(now),
+                    self.budget.choose_num_tokens(now),
                     self._engine.part_tokens,
                     crowding,
                 )
             return Iteration(self._take(jobs, waiting, chosen), len(urgent))
 
     def _choose_urgent(self, interrupted: Iteration = _NOTHING) -> Iteration:
-        with self._wake:
+        with self.wake:
             jobs, waiting = self._look()
-            crowding = self._budget.find_crowding(self._now())
+            crowding = self.budget.find_crowding(self._now())
             running = [job.describe() for job, _ in interrupted.parts]
             chosen = choose_urgent(waiting, self._usage, self._token_budget, crowding, running)
             parts = self._take(jobs, waiting + running, chosen) if chosen else []
@@ -432,8 +432,8 @@ class ComputeThread:
             count_cost(part.num_rows * part.num_tokens, job.is_decoding)
             for job, part in iteration.parts[iteration.num_urgent :]
         )
-        with self._wake:
-            self._budget.note_iteration(now, seconds, iteration.num_urgent, num_filling)
+        with self.wake:
+            self.budget.note_iteration(now, seconds, iteration.num_urgent, num_filling)
             for job, _ in iteration.parts:
                 if job.is_decoding:
                     self._note_decoding(job, now)
@@ -441,7 +441,7 @@ class ComputeThread:
 
     def _note_decoding(self, job: StepJob, now: float) -> None:
         # At arrival and at the end: a step may wait for longer than counts as recent.
-        self._budget.note_decoding(now, job.holder, id(job.work.cache), job.work.num_rows)
+        self.budget.note_decoding(now, job.holder, id(job.work.cache), job.work.num_rows)
 
     def _turn_away(self, item: StepJob | _Call | PassJob) -> None:
         """Refuse work that comes too late."""

@@ -144,10 +144,10 @@ class UploadStream(StreamWork):
             self._stop_timer()
             if self._stream.version >= OPTIMIZER_VERSION:  # older ones do not expect it
                 self._keep_alive.begin(upload.head.upload_id)
-            upload.reading = asyncio.create_task(self._read(upload))
+            upload.reading = asyncio.create_task(self.read(upload))
             upload.reading.add_done_callback(partial(self._finish, upload))
 
-    async def _read(self, upload: _Upload) -> Adapter | TrainedAdapter:
+    async def read(self, upload: _Upload) -> Adapter | TrainedAdapter:
         """Read an adapter on a thread of its own: tens of megabytes are checked number by number.
 
         Neither the event loop should stand meanwhile, nor who computes everybody's tokens.

@@ -150,7 +150,7 @@ class Neighbours:
         self._is_closed = False
         self._budget = DialBudget(clock)
         self._failed_at: dict[Hashable, float] = {}
-        self._replayed = RecentBytes(clock, _MAX_REPLAYED_BYTES_A_MINUTE, times_free=3)
+        self.replayed = RecentBytes(clock, _MAX_REPLAYED_BYTES_A_MINUTE, times_free=3)
 
     def __repr__(self) -> str:
         return f"<Neighbours: {len(self._known)} connections>"
@@ -166,7 +166,7 @@ class Neighbours:
 
     def count_replay(self, holder: Holder, num_bytes: int) -> None:
         """Count a replay that is to begin. Raises RefusedError when there were too many lately."""
-        self._replayed.take(holder, max(num_bytes, MAX_PIECE_BYTES))
+        self.replayed.take(holder, max(num_bytes, MAX_PIECE_BYTES))
 
     def replay(
         self, following: NextHop, frames: Iterable[bytes], num_bytes: int, sender: Sender

@@ -235,7 +235,7 @@ class SessionStream(StreamWork):
                 self._prompts.refuse(message.session)
                 self._answers.put(encode_refusal(message.session, 0, error))
         else:
-            self._prompts.answer(message.session, opened[0], self._note_opened(message, *opened))
+            self._prompts.answer(message.session, opened[0], self.note_opened(message, *opened))
 
     def _wait_for_session(self, message: Open, seconds: float) -> None:
         """Leave a session that has to wait to a task, and say about how long that takes."""
@@ -248,7 +248,7 @@ class SessionStream(StreamWork):
             except RefusedError as error:
                 self._prompts.refuse(message.session)
                 return encode_refusal(message.session, 0, error)
-            frame = self._note_opened(message, *opened)
+            frame = self.note_opened(message, *opened)
             return await self._prompts.wait(message.session, opened[0], frame)
 
         def settle(task: asyncio.Task[bytes]) -> None:
@@ -263,7 +263,7 @@ class SessionStream(StreamWork):
         self._answers.say(Queued(message.session, message.epoch, seconds))
         self._answers.put(answer)
 
-    def _note_opened(self, message: Open, held: HeldSession, free_tokens: int) -> bytes:
+    def note_opened(self, message: Open, held: HeldSession, free_tokens: int) -> bytes:
         self._opened[message.session] = held
         self._used.add(message.session)
         self._active_at = self._admission.clock.now()

@@ -116,7 +116,7 @@ def test_failed_start_waits_for_the_end_of_the_process(monkeypatch: pytest.Monke
     def start_another(*_: object, **__: object) -> list[str]:
         return [sys.executable, "-c", last_words]
 
-    monkeypatch.setattr(p2p_daemon._OwnGroupP2P, "_make_process_args", start_another)
+    monkeypatch.setattr(p2p_daemon.OwnGroupP2P, "_make_process_args", start_another)
 
     async def main() -> None:
         with pytest.raises(DirectoryError, match="cannot start p2pd"):

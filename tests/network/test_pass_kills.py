@@ -119,27 +119,27 @@ def harm_whoever_is_asked(
     kind: PassKind, first_block: int, patch: pytest.MonkeyPatch, lose: Callable[[PeerId], None]
 ) -> None:
     """Lose the first peer that was sent a whole pass of a kind from some block on."""
-    receive_answer = PassLink._receive_answer  # pyright: ignore[reportPrivateUsage]
+    receive_answer = PassLink.receive_answer
 
     async def lose_and_receive(link: PassLink, asked: Pass, *arguments: Any) -> Any:
         if (asked.kind, asked.span.start) == (kind, first_block):
             lose(link.peer.peer_id)
         return await receive_answer(link, asked, *arguments)
 
-    patch.setattr(PassLink, "_receive_answer", lose_and_receive)
+    patch.setattr(PassLink, "receive_answer", lose_and_receive)
 
 
 def harm_whoever_is_brought_an_adapter(
     first_block: int, patch: pytest.MonkeyPatch, lose: Callable[[PeerId], None]
 ) -> None:
-    bring = PassLink._bring  # pyright: ignore[reportPrivateUsage]
+    bring = PassLink.bring_all
 
     async def lose_and_bring(link: PassLink, head: AdapterHead, *arguments: Any) -> Any:
         if link.peer.span.start == first_block:
             lose(link.peer.peer_id)
         return await bring(link, head, *arguments)
 
-    patch.setattr(PassLink, "_bring", lose_and_bring)
+    patch.setattr(PassLink, "bring_all", lose_and_bring)
 
 
 @contextmanager

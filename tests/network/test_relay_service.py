@@ -33,7 +33,7 @@ class Starts:
     async def _start(self, **options: Any) -> Any:
         from shoal.protocol.net.libp2p import p2p_daemon
 
-        p2p = await p2p_daemon._OwnGroupP2P.create(
+        p2p = await p2p_daemon.OwnGroupP2P.create(
             nat_port_map=False, auto_nat=False, use_relay=True, **options
         )
         self.started.append(p2p)

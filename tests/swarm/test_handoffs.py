@@ -447,7 +447,7 @@ def test_prompt_that_comes_during_the_move_holds_up_no_step(
         outputs = await world.take_all(session, turns[1:3])
         leaving = world.hosts_of(session)[0]
         taken_while_held_up: list[int] = []
-        replay, follow = Understudy._replay, Understudy._follow
+        replay, follow = Understudy.replay, Understudy.follow
 
         async def replay_and_take_the_prompt(understudy: Understudy) -> None:
             await replay(understudy)
@@ -458,8 +458,8 @@ def test_prompt_that_comes_during_the_move_holds_up_no_step(
                 taken_while_held_up.append(understudy._tail[0].hidden_BTH.shape[1])
             await follow(understudy)
 
-        monkeypatch.setattr(Understudy, "_replay", replay_and_take_the_prompt)
-        monkeypatch.setattr(Understudy, "_follow", follow_and_note)
+        monkeypatch.setattr(Understudy, "replay", replay_and_take_the_prompt)
+        monkeypatch.setattr(Understudy, "follow", follow_and_note)
         drain(world, leaving)
         await wait_until(has_moved(session))
         outputs += await world.take_all(session, turns[3:])

@@ -485,7 +485,7 @@ def test_who_answered_is_told_once(tiny_models: Any) -> None:
 def test_who_was_lost_and_who_took_over_is_told_once(
     tiny_models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receive_answer, lost = PassLink._receive_answer, list[int]()
+    receive_answer, lost = PassLink.receive_answer, list[int]()
     with swarm_of(tiny_models, REPLICAS) as (swarm, model):
         blocks, ids = model.transformer.h, [peer.peer_id for peer in swarm.peers]
         blocks(draw(2, 5, HIDDEN).requires_grad_())
@@ -497,7 +497,7 @@ def test_who_was_lost_and_who_took_over_is_told_once(
                 swarm.network.kill(f"peer{lost[0]}")
             return await receive_answer(link, *arguments)
 
-        monkeypatch.setattr(PassLink, "_receive_answer", lose_and_receive)
+        monkeypatch.setattr(PassLink, "receive_answer", lose_and_receive)
         blocks(draw(2, 5, HIDDEN).requires_grad_()).sum().backward()
 
         (failover,) = blocks.take_failovers()

@@ -67,7 +67,7 @@ _IN_OWN_GROUP = "import os, sys; os.setpgid(0, 0); os.execv(sys.argv[1], sys.arg
 _IN_ONE_THREAD = f"import os; os.environ['GOMAXPROCS'] = '1'; {_IN_OWN_GROUP}"
 
 
-class _OwnGroupP2P(P2P):
+class OwnGroupP2P(P2P):
     """Keeps Ctrl-C in a terminal away from p2pd: it comes to us, and we end p2pd when it is time.
 
     hivemind offers no other way to change how it starts the process.
@@ -205,7 +205,7 @@ async def _start(
             options = options | {"identity_path": str(file)}
         # A cancelled start would lose sight of its child: let it finish, then stop it.
         starting = asyncio.ensure_future(
-            _OwnGroupP2P.create(
+            OwnGroupP2P.create(
                 initial_peers=[peer.text for peer in initial_peers],
                 startup_timeout=_START_SECONDS,
                 check_if_identity_free=False,  # starts a second p2pd just to ask

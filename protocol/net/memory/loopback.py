@@ -54,7 +54,7 @@ class LoopbackNetwork:
     def __init__(self, seed: int = 0, link: Link | None = None) -> None:
         self._random = random.Random(seed)
         self._seed = seed
-        self._default_link = link or Link()
+        self.default_link = link or Link()
         self._links: dict[tuple[str, str], Link] = {}
         self._partitions: dict[frozenset[str], asyncio.TimerHandle] = {}
         self._paused: set[str] = set()
@@ -130,7 +130,7 @@ class LoopbackNetwork:
 
     def plan_arrival(self, pipe: Pipe, num_bytes: int) -> float | None:
         """Draw when a frame sent now arrives, in the loop's time; None: lost once too often."""
-        no_link = Link() if pipe.source == pipe.target else self._default_link
+        no_link = Link() if pipe.source == pipe.target else self.default_link
         link = self._links.get((pipe.source, pipe.target), no_link)
         sent_at = max(asyncio.get_running_loop().time(), pipe.busy_until)
         sent_at += num_bytes / link.bandwidth_bytes_per_second

@@ -364,13 +364,18 @@ def test_directory_that_is_away_for_long_is_survived() -> None:
 
 def test_peer_that_was_revoked_ends_and_says_no_goodbye() -> None:
     class RevokingDirectory(MemoryDirectory):
+        is_revoked = False
+
         async def announce(self, record: bytes) -> None:
-            raise RevokedError("the owner has revoked this peer")
+            if self.is_revoked:
+                raise RevokedError("the owner has revoked this peer")
+            await super().announce(record)
 
     async def test(scene: Scene) -> None:
+        scene.directory = directory = RevokingDirectory(scene.store, VirtualClock())
         announcer = scene.make_announcer()
         await announcer.announce(PeerState.ONLINE)
-        announcer._directory = RevokingDirectory(scene.store, VirtualClock())
+        directory.is_revoked = True
 
         with pytest.raises(RevokedError):
             await announcer.run()

@@ -115,7 +115,7 @@ def test_no_step_is_lost_that_comes_while_a_batch_is_chosen() -> None:
 
     async def test() -> None:
         compute = make_thread(engine)  # not entered: the test is the thread
-        compute._wake = wake
+        compute.wake = wake
         early = compute.submit(make_work(FakeCache()))
         wake.before = compute.step
         late = compute.submit(make_work(FakeCache()))
@@ -181,7 +181,7 @@ async def compute_while_filling(
 ) -> list[asyncio.Future[ComputedStep]]:
     """Compute steps of the flood during which others arrive; the latter's futures come last."""
     compute = make_thread(engine)  # not entered: the test is the thread
-    compute._budget = budget
+    compute.budget = budget
     futures = [compute.submit(work, FLOOD) for work in filling]
 
     def arrive() -> None:

@@ -156,7 +156,7 @@ def test_tokens_that_arrive_before_each_block_of_prompts_are_computed_there(
     async def test() -> None:
         engine: Any = EngineWithArrivals(play.engine)
         compute = ComputeThread(engine)  # not entered: the test is the thread
-        compute._budget = YieldingBudget(512, engine.part_tokens, len(WHOLE))
+        compute.budget = YieldingBudget(512, engine.part_tokens, len(WHOLE))
         tokens = play.make_tokens()
         prompts = [compute.submit(work, ("prompts", "")) for work in play.make_prompts()]
         answers: list[Any] = []

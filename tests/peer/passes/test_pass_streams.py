@@ -168,7 +168,7 @@ def test_stranger_may_ask_for_a_part_of_the_memory_only(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
         room = peer.service.passes
         num_bytes = 2 * ROWS * TOKENS * HIDDEN * 4
-        room._budget_bytes = 4 * num_bytes  # pyright: ignore[reportPrivateUsage]
+        room.budget_bytes = 4 * num_bytes
         talks = [await peer.greet() for _ in range(3)]
         for number, talk in enumerate(talks, 1):
             await talk.say(make_pass(number))

@@ -442,13 +442,13 @@ def test_adapter_that_comes_slowly_is_read_and_one_that_drips_is_not(
 def test_stream_is_kept_while_an_adapter_comes_and_is_read(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = UploadStream._read
+    read = UploadStream.read
 
     async def read_slowly(self: UploadStream, upload: Any) -> Any:
         await asyncio.sleep(30.0)
         return await read(self, upload)
 
-    monkeypatch.setattr(UploadStream, "_read", read_slowly)
+    monkeypatch.setattr(UploadStream, "read", read_slowly)
 
     async def test(peer: Peer) -> None:
         talk, files = await greet(peer), pack()

@@ -409,7 +409,7 @@ def test_redirects_do_not_have_a_log_sent_over_and_over(engine: Engine) -> None:
         following = await start_next(peer)
         neighbours: Any = peer.service.neighbours
         # The least that a replay counts is a quarter of a MiB.
-        neighbours._replayed = RecentBytes(VirtualClock(), 2**20, times_free=3)
+        neighbours.replayed = RecentBytes(VirtualClock(), 2**20, times_free=3)
         client = await peer.open(capability=KEY, next=following.name())
         await client.say(make_step(1, 0, draw_hidden(1, 1, 3)), make_step(2, 3, draw_hidden(2)))
         await following.wait_for(2)

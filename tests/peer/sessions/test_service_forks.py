@@ -344,7 +344,7 @@ def test_failure_to_open_a_fork_does_not_keep_the_next_one_waiting(engine: Engin
 
     async def test(peer: Peer) -> None:
         talk = await begin(peer)
-        failing._num_failures = 1
+        failing.num_failures = 1
 
         assert_declined(await talk.ask(make_fork()), ErrorCode.INTERNAL)
 
