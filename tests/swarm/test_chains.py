@@ -359,7 +359,7 @@ async def paused_step(world: Any, session: Any, turn: Any, host: str) -> Any:
 
 def test_trace_tells_who_computed_and_what_the_ways_took(run_story: Any) -> None:
     async def story(world: Any) -> None:
-        world.loopback.network.default_link = Link(delay_seconds=0.02)
+        world.loopback._network.default_link = Link(delay_seconds=0.02)
         session, turns = world.open(), world.make_turns(num_decoded=2)
         await world.take_all(session, turns[:1])
         recorder = Recorder(SystemClock())
