@@ -71,7 +71,7 @@ _UNDER_WAY_BYTES = 3 * 2**19
 """So much of an upload is under way at most, as was seen in the buffers of a connection that shares
 a slow line: what the peer has taken, or does not take, delays nobody else."""
 
-_WITHDRAWAL_SECONDS = 3.0
+WITHDRAWAL_SECONDS = 3.0
 """How long a peer may take to hear of withdrawals, beside what else is under way: a peer that does
 not hear of them forgets the adapters by itself, and closing a model waits for this."""
 
@@ -399,7 +399,7 @@ class Publisher:
         """Have a peer forget publications, in this order; return whether it has none of them."""
         try:
             async with (
-                WakefulTimeout(_WITHDRAWAL_SECONDS + carrying_seconds),
+                WakefulTimeout(WITHDRAWAL_SECONDS + carrying_seconds),
                 self._asker.lend(Hop(peer, peer.span), takes_place=False) as (link, _),
             ):
                 for publication in publications:

@@ -76,7 +76,7 @@ class FailingEngine:
     def __init__(self, engine: Engine, point: str, num_failures: int = 1) -> None:
         self._engine = engine
         self._point = point
-        self._num_failures = num_failures
+        self.num_failures = num_failures
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -90,8 +90,8 @@ class FailingEngine:
         return self._engine.execute(batch, *arguments)
 
     def _fail_at(self, point: str) -> None:
-        if point == self._point and self._num_failures:
-            self._num_failures -= 1
+        if point == self._point and self.num_failures:
+            self.num_failures -= 1
             raise ZeroDivisionError("the device is on fire")
 
 

@@ -387,7 +387,7 @@ def test_published_adapter_is_withdrawn_by_name_and_with_the_model(
         return withdraw(self, name, holder)
 
     monkeypatch.setattr(AdapterStore, "withdraw", note_and_withdraw)
-    monkeypatch.setattr("shoal.client.publishing.publisher._WITHDRAWAL_SECONDS", 60.0)
+    monkeypatch.setattr("shoal.client.publishing.publisher.WITHDRAWAL_SECONDS", 60.0)
     with swarm_of(tiny_models, ((0, 2), (2, 4))) as (_, model), torch.no_grad():
         one, other = [model.publish_adapter(make_adapter(model, seed)) for seed in (1, 2)]
         with pytest.raises(UsageError, match="was not published here"):

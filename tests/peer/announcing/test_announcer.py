@@ -363,7 +363,7 @@ def test_directory_that_is_away_for_long_is_survived() -> None:
 
 
 def test_peer_that_was_revoked_ends_and_says_no_goodbye() -> None:
-    class RevokingDirectory(MemoryDirectory):
+    class RevokingDirectory(FlakyDirectory):
         is_revoked = False
 
         async def announce(self, record: bytes) -> None:
@@ -372,7 +372,7 @@ def test_peer_that_was_revoked_ends_and_says_no_goodbye() -> None:
             await super().announce(record)
 
     async def test(scene: Scene) -> None:
-        scene.directory = directory = RevokingDirectory(scene.store, VirtualClock())
+        scene.directory = directory = RevokingDirectory(scene.store)
         announcer = scene.make_announcer()
         await announcer.announce(PeerState.ONLINE)
         directory.is_revoked = True
