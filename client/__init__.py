@@ -1,10 +1,10 @@
 """The Python interface of shoal: models, LoRA adapters, errors and configurations.
 
 This file only exports. `model/` stands on `session/` (generating) and `passes/` (fine-tuning), both
-on `routing/`; `runtime/` builds a client. Programs that use a client get rooms of their own on top
-of it: the swarm monitor `monitor/` with its web pages, and the HTTP gateway `gateway/`. Nothing
-here imports `peer` or `cli`, and no network library is loaded before a swarm is joined. Read first:
-runtime/client.py for a client, model/auto.py for the models.
+on `routing/`; `runtime/` builds a client. A program on top of a client gets a package of its own
+beside these: a page of a swarm monitor goes to `monitor/`, an HTTP interface to `gateway/` (neither
+exists yet). Nothing here imports `peer` or `cli`, and no network library is loaded before a swarm
+is joined. Read first: runtime/client.py for a client, model/auto.py for the models.
 """
 
 from ..protocol.errors import (

@@ -1,5 +1,6 @@
-"""Model families, checkpoints and shells: everything about models that both sides use.
+"""Model families and checkpoints: everything about models that clients and peers both use.
 
-Nothing here serves blocks or opens a connection. `shoal-stories` is the bundled model. Read first:
-spec_reader.py, then families/llama.py.
+`shells/` runs families without a file here by transformers' own code. Nothing here serves blocks or
+opens a connection. `shoal-stories` is the bundled model. Read first: spec_reader.py, then
+families/llama.py.
 """

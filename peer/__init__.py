@@ -1,4 +1,4 @@
-"""A peer: one process that hosts a span of blocks and computes for others.
+"""A peer: one process that hosts a span, a range of consecutive blocks, and computes for others.
 
 This folder holds the composition root (peer.py), the list of workloads (workloads.py) and the life
 of a peer (serving_loop.py): which span it serves, and when it moves. A new workload is one more

@@ -1,4 +1,5 @@
-"""Publishing adapters: pushing them to peers that hold them for all, renewing and withdrawing them.
+"""Publishing finished adapters: uploading them to peers that hold them for all clients, renewing
+and withdrawing them.
 
-Read first: publisher.py.
+Adapters are trained in `../training/`. Read first: publisher.py.
 """

@@ -1,6 +1,6 @@
-"""Which peers to use: a record of what each announced, showed and did wrong (peer_book.py), and the
-search for a route (router.py, pure). Nothing here sends hidden states; the only messages to peers
-measure round trips (position.py).
+"""Which peers to use: what each announced, its measured speed and its failures (peer_book.py), and
+the search for a route (router.py, pure), where a new policy goes. Nothing here sends hidden states;
+the only messages to peers measure round trips (position.py).
 
 Read first: peer_book.py, then router.py.
 """

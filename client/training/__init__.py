@@ -1,4 +1,5 @@
-"""Gradients through remote blocks: autograd, adapters, prompt tuning, saving what was trained.
+"""Gradients through remote blocks, and training at a client: autograd, LoRA adapters, prompt
+tuning, saving.
 
 Models are not known here, nor are loops over batches (`../learning/`) or streams to peers
 (`../passes/`). Read first: autograd.py.

@@ -1,5 +1,7 @@
-"""One file for each model family: its config.json, its tensor names, and the client's part.
+"""One file for each model family: its config.json, its tensor names, and the parts that a client
+computes (embeddings, final norm, head).
 
 Nothing here computes, and files of families do not import each other. A new family is one new file
-and one line in registry.py (docs/new-family.md). Read first: llama.py.
+and one line in registry.py (docs/new-family.md); `../specs/` changes only if its blocks differ in a
+way that no other family's do. Read first: llama.py.
 """

@@ -1,5 +1,6 @@
-"""Shells: transformers' own models without weights, for families that have no file here.
+"""Shells, the fallback for families without a file in `../families/`: transformers' own models,
+opened without weights.
 
-A shell is built on the meta device, checked, and then given the weights of single blocks. Families
-with a file in `../families/` do not pass through here. Read first: shell.py, then shell_opening.py.
+A shell is built on the meta device, checked, and then given the weights of single blocks. Read
+first: shell.py, then shell_opening.py.
 """

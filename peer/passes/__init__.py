@@ -1,4 +1,5 @@
-"""Fine-tuning at a peer: passes, and adapters that clients upload and have updated here.
+"""Fine-tuning at a peer: forward and backward passes, uploads and updates of adapters, and adapters
+that are published to all clients.
 
 Nothing here belongs to sessions (`../sessions/`) or computes (`../engine/`). Read first: passes.py,
 then pass_work.py.

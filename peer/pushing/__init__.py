@@ -1,4 +1,5 @@
-"""Pushing: the outputs that a peer sends to the next hop of a chain, and its connection there.
+"""Pushing outputs straight to the next hop of a chain, and the connections to these peers, also to
+peers behind a NAT.
 
 Nothing here computes or opens sessions. Read first: session_outputs.py, then neighbours.py.
 """

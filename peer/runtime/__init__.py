@@ -1,4 +1,4 @@
-"""The base of every part of a peer: configuration, identity file, events, background tasks.
+"""Used by every part of a peer: its configuration and events, identity file, background tasks.
 
 Nothing here knows of sessions, passes or placement. Read first: config.py.
 """

@@ -1,5 +1,5 @@
-"""Incoming streams, and the interface to the workloads that serve them.
+"""Incoming streams, and the interface `Workload` (service.py), whose implementations serve them.
 
-Nothing here knows a session or a pass: those are workloads, in rooms of their own. Read first:
+Nothing here knows a session or a pass: those are workloads, in packages of their own. Read first:
 client_stream.py, then service.py.
 """

@@ -1,4 +1,4 @@
-"""The rules of a session: which step is executed, and the logs that a replay reads.
+"""The rules of a session: no step is executed twice, and logs from which a lost hop is replayed.
 
 Pure state machines, the same for client and peer; no messages are sent here. Read first: table.py.
 """
