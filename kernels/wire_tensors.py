@@ -5,20 +5,11 @@ Knows lengths and layouts, nothing of frames or of trust.
 
 import math
 from collections.abc import Mapping, Sequence
-from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-
-
-class Codec(IntEnum):
-    """How the elements of a tensor become bytes; the numbers are those of the wire protocol."""
-
-    RAW = 1
-    """The elements themselves, little-endian, in C order."""
-
 
 DTYPES: Mapping[str, torch.dtype] = {
     "FP32": torch.float32,
@@ -28,7 +19,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 """Dtypes that travel unchanged; the names are those of the wire protocol."""
 
 INT8 = "INT8"
-"""The codec that rounds to 8 bits; its name in the wire protocol."""
+"""The encoding that rounds to 8 bits; its name in the wire protocol."""
 
 INT8_GROUP = 64
 """How many numbers share a scale, as the wire protocol has it."""
@@ -43,34 +34,29 @@ _CARRIERS: dict[torch.dtype, tuple[torch.dtype, str]] = {
 }
 
 
-def encode_tensor(tensor: Tensor, codec: Codec = Codec.RAW) -> bytes:
+def encode_tensor(tensor: Tensor) -> bytes:
     """Return the wire bytes of a float32, float16 or bfloat16 tensor of any layout.
 
-    Raises ValueError for another dtype or codec.
+    They are its elements, little-endian, in C order. Raises ValueError for another dtype.
 
     >>> encode_tensor(torch.tensor([1.0, -2.0])).hex()
     '0000803f000000c0'
     """
-    carrier, layout = _carrier(tensor.dtype, codec)
+    carrier, layout = _carrier(tensor.dtype)
     bits = tensor.detach().to("cpu").view(carrier)
     return bits.numpy().astype(layout, copy=False).tobytes()
 
 
-def decode_tensor(
-    buffer: bytes | memoryview,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    codec: Codec = Codec.RAW,
-) -> Tensor:
+def decode_tensor(buffer: bytes | memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     """Return the tensor that `buffer` holds; it owns its memory.
 
     Raises ValueError, before anything is allocated, if the length contradicts the shape or the
-    dtype or codec is unknown. Values are not looked at: see `has_only_finite`.
+    dtype is unknown. Values are not looked at: see `has_only_finite`.
 
     >>> decode_tensor(bytes.fromhex("0000803f000000c0"), torch.float32, (1, 2)).tolist()
     [[1.0, -2.0]]
     """
-    carrier, layout = _carrier(dtype, codec)
+    carrier, layout = _carrier(dtype)
     if any(size < 0 for size in shape):
         raise ValueError(f"a shape has no negative sizes, got {shape}")
     expected = math.prod(shape) * carrier.itemsize
@@ -147,9 +133,7 @@ def has_only_finite(tensor: Tensor) -> bool:
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
-def _carrier(dtype: torch.dtype, codec: Codec) -> tuple[torch.dtype, str]:
-    if codec is not Codec.RAW:
-        raise ValueError(f"unknown codec {codec!r}")
+def _carrier(dtype: torch.dtype) -> tuple[torch.dtype, str]:
     if dtype not in _CARRIERS:
         raise ValueError(f"{dtype} does not travel; use float32, float16 or bfloat16")
     return _CARRIERS[dtype]
