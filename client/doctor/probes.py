@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from ...protocol.endpoints import Endpoint
 from ...protocol.ids import ModelId, make_model_id
 from ...protocol.membership.membership import Membership
+from ...protocol.net.addresses import Reach
 from ...protocol.net.clock import Clock, SystemClock
 from ...protocol.net.directory import Directory
 from ...protocol.net.transport import ChoosingTransport, Transport
-from .reach_check import Door, Reach
+from .reach_check import Door
 
 LIBP2P_GREETING = b"\x13/multistream/1.0.0\n"
 """The greeting of a libp2p connection (multistream-select: length, text, newline)."""

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import ipaddress
 import socket
+from dataclasses import dataclass
 from typing import Any
 
 from ..endpoints import Endpoint
@@ -22,6 +23,35 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The answer of one peer that was asked to dial an endpoint."""
+
+    is_reached: bool | None
+    """Whether it could dial us; None: it had no time to try, or does not know."""
+    seen_host: str
+    """The address that it sees for the asking machine, and dialled. Empty if it did not say."""
+
+    def says_no(self, host: str) -> bool:
+        """Return whether it means that others cannot dial this host.
+
+        Reached at another one, we are behind a NAT that lets the port through, and would announce
+        an address that means nothing outside. A public one the other may know from within, by its
+        own.
+        """
+        if self.is_reached and self.seen_host != host:
+            return not _is_for_everybody(host)
+        return self.is_reached is False
+
+
+def _is_for_everybody(host: str) -> bool:
+    """Return whether a host means the same everywhere: a name, or a public address."""
+    try:
+        return ipaddress.ip_address(host).is_global
+    except ValueError:
+        return True
 
 
 async def resolve_all(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:

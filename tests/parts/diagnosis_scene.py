@@ -11,13 +11,14 @@ from scripted_swarm import MODEL_ID, ScriptedSwarm
 from shoal.client.doctor.diagnosis import Diagnosis
 from shoal.client.doctor.finding import Finding
 from shoal.client.doctor.probes import LIBP2P_GREETING, ModelFacts, Probes
-from shoal.client.doctor.reach_check import Door, Reach
+from shoal.client.doctor.reach_check import Door
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, ModelError, ShoalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.membership.membership import Membership
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Hello, Welcome
+from shoal.protocol.net.addresses import Reach
 from shoal.protocol.net.clock import run_virtual
 from shoal.protocol.net.directory import Directory
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport

@@ -10,16 +10,15 @@ others dial a third party. The answer is a verdict, and that address.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 from ...endpoints import Endpoint
 from ...errors import ShoalError
 from ...fair_share import SharedPlaces, name_holder
+from ..addresses import Reach
 from ..clock import Clock
 from ..libp2p.multiaddrs import PeerAddress, split_multiaddr
 from ..libp2p.p2p_daemon import (
@@ -118,27 +117,6 @@ class DialBack:
         return REACHED
 
 
-@dataclass(frozen=True)
-class Reach:
-    """The answer of one peer that was asked to dial an endpoint."""
-
-    is_reached: bool | None
-    """Whether it could dial us; None: it had no time to try, or does not know."""
-    seen_host: str
-    """The address that it sees for the asking machine, and dialled. Empty if it did not say."""
-
-    def says_no(self, host: str) -> bool:
-        """Return whether it means that others cannot dial this host.
-
-        Reached at another one, we are behind a NAT that lets the port through, and would announce
-        an address that means nothing outside. A public one the other may know from within, by its
-        own.
-        """
-        if self.is_reached and self.seen_host != host:
-            return not _is_for_everybody(host)
-        return self.is_reached is False
-
-
 _SILENCE = Reach(None, "")
 
 
@@ -225,11 +203,3 @@ async def _read_answer(reader: asyncio.StreamReader) -> bytes:
     while len(answer) < _MAX_ANSWER_BYTES and (more := await reader.read(_MAX_ANSWER_BYTES)):
         answer += more
     return answer
-
-
-def _is_for_everybody(host: str) -> bool:
-    """Return whether a host means the same everywhere: a name, or a public address."""
-    try:
-        return ipaddress.ip_address(host).is_global
-    except ValueError:
-        return True
