@@ -16,7 +16,7 @@ from .announcing.announcer import Announcer, say_goodbye
 from .announcing.self_description import SelfDescription
 from .engine.blocks.batch import HostedBlock
 from .hosting.span_loader import LoadError, ServedSpan, SpanLoader
-from .placement.placement import Decision
+from .placement.placement import Placement
 from .placement.placer import Placer
 from .runtime.background import BackgroundTasks
 from .runtime.config import PeerEvent, Report
@@ -81,7 +81,7 @@ class ServingLoop:
         placer: Placer | None,
         tasks: BackgroundTasks,
         stop: asyncio.Event,
-    ) -> tuple[Decision | None, dict[int, HostedBlock]]:
+    ) -> tuple[Placement | None, dict[int, HostedBlock]]:
         """Serve a span; return where to go on, with which blocks, or None to leave.
 
         Memory is for the next span: when this returns, nothing may hold on to what was served.
@@ -116,8 +116,8 @@ class ServingLoop:
         self.report(PeerEvent("online", {**self._describe(served), **self.address}))
 
     async def _end(
-        self, service: Service, decision: Decision | None, stop: asyncio.Event
-    ) -> Decision | None:
+        self, service: Service, decision: Placement | None, stop: asyncio.Event
+    ) -> Placement | None:
         """Take no new sessions and passes, give those there are their time; return where to go on.
 
         None is to leave, also if that was asked for in the meantime. Streams still come: those of
@@ -171,14 +171,16 @@ class ServingLoop:
             "prefill_tokens_per_second": round(throughput.prefill_tokens_per_second, 1),
         }
 
-    def _tell(self, name: str, decision: Decision) -> None:
+    def _tell(self, name: str, decision: Placement) -> None:
         self.report(PeerEvent(name, {"target": str(decision.span), "why": decision.why}))
 
     def _tell_loading(self, num_done: int, num_blocks: int) -> None:
         self.report(PeerEvent("loading", {"done": num_done, "blocks": num_blocks}))
 
 
-async def _watch(served: ServedSpan, placer: Placer | None, stop: asyncio.Event) -> Decision | None:
+async def _watch(
+    served: ServedSpan, placer: Placer | None, stop: asyncio.Event
+) -> Placement | None:
     """Wait until the peer should move, or, that is None, stop."""
     if placer is None:
         await stop.wait()

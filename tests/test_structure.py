@@ -486,3 +486,12 @@ def test_tests_replace_no_private_name() -> None:
 
 def test_no_module_is_named_like_a_drawer() -> None:
     assert not [name_of(file) for file in source_files() if file.stem in DRAWER_NAMES]
+
+
+def test_no_two_files_define_a_class_of_the_same_name() -> None:
+    files_of: dict[str, list[str]] = {}
+    for file in source_files():
+        for name in re.findall(r"^class (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE):
+            files_of.setdefault(name, []).append(name_of(file))
+
+    assert not {name: files for name, files in files_of.items() if len(files) > 1}

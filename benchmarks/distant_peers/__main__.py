@@ -31,7 +31,7 @@ from shoal.cli.figures.bench_report import (
 )
 from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS
 from shoal.client.session.session import RemoteSession
-from shoal.client.trace.trace import Exchange, Recorder, StepTaken
+from shoal.client.trace.trace import AnsweredQuestion, Recorder, StepTaken
 from shoal.protocol.errors import ShoalError, UnavailableError
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.spans import Span
@@ -123,7 +123,7 @@ class _Times:
         computing: dict[int, float] = defaultdict(float)
         waiting: dict[int, float] = defaultdict(float)
         for event in events:
-            if isinstance(event, Exchange):
+            if isinstance(event, AnsweredQuestion):
                 computing[event.step] += event.compute_seconds
                 waiting[event.step] += event.queue_seconds
         return cls(

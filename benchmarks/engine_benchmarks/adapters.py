@@ -25,7 +25,7 @@ from shoal.peer.engine.adapters.adapter import Adapter
 from shoal.peer.engine.adapters.adapter_file import read_adapter
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading.engine_loader import load_engine
-from shoal.peer.engine.passes.passes import PassWork
+from shoal.peer.engine.passes.span_passes import PassWork
 from shoal.protocol.spans import Span
 
 ROWS, TOKENS, RANK = 8, 256, 8

@@ -17,9 +17,9 @@ from shoal.peer.placement.placement import (
     INTENT_PERIODS,
     LOOKS_PER_PERIOD,
     MAX_INTENTS,
-    Action,
     Candidate,
     Intent,
+    PlacementAction,
     decide_placement,
 )
 from shoal.peer.placement.supply import Room, Supply
@@ -193,7 +193,7 @@ class World:
         """Decide, and announce the intent if there is one."""
         supply = self._take_supply()
         decision = decide_placement(supply, peer.make_candidate(self.now), self._rng)
-        if decision.action is not Action.STAY and decision.span is not None:
+        if decision.action is not PlacementAction.STAY and decision.span is not None:
             self._intend(peer, Intent(decision.span, supply))
 
     def _intend(self, peer: SimulatedPeer, intent: Intent, is_final: bool = False) -> None:
@@ -217,7 +217,7 @@ class World:
         decision = decide_placement(supply, peer.make_candidate(self.now), self._rng)
         if decision.span == peer.intent.span:
             self._begin_loading(peer, peer.intent.span)
-        elif decision.action is Action.STAY:
+        elif decision.action is PlacementAction.STAY:
             self.num_withdrawn += 1
             assert peer.span is not None
             self._serve(peer)

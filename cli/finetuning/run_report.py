@@ -20,7 +20,7 @@ from ..terminal.terminal import Terminal
 from .loss_plot import draw_losses, save_losses
 
 if TYPE_CHECKING:
-    from ...client.learning.checkpoints import Progress as RunProgress
+    from ...client.learning.checkpoints import RunProgress
     from ...client.learning.finetune_run import FinetuneRun, Milestone, Updated
     from ...client.routing.route import Hop, PassFailover
 

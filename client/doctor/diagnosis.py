@@ -28,7 +28,7 @@ from ...protocol.net.tcp.tls import explain
 from ...protocol.records.announcements import Announcement, PeerState
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span, find_gaps
-from .finding import Finding, Status
+from .finding import Finding, FindingStatus
 from .peer_check import FIXES, PeerCheck, check_peer
 from .probes import LIBP2P_GREETING, ModelFacts, Probes
 from .reach_check import Door, judge_reach
@@ -105,8 +105,8 @@ class Diagnosis:
         if door and reachable:
             await self._check_reach(door, reachable)
 
-    def _note(self, name: str, status: Status, detail: str, fix: str = "") -> None:
-        finding = Finding(name, status, detail, fix if status is not Status.OK else "")
+    def _note(self, name: str, status: FindingStatus, detail: str, fix: str = "") -> None:
+        finding = Finding(name, status, detail, fix if status is not FindingStatus.OK else "")
         self.findings.append(finding)
         self.report(finding)
 
@@ -115,12 +115,12 @@ class Diagnosis:
             model = await asyncio.to_thread(read_model)
         except ShoalError as error:
             self._note(
-                "model", Status.BROKEN, str(error),
+                "model", FindingStatus.BROKEN, str(error),
                 "give a complete model directory with the same files as on the peers",
             )  # fmt: skip
             return None
         detail = f"{model.name}: {model.num_blocks} blocks, id {_short(model.model_id)}"
-        self._note("model", Status.OK, detail)
+        self._note("model", FindingStatus.OK, detail)
         return model
 
     async def _check_addresses(self, texts: Sequence[str]) -> list[str]:
@@ -135,13 +135,16 @@ class Diagnosis:
             address = PeerAddress.parse(text)
         except UsageError as error:
             return Finding(
-                "address", Status.BROKEN, str(error), "copy the whole line that the peer printed"
+                "address",
+                FindingStatus.BROKEN,
+                str(error),
+                "copy the whole line that the peer printed",
             )
         port = address.tcp_port
         name = f"{Endpoint(address.host, port or 0)} (peer …{address.peer_id[-6:]})"
         if port is None:
             return Finding(
-                "address", Status.OK, f"{text}: a relayed address; only joining can test it"
+                "address", FindingStatus.OK, f"{text}: a relayed address; only joining can test it"
             )
         started_at = self.probes.clock.now()
         try:
@@ -149,15 +152,18 @@ class Diagnosis:
                 await self.probes.dial(address.host, port)
         except TimeoutError:
             return Finding(
-                "address", Status.BROKEN, f"{name} does not answer within {DIAL_SECONDS:g} s",
+                "address", FindingStatus.BROKEN,
+                f"{name} does not answer within {DIAL_SECONDS:g} s",
                 "check the address, and that no firewall blocks the port",
             )  # fmt: skip
         except (OSError, UnicodeError) as error:
             detail = f"{name} cannot be reached: {_explain_failed_dial(error)}"
-            return Finding("address", Status.BROKEN, detail, _advise_dialling(address, error))
+            return Finding(
+                "address", FindingStatus.BROKEN, detail, _advise_dialling(address, error)
+            )
         seconds = self.probes.clock.now() - started_at
         return await self._hail(name, address.host, port) or Finding(
-            "address", Status.OK, f"{name} accepts connections, {_show(seconds)}"
+            "address", FindingStatus.OK, f"{name} accepts connections, {_show(seconds)}"
         )
 
     async def _hail(self, name: str, host: str, port: int) -> Finding | None:
@@ -167,7 +173,8 @@ class Diagnosis:
                 answer = await self.probes.hail(host, port)
         except TimeoutError:
             return Finding(
-                "address", Status.BROKEN, f"{name} accepts connections and then stays silent",
+                "address", FindingStatus.BROKEN,
+                f"{name} accepts connections and then stays silent",
                 "the peer's p2pd is paused (resume it: kill -CONT) or overloaded; if nothing "
                 "helps, restart the peer",
             )  # fmt: skip
@@ -176,7 +183,7 @@ class Diagnosis:
         if answer.startswith(LIBP2P_GREETING):
             return None
         return Finding(
-            "address", Status.BROKEN, f"{name} is a program that does not speak libp2p",
+            "address", FindingStatus.BROKEN, f"{name} is a program that does not speak libp2p",
             "use the address that a peer printed under \"Others can join through\", not its "
             "endpoint for sessions",
         )  # fmt: skip
@@ -196,7 +203,7 @@ class Diagnosis:
             if "different swarms" not in str(error):
                 fix = "ask the person who started the swarm for a join code: "
                 fix += "`shoal swarm-new --from CODE` makes one"
-            self._note("membership", Status.BROKEN, str(error), fix)
+            self._note("membership", FindingStatus.BROKEN, str(error), fix)
             return None
         except (UnavailableError, UsageError) as error:
             self._note_directory(str(error))
@@ -209,13 +216,13 @@ class Diagnosis:
     def _note_directory(self, detail: str) -> None:
         fixes = (fix for words, fix in _JOIN_FIXES.items() if words in detail)
         fix = next(fixes, "restart the peer at this address, or use the address of another peer")
-        self._note("clock" if "clock" in detail else "directory", Status.BROKEN, detail, fix)
+        self._note("clock" if "clock" in detail else "directory", FindingStatus.BROKEN, detail, fix)
 
     async def _read_directory(
         self, model: ModelFacts | None, directory: Directory
     ) -> SwarmView | None:
         if model is None:
-            self._note("directory", Status.OK, "joined")
+            self._note("directory", FindingStatus.OK, "joined")
             return None
         try:
             async with asyncio.timeout(LOOKUP_SECONDS):
@@ -226,7 +233,7 @@ class Diagnosis:
         except DirectoryError as error:
             self._note_directory(f"joined, but reading failed: {error}")
             return None
-        self._note("directory", Status.OK, "joined and read")
+        self._note("directory", FindingStatus.OK, "joined and read")
         view = SwarmView.from_announcements(
             model.model_id, announcements, self.probes.clock.wall(), model.num_blocks
         )
@@ -240,7 +247,7 @@ class Diagnosis:
             if (number := sum(peer.state is state for peer in view.peers))
         ]
         if view.online:
-            self._note("announcements", Status.OK, f"peers: {', '.join(counts)}")
+            self._note("announcements", FindingStatus.OK, f"peers: {', '.join(counts)}")
             return
         detail = f"no peer is online for model id {_short(model.model_id)}"
         detail += f" ({', '.join(counts)})" if counts else ""
@@ -248,7 +255,7 @@ class Diagnosis:
             f"start one with `shoal serve {model.name} {self._way_in}`{self._condition}; if one "
             "runs, its weights differ from yours: the model id is a digest of the weights"
         )
-        self._note("announcements", Status.BROKEN, detail, fix)
+        self._note("announcements", FindingStatus.BROKEN, detail, fix)
 
     async def _check_reach(self, door: Door, addresses: Sequence[str]) -> None:
         """Ask others to dial this machine."""
@@ -258,7 +265,9 @@ class Diagnosis:
         except (TimeoutError, UnavailableError):
             answers = []
         except ShoalError as error:
-            self._note("reach", Status.BROKEN, str(error), "choose another --listen HOST:PORT")
+            self._note(
+                "reach", FindingStatus.BROKEN, str(error), "choose another --listen HOST:PORT"
+            )
             return
         finding = judge_reach(door, answers)
         self._note(finding.name, finding.status, finding.detail, finding.fix)
@@ -278,10 +287,10 @@ class Diagnosis:
             blocks = f"blocks {result.peer.span}"
             if result.fault is None:
                 seconds = result.rtt_seconds or 0.0
-                self._note(name, Status.OK, f"{blocks}: answers in {_show(seconds)}")
+                self._note(name, FindingStatus.OK, f"{blocks}: answers in {_show(seconds)}")
             else:
                 detail = f"{blocks}: {result.fault}: {result.detail}"
-                self._note(name, Status.BROKEN, detail, FIXES[result.fault])
+                self._note(name, FindingStatus.BROKEN, detail, FIXES[result.fault])
 
     def _check_clocks(self) -> None:
         """Compare our clock with those of the peers, and say whose is off."""
@@ -298,13 +307,13 @@ class Diagnosis:
             peer_id, worst = max(ahead.items(), key=lambda item: abs(item[1]))
             whose = f"peer …{peer_id[-6:]} is"
         if abs(worst) <= _WARNING_SKEW_SECONDS:
-            self._note("clocks", Status.OK, f"they differ by {_show(abs(worst))} at most")
+            self._note("clocks", FindingStatus.OK, f"they differ by {_show(abs(worst))} at most")
             return
         is_broken = abs(worst) > MAX_CLOCK_SKEW_SECONDS
         direction = "ahead of" if worst > 0 else "behind"
         self._note(
             "clocks",
-            Status.BROKEN if is_broken else Status.WARNING,
+            FindingStatus.BROKEN if is_broken else FindingStatus.WARNING,
             f"the clock of {whose} {abs(worst):.1f} s {direction} the others; "
             f"{MAX_CLOCK_SKEW_SECONDS:g} s are allowed",
             "enable time synchronisation there (timedatectl set-ntp true)",
@@ -322,14 +331,14 @@ class Diagnosis:
             fewest, most = min(counts), max(counts)
             often = f"{fewest}" if fewest == most else f"{fewest} to {most}"
             detail = f"all of 0:{model.num_blocks} are served; working peers per block: {often}"
-            self._note("blocks", Status.OK, detail)
+            self._note("blocks", FindingStatus.OK, detail)
             return
         names = ", ".join(map(str, self.missing))
         commands = " and ".join(
             f"`shoal serve {model.name} --blocks {gap} {self._way_in}`" for gap in self.missing
         )
         detail = f"blocks {names} are missing: no working peer serves them"
-        self._note("blocks", Status.BROKEN, detail, f"start {commands}{self._condition}")
+        self._note("blocks", FindingStatus.BROKEN, detail, f"start {commands}{self._condition}")
 
     @property
     def _way_in(self) -> str:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Status(StrEnum):
+class FindingStatus(StrEnum):
     """How a check ended."""
 
     OK = "ok"
@@ -17,11 +17,11 @@ class Finding:
     """The result of one check, and the advice if something is broken."""
 
     name: str
-    status: Status
+    status: FindingStatus
     detail: str
     fix: str = ""
 
     @property
     def ok(self) -> bool:
         """Return whether things work as they are."""
-        return self.status is not Status.BROKEN
+        return self.status is not FindingStatus.BROKEN

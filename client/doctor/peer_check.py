@@ -25,7 +25,7 @@ PEER_SECONDS = 6.0
 """How long one endpoint of a peer may keep us waiting."""
 
 
-class Fault(StrEnum):
+class PeerFault(StrEnum):
     """Faults of a peer that announces itself."""
 
     CLOSED_PORT = "closed port"
@@ -44,29 +44,29 @@ class Fault(StrEnum):
 
 
 FIXES = {
-    Fault.CLOSED_PORT: "the peer's process has ended: start it again, or wait until its "
+    PeerFault.CLOSED_PORT: "the peer's process has ended: start it again, or wait until its "
     "announcement expires; if it runs, a firewall or router there closes its port: open the port "
     "(--listen HOST:PORT fixes its number)",
-    Fault.UNREACHABLE: "check the network between here and there, and that the peer announces an "
-    "address that you can reach (--announce-host) at a port that its firewall allows",
-    Fault.SILENT: "its process is paused (resume it: kill -CONT) or overloaded; on another "
+    PeerFault.UNREACHABLE: "check the network between here and there, and that the peer announces "
+    "an address that you can reach (--announce-host) at a port that its firewall allows",
+    PeerFault.SILENT: "its process is paused (resume it: kill -CONT) or overloaded; on another "
     "network, open its port in the firewall (--listen HOST:PORT fixes its number)",
-    Fault.NO_TLS: "another program listens there: it has taken over the peer's port, or it is a "
-    "proxy in between",
-    Fault.FINGERPRINT: "the peer was restarted and will send a new announcement within a minute, "
-    "or someone intercepts the connection: trust it only if the new announcement matches",
-    Fault.WRONG_SECRET: "ask the owner of the swarm for a new join code",
-    Fault.NOT_A_MEMBER: "ask the owner of the swarm for a join code, and give it with --join",
-    Fault.PROTOCOL: "a program other than a shoal peer answers there, or the peer is broken: "
+    PeerFault.NO_TLS: "another program listens there: it has taken over the peer's port, or it is "
+    "a proxy in between",
+    PeerFault.FINGERPRINT: "the peer was restarted and will send a new announcement within a "
+    "minute, or someone intercepts the connection: trust it only if the new announcement matches",
+    PeerFault.WRONG_SECRET: "ask the owner of the swarm for a new join code",
+    PeerFault.NOT_A_MEMBER: "ask the owner of the swarm for a join code, and give it with --join",
+    PeerFault.PROTOCOL: "a program other than a shoal peer answers there, or the peer is broken: "
     "restart it",
-    Fault.VERSION: "update shoal on the older of the two machines",
-    Fault.OTHER_PEER: "the address was given to another peer: wait until the old announcement "
+    PeerFault.VERSION: "update shoal on the older of the two machines",
+    PeerFault.OTHER_PEER: "the address was given to another peer: wait until the old announcement "
     "expires",
-    Fault.OTHER_MODEL: "the peer was restarted with another model: wait until the old "
+    PeerFault.OTHER_MODEL: "the peer was restarted with another model: wait until the old "
     "announcement expires",
-    Fault.OTHER_BLOCKS: "the peer was restarted with other blocks: wait until the old "
+    PeerFault.OTHER_BLOCKS: "the peer was restarted with other blocks: wait until the old "
     "announcement expires",
-    Fault.REFUSED: "the peer accepts no sessions at the moment: try again later",
+    PeerFault.REFUSED: "the peer accepts no sessions at the moment: try again later",
 }
 """Advice for each fault."""
 
@@ -79,7 +79,7 @@ class PeerCheck:
     """
 
     peer: Announcement
-    fault: Fault | None = None
+    fault: PeerFault | None = None
     detail: str = ""
     rtt_seconds: float | None = None
     clock_ahead_seconds: float | None = None
@@ -91,15 +91,15 @@ async def check_peer(peer: Announcement, probes: Probes) -> PeerCheck:
         theirs = f"{peer.min_version} to {peer.max_version}"
         ours = f"{versions.MIN_VERSION} to {versions.MAX_VERSION}"
         detail = f"it speaks protocol versions {theirs}, this machine {ours}"
-        return PeerCheck(peer, Fault.VERSION, detail)
-    result = PeerCheck(peer, Fault.UNREACHABLE, "it announces no endpoint")
+        return PeerCheck(peer, PeerFault.VERSION, detail)
+    result = PeerCheck(peer, PeerFault.UNREACHABLE, "it announces no endpoint")
     for endpoint in peer.all_endpoints:
         try:
             async with asyncio.timeout(PEER_SECONDS):
                 result = await _ask_peer(peer, endpoint, probes)
         except TimeoutError:
             detail = f"{endpoint} did not answer within {PEER_SECONDS:g} s"
-            result = PeerCheck(peer, Fault.SILENT, detail)
+            result = PeerCheck(peer, PeerFault.SILENT, detail)
         if result.fault is None:
             break
     return result
@@ -112,16 +112,16 @@ async def _ask_peer(peer: Announcement, endpoint: Endpoint, probes: Probes) -> P
             await probes.check_certificate(endpoint)
     except RemoteProtocolError as error:
         is_tls = not isinstance(error.__cause__, ssl.SSLError)
-        return PeerCheck(peer, Fault.FINGERPRINT if is_tls else Fault.NO_TLS, str(error))
+        return PeerCheck(peer, PeerFault.FINGERPRINT if is_tls else PeerFault.NO_TLS, str(error))
     except UnavailableError as error:
         return PeerCheck(peer, _name_fault(error), str(error))
     try:
         stream = await probes.transport.open_stream(endpoint, PEER_SECONDS)
     except NotAMemberError as error:
-        fault = Fault.WRONG_SECRET if error.has_secret else Fault.NOT_A_MEMBER
+        fault = PeerFault.WRONG_SECRET if error.has_secret else PeerFault.NOT_A_MEMBER
         return PeerCheck(peer, fault, str(error))
     except (RemoteProtocolError, UsageError) as error:
-        return PeerCheck(peer, Fault.PROTOCOL, str(error))
+        return PeerCheck(peer, PeerFault.PROTOCOL, str(error))
     except UnavailableError as error:
         return PeerCheck(peer, _name_fault(error), str(error))
     try:
@@ -129,9 +129,9 @@ async def _ask_peer(peer: Announcement, endpoint: Endpoint, probes: Probes) -> P
         welcome, rtt_seconds = await greet(stream, str(endpoint), probes.clock, NO_CLIENT)
     except RefusedError as error:
         is_version = error.code is ErrorCode.BAD_VERSION
-        return PeerCheck(peer, Fault.VERSION if is_version else Fault.REFUSED, str(error))
+        return PeerCheck(peer, PeerFault.VERSION if is_version else PeerFault.REFUSED, str(error))
     except RemoteProtocolError as error:
-        return PeerCheck(peer, Fault.PROTOCOL, str(error))
+        return PeerCheck(peer, PeerFault.PROTOCOL, str(error))
     except UnavailableError as error:
         return PeerCheck(peer, _name_fault(error), str(error))
     finally:
@@ -141,19 +141,21 @@ async def _ask_peer(peer: Announcement, endpoint: Endpoint, probes: Probes) -> P
     return PeerCheck(peer, fault, detail, *times)
 
 
-def _judge(welcome: Welcome, peer: Announcement, endpoint: Endpoint) -> tuple[Fault | None, str]:
+def _judge(
+    welcome: Welcome, peer: Announcement, endpoint: Endpoint
+) -> tuple[PeerFault | None, str]:
     """Compare what a peer says of itself with what it announced."""
     if welcome.peer_id != peer.peer_id:
-        return Fault.OTHER_PEER, f"{endpoint} is now peer …{welcome.peer_id[-6:]}"
+        return PeerFault.OTHER_PEER, f"{endpoint} is now peer …{welcome.peer_id[-6:]}"
     if welcome.model_id != peer.model_id:
-        return Fault.OTHER_MODEL, f"it serves model id {welcome.model_id}"
+        return PeerFault.OTHER_MODEL, f"it serves model id {welcome.model_id}"
     if not welcome.span.covers(peer.span):
-        return Fault.OTHER_BLOCKS, f"it serves blocks {welcome.span}"
+        return PeerFault.OTHER_BLOCKS, f"it serves blocks {welcome.span}"
     return None, ""
 
 
-def _name_fault(error: UnavailableError) -> Fault:
+def _name_fault(error: UnavailableError) -> PeerFault:
     if isinstance(error.__cause__, ConnectionRefusedError):
-        return Fault.CLOSED_PORT
+        return PeerFault.CLOSED_PORT
     is_timeout = isinstance(error.__cause__, TimeoutError)
-    return Fault.SILENT if is_timeout else Fault.UNREACHABLE
+    return PeerFault.SILENT if is_timeout else PeerFault.UNREACHABLE

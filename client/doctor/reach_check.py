@@ -7,27 +7,12 @@ import ipaddress
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from ...protocol.net.addresses import is_loopback
-from .finding import Finding, Status
+from ...protocol.net.addresses import Reach, is_loopback
+from .finding import Finding, FindingStatus
 
 _NAME = "reach"
 _RELAYED = "Until then a peer here is reached through relays, which is slower"
-
-
-class Reach(Protocol):
-    """The answer of one peer that was asked to dial us; see `reachability.Reach`."""
-
-    @property
-    def is_reached(self) -> bool | None:
-        """Whether it could dial us; None: it had no time to try, or does not know."""
-        ...
-
-    @property
-    def seen_host(self) -> str:
-        """The address that it sees for us, and dialled. Empty if it did not say."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -46,12 +31,14 @@ def judge_reach(door: Door, answers: Sequence[Reach]) -> Finding:
     if is_loopback(host):
         detail = f"{host} is this machine only: other machines cannot dial a peer here"
         fix = "to let them: --listen 0.0.0.0 and --announce-host with the address they should dial"
-        return Finding(_NAME, Status.WARNING, detail, fix)
+        return Finding(_NAME, FindingStatus.WARNING, detail, fix)
     # A peer of this machine sees us from within.
     known = [a for a in answers if a.is_reached is not None and not is_loopback(a.seen_host)]
     if not known:
         detail = f"no peer on another machine could be asked to dial {place}"
-        return Finding(_NAME, Status.WARNING, detail, "try again when more peers are running")
+        return Finding(
+            _NAME, FindingStatus.WARNING, detail, "try again when more peers are running"
+        )
     num_reaching = sum(bool(answer.is_reached) for answer in known)
     seen_host, num_seeing = Counter(answer.seen_host for answer in known).most_common(1)[0]
     # Most have to agree, and a name of ours may stand for what they see.
@@ -61,13 +48,15 @@ def judge_reach(door: Door, answers: Sequence[Reach]) -> Finding:
         return _judge_translated(door, seen_host, is_let_through)
     if 2 * num_reaching >= len(known):
         detail = f"{num_reaching} of {len(known)} peers that were asked can dial {place}"
-        return Finding(_NAME, Status.OK, detail)
+        return Finding(_NAME, FindingStatus.OK, detail)
     number = f"TCP port {port}" if port else "its port (--listen HOST:PORT fixes its number)"
     detail = (
         f"{len(known) - num_reaching} of {len(known)} peers cannot dial {place}, although they see "
         "this machine there: a firewall blocks it"
     )
-    return Finding(_NAME, Status.WARNING, detail, f"open {number} in the firewall. {_RELAYED}")
+    return Finding(
+        _NAME, FindingStatus.WARNING, detail, f"open {number} in the firewall. {_RELAYED}"
+    )
 
 
 def _judge_translated(door: Door, seen_host: str, is_let_through: bool) -> Finding:
@@ -76,13 +65,13 @@ def _judge_translated(door: Door, seen_host: str, is_let_through: bool) -> Findi
     detail = f"others see this machine as {seen_host}, not as {host}: it is behind a NAT"
     if is_let_through:
         fix = f"the NAT forwards the port: announce its address with --announce-host {seen_host}"
-        return Finding(_NAME, Status.WARNING, detail, fix)
+        return Finding(_NAME, FindingStatus.WARNING, detail, fix)
     number = f"TCP port {port}" if port else "a TCP port"
     fix = (
         f"forward {number} from the router to this machine, and serve with --listen "
         f"0.0.0.0:{port or 'PORT'} --announce-host {seen_host}. {_RELAYED}"
     )
-    return Finding(_NAME, Status.WARNING, detail, fix)
+    return Finding(_NAME, FindingStatus.WARNING, detail, fix)
 
 
 def _is_address(host: str) -> bool:

@@ -25,7 +25,7 @@ _PART_NAME = ".checkpoint.part"
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """The progress of a run, and its losses so far."""
 
     num_updates: int = 0
@@ -46,7 +46,7 @@ class Progress:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Progress:
+    def from_json(cls, text: str) -> RunProgress:
         """Return the progress that `to_json` encoded; raises ValueError for anything else."""
         fields = json.loads(text)
         if not isinstance(fields, dict):
@@ -101,7 +101,7 @@ class Checkpoints:
         found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
         return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
 
-    def save(self, progress: Progress, write: Callable[[Path], None]) -> Path:
+    def save(self, progress: RunProgress, write: Callable[[Path], None]) -> Path:
         """Write a checkpoint, with what `write` puts into its folder besides; return the folder.
 
         Raises UnavailableError when the disk does not take it; what was there before stays.
@@ -129,7 +129,7 @@ class Checkpoints:
                 shutil.rmtree(old, ignore_errors=True)
         return path
 
-    def load_newest(self) -> Progress:
+    def load_newest(self) -> RunProgress:
         """Load the newest undamaged checkpoint; raises UsageError without one."""
         found = self.find()
         if not found:
@@ -138,10 +138,10 @@ class Checkpoints:
             )
         return self.load_progress(found[-1])
 
-    def load_progress(self, path: Path) -> Progress:
+    def load_progress(self, path: Path) -> RunProgress:
         """Return the progress of the run; raises UsageError when the checkpoint is damaged."""
         try:
-            return Progress.from_json((path / _STATE_FILE).read_text(encoding="utf-8"))
+            return RunProgress.from_json((path / _STATE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UsageError(make_damage_text(path, error)) from error
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...protocol.errors import ErrorCode, RefusedError, RouteError, UsageError
 from .batches import Batch, ShuffledTexts, cut_into_batches, make_batch
-from .checkpoints import Checkpoints, Progress, name_checkpoint, naming_failures
+from .checkpoints import Checkpoints, RunProgress, name_checkpoint, naming_failures
 from .dataset import Dataset
 from .optimizer_files import load_optimizer, save_optimizer
 
@@ -124,7 +124,7 @@ class FinetuneRun:
     """A fine-tuning run. It may stop between any two updates, and resumes from a checkpoint.
 
     `uninterrupted` holds back whatever would break off an update in the middle of being applied;
-    `options` are kept in its checkpoints, see `Progress`.
+    `options` are kept in its checkpoints, see `RunProgress`.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class FinetuneRun:
         self._parameters = dict(learner.named_parameters())
         self._optimizer = learner.make_optimizer(config.learning_rate, config.weight_decay)
         self.checkpoints = Checkpoints(folder)
-        self.progress = Progress(
+        self.progress = RunProgress(
             facts=self._make_facts(), settings=config.list_settings(), options=dict(options)
         )
         self._num_skipped_in_a_row = 0

@@ -333,9 +333,9 @@ def load_local_layers(checkpoint: Checkpoint, dtype: torch.dtype | None = None) 
         return _load_wrapped_layers(checkpoint, dtype)
     spec = read_spec(checkpoint.config)
     part, shape_VH = spec.client, (spec.vocab_size, spec.hidden_size)
-    reader = _Reader(checkpoint, dtype)
+    reader = _TensorReader(checkpoint, dtype)
     embedding_VH = reader.load(f"{part.embedding}.weight", shape_VH)
-    reader = _Reader(checkpoint, embedding_VH.dtype)
+    reader = _TensorReader(checkpoint, embedding_VH.dtype)
 
     kind = ScaledEmbedding if part.scales_embedding else nn.Embedding
     embedding = kind.from_pretrained(embedding_VH, freeze=True)
@@ -366,7 +366,7 @@ def load_local_layers(checkpoint: Checkpoint, dtype: torch.dtype | None = None) 
     )
 
 
-def _load_norm(reader: "_Reader", name: str, spec: ModelSpec) -> LocalNorm:
+def _load_norm(reader: "_TensorReader", name: str, spec: ModelSpec) -> LocalNorm:
     shape = (spec.hidden_size,)
     weight_H = reader.load(f"{name}.weight", shape)
     if spec.norm_offset:
@@ -377,7 +377,7 @@ def _load_norm(reader: "_Reader", name: str, spec: ModelSpec) -> LocalNorm:
     return LocalNorm(spec.norm_kind, weight_H, bias_H, spec.norm_eps)
 
 
-class _Reader:
+class _TensorReader:
     """Loads tensors as copies of their own, so that they outlive the file."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:

@@ -17,7 +17,7 @@ from ..passes.pass_asking import PassAsker, SessionAdapter
 from ..session.handoff import Mover
 from ..session.session import RemoteSession
 from ..session.standby import Standbys
-from ..session.state import Routes, SessionFacts, SessionState
+from ..session.state import Routes, SessionContext, SessionFacts
 from ..settings.config import ClientConfig, make_whole, read_kv_format
 
 
@@ -81,7 +81,7 @@ class SessionOpener:
 
     def open(self, facts: SessionFacts, kind: type[RemoteSession] = RemoteSession) -> RemoteSession:
         """Return a session with everything that works beside its steps."""
-        state = SessionState(
+        state = SessionContext(
             facts, self._swarm, self._transport, self._clock, self._config, self._closer
         )
         session = kind(state)

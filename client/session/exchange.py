@@ -41,7 +41,7 @@ from .hop_link import (
     from_wire,
     to_wire,
 )
-from .state import SessionState
+from .state import SessionContext
 
 _BROKEN = (UnavailableError, RemoteProtocolError, RefusedError)
 """Errors that cost a hop its place."""
@@ -86,7 +86,7 @@ class _Asked:
 class Exchange:
     """Asks the hops of one session, and blames the peers of those that do not answer."""
 
-    def __init__(self, state: SessionState, mailbox: Mailbox) -> None:
+    def __init__(self, state: SessionContext, mailbox: Mailbox) -> None:
         self._state = state
         self._book = state.book
         self._clock = state.clock

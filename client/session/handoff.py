@@ -34,7 +34,7 @@ from .exchange import Exchange, merge_pieces
 from .hop_link import BrokenSegmentError, LiveHop, Mailbox, Question, StartOverError
 from .hops import HopFinder
 from .push_plan import PushPlan
-from .state import SessionState
+from .state import SessionContext
 
 _logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ _NEVER = 2**63
 class SteppedSession(Protocol):
     """A session, beside whose steps hops are asked and linked; see `RemoteSession`."""
 
-    state: SessionState
+    state: SessionContext
     exchange: Exchange
     plan: PushPlan
     mailbox: Mailbox

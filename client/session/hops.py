@@ -28,7 +28,7 @@ from ..routing.peer_book import FLOOR_SECONDS
 from ..routing.route import Ends, Hop, LostHopError, Refusals, Route
 from .deep_prompts import encode_prompts
 from .hop_link import HopLink, LiveHop, Mailbox, Place
-from .state import SessionState, Waiting
+from .state import SessionContext, Waiting
 
 _logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ to the state of its log. Raises LostHopError for one that has to be replaced; no
 class HopFinder:
     """Finds and opens the hops of one session."""
 
-    def __init__(self, state: SessionState, mailbox: Mailbox) -> None:
+    def __init__(self, state: SessionContext, mailbox: Mailbox) -> None:
         self._state = state
         self._mailbox = mailbox
 

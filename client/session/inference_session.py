@@ -15,13 +15,13 @@ from ..routing.route import Hop
 from ..settings.config import make_whole
 from ..trace.trace import Failover, Handoff, Recorder
 from .deep_prompts import are_same, check_prompts, check_rows_stay, share_prompts
-from .state import SessionState, Waiting
+from .state import SessionContext, Waiting
 
 
 class AsyncSession(Protocol):
     """A session on the client's loop; see `RemoteSession`."""
 
-    state: SessionState
+    state: SessionContext
     failovers: list[Failover]
     handoffs: list[Handoff]
 

@@ -15,7 +15,7 @@ from ...protocol.net.retry import Backoff, Retry
 from ...protocol.spans import Span
 from ..routing.route import Failures, Fault
 from .hop_link import BrokenSegmentError, LiveHop, Place, Question, StartOverError, cut_segments
-from .state import SessionState
+from .state import SessionContext
 
 _AGAIN = Backoff(0.05, 1.0, jitter_fraction=0.25)
 """Between replacements of one hop, of which the first is looked for at once: peers that open and
@@ -101,7 +101,7 @@ class Stretch:
         sent = itertools.islice(self.waiting, self.num_sent)
         return any(piece.last_token_only and piece.hidden_BTH.shape[1] > 1 for piece in sent)
 
-    def note_failures(self, state: SessionState) -> Failures:
+    def note_failures(self, state: SessionContext) -> Failures:
         """Return what is noted of hops that are lost here; time for others runs from the first."""
         if self.failures is None:
             retry = Retry(_AGAIN, state.clock, state.make_deadline(), state.rng)
@@ -143,7 +143,7 @@ class Pipeline:
 
     def __init__(
         self,
-        state: SessionState,
+        state: SessionContext,
         exchange: Asked,
         hops: Sequence[LiveHop],
         pieces: Sequence[Question],

@@ -13,7 +13,7 @@ from ...protocol.versions import CHAIN_VERSION
 from ..routing.route import Hop, LostHopError
 from ..routing.router import can_push
 from .hop_link import BrokenSegmentError, LiveHop, Mailbox, Place, StartOverError
-from .state import SessionState
+from .state import SessionContext
 
 
 class ToldHops(Protocol):
@@ -37,7 +37,7 @@ class ToldHops(Protocol):
 class PushPlan:
     """Decides which hops push to each other, and tells them."""
 
-    def __init__(self, state: SessionState, hops: ToldHops, mailbox: Mailbox) -> None:
+    def __init__(self, state: SessionContext, hops: ToldHops, mailbox: Mailbox) -> None:
         self._state = state
         self._hops = hops
         self._mailbox = mailbox

@@ -39,7 +39,7 @@ from .hop_link import (
 from .hops import HopFinder
 from .pipeline import Pipeline, Stretch, choose_piece_tokens
 from .push_plan import PushPlan
-from .state import SessionState
+from .state import SessionContext
 
 _logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class RemoteSession:
     The observers of its `state` are told about other events.
     """
 
-    def __init__(self, state: SessionState) -> None:
+    def __init__(self, state: SessionContext) -> None:
         self.state = state
         self.mailbox = Mailbox()
         self.finder = HopFinder(state, self.mailbox)

@@ -118,7 +118,7 @@ class Waiting:
         return f"room at peer …{self.hop.peer.peer_id[-6:]}, about {self.seconds:.0f} s"
 
 
-class SessionState:
+class SessionContext:
     """The part of a session that its parts read and few of them change.
 
     `epoch` counts the routes, `wire_dtype` is None before the first one. Peers of `forgiven` have
@@ -169,7 +169,7 @@ class SessionState:
         for observer in self.observers:
             observer.note_leaving()
 
-    def make_twin(self) -> SessionState:
+    def make_twin(self) -> SessionContext:
         """Return the state of another session, with other secrets, whose hops are to be used here.
 
         It counts epochs of its own, from that of now on, and is not recorded.
@@ -177,7 +177,9 @@ class SessionState:
         self._num_twins += 1
         secret = self._derive(f"twin {self._num_twins}", self.facts.span, SESSION_ID_BYTES)
         facts = replace(self.facts, session=SessionId(secret))
-        twin = SessionState(facts, self.swarm, self.transport, self.clock, self.config, self.closer)
+        twin = SessionContext(
+            facts, self.swarm, self.transport, self.clock, self.config, self.closer
+        )
         twin.epoch, twin.num_rows, twin.wire_dtype = self.epoch, self.num_rows, self.wire_dtype
         twin.prompts_LBPH, twin.observers = self.prompts_LBPH, self.observers
         return twin
@@ -188,7 +190,7 @@ class SessionState:
         if self.wire_dtype is None:
             self.wire_dtype = self._choose_wire_dtype([hop.peer for hop in route.hops])
 
-    def begin_fork(self, parent: SessionState) -> None:
+    def begin_fork(self, parent: SessionContext) -> None:
         """Count the route of another session as the first one of this."""
         self.epoch += 1
         self.wire_dtype, self.num_rows = parent.wire_dtype, parent.num_rows

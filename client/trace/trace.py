@@ -112,7 +112,7 @@ class StepTaken(_Timed):
 
 
 @dataclass(frozen=True)
-class Exchange(_Timed):
+class AnsweredQuestion(_Timed):
     """One question to a hop and its answer.
 
     started_at    sent_at                                    answered_at    ended_at
@@ -182,7 +182,7 @@ class Move(_Timed):
     stall_seconds: float
 
 
-Event = StepTaken | Exchange | UnansweredQuestion | Opening | Replacement | Move
+Event = StepTaken | AnsweredQuestion | UnansweredQuestion | Opening | Replacement | Move
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class QuestionWatch:
         said_seconds = output.queue_seconds + output.compute_seconds
         scale = min(1.0, there_seconds / said_seconds) if said_seconds > 0 else 0.0
         self._recorder.add(
-            Exchange(
+            AnsweredQuestion(
                 self._recorder.step,
                 self._started_at,
                 self._recorder.now(),
@@ -282,7 +282,7 @@ class QuestionWatch:
             answered_at = self._answered_at if is_last else answered_at
             ended_at = self._recorder.now() if is_last else answered_at
             self._recorder.add(
-                Exchange(
+                AnsweredQuestion(
                     self._recorder.step,
                     started_at,
                     ended_at,

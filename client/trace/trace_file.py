@@ -9,8 +9,8 @@ from typing import Any
 
 from ..routing.route import Hop
 from .trace import (
+    AnsweredQuestion,
     Event,
-    Exchange,
     Kind,
     Move,
     Opening,
@@ -98,10 +98,10 @@ class _Drawer:
                 facts |= {"position": event.position, "error": event.error}
                 track = self._tracks[_name(event.hop)]
                 yield self._slice(track, f"{event.kind}, unanswered", start, stop, facts)
-            case Exchange():
+            case AnsweredQuestion():
                 yield from self._exchange(event, facts)
 
-    def _exchange(self, event: Exchange, facts: Json) -> Iterator[Json]:
+    def _exchange(self, event: AnsweredQuestion, facts: Json) -> Iterator[Json]:
         facts |= {"hop": _name(event.hop), "position": event.position, "tokens": event.num_tokens}
         yield self._slice(_CLIENT_TRACK, "encode frame", event.started_at, event.sent_at, facts)
         yield self._slice(_CLIENT_TRACK, "decode frame", event.answered_at, event.ended_at, facts)

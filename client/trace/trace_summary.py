@@ -8,7 +8,7 @@ from ...protocol.spans import Span
 from ..routing.route import Hop
 from .intervals import measure_covered
 from .trace import (
-    Exchange,
+    AnsweredQuestion,
     Kind,
     Replacement,
     StepTaken,
@@ -117,20 +117,24 @@ def summarize(trace: Trace) -> Summary:
     )
 
 
-def _find_exchanges(trace: Trace, kind: Kind) -> list[Exchange]:
-    return [event for event in trace.events if isinstance(event, Exchange) and event.kind is kind]
+def _find_exchanges(trace: Trace, kind: Kind) -> list[AnsweredQuestion]:
+    return [
+        event
+        for event in trace.events
+        if isinstance(event, AnsweredQuestion) and event.kind is kind
+    ]
 
 
-def _share_by_hop(exchanges: Sequence[Exchange]) -> Iterable[HopShares]:
+def _share_by_hop(exchanges: Sequence[AnsweredQuestion]) -> Iterable[HopShares]:
     """Return what went to each hop, in the order of the blocks, then of time."""
-    by_hop: dict[tuple[str, Span], list[Exchange]] = {}
+    by_hop: dict[tuple[str, Span], list[AnsweredQuestion]] = {}
     for event in exchanges:
         by_hop.setdefault((event.hop.peer.peer_id, event.hop.span), []).append(event)
     for key in sorted(by_hop, key=lambda key: key[1].start):
         yield HopShares(by_hop[key][0].hop, _add(by_hop[key]))
 
 
-def _add(exchanges: Sequence[Exchange]) -> Shares:
+def _add(exchanges: Sequence[AnsweredQuestion]) -> Shares:
     return Shares(
         len(exchanges),
         sum(event.queue_seconds for event in exchanges),
@@ -161,7 +165,7 @@ def _find_first_question(trace: Trace, step: StepTaken) -> float:
     asked_at = (
         event.started_at
         for event in trace.events
-        if isinstance(event, Exchange | UnansweredQuestion) and event.step == step.step
+        if isinstance(event, AnsweredQuestion | UnansweredQuestion) and event.step == step.step
     )
     return min(asked_at, default=step.ended_at)
 

@@ -23,7 +23,7 @@ from .cache.kv_cache import SessionCache
 from .cache.kv_pool import KVCachePool
 from .decode_graphs import TOKEN_COUNTS, DecodeGraphs
 from .devices.device import Numerics
-from .passes.passes import Passes
+from .passes.span_passes import SpanPasses
 from .steps import AcceptedStep, StepGroup, StepWork, group_steps
 
 _NOT_COMPUTED = RefusedError(ErrorCode.INTERNAL, "the step was not computed")
@@ -52,7 +52,7 @@ class Engine:
         self.dtype = pool.dtype
         self.pool = pool
         self.device = numerics.device
-        self.passes = Passes(spec, span, blocks, rotary, numerics)
+        self.passes = SpanPasses(spec, span, blocks, rotary, numerics)
         self.num_weight_bytes = sum(block.num_bytes for block in blocks)
         self.num_parameters = sum(block.num_parameters for block in blocks)
         self.kernels = describe_kernels(

@@ -33,7 +33,7 @@ from ...protocol.wire.codec import encode_frame
 from ..engine.adapters.adapter import Adapter
 from ..engine.adapters.adapter_store import AdapterStore, Kept
 from ..engine.adapters.trained_adapter import GatheredGradients
-from ..engine.passes.passes import Passes, PassWork
+from ..engine.passes.span_passes import PassWork, SpanPasses
 from ..streams.client_stream import check_fits
 
 Adapters = tuple[Adapter | None, ...]
@@ -119,7 +119,7 @@ def check_trained(num_numbers: int, most_bytes: int) -> None:
         )
 
 
-def run_pass(passes: Passes, asked: WireWork, give_way: GiveWay) -> list[bytes]:
+def run_pass(passes: SpanPasses, asked: WireWork, give_way: GiveWay) -> list[bytes]:
     """Return the frames that answer a pass, but for the last.
 
     On the compute thread: to decode and encode megabytes would hold up the event loop.

@@ -126,7 +126,7 @@ class PassWorkload(Workload):
 
 
 @dataclass
-class _Asked:
+class _OpenPass:
     """The pass of a stream, from the first word until its answer is sent."""
 
     work: WireWork
@@ -148,7 +148,7 @@ class PassStream(StreamWork):
         self._workload = workload
         self._stream = stream
         self._answers = stream.answers
-        self._asked: _Asked | None = None
+        self._asked: _OpenPass | None = None
         self._refused: PassId | None = None
         self._timer: asyncio.TimerHandle | None = None  # of the upload's end
         self._keep_alive = KeepAlive(stream.answers, workload.estimate_wait_seconds)
@@ -203,7 +203,7 @@ class PassStream(StreamWork):
             self._begin_computing(asked)
         return True
 
-    def _admit(self, message: Pass, holder: Holder) -> _Asked:
+    def _admit(self, message: Pass, holder: Holder) -> _OpenPass:
         workload, resources = self._workload, self._workload.resources
         engine = workload.engine
         if workload.is_draining:
@@ -233,7 +233,7 @@ class PassStream(StreamWork):
         width = engine.spec.hidden_size
         reader = PiecesReader(list_question_slots(message), width)
         work = WireWork(message, reader.tensors, width, adapters, gathered)
-        return _Asked(work, holder, reader, num_bytes, work_bytes, kept.values())
+        return _OpenPass(work, holder, reader, num_bytes, work_bytes, kept.values())
 
     def _measure(self, message: Pass, adapters: Adapters) -> tuple[int, int]:
         """Return the bytes of a pass's tensors, and of computing it; or refuse it as too large."""
@@ -265,13 +265,13 @@ class PassStream(StreamWork):
         self._refused = pass_id  # whose pieces are on their way already
         self._answers.put(encode_refusal(pass_id, 0, error))
 
-    def _give_up(self, asked: _Asked) -> None:
+    def _give_up(self, asked: _OpenPass) -> None:
         """Refuse a pass that is on its way for too long."""
         self._forget(asked)
         detail = f"the pass did not come within {_UPLOAD_SECONDS:.0f} s; send smaller microbatches"
         self._refuse(asked.work.message.pass_id, RefusedError(ErrorCode.OUT_OF_MEMORY, detail))
 
-    def _begin_computing(self, asked: _Asked) -> None:
+    def _begin_computing(self, asked: _OpenPass) -> None:
         message, compute = asked.work.message, self._workload.compute
         run = partial(run_pass, self._workload.engine.passes, asked.work)
         cost = message.num_rows * message.num_tokens * len(message.span) * _COSTS[message.kind]
@@ -280,7 +280,7 @@ class PassStream(StreamWork):
         self._stop_timer()
         self._keep_alive.begin(message.pass_id)
 
-    def _answer(self, asked: _Asked, computing: asyncio.Future[ComputedPass]) -> None:
+    def _answer(self, asked: _OpenPass, computing: asyncio.Future[ComputedPass]) -> None:
         if computing.cancelled() or self._asked is not asked:
             return  # the stream is over
         self._stop_timer()
@@ -304,11 +304,11 @@ class PassStream(StreamWork):
         passed = Passed(pass_id, computed.queue_seconds, computed.compute_seconds)
         self._answers.say(passed)
 
-    def _recount(self, asked: _Asked, num_bytes: int) -> None:
+    def _recount(self, asked: _OpenPass, num_bytes: int) -> None:
         self._workload.tensors.count(asked.holder, num_bytes - asked.num_bytes)
         asked.num_bytes = num_bytes
 
-    def _forget(self, asked: _Asked) -> None:
+    def _forget(self, asked: _OpenPass) -> None:
         self._stop_timer()
         self._asked, self._active_at = None, self._workload.clock.now()
         self._recount(asked, 0)

@@ -71,7 +71,7 @@ _RELUCTANCE = 16
 and that were told to stay where they are."""
 
 
-class Action(StrEnum):
+class PlacementAction(StrEnum):
     """The action of a peer on its span."""
 
     STAY = "stay"
@@ -115,19 +115,19 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Decision:
+class Placement:
     """The action to take, and the reason for people to read.
 
     `span` is where the peer is to be: announced as JOINING for a while, then loaded if the next
     decision is the same. None is for a peer without a span that cannot take one.
     """
 
-    action: Action
+    action: PlacementAction
     span: Span | None
     why: str
 
 
-class _Place(NamedTuple):
+class _Worth(NamedTuple):
     """The worth of a peer at a span, compared from the first field on."""
 
     num_gaps: int
@@ -138,17 +138,19 @@ class _Place(NamedTuple):
     """Throughput that the swarm loses without the peer there."""
 
 
-def decide_placement(supply: Supply, candidate: Candidate, rng: random.Random) -> Decision:
+def decide_placement(supply: Supply, candidate: Candidate, rng: random.Random) -> Placement:
     """Return what a peer should do now, given `Supply.of_view(view)`.
 
     The same view, candidate and seed decide alike.
     """
     own, intent = candidate.span, candidate.intent
     if intent is None and own is not None and rng.random() >= _chance_to_consider(supply, own):
-        return Decision(Action.STAY, own, "other peers are chosen to move")
+        return Placement(PlacementAction.STAY, own, "other peers are chosen to move")
     starts, stops = _list_places(candidate, supply.num_blocks)
     if not starts.size:
-        return Decision(Action.STAY, own, "no block fits into memory, or none can be loaded")
+        return Placement(
+            PlacementAction.STAY, own, "no block fits into memory, or none can be loaded"
+        )
     others = supply.without([candidate.peer_id])
     if intent is not None:
         others = _send_back_rivals(others, candidate.peer_id, intent.planned_on)
@@ -198,7 +200,7 @@ def _send_back_rivals(others: Supply, peer_id: PeerId, planned_on: Supply) -> Su
     return others.with_earlier(rivals, planned_on)
 
 
-def _confirm(survey: _Survey, own: Span | None, planned: Span, rng: random.Random) -> Decision:
+def _confirm(survey: _Survey, own: Span | None, planned: Span, rng: random.Random) -> Placement:
     """Return whether what was announced is still right, now that others have spoken too."""
     place = survey.judge(planned)
     if own is None:
@@ -208,38 +210,40 @@ def _confirm(survey: _Survey, own: Span | None, planned: Span, rng: random.Rando
         return _take(survey, survey.draw(rng))
     if survey.may_leave(own, planned) and _improves(survey.judge(own), place, _HYSTERESIS / 2):
         return _move(survey, own, planned)
-    return Decision(Action.STAY, own, f"other peers already take blocks {planned}")
+    return Placement(PlacementAction.STAY, own, f"other peers already take blocks {planned}")
 
 
-def _reconsider(survey: _Survey, candidate: Candidate, own: Span, rng: random.Random) -> Decision:
+def _reconsider(survey: _Survey, candidate: Candidate, own: Span, rng: random.Random) -> Placement:
     """Return whether a peer that serves should be somewhere else."""
     best = survey.find_best(rng)
     if not survey.may_leave(own, best):
-        return Decision(Action.STAY, own, f"too few other peers serve blocks {own}")
+        return Placement(PlacementAction.STAY, own, f"too few other peers serve blocks {own}")
     own_place, best_place = survey.judge(own), survey.judge(best)
     is_urgent = best_place.num_gaps > own_place.num_gaps
     least_seconds = _RESIDENCY_AFTER_MOVE_SECONDS if candidate.has_moved else MIN_RESIDENCY_SECONDS
     if not is_urgent and candidate.residency_seconds < least_seconds:
-        return Decision(Action.STAY, own, "it moved here only recently")
+        return Placement(PlacementAction.STAY, own, "it moved here only recently")
     if not _improves(own_place, best_place, _HYSTERESIS):
-        return Decision(Action.STAY, own, f"moving away from blocks {own} would gain too little")
+        return Placement(
+            PlacementAction.STAY, own, f"moving away from blocks {own} would gain too little"
+        )
     return _move(survey, own, best)
 
 
-def _improves(place: _Place, other: _Place, hysteresis: float) -> bool:
+def _improves(place: _Worth, other: _Worth, hysteresis: float) -> bool:
     """Return whether the other place is so much better that it is worth the trouble."""
     if place[:2] != other[:2]:
         return other[:2] > place[:2]
     return other.worth > (1 + hysteresis) * place.worth
 
 
-def _take(survey: _Survey, span: Span) -> Decision:
-    return Decision(Action.TAKE, span, survey.explain(span))
+def _take(survey: _Survey, span: Span) -> Placement:
+    return Placement(PlacementAction.TAKE, span, survey.explain(span))
 
 
-def _move(survey: _Survey, own: Span, span: Span) -> Decision:
-    action = Action.SHIFT if own.overlap(span) else Action.MOVE
-    return Decision(action, span, survey.explain(span))
+def _move(survey: _Survey, own: Span, span: Span) -> Placement:
+    action = PlacementAction.SHIFT if own.overlap(span) else PlacementAction.MOVE
+    return Placement(action, span, survey.explain(span))
 
 
 class _Survey:
@@ -269,11 +273,11 @@ class _Survey:
         is_urgent = self.judge(span).num_gaps > self.judge(own).num_gaps
         return not is_missed and (is_urgent or not is_early)
 
-    def judge(self, span: Span) -> _Place:
+    def judge(self, span: Span) -> _Worth:
         """Return what the candidate is worth at a span."""
         blocks = slice(span.start, span.stop)
         worth = self._rate(np.array([span.start]), np.array([span.stop]))
-        return _Place(
+        return _Worth(
             int((self.others.num_hosts[blocks] == 0).sum()),
             int((self.others.num_hosts[blocks] < MIN_REPLICAS).sum()),
             float(worth[0]),

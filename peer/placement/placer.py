@@ -22,10 +22,10 @@ from .placement import (
     INTENT_PERIODS,
     LOOKS_PER_PERIOD,
     MAX_INTENTS,
-    Action,
     Candidate,
-    Decision,
     Intent,
+    Placement,
+    PlacementAction,
     decide_placement,
 )
 from .supply import Room, Supply
@@ -128,7 +128,7 @@ class Placer:
         self._has_moved = False
         self._joining_since: dict[PeerId, float] = {}
 
-    async def choose_first(self) -> Decision:
+    async def choose_first(self) -> Placement:
         """Return the span to begin with. Raises DirectoryError when nobody can be asked."""
         if not self._model.has_room:
             raise UsageError(
@@ -155,7 +155,7 @@ class Placer:
         for block in blocks:
             self._unloadable.note_failure(block)
 
-    async def wait_for_move(self, current: Placed) -> Decision:
+    async def wait_for_move(self, current: Placed) -> Placement:
         """Watch the swarm; return as soon as the peer should be somewhere else, and has said so."""
         look_seconds = self._announcer.period_seconds / LOOKS_PER_PERIOD
         await asyncio.sleep(self._rng.random() * look_seconds)
@@ -171,13 +171,13 @@ class Placer:
                 return decision
             await self._withdraw()
 
-    async def _reconsider(self, current: Placed) -> Decision | None:
+    async def _reconsider(self, current: Placed) -> Placement | None:
         """Decide, and if it is for a move say so and decide again."""
         intent: Intent | None = None
         while True:
             supply = await self._take_supply()
             decision = self._decide(supply, current, intent)
-            if decision.action is Action.STAY or decision.span is None:
+            if decision.action is PlacementAction.STAY or decision.span is None:
                 return None
             if intent is not None and decision.span == intent.span:
                 return decision
@@ -200,7 +200,7 @@ class Placer:
         await self._announcer.announce(PeerState.JOINING)
         await asyncio.sleep(INTENT_PERIODS * self._announcer.period_seconds)
 
-    def _decide(self, supply: Supply, current: Placed | None, intent: Intent | None) -> Decision:
+    def _decide(self, supply: Supply, current: Placed | None, intent: Intent | None) -> Placement:
         candidate = Candidate(
             peer_id=self._announcer.peer_id,
             room=self._model.room,

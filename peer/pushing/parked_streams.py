@@ -35,8 +35,8 @@ _TELL_SECONDS = 10.0
 
 
 @dataclass(frozen=True, eq=False)
-class _Place:
-    """The place of an offered stream; at first it waits for the directory."""
+class _Reservation:
+    """Room for an offered stream, which at first waits for the directory."""
 
     key: tuple[PeerId, Lane]
     address: str
@@ -44,7 +44,7 @@ class _Place:
 
 @dataclass(eq=False)
 class _ParkedStream:
-    place: _Place
+    reservation: _Reservation
     stream: Stream
     hearing: asyncio.Task[bytes | None] = field(init=False)
     is_taken: bool = False
@@ -73,8 +73,8 @@ class ParkedStreams:
         self._look = look
         self._clock = clock
         self._period_seconds = period_seconds
-        self._places: set[_Place] = set()
-        self._parked: list[_ParkedStream] = []  # oldest first; all have a place
+        self._reservations: set[_Reservation] = set()
+        self._parked: list[_ParkedStream] = []  # oldest first; all are reserved
         self._announced: frozenset[PeerId] = frozenset()
         self._looked_at = float("-inf")
         self._looking = asyncio.Lock()
@@ -109,18 +109,18 @@ class ParkedStreams:
 
         Raises RefusedError when it is not kept.
         """
-        place = self._take_place(offer, name_holder(stream.remote_host))
+        reservation = self._reserve(offer, name_holder(stream.remote_host))
         try:
             await self._check_is_announced(offer.peer_id)
             stream.set_gate(refuse_large_frames)
             await _tell_parked(stream)
-            await self._keep(_ParkedStream(place, stream))
+            await self._keep(_ParkedStream(reservation, stream))
         finally:
-            self._places.discard(place)
+            self._reservations.discard(reservation)
 
     async def _keep(self, parked: _ParkedStream) -> None:
         """Keep a stream instead of the oldest one, where its peer has enough."""
-        peer_id, _ = key = parked.place.key
+        peer_id, _ = key = parked.reservation.key
         for oldest in self._list(key)[: 1 - _MAX_STREAMS_PER_LANE]:
             self._remove(oldest)
             oldest.hearing.cancel()
@@ -138,13 +138,13 @@ class ParkedStreams:
             await parked.stream.wait_over()
 
     def _remove(self, parked: _ParkedStream) -> None:
-        """Leave the place of a stream to another one, unless that was done."""
+        """Take a stream out and its reservation back, unless that was done."""
         if parked in self._parked:
             self._parked.remove(parked)
-        self._places.discard(parked.place)
+        self._reservations.discard(parked.reservation)
 
     def _list(self, key: tuple[PeerId, Lane]) -> list[_ParkedStream]:
-        return [parked for parked in self._parked if parked.place.key == key]
+        return [parked for parked in self._parked if parked.reservation.key == key]
 
     async def _check_is_announced(self, peer_id: PeerId) -> None:
         """Raise RefusedError unless the directory lists the peer for this model."""
@@ -165,22 +165,25 @@ class ParkedStreams:
             except DirectoryError as error:
                 _logger.debug("cannot look up which peers may park streams: %s", error)
 
-    def _take_place(self, offer: Offer, address: str) -> _Place:
-        """Return a place for one more stream; raises RefusedError when there is none.
+    def _reserve(self, offer: Offer, address: str) -> _Reservation:
+        """Reserve room for one more stream; raises RefusedError when there is none.
 
         A peer may have one more than it keeps, which replaces its oldest one.
         """
         lane = Lane.BULK if offer.is_bulk else Lane.INTERACTIVE
-        place = _Place((offer.peer_id, lane), address)
-        if sum(other.key == place.key for other in self._places) > _MAX_STREAMS_PER_LANE:
+        reservation = _Reservation((offer.peer_id, lane), address)
+        if (
+            sum(other.key == reservation.key for other in self._reservations)
+            > _MAX_STREAMS_PER_LANE
+        ):
             detail = "another stream of this peer is about to be parked"
             raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS)
-        oldest = self._list(place.key)[: 1 - _MAX_STREAMS_PER_LANE]
-        others = self._places - {parked.place for parked in oldest}
+        oldest = self._list(reservation.key)[: 1 - _MAX_STREAMS_PER_LANE]
+        others = self._reservations - {parked.reservation for parked in oldest}
         addresses = [other.address for other in others]
         check_room_for(address, addresses, _MAX_STREAMS, "streams to peers that cannot be dialled")
-        self._places.add(place)
-        return place
+        self._reservations.add(reservation)
+        return reservation
 
 
 async def _tell_parked(stream: Stream) -> None:

@@ -30,7 +30,7 @@ from ...protocol.messages.session import (
     Step,
 )
 from ...protocol.records.announcements import Announcement
-from ...protocol.session.table import Action
+from ...protocol.session.table import StepAction
 from ...protocol.versions import HANDOFF_VERSION
 from ..engine.steps import ComputedStep
 from ..streams.client_stream import Answer, ClientStream, Handler, StreamWork, encode_refusal
@@ -278,16 +278,16 @@ class SessionStream(StreamWork):
             if held.capability and self._stream.holder != held.holder:
                 check_epoch(step, held)
             decision = held.state.decide(step)
-            if decision.action in (Action.EXECUTE, Action.ROLLBACK):
+            if decision.action in (StepAction.EXECUTE, StepAction.ROLLBACK):
                 self._check_size(step, held)
         except RefusedError as error:
             self._answer(held, encode_refusal(step.session, step.sequence, error))
             return
-        if decision.action is Action.RESEND:
+        if decision.action is StepAction.RESEND:
             self._answer(held, decision.answer)
-        elif decision.action is Action.GAP:
+        elif decision.action is StepAction.GAP:
             self._answer(held, encode_gap(step, held))
-        elif decision.action in (Action.EXECUTE, Action.ROLLBACK):
+        elif decision.action in (StepAction.EXECUTE, StepAction.ROLLBACK):
             held.used_at = self._admission.clock.now()
             held.cache.touch()
             held.state.accept(step)

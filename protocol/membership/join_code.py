@@ -83,7 +83,7 @@ class JoinCode:
         True
         """
         packed = _decode(text)
-        kind, content = packed[1], _Reader(packed[_HEADER_BYTES:-_CHECKSUM_BYTES])
+        kind, content = packed[1], _ByteReader(packed[_HEADER_BYTES:-_CHECKSUM_BYTES])
         try:
             return cls(_unpack_membership(kind, content), _unpack_addresses(content))
         except _DamagedError as error:
@@ -147,7 +147,7 @@ class _DamagedError(Exception):
     """A code with the right checksum that nevertheless makes no sense."""
 
 
-class _Reader:
+class _ByteReader:
     """Takes bytes from the front of some, and never more than there are."""
 
     def __init__(self, content: bytes) -> None:
@@ -188,7 +188,7 @@ _MAKERS: tuple[tuple[Callable[..., Membership], tuple[int, ...]], ...] = (
 """By kind: what makes a membership of how many bytes each."""
 
 
-def _unpack_membership(kind: int, content: _Reader) -> Membership:
+def _unpack_membership(kind: int, content: _ByteReader) -> Membership:
     if kind >= len(_MAKERS):
         raise _DamagedError(f"kind {kind} is unknown")
     make, lengths = _MAKERS[kind]
@@ -200,7 +200,7 @@ def _pack_address(address: str) -> bytes:
         raise UsageError(f"{address!r} does not fit into a join code")
     packed = _pack_simple(address)
     # Only what comes out again letter by letter is packed by its parts.
-    if packed is not None and _unpack_address(_Reader(packed)) == address:
+    if packed is not None and _unpack_address(_ByteReader(packed)) == address:
         return packed
     return _pack_number(0) + _pack_text(address)
 
@@ -238,7 +238,7 @@ def _pack_number(number: int) -> bytes:
     return number.to_bytes(1, "big")
 
 
-def _unpack_addresses(content: _Reader) -> tuple[str, ...]:
+def _unpack_addresses(content: _ByteReader) -> tuple[str, ...]:
     addresses: list[str] = []
     while len(content):
         if len(addresses) == MAX_ADDRESSES:
@@ -247,7 +247,7 @@ def _unpack_addresses(content: _Reader) -> tuple[str, ...]:
     return tuple(addresses)
 
 
-def _unpack_address(content: _Reader) -> str:
+def _unpack_address(content: _ByteReader) -> str:
     number = content.take(1)[0]
     if number >= len(_FORMS):
         raise _DamagedError(f"an address of form {number} is unknown")

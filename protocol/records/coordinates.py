@@ -34,7 +34,7 @@ answers, weighs no more than anybody else."""
 _LEAST_ERROR = 0.05
 """Nobody is surer of its place than this, whatever it says."""
 
-_Place = Annotated[FiniteFloat, Field(ge=-MAX_COORDINATE_SECONDS, le=MAX_COORDINATE_SECONDS)]
+_Axis = Annotated[FiniteFloat, Field(ge=-MAX_COORDINATE_SECONDS, le=MAX_COORDINATE_SECONDS)]
 _Height = Annotated[FiniteFloat, Field(ge=0, le=MAX_COORDINATE_SECONDS)]
 _Error = Annotated[FiniteFloat, Field(ge=0, le=1)]
 
@@ -43,9 +43,9 @@ _Error = Annotated[FiniteFloat, Field(ge=0, le=1)]
 class Coordinate:
     """A point, and above it a height: what every packet needs to get to the network and from it."""
 
-    x: _Place = 0.0
-    y: _Place = 0.0
-    z: _Place = 0.0
+    x: _Axis = 0.0
+    y: _Axis = 0.0
+    z: _Axis = 0.0
     height: _Height = 0.0
     error: _Error = 1.0
     """Relative error of estimates, about; 1 for a peer without measurements."""

@@ -50,7 +50,7 @@ class PositionOrder(Enum):
     BEYOND = auto()
 
 
-class Action(Enum):
+class StepAction(Enum):
     """The action of the peer on a step."""
 
     EXECUTE = auto()
@@ -68,24 +68,26 @@ TRANSITIONS: tuple[
         frozenset[EpochOrder] | None,
         frozenset[SequenceOrder] | None,
         frozenset[PositionOrder] | None,
-        Action,
+        StepAction,
     ],
     ...,
 ] = (
-    (frozenset({EpochOrder.OLDER}), _ANY, _ANY, Action.DROP),
-    (_ANY, frozenset({SequenceOrder.ANSWERED}), _ANY, Action.RESEND),
-    (_ANY, frozenset({SequenceOrder.STALE}), _ANY, Action.DROP),
-    (_ANY, _ANY, frozenset({PositionOrder.BEYOND}), Action.GAP),
-    (_ANY, _ANY, frozenset({PositionOrder.WITHIN}), Action.ROLLBACK),
-    (_ANY, _ANY, frozenset({PositionOrder.AT_END}), Action.EXECUTE),
+    (frozenset({EpochOrder.OLDER}), _ANY, _ANY, StepAction.DROP),
+    (_ANY, frozenset({SequenceOrder.ANSWERED}), _ANY, StepAction.RESEND),
+    (_ANY, frozenset({SequenceOrder.STALE}), _ANY, StepAction.DROP),
+    (_ANY, _ANY, frozenset({PositionOrder.BEYOND}), StepAction.GAP),
+    (_ANY, _ANY, frozenset({PositionOrder.WITHIN}), StepAction.ROLLBACK),
+    (_ANY, _ANY, frozenset({PositionOrder.AT_END}), StepAction.EXECUTE),
 )
 
 
-def choose_action(epoch: EpochOrder, sequence: SequenceOrder, position: PositionOrder) -> Action:
+def choose_action(
+    epoch: EpochOrder, sequence: SequenceOrder, position: PositionOrder
+) -> StepAction:
     """Look the three comparisons up in the table.
 
     >>> choose_action(EpochOrder.SAME, SequenceOrder.NEW, PositionOrder.BEYOND)
-    <Action.GAP: 3>
+    <StepAction.GAP: 3>
     """
     for epochs, sequences, positions, action in TRANSITIONS:
         if (
@@ -105,10 +107,10 @@ them, so a stranger's sessions must not make them much: 256 sessions hold at mos
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class StepDecision:
     """The action for one step; `answer` is the cached frame of a RESEND."""
 
-    action: Action
+    action: StepAction
     answer: bytes = b""
 
 
@@ -150,7 +152,7 @@ class SessionState:
             f"sequence {self._last_sequence}>"
         )
 
-    def decide(self, step: Step) -> Decision:
+    def decide(self, step: Step) -> StepDecision:
         """Say what to do with a step; changes nothing.
 
         Raises RefusedError when the step cannot be part of this session at all: other rows than
@@ -161,15 +163,15 @@ class SessionState:
             self._order_sequence(step.sequence),
             self._order_position(step.position),
         )
-        if action is Action.RESEND:
-            return Decision(action, self._answers[step.sequence])
-        if action in (Action.EXECUTE, Action.ROLLBACK):
+        if action is StepAction.RESEND:
+            return StepDecision(action, self._answers[step.sequence])
+        if action in (StepAction.EXECUTE, StepAction.ROLLBACK):
             self._check_size(step)
-        return Decision(action)
+        return StepDecision(action)
 
     def accept(self, step: Step) -> None:
         """Note that a step with action EXECUTE or ROLLBACK was handed to the engine."""
-        if self.decide(step).action not in (Action.EXECUTE, Action.ROLLBACK):
+        if self.decide(step).action not in (StepAction.EXECUTE, StepAction.ROLLBACK):
             raise LocalProtocolError("only a step that was decided to execute can be accepted")
         self.epoch = step.epoch
         self.length = step.position + step.hidden.tokens

@@ -14,7 +14,7 @@ import pytest
 from memory_swarm import look_into
 from story_outputs import assert_same
 
-from shoal.client.trace.trace import Exchange, Recorder
+from shoal.client.trace.trace import AnsweredQuestion, Recorder
 from shoal.peer.pushing.session_outputs import SessionOutputs
 from shoal.protocol.fair_share import SharedBytes
 from shoal.protocol.messages.session import Output, Step
@@ -367,7 +367,9 @@ def test_trace_tells_who_computed_and_what_the_ways_took(run_story: Any) -> None
 
         await world.take_all(session, turns[1:])
 
-        events = [event for event in recorder.make_trace().events if isinstance(event, Exchange)]
+        events = [
+            event for event in recorder.make_trace().events if isinstance(event, AnsweredQuestion)
+        ]
         assert [event.hop for event in events] == [*session.hops] * 2
         assert all(event.compute_seconds > 0 for event in events)
         assert all(event.network_seconds >= 0.01 for event in events)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from virtual_route import World, run
 
-from shoal.client.trace.trace import Exchange, Kind, Recorder
+from shoal.client.trace.trace import AnsweredQuestion, Kind, Recorder
 from shoal.client.trace.trace_summary import describe_summary, make_summary_json, summarize
 from shoal.protocol.net.clock import VirtualClock
 
@@ -39,7 +39,7 @@ def test_trace_of_a_chain_says_what_was_expected_of_its_ways(tiny_models: Any) -
     """
     recorder = record_tokens(tiny_models.get().directory, "chain")
 
-    exchanges = [e for e in recorder.make_trace().events if isinstance(e, Exchange)]
+    exchanges = [e for e in recorder.make_trace().events if isinstance(e, AnsweredQuestion)]
     for there, between, last in zip(*[iter(exchanges)] * 3, strict=True):
         expected = [event.expected_seconds for event in (there, between, last)]
         assert expected == pytest.approx([0.002, 0.004, 0.006])
@@ -71,7 +71,7 @@ def test_time_of_an_outage_counts_once(
     # It is the wait for peers that say nothing: no way takes longer for it.
     assert summary.failover_seconds > 0.9 * summary.seconds > 0.5
     for event in trace.events:
-        if isinstance(event, Exchange) and event.kind is Kind.DECODE:
+        if isinstance(event, AnsweredQuestion) and event.kind is Kind.DECODE:
             assert event.network_seconds < 0.02
 
 

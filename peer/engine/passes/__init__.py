@@ -1,4 +1,4 @@
 """Forward and backward passes of batches through frozen blocks, without a KV cache.
 
-Nothing here knows sessions, or when a pass may run. Read first: passes.py.
+Nothing here knows sessions, or when a pass may run. Read first: span_passes.py.
 """

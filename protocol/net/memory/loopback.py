@@ -17,7 +17,7 @@ from ...endpoints import Endpoint
 from ...errors import LocalProtocolError, RemoteProtocolError, UnavailableError, UsageError
 from ...membership.membership import Membership
 from ..transport import StreamServer, serve_stream, turn_away
-from .loopback_wire import LoopbackStream, Mark, Pipe, Wire
+from .loopback_wire import LoopbackStream, Pipe, Signal, Wire
 
 log = logging.getLogger(__name__)
 
@@ -163,17 +163,17 @@ class LoopbackNetwork:
             port += 1
         return port
 
-    def answer(self, wire: Wire, endpoint: Endpoint, proof: bytes) -> Mark:
+    def answer(self, wire: Wire, endpoint: Endpoint, proof: bytes) -> Signal:
         """Accept or turn down a stream whose request has reached its target."""
         listener = self._listeners.get((endpoint.host, endpoint.port))
         if listener is None:
-            return Mark.REFUSED
+            return Signal.REFUSED
         if listener.endpoint.fingerprint != endpoint.fingerprint:
-            return Mark.WRONG_CERTIFICATE
+            return Signal.WRONG_CERTIFICATE
         if not listener.takes(proof):
-            return Mark.NOT_A_MEMBER
+            return Signal.NOT_A_MEMBER
         listener.accept(wire)
-        return Mark.ACCEPTED
+        return Signal.ACCEPTED
 
     def register(self, wire: Wire) -> None:
         """Make a wire subject to what happens to its hosts."""
@@ -232,16 +232,16 @@ class LoopbackTransport:
                 detail = f"{endpoint} did not answer within {timeout_seconds:g} s"
                 raise UnavailableError(detail) from error
             raise
-        if answer is Mark.ACCEPTED:
+        if answer is Signal.ACCEPTED:
             self._dialled = {wire for wire in self._dialled if not wire.is_over}
             self._dialled.add(wire)
             return LoopbackStream(wire, wire.forward, wire.back)
         wire.break_off("the stream was turned down")
-        if answer is Mark.WRONG_CERTIFICATE:
+        if answer is Signal.WRONG_CERTIFICATE:
             raise RemoteProtocolError(
                 f"the peer at {endpoint} presents another TLS certificate than it announced"
             )
-        if answer is Mark.NOT_A_MEMBER:
+        if answer is Signal.NOT_A_MEMBER:
             is_private = self._membership is not None and self._membership.is_private
             raise turn_away(endpoint, has_secret=is_private)
         raise UnavailableError(f"nobody answers at {endpoint}: connection refused")

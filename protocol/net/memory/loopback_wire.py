@@ -22,7 +22,7 @@ through."""
 _TIMER_SLACK_SECONDS = 1e-6
 
 
-class Mark(Enum):
+class Signal(Enum):
     """Marks that travel between frames."""
 
     REQUEST = "request"
@@ -73,10 +73,10 @@ class Wire:
         """Whether nothing can happen on it any more."""
         return self.fault is not None or self._num_open_ends == 0
 
-    def request(self, answer: Callable[[], Mark]) -> None:
+    def request(self, answer: Callable[[], Signal]) -> None:
         """Send the request; what `answer` returns once it has arrived is sent back."""
         self.forward.on_request = lambda: self.back.push(answer())
-        self.forward.push(Mark.REQUEST)
+        self.forward.push(Signal.REQUEST)
 
     def break_off(self, reason: str) -> None:
         """Break the stream at both ends at once, if it is not over."""
@@ -123,8 +123,8 @@ class Pipe:
         self.target = target
         self.busy_until = 0.0
         """When all that was sent so far has left."""
-        self._in_transit: deque[tuple[float, bytes | Mark]] = deque()
-        self._arrived: deque[bytes | Mark] = deque()
+        self._in_transit: deque[tuple[float, bytes | Signal]] = deque()
+        self._arrived: deque[bytes | Signal] = deque()
         self._num_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self.on_request: Callable[[], None] | None = None
@@ -134,7 +134,7 @@ class Pipe:
         """Return whether a frame may be pushed."""
         return self._num_bytes == 0 or self._num_bytes + num_bytes <= WINDOW_BYTES
 
-    def push(self, item: bytes | Mark) -> None:
+    def push(self, item: bytes | Signal) -> None:
         """Send a frame or a mark on its way."""
         size = len(item) if isinstance(item, bytes) else 0
         wire = self._wire
@@ -156,11 +156,11 @@ class Pipe:
         item = self._arrived[0]
         return len(item) if isinstance(item, bytes) else 0
 
-    async def take(self) -> bytes | Mark:
+    async def take(self) -> bytes | Signal:
         """Wait for the next frame or mark and remove it. An end is never removed."""
         await self._wire.wait_until(self.can_take)
         item = self._arrived[0]
-        if item is not Mark.END:
+        if item is not Signal.END:
             self._arrived.popleft()
         if isinstance(item, bytes):
             self._num_bytes -= len(item)
@@ -175,11 +175,11 @@ class Pipe:
         now = asyncio.get_running_loop().time() + _TIMER_SLACK_SECONDS
         while self._in_transit and self._in_transit[0][0] <= now:
             _, item = self._in_transit.popleft()
-            if item is not Mark.REQUEST:
+            if item is not Signal.REQUEST:
                 self._arrived.append(item)
             elif self.on_request is not None:
                 self.on_request()
-            self.has_ended = self.has_ended or item is Mark.END
+            self.has_ended = self.has_ended or item is Signal.END
             self._wire.changed.set()
         self._arm()
 
@@ -258,7 +258,7 @@ class LoopbackStream:
         if not self._is_closed:
             self._is_closed = True
             if not self._wire.is_over:
-                self._outgoing.push(Mark.END)
+                self._outgoing.push(Signal.END)
             self._wire.changed.set()
             self._wire.close_end()
 

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.cli.commands.doctor import _Screen  # pyright: ignore[reportPrivateUsage]
 from shoal.cli.terminal.terminal import Terminal
-from shoal.client.doctor.finding import Finding, Status
+from shoal.client.doctor.finding import Finding, FindingStatus
 
 
 class NarrowTerminal(io.StringIO):
@@ -27,7 +27,9 @@ def test_findings_are_shown_whole_on_every_terminal(
     stream = NarrowTerminal()
 
     screen = _Screen(Terminal(stream))
-    screen.show_finding(Finding("peers", Status.BROKEN, "nobody is there", "start two of them"))
+    screen.show_finding(
+        Finding("peers", FindingStatus.BROKEN, "nobody is there", "start two of them")
+    )
 
     words = stream.getvalue().split()
     assert words == ["✗", "peers", *"nobody is there".split(), "→", *"start two of them".split()]

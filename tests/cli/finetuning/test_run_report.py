@@ -16,7 +16,7 @@ from shoal.cli.finetuning.loss_plot import draw_losses, save_losses
 from shoal.cli.finetuning.run_report import Pace, RunFacts, RunReporter, RunResult, quote_use
 from shoal.cli.terminal.reporter import Reporter
 from shoal.cli.terminal.terminal import Terminal
-from shoal.client.learning.checkpoints import Progress
+from shoal.client.learning.checkpoints import RunProgress
 from shoal.client.learning.finetune_run import Milestone, Updated
 from shoal.client.routing.route import PassFailover
 from shoal.protocol.identity import Identity
@@ -40,7 +40,7 @@ def make_update(number: int, loss: float = 12.3456) -> Updated:
 
 
 def make_result() -> RunResult:
-    progress = Progress(3, [2.0, None, 1.0], {0: 2.5, 3: 1.25})
+    progress = RunProgress(3, [2.0, None, 1.0], {0: 2.5, 3: 1.25})
     folder = Path("out")
     return RunResult(progress, folder, folder / "losses.png", folder / "losses.csv", ["shoal …"])
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 from diagnosis_scene import MODEL, Swarm, examine, find
 
-from shoal.client.doctor.finding import Status
-from shoal.client.doctor.peer_check import Fault
+from shoal.client.doctor.finding import FindingStatus
+from shoal.client.doctor.peer_check import PeerFault
 from shoal.protocol.errors import ErrorCode, RemoteProtocolError, UnavailableError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
@@ -29,7 +29,7 @@ def test_killed_peer_is_named_and_so_are_its_blocks() -> None:
     diagnosis = examine(build)
 
     (broken,) = [check for check in diagnosis.checks if check.fault]
-    assert broken.fault is Fault.UNREACHABLE
+    assert broken.fault is PeerFault.UNREACHABLE
     assert broken.peer.span == Span(3, 5)
     assert diagnosis.missing == (Span(3, 5),)
     assert "blocks 3:5 are missing" in find(diagnosis, "blocks").detail
@@ -56,15 +56,15 @@ def test_paused_peer_is_silent() -> None:
 
     diagnosis = examine(build)
 
-    assert diagnosis.checks[0].fault is Fault.SILENT
+    assert diagnosis.checks[0].fault is PeerFault.SILENT
 
 
 @pytest.mark.parametrize(
     ("ours", "fault"),
-    [(None, Fault.NOT_A_MEMBER), (make_owner(bytes(16)), Fault.WRONG_SECRET)],
+    [(None, PeerFault.NOT_A_MEMBER), (make_owner(bytes(16)), PeerFault.WRONG_SECRET)],
 )
 def test_peer_that_takes_members_only_is_no_broken_peer(
-    ours: Membership | None, fault: Fault
+    ours: Membership | None, fault: PeerFault
 ) -> None:
     async def build(swarm: Swarm) -> None:
         swarm.membership = ours
@@ -85,14 +85,14 @@ def caused_by(error: Exception, cause: Exception) -> Exception:
 @pytest.mark.parametrize(
     ("error", "fault"),
     [
-        (RemoteProtocolError("another certificate"), Fault.FINGERPRINT),
-        (caused_by(RemoteProtocolError("no TLS"), ssl.SSLError()), Fault.NO_TLS),
-        (caused_by(UnavailableError("refused"), ConnectionRefusedError()), Fault.CLOSED_PORT),
-        (caused_by(UnavailableError("late"), TimeoutError()), Fault.SILENT),
-        (UnavailableError("no way there"), Fault.UNREACHABLE),
+        (RemoteProtocolError("another certificate"), PeerFault.FINGERPRINT),
+        (caused_by(RemoteProtocolError("no TLS"), ssl.SSLError()), PeerFault.NO_TLS),
+        (caused_by(UnavailableError("refused"), ConnectionRefusedError()), PeerFault.CLOSED_PORT),
+        (caused_by(UnavailableError("late"), TimeoutError()), PeerFault.SILENT),
+        (UnavailableError("no way there"), PeerFault.UNREACHABLE),
     ],
 )
-def test_faults_of_the_connection_have_their_names(error: Exception, fault: Fault) -> None:
+def test_faults_of_the_connection_have_their_names(error: Exception, fault: PeerFault) -> None:
     async def build(swarm: Swarm) -> None:
         await swarm.add(Span(0, 8))
         swarm.certificate_errors["peer1"] = error
@@ -134,16 +134,16 @@ def confused(welcome: Welcome) -> Message:
 @pytest.mark.parametrize(
     ("answer", "fault"),
     [
-        (other_peer, Fault.OTHER_PEER),
-        (other_model, Fault.OTHER_MODEL),
-        (other_blocks, Fault.OTHER_BLOCKS),
-        (old_version, Fault.VERSION),
-        (busy, Fault.REFUSED),
-        (confused, Fault.PROTOCOL),
+        (other_peer, PeerFault.OTHER_PEER),
+        (other_model, PeerFault.OTHER_MODEL),
+        (other_blocks, PeerFault.OTHER_BLOCKS),
+        (old_version, PeerFault.VERSION),
+        (busy, PeerFault.REFUSED),
+        (confused, PeerFault.PROTOCOL),
     ],
 )
 def test_faults_of_the_answer_have_their_names(
-    answer: Callable[[Welcome], Message], fault: Fault
+    answer: Callable[[Welcome], Message], fault: PeerFault
 ) -> None:
     async def build(swarm: Swarm) -> None:
         await swarm.add(Span(0, 8), answer=answer)
@@ -161,14 +161,15 @@ def test_peer_of_another_protocol_version_is_not_even_dialled() -> None:
 
     diagnosis = examine(build)
 
-    assert diagnosis.checks[0].fault is Fault.VERSION
+    assert diagnosis.checks[0].fault is PeerFault.VERSION
     assert "versions 8 to 9" in diagnosis.checks[0].detail
 
 
 @pytest.mark.parametrize(
-    ("ahead_seconds", "status"), [(0.5, Status.OK), (2.0, Status.WARNING), (-5.0, Status.BROKEN)]
+    ("ahead_seconds", "status"),
+    [(0.5, FindingStatus.OK), (2.0, FindingStatus.WARNING), (-5.0, FindingStatus.BROKEN)],
 )
-def test_clock_of_one_peer_is_told_from_ours(ahead_seconds: float, status: Status) -> None:
+def test_clock_of_one_peer_is_told_from_ours(ahead_seconds: float, status: FindingStatus) -> None:
     async def build(swarm: Swarm) -> None:
         await swarm.add(Span(0, 8), clock_ahead_seconds=ahead_seconds)
         await swarm.add(Span(0, 8))
@@ -177,7 +178,7 @@ def test_clock_of_one_peer_is_told_from_ours(ahead_seconds: float, status: Statu
 
     finding = find(diagnosis, "clocks")
     assert finding.status is status
-    if status is not Status.OK:
+    if status is not FindingStatus.OK:
         late = [check for check in diagnosis.checks if abs(check.clock_ahead_seconds or 0) > 1]
         assert late[0].peer.peer_id[-6:] in finding.detail
         assert ("behind" in finding.detail) is (ahead_seconds < 0)

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 from diagnosis_scene import Swarm, examine, find
 
-from shoal.client.doctor.finding import Status
+from shoal.client.doctor.finding import FindingStatus
 from shoal.client.doctor.reach_check import Door, judge_reach
 from shoal.protocol.errors import DirectoryError, UnavailableError, UsageError
+from shoal.protocol.net.addresses import Reach
 from shoal.protocol.spans import Span
 
 HOME, ROUTER = "192.168.0.2", "203.0.113.5"
 DOOR = Door("0.0.0.0", 7000, HOME)
-
-
-@dataclass(frozen=True)
-class Answer:
-    is_reached: bool | None
-    seen_host: str
 
 
 @pytest.mark.parametrize(
@@ -27,38 +20,42 @@ class Answer:
     [
         (
             [(True, HOME), (True, HOME), (False, HOME)],
-            Status.OK,
+            FindingStatus.OK,
             "2 of 3 peers that were asked can",
         ),
-        ([(False, HOME), (False, HOME), (True, HOME)], Status.WARNING, "a firewall blocks it"),
-        ([(False, ROUTER), (False, ROUTER)], Status.WARNING, f"as {ROUTER}, not as {HOME}"),
-        ([(True, ROUTER), (None, "")], Status.WARNING, "behind a NAT"),
-        ([(None, ""), (None, HOME)], Status.WARNING, "no peer on another machine could be"),
-        ([(True, HOME)] * 2 + [(True, "; rm -rf")], Status.OK, "3 of 3"),
-        ([(True, HOME)] * 2 + [(True, ROUTER)], Status.OK, "3 of 3"),
-        ([(True, "127.0.0.1")], Status.WARNING, "no peer on another machine could be"),
-        ([], Status.WARNING, "no peer on another machine could be"),
+        (
+            [(False, HOME), (False, HOME), (True, HOME)],
+            FindingStatus.WARNING,
+            "a firewall blocks it",
+        ),
+        ([(False, ROUTER), (False, ROUTER)], FindingStatus.WARNING, f"as {ROUTER}, not as {HOME}"),
+        ([(True, ROUTER), (None, "")], FindingStatus.WARNING, "behind a NAT"),
+        ([(None, ""), (None, HOME)], FindingStatus.WARNING, "no peer on another machine could be"),
+        ([(True, HOME)] * 2 + [(True, "; rm -rf")], FindingStatus.OK, "3 of 3"),
+        ([(True, HOME)] * 2 + [(True, ROUTER)], FindingStatus.OK, "3 of 3"),
+        ([(True, "127.0.0.1")], FindingStatus.WARNING, "no peer on another machine could be"),
+        ([], FindingStatus.WARNING, "no peer on another machine could be"),
     ],
 )
 def test_answers_come_to_one_finding(
-    answers: list[tuple[bool | None, str]], status: Status, words: str
+    answers: list[tuple[bool | None, str]], status: FindingStatus, words: str
 ) -> None:
-    finding = judge_reach(DOOR, [Answer(*answer) for answer in answers])
+    finding = judge_reach(DOOR, [Reach(*answer) for answer in answers])
 
     assert finding.status is status
     assert words in finding.detail
-    assert bool(finding.fix) is (status is not Status.OK)
+    assert bool(finding.fix) is (status is not FindingStatus.OK)
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (Answer(False, HOME), "open TCP port 7000"),
-        (Answer(False, ROUTER), f"--listen 0.0.0.0:7000 --announce-host {ROUTER}"),
-        (Answer(True, ROUTER), f"announce its address with --announce-host {ROUTER}"),
+        (Reach(False, HOME), "open TCP port 7000"),
+        (Reach(False, ROUTER), f"--listen 0.0.0.0:7000 --announce-host {ROUTER}"),
+        (Reach(True, ROUTER), f"announce its address with --announce-host {ROUTER}"),
     ],
 )
-def test_fix_says_what_to_type(answer: Answer, words: str) -> None:
+def test_fix_says_what_to_type(answer: Reach, words: str) -> None:
     assert words in judge_reach(DOOR, [answer]).fix
 
 
@@ -66,26 +63,26 @@ def test_port_that_is_not_fixed_is_not_named() -> None:
     door = Door("0.0.0.0", 0, HOME)
     assert (
         "its port (--listen HOST:PORT fixes its number"
-        in judge_reach(door, [Answer(False, HOME)]).fix
+        in judge_reach(door, [Reach(False, HOME)]).fix
     )
-    assert "0.0.0.0:PORT" in judge_reach(door, [Answer(False, ROUTER)]).fix
+    assert "0.0.0.0:PORT" in judge_reach(door, [Reach(False, ROUTER)]).fix
 
 
 def test_name_may_stand_for_what_others_see() -> None:
-    finding = judge_reach(Door("0.0.0.0", 7000, "peer.example"), [Answer(True, ROUTER)])
-    assert finding.status is Status.OK
+    finding = judge_reach(Door("0.0.0.0", 7000, "peer.example"), [Reach(True, ROUTER)])
+    assert finding.status is FindingStatus.OK
 
 
 def test_loopback_is_for_this_machine_only() -> None:
-    finding = judge_reach(Door("127.0.0.1", 0, "127.0.0.1"), [Answer(True, "127.0.0.1")])
-    assert finding.status is Status.WARNING
+    finding = judge_reach(Door("127.0.0.1", 0, "127.0.0.1"), [Reach(True, "127.0.0.1")])
+    assert finding.status is FindingStatus.WARNING
     assert "--announce-host" in finding.fix
 
 
 def test_doctor_asks_only_with_a_door_and_tells_what_it_heard() -> None:
     async def build(swarm: Swarm) -> None:
         await swarm.add(Span(0, 8))
-        swarm.reach = [Answer(True, HOME)]
+        swarm.reach = [Reach(True, HOME)]
 
     assert all(finding.name != "reach" for finding in examine(build).findings)
     diagnosis = examine(build, door=DOOR)
@@ -99,7 +96,7 @@ def test_port_in_use_is_broken() -> None:
         swarm.reach_error = UsageError("cannot listen on 0.0.0.0:7000: in use")
 
     finding = find(examine(build, door=DOOR), "reach")
-    assert finding.status is Status.BROKEN
+    assert finding.status is FindingStatus.BROKEN
     assert "in use" in finding.detail
 
 
@@ -114,7 +111,7 @@ def test_directory_in_trouble_is_no_fault_of_the_port(error: UnavailableError) -
     diagnosis = examine(build, door=DOOR)
 
     finding = find(diagnosis, "reach")
-    assert finding.status is Status.WARNING
+    assert finding.status is FindingStatus.WARNING
     assert "no peer on another machine could be asked" in finding.detail
     assert "--listen" not in finding.fix
     assert diagnosis.is_well

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shoal.client.learning.batches import Batch
-from shoal.client.learning.checkpoints import Progress
+from shoal.client.learning.checkpoints import RunProgress
 from shoal.client.learning.dataset import Dataset, Example
 from shoal.client.learning.finetune_run import (
     FinetuneRun,
@@ -291,7 +291,7 @@ def test_checkpoint_just_written_stays_whatever_else_is_there(tmp_path: Path) ->
     for number in (6, 12):
         (tmp_path / f"checkpoint-{number:06}").mkdir()
 
-    written = run.checkpoints.save(Progress(3), lambda folder: None)
+    written = run.checkpoints.save(RunProgress(3), lambda folder: None)
 
     assert written.is_dir()
     assert [path.name for path in run.checkpoints.find()] == [
@@ -315,10 +315,10 @@ def test_checkpoint_that_cannot_be_written_leaves_the_last_one(
 
     words = r"cannot write to .*checkpoint-000003: .*No space left on device"
     with pytest.raises(UnavailableError, match=words):
-        run.checkpoints.save(Progress(3), fail)
+        run.checkpoints.save(RunProgress(3), fail)
 
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000000"]
-    run.checkpoints.save(Progress(3), lambda folder: None)
+    run.checkpoints.save(RunProgress(3), lambda folder: None)
     assert [path.name for path in run.checkpoints.find()] == [
         "checkpoint-000000", "checkpoint-000003"
     ]  # fmt: skip
@@ -477,4 +477,4 @@ def test_state_is_plain_json(tmp_path: Path) -> None:
     state = json.loads((tmp_path / "checkpoint-000012" / "state.json").read_text())
     assert state["num_updates"] == 12
     assert state["facts"]["method"] == "bigrams"
-    assert Progress.from_json(json.dumps(state)) == run.progress
+    assert RunProgress.from_json(json.dumps(state)) == run.progress

@@ -14,7 +14,7 @@ from shoal.client.routing.route import Hop
 from shoal.client.routing.swarm import Swarm
 from shoal.client.session.hop_link import LiveHop, Place, StartOverError, cut_segments
 from shoal.client.session.push_plan import PushPlan
-from shoal.client.session.state import SessionFacts, SessionState
+from shoal.client.session.state import SessionContext, SessionFacts
 from shoal.client.settings.config import ClientConfig
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.identity import Identity
@@ -63,7 +63,7 @@ def make_plan(delivery: str = "chain", clock: HandClock | None = None) -> PushPl
     swarm = Swarm(nobody, MODEL_ID, 3, clock or HandClock(), random.Random(0))
     config = ClientConfig(delivery=delivery)
     facts = SessionFacts(SessionId(b"the secret of it"), MODEL_ID, Span(0, 3), 8, 100)
-    return PushPlan(SessionState(facts, swarm, nobody, nobody, config, nobody), nobody, nobody)
+    return PushPlan(SessionContext(facts, swarm, nobody, nobody, config, nobody), nobody, nobody)
 
 
 def make_place(**changes: Any) -> Place:

@@ -21,7 +21,7 @@ from session_scene import (
 
 from shoal.client.session.session import RemoteSession
 from shoal.client.trace.trace import (
-    Exchange,
+    AnsweredQuestion,
     Kind,
     Opening,
     Recorder,
@@ -81,7 +81,7 @@ def test_network_time_is_the_delay_of_the_network() -> None:
         await session.step(draw(2), is_decoded=True)
         await session.step(draw(3), is_decoded=True)
 
-        exchanges = find(recorder, Exchange)
+        exchanges = find(recorder, AnsweredQuestion)
         assert [event.step for event in exchanges] == [1, 1, 2, 2, 3, 3]
         assert [str(event.hop.span) for event in exchanges] == ["0:3", "3:6"] * 3
         assert [event.kind for event in exchanges] == [Kind.PREFILL] * 2 + [Kind.DECODE] * 4
@@ -119,7 +119,7 @@ def test_peer_cannot_have_spent_more_time_than_there_was() -> None:
 
         await session.step(draw(1))
 
-        (event,) = find(recorder, Exchange)
+        (event,) = find(recorder, AnsweredQuestion)
         assert event.queue_seconds == pytest.approx(0.75 * 2 * DELAY)
         assert event.compute_seconds == pytest.approx(0.25 * 2 * DELAY)
         assert event.network_seconds == pytest.approx(0.0)
@@ -136,7 +136,9 @@ def test_every_piece_of_a_prompt_is_taken_down_at_every_hop() -> None:
         await session.step(draw(1, 6))
 
         for span in ("0:2", "2:4", "4:6"):
-            asked = [event for event in find(recorder, Exchange) if str(event.hop.span) == span]
+            asked = [
+                event for event in find(recorder, AnsweredQuestion) if str(event.hop.span) == span
+            ]
             assert [(event.position, event.num_tokens) for event in asked] == [
                 (0, 2),
                 (2, 2),
@@ -169,7 +171,7 @@ def test_failover_is_taken_down_with_its_wait_opening_and_replay() -> None:
         assert failover.seconds == session.failovers[0].seconds
         (opening,) = find(recorder, Opening)[3:]
         assert (opening.hop, opening.step, opening.error) == (session.hops[1], 3, None)
-        replays = [event for event in find(recorder, Exchange) if event.kind is Kind.REPLAY]
+        replays = [event for event in find(recorder, AnsweredQuestion) if event.kind is Kind.REPLAY]
         assert [(event.position, event.num_tokens) for event in replays] == [(0, 5), (5, 1)]
         summary = summarize(recorder.make_trace())
         assert summary.failovers == (failover,)

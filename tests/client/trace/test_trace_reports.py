@@ -11,7 +11,7 @@ from announcements import describe_peer
 
 from shoal.client.routing.route import Hop
 from shoal.client.trace.trace import (
-    Exchange,
+    AnsweredQuestion,
     Kind,
     Opening,
     Replacement,
@@ -49,10 +49,12 @@ def make_hop(number: int, start: int, stop: int) -> Hop:
 FIRST, SECOND, SPARE = make_hop(1, 0, 100), make_hop(2, 100, 200), make_hop(3, 100, 200)
 
 
-def ask(step: int, at: float, hop: Hop, kind: Kind = Kind.DECODE, num_tokens: int = 1) -> Exchange:
+def ask(
+    step: int, at: float, hop: Hop, kind: Kind = Kind.DECODE, num_tokens: int = 1
+) -> AnsweredQuestion:
     """Ten milliseconds: 1 to encode, 4 of network, 2 of queue, 2 of compute, 1 to decode."""
     started_at = START + at * MS
-    return Exchange(
+    return AnsweredQuestion(
         step,
         started_at,
         started_at + 10 * MS,

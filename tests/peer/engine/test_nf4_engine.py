@@ -15,7 +15,7 @@ from shoal.kernels.linear.nf4 import Nf4Weight, has_bitsandbytes
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.loading.engine_loader import load_engine
-from shoal.peer.engine.passes.passes import PassWork
+from shoal.peer.engine.passes.span_passes import PassWork
 from shoal.protocol.errors import UsageError
 
 pytestmark = pytest.mark.skipif(not has_bitsandbytes(), reason="needs bitsandbytes")

@@ -33,7 +33,7 @@ from shoal.peer.engine.adapters.adapter_store import AdapterStore
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes import pass_memory
 from shoal.peer.engine.passes.pass_memory import PassBudget
-from shoal.peer.engine.passes.passes import PassWork
+from shoal.peer.engine.passes.span_passes import PassWork
 from shoal.peer.passes import uploads
 from shoal.peer.passes.uploads import UploadStream
 from shoal.protocol import limits

@@ -12,11 +12,11 @@ from shoal.protocol.session.table import (
     MAX_CACHED_ANSWER_BYTES,
     MAX_CACHED_ANSWERS,
     TRANSITIONS,
-    Action,
     EpochOrder,
     PositionOrder,
     SequenceOrder,
     SessionState,
+    StepAction,
     choose_action,
 )
 
@@ -79,7 +79,7 @@ def test_no_row_of_the_table_is_unreachable() -> None:
 
     assert all(matches)
     assert {rows[0] for rows in matches} == set(range(len(TRANSITIONS)))
-    assert {row[-1] for row in TRANSITIONS} == set(Action)
+    assert {row[-1] for row in TRANSITIONS} == set(StepAction)
 
 
 # ---- single decisions
@@ -88,21 +88,21 @@ def test_no_row_of_the_table_is_unreachable() -> None:
 @pytest.mark.parametrize(
     ("step", "action"),
     [
-        (make_step(2, 5), Action.EXECUTE),
-        (make_step(9, 5), Action.EXECUTE),  # sequences may leave numbers out
-        (make_step(2, 4), Action.ROLLBACK),
-        (make_step(2, 0), Action.ROLLBACK),
-        (make_step(2, 6), Action.GAP),
-        (make_step(1, 5), Action.RESEND),
-        (make_step(1, 0, epoch=2), Action.RESEND),
-        (make_step(0, 5), Action.DROP),
-        (make_step(2, 5, epoch=0), Action.DROP),
-        (make_step(2, 5, epoch=7), Action.EXECUTE),
-        (make_step(2, 6, epoch=7), Action.GAP),
+        (make_step(2, 5), StepAction.EXECUTE),
+        (make_step(9, 5), StepAction.EXECUTE),  # sequences may leave numbers out
+        (make_step(2, 4), StepAction.ROLLBACK),
+        (make_step(2, 0), StepAction.ROLLBACK),
+        (make_step(2, 6), StepAction.GAP),
+        (make_step(1, 5), StepAction.RESEND),
+        (make_step(1, 0, epoch=2), StepAction.RESEND),
+        (make_step(0, 5), StepAction.DROP),
+        (make_step(2, 5, epoch=0), StepAction.DROP),
+        (make_step(2, 5, epoch=7), StepAction.EXECUTE),
+        (make_step(2, 6, epoch=7), StepAction.GAP),
     ],
 )
 def test_decision_follows_from_the_three_comparisons_and_changes_nothing(
-    step: Step, action: Action
+    step: Step, action: StepAction
 ) -> None:
     state = make_state(length=5)
     before = describe(state)
@@ -110,7 +110,7 @@ def test_decision_follows_from_the_three_comparisons_and_changes_nothing(
     decision = state.decide(step)
 
     assert decision.action is action
-    assert decision.answer == (b"first" if action is Action.RESEND else b"")
+    assert decision.answer == (b"first" if action is StepAction.RESEND else b"")
     assert describe(state) == before
 
 
@@ -140,10 +140,10 @@ def test_fork_begins_behind_its_prefix_with_sequences_of_its_own() -> None:
     state = SessionState(num_rows=1, max_tokens=8, epoch=1, prefix_tokens=5)
 
     assert state.length == 5
-    assert state.decide(make_step(1, 5)).action is Action.EXECUTE
-    assert state.decide(make_step(1, 2)).action is Action.ROLLBACK
-    assert state.decide(make_step(1, 6)).action is Action.GAP
-    assert state.decide(make_step(0, 5)).action is Action.DROP
+    assert state.decide(make_step(1, 5)).action is StepAction.EXECUTE
+    assert state.decide(make_step(1, 2)).action is StepAction.ROLLBACK
+    assert state.decide(make_step(1, 6)).action is StepAction.GAP
+    assert state.decide(make_step(0, 5)).action is StepAction.DROP
     with pytest.raises(RefusedError):
         state.decide(make_step(1, 5, num_tokens=4))
     state.accept(make_step(1, 5))
@@ -154,15 +154,15 @@ def test_fork_begins_behind_its_prefix_with_sequences_of_its_own() -> None:
 def test_session_can_be_filled_to_its_limit() -> None:
     state = make_state(length=5, max_tokens=8)
 
-    assert state.decide(make_step(2, 5, num_tokens=3)).action is Action.EXECUTE
+    assert state.decide(make_step(2, 5, num_tokens=3)).action is StepAction.EXECUTE
 
 
 def test_what_would_not_be_executed_is_answered_whatever_its_size() -> None:
     state = make_state(length=5, max_tokens=8)
 
-    assert state.decide(make_step(1, 5, 99, num_rows=2)).action is Action.RESEND
-    assert state.decide(make_step(2, 6, 99, num_rows=2)).action is Action.GAP
-    assert state.decide(make_step(2, 5, 99, epoch=0)).action is Action.DROP
+    assert state.decide(make_step(1, 5, 99, num_rows=2)).action is StepAction.RESEND
+    assert state.decide(make_step(2, 6, 99, num_rows=2)).action is StepAction.GAP
+    assert state.decide(make_step(2, 5, 99, epoch=0)).action is StepAction.DROP
 
 
 @pytest.mark.parametrize(
@@ -187,11 +187,11 @@ def test_steps_may_follow_before_the_first_is_answered() -> None:
     state = make_state()
 
     for sequence, position in ((1, 0), (2, 1), (3, 2)):
-        assert state.decide(make_step(sequence, position)).action is Action.EXECUTE
+        assert state.decide(make_step(sequence, position)).action is StepAction.EXECUTE
         state.accept(make_step(sequence, position))
 
     assert state.length == 3
-    assert state.decide(make_step(2, 1)).action is Action.DROP  # being computed
+    assert state.decide(make_step(2, 1)).action is StepAction.DROP  # being computed
     state.complete(1, b"1")
     state.complete(2, b"2")
     assert state.decide(make_step(2, 1)).answer == b"2"
@@ -203,8 +203,8 @@ def test_rollback_moves_the_end_of_the_prefix() -> None:
     state.accept(make_step(2, 2, 1))
 
     assert state.length == 3
-    assert state.decide(make_step(3, 4)).action is Action.GAP
-    assert state.decide(make_step(3, 3)).action is Action.EXECUTE
+    assert state.decide(make_step(3, 4)).action is StepAction.GAP
+    assert state.decide(make_step(3, 3)).action is StepAction.EXECUTE
 
 
 def test_newer_epoch_outlaws_the_older_one() -> None:
@@ -213,17 +213,17 @@ def test_newer_epoch_outlaws_the_older_one() -> None:
     state.accept(make_step(2, 5, epoch=4))
 
     assert state.epoch == 4
-    assert state.decide(make_step(3, 6, epoch=3)).action is Action.DROP
-    assert state.decide(make_step(3, 6, epoch=4)).action is Action.EXECUTE
+    assert state.decide(make_step(3, 6, epoch=3)).action is StepAction.DROP
+    assert state.decide(make_step(3, 6, epoch=4)).action is StepAction.EXECUTE
 
 
 def test_gap_does_not_move_the_epoch() -> None:
     state = make_state(length=5)
 
-    assert state.decide(make_step(2, 9, epoch=4)).action is Action.GAP
+    assert state.decide(make_step(2, 9, epoch=4)).action is StepAction.GAP
 
     assert state.epoch == 1
-    assert state.decide(make_step(3, 5, epoch=1)).action is Action.EXECUTE
+    assert state.decide(make_step(3, 5, epoch=1)).action is StepAction.EXECUTE
 
 
 def test_failed_step_is_taken_back() -> None:
@@ -233,8 +233,8 @@ def test_failed_step_is_taken_back() -> None:
     state.fail(2)
 
     assert state.length == 5
-    assert state.decide(make_step(2, 5, 3)).action is Action.DROP  # answered by a refusal
-    assert state.decide(make_step(3, 5)).action is Action.EXECUTE
+    assert state.decide(make_step(2, 5, 3)).action is StepAction.DROP  # answered by a refusal
+    assert state.decide(make_step(3, 5)).action is StepAction.EXECUTE
 
 
 def test_failed_step_that_was_to_move_rows_leaves_nothing() -> None:
@@ -245,8 +245,8 @@ def test_failed_step_that_was_to_move_rows_leaves_nothing() -> None:
     state.fail(2)
 
     assert state.length == 0
-    assert state.decide(make_step(4, 5)).action is Action.GAP
-    assert state.decide(make_step(4, 0)).action is Action.EXECUTE
+    assert state.decide(make_step(4, 5)).action is StepAction.GAP
+    assert state.decide(make_step(4, 0)).action is StepAction.EXECUTE
 
 
 def test_steps_behind_a_failed_one_fall_with_it() -> None:
@@ -284,7 +284,7 @@ def test_failure_does_not_take_back_a_later_rollback() -> None:
     state.fail(2)
 
     assert state.length == 9
-    assert state.decide(make_step(4, 9, epoch=2)).action is Action.EXECUTE
+    assert state.decide(make_step(4, 9, epoch=2)).action is StepAction.EXECUTE
 
 
 def test_late_news_of_a_failure_changes_nothing() -> None:
@@ -316,7 +316,7 @@ def test_few_answers_are_kept() -> None:
         state.complete(sequence, b"%d" % sequence)
 
     actions = [state.decide(make_step(n, n - 1)).action for n in range(1, num_steps + 1)]
-    assert actions == [Action.DROP] * 3 + [Action.RESEND] * MAX_CACHED_ANSWERS
+    assert actions == [StepAction.DROP] * 3 + [StepAction.RESEND] * MAX_CACHED_ANSWERS
     assert state.decide(make_step(num_steps, 0)).answer == b"%d" % num_steps
 
 
@@ -328,6 +328,6 @@ def test_large_answers_are_not_kept_and_push_nothing_out() -> None:
     state.complete(2, bytes(MAX_CACHED_ANSWER_BYTES + 1))
     state.complete(3, bytes(MAX_CACHED_ANSWER_BYTES))
 
-    assert state.decide(make_step(1, 0)).action is Action.RESEND
-    assert state.decide(make_step(2, 1)).action is Action.DROP
+    assert state.decide(make_step(1, 0)).action is StepAction.RESEND
+    assert state.decide(make_step(2, 1)).action is StepAction.DROP
     assert len(state.decide(make_step(3, 2)).answer) == MAX_CACHED_ANSWER_BYTES

@@ -8,7 +8,7 @@ import pytest
 from session_steps import make_step
 
 from shoal.protocol.messages.session import Step
-from shoal.protocol.session.table import Action, SessionState
+from shoal.protocol.session.table import SessionState, StepAction
 
 
 @dataclass
@@ -46,11 +46,11 @@ class Peer:
     def read(self, stream: Stream) -> None:
         step = stream.inbox.popleft()
         decision = self.state.decide(step)
-        if decision.action is Action.RESEND:
+        if decision.action is StepAction.RESEND:
             stream.answers.append(Pending(step, tuple(decision.answer)))
-        elif decision.action is Action.GAP:
+        elif decision.action is StepAction.GAP:
             stream.answers.append(Pending(step, "gap"))
-        elif decision.action in (Action.EXECUTE, Action.ROLLBACK):
+        elif decision.action in (StepAction.EXECUTE, StepAction.ROLLBACK):
             self.state.accept(step)
             pending = Pending(step)
             self._queue.append(pending)

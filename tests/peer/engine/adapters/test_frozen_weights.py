@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.adapters.adapter import Adapter, AdapterPart
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.passes.passes import PassWork
+from shoal.peer.engine.passes.span_passes import PassWork
 from shoal.peer.engine.steps import StepWork
 
 FORMATS = [WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8]

@@ -15,7 +15,7 @@ from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.adapters.adapter import Adapter
 from shoal.peer.engine.adapters.adapter_file import read_adapter
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.passes.passes import PassWork
+from shoal.peer.engine.passes.span_passes import PassWork
 from shoal.protocol.errors import RefusedError
 
 peft = pytest.importorskip("peft")

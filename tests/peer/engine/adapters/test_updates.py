@@ -19,7 +19,7 @@ from shoal.peer.engine.adapters.adapter_file import read_adapter
 from shoal.peer.engine.adapters.adapter_store import AdapterStore
 from shoal.peer.engine.adapters.trained_adapter import GatheredGradients, TrainedAdapter
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.passes.passes import PassWork
+from shoal.peer.engine.passes.span_passes import PassWork
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.ids import AdapterId, PassId, SessionId
 from shoal.protocol.messages.adapters import (

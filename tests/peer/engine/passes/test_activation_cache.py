@@ -10,7 +10,7 @@ from pass_scene import draw, load_engine, stay
 
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.blocks.block import Block
-from shoal.peer.engine.passes.passes import ActivationCache, PassWork
+from shoal.peer.engine.passes.span_passes import ActivationCache, PassWork
 from shoal.protocol.spans import Span
 
 WHOLE, HIDDEN, PASS_BYTES = Span(0, 4), 64, 4 * 2 * 7 * 64 * 4

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.passes import pass_memory
-from shoal.peer.engine.passes.passes import PassWork
+from shoal.peer.engine.passes.span_passes import PassWork
 from shoal.protocol.spans import Span
 
 

@@ -15,8 +15,8 @@ from shoal.kernels.linear.linear import RowPrecision
 from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat, dequantize_int8, quantize_int8
 from shoal.peer.engine.blocks import batch
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.passes import passes
-from shoal.peer.engine.passes.passes import PassWork
+from shoal.peer.engine.passes import span_passes
+from shoal.peer.engine.passes.span_passes import PassWork
 from shoal.protocol.spans import Span
 
 
@@ -46,8 +46,8 @@ def test_passes_equal_transformers(any_tiny_model, prompt_rows: int | None) -> N
 def test_short_and_long_texts_in_small_pieces_equal_transformers(
     any_tiny_model, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passes, "COST_BETWEEN_PAUSES", 2**16)
-    monkeypatch.setattr(passes, "TOKENS_AT_ONCE", dict.fromkeys(WeightFormat, 70))
+    monkeypatch.setattr(span_passes, "COST_BETWEEN_PAUSES", 2**16)
+    monkeypatch.setattr(span_passes, "TOKENS_AT_ONCE", dict.fromkeys(WeightFormat, 70))
     engine = load_engine(any_tiny_model)
     hidden = embed(any_tiny_model, 2, num_tokens)
     grads = draw(*hidden.shape, seed=2)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.passes import passes
-from shoal.peer.engine.passes.passes import PassWork
+from shoal.peer.engine.passes import span_passes
+from shoal.peer.engine.passes.span_passes import PassWork
 from shoal.peer.engine.steps import StepWork
 
 VARIANTS = ["llama", "qwen3", "gemma2", "qwen3-moe", "falcon-alibi", "wrapped-stablelm"]
@@ -20,8 +20,8 @@ VARIANTS = ["llama", "qwen3", "gemma2", "qwen3-moe", "falcon-alibi", "wrapped-st
 
 @pytest.fixture(autouse=True)
 def many_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "COST_BETWEEN_PAUSES", 2**18)
-    monkeypatch.setattr(passes, "TOKENS_AT_ONCE", dict.fromkeys(WeightFormat, 40))
+    monkeypatch.setattr(span_passes, "COST_BETWEEN_PAUSES", 2**18)
+    monkeypatch.setattr(span_passes, "TOKENS_AT_ONCE", dict.fromkeys(WeightFormat, 40))
 
 
 class Company:
@@ -143,7 +143,7 @@ def test_tensors_are_looked_at_and_copied_in_parts(
     turns: list[int] = []
 
     def count(num_numbers: int) -> int:
-        monkeypatch.setattr(passes, "NUMBERS_AT_ONCE", num_numbers)
+        monkeypatch.setattr(span_passes, "NUMBERS_AT_ONCE", num_numbers)
         turns.clear()
         engine.passes.run_backward(work, grads, lambda: turns.append(1))
         return len(turns)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.passes.passes import PassWork
+from shoal.peer.engine.passes.span_passes import PassWork
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.spans import Span
 

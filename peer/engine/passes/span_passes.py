@@ -122,7 +122,7 @@ class ActivationCache:
         return inputs
 
 
-class Passes:
+class SpanPasses:
     """Runs passes through the blocks of a span.
 
     A forward pass needs one tensor of the size of its hidden states, a backward pass one for each
