@@ -270,19 +270,19 @@ class ShardedOptimizer:
         self, fresh: Sequence[Shard], logged: LoggedPass, failures: PassFailures
     ) -> None:
         """Have gradients gathered again, now perhaps by several peers in a row."""
-        stages: list[tuple[Shard, Span, Texts]] = []
+        inputs: list[tuple[Shard, Span, Texts]] = []
         rest = logged.texts
         touched = list_stages(fresh, logged.span)
         for shard, span in touched:
             texts = rest.take_blocks(slice(0, len(span)))
-            stages.append((shard, span, texts))
+            inputs.append((shard, span, texts))
             if shard is not touched[-1][0]:
                 hidden_BTH = await self._halving(
                     partial(self._forward_rows, shard, span, failures), texts, texts.hidden_BTH
                 )
                 rest = rest.take_blocks(slice(len(span), None)).move_to(hidden_BTH)
         grads_BTH = logged.grads_BTH
-        for shard, span, texts in reversed(stages):
+        for shard, span, texts in reversed(inputs):
             run = partial(self._backward_rows, shard, span, failures)
             grads_BTH = await self._halving(run, texts, grads_BTH)
 

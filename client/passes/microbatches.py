@@ -142,7 +142,7 @@ class Texts:
 
 
 @dataclass(frozen=True)
-class Stage:
+class HopInput:
     """Texts as they went into one hop, for the way back.
 
     That goes through the same weights: those of a peer with another format are another function.
@@ -158,7 +158,7 @@ class Trail:
     """The way of one microbatch, which is some rows of a batch."""
 
     rows: slice
-    stages: Sequence[Stage]
+    inputs: Sequence[HopInput]
 
 
 @dataclass(frozen=True)

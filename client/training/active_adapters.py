@@ -108,8 +108,8 @@ class ActiveAdapters:
         sources: dict[OwnVersion, LoraAdapter] = {}
         for adapter in dict.fromkeys(rows):
             if isinstance(adapter, LoraAdapter):
-                trainer = adapter.trainer
-                version = adapter.take_version() if trainer is None else trainer.take_version()
+                remote = adapter.remote_optimizer
+                version = adapter.take_version() if remote is None else remote.take_version()
                 sent[adapter] = version
                 sources[version] = adapter
             elif adapter is not None:

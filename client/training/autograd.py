@@ -202,7 +202,7 @@ def _check_adapters(trails: list[Trail], adapters: RowAdapters) -> None:
 
     Its gradients would be those of another function, and none of them for the adapters.
     """
-    recomputed = [one for trail in trails for one in trail.stages[0].texts.adapters]
+    recomputed = [one for trail in trails for one in trail.inputs[0].texts.adapters]
     if tuple(recomputed) != adapters:
         raise _make_lost_adapters_error()
 

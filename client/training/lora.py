@@ -36,7 +36,7 @@ _ROUTERS = (".gate", ".router")
 """Linears that choose experts: peers have them in another form."""
 
 
-class Trainer(Protocol):
+class RemoteOptimizer(Protocol):
     """An optimizer at peers, as its adapter sees it."""
 
     def take_version(self) -> ShardedVersion:
@@ -75,18 +75,18 @@ class LoraAdapter(nn.Module):
     """The matrices of an adapter in float32, under PEFT's names.
 
     An optimizer at the client trains its parameters; `state_dict()` is what PEFT stores. While the
-    adapter is active, autograd computes their gradients. It cannot be called. With a `trainer`, an
-    optimizer at peers, the parameters are fetched whenever the adapter is saved, copied or used in
-    a session.
+    adapter is active, autograd computes their gradients. It cannot be called. With a
+    `remote_optimizer`, which runs at peers, the parameters are fetched whenever the adapter is
+    saved, copied or used in a session.
     """
 
-    trainer: Trainer | None
+    remote_optimizer: RemoteOptimizer | None
 
     def __init__(self, files: PeftFiles) -> None:
         super().__init__()
         self.lora_config = files.config
         self._fields = files.fields
-        self.trainer = None
+        self.remote_optimizer = None
         self._newest: AdapterVersion | None = None
         self._lineage = secrets.token_hex(8)
         for name, matrix in files.matrices.items():
@@ -150,8 +150,8 @@ class LoraAdapter(nn.Module):
 
     def pull(self) -> None:
         """Fetch the newest weights if an optimizer at peers trains the adapter."""
-        if self.trainer is not None:
-            self.trainer.pull()
+        if self.remote_optimizer is not None:
+            self.remote_optimizer.pull()
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Return the newest matrices under PEFT's names."""
@@ -162,14 +162,14 @@ class LoraAdapter(nn.Module):
         """Replace the matrices; an optimizer at peers continues from them."""
         self.pull()  # what the optimizer remembers stays
         loaded = super().load_state_dict(*arguments, **options)
-        if self.trainer is not None:
-            self.trainer.restart()
+        if self.remote_optimizer is not None:
+            self.remote_optimizer.restart()
         return loaded
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, which is trained by nobody."""
         self.pull()
-        return {**self.__dict__, "trainer": None, "_newest": None}
+        return {**self.__dict__, "remote_optimizer": None, "_newest": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make a copy an adapter of its own."""

@@ -102,7 +102,7 @@ class PeerOptimizer(torch.optim.Optimizer):
                 "the adapter of the head stays at the client, where this optimizer cannot update "
                 "it: leave lm_head out of target_modules, or use an optimizer of torch"
             )
-        if adapter.trainer is not None:
+        if adapter.remote_optimizer is not None:
             raise UsageError("the adapter already has an optimizer at peers; close() that one")
         self.max_grad_norm: float | None = None
         self._shards = shards
@@ -110,7 +110,7 @@ class PeerOptimizer(torch.optim.Optimizer):
         self._adapter = adapter
         super().__init__(adapter.parameters(), defaults | options)
         self._read_settings()
-        adapter.trainer = self
+        adapter.remote_optimizer = self
 
     def __repr__(self) -> str:
         return f"<PeerOptimizer {self._kind.name.lower()} of {self._adapter!r}>"
@@ -184,10 +184,10 @@ class PeerOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Fetch the newest weights and return the adapter to the client."""
-        if self._adapter.trainer is self:
+        if self._adapter.remote_optimizer is self:
             self.pull()
             self.restart()
-            self._adapter.trainer = None
+            self._adapter.remote_optimizer = None
 
     def _name_moments(self, state: LearnedState, name: str) -> dict[str, Tensor]:
         moments = zip(_MOMENTS[self._kind], state.moments, strict=True)

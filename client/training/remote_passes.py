@@ -22,7 +22,7 @@ from ..concurrency.tasks import run_all
 from ..optimizer_shards.sharded_optimizer import ShardedOptimizer
 from ..passes.microbatches import (
     MOST_TOKENS,
-    Stage,
+    HopInput,
     TextGradients,
     Texts,
     Trail,
@@ -67,9 +67,9 @@ class RemotePasses:
         May be called again for the same trails. Raises what `run_forward` does.
         """
         gradients = await run_all(
-            self._backward(trail.stages, grads_BTH[trail.rows]) for trail in trails
+            self._backward(trail.inputs, grads_BTH[trail.rows]) for trail in trails
         )
-        return join_gradients(gradients, trails[0].stages[0].texts.shares_prompts)
+        return join_gradients(gradients, trails[0].inputs[0].texts.shares_prompts)
 
     async def make_sharded_optimizer(self) -> ShardedOptimizer:
         """Return the optimizer of an adapter that peers are to train."""
@@ -98,20 +98,20 @@ class RemotePasses:
         """Take some rows through a span; in two halves if a peer has no memory for them."""
         part = texts.take_rows(rows)
         try:
-            output_BTH, stages = await self._forward(span, part)
+            output_BTH, inputs = await self._forward(span, part)
         except RefusedError as error:
             self._take_less(error, part)
         else:
-            return [(output_BTH, Trail(rows, stages))]
+            return [(output_BTH, Trail(rows, inputs))]
         halves = halve(rows)
         done = await run_all(self._forward_rows(span, texts, half) for half in halves)
         return [way for ways in done for way in ways]
 
     async def _forward(
         self, span: Span, texts: Texts, weights: str | None = None
-    ) -> tuple[Tensor, list[Stage]]:
+    ) -> tuple[Tensor, list[HopInput]]:
         """Take one microbatch through a span, hop by hop; through `weights` only if given."""
-        stages: list[Stage] = []
+        inputs: list[HopInput] = []
         rest, start = texts, span.start
         while start < span.stop:
             answer = await self._choose_asker(rest).ask_forward(
@@ -119,17 +119,17 @@ class RemotePasses:
             )
             num_blocks = len(answer.span)
             part = rest.take_blocks(slice(0, num_blocks))
-            stages.append(Stage(answer.span, part, answer.weights))
+            inputs.append(HopInput(answer.span, part, answer.weights))
             rest = rest.take_blocks(slice(num_blocks, None)).move_to(answer.hidden_BTH)
             start = answer.span.stop
-        return rest.hidden_BTH, stages
+        return rest.hidden_BTH, inputs
 
-    async def _backward(self, stages: Sequence[Stage], grads_BTH: Tensor) -> TextGradients:
+    async def _backward(self, inputs: Sequence[HopInput], grads_BTH: Tensor) -> TextGradients:
         """Take the gradients of one microbatch back along its way."""
         prompts: list[Tensor] = []
         adapters: list[AdapterGradients] = []
-        for stage in reversed(stages):
-            gradients = await self._go_back(stage, grads_BTH)
+        for sent in reversed(inputs):
+            gradients = await self._go_back(sent, grads_BTH)
             grads_BTH = gradients.hidden_BTH
             adapters.append(gradients.adapters)
             if gradients.prompts_LBPH is not None:
@@ -137,29 +137,29 @@ class RemotePasses:
         joined = torch.cat(prompts) if prompts else None
         return TextGradients(grads_BTH, joined, add_gradients(adapters))
 
-    async def _go_back(self, stage: Stage, grads_BTH: Tensor) -> TextGradients:
+    async def _go_back(self, sent: HopInput, grads_BTH: Tensor) -> TextGradients:
         """Take gradients back through one hop; in two halves if a peer has no memory for them."""
-        span, texts = stage.span, stage.texts
+        span, texts = sent.span, sent.texts
         try:
             asker = self._choose_asker(texts)
-            gradients = await asker.ask_backward(span, texts, grads_BTH, stage.weights)
-            return gradients or await self._go_back_in_parts(stage, grads_BTH)
+            gradients = await asker.ask_backward(span, texts, grads_BTH, sent.weights)
+            return gradients or await self._go_back_in_parts(sent, grads_BTH)
         except RefusedError as error:
             self._take_less(error, texts)
         halves = halve(slice(0, texts.num_rows))
         parts = await run_all(
-            self._go_back(replace(stage, texts=texts.take_rows(half)), grads_BTH[half])
+            self._go_back(replace(sent, texts=texts.take_rows(half)), grads_BTH[half])
             for half in halves
         )
         return join_gradients(parts, texts.shares_prompts)
 
-    async def _go_back_in_parts(self, stage: Stage, grads_BTH: Tensor) -> TextGradients:
+    async def _go_back_in_parts(self, sent: HopInput, grads_BTH: Tensor) -> TextGradients:
         """Take gradients back through blocks that one peer hosted and several do now.
 
         What goes into the others has to be computed first.
         """
-        _, stages = await self._forward(stage.span, stage.texts, stage.weights)
-        return await self._backward(stages, grads_BTH)
+        _, inputs = await self._forward(sent.span, sent.texts, sent.weights)
+        return await self._backward(inputs, grads_BTH)
 
     def _choose_asker(self, texts: Texts) -> PassAsker | ShardedOptimizer:
         """Return what knows which peers may take texts."""

@@ -62,7 +62,7 @@ def learn(
             (loss / num_batches).backward()
             losses.append(loss.item())
         between(number, "backward")
-        if max_norm is not None and adapter.trainer is not None:
+        if max_norm is not None and adapter.remote_optimizer is not None:
             optimizer.clip_grad_norm(max_norm)
         elif max_norm is not None:
             nn.utils.clip_grad_norm_(adapter.parameters(), max_norm)

@@ -19,7 +19,7 @@ from shoal.client import AutoDistributedModelForCausalLM
 from shoal.client.model.causal_lm import DistributedCausalLM
 from shoal.client.model.remote_blocks import RemoteSequential
 from shoal.client.passes import microbatches
-from shoal.client.passes.microbatches import Stage
+from shoal.client.passes.microbatches import HopInput
 from shoal.client.passes.pass_links import MAX_IN_FLIGHT, PassLink
 from shoal.client.session import deep_prompts
 from shoal.client.training import remote_passes
@@ -231,13 +231,13 @@ def test_second_way_back_has_to_be_asked_for(tiny_models: Any) -> None:
 
 @contextlib.contextmanager
 def counting_stages() -> Iterator[Callable[[], int]]:
-    """Give a function that returns how many stages made inside are in memory."""
+    """Give a function that returns how many inputs of hops made inside are in memory."""
     gc.collect()
-    before = {id(one) for one in gc.get_objects() if type(one) is Stage}
+    before = {id(one) for one in gc.get_objects() if type(one) is HopInput}
 
     def count() -> int:
         gc.collect()
-        return sum(type(one) is Stage and id(one) not in before for one in gc.get_objects())
+        return sum(type(one) is HopInput and id(one) not in before for one in gc.get_objects())
 
     yield count
 
