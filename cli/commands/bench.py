@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ...protocol.errors import UsageError
 from ..figures.bench_report import BenchRun, Figure, describe_machine
 from ..options.bundled_model import find_model
-from ..options.joining import add_join_arguments, read_joining
+from ..options.join_options import add_join_arguments, read_joining
 from ..remote_models.opening import open_model
 from ..terminal.interrupts import end_in_good_order
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ...protocol.errors import UsageError
 from ...protocol.net.addresses import check_can_be_dialled
 from ..options.bundled_model import find_model
-from ..options.joining import add_join_arguments, read_joining
+from ..options.join_options import add_join_arguments, read_joining
 from ..options.quantities import parse_host, parse_listen
 from ..options.shared_options import add_optional_model_argument
 from ..remote_models.opening import import_client

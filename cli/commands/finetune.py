@@ -23,7 +23,7 @@ from ..finetuning.run_options import (
 from ..finetuning.run_report import RunFacts, RunReporter, make_result
 from ..finetuning.run_texts import RunTexts, read_texts
 from ..options.bundled_model import find_model
-from ..options.joining import Joining, read_joining
+from ..options.join_options import Joining, read_joining
 from ..options.quantities import count_of
 from ..remote_models.opening import import_client, load_tokenizer, open_model
 from ..terminal.interrupts import INTERRUPTED, end_in_good_order, hold_interrupts, quitting_at_once

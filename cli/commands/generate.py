@@ -10,7 +10,7 @@ from ...protocol.errors import UsageError
 from ...protocol.spans import Span
 from ..options.adapter_folder import find_adapter
 from ..options.bundled_model import find_model
-from ..options.joining import add_join_arguments, read_joining
+from ..options.join_options import add_join_arguments, read_joining
 from ..options.quantities import parse_count, parse_fraction, parse_non_negative, parse_whole
 from ..options.shared_options import add_model_argument, add_wait_argument
 from ..remote_models.opening import load_tokenizer, open_model

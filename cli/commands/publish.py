@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..options.adapter_folder import check_lora
 from ..options.bundled_model import find_model
-from ..options.joining import add_join_arguments, quote_swarm, read_joining
+from ..options.join_options import add_join_arguments, quote_swarm, read_joining
 from ..options.shared_options import add_model_argument
 from ..remote_models.opening import import_client, open_model
 from ..terminal.interrupts import end_in_good_order, quitting_at_once

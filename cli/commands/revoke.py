@@ -9,7 +9,7 @@ from ...protocol.errors import RemoteProtocolError, UsageError
 from ...protocol.identity import public_key_of
 from ...protocol.ids import PeerId
 from ...protocol.net.clock import SystemClock
-from ..options.joining import Joining, add_join_arguments, read_joining
+from ..options.join_options import Joining, add_join_arguments, read_joining
 from ..terminal.interrupts import quitting_at_once
 from ..terminal.terminal import Progress, Terminal
 

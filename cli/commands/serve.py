@@ -21,7 +21,7 @@ from ...protocol.net.clock import SystemClock
 from ...protocol.net.dht.internet import InternetNetwork, Listening
 from ...protocol.spans import Span
 from ..options.bundled_model import find_model
-from ..options.joining import add_join_arguments, read_join, read_joining
+from ..options.join_options import add_join_arguments, read_join, read_joining
 from ..options.quantities import (
     parse_announce_period,
     parse_bytes,

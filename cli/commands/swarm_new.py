@@ -16,7 +16,7 @@ from ...protocol.membership.membership import (
     make_owner,
     make_public,
 )
-from ..options.joining import read_join
+from ..options.join_options import read_join
 from ..options.shared_options import add_initial_peers_argument
 from ..terminal.terminal import Terminal
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ...protocol.errors import UsageError
-from ..options.joining import add_join_arguments
+from ..options.join_options import add_join_arguments
 from ..options.quantities import (
     parse_count,
     parse_non_negative,

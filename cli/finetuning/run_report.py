@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...protocol.spans import Span
-from ..options.joining import Joining, quote_swarm
+from ..options.join_options import Joining, quote_swarm
 from ..options.quantities import count_of
 from ..remote_models.routes import describe_pass_failover, pass_failover_facts, route_facts, tail_of
 from ..terminal.reporter import Reporter

@@ -24,8 +24,8 @@ from ..clock import Clock
 from ..libp2p.libp2p_transport import Libp2pTransport
 from ..libp2p.multiaddrs import PeerAddress
 from ..libp2p.p2p_daemon import child_of, stop_p2pd
+from .access import Access, open_access
 from .gated_node import GatedNode, quieten_hivemind, start_node
-from .joining import Access, open_access
 from .neighbourhood import Neighbourhood, Replicas
 
 _logger = logging.getLogger(__name__)

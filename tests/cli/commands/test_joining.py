@@ -9,7 +9,7 @@ import pytest
 
 from shoal.cli.commands.serve import _make_config
 from shoal.cli.main import _parse, main
-from shoal.cli.options.joining import VARIABLE, Joining, read_joining
+from shoal.cli.options.join_options import VARIABLE, Joining, read_joining
 from shoal.protocol.errors import UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.membership.join_code import JoinCode
