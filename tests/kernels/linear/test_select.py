@@ -110,9 +110,9 @@ def test_device_without_kernels_is_named(choose: Callable[[str], object]) -> Non
 def test_triton_is_imported_for_devices_alone_and_missed_in_one_sentence() -> None:
     code = (
         "import sys, torch\n"
-        "from shoal.kernels.linear import linear, select\n"
+        "from shoal.kernels.linear import select\n"
         "weights = select.WeightFormat.INT8\n"
-        "linear.make_linear(torch.ones(4, 4), None, weights, torch.float32)\n"
+        "select.make_linear(torch.ones(4, 4), None, weights, torch.float32)\n"
         "assert 'triton' not in sys.modules\n"
         "sys.modules['triton'] = None\n"  # as if it were not installed
         "for choose in (select.choose_int8_kernel, select.choose_paged_attention):\n"
