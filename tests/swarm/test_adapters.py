@@ -324,7 +324,7 @@ def test_folder_is_opened_with_the_model(tiny_models: Any, tmp_path: Path) -> No
 
 
 def test_published_adapter_is_used_by_its_digest(tiny_models: Any, tmp_path: Path) -> None:
-    with swarm_of(tiny_models, ((0, 2), (2, 4))) as (_, model):
+    with swarm_of(tiny_models, ((0, 2), (2, 4)), failover_timeout_seconds=2.0) as (_, model):
         adapter = make_adapter(model)
         theirs = open_with_peft(tiny_models.get(), adapter, tmp_path)
         digest = model.publish_adapter(adapter)
@@ -352,7 +352,10 @@ def test_published_adapter_counts_once_where_it_is_used_by_its_digest(tiny_model
 
 
 def test_digest_is_taken_however_it_was_copied(tiny_models: Any) -> None:
-    with swarm_of(tiny_models, ONE_HOP) as (_, model), torch.no_grad():
+    with (
+        swarm_of(tiny_models, ONE_HOP, failover_timeout_seconds=2.0) as (_, model),
+        torch.no_grad(),
+    ):
         digest = model.publish_adapter(make_adapter(model))
         expected = model(TOKENS, active_adapter=digest).logits
         for copied in (digest.upper(), f" {digest}\n"):
@@ -388,7 +391,10 @@ def test_published_adapter_is_withdrawn_by_name_and_with_the_model(
 
     monkeypatch.setattr(AdapterStore, "withdraw", note_and_withdraw)
     monkeypatch.setattr("shoal.client.publishing.publisher.WITHDRAWAL_SECONDS", 60.0)
-    with swarm_of(tiny_models, ((0, 2), (2, 4))) as (_, model), torch.no_grad():
+    with (
+        swarm_of(tiny_models, ((0, 2), (2, 4)), failover_timeout_seconds=2.0) as (_, model),
+        torch.no_grad(),
+    ):
         one, other = [model.publish_adapter(make_adapter(model, seed)) for seed in (1, 2)]
         with pytest.raises(UsageError, match="was not published here"):
             model.withdraw_adapter("ab" * 32)
