@@ -17,8 +17,6 @@ from ..training.peer_optimizer import PeerOptimizer
 from .batches import Batch
 from .finetune_run import Learner
 
-METHODS = ("lora", "ptune", "deep_ptune")
-
 
 class LocalOptimizer:
     """A learner whose optimizer runs here."""

@@ -36,15 +36,6 @@ class TrainingText:
     is_prose: bool = False
 
 
-@dataclass(frozen=True)
-class LabelledText:
-    """One text, and the number of the class that it belongs to."""
-
-    place: str
-    text: str
-    label: int
-
-
 def read_texts(path: str | Path) -> Iterator[TrainingText]:
     """Yield the texts of a file in order; its ending says how it is written.
 
@@ -58,26 +49,6 @@ def read_texts(path: str | Path) -> Iterator[TrainingText]:
         return
     for place, fields in _read_records(path):
         yield _make_text(place, fields)
-
-
-def read_labelled_texts(path: str | Path, num_labels: int) -> Iterator[LabelledText]:
-    """Yield the texts of a jsonl or csv file with `text` and `label`, a number below `num_labels`.
-
-    Raises UsageError with the file and the line.
-    """
-    for place, fields in _read_records(Path(path)):
-        text = _take_text(place, fields, "text")
-        yield LabelledText(place, text, _read_label(place, fields.get("label"), num_labels))
-
-
-def _read_label(place: str, given: object, num_labels: int) -> int:
-    if isinstance(given, str) and given.strip().isdecimal() and len(given) < 20:
-        given = int(given)
-    if not isinstance(given, int) or isinstance(given, bool):
-        raise UsageError(f"{place}: `label` must be a whole number, not {given!r:.40}")
-    if not 0 <= given < num_labels:
-        raise UsageError(f"{place}: label {given} is out of range; it is 0 to {num_labels - 1}")
-    return given
 
 
 def _make_text(place: str, fields: Mapping[str, Any]) -> TrainingText:

@@ -3,8 +3,7 @@
 import asyncio
 import logging
 import random
-from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -38,12 +37,6 @@ stays anywhere."""
 
 _MAX_JOINING_SECONDS = 3600.0
 """A peer that has been JOINING for so long no longer counts as a future host."""
-
-
-_FIRST_AVOIDED_SECONDS = 600.0
-"""How long blocks are avoided after the first failure: as long as a peer stays anywhere."""
-
-_MOST_AVOIDED_SECONDS = 24 * 3600.0
 
 
 class Placed(Protocol):
@@ -85,25 +78,6 @@ class PlacedModel:
         """Whether there is room for any block."""
         stops = self.room.find_stops(self.num_blocks)
         return bool((stops > range(self.num_blocks)).any())
-
-
-class LoadFailures:
-    """Blocks that could not be loaded. Each is avoided for a while, twice as long every time."""
-
-    def __init__(self) -> None:
-        self._num_failures: Counter[int] = Counter()
-        self._avoided_until: dict[int, float] = {}
-
-    def note(self, blocks: Iterable[int], now: float) -> None:
-        """Note that these blocks, or one of them, could not be loaded."""
-        for block in blocks:
-            doubled = _FIRST_AVOIDED_SECONDS * 2 ** self._num_failures[block]
-            self._num_failures[block] += 1
-            self._avoided_until[block] = now + min(doubled, _MOST_AVOIDED_SECONDS)
-
-    def list_avoided(self, now: float) -> frozenset[int]:
-        """Return the blocks that are to be left alone now."""
-        return frozenset(block for block, until in self._avoided_until.items() if now < until)
 
 
 class Placer:

@@ -44,6 +44,7 @@ _VERSION = 1
 _HEADER_BYTES = 4
 _CHECKSUM_BYTES = 4
 _MAX_TEXT_BYTES = 255
+_MAX_CHOSEN = 3
 
 _SIMPLE_ADDRESS = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/([1-9][0-9]{0,4})/p2p/([^/]+)")
 _FORMS = ("text", "ip4", "ip6", "dns", "dns4", "dns6")
@@ -296,11 +297,11 @@ def make_codes(membership: Membership, addresses: Sequence[str]) -> dict[str, st
     return {str(role): str(JoinCode(membership.as_role(role), chosen)) for role in roles}
 
 
-def choose_addresses(addresses: Sequence[str], num_most: int = 3) -> tuple[str, ...]:
+def choose_addresses(addresses: Sequence[str]) -> tuple[str, ...]:
     """Return the addresses to put into a code: those of this machine only if there are no others.
 
     >>> choose_addresses(["/ip4/127.0.0.1/tcp/1/p2p/A", "/ip4/10.0.0.1/tcp/1/p2p/A"])
     ('/ip4/10.0.0.1/tcp/1/p2p/A',)
     """
     remote = [a for a in addresses if not a.startswith(("/ip4/127.", "/ip6/::1/"))]
-    return tuple(remote or addresses)[:num_most]
+    return tuple(remote or addresses)[:_MAX_CHOSEN]

@@ -142,9 +142,7 @@ class DeadlockError(RuntimeError):
     """Every task waits, and nothing can wake any of them."""
 
 
-def run_virtual(
-    coroutine: Coroutine[Any, Any, Result], *, start: float = 0.0, debug: bool | None = None
-) -> Result:
+def run_virtual(coroutine: Coroutine[Any, Any, Result], *, start: float = 0.0) -> Result:
     """Run a coroutine to its end on a fresh virtual loop and return its result.
 
     `start` is the loop's first time in seconds. Hours of `asyncio.sleep` take no real time, and two
@@ -156,7 +154,7 @@ def run_virtual(
     >>> run_virtual(nap())
     3600.0
     """
-    with asyncio.Runner(debug=debug, loop_factory=lambda: VirtualEventLoop(start)) as runner:
+    with asyncio.Runner(loop_factory=lambda: VirtualEventLoop(start)) as runner:
         return runner.run(coroutine)
 
 

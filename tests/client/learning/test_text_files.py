@@ -10,7 +10,6 @@ import pytest
 from shoal.client.learning.text_files import (
     MAX_LINE_BYTES,
     TrainingText,
-    read_labelled_texts,
     read_texts,
 )
 from shoal.protocol.errors import UsageError
@@ -132,34 +131,3 @@ def test_what_is_no_file_is_named(tmp_path: Path, name: str, sentence: str) -> N
 
     with pytest.raises(UsageError, match=sentence):
         list(read_texts(tmp_path / (name or "folder.jsonl")))
-
-
-def test_labelled_texts_are_read_with_their_labels(tmp_path: Path) -> None:
-    table = write(tmp_path, "d.csv", "text,label\nfine,1\nbad,0\n")
-    lines = write(tmp_path, "d.jsonl", '{"text": "fine", "label": 1}')
-
-    assert [(text.text, text.label) for text in read_labelled_texts(table, 2)] == [
-        ("fine", 1),
-        ("bad", 0),
-    ]
-    assert [text.label for text in read_labelled_texts(lines, 2)] == [1]
-
-
-@pytest.mark.parametrize(
-    ("label", "sentence"),
-    [
-        ("2", "label 2 is out of range; it is 0 to 1"),
-        ("-1", "`label` must be a whole number"),
-        ("9" * 30, "`label` must be a whole number"),
-        ("good", "`label` must be a whole number, not 'good'"),
-    ],
-)
-def test_labels_that_cannot_be_are_named_with_their_line(
-    tmp_path: Path, label: str, sentence: str
-) -> None:
-    path = write(tmp_path, "d.csv", f"text,label\nfine,1\nbad,{label}\n")
-
-    with pytest.raises(UsageError) as raised:
-        list(read_labelled_texts(path, 2))
-
-    assert str(raised.value).startswith(f"{path}:3: {sentence}")
