@@ -67,6 +67,7 @@ def ids(*numbers: int) -> set[str]:
     return {identity_of(number).peer_id for number in numbers}
 
 
+@pytest.mark.slow
 def test_members_find_each_other_and_others_are_told_that_they_are_none() -> None:
     async def story(swarms: Swarms) -> None:
         first = await swarms.join([], SERVER, 1)
@@ -82,6 +83,7 @@ def test_members_find_each_other_and_others_are_told_that_they_are_none() -> Non
     run(story)
 
 
+@pytest.mark.slow
 def test_stranger_who_joins_the_dht_all_the_same_finds_nobody_and_is_not_found() -> None:
     async def story(swarms: Swarms) -> None:
         first = await swarms.join([], SERVER, 1)
@@ -99,6 +101,7 @@ def test_stranger_who_joins_the_dht_all_the_same_finds_nobody_and_is_not_found()
     run(story)
 
 
+@pytest.mark.slow
 def test_newcomer_joins_through_whoever_of_a_code_is_left() -> None:
     async def story(swarms: Swarms) -> None:
         first = await swarms.join([], SERVER, 1)
@@ -124,6 +127,7 @@ def test_user_is_told_that_serving_takes_another_code() -> None:
     run(story)
 
 
+@pytest.mark.slow
 def test_revoked_peer_disappears_though_the_owner_leaves() -> None:
     async def story(swarms: Swarms) -> None:
         first = await swarms.join([], SERVER, 1)
@@ -154,6 +158,7 @@ def test_only_the_owner_revokes() -> None:
     run(story)
 
 
+@pytest.mark.slow
 def test_public_swarm_is_learned_from_the_peer_that_one_joins_through() -> None:
     async def story(swarms: Swarms) -> None:
         first = await swarms.join([], None, 1)

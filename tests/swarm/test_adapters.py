@@ -323,6 +323,7 @@ def test_folder_is_opened_with_the_model(tiny_models: Any, tmp_path: Path) -> No
         assert isinstance(model.active_adapter, LoraAdapter)
 
 
+@pytest.mark.slow
 def test_published_adapter_is_used_by_its_digest(tiny_models: Any, tmp_path: Path) -> None:
     with swarm_of(tiny_models, ((0, 2), (2, 4)), failover_timeout_seconds=2.0) as (_, model):
         adapter = make_adapter(model)
@@ -351,6 +352,7 @@ def test_published_adapter_counts_once_where_it_is_used_by_its_digest(tiny_model
         assert shared.used_bytes > 1.9 * num_bytes
 
 
+@pytest.mark.slow
 def test_digest_is_taken_however_it_was_copied(tiny_models: Any) -> None:
     with (
         swarm_of(tiny_models, ONE_HOP, failover_timeout_seconds=2.0) as (_, model),
@@ -379,6 +381,7 @@ def test_digest_is_taken_however_it_was_copied(tiny_models: Any) -> None:
             model(TOKENS, active_adapter=digest)
 
 
+@pytest.mark.slow
 def test_published_adapter_is_withdrawn_by_name_and_with_the_model(
     tiny_models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

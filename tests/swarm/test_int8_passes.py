@@ -18,6 +18,7 @@ NUM_UPDATES = 40
 NUM_PROMPTS = 8
 
 
+@pytest.mark.slow
 def test_half_the_bytes_lead_to_the_same_loss(tiny_models: Any) -> None:
     loss_in_16_bits, num_bytes_in_16_bits = train(tiny_models, "bf16")
     loss_in_8_bits, num_bytes_in_8_bits = train(tiny_models, "int8")

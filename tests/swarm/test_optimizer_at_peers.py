@@ -226,6 +226,7 @@ def test_peer_that_has_forgotten_an_adapter_learns_it_again(tiny_models: Any) ->
         assert_same(ours, theirs)
 
 
+@pytest.mark.slow
 def test_shard_peer_is_replaced_by_several_peers(tiny_models: Any) -> None:
     """What went into the later ones was never sent to them: it is computed again."""
     with swarm_of(tiny_models, ((0, 4), (0, 1), (1, 4))) as (swarm, model):

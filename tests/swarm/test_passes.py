@@ -121,6 +121,7 @@ def test_microbatches_of_one_row_share_prompts_only_where_the_batch_does(
         compare(model.transformer.h, tiny_models.get(), prompt_rows, num_rows=4, num_tokens=256)
 
 
+@pytest.mark.slow
 def test_batch_of_more_rows_than_a_message_has_is_cut(tiny_models: Any) -> None:
     with swarm_of(tiny_models, ONE_HOP) as (_, model):
         compare(model.transformer.h, tiny_models.get(), num_rows=300, num_tokens=2)
@@ -135,6 +136,7 @@ def test_replica_with_memory_takes_what_another_one_has_none_for(tiny_models: An
             compare(model.transformer.h, tiny_models.get())
 
 
+@pytest.mark.slow
 def test_peer_that_stands_still_is_waited_for_once_and_not_by_every_microbatch(
     tiny_models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,6 +360,7 @@ def test_lost_peer_is_replaced(tiny_models: Any, when: str) -> None:
         assert_close(found[0], expected[0])
 
 
+@pytest.mark.slow
 def test_span_that_nobody_hosts_alone_any_more_is_gone_back_through_in_parts(
     tiny_models: Any,
 ) -> None:

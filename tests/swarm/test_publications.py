@@ -276,6 +276,7 @@ def test_stranger_who_names_many_digests_makes_a_peer_fetch_few(tiny_models: Any
     run_scene(tiny_models, test)
 
 
+@pytest.mark.slow
 def test_client_uses_a_published_adapter_at_a_peer_that_does_not_hold_it(tiny_models: Any) -> None:
     with swarm_of(tiny_models, ((0, 4),) * 3) as (swarm, model), torch.no_grad():
         adapter = make_adapter(model)

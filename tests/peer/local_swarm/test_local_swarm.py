@@ -94,6 +94,7 @@ def test_end_of_a_peer_is_told_in_its_own_words(said: str, sentence: str, event:
     assert str(refusal.value) == sentence
 
 
+@pytest.mark.slow
 def test_draining_takes_a_swarm_that_gives_time_for_it() -> None:
     peer = LocalPeer("m", None, (), program=("-c", "pass"))
     try:

@@ -279,6 +279,7 @@ def run(test: Callable[[World], Awaitable[None]]) -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_newcomers_spread_and_stay() -> None:
     async def test(world: World) -> None:
         for _ in range(6):
@@ -518,6 +519,7 @@ def test_peer_that_cannot_load_a_block_still_serves_what_is_around_it() -> None:
     run(test)
 
 
+@pytest.mark.slow
 def test_place_that_could_not_be_loaded_is_tried_again_later_and_later() -> None:
     async def test(world: World) -> None:
         peer = await bring_to_move(world)

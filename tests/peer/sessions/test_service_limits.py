@@ -336,6 +336,7 @@ def test_stream_lives_on_when_its_session_is_closed(engine: Engine) -> None:
     run(engine, test, idle_seconds=100.0)
 
 
+@pytest.mark.slow
 def test_client_that_never_reads_its_answers_is_dropped(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
         talk = await peer.open(max_tokens=256, num_rows=16)

@@ -144,6 +144,7 @@ def announce_everything(
     return Entry(identity.peer_id, record + rng.randbytes(PRIVATE_BYTES), announcement.expires_at)
 
 
+@pytest.mark.slow
 def test_refresh_of_a_thousand_peers_is_below_a_megabyte(
     announce: Callable[..., Announcement],
 ) -> None:
