@@ -53,6 +53,10 @@ _LOOK_SECONDS = 10.0
 _RENEWAL_SECONDS = KEEP_SECONDS / 3
 """Two renewals may fail."""
 
+_RENEWED_SECONDS = KEEP_SECONDS - _RENEWAL_SECONDS / 2
+"""A peer that keeps an adapter for less than this has not renewed it: it knows a client by its
+address too, and keeps what came from a former address until that expires."""
+
 _PUBLISHING_SECONDS = 600.0
 """How long `publish` waits for holders of all blocks."""
 
@@ -350,6 +354,9 @@ class Publisher:
                 return
             publication.note(peer.peer_id, replace(holding, is_sure=False))
             self._note_failure(publication, peer, error)
+            return
+        if seconds < _RENEWED_SECONDS:
+            publication.note(peer.peer_id, None)  # it is pushed again, here or to another peer
             return
         now = self._clock.now()
         publication.note(peer.peer_id, Holding(peer.span, now, now + min(seconds, KEEP_SECONDS)))

@@ -234,7 +234,7 @@ class LocalSwarm:
 
     The block is entered when all peers are announced. A number in place of a span lets a peer serve
     that many blocks, where the swarm needs them most. `config` and the keywords are those of
-    `local_swarm_config.LocalSwarmConfig`.
+    `config.LocalSwarmConfig`.
     """
 
     def __init__(

@@ -141,8 +141,8 @@ class Admission:
         try:
             return await self._open(message, holder, post)
         except RefusedError as refusal:
-            if not _may_pass(refusal):
-                raise
+            if not _may_pass(refusal) or refusal.code is ErrorCode.UNKNOWN_ADAPTER:
+                raise  # an adapter that is being fetched does not wait for a session to end
             raise _with_retry(refusal, self.estimate_wait_seconds()) from refusal
 
     async def wait(self, message: Open, holder: Holder, post: Post) -> tuple[HeldSession, int]:

@@ -76,6 +76,8 @@ class PassPeer:
     renewed: list[AdapterId] = field(default_factory=list[AdapterId])
     published: dict[AdapterId, float] = field(default_factory=dict[AdapterId, float])
     """What is kept for everybody, and when that was said last."""
+    former: dict[AdapterId, float] = field(default_factory=dict[AdapterId, float])
+    """What the client published from a former address, and when: only from there it is renewed."""
     withdrawn: list[AdapterId] = field(default_factory=list)
 
     async def serve(self, stream: Stream) -> None:
@@ -112,6 +114,10 @@ class PassPeer:
                 if message.adapter in self.published:
                     self.published[message.adapter] = now()
                     kept = AdapterKept(UploadId(message.pass_id), 300.0)
+                    await stream.send(encode_frame(kept))
+                elif message.adapter in self.former:
+                    seconds = 300.0 - (now() - self.former[message.adapter])
+                    kept = AdapterKept(UploadId(message.pass_id), seconds)
                     await stream.send(encode_frame(kept))
                 else:
                     await self._decline(stream, message.pass_id, ErrorCode.UNKNOWN_ADAPTER)

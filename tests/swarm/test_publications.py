@@ -24,7 +24,7 @@ from shoal.client.settings.config import ClientConfig
 from shoal.peer.engine.adapters.adapter_store import Kept
 from shoal.protocol.errors import RefusedError
 from shoal.protocol.fair_share import Holder
-from shoal.protocol.ids import AdapterId
+from shoal.protocol.ids import AdapterId, make_client_token
 from shoal.protocol.messages.adapters import KEEP_SECONDS, LoraConfig
 from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.memory.loopback import Link
@@ -89,11 +89,13 @@ def hold(peer: Inside) -> list[AdapterId]:
     return peer.adapters.list_held()
 
 
-async def find(peer: Inside, name: AdapterId, seconds: float = 10.0) -> Kept | None:
+async def find(
+    peer: Inside, name: AdapterId, seconds: float = 10.0, user: Holder = USER
+) -> Kept | None:
     """Name an adapter at a peer, again after a while; return it if it is there by then."""
     for _ in range(4):
         with contextlib.suppress(RefusedError):
-            return peer.adapters.find(name, USER)
+            return peer.adapters.find(name, user)
         await asyncio.sleep(seconds)
     return None
 
@@ -173,6 +175,25 @@ def test_each_block_has_two_holders_and_a_lost_one_is_replaced(tiny_models: Any)
             await asyncio.sleep(2 * KEEP_SECONDS)
             alive = [host for host, peer in peers.items() if hold(peer)]
             assert len(set(alive) - {holders[0]}) == 2
+
+    run_scene(tiny_models, test)
+
+
+def test_peer_that_fetched_it_for_its_publisher_becomes_a_holder(tiny_models: Any) -> None:
+    leaves = make_leaves()
+    name = leaves.manifest.name
+
+    async def test(scene: Publishing) -> None:
+        peers = {f"peer{n}": await scene.add(f"peer{n}") for n in range(3)}
+        async with scene.join() as publisher:
+            await publisher.publish(leaves, WHOLE, "a")
+            (other,) = [peer for peer in peers.values() if not hold(peer)]
+            token = make_client_token(bytes(16), other.peer_id)
+            assert await find(other, name, user=Holder("client", token))
+            lost = next(host for host, peer in peers.items() if hold(peer))
+            scene.network.pause(lost)
+            await asyncio.sleep(KEEP_SECONDS)
+            assert hold(other) == [name]
 
     run_scene(tiny_models, test)
 

@@ -141,7 +141,7 @@ class AdapterStore:
             self._forget(known)
             known = None
         self._put(kept, known, is_published=True)
-        if kept.manifest is not None:
+        if kept.manifest is not None and not self._is_closed:
             self.on_change()
 
     def _put(self, kept: Kept, known: Kept | None, is_published: bool) -> None:
@@ -208,11 +208,15 @@ class AdapterStore:
         self._expire()
 
     def has(self, name: AdapterId, holder: Holder, is_published: bool = False) -> bool:
-        """Return whether a holder has an adapter here, which it uses from now on then."""
+        """Return whether a holder has brought an adapter here, which it uses from now on then.
+
+        A copy that was fetched for it does not count: it is served to no other peer.
+        """
         kept = self._find_own(name, holder, is_published)
-        if kept is not None:
-            kept.used_at = self._clock.now()
-        return kept is not None
+        if kept is None or kept.is_fetched:
+            return False
+        kept.used_at = self._clock.now()
+        return True
 
     def replace(
         self, name: AdapterId, new_name: AdapterId, holder: Holder, updated: TrainedAdapter

@@ -197,6 +197,20 @@ def test_holder_that_is_lost_is_replaced(what: str) -> None:
     run_publisher(test)
 
 
+def test_publisher_with_a_new_address_publishes_again() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        peers = [await add_pass_peer(scene, 1.0) for _ in range(2)]
+        await publisher.publish(ONE, WHOLE, "a")
+        for peer in peers:
+            peer.former, peer.published = peer.published, {}
+        await asyncio.sleep(1.5 * SECONDS)
+        assert list_holders(*peers) == [0, 1]
+        await asyncio.sleep(2 * SECONDS)
+        assert [len(peer.brought) for peer in peers] == [2, 2]
+
+    run_publisher(test)
+
+
 def test_later_state_replaces_the_earlier_one_whichever_call_ends_first() -> None:
     async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
         peer = await add_pass_peer(scene, 1.0)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from shoal.peer.engine.adapters.adapter import Adapter
-from shoal.peer.engine.adapters.adapter_store import AdapterStore
+from shoal.peer.engine.adapters.adapter_store import AdapterStore, Kept
 from shoal.peer.runtime.config import choose_adapter_bytes
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.fair_share import Holder
@@ -71,6 +71,20 @@ def test_publisher_who_uses_it_himself_pays_to_the_end() -> None:
         assert held(adapter_store) == {BERT: SIZE}
         adapter_store.leave(kept, BERT)
         assert held(adapter_store) == {}
+
+    run(test)
+
+
+def test_copy_that_was_fetched_for_a_client_is_none_that_it_has_brought() -> None:
+    def test(adapter_store: AdapterStore) -> None:
+        adapter_store.reserve(ANNA, SIZE)
+        copy = Kept(ONE, Adapter(1, {}), ANNA, SIZE, 0.0, payer=ANNA, until=100.0)
+        adapter_store.put_published(copy)
+        assert adapter_store.find(ONE, ANNA) is copy
+        assert not adapter_store.has(ONE, ANNA, is_published=True)
+
+        put(adapter_store, OTHER, ANNA, is_published=True)
+        assert adapter_store.has(OTHER, ANNA, is_published=True)
 
     run(test)
 
