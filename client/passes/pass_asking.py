@@ -51,7 +51,7 @@ _DIRECTORY_SECONDS = 5.0
 """How long the directory may take before the last view has to do."""
 
 _PUBLICATION_SECONDS = 2.0
-"""When a peer that lacks a published adapter is asked again: its publisher may just bring it."""
+"""When a peer that lacks a published adapter is asked again. It fetches it meanwhile."""
 
 _PATIENCE = 20.0
 _LEAST_PATIENCE_SECONDS = 60.0
@@ -451,7 +451,8 @@ class PassAsker:
                 failures.brought_again.add(peer_id)
                 return is_sound
             if all(isinstance(one, PublishedAdapter) and not one.is_trained for one in adapters):
-                # The peer may have just come, and get it from whoever published it.
+                # The peer fetches it. The time that it names is not used: there is none once no
+                # holder was found, and one may still come.
                 failures.note_full(peer_id, _PUBLICATION_SECONDS)
                 return True
         elif error.code is ErrorCode.NO_ROOM_FOR_ADAPTER and error.retry_after_seconds is not None:

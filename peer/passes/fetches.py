@@ -137,13 +137,14 @@ class Fetches:
         """Fetch an adapter, and keep it. Raises RefusedError if there is none, or no room."""
         found = _Found()
         try:
-            for _ in range(_ATTEMPTS):
+            for attempt in range(_ATTEMPTS):
+                if attempt:
+                    await asyncio.sleep(_PAUSE_SECONDS)
                 for peer in await self._holders.list_holders(name, self._span):
                     if self._list_missing(found) != []:
                         await self._fetch_from(peer, name, holder, found)
                 if self._list_missing(found) == []:
                     break
-                await asyncio.sleep(_PAUSE_SECONDS)
             if found.manifest is None or self._list_missing(found):
                 raise make_unknown(name)
             adapter = await self._read(found.manifest.config, found.files)

@@ -188,7 +188,7 @@ def test_peer_that_fetched_it_for_its_publisher_becomes_a_holder(tiny_models: An
         async with scene.join() as publisher:
             await publisher.publish(leaves, WHOLE, "a")
             (other,) = [peer for peer in peers.values() if not hold(peer)]
-            token = make_client_token(bytes(16), other.peer_id)
+            token = make_client_token(bytes(16), other.peer_id).hex()
             assert await find(other, name, user=Holder("client", token))
             lost = next(host for host, peer in peers.items() if hold(peer))
             scene.network.pause(lost)

@@ -20,6 +20,7 @@ from service_scene import (
 from shoal.peer.engine.cache.kv_pool import IDLE_SECONDS
 from shoal.peer.engine.engine import Engine
 from shoal.protocol.errors import ErrorCode
+from shoal.protocol.ids import AdapterId
 from shoal.protocol.messages.session import Close, Opened, Queued
 
 PATIENT = {"max_wait_seconds": 100.0}
@@ -50,6 +51,18 @@ def test_who_has_no_patience_is_told_when_to_ask_again(engine: Engine) -> None:
         assert refusal.retry_after_seconds == 3.0
 
     run(engine, test, max_sessions=2)
+
+
+def test_adapter_that_is_being_fetched_has_nothing_to_do_with_who_is_there(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        await fill(peer, 2)
+        await asyncio.sleep(6)
+        talk = await peer.at_host("newcomer").greet()
+        opening = make_open(1, adapter=AdapterId(b"published" + bytes(23)))
+        refusal = assert_declined(await talk.ask(opening), ErrorCode.UNKNOWN_ADAPTER)
+        assert refusal.retry_after_seconds == 1.0
+
+    run(engine, test, max_sessions=4)
 
 
 def test_session_is_opened_as_soon_as_there_is_room(engine: Engine) -> None:
