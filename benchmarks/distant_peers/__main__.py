@@ -8,6 +8,7 @@ is asked in turn. Nothing else should run meanwhile.
 
 import argparse
 import asyncio
+import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -22,13 +23,8 @@ from distant_peers.lines import LineConfig
 from distant_peers.swarm import DistantSwarm, open_bare_line, start_distant_swarm
 from measuring.benchmark_model import BenchmarkModel, make_wide_model, open_bundled_model
 from measuring.clients import Clients, join_swarm, time_prompt, time_step
-from shoal.cli.figures.bench_report import (
-    BenchRun,
-    Figure,
-    at_most,
-    compute_median,
-    describe_machine,
-)
+from measuring.targets import TargetFigure, TargetRun, at_most
+from shoal.cli.figures.bench_report import Figure, describe_machine
 from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS
 from shoal.client.session.session import RemoteSession
 from shoal.client.trace.trace import AnsweredQuestion, Recorder, StepTaken
@@ -85,7 +81,7 @@ async def measure_decoding(
             for session in sessions:
                 await time_step(session, swarm.address.model)
         _check_nothing_was_lost(sessions)
-    way = compute_median(ways)
+    way = statistics.median(ways)
     figures = [Figure(f"one way of {len(frame)} bytes, without peers", 1000 * way, "ms")]
     for num_hops in effort.hops:
         times = {name: _Times.read(recorders[num_hops, name]) for name in ("star", "chain")}
@@ -127,9 +123,9 @@ class _Times:
                 computing[event.step] += event.compute_seconds
                 waiting[event.step] += event.queue_seconds
         return cls(
-            compute_median([event.seconds for event in events if isinstance(event, StepTaken)]),
-            compute_median(list(computing.values())),
-            compute_median(list(waiting.values())),
+            statistics.median([event.seconds for event in events if isinstance(event, StepTaken)]),
+            statistics.median(list(computing.values())),
+            statistics.median(list(waiting.values())),
         )
 
 
@@ -154,7 +150,7 @@ def _compare(
         Figure(
             f"{num_hops} hops, chain, to its ways and computing", chain.step / chain_bound, "x"
         ),
-        Figure(
+        TargetFigure(
             f"{num_hops} hops, chain, to mere delays and computing", chain.step / bare_bound, "x",
             at_most(1.1),
         ),
@@ -219,7 +215,7 @@ def _compare_manners(
     seconds: Mapping[str, Sequence[float]],
     num_bytes: Mapping[str, float],
 ) -> list[Figure]:
-    medians = {name: compute_median(values) for name, values in seconds.items()}
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
     figures: list[Figure] = []
     for name, median in medians.items():
         ways = (_PROMPT_HOPS + 1) * swarm.line.delay_seconds
@@ -233,7 +229,7 @@ def _compare_manners(
     int8_ratio = medians["in pieces, int8"] / medians["in pieces"]
     return [
         *figures,
-        Figure("in pieces, to whole", ratio, "x", at_most(0.5)),
+        TargetFigure("in pieces, to whole", ratio, "x", at_most(0.5)),
         Figure("int8 on the wire, to bf16", int8_ratio, "x"),
     ]
 
@@ -271,7 +267,7 @@ def main() -> int:
     )
     model = open_bundled_model() if options.quick else make_wide_model(max(effort.hops))
     lines = f"lines of {options.rtt:g} ms and {options.mbits:g} Mbit/s"
-    bench = BenchRun(f"{describe_machine()}; {lines}", options.quick, options.json)
+    bench = TargetRun(f"{describe_machine()}; {lines}", options.quick, options.json)
     with start_distant_swarm(model, max(effort.hops), line) as swarm:
         for name in options.parts or PARTS:
             title, measure = PARTS[name]

@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from measuring.benchmark_model import BenchmarkModel
-from shoal.cli.figures.bench_report import Figure, at_least, at_most
+from measuring.targets import TargetFigure, at_least, at_most
+from shoal.cli.figures.bench_report import Figure
 from shoal.cli.figures.swarm_speed import make_text_settings
 from shoal.client.model.local_layers import load_config, load_local_layers
 from shoal.kernels.linear.quantize import WeightFormat
@@ -150,13 +151,13 @@ def measure(
     return [
         Figure("held-out perplexity, fp32", fp32_perplexity, ""),
         Figure("held-out perplexity, int8", int8_perplexity, ""),
-        Figure("its increase", increase, "%", at_most(1)),
-        Figure("greedy tokens equal to fp32", same, "%", at_least(98)),
-        Figure("increase with int8 caches, too", kv_increase, "%", at_most(1)),
-        Figure("greedy tokens equal, with int8 caches", same_kv, "%", at_least(98)),
-        Figure("weight bytes per parameter", bytes_per_parameter, "", at_most(1.05)),
+        TargetFigure("its increase", increase, "%", at_most(1)),
+        TargetFigure("greedy tokens equal to fp32", same, "%", at_least(98)),
+        TargetFigure("increase with int8 caches, too", kv_increase, "%", at_most(1)),
+        TargetFigure("greedy tokens equal, with int8 caches", same_kv, "%", at_least(98)),
+        TargetFigure("weight bytes per parameter", bytes_per_parameter, "", at_most(1.05)),
         Figure("weights of the benchmark model", final / 2**20, "MiB"),
-        Figure("peak over the final size, in fp32 blocks", over, "", at_most(1)),
+        TargetFigure("peak over the final size, in fp32 blocks", over, "", at_most(1)),
     ]
 
 

@@ -1,5 +1,6 @@
 """What everything is compared with: plain transformers in one process, bf16, two threads."""
 
+import statistics
 from functools import partial
 from typing import Any
 
@@ -7,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from measuring.benchmark_model import BenchmarkModel
-from shoal.cli.figures.bench_report import compute_median
 from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS, make_text_settings, time_calls
 
 _NUM_THREADS = 2
@@ -70,7 +70,7 @@ class Reference:
         torch.set_num_threads(_NUM_THREADS)
         try:
             with mode():
-                return compute_median(
+                return statistics.median(
                     time_calls(lambda: call(self._loaded[dtype]), self._num_calls)
                 )
         finally:

@@ -1,5 +1,6 @@
 """Speed and latency over the number of sessions: figures and plot of the part `sessions`."""
 
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,8 @@ from matplotlib import figure as drawings
 from matplotlib import rc_context
 
 from measuring.plotting import save_figure
-from shoal.cli.figures.bench_report import (
-    Figure,
-    Target,
-    at_least,
-    at_most,
-    compute_median,
-    compute_percentile,
-)
+from measuring.targets import Target, TargetFigure, at_least, at_most, compute_percentile
+from shoal.cli.figures.bench_report import Figure
 from shoal.cli.finetuning.loss_plot import STYLE
 
 # Told apart without colour: by shade, line and marker.
@@ -41,7 +36,7 @@ class CurvePoint:
         return cls(
             num_sessions,
             len(step_seconds) / seconds,
-            compute_median(step_seconds),
+            statistics.median(step_seconds),
             compute_percentile(step_seconds, 95),
         )
 
@@ -78,14 +73,14 @@ class SessionsCurve:
         if point is None or reference is None:
             return []
         name = f"sessions: {num_rows}, ratio to a batch of {num_rows}"
-        return [Figure(name, point.steps_per_second / reference, "x", target)]
+        return [TargetFigure(name, point.steps_per_second / reference, "x", target)]
 
     def _compare_percentiles(self, num_sessions: int) -> list[Figure]:
         alone, together = self.find(1), self.find(num_sessions)
         if alone is None or together is None:
             return []
         name = f"sessions: {num_sessions}, 95th percentile to that of one"
-        return [Figure(name, together.p95_seconds / alone.p95_seconds, "x", at_most(3))]
+        return [TargetFigure(name, together.p95_seconds / alone.p95_seconds, "x", at_most(3))]
 
 
 def draw_curve(curve: SessionsCurve, machine: str, folder: Path) -> list[Path]:

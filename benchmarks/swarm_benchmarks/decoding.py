@@ -3,8 +3,11 @@
 A step is one token's hidden state in and out through all peers, without embedding and head.
 """
 
+import statistics
+
 from measuring.clients import Clients, SwarmAddress, join_swarm, time_load, time_steps
-from shoal.cli.figures.bench_report import Figure, at_least, compute_median, compute_percentile
+from measuring.targets import TargetFigure, at_least, compute_percentile
+from shoal.cli.figures.bench_report import Figure
 from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS, measure_text, time_session
 from shoal.client import AutoDistributedModelForCausalLM
 from swarm_benchmarks.curve import CurvePoint, SessionsCurve
@@ -27,11 +30,11 @@ def measure_single(setting: Setting) -> list[Figure]:
         seconds = time_session(remote, 2 * effort.num_steps).step_seconds
         setting.say("texts")
         generated = measure_text(remote, effort.num_generated, effort.num_calls)
-    steps_per_second = 1 / compute_median(seconds)
+    steps_per_second = 1 / statistics.median(seconds)
     return [
         Figure("plain transformers, generate", reference, "tok/s"),
         Figure("steps through the swarm", steps_per_second, "steps/s"),
-        Figure("ratio to plain transformers", steps_per_second / reference, "x", at_least(2)),
+        TargetFigure("ratio to plain transformers", steps_per_second / reference, "x", at_least(2)),
         Figure("95th percentile of a step", 1000 * compute_percentile(seconds, 95), "ms"),
         Figure("generate, with embedding and head", generated, "tok/s"),
     ]
@@ -82,7 +85,7 @@ def measure_context(setting: Setting) -> list[Figure]:
     return [
         Figure(f"behind {short} tokens", 1 / short_seconds, "steps/s"),
         Figure(f"behind {long} tokens", 1 / long_seconds, "steps/s"),
-        Figure("ratio of the two speeds", short_seconds / long_seconds, "x", at_least(0.6)),
+        TargetFigure("ratio of the two speeds", short_seconds / long_seconds, "x", at_least(0.6)),
     ]
 
 
@@ -100,4 +103,4 @@ async def _measure_contexts(setting: Setting, address: SwarmAddress) -> list[flo
             for session, noted in zip(sessions, seconds, strict=True):
                 noted += await time_steps(session, model, _TURN_STEPS)
         clients.check_nothing_was_lost()
-    return [compute_median(noted) for noted in seconds]
+    return [statistics.median(noted) for noted in seconds]

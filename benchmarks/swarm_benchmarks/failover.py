@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 
 from measuring.clients import Clients, SwarmAddress, join_swarm, time_steps
-from shoal.cli.figures.bench_report import Figure, at_most
+from measuring.targets import TargetFigure, at_most
+from shoal.cli.figures.bench_report import Figure
 from shoal.peer.local_swarm.swarm import LocalPeer, LocalSwarm
 from swarm_benchmarks.setting import Setting
 
@@ -31,9 +32,9 @@ def measure(setting: Setting) -> list[Figure]:
         setting.end_swarm(setting.model)
     behind = f"{_CONTEXT_TOKENS} tokens of context"
     return [
-        Figure(f"SIGKILL to the next step, {behind}", kill_seconds, "s", at_most(1)),
+        TargetFigure(f"SIGKILL to the next step, {behind}", kill_seconds, "s", at_most(1)),
         Figure("the same with hot standbys", standby_seconds, "s"),
-        Figure(f"SIGSTOP to the next step, {behind}", pause_seconds, "s", at_most(5)),
+        TargetFigure(f"SIGSTOP to the next step, {behind}", pause_seconds, "s", at_most(5)),
     ]
 
 

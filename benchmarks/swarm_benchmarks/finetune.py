@@ -7,6 +7,7 @@ trains as fast as it can from one line on stdin to the next, then says how fast.
 
 import asyncio
 import json
+import statistics
 import sys
 import threading
 import time
@@ -18,14 +19,9 @@ import torch
 from measuring.benchmark_model import BenchmarkModel
 from measuring.clients import SwarmAddress, join_swarm, time_load
 from measuring.helper_process import HelperProcess
+from measuring.targets import TargetFigure, at_least, at_most, compute_percentile
 from measuring.watched_transport import WatchedNetwork
-from shoal.cli.figures.bench_report import (
-    Figure,
-    at_least,
-    at_most,
-    compute_median,
-    compute_percentile,
-)
+from shoal.cli.figures.bench_report import Figure
 from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS, time_calls
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.client.model.remote_blocks import RemoteSequential
@@ -76,11 +72,11 @@ def _measure_speed(setting: Setting, swarm: LocalSwarm, reference: Figure) -> li
     return [
         reference,
         Figure("through the swarm, forward", num_tokens / forward_seconds, "tok/s"),
-        Figure("through the swarm, forward and backward", speed, "tok/s", at_least(560)),
-        Figure("ratio to plain transformers", speed / reference.value, "x", at_least(0.7)),
+        TargetFigure("through the swarm, forward and backward", speed, "tok/s", at_least(560)),
+        TargetFigure("ratio to plain transformers", speed / reference.value, "x", at_least(0.7)),
         Figure("the same with int8 on the wire", num_tokens / int8_seconds, "tok/s"),
         Figure("what travels for a token", num_bytes / num_tokens, "bytes"),
-        Figure("with int8, against 16 bits", num_int8_bytes / num_bytes, "x", at_most(0.55)),
+        TargetFigure("with int8, against 16 bits", num_int8_bytes / num_bytes, "x", at_most(0.55)),
     ]
 
 
@@ -105,7 +101,7 @@ def _time(
         wire_dtype=wire_dtype,
     ) as remote:
         seconds = time_calls(lambda: call(remote.transformer.h), num_calls)
-    return compute_median(seconds), watched[0].transport.num_bytes / (num_calls + 1)
+    return statistics.median(seconds), watched[0].transport.num_bytes / (num_calls + 1)
 
 
 def _measure_steps(setting: Setting, swarm: LocalSwarm) -> list[Figure]:
@@ -117,11 +113,11 @@ def _measure_steps(setting: Setting, swarm: LocalSwarm) -> list[Figure]:
         speed = training.read()
     quiet_p95, beside_p95 = compute_percentile(quiet, 95), compute_percentile(beside, 95)
     return [
-        Figure("steps of a quiet swarm, median", 1000 * compute_median(quiet), "ms"),
+        Figure("steps of a quiet swarm, median", 1000 * statistics.median(quiet), "ms"),
         Figure("steps of a quiet swarm, 95th percentile", 1000 * quiet_p95, "ms"),
-        Figure("beside a client that trains, median", 1000 * compute_median(beside), "ms"),
+        Figure("beside a client that trains, median", 1000 * statistics.median(beside), "ms"),
         Figure("beside a client that trains, 95th percentile", 1000 * beside_p95, "ms"),
-        Figure("ratio of the 95th percentiles", beside_p95 / quiet_p95, "x", at_most(2)),
+        TargetFigure("ratio of the 95th percentiles", beside_p95 / quiet_p95, "x", at_most(2)),
         Figure("that client's speed meanwhile", speed, "tok/s"),
     ]
 

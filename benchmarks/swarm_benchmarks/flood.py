@@ -7,6 +7,7 @@ stdin to the next, then says what it got.
 
 import asyncio
 import json
+import statistics
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,7 +15,8 @@ from pathlib import Path
 from measuring.benchmark_model import BenchmarkModel
 from measuring.clients import Clients, SwarmAddress, join_swarm, time_load
 from measuring.helper_process import HelperProcess
-from shoal.cli.figures.bench_report import Figure, at_most, compute_median, compute_percentile
+from measuring.targets import TargetFigure, at_most, compute_percentile
+from shoal.cli.figures.bench_report import Figure
 from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS
 from shoal.protocol.errors import RefusedError, RouteError, UnavailableError
 from shoal.protocol.ids import ModelId
@@ -41,11 +43,11 @@ def measure(setting: Setting) -> list[Figure]:
     quiet_p95, flooded_p95 = compute_percentile(quiet, 95), compute_percentile(flooded, 95)
     prompt_speed = counts["prompt_tokens"] / flood_seconds
     return [
-        Figure("quiet, median step", 1000 * compute_median(quiet), "ms"),
+        Figure("quiet, median step", 1000 * statistics.median(quiet), "ms"),
         Figure("quiet, 95th percentile", 1000 * quiet_p95, "ms"),
-        Figure("flooded, median step", 1000 * compute_median(flooded), "ms"),
+        Figure("flooded, median step", 1000 * statistics.median(flooded), "ms"),
         Figure("flooded, 95th percentile", 1000 * flooded_p95, "ms"),
-        Figure("ratio of the 95th percentiles", flooded_p95 / quiet_p95, "x", at_most(2)),
+        TargetFigure("ratio of the 95th percentiles", flooded_p95 / quiet_p95, "x", at_most(2)),
         Figure("the flood, steps", counts["steps"] / flood_seconds, "steps/s"),
         Figure("the flood, prompts", prompt_speed, "tok/s"),
         Figure("the flood, refused", counts["refusals"], "times"),

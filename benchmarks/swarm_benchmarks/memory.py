@@ -4,7 +4,8 @@ import asyncio
 from pathlib import Path
 
 from measuring.clients import SwarmAddress, join_swarm
-from shoal.cli.figures.bench_report import Figure, at_most
+from measuring.targets import TargetFigure, at_most
+from shoal.cli.figures.bench_report import Figure
 from shoal.peer.local_swarm.swarm import LocalSwarm
 from swarm_benchmarks.setting import Setting
 
@@ -24,8 +25,10 @@ def measure(setting: Setting) -> list[Figure]:
         Figure(f"{few} of {maximum} tokens used", few_bytes / 2**20, "MiB"),
         Figure(f"{many} of {maximum} tokens used", many_bytes / 2**20, "MiB"),
         Figure(f"{maximum} tokens would take", maximum_bytes / 2**20, "MiB"),
-        Figure(f"part of it with {few} tokens", few_bytes / maximum_bytes, "", at_most(0.05)),
-        Figure(f"part of it with {many} tokens", many_bytes / maximum_bytes, "", at_most(0.2)),
+        TargetFigure(f"part of it with {few} tokens", few_bytes / maximum_bytes, "", at_most(0.05)),
+        TargetFigure(
+            f"part of it with {many} tokens", many_bytes / maximum_bytes, "", at_most(0.2)
+        ),
     ]
 
 

@@ -4,11 +4,13 @@ Only the last token's hidden state returns.
 """
 
 import asyncio
+import statistics
 import time
 
 from measuring.benchmark_model import BenchmarkModel
 from measuring.clients import Clients, SwarmAddress, join_swarm, time_prompt
-from shoal.cli.figures.bench_report import Figure, at_least, at_most, compute_median
+from measuring.targets import TargetFigure, at_least, at_most
+from shoal.cli.figures.bench_report import Figure
 from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS
 from swarm_benchmarks.setting import Setting
 
@@ -31,7 +33,7 @@ def measure_prompts(setting: Setting) -> list[Figure]:
         figures.append(Figure(f"prompt of {num_tokens}", speed, "tok/s"))
     ratio = speeds[_COMPARED_TOKENS] / reference
     name = f"ratio to plain transformers at {_COMPARED_TOKENS}"
-    return [*figures, Figure(name, ratio, "x", at_least(1.1))]
+    return [*figures, TargetFigure(name, ratio, "x", at_least(1.1))]
 
 
 async def _measure_speeds(setting: Setting, address: SwarmAddress) -> dict[int, float]:
@@ -47,7 +49,7 @@ async def _measure_speeds(setting: Setting, address: SwarmAddress) -> dict[int, 
                 seconds.append(await time_prompt(session, setting.model, num_tokens))
             clients.check_nothing_was_lost()
             await clients.close_sessions()
-            speeds[num_tokens] = num_tokens / compute_median(seconds[1:])  # the first warms up
+            speeds[num_tokens] = num_tokens / statistics.median(seconds[1:])  # the first warms up
     return speeds
 
 
@@ -65,7 +67,7 @@ async def _measure_newcomer(setting: Setting, address: SwarmAddress) -> list[Fig
     async with join_swarm(address) as clients:
         setting.say("quiet")
         await _time_first_token(clients, model, "other")  # warms up
-        quiet = compute_median(
+        quiet = statistics.median(
             [
                 await _time_first_token(clients, model, "other")
                 for _ in range(_QUIET_CALLS * effort.num_calls)
@@ -78,11 +80,11 @@ async def _measure_newcomer(setting: Setting, address: SwarmAddress) -> list[Fig
             for _ in range(_NUM_LONG_PROMPTS):
                 seconds += await _time_beside_prompt(clients, setting, client)
             figures += [
-                Figure(f"beside {whose} prompt", 1000 * compute_median(seconds), "ms"),
+                Figure(f"beside {whose} prompt", 1000 * statistics.median(seconds), "ms"),
                 Figure(f"beside {whose} prompt, slowest", 1000 * max(seconds), "ms"),
-                Figure(
-                    f"beside {whose} prompt, ratio to quiet", compute_median(seconds) / quiet, "x",
-                    at_most(5),
+                TargetFigure(
+                    f"beside {whose} prompt, ratio to quiet",
+                    statistics.median(seconds) / quiet, "x", at_most(5),
                 ),
             ]  # fmt: skip
     return figures

@@ -14,8 +14,6 @@ from ..terminal.interrupts import end_in_good_order
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal bench`."""
     parser.epilog = "To benchmark swarms on one machine, run `make bench` in a checkout of shoal."
-    # Parts of `make bench` were once arguments of this command; an error names the new command.
-    parser.add_argument("parts", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument(
         "--model", metavar="MODEL",
         help="model that the swarm serves: directory or Hub id",
@@ -30,12 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure and report; return 1 when the swarm could not be measured, else 0."""
-    if options.parts:
-        parts = " ".join(options.parts)
-        raise UsageError(
-            f'to measure {parts}, run `make bench PARTS="{parts}"` in a checkout of shoal; '
-            "`shoal bench` measures a swarm that runs already"
-        )
     if options.model is None:
         raise UsageError("say what the swarm serves: --model MODEL")
     model, joining = find_model(options.model), read_joining(options)

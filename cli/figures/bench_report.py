@@ -1,4 +1,4 @@
-"""Measured numbers with their targets, and the report of a run that measured them.
+"""Measured numbers, and the report of a run that measured them.
 
 For `shoal bench` and for the benchmarks of developers. Imports nothing heavy.
 """
@@ -10,7 +10,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,68 +22,28 @@ _SECONDS_DIGITS = 1
 
 
 @dataclass(frozen=True)
-class Target:
-    """A bound that a figure should keep."""
-
-    sign: str
-    bound: float
-
-    def __str__(self) -> str:
-        return f"{self.sign} {self.bound:g}"
-
-    def is_met_by(self, value: float) -> bool:
-        """Return whether a value is within the bound; NaN never is."""
-        return value >= self.bound if self.sign == ">=" else value <= self.bound
-
-
-def at_least(bound: float) -> Target:
-    """Return the target of a figure that should be large.
-
-    >>> str(at_least(2)), at_least(2).is_met_by(1.9), at_least(2).is_met_by(2)
-    ('>= 2', False, True)
-    """
-    return Target(">=", bound)
-
-
-def at_most(bound: float) -> Target:
-    """Return the target of a figure that should be small."""
-    return Target("<=", bound)
-
-
-@dataclass(frozen=True)
 class Figure:
     """One measured number."""
 
     name: str
     value: float
     unit: str
-    target: Target | None = None
-
-    @property
-    def is_met(self) -> bool | None:
-        """Return whether the target is met, None where there is none."""
-        return None if self.target is None else self.target.is_met_by(self.value)
 
     def to_json(self) -> dict[str, object]:
-        """Return the figure as plain JSON types."""
+        """Return the figure as plain JSON types; figures of `make bench` may have targets."""
+        value = round_to_digits(self.value, 4)
         return {
-            "name": self.name,
-            "value": round_to_digits(self.value, 4),
-            "unit": self.unit,
-            "target": None if self.target is None else str(self.target),
-            "is_met": self.is_met,
-        }
+            "name": self.name, "value": value, "unit": self.unit, "target": None, "is_met": None
+        }  # fmt: skip
 
     def to_line(self) -> str:
-        """Return the figure as a line of a table; + and - say whether its target is met.
+        """Return the figure as a line of a table.
 
-        >>> Figure("ratio", 2.5, "x", at_least(2)).to_line().split()
-        ['+', 'ratio', '2.5', 'x', '(target', '>=', '2)']
+        >>> Figure("ratio", 2.5, "x").to_line().split()
+        ['ratio', '2.5', 'x']
         """
-        mark = {None: " ", True: "+", False: "-"}[self.is_met]
-        target = "" if self.target is None else f"  (target {self.target})"
         value = f"{round_to_digits(self.value, 4):g}"
-        return f"{mark} {self.name:<{_NAME_COLUMNS}}{value:>9} {self.unit}{target}"
+        return f"  {self.name:<{_NAME_COLUMNS}}{value:>9} {self.unit}"
 
 
 def round_to_digits(value: float, num_digits: int) -> float:
@@ -96,24 +56,6 @@ def round_to_digits(value: float, num_digits: int) -> float:
         return value
     num_decimals = num_digits - 1 - math.floor(math.log10(abs(value)))
     return round(value, max(0, num_decimals))
-
-
-def compute_percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile, interpolated between two values if need be.
-
-    >>> compute_percentile([4.0, 1.0, 2.0, 3.0, 5.0], 50), compute_percentile([1.0, 2.0], 75)
-    (3.0, 1.75)
-    """
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
-
-
-def compute_median(values: Sequence[float]) -> float:
-    """Return the value in the middle."""
-    return compute_percentile(values, 50)
 
 
 def describe_machine() -> str:
@@ -138,10 +80,6 @@ class PartReport:
     seconds: float
     figures: tuple[Figure, ...] = ()
     error: str | None = None
-
-    def without_targets(self) -> "PartReport":
-        """Return the same figures without targets."""
-        return replace(self, figures=tuple(replace(figure, target=None) for figure in self.figures))
 
     def to_json(self) -> dict[str, object]:
         """Return the part as plain JSON types."""
@@ -173,57 +111,6 @@ def measure_part(name: str, title: str, measure: Callable[[], Sequence[Figure]])
     return PartReport(name, title, time.monotonic() - started_at, figures, error)
 
 
-@dataclass(frozen=True)
-class BenchReport:
-    """All parts of one run."""
-
-    machine: str
-    is_quick: bool
-    parts: tuple[PartReport, ...]
-
-    @property
-    def num_targets(self) -> int:
-        """How many figures have a target."""
-        return sum(figure.is_met is not None for part in self.parts for figure in part.figures)
-
-    @property
-    def missed(self) -> list[tuple[PartReport, Figure]]:
-        """The figures that miss their targets."""
-        return [
-            (part, figure)
-            for part in self.parts
-            for figure in part.figures
-            if figure.is_met is False
-        ]
-
-    @property
-    def has_errors(self) -> bool:
-        """Return whether a part could not be measured."""
-        return any(part.error is not None for part in self.parts)
-
-    def to_json(self) -> dict[str, object]:
-        """Return everything as plain JSON types."""
-        return {
-            "machine": self.machine,
-            "quick": self.is_quick,
-            "parts": [part.to_json() for part in self.parts],
-            "num_targets": self.num_targets,
-            "num_missed": len(self.missed),
-        }
-
-    def to_verdict(self) -> str:
-        """Return which targets were missed, one line each behind the first."""
-        if self.is_quick:
-            return "A quick run: these numbers mean nothing, and have no targets."
-        if not self.num_targets:
-            return "Nothing here has a target."
-        lines = [f"{self.num_targets - len(self.missed)} of {self.num_targets} targets are met."]
-        for part, figure in self.missed:
-            value = figure.to_json()["value"]
-            lines.append(f"Missed in {part.name}: {figure.name} {value}, target {figure.target}")
-        return "\n".join(lines)
-
-
 class BenchRun:
     """Measures parts one after the other, and shows each as soon as it is measured.
 
@@ -232,9 +119,9 @@ class BenchRun:
 
     def __init__(self, machine: str, is_quick: bool, as_json: bool) -> None:
         self._machine = machine
-        self._is_quick = is_quick
+        self.is_quick = is_quick
         self._as_json = as_json
-        self._parts: list[PartReport] = []
+        self.parts: list[PartReport] = []
         self._status = ""
         self._show(f"{machine}\n")
 
@@ -247,19 +134,29 @@ class BenchRun:
         self._status = "loading"
         with Progress(Terminal(sys.stderr), lambda: f"{name}: {self._status}"):
             part = measure_part(name, title, measure)
-        if self._is_quick:
-            part = part.without_targets()
-        self._parts.append(part)
+        self.parts.append(part)
         self._show(part.to_text())
 
     def finish(self) -> int:
-        """Print the verdict; return 1 when a part could not be measured, else 0."""
-        report = BenchReport(self._machine, self._is_quick, tuple(self._parts))
-        if self._as_json:
-            print(json.dumps(report.to_json()), flush=True)
-        else:
-            print(report.to_verdict(), flush=True)
-        return 1 if report.has_errors else 0
+        """Print the end of the report; return 1 when a part could not be measured, else 0."""
+        print(json.dumps(self.to_json()) if self._as_json else self.to_verdict(), flush=True)
+        return 1 if any(part.error is not None for part in self.parts) else 0
+
+    def to_json(self) -> dict[str, object]:
+        """Return everything as plain JSON types."""
+        return {
+            "machine": self._machine,
+            "quick": self.is_quick,
+            "parts": [part.to_json() for part in self.parts],
+            "num_targets": 0,
+            "num_missed": 0,
+        }
+
+    def to_verdict(self) -> str:
+        """Return what is to be said of all figures together."""
+        if self.is_quick:
+            return "A quick run: these numbers mean nothing, and have no targets."
+        return "Nothing here has a target."
 
     def _show(self, text: str) -> None:
         if not self._as_json:

@@ -3,6 +3,7 @@
 Hidden states are random and never sent twice, so that caches of peers cannot help.
 """
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bench_report import Figure, compute_median, compute_percentile
+from .bench_report import Figure
 
 CONTEXT_TOKENS = 16
 """Length of a prompt where only the steps after it are measured."""
@@ -30,8 +31,8 @@ def measure_swarm(remote: Any, is_quick: bool, say: Callable[[str], None]) -> li
     prompt_tokens, prompt_speed = _measure_prompt(remote, num_calls)
     say("texts")
     text_speed = measure_text(remote, num_generated, num_calls)
-    median = compute_median(times.step_seconds)
-    p95 = compute_percentile(times.step_seconds, 95)
+    median = statistics.median(times.step_seconds)
+    p95 = statistics.quantiles(times.step_seconds, n=20, method="inclusive")[-1]
     return [
         Figure("peers on the way", times.num_hops, ""),
         Figure(f"opening a session, prompt of {CONTEXT_TOKENS}", 1000 * times.open_seconds, "ms"),
@@ -81,7 +82,7 @@ def _measure_prompt(remote: Any, num_calls: int) -> tuple[int, float]:
             hidden_BTH = make_hidden(remote.config.hidden_size, num_tokens)
             session.step(hidden_BTH, last_token_only=True)
 
-        return num_tokens, num_tokens / compute_median(time_calls(fill, num_calls))
+        return num_tokens, num_tokens / statistics.median(time_calls(fill, num_calls))
 
 
 def measure_text(remote: Any, num_tokens: int, num_calls: int) -> float:
@@ -89,7 +90,7 @@ def measure_text(remote: Any, num_tokens: int, num_calls: int) -> float:
     tokens_1T = torch.randint(remote.config.vocab_size, (1, CONTEXT_TOKENS))
     settings = make_text_settings(tokens_1T, num_tokens)
     seconds = time_calls(lambda: remote.generate(tokens_1T, **settings), num_calls)
-    return num_tokens / compute_median(seconds)
+    return num_tokens / statistics.median(seconds)
 
 
 def make_hidden(hidden_size: int, num_tokens: int, num_rows: int = 1) -> Tensor:
