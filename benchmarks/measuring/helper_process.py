@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from shoal.protocol.errors import UnavailableError
@@ -37,12 +36,7 @@ class HelperProcess:
     def __enter__(self) -> "HelperProcess":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         try:
             self._process.communicate(timeout=_GOODBYE_SECONDS)
         except subprocess.TimeoutExpired:

@@ -77,7 +77,7 @@ class AdapterVersion:
         if not matrices:
             return None
         config, tensors = self.config.to_json(self.lineage), safetensors.torch.save(matrices)
-        _check_size(len(tensors), span)
+        check_size(len(tensors), span)
         shapes = {name: matrix.shape for name, matrix in matrices.items()}
         return AdapterCut(make_adapter_id(config, tensors), config, tensors, shapes)
 
@@ -93,7 +93,7 @@ class AdapterVersion:
         if not blocks:
             return None
         files = {block: safetensors.torch.save(blocks[block]) for block in sorted(blocks)}
-        _check_size(sum(map(len, files.values())), span)
+        check_size(sum(map(len, files.values())), span)
         leaves = tuple(
             Leaf(block, hashlib.sha256(file).digest(), len(file)) for block, file in files.items()
         )
@@ -218,7 +218,8 @@ def _cut_all(adapters: Iterable[SentAdapter | None], span: Span) -> list[Adapter
     return [None if adapter is None else adapter.cut(span) for adapter in adapters]
 
 
-def _check_size(num_bytes: int, span: Span) -> None:
+def check_size(num_bytes: int, span: Span) -> None:
+    """Raise UsageError when matrices of some blocks are more than a peer takes."""
     if num_bytes > MAX_ADAPTER_BYTES:
         raise UsageError(
             f"the adapter has {num_bytes / 2**20:.1f} MiB in blocks {span}, and a peer takes "

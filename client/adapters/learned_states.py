@@ -9,11 +9,11 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ...protocol.errors import RemoteProtocolError, UsageError
+from ...protocol.errors import RemoteProtocolError
 from ...protocol.ids import UploadId, make_adapter_id
-from ...protocol.limits import MAX_ADAPTER_BYTES
 from ...protocol.messages.adapters import AdapterHead, LoraConfig, OptimizerKind, find_block
 from ...protocol.spans import Span
+from .adapter_versions import check_size
 
 _HEADER_BYTES = 2**20
 
@@ -59,12 +59,7 @@ class LearnedState:
         Raises UsageError where they are more than a peer takes.
         """
         files = [_encode(file) for file in (self.matrices, *self.moments)]
-        if len(files[0]) > MAX_ADAPTER_BYTES:
-            raise UsageError(
-                f"the adapter has {len(files[0]) / 2**20:.1f} MiB in blocks {self.span}, and a "
-                f"peer takes {MAX_ADAPTER_BYTES / 2**20:.1f} MiB: use a lower rank or "
-                "fewer target_modules"
-            )
+        check_size(len(files[0]), self.span)
         config, data = self.config.to_json(mark), b"".join(files)
         head = AdapterHead(
             upload_id,

@@ -86,7 +86,9 @@ class _DigestCache:
         entries = {**_read_entries(self._directory), **self._new}
         newest = dict(list(entries.items())[-MAX_CACHED_FILES:])
         try:
-            _write_atomically(self._directory.expanduser(), json.dumps(newest).encode())
+            directory = self._directory.expanduser()
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_atomically(directory / CACHE_FILE, json.dumps(newest).encode())
         except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
             _logger.debug("the digests of this checkpoint cannot be cached: %s", error)
 
@@ -130,13 +132,13 @@ def _read_entries(directory: Path) -> dict[str, str]:
     return {path: entry for path, entry in entries.items() if isinstance(entry, str)}
 
 
-def _write_atomically(directory: Path, content: bytes) -> None:
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(prefix=f".{CACHE_FILE}.", dir=directory)  # mode 0600
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file that only its user may read; whoever opens it finds all of it or the old one."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
     try:
         with open(descriptor, "wb") as file:
             file.write(content)
-        os.replace(name, directory / CACHE_FILE)
+        os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(name)

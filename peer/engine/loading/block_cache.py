@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 import stat
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from ....kernels.linear.quantize import INT8_VERSION, Int8Weight, check_int8
-from ....models.checkpoints.fingerprint import CACHE_DIRECTORY
+from ....models.checkpoints.fingerprint import CACHE_DIRECTORY, write_atomically
 from ....protocol.ids import ModelId
 
 _logger = logging.getLogger(__name__)
@@ -106,7 +105,7 @@ class BlockCache:
         try:
             content = _encode(name, weights)
             if self._make_room(len(content)):
-                _write_atomically(self._directory / name, content)
+                write_atomically(self._directory / name, content)
                 self._in_use.add(name)
         except FileNotFoundError:
             return  # another process made room where we were writing
@@ -154,18 +153,6 @@ def _read_own_file(path: Path, max_bytes: int) -> bytes:
         if state.st_size > max_bytes:
             raise ValueError(f"{state.st_size} bytes are more than the block can have")
         return file.read(state.st_size)
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    descriptor, temporary = tempfile.mkstemp(prefix=".", dir=path.parent)  # mode 0600
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(content)
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
 
 
 def _encode(name: str, weights: Mapping[str, Int8Weight]) -> bytes:

@@ -7,7 +7,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from chaos.links import PEER_HOST, PROXY_HOST, Links
 from chaos.plan import CLIENTS, Action, Kind, name_peer
@@ -54,13 +53,8 @@ class LiveSwarm(LocalSwarm):
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
         self.links.__exit__()
 
     @property
