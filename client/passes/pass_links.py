@@ -326,6 +326,7 @@ class PassLinks:
         self._lent: set[PassLink] = set()
         self._sweep: asyncio.TimerHandle | None = None
         self._closer = Closer()
+        self._is_closed = False
 
     def __repr__(self) -> str:
         num_idle = sum(map(len, self._idle.values()))
@@ -354,11 +355,15 @@ class PassLinks:
                 raise
             finally:
                 self._lent.discard(link)
+            if self._is_closed:
+                self._closer.begin(link)
+                return
             self._idle.setdefault(peer.peer_id, []).append(link)
             self._sweep_later()
 
     async def close(self) -> None:
         """Close all connections."""
+        self._is_closed = True
         if self._sweep is not None:
             self._sweep.cancel()
         links = [*self._lent, *(link for idle in self._idle.values() for link in idle)]

@@ -113,6 +113,15 @@ def find_fault(error: PeerFailure) -> Fault | None:
     return Fault.SILENT if isinstance(error, SilentError) else Fault.BROKEN
 
 
+def is_fetching_adapter(error: PeerFailure) -> bool:
+    """Return whether a peer does not have an adapter yet, and says when it may: it is sound."""
+    return (
+        isinstance(error, RefusedError)
+        and error.code is ErrorCode.UNKNOWN_ADAPTER
+        and error.retry_after_seconds is not None
+    )
+
+
 def find_loss(error: BaseException | None) -> str:
     """Return what happened to a peer, as the end of a sentence that begins with its name."""
     if isinstance(error, RefusedError):

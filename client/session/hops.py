@@ -25,7 +25,7 @@ from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.tensors import WireDtype
 from ...protocol.versions import INT8_VERSION, PASS_VERSION
 from ..routing.peer_book import FLOOR_SECONDS
-from ..routing.route import Ends, Hop, LostHopError, Refusals, Route
+from ..routing.route import Ends, Hop, LostHopError, Refusals, Route, is_fetching_adapter
 from .deep_prompts import encode_prompts
 from .hop_link import HopLink, LiveHop, Mailbox, Place
 from .state import SessionContext, Waiting
@@ -237,6 +237,8 @@ class HopFinder:
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
             if adapter is not None:
                 adapter.note_failure(hop, error)
+            if is_fetching_adapter(error):  # it is asked again after the others, and may wait
+                raise LostHopError(hop, str(error)) from error
             raise self._state.book.blame(hop, error, self._state.forgiven) from error
         finally:
             if self._state.waiting is not None and self._state.waiting.hop is hop:

@@ -31,6 +31,24 @@ def test_peer_without_room_is_left_for_its_replica(code: ErrorCode, kind: type[M
     run(test)
 
 
+@pytest.mark.parametrize("retry_after", [1.0, None])
+def test_peer_that_fetches_an_adapter_is_left_for_its_replica_and_not_avoided(
+    retry_after: float | None,
+) -> None:
+    async def test(scene: Scene) -> None:
+        fetching = await scene.add("fetching", 0, 6, decode_steps_per_second=1e6)
+        await scene.add("free", 0, 6)
+        fetching.mischief = decline_when(
+            lambda message: isinstance(message, Open), ErrorCode.UNKNOWN_ADAPTER, retry_after
+        )
+        session = scene.open_session()
+        await session.step(draw(1, 3))
+        assert scene.names_of(session) == ["free"]
+        assert scene.quarantined == ([] if retry_after else ["fetching"])
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     ("code", "words"),
     [
