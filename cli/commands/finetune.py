@@ -132,7 +132,6 @@ def _open_model(name: str, joining: Joining, options: argparse.Namespace) -> "Di
 
 
 def _plan_run(texts: RunTexts, options: argparse.Namespace) -> "RunConfig":
-    """Return the training settings of the run."""
     from ...client.learning.finetune_run import RunConfig
 
     num_texts = len(texts.dataset.training)

@@ -72,7 +72,6 @@ def time_session(remote: Any, num_steps: int) -> SessionTimes:
 
 
 def _measure_prompt(remote: Any, num_calls: int) -> tuple[int, float]:
-    """Return the length of a prompt, and its tokens per second."""
     max_positions = getattr(remote.config, "max_position_embeddings", None)
     num_tokens = min(_PROMPT_TOKENS, max_positions or _PROMPT_TOKENS)
     with remote.inference_session(max_length=num_tokens) as session:

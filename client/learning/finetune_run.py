@@ -248,7 +248,6 @@ class FinetuneRun:
             self._learner.save(self.checkpoints.folder)
 
     def _update(self) -> Updated:
-        """Learn from the next texts."""
         config, number = self._config, self.progress.num_updates
         batches = self._take_batches(number)
         rate = config.learning_rate * compute_rate_fraction(

@@ -337,7 +337,6 @@ class ShardedOptimizer:
             await run_all(do(shard.span.start) for shard in pending)
 
     async def _bring(self, shard: Shard, failures: PassFailures) -> None:
-        """Upload what was saved of a shard to its peer."""
         if shard.is_empty:
             return
         upload_id = UploadId(SessionId(secrets.token_bytes(16)))
@@ -354,7 +353,6 @@ class ShardedOptimizer:
     async def _run_forward(
         self, shard: Shard, span: Span, texts: Texts, failures: PassFailures
     ) -> Tensor:
-        """Take texts through blocks."""
         hop, named = shard.make_hop(span), shard.name_rows(texts)
         answer = await self._try(shard, failures, lambda: self._asker.ask_once(hop, named))
         return answer.hidden_BTH
@@ -390,7 +388,6 @@ class ShardedOptimizer:
         )
 
     async def _apply(self, shard: Shard, applied: AppliedUpdate, failures: PassFailures) -> None:
-        """Have an update made."""
         asked = AdapterUpdate(make_pass_id(), shard.gradients, applied.settings, applied.factor)
         await self._try_link(shard, failures, lambda link: link.update(asked, _PATIENCE_SECONDS))
         shard.note_update(applied, make_updated_id(asked))

@@ -529,7 +529,6 @@ def _estimate_apart(places: Places) -> Table:
 def _find_pushing(
     peers: Sequence[Announcement], cuts: Collection[tuple[PeerId, PeerId]]
 ) -> NDArray[np.bool_]:
-    """Return which peers may push to which."""
     speak_chain = np.array([peer.max_version >= CHAIN_VERSION for peer in peers], dtype=bool)
     can_be_dialled = np.array([bool(peer.endpoints) for peer in peers], dtype=bool)
     pushing = speak_chain[:, None] & (speak_chain & can_be_dialled)

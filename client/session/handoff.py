@@ -410,7 +410,6 @@ class Mover(Observer):
                 retry.reset()
 
     async def _plan_move(self) -> _Move | None:
-        """Return the move of the first hop that has to leave and can."""
         async with self._session.between_steps() as hops:
             leaving = [live for live in hops if _is_leaving(live)]
             movable = [live for live in leaving if live not in self._rooted]

@@ -108,7 +108,6 @@ def _load_part(
 
 
 def _load_groups(tensors: Tensors, name: str, num_inputs: int, num_groups: int) -> Tensor:
-    """Return the stored group of each input."""
     groups_I = _load_part(tensors, name, (num_inputs,), (torch.int32, torch.int64)).long()
     if bool(((groups_I < 0) | (groups_I >= num_groups)).any()):
         raise ModelError(f"tensor {name} names groups beyond the {num_groups} that there are")

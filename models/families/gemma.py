@@ -122,7 +122,6 @@ def _read_gemma_fields(config: Mapping[str, object]) -> dict[str, Any]:
 def _read_fields_of_2(
     config: Mapping[str, object], default_logit_softcap: float | None
 ) -> dict[str, Any]:
-    """Return the fields of a ModelSpec that Gemma 2 and 3 share."""
     reader = ConfigReader(config)
     query_scalar = reader.number("query_pre_attn_scalar", _DEFAULT_QUERY_SCALAR)
     softcap = reader.number_or_none("final_logit_softcapping", default_logit_softcap)

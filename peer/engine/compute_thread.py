@@ -444,7 +444,6 @@ class ComputeThread:
         self.budget.note_decoding(now, job.holder, id(job.work.cache), job.work.num_rows)
 
     def _turn_away(self, item: StepJob | _Call | PassJob) -> None:
-        """Refuse work that comes too late."""
         self._answer(item.future, _make_stopping_error())
         if isinstance(item, PassJob):
             self._answer(item.released, None)

@@ -156,7 +156,6 @@ class Engine:
         return sorted(steps, key=AcceptedStep.sort_key)
 
     def _bring(self, steps: Sequence[AcceptedStep]) -> None:
-        """Bring the hidden states of all steps to the device."""
         brought = self.device.bring([step.hidden_NH for step in steps])
         for step, hidden_NH in zip(steps, brought, strict=True):
             step.hidden_NH = hidden_NH

@@ -158,7 +158,6 @@ class LoopbackSwarm:
                 self.network.detach()
 
     async def _start(self, running: BackgroundTasks, host: str, config: PeerConfig) -> LoopbackPeer:
-        """Run a peer on a host, and return it when it is online."""
         clock = SystemClock()
         network = self._make_network(host, clock)
         # Known to whoever reads this line: such a peer vouches for nothing outside this process.

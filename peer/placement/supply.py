@@ -221,7 +221,6 @@ def sum_up(amounts: Column) -> Column:
 
 
 def _sum_over_blocks(amounts: Column, starts: Column, stops: Column, num_blocks: int) -> Column:
-    """Return for each block the sum of the amounts of its hosts."""
     changes = np.bincount(starts, amounts, num_blocks + 1)
     changes -= np.bincount(stops, amounts, num_blocks + 1)
     return np.cumsum(changes)[:num_blocks].clip(min=0.0)

@@ -110,7 +110,6 @@ def _write_hops(before: tuple[HopSeconds, ...]) -> list[float]:
 
 
 def _read_hops(seconds: Sequence[float]) -> tuple[HopSeconds, ...]:
-    """Return the times hop by hop."""
     if len(seconds) % 2:
         raise ValueError("a hop has two times")
     return tuple(map(HopSeconds, seconds[::2], seconds[1::2]))

@@ -187,12 +187,10 @@ def _check_family(spec: ModelShape) -> ModelSpec:
 
 
 def _refuse(detail: str) -> RefusedError:
-    """Return the refusal of an adapter."""
     return RefusedError(ErrorCode.BAD_VALUES, f"the adapter cannot be used: {detail}")
 
 
 def _split(file: bytes | bytearray, most_bytes: int) -> tuple[dict[str, Any], memoryview]:
-    """Return the header, and the rest."""
     num_bytes = int.from_bytes(file[:_LENGTH_BYTES], "little")
     end = _LENGTH_BYTES + num_bytes
     if not num_bytes or end > len(file):

@@ -193,13 +193,11 @@ class Block(HostedBlock):
         return torch.cat([self._project(hidden_NH[piece], ranges) for piece, ranges in pieces])
 
     def _project(self, hidden_NH: torch.Tensor, ranges: Sequence[TokenRange]) -> torch.Tensor:
-        """Return queries, keys and values of some tokens."""
         return self._attention.project(self._norm("attention_norm", hidden_NH), ranges)
 
     def _finish(
         self, hidden_NH: torch.Tensor, attended_NO: torch.Tensor, ranges: Sequence[TokenRange]
     ) -> torch.Tensor:
-        """Return the output of tokens that have attended."""
         is_normed_once = self._residual is Residual.PARALLEL and "mlp_norm" not in self._norms
         normed_NH = self._norm("attention_norm", hidden_NH) if is_normed_once else hidden_NH
         return self._add_up(hidden_NH, normed_NH, attended_NO, ranges)

@@ -190,7 +190,6 @@ class StreamEnd:
             pieces.clear()  # also where whoever hears of an error keeps its traceback
 
     async def _read_rest(self, num_missing: int, take: Callable[[bytes], object]) -> None:
-        """Read the rest of a frame that has begun."""
         try:
             async with asyncio.timeout(_FRAME_SECONDS):
                 while num_missing:

@@ -181,7 +181,6 @@ async def _hang_up(stream: Stream) -> None:
 
 
 async def _ask(p2p: P2P, peer_id: str, endpoint: Endpoint) -> Reach:
-    """Return what one peer answers."""
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             reader, writer = await open_byte_stream(p2p, peer_id, PROTOCOL)
