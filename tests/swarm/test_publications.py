@@ -283,6 +283,19 @@ def test_peer_that_others_reach_over_a_relay_only_is_a_holder_where_there_is_no_
     run_scene(tiny_models, test)
 
 
+def test_adapter_that_nobody_holds_is_refused_after_the_last_attempt(tiny_models: Any) -> None:
+    async def test(scene: Publishing) -> None:
+        peer = await scene.add("peer")
+        name = AdapterId(bytes(32))
+        for seconds in (1.0, None):
+            with pytest.raises(RefusedError) as refusal:
+                peer.adapters.find(name, USER)
+            assert refusal.value.retry_after_seconds == seconds
+            await asyncio.sleep(5.0)
+
+    run_scene(tiny_models, test)
+
+
 def test_stranger_who_names_many_digests_makes_a_peer_fetch_few(tiny_models: Any) -> None:
     async def test(scene: Publishing) -> None:
         peer = await scene.add("peer")

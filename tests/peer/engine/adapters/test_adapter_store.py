@@ -12,6 +12,7 @@ from shoal.peer.runtime.config import choose_adapter_bytes
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.ids import AdapterId
+from shoal.protocol.messages.adapters import Manifest
 from shoal.protocol.net.clock import VirtualClock, run_virtual
 
 ANNA, BERT, CARL = Holder("anna"), Holder("bert"), Holder("carl")
@@ -85,6 +86,22 @@ def test_copy_that_was_fetched_for_a_client_is_none_that_it_has_brought() -> Non
 
         put(adapter_store, OTHER, ANNA, is_published=True)
         assert adapter_store.has(OTHER, ANNA, is_published=True)
+
+    run(test)
+
+
+def test_publication_that_comes_after_closing_is_not_announced() -> None:
+    def test(adapter_store: AdapterStore) -> None:
+        changes: list[bool] = []
+        adapter_store.on_change = lambda: changes.append(True)
+        manifest = Manifest(b"{}", ())
+        for name, num_changes in ((ONE, 1), (OTHER, 1)):
+            adapter_store.reserve(ANNA, SIZE)
+            kept = Kept(name, Adapter(1, {}), ANNA, SIZE, 0.0, payer=ANNA, manifest=manifest)
+            adapter_store.put_published(kept)
+            assert len(changes) == num_changes
+            adapter_store.close()
+        assert held(adapter_store) == {}
 
     run(test)
 
