@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     joining, name = read_joining(options), find_model(options.model)
     reporter = Reporter(Terminal(sys.stdout), Terminal(sys.stderr), options.json)
     with end_in_good_order():
-        with reporter.showing(lambda: "Joining the swarm"):
+        with reporter.showing(lambda: "Opening the model"):
             with quitting_at_once():
                 import_client()
             # The peers are found when they are used.

@@ -162,7 +162,7 @@ def parse_listen(text: str) -> tuple[str, int]:
     else:
         host, port = text, ""
     if not host or (port and not _PORT.fullmatch(port)) or int(port or 0) >= 2**16:
-        raise UsageError(f"--listen takes HOST or HOST:PORT, not {text!r}")
+        raise UsageError(f"--listen takes HOST or HOST:PORT with a port up to 65535, not {text!r}")
     return host, int(port or 0)
 
 

@@ -77,6 +77,8 @@ class Publication:
     spreading: asyncio.Task[None] | None = None
     is_held: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is a holder of each block."""
+    missing: list[Span] | None = None
+    """The blocks without a holder, as they were told last; None before a call has ended."""
     error: HolderError | None = None
     """Why the last peer that declined or failed does not hold it."""
     error_text: str = "no peer that could hold it serves them"

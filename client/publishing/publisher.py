@@ -191,7 +191,7 @@ class Publisher:
 
     def _check_holders(self, publication: Publication, span: Span) -> None:
         """Warn of blocks without a holder; raise why there is none where none has one."""
-        missing = publication.list_missing()
+        missing = publication.missing = publication.list_missing()
         if not missing:
             return
         if any(holding.is_sure for holding in publication.holders.values()):
@@ -241,6 +241,7 @@ class Publisher:
             await self._look()
             for publication in self._publications.values():
                 if publication.claims:
+                    _tell_changed_holders(publication)
                     self._begin_renewing(publication)
                     self._begin_spreading(publication)
 
@@ -428,6 +429,19 @@ class Publisher:
 def _forget_holder(peer_id: PeerId, publications: Sequence[Publication]) -> None:
     for publication in publications:
         publication.note(peer_id, None)
+
+
+def _tell_changed_holders(publication: Publication) -> None:
+    """Warn when blocks lose their last holder, and say when all have one again."""
+    missing, before = publication.list_missing(), publication.missing
+    if before is None:
+        return
+    publication.missing = missing
+    if missing and not before:
+        blocks = ", ".join(map(str, missing))
+        _logger.warning("the peers that held the adapter for blocks %s are gone", blocks)
+    elif before and not missing:
+        _logger.warning("peers for all blocks hold the adapter now")
 
 
 def _list_tasks(publication: Publication) -> list[asyncio.Task[None]]:

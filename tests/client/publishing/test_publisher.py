@@ -90,6 +90,7 @@ def test_blocks_without_a_holder_are_named_and_get_one_later(
             full = await add_pass_peer(scene, 1.0, span=Span(3, 6))
         await asyncio.sleep(SECONDS)
         assert len(full.published) == 1
+        assert "peers for all blocks hold the adapter now" in caplog.text
 
     with caplog.at_level(logging.WARNING):
         run_publisher(test)
