@@ -1,4 +1,4 @@
-"""What a client knows of an adapter that it has published, and which peers are to hold it."""
+"""The record of one published adapter at its publisher, and the choice of its holders."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Claim:
 
     @property
     def kind(self) -> tuple[str, Span]:
-        """What states that replace each other have in common."""
+        """The mark that states of one adapter share: a later state replaces the earlier ones."""
         return self.lineage, self.span
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What one peer holds, or may hold: the leaves of its blocks."""
+    """The leaves that one peer holds, or may hold: those of its blocks."""
 
     span: Span
     renewed_at: float

@@ -90,7 +90,7 @@ _FAILING = Backoff(20.0, 3600.0)
 
 
 class Publisher:
-    """What a client has published. Owned by the client's loop; close it."""
+    """The publications of a client. Owned by the client's loop; close it."""
 
     def __init__(self, asker: PassAsker, clock: Clock) -> None:
         self._asker = asker

@@ -60,7 +60,7 @@ class _Fetch:
 
 @dataclass(eq=False)
 class _Found:
-    """What of an adapter has come by now, and how many bytes are counted for it."""
+    """The leaves of an adapter that have arrived, and the bytes counted for them."""
 
     manifest: Manifest | None = None
     num_bytes: int = 0

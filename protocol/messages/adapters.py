@@ -222,7 +222,7 @@ class Leaf(Record):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a published adapter consists of. Its digest is the adapter's name."""
+    """The parts of a published adapter. Its digest is the adapter's name."""
 
     config: bytes
     leaves: tuple[Leaf, ...]
@@ -341,7 +341,7 @@ class AdapterHead(Message):
 
     @property
     def manifest(self) -> Manifest | None:
-        """What the published adapter consists of; None for one without leaves."""
+        """The parts of the published adapter; None for one without leaves."""
         return Manifest(self.config, self.leaves) if self.leaves else None
 
     @property
