@@ -1,5 +1,6 @@
-"""Asks for one pass through one hop, peer after peer until one answers. What went wrong with it is
-noted, and which peers took over is told to those who watch.
+"""Asks for one pass through one hop, peer after peer until one answers.
+
+Failures are noted, and observers are told which peers took over.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class PassAnswer:
     """The tensors of an answer, [N, H] each in float32, and how long all were on their way.
 
     That is what this end has measured: until the peer said that it has got everything, and from
-    the first piece of its answer to the last. What the peer says of its times counts for nothing.
+    the first piece of its answer to the last. Times that the peer reports are not used.
     """
 
     tensors: Mapping[Slot, Tensor]

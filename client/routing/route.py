@@ -78,7 +78,7 @@ class Fault(IntEnum):
 # liar, and the client has checked the question: the caller hears it when nobody is left to ask.
 _QUESTION_CODES = frozenset({ErrorCode.BAD_FRAME, ErrorCode.BAD_VALUES, ErrorCode.TOO_LONG})
 # Of the others, answers of a peer that is sound and may be asked again when there is no other, or
-# that serves something else by now. Whoever gives another answer is broken.
+# that serves something else by now. A peer with any other answer is broken.
 _FAULTS = {
     ErrorCode.CACHE_FULL: Fault.SILENT,
     ErrorCode.BUSY: Fault.SILENT,

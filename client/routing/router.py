@@ -74,8 +74,8 @@ class Offers(NamedTuple):
     """The cost of using each peer, with noise, within the span that is wanted; one row a peer.
 
     Columns and not objects, for a route over ten thousand peers is to be found while a person
-    does not notice. Whatever a peer does costs `dearness` times as much as it takes; of
-    `hop_seconds` and `block_seconds` that is part already.
+    does not notice. The cost of a peer is its time multiplied by `dearness`, which
+    `hop_seconds` and `block_seconds` contain already.
     """
 
     starts: Column
@@ -487,9 +487,9 @@ def measure_edges(
 ) -> Table:
     """Return the one-way seconds from each peer to each other one.
 
-    `rtt_seconds` are the client's own, to each, some of them measured. What peers have measured
-    counts before what their coordinates say. Where one cannot push to the other, and where nobody
-    knows how far they are apart, the way leads through the client.
+    `rtt_seconds` are the client's own, to each, some of them measured. Measurements of
+    peers count before estimates from their coordinates. If one peer cannot push to the other, or
+    their distance is unknown, the way leads through the client.
     """
     through_client = rtt_seconds[:, None] + rtt_seconds
     told = _read_told(peers)

@@ -1,6 +1,6 @@
 """Passes as a workload: tensors come in on a stream, are computed, and what came of them goes out.
 
-What uploads and updates of adapters share with passes is here as well: memory, and its account.
+The memory that passes share with uploads and updates of adapters is accounted for here as well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One stream of a client, or of a peer that pushes: messages in, work of all kinds, answers out.
 
-What a stream does for everybody is here: Hello, time limits, memory for large frames, handing each
-message to the work that takes its type, and sending the answers in the order of their questions.
+A stream answers Hello, keeps time limits, reserves memory for large frames, and hands each
+message to the work that takes its type; it sends the answers in the order of their questions.
 """
 
 from __future__ import annotations
