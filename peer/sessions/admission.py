@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
+from weakref import WeakValueDictionary
 
 from ...protocol.errors import CacheFullError, ErrorCode, LocalProtocolError, RefusedError
 from ...protocol.fair_share import Holder, SharedBytes, check_room_for_client, may_displace
@@ -332,15 +333,6 @@ class _OpenedCache:
     free_tokens: int
 
 
-@dataclass(eq=False, slots=True)
-class _WaitingCopy:
-    """A copy that is under way, or will be."""
-
-    copy: PrefixCopy
-    holder: Holder
-    done: asyncio.Future[None] = field(default_factory=asyncio.Future)
-
-
 class PrefixCopies:
     """Prefixes that forks begin with, which the compute thread copies between two iterations of it.
 
@@ -351,14 +343,8 @@ class PrefixCopies:
 
     def __init__(self, compute: ComputeThread) -> None:
         self._compute = compute
-        self._waiting: list[_WaitingCopy] = []  # in order of arrival
-        # When each address and each holder of those that wait came, or had its last turn.
-        self._had_turn: dict[str | Holder, int] = {}
-        self._num_turns = 0
-        self._is_copying = False
-
-    def __repr__(self) -> str:
-        return f"<PrefixCopies: {len(self._waiting)} under way>"
+        # Locks are taken in order of arrival, so they make the turns.
+        self._locks = WeakValueDictionary[Hashable, asyncio.Lock]()
 
     async def finish(self, copy: PrefixCopy, holder: Holder) -> None:
         """Bring a copy to its end. Raises RefusedError when its parent does not last as long.
@@ -366,44 +352,14 @@ class PrefixCopies:
         Whoever is cancelled here, or gets an error, closes the cache behind it on the compute
         thread: a piece may be on its way into it.
         """
-        waiting = _WaitingCopy(copy, holder)
-        self._waiting.append(waiting)
-        for key in (holder.address, holder):
-            self._had_turn.setdefault(key, self._num_turns)
-        self._go_on()
-        try:
-            await waiting.done
-        finally:
-            self._waiting.remove(waiting)
-            for key in (holder.address, holder):
-                if all(key not in (other.holder.address, other.holder) for other in self._waiting):
-                    del self._had_turn[key]
-
-    def _go_on(self) -> None:
-        """Have the next piece copied, unless one is being copied now."""
-        candidates = [waiting for waiting in self._waiting if not waiting.done.done()]
-        if self._is_copying or not candidates:
-            return
-        chosen = min(candidates, key=self._find_last_turn)
-        self._num_turns += 1
-        for key in (chosen.holder.address, chosen.holder):
-            self._had_turn[key] = self._num_turns
-        self._is_copying = True
-        self._compute.call(chosen.copy.advance).add_done_callback(partial(self._note, chosen))
-
-    def _find_last_turn(self, waiting: _WaitingCopy) -> tuple[int, int]:
-        return self._had_turn[waiting.holder.address], self._had_turn[waiting.holder]
-
-    def _note(self, waiting: _WaitingCopy, piece: asyncio.Future[bool]) -> None:
-        """Note that a piece was copied, or could not be."""
-        self._is_copying = False
-        error = piece.exception()
-        if not waiting.done.done():  # or nobody waits any more
-            if error is not None:
-                waiting.done.set_exception(error)
-            elif piece.result():
-                waiting.done.set_result(None)
-        self._go_on()
+        of_client, of_address, of_all = (
+            self._locks.setdefault(key, asyncio.Lock()) for key in (holder, holder.address, None)
+        )
+        async with of_client:
+            is_done = False
+            while not is_done:
+                async with of_address, of_all:
+                    is_done = await self._compute.call(copy.advance)
 
 
 class _StillFullError(Exception):
