@@ -99,9 +99,6 @@ class Delays:
         self._peers: Mapping[PeerId, Announcement] = {}
         self._own: Announcement | None = None
 
-    def __repr__(self) -> str:
-        return f"<Delays: {len(self._known)} known, error {self._coordinate.error:.2f}>"
-
     def describe(self, announcement: Announcement) -> Announcement:
         """Return an announcement of the peer itself with what it knows of its neighbours."""
         self._own = announcement

@@ -38,10 +38,6 @@ class DecodeGraphs:
         self._capturer = capturer
         self._steps: dict[tuple[int, int, torch.dtype], _CapturedStep] = {}
 
-    def __repr__(self) -> str:
-        sizes = [f"{tokens} x {pages}" for tokens, pages, _ in self._steps]
-        return f"<DecodeGraphs of {', '.join(sizes) or 'nothing yet'}>"
-
     @classmethod
     def make(cls, blocks: Sequence[HostedBlock], device: Device) -> DecodeGraphs | None:
         """Return graphs where the device captures and the blocks allow it."""

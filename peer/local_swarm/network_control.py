@@ -24,9 +24,6 @@ class NetworkControl:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: int | None = None
 
-    def __repr__(self) -> str:
-        return f"<NetworkControl of {', '.join(self._hosts)}>"
-
     def attach(self) -> None:
         """Control the network of the running loop."""
         self._loop = asyncio.get_running_loop()

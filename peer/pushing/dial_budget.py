@@ -26,9 +26,6 @@ class DialBudget:
         self._counted: deque[tuple[float, str]] = deque()
         self._changed = asyncio.Event()
 
-    def __repr__(self) -> str:
-        return f"<DialBudget: {len(self._dialling)} now, {len(self._counted)} in a minute>"
-
     def count(self, address: str) -> None:
         """Count a connection that an address asks for. Raises RefusedError when it is too much."""
         now = self._clock.now()

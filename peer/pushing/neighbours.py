@@ -111,9 +111,6 @@ class RecentBytes:
         self._times_free = times_free
         self._taken: deque[tuple[float, Holder, int]] = deque()
 
-    def __repr__(self) -> str:
-        return f"<RecentBytes {sum(taken for *_, taken in self._taken)}/{self._budget_bytes}>"
-
     def take(self, holder: Holder, num_bytes: int) -> None:
         """Count bytes of a holder. Raises RefusedError when that is too much in a minute."""
         now = self._clock.now()
@@ -151,9 +148,6 @@ class Neighbours:
         self._budget = DialBudget(clock)
         self._failed_at: dict[Hashable, float] = {}
         self.replayed = RecentBytes(clock, _MAX_REPLAYED_BYTES_A_MINUTE, times_free=3)
-
-    def __repr__(self) -> str:
-        return f"<Neighbours: {len(self._known)} connections>"
 
     def prepare(self, following: NextHop, sender: Sender) -> None:
         """Dial a next hop before there is anything to push, if that may be."""

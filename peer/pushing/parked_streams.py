@@ -79,9 +79,6 @@ class ParkedStreams:
         self._looked_at = float("-inf")
         self._looking = asyncio.Lock()
 
-    def __repr__(self) -> str:
-        return f"<ParkedStreams: {len(self._parked)}>"
-
     def check(self, offer: Offer, nonce: bytes) -> None:
         """Raise RemoteProtocolError unless an offer is genuine and made for this stream."""
         check_offer(offer, self._fingerprint, nonce)

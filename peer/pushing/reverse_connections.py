@@ -110,9 +110,6 @@ class ReverseConnections:
         self._parking: dict[_Key, asyncio.Task[None]] = {}
         self._serving: dict[asyncio.Task[None], Stream] = {}
 
-    def __repr__(self) -> str:
-        return f"<ReverseConnections: {len(self._parked)} parked, {len(self._serving)} in use>"
-
     def describe(self, announcement: Announcement) -> Announcement:
         """Return an announcement of the peer itself that tells where its streams are parked."""
         self._own = replace(announcement, parked_at=self._list_ready())

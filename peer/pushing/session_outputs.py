@@ -62,11 +62,6 @@ class SessionOutputs:
         self._newest_sequence = 0
         self._loss = ""  # why the next hop is lost, until the client names another
 
-    def __repr__(self) -> str:
-        return (
-            f"<SessionOutputs to {'the client' if self.next is None else self.next.peer_id[-6:]}>"
-        )
-
     def open(
         self, following: NextHop, log: SenderLog[WireTensor] | None, prefix_tokens: int
     ) -> None:

@@ -78,9 +78,6 @@ class Admission:
         self._copies = PrefixCopies(compute)
         self._lifetime_seconds: float | None = None
 
-    def __repr__(self) -> str:
-        return f"<Admission: {len(self._opening)} being opened, {len(self._waiting)} waiting>"
-
     @property
     def num_waiting(self) -> int:
         """How many sessions wait for room."""
@@ -393,7 +390,7 @@ def _discard_cache(opening: asyncio.Future[_OpenedCache], compute: ComputeThread
 def _close(cache: SessionCache, pool: KVCachePool) -> None:
     """Close a cache. Where it was the last one, say loudly if the account does not add up."""
     cache.close()
-    if pool.is_empty:
+    if not pool.num_sessions:
         try:
             pool.check_integrity()
         except LocalProtocolError:

@@ -82,9 +82,6 @@ class Service:
         self._changed = changed
         self._attend = attend
 
-    def __repr__(self) -> str:
-        return f"<Service of {self.host.span}: {len(self.streams)} streams, {self.count_work()}>"
-
     async def serve(self, stream: Stream) -> Offer | None:
         """Serve one stream until it ends; frees everything that the stream opened.
 

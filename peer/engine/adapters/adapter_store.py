@@ -81,9 +81,6 @@ class AdapterStore:
         self.on_lack = lambda name, holder: make_unknown(name)
         self.on_change = lambda: None
 
-    def __repr__(self) -> str:
-        return f"<AdapterStore {len(self)} kept, {self.shared!r}>"
-
     def __len__(self) -> int:
         return len(list(self._list()))
 

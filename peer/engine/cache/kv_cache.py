@@ -299,9 +299,6 @@ class PrefixCopy:
         self._is_intact = True
         self._pieces = deque(cache.memory.cut_prefix(num_tokens, PIECE_BYTES))
 
-    def __repr__(self) -> str:
-        return f"<PrefixCopy of {self._num_tokens} tokens of {self.parent!r}>"
-
     def note_change(self, position: int) -> None:
         """Note that the parent's tokens from `position` on are no longer what they were."""
         if position < self._num_tokens:

@@ -6,7 +6,6 @@ Only the compute thread may touch a pool and its caches.
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from ....protocol.errors import (
     CacheFullError,
@@ -38,16 +37,6 @@ rebuild it from its log, at the price of a prompt; tokens of a text come much cl
 _NEWCOMER = Holder("a newcomer", "a new client")
 
 
-@dataclass(frozen=True)
-class KVCacheStatistics:
-    """Counts of a pool; `free_tokens` is for one row of floats through all blocks of the peer."""
-
-    budget_bytes: int
-    used_bytes: int
-    num_sessions: int
-    free_tokens: int
-
-
 class KVCachePool:
     """The KV memory of one peer: hands out leases to sessions and keeps the account.
 
@@ -69,18 +58,19 @@ class KVCachePool:
         self.now = now
         self._caches: set[SessionCache] = set()
         self.free_tokens = self.count_free_tokens(_NEWCOMER)
-        """Bytes that a holder without any may have; any thread may read it."""
+        """Tokens of one row, through all blocks, that a holder without any may have now; pages that
+        rolled back sessions can spare count as free. Any thread may read it."""
 
     def __repr__(self) -> str:
         return (
             f"<KVCachePool {self.used_bytes}/{self.budget_bytes} bytes, "
-            f"{len(self._caches)} sessions>"
+            f"{self.num_sessions} sessions>"
         )
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there is no session."""
-        return not self._caches
+    def num_sessions(self) -> int:
+        """How many caches are open."""
+        return len(self._caches)
 
     @property
     def token_bytes(self) -> int:
@@ -131,18 +121,6 @@ class KVCachePool:
                 f"of a session with {num_rows}, not for {max_tokens}; open it for fewer tokens or "
                 "rows, keep them in int8 (--kv int8), or find a peer with a larger --kv-memory"
             )
-
-    def statistics(self) -> KVCacheStatistics:
-        """Return the present account; pages that rolled back sessions can spare count as free.
-
-        Of what is free, `free_tokens` is the share of somebody who has nothing yet.
-        """
-        return KVCacheStatistics(
-            budget_bytes=self.budget_bytes,
-            used_bytes=self.used_bytes,
-            num_sessions=len(self._caches),
-            free_tokens=self.free_tokens,
-        )
 
     def count_free_tokens(self, holder: Holder, kv_format: KVFormat = KVFormat.FLOAT) -> int:
         """Return how many more tokens of one row, through all blocks, a holder may have now."""

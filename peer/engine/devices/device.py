@@ -64,9 +64,6 @@ class Device(ABC):
         self.paged_attention = paged_attention
         self.capturer = capturer
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.place}>"
-
     @abstractmethod
     def make_layouts(
         self, num_kv_heads: int, head_dim: int, dtype: torch.dtype

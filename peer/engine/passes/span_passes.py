@@ -83,15 +83,7 @@ class ActivationCache:
     def __init__(self) -> None:
         self._kept: dict[Hashable, list[Tensor]] = {}
         self._budget_bytes = 0
-        self._num_bytes = 0
-
-    def __repr__(self) -> str:
-        return f"<ActivationCache of {len(self._kept)} passes, {self._num_bytes:,} bytes>"
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of everything kept."""
-        return self._num_bytes
+        self.num_bytes = 0
 
     def limit(self, budget_bytes: int) -> None:
         """Keep at most so many bytes from now on."""
@@ -102,7 +94,7 @@ class ActivationCache:
         """Forget the oldest until there is room for so much; False where there never is."""
         if num_bytes > self._budget_bytes:
             return False
-        while self._num_bytes + num_bytes > self._budget_bytes:
+        while self.num_bytes + num_bytes > self._budget_bytes:
             self.take(next(iter(self._kept)))
         return True
 
@@ -112,13 +104,13 @@ class ActivationCache:
         num_bytes = _count_bytes(inputs)
         if self.make_room(num_bytes):
             self._kept[key] = inputs
-            self._num_bytes += num_bytes
+            self.num_bytes += num_bytes
 
     def take(self, key: Hashable) -> list[Tensor] | None:
         """Return the inputs of a pass and forget them; None where they are not kept."""
         inputs = self._kept.pop(key, None)
         if inputs is not None:
-            self._num_bytes -= _count_bytes(inputs)
+            self.num_bytes -= _count_bytes(inputs)
         return inputs
 
 

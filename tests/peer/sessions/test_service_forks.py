@@ -235,7 +235,7 @@ def test_forks_of_others_take_turns_with_those_of_a_flood(engine: Engine, gate: 
         await gate.wait_entered()
         await theirs.say(make_fork(21, parent=20))
         # One piece at a time: between two, the thread opens the caches that are still to be opened.
-        while engine.pool.statistics().num_sessions < 7:
+        while engine.pool.num_sessions < 7:
             gate.let_through.release()
             await gate.wait_entered()
         num_before = len(gate.copied)

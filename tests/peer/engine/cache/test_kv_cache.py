@@ -142,25 +142,22 @@ def test_close_gives_every_byte_back_and_ends_the_cache(make_pool: PoolMaker) ->
     cache.close()
 
     assert pool.used_bytes == 0
-    assert pool.statistics().num_sessions == 0
+    assert pool.num_sessions == 0
     assert "closed" in repr(cache)
     with pytest.raises(RefusedError) as refusal:
         cache.prepare(0, 1)
     assert refusal.value.code is ErrorCode.UNKNOWN_SESSION
 
 
-def test_statistics_and_repr_show_the_account(make_pool: PoolMaker) -> None:
+def test_pool_shows_the_account(make_pool: PoolMaker) -> None:
     pool = make_pool(8)
     cache = pool.open(1, 200, SPAN)
     take_step(cache, 0, torch.ones(1, 65))
 
-    statistics = pool.statistics()
-
     page_bytes = make_pool.row_page_bytes
-    assert statistics.budget_bytes == 8 * make_pool.row_page_bytes
-    assert statistics.used_bytes == 2 * make_pool.row_page_bytes
+    assert pool.used_bytes == 2 * make_pool.row_page_bytes
     # A newcomer may have six sevenths of six sevenths of eight pages.
-    assert statistics.free_tokens == 5 * PAGE_TOKENS
+    assert pool.free_tokens == 5 * PAGE_TOKENS
     assert repr(pool) == f"<KVCachePool {2 * page_bytes}/{8 * page_bytes} bytes, 1 sessions>"
     assert repr(cache) == "<SessionCache 5:8 x 1 rows, 65/200 tokens>"
 

@@ -61,7 +61,7 @@ def test_open_refuses_only_when_not_one_page_fits(make_pool: PoolMaker) -> None:
         pool.open(4, 500, SPAN)
     assert refusal.value.retry_after_seconds is None
 
-    assert pool.statistics().num_sessions == 1
+    assert pool.num_sessions == 1
 
 
 def fill(pool: KVCachePool, holder: Holder, num_rows: int = 1) -> SessionCache:
