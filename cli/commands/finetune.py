@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...client.model.causal_lm import DistributedCausalLM
 from ...protocol.errors import RouteError, ShoalError, UsageError
 from ..finetuning.run_options import (
     MOST_BETWEEN_MILESTONES,
@@ -21,7 +20,7 @@ from ..finetuning.run_options import (
     settle_options,
 )
 from ..finetuning.run_report import RunFacts, RunReporter, make_result
-from ..finetuning.run_texts import RunTexts, read_texts
+from ..finetuning.run_texts import RunTexts, describe_limits, read_texts
 from ..options.bundled_model import find_model
 from ..options.join_options import Joining, read_joining
 from ..options.quantities import count_of
@@ -31,7 +30,8 @@ from ..terminal.reporter import Reporter
 from ..terminal.terminal import Progress, Terminal
 
 if TYPE_CHECKING:
-    from ...client.learning.finetune_run import FinetuneRun, RunConfig
+    from ...client.finetuning.finetune_run import FinetuneRun, RunConfig
+    from ...client.model.causal_lm import DistributedCausalLM
 
 _FEW_UPDATES = 30
 """After fewer updates an adapter, initialised with zeros, has hardly changed."""
@@ -89,7 +89,7 @@ def _holding(folder: Path) -> Iterator[None]:
     Raises UsageError if another run holds it, and UnavailableError if it cannot be written, before
     the swarm computes anything.
     """
-    from ...client.learning.checkpoints import naming_failures
+    from ...client.finetuning.checkpoints import naming_failures
 
     with naming_failures(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def _read_options(folder: Path) -> Mapping[str, str]:
     """Return the recorded options of the run to resume."""
     with quitting_at_once():
         import_client()
-    from ...client.learning.checkpoints import Checkpoints
+    from ...client.finetuning.checkpoints import Checkpoints
 
     return Checkpoints(folder).load_newest().options
 
@@ -132,7 +132,7 @@ def _open_model(name: str, joining: Joining, options: argparse.Namespace) -> "Di
 
 
 def _plan_run(texts: RunTexts, options: argparse.Namespace) -> "RunConfig":
-    from ...client.learning.finetune_run import RunConfig
+    from ...client.finetuning.finetune_run import RunConfig
 
     num_texts = len(texts.dataset.training)
     batch_rows = min(options.batch_size, num_texts)  # no text twice in a batch
@@ -159,17 +159,17 @@ def _fine_tune(
     options: argparse.Namespace,
     reporter: RunReporter,
 ) -> int:
-    from ...client.learning.finetune_run import FinetuneRun, SpoiltRunError
-    from ...client.learning.learners import AdapterPlan, make_learner
+    from ...client.finetuning.finetune_run import FinetuneRun, SpoiltRunError
+    from ...client.finetuning.learners import make_learner
 
-    plan = AdapterPlan(
-        options.rank,
-        options.alpha,
-        options.target_modules,
-        options.seed,
-        options.optimizer == "peers",
+    learner = make_learner(
+        model,
+        rank=options.rank,
+        alpha=options.alpha,
+        target_modules=options.target_modules,
+        seed=options.seed,
+        is_trained_at_peers=options.optimizer == "peers",
     )
-    learner = make_learner(model, plan)
     config = _plan_run(texts, options)
     tuning = FinetuneRun(
         learner, texts.dataset, config, options.out, hold_interrupts, record_options(options)
@@ -185,7 +185,7 @@ def _fine_tune(
         config.batch_rows * config.num_accumulated,
         options.out,
         [
-            *texts.dataset.describe_limits(texts.max_length),
+            *describe_limits(texts.dataset, texts.max_length),
             *_describe_few_updates(options, config),
             *changes,
         ],
@@ -226,7 +226,7 @@ def _describe_few_updates(options: argparse.Namespace, config: "RunConfig") -> l
 
 
 def _learn(tuning: "FinetuneRun", model: "DistributedCausalLM", reporter: RunReporter) -> None:
-    from ...client.learning.finetune_run import Milestone
+    from ...client.finetuning.finetune_run import Milestone
 
     with reporter.watching(lambda: model.missing_blocks):
         for event in tuning.learn():

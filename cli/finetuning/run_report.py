@@ -20,8 +20,8 @@ from ..terminal.terminal import Terminal
 from .loss_plot import draw_losses, save_losses
 
 if TYPE_CHECKING:
-    from ...client.learning.checkpoints import RunProgress
-    from ...client.learning.finetune_run import FinetuneRun, Milestone, Updated
+    from ...client.finetuning.checkpoints import RunProgress
+    from ...client.finetuning.finetune_run import FinetuneRun, Milestone, Updated
     from ...client.routing.route import Hop, PassFailover
 
 _NUM_RECENT = 20

@@ -3,17 +3,19 @@
 import argparse
 import itertools
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...protocol.errors import UsageError
+from ..options.quantities import count_of
 from .run_options import MAX_LENGTH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ...client.learning.dataset import Dataset
-    from ...client.learning.text_files import TrainingText
+    from ...client.finetuning.dataset import Dataset
+    from ...client.finetuning.text_files import TrainingText
 
 _MAX_PROMPT_LETTERS = 40
 
@@ -32,8 +34,8 @@ def read_texts(
     name: str, tokenizer: "PreTrainedTokenizerBase", options: argparse.Namespace
 ) -> RunTexts:
     """Read the data and turn it into tokens; the swarm is not needed for that."""
-    from ...client.learning.dataset import make_dataset
-    from ...client.learning.text_files import read_texts as read_file
+    from ...client.finetuning.dataset import make_dataset
+    from ...client.finetuning.text_files import read_texts as read_file
 
     num_positions = _count_positions(name)
     if options.method != "lora":
@@ -49,6 +51,19 @@ def read_texts(
     texts = itertools.chain([first], texts)
     made = make_dataset(texts, tokenizer, max_length, options.eval, options.seed)
     return RunTexts(made, max_length, _choose_prompt(first))
+
+
+def describe_limits(dataset: "Dataset", max_length: int) -> Iterator[str]:
+    """Yield sentences about texts that were cut or left out."""
+    for number, what in (
+        (dataset.num_cut, f"longer than {max_length} tokens and truncated (--max-length)"),
+        (
+            dataset.num_left_out,
+            f"skipped: the first {max_length} tokens hold nothing to learn",
+        ),
+    ):
+        if number:
+            yield f"{count_of(number, 'text')} {'is' if number == 1 else 'are'} {what}"
 
 
 def _choose_prompt(text: "TrainingText") -> str:

@@ -42,24 +42,13 @@ class SwarmClient(Protocol):
     swarm: Swarm
 
     @property
-    def config(self) -> ClientConfig:
-        """The settings that the client joined with."""
-        ...
-
+    def config(self) -> ClientConfig: ...
     @property
-    def is_closed(self) -> bool:
-        """Whether the client has left the swarm."""
-        ...
-
+    def is_closed(self) -> bool: ...
     def open_session(
         self, max_length: int, span: Span, kv_format: str | None, adapter: SentAdapter | None
-    ) -> InferenceSession:
-        """Return a session over some blocks; its route is chosen with the first step."""
-        ...
-
-    def close(self) -> None:
-        """Leave the swarm; safe to call twice."""
-        ...
+    ) -> InferenceSession: ...
+    def close(self) -> None: ...
 
 
 Join = Callable[[ModelId, PreTrainedConfig, ClientConfig], SwarmClient]

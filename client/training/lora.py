@@ -37,19 +37,11 @@ _ROUTERS = (".gate", ".router")
 
 
 class RemoteOptimizer(Protocol):
-    """An optimizer at peers, as its adapter sees it."""
+    """An optimizer at peers, as its adapter sees it; see `PeerOptimizer`."""
 
-    def take_version(self) -> ShardedVersion:
-        """Return the adapter as peers have it now."""
-        ...
-
-    def pull(self) -> None:
-        """Fetch what peers have learned into the parameters of the adapter."""
-        ...
-
-    def restart(self) -> None:
-        """Let peers go on from the parameters as they are here now."""
-        ...
+    def take_version(self) -> ShardedVersion: ...
+    def pull(self) -> None: ...
+    def restart(self) -> None: ...
 
 
 class HasConfig(Protocol):

@@ -31,14 +31,14 @@ from ..passes.microbatches import (
     join_gradients,
 )
 from ..passes.pass_asking import PassAsker
+from ..publishing.publisher import Publisher
 from ..routing.route import Hop, PassFailover
-from .autograd import Publications
 
 
 class RemotePasses:
     """Sends batches through frozen remote blocks. Owned by the client's loop."""
 
-    def __init__(self, asker: PassAsker, publisher: Publications) -> None:
+    def __init__(self, asker: PassAsker, publisher: Publisher) -> None:
         """Owns both, and closes them."""
         self._asker = asker
         self.publisher = publisher

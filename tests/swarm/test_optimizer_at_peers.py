@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.client.adapters import learned_states
-from shoal.client.learning.dataset import Dataset, Example
-from shoal.client.learning.finetune_run import FinetuneRun, RunConfig, Updated
-from shoal.client.learning.learners import AdapterPlan, make_learner
+from shoal.client.finetuning.dataset import Dataset, Example
+from shoal.client.finetuning.finetune_run import FinetuneRun, RunConfig, Updated
+from shoal.client.finetuning.learners import make_learner
 from shoal.client.training.lora import LoraAdapter
 from shoal.peer.engine.adapters.adapter_store import AdapterStore
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
@@ -359,8 +359,7 @@ def test_run_at_peers_is_that_at_the_client_and_goes_on_from_a_checkpoint(
     with swarm_of(tiny_models, ((0, 2), (2, 4))) as (_, model):
 
         def make_run(is_at_peers: bool) -> FinetuneRun:
-            plan = AdapterPlan(3, 6, is_trained_at_peers=is_at_peers)
-            learner = make_learner(model, plan)
+            learner = make_learner(model, rank=3, alpha=6, is_trained_at_peers=is_at_peers)
             return FinetuneRun(learner, dataset, config, tmp_path / str(is_at_peers))
 
         for is_at_peers in (False, True):

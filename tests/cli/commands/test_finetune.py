@@ -22,7 +22,7 @@ from torch import Tensor
 from shoal.cli.commands import finetune
 from shoal.cli.main import main
 from shoal.cli.options.bundled_model import BUNDLED_NAME, find_model
-from shoal.client.learning.finetune_run import RunConfig
+from shoal.client.finetuning.finetune_run import RunConfig
 from shoal.peer.local_swarm.swarm import LocalSwarm
 from shoal.protocol.errors import RouteError
 from shoal.protocol.spans import Span

@@ -16,8 +16,8 @@ from shoal.cli.finetuning.loss_plot import draw_losses, save_losses
 from shoal.cli.finetuning.run_report import Pace, RunFacts, RunReporter, RunResult, quote_use
 from shoal.cli.terminal.reporter import Reporter
 from shoal.cli.terminal.terminal import Terminal
-from shoal.client.learning.checkpoints import RunProgress
-from shoal.client.learning.finetune_run import Milestone, Updated
+from shoal.client.finetuning.checkpoints import RunProgress
+from shoal.client.finetuning.finetune_run import Milestone, Updated
 from shoal.client.routing.route import PassFailover
 from shoal.protocol.identity import Identity
 from shoal.protocol.spans import Span

@@ -17,17 +17,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shoal.client.learning.batches import Batch
-from shoal.client.learning.checkpoints import RunProgress
-from shoal.client.learning.dataset import Dataset, Example
-from shoal.client.learning.finetune_run import (
+from shoal.client.finetuning.batches import Batch
+from shoal.client.finetuning.checkpoints import RunProgress
+from shoal.client.finetuning.dataset import Dataset, Example
+from shoal.client.finetuning.finetune_run import (
     FinetuneRun,
+    Learner,
     Milestone,
     RunConfig,
     SpoiltRunError,
     Updated,
 )
-from shoal.client.learning.learners import LocalOptimizer
 from shoal.protocol.errors import ErrorCode, RefusedError, UnavailableError, UsageError
 
 VOCABULARY = 12
@@ -36,7 +36,7 @@ CONFIG = RunConfig(
 )
 
 
-class Bigrams(LocalOptimizer):
+class Bigrams(Learner):
     """A model that guesses a token by the one before it, of which only some numbers learn."""
 
     def __init__(self, name: str = "bigrams") -> None:
@@ -268,21 +268,6 @@ def test_last_two_checkpoints_are_kept_and_hold_no_pickles(tmp_path: Path) -> No
     assert sorted(path.name for path in found[-1].iterdir()) == [
         "bigrams.safetensors", "optimizer.safetensors", "state.json"
     ]  # fmt: skip
-
-
-def test_new_run_leaves_the_folder_of_another_one_alone(tmp_path: Path) -> None:
-    list(make_run(tmp_path).learn())
-    before = sorted(tmp_path.rglob("*"))
-    learner = Bigrams()
-    other = make_run(tmp_path, learner)
-
-    with pytest.raises(UsageError, match="already holds a run; continue it with --resume"):
-        next(other.learn())
-    with pytest.raises(UsageError, match="--resume"):
-        other.save_checkpoint()
-
-    assert sorted(tmp_path.rglob("*")) == before
-    assert learner.num_losses == 0
 
 
 def test_checkpoint_just_written_stays_whatever_else_is_there(tmp_path: Path) -> None:

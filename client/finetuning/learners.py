@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +17,7 @@ from .batches import Batch
 from .finetune_run import Learner
 
 
-class LocalOptimizer:
-    """A learner whose optimizer runs here."""
-
-    def named_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return the trained parameters."""
-        raise NotImplementedError
-
-    def make_optimizer(self, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
-        """See `Learner.make_optimizer`."""
-        parameters = self.named_parameters().values()
-        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay)
-
-    def clip_gradients(self, optimizer: torch.optim.Optimizer, max_norm: float) -> float:
-        """See `Learner.clip_gradients`."""
-        return float(nn.utils.clip_grad_norm_(self.named_parameters().values(), max_norm))
-
-
-class PromptLearner(LocalOptimizer):
+class PromptLearner(Learner):
     """Prompts that a model was opened with."""
 
     def __init__(self, model: DistributedCausalLM) -> None:
@@ -64,7 +46,7 @@ class PromptLearner(LocalOptimizer):
         self._model.load_trained(folder)
 
 
-class AdapterLearner(LocalOptimizer):
+class AdapterLearner(Learner):
     """A LoRA adapter that peers apply."""
 
     def __init__(self, model: DistributedCausalLM, adapter: LoraAdapter) -> None:
@@ -117,29 +99,24 @@ class AdapterAtPeersLearner(AdapterLearner):
         return float(optimizer.clip_grad_norm(max_norm))
 
 
-@dataclass(frozen=True)
-class AdapterPlan:
-    """A new adapter, and where its optimizer runs."""
+def make_learner(
+    model: DistributedCausalLM,
+    *,
+    rank: int,
+    alpha: float,
+    target_modules: Sequence[str] = (),
+    seed: int = 0,
+    is_trained_at_peers: bool = False,
+) -> Learner:
+    """Return a learner for the prompts that a model was opened with, or else for a new adapter.
 
-    rank: int
-    alpha: float
-    target_modules: Sequence[str] = ()
-    seed: int = 0
-    is_trained_at_peers: bool = False
-
-
-def make_learner(model: DistributedCausalLM, plan: AdapterPlan) -> Learner:
-    """Return a learner for the prompts that a model was opened with, or for a new adapter."""
+    The optimizer of an adapter that is trained at peers runs there.
+    """
     if model.config.tuning_mode is not None:
         return PromptLearner(model)
-    adapter = LoraAdapter.create(
-        model,
-        rank=plan.rank,
-        alpha=plan.alpha,
-        target_modules=list(plan.target_modules) or "all-linear",
-        seed=plan.seed,
-    )
-    learner = AdapterAtPeersLearner if plan.is_trained_at_peers else AdapterLearner
+    targets = list(target_modules) or "all-linear"
+    adapter = LoraAdapter.create(model, rank=rank, alpha=alpha, target_modules=targets, seed=seed)
+    learner = AdapterAtPeersLearner if is_trained_at_peers else AdapterLearner
     return learner(model, adapter)
 
 

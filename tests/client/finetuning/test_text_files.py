@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.client.learning.text_files import (
+from shoal.client.finetuning.text_files import (
     MAX_LINE_BYTES,
     TrainingText,
     read_texts,

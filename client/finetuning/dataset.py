@@ -48,30 +48,6 @@ class Dataset:
             digest.update(example.token_ids.tobytes())
         return digest.hexdigest()
 
-    def describe_limits(self, max_length: int) -> list[str]:
-        """Return sentences about texts that were cut or left out."""
-        notices: list[str] = []
-        if self.num_cut:
-            notices.append(
-                f"{_count(self.num_cut)} longer than {max_length} tokens and truncated "
-                "(--max-length)"
-            )
-        if self.num_left_out:
-            notices.append(
-                f"{_count(self.num_left_out)} skipped: the first {max_length} tokens hold nothing "
-                "to learn"
-            )
-        return notices
-
-
-def _count(number: int) -> str:
-    """Return how many texts a sentence is about, with its verb.
-
-    >>> _count(1), _count(2000)
-    ('1 text is', '2,000 texts are')
-    """
-    return f"{number:,} text is" if number == 1 else f"{number:,} texts are"
-
 
 def make_dataset(
     texts: Iterable[TrainingText],

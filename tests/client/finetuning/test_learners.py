@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.client.learning.learners import AdapterLearner
+from shoal.client.finetuning.learners import AdapterLearner
 from shoal.client.training.lora import LoraAdapter
 from shoal.protocol.errors import UsageError
 

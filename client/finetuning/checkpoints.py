@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from ...protocol.errors import UnavailableError, UsageError
 from ..adapters.whole_files import flush
@@ -21,6 +24,7 @@ NUM_KEPT = 2
 
 _NAME = re.compile(r"checkpoint-(\d{6,12})")
 _STATE_FILE = "state.json"
+_OPTIMIZER_FILE = "optimizer.safetensors"
 _PART_NAME = ".checkpoint.part"
 
 
@@ -79,20 +83,6 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._is_taken = False
-
-    def take_folder(self) -> None:
-        """Note that the folder is this run's; raises UsageError if another run has left any."""
-        if not self._is_taken and self.find():
-            raise UsageError(
-                f"{self.folder} already holds a run; continue it with --resume, or choose "
-                "another --out"
-            )
-        self._is_taken = True
-
-    def go_on(self) -> None:
-        """Note that the checkpoints in the folder belong to this run."""
-        self._is_taken = True
 
     def find(self) -> list[Path]:
         """Return all checkpoints, the oldest first."""
@@ -105,9 +95,7 @@ class Checkpoints:
         """Write a checkpoint, with what `write` puts into its folder besides; return the folder.
 
         Raises UnavailableError when the disk does not take it; what was there before stays.
-        Raises UsageError, and writes nothing, in the folder of another run.
         """
-        self.take_folder()
         path = self.folder / name_checkpoint(progress.num_updates)
         part = self.folder / _PART_NAME
         shutil.rmtree(part, ignore_errors=True)  # of a run that was killed meanwhile
@@ -160,3 +148,56 @@ def make_damage_text(path: Path, error: Exception) -> str:
     """Return a sentence about a checkpoint that cannot be read."""
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())
     return f"{path} is damaged ({reason:.200}); delete it to continue from the previous checkpoint"
+
+
+def save_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], folder: Path
+) -> None:
+    """Write what AdamW remembers of each parameter into a folder."""
+    tensors: dict[str, Tensor] = {}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}/{key}"] = value.contiguous()
+    save_file(tensors, folder / _OPTIMIZER_FILE)
+
+
+def load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    folder: Path,
+    has_updates: bool,
+) -> None:
+    """Take what `save_optimizer` wrote; raises UsageError, and takes nothing, if it is damaged.
+
+    Before the first update AdamW remembers nothing.
+    """
+    try:
+        tensors = load_file(folder / _OPTIMIZER_FILE)
+        states: dict[Tensor, dict[str, Tensor]] = {
+            parameter: _take_state(tensors, name, parameter)
+            for name, parameter in parameters.items()
+            if has_updates
+        }
+    except (OSError, SafetensorError, ValueError) as error:
+        raise UsageError(make_damage_text(folder, error)) from error
+    optimizer.state.update(states)
+
+
+def _take_state(
+    tensors: Mapping[str, Tensor], name: str, parameter: nn.Parameter
+) -> dict[str, Tensor]:
+    """Return what AdamW needs of one parameter; raises ValueError unless all of it is sound."""
+    likes = {"step": torch.tensor(0.0), "exp_avg": parameter, "exp_avg_sq": parameter}
+    state: dict[str, Tensor] = {}
+    for key, like in likes.items():
+        value = tensors.get(f"{name}/{key}")
+        if value is None:
+            raise ValueError(f"{_OPTIMIZER_FILE} lacks {key} of {name}")
+        if value.shape != like.shape or value.dtype != like.dtype:
+            raise ValueError(f"{key} of {name} in {_OPTIMIZER_FILE} has another shape or type")
+        if not value.isfinite().all() or (key != "exp_avg" and value.min() < 0):
+            raise ValueError(
+                f"{key} of {name} in {_OPTIMIZER_FILE} holds NaN, infinity or negative values"
+            )
+        state[key] = value
+    return state

@@ -18,9 +18,15 @@ from torch import Tensor, nn
 
 from ...protocol.errors import ErrorCode, RefusedError, RouteError, UsageError
 from .batches import Batch, ShuffledTexts, cut_into_batches, make_batch
-from .checkpoints import Checkpoints, RunProgress, name_checkpoint, naming_failures
+from .checkpoints import (
+    Checkpoints,
+    RunProgress,
+    load_optimizer,
+    name_checkpoint,
+    naming_failures,
+    save_optimizer,
+)
 from .dataset import Dataset
-from .optimizer_files import load_optimizer, save_optimizer
 
 MOST_SKIPPED_IN_A_ROW = 3
 """Updates without a finite loss before a run is given up: more data will not mend it."""
@@ -31,7 +37,10 @@ class SpoiltRunError(UsageError):
 
 
 class Learner(Protocol):
-    """The trainable part of a run beside frozen blocks: an adapter, or prompts."""
+    """The trainable part of a run beside frozen blocks: an adapter, or prompts.
+
+    Its optimizer runs here unless a subclass says otherwise.
+    """
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -43,12 +52,13 @@ class Learner(Protocol):
         ...
 
     def make_optimizer(self, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
-        """Return its AdamW optimizer, which may run here or at peers."""
-        ...
+        """Return its AdamW optimizer."""
+        parameters = self.named_parameters().values()
+        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay)
 
     def clip_gradients(self, optimizer: torch.optim.Optimizer, max_norm: float) -> float:
         """Clip the gradients of the next update; return their norm before."""
-        ...
+        return float(nn.utils.clip_grad_norm_(self.named_parameters().values(), max_norm))
 
     def compute_loss(self, batch: Batch) -> Tensor:
         """Return the mean loss over the learned tokens of a batch, for backward()."""
@@ -174,7 +184,6 @@ class FinetuneRun:
         self._learner.load(newest)
         has_updates = any(loss is not None for loss in progress.losses)
         load_optimizer(self._optimizer, self._parameters, newest, has_updates)
-        self.checkpoints.go_on()
         changes = _list_differences(progress.settings, self.progress.settings)
         self.progress = replace(
             progress, settings=self.progress.settings, options=self.progress.options
@@ -184,10 +193,9 @@ class FinetuneRun:
     def learn(self) -> Iterator[Updated | Milestone]:
         """Train until the last update; yield each event as it happens.
 
-        Raises UsageError in the folder of another run, SpoiltRunError when it leads nowhere or
-        peers cannot compute with what was learned, and what passes through a swarm raise.
+        Raises SpoiltRunError when it leads nowhere or peers cannot compute with what was learned,
+        and the errors of passes through a swarm.
         """
-        self.checkpoints.take_folder()
         try:
             yield from self._learn()
         except RefusedError as error:
