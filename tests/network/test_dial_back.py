@@ -7,9 +7,10 @@ import socket
 from collections.abc import Awaitable, Callable
 
 import pytest
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.net.clock import SystemClock, VirtualClock, run_virtual
+from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream
 

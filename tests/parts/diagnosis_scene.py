@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from scripted_swarm import MODEL_ID, ScriptedSwarm
+from virtual_time import run_virtual
 
 from shoal.client.doctor.diagnosis import Diagnosis
 from shoal.client.doctor.finding import Finding
@@ -19,7 +20,6 @@ from shoal.protocol.membership.membership import Membership
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Hello, Welcome
 from shoal.protocol.net.addresses import Reach
-from shoal.protocol.net.clock import run_virtual
 from shoal.protocol.net.directory import Directory
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.net.transport import Stream

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from announcements import describe_peer
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.client.routing.route import Hop
 from shoal.client.session.hop_link import HopLink, LinkFacts
@@ -26,7 +27,6 @@ from shoal.protocol.messages.session import (
     Step,
     Welcome,
 )
-from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcements import Announcement

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from virtual_time import VirtualClock, VirtualEventLoop
+
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.peer.engine.pass_queue import PassJob
@@ -24,7 +26,7 @@ from shoal.peer.streams.service import Service
 from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
-from shoal.protocol.net.clock import Clock, VirtualClock, VirtualEventLoop
+from shoal.protocol.net.clock import Clock
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.net.memory.memory_network import MemoryNetwork, MemoryPresence

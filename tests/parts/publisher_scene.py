@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable
 import torch
 from pass_peers import WHOLE, PassPeer, make_asker
 from session_scene import NUM_BLOCKS, Scene, run
+from virtual_time import VirtualClock
 
 from shoal.client.adapters.adapter_versions import AdapterLeaves, AdapterVersion
 from shoal.client.passes.pass_asking import PassAsker
 from shoal.client.publishing.publisher import Publisher
 from shoal.protocol.ids import AdapterId
 from shoal.protocol.messages.adapters import KEEP_SECONDS, LoraConfig
-from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.memory.loopback import Link
 
 SECONDS = 1.1 * KEEP_SECONDS / 3

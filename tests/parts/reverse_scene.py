@@ -9,6 +9,7 @@ from typing import Any
 
 from scripted_swarm import ScriptedSwarm
 from service_scene import MODEL_ID, Talk
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.pushing.neighbours import Neighbours
 from shoal.peer.pushing.parked_streams import ParkedStreams
@@ -21,7 +22,6 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
 from shoal.protocol.messages.offers import make_offer
 from shoal.protocol.messages.session import Hello, Lane, NextHop, Probe, Welcome
-from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from announcements import describe_peer
+from virtual_time import VirtualClock
 
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.membership.membership import Membership
-from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.net.transport import StreamServer

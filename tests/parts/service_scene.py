@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from memory_swarm import MODEL_ID, Inside, MemorySwarm, SceneLoader
 from torch import Tensor
+from virtual_time import run_virtual
 
 from shoal.kernels.wire_tensors import DTYPES, decode_tensor, encode_tensor
 from shoal.peer.engine.compute_thread import ComputeThread
@@ -23,7 +24,6 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.ids import SessionId
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Declined, Hello, Open, Opened, Output, Step, Welcome
-from shoal.protocol.net.clock import run_virtual
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcements import Announcement

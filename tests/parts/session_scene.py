@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from scripted_swarm import MODEL_ID, ScriptedSwarm
 from torch import Tensor
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.client.routing.swarm import Swarm
 from shoal.client.runtime.session_opener import SessionOpener
@@ -37,7 +38,6 @@ from shoal.protocol.messages.session import (
     Step,
     Welcome,
 )
-from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.spans import Span

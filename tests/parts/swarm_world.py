@@ -5,12 +5,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from scripted_swarm import MODEL_ID, ScriptedSwarm
+from virtual_time import run_virtual
 
 from shoal.client.routing.route import Hop
 from shoal.client.routing.swarm import Swarm
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
-from shoal.protocol.net.clock import run_virtual
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory
 from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from libp2p_parts import OwnLibp2pTransport
+from virtual_time import run_virtual
 
 from shoal.protocol.endpoints import Endpoint, Libp2pEndpoint
 from shoal.protocol.errors import UnavailableError
 from shoal.protocol.identity import Identity
-from shoal.protocol.net.clock import run_virtual
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Listener, Stream, StreamServer, Transport

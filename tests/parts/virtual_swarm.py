@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 import torch
 from memory_swarm import MODEL_ID, Inside, MemorySwarm
 from torch import Tensor
+from virtual_time import VirtualClock
 
 from shoal.client.routing.swarm import Swarm
 from shoal.client.runtime.session_opener import SessionOpener
@@ -17,7 +18,6 @@ from shoal.client.settings.config import ClientConfig
 from shoal.peer.runtime.config import PeerConfig
 from shoal.protocol.endpoints import Endpoint, Libp2pEndpoint
 from shoal.protocol.ids import SessionId
-from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.net.memory.loopback_wire import LoopbackStream
 from shoal.protocol.spans import Span

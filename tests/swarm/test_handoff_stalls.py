@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from virtual_route import SPANS, World, delay_steps, run
-
-from shoal.protocol.net.clock import VirtualClock
+from virtual_time import VirtualClock
 
 STEP_SECONDS = 0.004
 """What computing takes at each hop: replays as well, so that tokens go on meanwhile."""

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 from virtual_swarm import Scene, draw
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.client.session.session import RemoteSession
 from shoal.client.settings.config import ClientConfig
 from shoal.protocol.errors import RouteError
-from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.spans import Span
 

@@ -15,6 +15,7 @@ from adapter_scene import assert_close, make_adapter, swarm_of
 from memory_swarm import MODEL_ID, Inside, look_into
 from torch import Tensor
 from virtual_swarm import HIDDEN, WHOLE, RelayedTransport, Scene
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.client.adapters.adapter_versions import AdapterLeaves, AdapterVersion
 from shoal.client.passes.pass_asking import PassAsker
@@ -26,7 +27,6 @@ from shoal.protocol.errors import RefusedError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.ids import AdapterId, make_client_token
 from shoal.protocol.messages.adapters import KEEP_SECONDS, LoraConfig
-from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.records.announcements import shorten_adapter
 from shoal.protocol.spans import Span

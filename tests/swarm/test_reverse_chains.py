@@ -15,9 +15,9 @@ from story_outputs import assert_same
 from torch import Tensor
 from virtual_route import LINK, World, delay_steps, run
 from virtual_swarm import draw
+from virtual_time import VirtualClock
 
 from shoal.client.session.session import RemoteSession
-from shoal.protocol.net.clock import VirtualClock
 
 NUM_TOKENS = 40
 CHAIN_SECONDS = 4 * LINK.delay_seconds

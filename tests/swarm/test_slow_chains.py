@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from virtual_route import SPANS, World, delay_steps, run
 from virtual_swarm import HIDDEN, draw
+from virtual_time import VirtualClock
 
-from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.memory.loopback import Link
 
 NOTICED_SECONDS = 2.0

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from virtual_route import World, run
+from virtual_time import VirtualClock
 
 from shoal.client.trace.trace import AnsweredQuestion, Kind, Recorder
 from shoal.client.trace.trace_summary import describe_summary, make_summary_json, summarize
-from shoal.protocol.net.clock import VirtualClock
 
 NUM_TOKENS = 3
 

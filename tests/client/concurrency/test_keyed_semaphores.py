@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from virtual_time import run_virtual
+
 from shoal.client.concurrency.tasks import KeyedSemaphores
-from shoal.protocol.net.clock import run_virtual
 
 
 def test_key_is_held_by_one_at_a_time_and_gone_after_the_last() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from announcements import describe_peer
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.client.passes.pass_links import PassLink, PassLinks
 from shoal.protocol.errors import ErrorCode, RefusedError, UnavailableError
 from shoal.protocol.ids import NO_ADAPTER, AdapterId, ModelId, PeerId, SessionId, UploadId
 from shoal.protocol.messages.adapters import AdapterHead
 from shoal.protocol.messages.session import Declined
-from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.transport import FrameGate
 from shoal.protocol.spans import Span

@@ -17,6 +17,7 @@ from publisher_scene import (
     run_publisher,
 )
 from session_scene import Scene, now
+from virtual_time import VirtualClock
 
 from shoal.client.passes.pass_asking import PassAsker
 from shoal.client.publishing.publisher import Publisher
@@ -28,7 +29,6 @@ from shoal.protocol.errors import (
     UnavailableError,
     UsageError,
 )
-from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.records.announcements import PeerState
 from shoal.protocol.spans import Span

@@ -27,6 +27,7 @@ from hop_scene import (
     make_tensor,
     run,
 )
+from virtual_time import VirtualClock
 
 from shoal.client.session.hop_link import HopLink
 from shoal.protocol.endpoints import Endpoint
@@ -41,7 +42,6 @@ from shoal.protocol.errors import (
 )
 from shoal.protocol.limits import MAX_FRAME_BYTES, MAX_HIDDEN_SIZE
 from shoal.protocol.messages.session import BULK_FRAME_BYTES, Close, Gap, Hello, Open, Opened, Step
-from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.net.transport import FrameGate
 from shoal.protocol.tensors import WireDtype

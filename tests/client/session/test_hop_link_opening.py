@@ -29,6 +29,7 @@ from hop_scene import (
     make_tensor,
     run,
 )
+from virtual_time import VirtualClock
 
 from shoal.client.routing.route import Hop
 from shoal.protocol.endpoints import Endpoint
@@ -45,7 +46,6 @@ from shoal.protocol.errors import (
 from shoal.protocol.ids import ModelId
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import BULK_FRAME_BYTES, Hello, Open, Opened, Queued
-from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 
 

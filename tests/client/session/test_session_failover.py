@@ -21,12 +21,12 @@ from session_scene import (
     now,
     run,
 )
+from virtual_time import VirtualClock
 
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import SessionId
 from shoal.protocol.messages.session import Step
-from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.spans import Span
 

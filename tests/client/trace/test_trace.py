@@ -18,6 +18,7 @@ from session_scene import (
     now,
     run,
 )
+from virtual_time import VirtualClock
 
 from shoal.client.session.session import RemoteSession
 from shoal.client.trace.trace import (
@@ -33,7 +34,6 @@ from shoal.client.trace.trace_summary import summarize
 from shoal.protocol.errors import RouteError
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Output
-from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.memory.loopback import Link
 
 DELAY = 0.05

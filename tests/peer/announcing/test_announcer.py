@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.announcing.announcer import LIFETIME_PERIODS, Announcer
 from shoal.protocol import limits
 from shoal.protocol.errors import DirectoryError, RevokedError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
-from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.records.announcements import Announcement, PeerState, sign_announcement
 from shoal.protocol.spans import Span

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from announcements import describe_peer
 from service_scene import MODEL_ID
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.announcing.delays import MAX_TOLD, Delays, choose_measured
 from shoal.protocol.endpoints import Endpoint
@@ -19,7 +20,6 @@ from shoal.protocol.errors import DirectoryError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, PeerId, SessionId
 from shoal.protocol.messages.session import Hello, NextHop, Welcome
-from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.net.transport import Stream

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 from service_scene import Peer, draw_hidden, expect_output, make_step, run
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.engine.engine import Engine
 from shoal.peer.sessions.sessions import LoadedSpeed
-from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.records.announcements import Announcement
 
 

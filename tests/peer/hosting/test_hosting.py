@@ -14,6 +14,7 @@ import pytest
 import torch
 from engine_devices import attend_slowly
 from memory_swarm import MemorySwarm, SceneLoader
+from virtual_time import run_virtual
 
 from shoal.peer.engine.devices.device import CPU, CallingCapturer, Capturer, Device, PagedDevice
 from shoal.peer.engine.engine import Engine
@@ -22,7 +23,7 @@ from shoal.peer.hosting import hosted_model, span_loader
 from shoal.peer.hosting.hosted_model import RESERVE_BYTES, HostedModel
 from shoal.peer.hosting.span_loader import LoadError, SpanLoader
 from shoal.peer.runtime.config import PeerConfig
-from shoal.protocol.net.clock import Clock, SystemClock, run_virtual
+from shoal.protocol.net.clock import Clock, SystemClock
 from shoal.protocol.spans import Span
 
 FIRST, LAST = Span(0, 2), Span(2, 4)

@@ -26,6 +26,7 @@ from adapter_talk import (
 from pass_scene import check_close
 from pass_talk import GRADIENTS, ROWS, TEXTS, TOKENS, ask, cut, join, make_pass
 from service_scene import HELLO, HIDDEN, SPAN, Peer, Talk, assert_declined, draw_hidden, run
+from virtual_time import VirtualClock
 
 from shoal.peer.engine.adapters.adapter import Adapter
 from shoal.peer.engine.adapters.adapter_file import read_adapter
@@ -49,7 +50,6 @@ from shoal.protocol.messages.adapters import (
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.passes import AdapterRows, Passed, PassKind, PassPiece, Slot
 from shoal.protocol.messages.session import Declined, Queued
-from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.tensors import WireDtype
 from shoal.protocol.versions import OPTIMIZER_VERSION, PASS_VERSION
 

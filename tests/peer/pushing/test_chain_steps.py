@@ -24,6 +24,7 @@ from service_scene import (
     run,
 )
 from torch import Tensor
+from virtual_time import VirtualClock
 
 from shoal.kernels.wire_tensors import decode_tensor
 from shoal.peer.engine.engine import Engine
@@ -53,7 +54,6 @@ from shoal.protocol.messages.session import (
     Step,
     Welcome,
 )
-from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.wire.codec import decode_frame, encode_frame

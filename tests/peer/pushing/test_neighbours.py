@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 from service_scene import MODEL_ID, SPAN
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.pushing.neighbours import Neighbours, RecentBytes
 from shoal.protocol.endpoints import Endpoint
@@ -19,7 +20,6 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
 from shoal.protocol.limits import MAX_PIECE_BYTES
 from shoal.protocol.messages.session import Attach, Declined, Hello, Lane, NextHop, Probe, Welcome
-from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory.loopback_wire import WINDOW_BYTES
 from shoal.protocol.net.transport import Stream

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from reverse_scene import FRAME, HOME, PERIOD_SECONDS, PUBLIC, Scene, in_scene, make_welcome, name
+from virtual_time import VirtualClock
 
 from shoal.peer.pushing.reverse_connections import ReverseConnections, choose_hosts
 from shoal.protocol.endpoints import Endpoint
@@ -17,7 +18,6 @@ from shoal.protocol.errors import DirectoryError
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages.offers import Parked
 from shoal.protocol.messages.session import Attach, Hello, Lane, Welcome
-from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.memory.loopback import LoopbackTransport
 from shoal.protocol.net.memory.loopback_wire import LoopbackStream
 from shoal.protocol.net.transport import Stream

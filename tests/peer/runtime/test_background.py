@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import Iterator
 
+from virtual_time import run_virtual
+
 from shoal.peer.runtime.background import LoopLag
-from shoal.protocol.net.clock import run_virtual
 
 
 class LateClock:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.announcing.announcer import Announcer
 from shoal.peer.announcing.self_description import SelfDescription, make_template
@@ -33,7 +34,6 @@ from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
-from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.spans import Span

@@ -24,6 +24,7 @@ from service_scene import (
     make_step,
     run,
 )
+from virtual_time import VirtualClock
 
 from shoal.peer.engine.engine import Engine
 from shoal.protocol import limits
@@ -31,7 +32,6 @@ from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import ModelId
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Close, Declined, Gap, Hello, Opened, Welcome
-from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import MAX_VERSION
 from shoal.protocol.wire.codec import encode_frame

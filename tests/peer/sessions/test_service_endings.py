@@ -27,6 +27,7 @@ from service_scene import (
     make_step,
     run,
 )
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.steps import StepWork
@@ -34,7 +35,6 @@ from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.ids import CLIENT_TOKEN_BYTES, ClientToken
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Close, Gap, Hello, Leaving, Opened, Welcome
-from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.memory.loopback import LoopbackTransport
 from shoal.protocol.net.transport import FrameGate
 from shoal.protocol.tensors import WireDtype

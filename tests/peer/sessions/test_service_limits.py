@@ -24,6 +24,7 @@ from service_scene import (
     make_step,
     run,
 )
+from virtual_time import VirtualClock
 
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
@@ -39,7 +40,6 @@ from shoal.protocol.fair_share import Holder
 from shoal.protocol.ids import ClientToken
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Close, Gap, Opened, Output, Step
-from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.transport import FrameGate, open_gate
 from shoal.protocol.session.table import MAX_CACHED_ANSWER_BYTES, MAX_CACHED_ANSWERS
 from shoal.protocol.tensors import WireDtype, WireTensor

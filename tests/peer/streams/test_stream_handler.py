@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from service_scene import HELLO, Talk, assert_declined
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.streams.service import StreamHandler
 from shoal.protocol.errors import ErrorCode
-from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.transport import Listener, Stream
 

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.protocol.errors import UnavailableError
-from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.transport import Stream
 

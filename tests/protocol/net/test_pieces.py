@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import pytest
+from virtual_time import run_virtual
 
 from shoal.protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
 from shoal.protocol.limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES
-from shoal.protocol.net.clock import run_virtual
 from shoal.protocol.net.libp2p.libp2p_stream import MAX_MESSAGE_BYTES, StreamEnd, begin_frame
 from shoal.protocol.net.tcp.tcp_stream import pack_frame
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from announcements import describe_peer
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.errors import DirectoryError, RemoteProtocolError, UnavailableError
 from shoal.protocol.ids import ModelId, PeerId
-from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.relays.circuit import read_answer
 from shoal.protocol.net.relays.relay_keeper import NUM_RELAYS, RelayKeeper, rank_relays
 from shoal.protocol.records.announcements import Announcement

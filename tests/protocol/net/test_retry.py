@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass
 
 import pytest
+from virtual_time import VirtualClock, run_virtual
 
-from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.retry import Backoff, Backoffs, Retry
 
 HOURLY = Backoff(100.0, 3600.0)

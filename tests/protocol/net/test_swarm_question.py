@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from virtual_time import run_virtual
 
 from shoal.protocol.errors import (
     DirectoryError,
@@ -15,7 +16,6 @@ from shoal.protocol.errors import (
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import PeerId
 from shoal.protocol.membership.membership import Membership, Role, make_owner, make_public
-from shoal.protocol.net.clock import run_virtual
 from shoal.protocol.net.libp2p.multiaddrs import PeerAddress
 from shoal.protocol.net.libp2p.swarm_question import answer, find_swarm
 

@@ -2,9 +2,10 @@
 
 import asyncio
 
+from virtual_time import run_virtual
+
 from shoal.protocol.endpoints import Endpoint, Libp2pEndpoint, Relay
 from shoal.protocol.identity import Identity
-from shoal.protocol.net.clock import run_virtual
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.transport import ChoosingTransport, Stream
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.engine.adapters.adapter import Adapter
 from shoal.peer.engine.adapters.adapter_store import AdapterStore, Kept
@@ -13,7 +14,6 @@ from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.ids import AdapterId
 from shoal.protocol.messages.adapters import Manifest
-from shoal.protocol.net.clock import VirtualClock, run_virtual
 
 ANNA, BERT, CARL = Holder("anna"), Holder("bert"), Holder("carl")
 ONE, OTHER = AdapterId(b"1" * 32), AdapterId(b"2" * 32)

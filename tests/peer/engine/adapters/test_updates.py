@@ -13,6 +13,7 @@ from pass_scene import check_close
 from pass_talk import GRADIENTS, ROWS, TEXTS, ask, make_pass
 from service_scene import Peer, Talk, assert_declined, run
 from torch import Tensor
+from virtual_time import VirtualClock
 
 from shoal.peer.engine.adapters.adapter import Adapter, AdapterPart
 from shoal.peer.engine.adapters.adapter_file import read_adapter
@@ -37,7 +38,6 @@ from shoal.protocol.messages.adapters import (
 )
 from shoal.protocol.messages.passes import AdapterRows, GatherOrder, Passed, PassKind
 from shoal.protocol.messages.session import Queued
-from shoal.protocol.net.clock import VirtualClock
 
 ADAMW = OptimizerSettings(OptimizerKind.ADAMW, 0.01, 0.1, 0.0, 0.9, 0.99, 1e-8)
 SGD = OptimizerSettings(OptimizerKind.SGD, 0.1, 0.01, 0.9)
