@@ -60,6 +60,7 @@ NAMES_OF_OTHERS = {
     "_UNIX_SOCKET_PREFIX": "hivemind",
     "_attn_implementation": "transformers",
     "_make_process_args": "hivemind",
+    "_scheduled": "asyncio",
 }
 """Private names of dependencies that tests replace, and whose they are."""
 DRAWER_NAMES = frozenset({"base", "common", "handler", "helpers", "manager", "misc", "utils"})
