@@ -161,12 +161,13 @@ class Peer:
         while self.service.admission.num_opening:  # noqa: ASYNC110 - a test on virtual time
             await asyncio.sleep(0.1)
         await asyncio.sleep(0.1)
-        statistics = await self.compute.call(self.engine.pool.statistics)
-        assert (statistics.used_bytes, statistics.num_sessions) == (0, 0)
+        pool = self.engine.pool
+        await self.compute.call(bool)  # behind what is to be closed
+        assert (pool.used_bytes, pool.num_sessions) == (0, 0)
         await self.compute.call(self.engine.pool.check_integrity)
 
     async def count_used_bytes(self) -> int:
-        return (await self.compute.call(self.engine.pool.statistics)).used_bytes
+        return await self.compute.call(lambda: self.engine.pool.used_bytes)
 
 
 def make_session(number: int) -> SessionId:

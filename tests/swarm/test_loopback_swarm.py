@@ -114,11 +114,13 @@ def test_closing_a_session_frees_the_caches_of_all_its_peers(tiny_models: Any) -
             for peer in swarm.peers:
                 assert await look_into(peer).wait_until_empty(30)
             pools = [(look_into(peer).compute, look_into(peer).engine.pool) for peer in swarm.peers]
-            return [await compute.call(pool.statistics) for compute, pool in pools]
+            return [
+                await compute.call(lambda pool=pool: (pool.used_bytes, pool.num_sessions))
+                for compute, pool in pools
+            ]
 
         passes = model._client.passes  # on the loop of the peers
-        for statistics in passes.wait_for(wait_until_empty()):
-            assert (statistics.used_bytes, statistics.num_sessions) == (0, 0)
+        assert passes.wait_for(wait_until_empty()) == [(0, 0), (0, 0)]
 
 
 def test_network_refuses_hosts_that_do_not_exist(tiny_models: Any) -> None:
