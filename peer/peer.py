@@ -104,7 +104,7 @@ class Peer:
         if connections.reverse is not None:
             tasks.begin(watch_relays(presence, model.model_id, description, announcer, report))
             tasks.begin(connections.reverse.run(partial(_note_parked, announcer, report)))
-        stack.push_async_callback(connections.neighbours.close)
+        stack.push_async_callback(connections.push_links.close)
         for listener in presence.listeners:
             stack.push_async_callback(listener.close)
         stack.callback(lambda: _logger.info("the peer stopped; its loop lag was %r", lag))

@@ -54,7 +54,7 @@ def make_service(
         model_id=model.model_id,
         max_sessions=config.max_sessions,
         adapter_store=adapter_store,
-        pushing=PushResources(connections.neighbours, pending),
+        pushing=PushResources(connections.push_links, pending),
         note_change=changed.set,
     )
     for_passes = PassResources(

@@ -14,8 +14,8 @@ from ...protocol.net.network import Presence
 from ...protocol.net.transport import StreamServer
 from ...protocol.records.announcements import Announcement
 from ..announcing.delays import Delays
-from .neighbours import Neighbours
 from .parked_streams import ParkedStreams
+from .push_links import PushLinks
 from .reverse_connections import ReverseConnections
 
 
@@ -25,7 +25,7 @@ class Connections:
     that cannot parks its own (`reverse`).
     """
 
-    neighbours: Neighbours
+    push_links: PushLinks
     parked: ParkedStreams | None
     delays: Delays
     reverse: ReverseConnections | None
@@ -54,8 +54,8 @@ class Connections:
         else:
             look = partial(directory.lookup, model_id)
             parked = ParkedStreams(presence.endpoint.fingerprint, look, clock, period_seconds)
-        neighbours = Neighbours(transport, clock, delays.note_pushed, parked)
-        return cls(neighbours, parked, delays, reverse)
+        push_links = PushLinks(transport, clock, delays.note_pushed, parked)
+        return cls(push_links, parked, delays, reverse)
 
     @property
     def describers(self) -> Sequence[Callable[[Announcement], Announcement]]:

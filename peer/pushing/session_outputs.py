@@ -14,7 +14,7 @@ from ...protocol.messages.session import Declined, HopSeconds, NextHop, Output, 
 from ...protocol.session.recovery_log import ReplayPiece, SenderLog, SentStep, group_pieces
 from ...protocol.tensors import WireTensor, compute_num_bytes
 from ...protocol.wire.codec import encode_frame
-from .neighbours import Neighbours
+from .push_links import PushLinks
 
 _logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class PushResources:
     outputs that are not sent yet or may have to be sent again.
     """
 
-    neighbours: Neighbours | None
+    links: PushLinks
     pending: SharedBytes
     logged: SharedBytes = field(
         default_factory=lambda: SharedBytes(_MAX_LOGGED_BYTES, times_free=3)
@@ -56,6 +56,7 @@ class SessionOutputs:
         self._mirror: NextHop | None = None  # is to take the place of the next one
         self._session = session
         self._resources = resources
+        self._links = resources.links
         self._log: SenderLog[WireTensor] | None = None
         self._logged_bytes = 0
         self._resume_sequence = 0
@@ -74,7 +75,7 @@ class SessionOutputs:
             if self._resources.logged.has_room_for(self.holder, num_bytes):
                 self._log = log
                 self._count(num_bytes)
-        self._neighbours.prepare(following, self)
+        self._links.prepare(following, self)
 
     def fork_log(self, prefix_tokens: int) -> SenderLog[WireTensor] | None:
         """Return the log of a session that begins with a prefix of this one; None: it is lost."""
@@ -152,7 +153,7 @@ class SessionOutputs:
                 ErrorCode.LOG_INCOMPLETE, "this peer has no memory to resend the steps"
             )
         if following is not None:
-            self._neighbours.count_replay(self.holder, num_bytes)
+            self._links.count_replay(self.holder, num_bytes)
         self._settle(following)
         self._log, self._resume_sequence = log, resume_sequence
         if following is None:
@@ -175,7 +176,7 @@ class SessionOutputs:
         if not prefix or not self._resources.pending.has_room_for(self.holder, num_bytes):
             return 0
         try:
-            self._neighbours.count_replay(self.holder, num_bytes)
+            self._links.count_replay(self.holder, num_bytes)
         except RefusedError:
             return 0
         self._drop_mirror()
@@ -192,7 +193,7 @@ class SessionOutputs:
         groups = _group_for_replay(prefix)
         frames = self._make_frames(following, groups, rest)
         self._resources.pending.count(self.holder, num_bytes)
-        self._neighbours.replay(following, frames, num_bytes, self)
+        self._links.replay(following, frames, num_bytes, self)
         return len(groups)
 
     def _has_all_before(self, resume_sequence: int, following: NextHop) -> bool:
@@ -206,14 +207,14 @@ class SessionOutputs:
         """Push to one hop, or to none, and to nobody else."""
         for hop in (self.next, self._mirror):
             if hop is not None and hop is not following:
-                self._neighbours.forget(hop)
+                self._links.forget(hop)
         self._mirror = None
         self.next = following
         self._loss = ""
 
     def _drop_mirror(self) -> None:
         if self._mirror is not None:
-            self._neighbours.forget(self._mirror)
+            self._links.forget(self._mirror)
         self._mirror = None
 
     def pushes_to(self, following: NextHop) -> bool:
@@ -235,12 +236,6 @@ class SessionOutputs:
         elif self.pushes_to(following):
             self._loss = f"blocks behind cannot be reached: {error}"
             self._tell_loss()
-
-    @property
-    def _neighbours(self) -> Neighbours:
-        if self._resources.neighbours is None:
-            raise RefusedError(ErrorCode.NEXT_UNREACHABLE, "this peer does not push to other peers")
-        return self._resources.neighbours
 
     def _note(self, sent: SentStep[WireTensor]) -> None:
         """Log an output, or give the log up where there is no room for it."""
@@ -264,7 +259,7 @@ class SessionOutputs:
             return
         frame = _encode_for(following, step)
         self._resources.pending.count(self.holder, len(frame))
-        self._neighbours.push(following, choose_lane(step, len(frame)), frame, self)
+        self._links.push(following, choose_lane(step, len(frame)), frame, self)
 
     def _tell_loss(self) -> None:
         code = ErrorCode.NEXT_UNREACHABLE

@@ -236,8 +236,6 @@ class Admission:
         engine.pool.check_can_hold(
             message.num_rows, message.max_tokens, message.span, message.kv_format
         )
-        if message.next is not None and self.resources.pushing.neighbours is None:
-            raise RefusedError(ErrorCode.NEXT_UNREACHABLE, "this peer does not push to other peers")
         if message.session in self.sessions or message.session in self._opening:
             raise RefusedError(ErrorCode.BAD_FRAME, "the session is open already")
 

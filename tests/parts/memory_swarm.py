@@ -223,8 +223,8 @@ class Inside:
         self.resources.pushing = resources
 
     @property
-    def neighbours(self) -> Any:
-        return self.pushing.neighbours
+    def push_links(self) -> Any:
+        return self.pushing.links
 
     @property
     def pending(self) -> Any:

@@ -11,8 +11,8 @@ from scripted_swarm import ScriptedSwarm
 from service_scene import MODEL_ID, Talk
 from virtual_time import VirtualClock, run_virtual
 
-from shoal.peer.pushing.neighbours import Neighbours
 from shoal.peer.pushing.parked_streams import ParkedStreams
+from shoal.peer.pushing.push_links import PushLinks
 from shoal.peer.streams.client_stream import PendingBytes, StreamHost
 from shoal.peer.streams.service import MAX_PENDING_BYTES, Service, StreamHandler
 from shoal.protocol.endpoints import Endpoint
@@ -60,7 +60,7 @@ class PublicPeer:
     identity: Identity
     handler: StreamHandler
     transport: LoopbackTransport
-    neighbours: Neighbours
+    links: PushLinks
     parked: ParkedStreams
     endpoint: Endpoint
     num_looks: int = 0
@@ -79,7 +79,7 @@ class PublicPeer:
     def push(self, following: NextHop, lane: Lane = Lane.INTERACTIVE) -> Pusher:
         """Push a frame to another peer; return who hears what becomes of it."""
         pusher = Pusher()
-        self.neighbours.push(following, lane, FRAME, pusher)
+        self.links.push(following, lane, FRAME, pusher)
         return pusher
 
 
@@ -138,14 +138,14 @@ def in_scene(story: Callable[[Scene], Awaitable[None]]) -> None:
             return await scene.directory.lookup(MODEL_ID)
 
         parked = ParkedStreams(endpoint.fingerprint, look, VirtualClock(), PERIOD_SECONDS)
-        neighbours = Neighbours(transport, VirtualClock(), parked=parked)
-        public = PublicPeer(PUBLIC, handler, transport, neighbours, parked, endpoint)
+        links = PushLinks(transport, VirtualClock(), parked=parked)
+        public = PublicPeer(PUBLIC, handler, transport, links, parked, endpoint)
         public.may_look.set()
         scene.public = public
         public.open(Span(0, 4))
         await scene.announce_public(Span(0, 4))
         await story(scene)
-        await neighbours.close()
+        await links.close()
         await scene.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 

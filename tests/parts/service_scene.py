@@ -236,7 +236,7 @@ def run(
                 await client.close()
             await peer.wait_until_empty()
             assert service.pushing.logged.used_bytes == 0
-            await service.neighbours.close()
+            await service.push_links.close()
             assert service.pending.used_bytes == 0
             assert service.passes.used_bytes == 0
         assert asyncio.all_tasks() == {asyncio.current_task()}

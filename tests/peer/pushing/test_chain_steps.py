@@ -28,7 +28,7 @@ from virtual_time import VirtualClock
 
 from shoal.kernels.wire_tensors import decode_tensor
 from shoal.peer.engine.engine import Engine
-from shoal.peer.pushing.neighbours import RecentBytes
+from shoal.peer.pushing.push_links import RecentBytes
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.fair_share import SharedBytes
@@ -407,9 +407,9 @@ def test_session_without_room_for_its_log_says_so_when_it_is_asked_for(engine: E
 def test_redirects_do_not_have_a_log_sent_over_and_over(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
         following = await start_next(peer)
-        neighbours: Any = peer.service.neighbours
+        links: Any = peer.service.push_links
         # The least that a replay counts is a quarter of a MiB.
-        neighbours.replayed = RecentBytes(VirtualClock(), 2**20, times_free=3)
+        links.replayed = RecentBytes(VirtualClock(), 2**20, times_free=3)
         client = await peer.open(capability=KEY, next=following.name())
         await client.say(make_step(1, 0, draw_hidden(1, 1, 3)), make_step(2, 3, draw_hidden(2)))
         await following.wait_for(2)
@@ -477,7 +477,7 @@ def test_log_gives_back_what_is_rolled_back_and_all_at_the_end(engine: Engine) -
     run(engine, test)
 
 
-# ---- neighbours
+# ---- push links
 
 
 def test_sessions_share_one_connection_which_ends_when_idle(engine: Engine) -> None:
@@ -494,11 +494,11 @@ def test_sessions_share_one_connection_which_ends_when_idle(engine: Engine) -> N
         assert following.num_streams == 1
 
         await asyncio.sleep(60)
-        assert len(peer.service.neighbours._known) == 1
+        assert len(peer.service.push_links._known) == 1
         for talk in talks:
             await talk.stream.close()
         await asyncio.sleep(60)
-        assert not peer.service.neighbours._known
+        assert not peer.service.push_links._known
 
     run(engine, test)
 
@@ -563,8 +563,8 @@ def test_stranger_cannot_have_a_peer_dial_whom_it_likes_as_often_as_it_likes(
             assert refusal.code is ErrorCode.NEXT_UNREACHABLE
             await client.say(Close(make_session(number), 1))
 
-        neighbours: Any = peer.service.neighbours
-        assert len(neighbours._budget._counted) <= 65
+        links: Any = peer.service.push_links
+        assert len(links._budget._counted) <= 65
         other = await peer.at_host("other").open(1, capability=KEY, next=victim.name())
         await other.say(make_step(1, 0, draw_hidden(1)))
         await victim.wait_for(1)

@@ -1,4 +1,4 @@
-"""A peer's own connections to other peers: one for each and lane, shared by all sessions.
+"""The connections over which a peer pushes: one for each peer and lane, shared by all sessions.
 
 Whom to dial is said by strangers. So every dial has a pinned certificate and a deadline, there is a
 budget for each address that asks, and what failed is left alone for a while. A peer without any
@@ -24,14 +24,16 @@ from ...protocol.errors import (
     UnavailableError,
 )
 from ...protocol.fair_share import BUSY_SECONDS, Holder, compute_share
-from ...protocol.ids import PeerId, SessionId
+from ...protocol.ids import SessionId
 from ...protocol.limits import MAX_PIECE_BYTES
 from ...protocol.messages.session import Attach, Declined, Lane, NextHop
 from ...protocol.net.clock import Clock
 from ...protocol.net.dialling import dial, greet
+from ...protocol.net.retry import Backoff, Backoffs
 from ...protocol.net.transport import Stream, Transport, refuse_large_frames
 from ...protocol.wire.codec import decode_frame, encode_frame
 from .dial_budget import DialBudget
+from .parked_streams import ParkedStreams
 
 _logger = logging.getLogger(__name__)
 
@@ -40,8 +42,8 @@ _PARKED_SECONDS = 3.0
 """How long a peer may take to answer on a stream that it has parked: it is open already. Behind a
 NAT that forgot it nobody is, and the system notices that only after half a minute."""
 
-_AGAIN_SECONDS = 10.0
-"""Time for which a neighbour that could not be reached is not dialled again."""
+_UNREACHED = Backoff(10.0, 10.0)
+"""How long a peer that could not be reached is not dialled again."""
 
 _IDLE_SECONDS = 10.0
 """How long a connection stays that no session uses; the other end waits twice as long for one."""
@@ -75,18 +77,6 @@ class Sender(Protocol):
 
     def note_lost(self, following: NextHop, error: ShoalError) -> None:
         """Hear that the next hop cannot be reached, or does not take the session."""
-        ...
-
-
-class StreamSource(Protocol):
-    """Streams that peers have opened to this one, so that it reaches them; see `ParkedStreams`."""
-
-    def has(self, peer_id: PeerId, lane: Lane) -> bool:
-        """Return whether there is a stream to a peer."""
-        ...
-
-    async def take(self, peer_id: PeerId, lane: Lane) -> Stream | None:
-        """Return one, which the caller closes; None if there is none."""
         ...
 
 
@@ -125,15 +115,15 @@ class RecentBytes:
         self._taken.append((now, holder, num_bytes))
 
 
-class Neighbours:
-    """All of them, for one peer. Closes what it has opened."""
+class PushLinks:
+    """All of them, of one peer. Closes what it has opened."""
 
     def __init__(
         self,
         transport: Transport,
         clock: Clock,
         note_rtt: Callable[[NextHop, float], None] = lambda following, seconds: None,
-        parked: StreamSource | None = None,
+        parked: ParkedStreams | None = None,
     ) -> None:
         """`note_rtt` hears of every round trip that is measured on the way. Without `parked` the
         peer takes no offers: it cannot be dialled itself.
@@ -142,11 +132,11 @@ class Neighbours:
         self._transport = transport
         self._clock = clock
         self._note_rtt = note_rtt
-        self._known: dict[Hashable, _Neighbour] = {}
+        self._known: dict[Hashable, _PushLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._budget = DialBudget(clock)
-        self._failed_at: dict[Hashable, float] = {}
+        self._unreached = Backoffs[Hashable](_UNREACHED, clock)
         self.replayed = RecentBytes(clock, _MAX_REPLAYED_BYTES_A_MINUTE, times_free=3)
 
     def prepare(self, following: NextHop, sender: Sender) -> None:
@@ -171,18 +161,18 @@ class Neighbours:
     def _take(self, lane: Lane, parcel: _Parcel) -> None:
         sender, following = parcel.sender, parcel.following
         try:
-            neighbour = self._find(following, lane, sender.holder)
+            link = self._find(following, lane, sender.holder)
         except RefusedError as error:
             sender.note_left(parcel.num_bytes)
             # Behind the answer to what has set this off.
             asyncio.get_running_loop().call_soon(sender.note_lost, following, error)
         else:
-            neighbour.take(parcel)
+            link.parcels.put_nowait(parcel)
 
     def forget(self, following: NextHop) -> None:
         """Note that a session pushes there no more."""
-        for neighbour in self._known.values():
-            neighbour.forget(following)
+        for link in self._known.values():
+            link.forget(following)
 
     async def close(self) -> None:
         """Close all connections, and dial no more."""
@@ -192,7 +182,7 @@ class Neighbours:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _find(self, following: NextHop, lane: Lane, holder: Holder) -> "_Neighbour":
+    def _find(self, following: NextHop, lane: Lane, holder: Holder) -> "_PushLink":
         """Return the connection, or begin one. Raises RefusedError when that is too much."""
         if self._is_closed:  # sessions may still compute, and push what comes of it
             raise RefusedError(ErrorCode.DRAINING, "this peer is stopping")
@@ -203,38 +193,37 @@ class Neighbours:
                 known.askers.add(holder.address)
                 self._budget.look_again()
             return known
-        age_seconds = self._clock.now() - self._failed_at.get(key, float("-inf"))
-        if age_seconds < _AGAIN_SECONDS and not self._has_parked(following, lane):
+        if not self._unreached.may_try(key) and not self._has_parked(following, lane):
             raise RefusedError(
                 ErrorCode.BUSY, "the next hop could not be reached a moment ago", BUSY_SECONDS
             )
         self._budget.count(holder.address)
-        neighbour = self._known[key] = _Neighbour(following, lane, holder.address)
-        task = asyncio.create_task(self._serve(key, neighbour), name=repr(neighbour))
+        link = self._known[key] = _PushLink(following, lane, holder.address)
+        task = asyncio.create_task(self._serve(key, link), name=repr(link))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return neighbour
+        return link
 
-    async def _serve(self, key: Hashable, neighbour: "_Neighbour") -> None:
+    async def _serve(self, key: Hashable, link: "_PushLink") -> None:
         """Be one connection, from the dial to its end."""
-        error: ShoalError = UnavailableError("the peer hung up on its neighbour")
-        leave = partial(self._leave, key, neighbour)
+        error: ShoalError = UnavailableError("the peer hung up on the next hop")
+        leave = partial(self._leave, key, link)
         try:
-            stream = await self._use_parked(neighbour) or await self._dial(key, neighbour)
+            stream = await self._use_parked(link) or await self._dial(key, link)
             try:
-                await neighbour.run(stream, leave)
+                await link.run(stream, leave)
             finally:
                 await stream.close()
         except ShoalError as failure:
-            _logger.info("the connection to %r is lost: %s", neighbour, failure)
+            _logger.info("the connection to %r is lost: %s", link, failure)
             error = copy(failure)  # this one has the frames in which steps are
         finally:
             leave()
-            neighbour.give_up(error)
+            link.give_up(error)
 
-    def _leave(self, key: Hashable, neighbour: "_Neighbour") -> None:
+    def _leave(self, key: Hashable, link: "_PushLink") -> None:
         """Have nobody push over a connection any more; there may be another one by now."""
-        if self._known.get(key) is neighbour:
+        if self._known.get(key) is link:
             del self._known[key]
 
     def _has_parked(self, following: NextHop, lane: Lane) -> bool:
@@ -242,94 +231,86 @@ class Neighbours:
             return False
         return self._parked.has(following.peer_id, lane)
 
-    async def _use_parked(self, neighbour: "_Neighbour") -> Stream | None:
-        """Return a stream that the neighbour has parked here; None if there is none that works.
+    async def _use_parked(self, link: "_PushLink") -> Stream | None:
+        """Return a stream that the peer has parked here; None if there is none that works.
 
-        One with endpoints is dialled: those are made up easily, and each set of them is a neighbour
-        of its own, which would take a stream away.
+        One with endpoints is dialled: those are made up easily, and each set of them has a link of
+        its own, which would take a stream away.
         """
-        if self._parked is None or neighbour.following.endpoints:
+        if self._parked is None or link.following.endpoints:
             return None
-        peer_id, lane = neighbour.following.peer_id, neighbour.lane
+        peer_id, lane = link.following.peer_id, link.lane
         while (stream := await self._parked.take(peer_id, lane)) is not None:
             try:
                 async with asyncio.timeout(_PARKED_SECONDS):
-                    await self._greet(neighbour, stream)
+                    await self._greet(link, stream)
             except (TimeoutError, ShoalError) as error:
                 _logger.info(
-                    "%r does not answer on a parked stream, which is closed: %r", neighbour, error
+                    "%r does not answer on a parked stream, which is closed: %r", link, error
                 )
             else:
-                neighbour.askers.clear()
+                link.askers.clear()
                 return stream
         return None
 
-    async def _dial(self, key: Hashable, neighbour: "_Neighbour") -> Stream:
+    async def _dial(self, key: Hashable, link: "_PushLink") -> Stream:
         """Try one endpoint after the other; what its askers may not try is not held against it."""
-        failure: ShoalError = UnavailableError(f"{neighbour!r} is not connected any more")
-        async with self._budget.take_turn(neighbour.askers) as asker:
-            neighbour.askers.clear()
+        failure: ShoalError = UnavailableError(f"{link!r} is not connected any more")
+        async with self._budget.take_turn(link.askers) as asker:
+            link.askers.clear()
             deadline = asyncio.get_running_loop().time() + _DIAL_SECONDS
-            for number, endpoint in enumerate(neighbour.following.endpoints):
+            for number, endpoint in enumerate(link.following.endpoints):
                 if number > 0:
                     self._budget.count(asker)
                 try:
                     async with asyncio.timeout_at(deadline):
-                        return await self._open_stream(neighbour, endpoint)
+                        return await self._open_stream(link, endpoint)
                 except TimeoutError:
-                    failure = UnavailableError(f"{neighbour!r} did not answer in time")
+                    failure = UnavailableError(f"{link!r} did not answer in time")
                     break
                 except ShoalError as error:
                     failure = copy(error)
-        self._note_failure(key)
+        self._unreached.forget_expired()
+        self._unreached.note_failure(key)
         raise failure
 
-    async def _open_stream(self, neighbour: "_Neighbour", endpoint: Endpoint) -> Stream:
-        peer_id = neighbour.following.peer_id
+    async def _open_stream(self, link: "_PushLink", endpoint: Endpoint) -> Stream:
+        peer_id = link.following.peer_id
         stream = await dial(self._transport, peer_id, (endpoint,), _DIAL_SECONDS)
-        await self._greet(neighbour, stream)
+        await self._greet(link, stream)
         return stream
 
-    async def _greet(self, neighbour: "_Neighbour", stream: Stream) -> None:
-        """Say hello on a stream to a neighbour; closes it when that fails."""
+    async def _greet(self, link: "_PushLink", stream: Stream) -> None:
+        """Say hello on a stream; closes it when that fails."""
         stream.set_gate(refuse_large_frames)
         try:
-            welcome, rtt_seconds = await greet(stream, repr(neighbour), self._clock)
-            if welcome.peer_id != neighbour.following.peer_id:
-                raise RemoteProtocolError(f"another peer answers for {neighbour!r}")
+            welcome, rtt_seconds = await greet(stream, repr(link), self._clock)
+            if welcome.peer_id != link.following.peer_id:
+                raise RemoteProtocolError(f"another peer answers for {link!r}")
         except BaseException:
             await stream.close()
             raise
-        neighbour.note_rtt(rtt_seconds)
-        self._note_rtt(neighbour.following, rtt_seconds)
-
-    def _note_failure(self, key: Hashable) -> None:
-        now = self._clock.now()
-        recent = {k: at for k, at in self._failed_at.items() if now - at < _AGAIN_SECONDS}
-        self._failed_at = {**recent, key: now}
+        link.note_rtt(rtt_seconds)
+        self._note_rtt(link.following, rtt_seconds)
 
 
-class _Neighbour:
+class _PushLink:
     """One connection to another peer, and the sessions that push over it."""
 
     def __init__(self, following: NextHop, lane: Lane, asker: str) -> None:
         self.following = following
         self.lane = lane
         self.askers = {asker}  # addresses that wait for it to be dialled; none after that
-        self._parcels: asyncio.Queue[_Parcel] = asyncio.Queue()
+        self.parcels: asyncio.Queue[_Parcel] = asyncio.Queue()
         self._users: dict[SessionId, tuple[NextHop, Sender]] = {}  # those that are attached
         self._refusal_seconds = 0.0
 
     def __repr__(self) -> str:
-        return f"<neighbour …{self.following.peer_id[-6:]}, {self.lane.value}>"
+        return f"<link to …{self.following.peer_id[-6:]}, {self.lane.value}>"
 
     def note_rtt(self, seconds: float) -> None:
         """Note how long a refusal is under way, at least."""
         self._refusal_seconds = min(1.5 * seconds, _MOST_REFUSAL_SECONDS)
-
-    def take(self, parcel: _Parcel) -> None:
-        """Queue a step, or a replay."""
-        self._parcels.put_nowait(parcel)
 
     def forget(self, following: NextHop) -> None:
         """Note that a session is over, or pushes elsewhere."""
@@ -370,9 +351,9 @@ class _Neighbour:
         """Send a parcel, which nothing here holds on to; return whether to go on."""
         try:
             async with asyncio.timeout(_IDLE_SECONDS):
-                parcel = await self._parcels.get()
+                parcel = await self.parcels.get()
         except TimeoutError:
-            return bool(self._users) or not self._parcels.empty()
+            return bool(self._users) or not self.parcels.empty()
         await self._send(stream, parcel)
         return True
 
@@ -406,7 +387,7 @@ class _Neighbour:
         return False
 
     async def _hear(self, stream: Stream) -> None:
-        """Read what the neighbour says: nothing, unless it does not take a session."""
+        """Read what the peer says: nothing, unless it does not take a session."""
         while (frame := await stream.receive()) is not None:
             message = decode_frame(frame)
             if not isinstance(message, Declined):
@@ -421,8 +402,8 @@ class _Neighbour:
     def give_up(self, error: ShoalError) -> None:
         """Tell all senders whose steps may not have arrived."""
         lost, self._users = self._users, {}
-        while not self._parcels.empty():
-            parcel = self._parcels.get_nowait()
+        while not self.parcels.empty():
+            parcel = self.parcels.get_nowait()
             parcel.sender.note_left(parcel.num_bytes)
             lost[parcel.following.session] = parcel.following, parcel.sender
         for following, sender in lost.values():

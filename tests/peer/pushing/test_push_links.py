@@ -12,7 +12,7 @@ import pytest
 from service_scene import MODEL_ID, SPAN
 from virtual_time import VirtualClock, run_virtual
 
-from shoal.peer.pushing.neighbours import Neighbours, RecentBytes
+from shoal.peer.pushing.push_links import PushLinks, RecentBytes
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, RefusedError, ShoalError
 from shoal.protocol.fair_share import Holder
@@ -50,11 +50,11 @@ class Session:
 
 @dataclass
 class Scene:
-    """Neighbours of a host `me`, and a peer on the host `next` that hears what they push."""
+    """PushLinks of a host `me`, and a peer on the host `next` that hears what they push."""
 
     network: LoopbackNetwork
     transport: LoopbackTransport
-    neighbours: Neighbours
+    links: PushLinks
     endpoint: Endpoint
     heard: list[bytes] = field(default_factory=list)
     declines: bool = False
@@ -100,11 +100,11 @@ def in_scene(story: Callable[[Scene], Awaitable[None]]) -> None:
         network = LoopbackNetwork(link=Link(delay_seconds=DELAY_SECONDS))
         transport = LoopbackTransport(network, "me")
         far = LoopbackTransport(network, "next")
-        neighbours = Neighbours(transport, VirtualClock())
-        scene = Scene(network, transport, neighbours, Endpoint("next", 1, "a" * 64))
+        links = PushLinks(transport, VirtualClock())
+        scene = Scene(network, transport, links, Endpoint("next", 1, "a" * 64))
         scene.endpoint = (await far.listen("next", 0, scene.serve)).endpoint
         await story(scene)
-        await neighbours.close()
+        await links.close()
         await transport.close()
         await far.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -126,7 +126,7 @@ def ask_for_black_holes(scene: Scene, num_dials: int = 100) -> list[Session]:
         sessions.append(Session(GREEDY))
         endpoint = Endpoint("black hole", 1 + number, "a" * 64)
         following = replace(scene.name(), endpoints=(endpoint,))
-        scene.neighbours.push(following, Lane.INTERACTIVE, make_frame(), sessions[-1])
+        scene.links.push(following, Lane.INTERACTIVE, make_frame(), sessions[-1])
     return sessions
 
 
@@ -135,7 +135,7 @@ def test_address_that_has_black_holes_dialled_leaves_dials_to_others() -> None:
         ask_for_black_holes(scene)
         session = Session(HONEST)
 
-        scene.neighbours.push(scene.name(), Lane.INTERACTIVE, make_frame(), session)
+        scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), session)
         await asyncio.sleep(1)
 
         assert scene.heard == [make_frame()]
@@ -161,9 +161,9 @@ def test_dial_waits_for_its_turn_for_a_while_only() -> None:
 def test_dial_that_somebody_else_asks_for_as_well_takes_its_turn() -> None:
     async def story(scene: Scene) -> None:
         ask_for_black_holes(scene, num_dials=20)
-        scene.neighbours.prepare(scene.name(), Session(GREEDY))
+        scene.links.prepare(scene.name(), Session(GREEDY))
 
-        scene.neighbours.push(scene.name(), Lane.INTERACTIVE, make_frame(), Session(HONEST))
+        scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), Session(HONEST))
         await asyncio.sleep(1)
 
         assert scene.heard == [make_frame()]
@@ -185,14 +185,14 @@ def test_every_endpoint_that_is_tried_counts() -> None:
         following = replace(scene.name(), endpoints=(nowhere, scene.endpoint))
         for number in range(8):
             endpoints = tuple(Endpoint("nobody", 1 + 8 * number + n, "a" * 64) for n in range(8))
-            scene.neighbours.prepare(replace(following, endpoints=endpoints), Session(GREEDY))
+            scene.links.prepare(replace(following, endpoints=endpoints), Session(GREEDY))
             await asyncio.sleep(0.5)
-        scene.neighbours.prepare(following, Session(GREEDY))
+        scene.links.prepare(following, Session(GREEDY))
         await asyncio.sleep(0.5)
         assert len(tried) == 65
 
         # The other endpoint was not tried any more; that is not held against the peer.
-        scene.neighbours.push(following, Lane.INTERACTIVE, make_frame(), Session(HONEST))
+        scene.links.push(following, Lane.INTERACTIVE, make_frame(), Session(HONEST))
         await asyncio.sleep(0.5)
         assert scene.heard == [make_frame()]
 
@@ -213,14 +213,14 @@ def test_step_that_comes_while_an_idle_connection_closes_is_pushed_over_a_new_on
 
             async def push_and_close() -> None:
                 scene.transport.open_stream = open_stream  # type: ignore[method-assign]
-                scene.neighbours.push(scene.name(), Lane.INTERACTIVE, make_frame(), session)
+                scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), session)
                 await close()
 
             stream.close = push_and_close  # type: ignore[method-assign]
             return stream
 
         scene.transport.open_stream = open_one_that_closes_late  # type: ignore[method-assign]
-        scene.neighbours.prepare(scene.name(), session)
+        scene.links.prepare(scene.name(), session)
         await asyncio.sleep(15)
 
         assert len(scene.streams) == 2
@@ -233,36 +233,34 @@ def test_step_that_comes_while_an_idle_connection_closes_is_pushed_over_a_new_on
 def test_nobody_is_dialled_once_all_were_hung_up_on() -> None:
     async def story(scene: Scene) -> None:
         before, after = Session(), Session()
-        scene.neighbours.push(scene.name(), Lane.INTERACTIVE, make_frame(), before)
+        scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), before)
         await asyncio.sleep(1)
 
-        await scene.neighbours.close()
-        scene.neighbours.push(scene.name(), Lane.INTERACTIVE, make_frame(), after)
+        await scene.links.close()
+        scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), after)
         await asyncio.sleep(1)
 
         assert len(scene.streams) == 1
-        assert before.losses == ["the peer hung up on its neighbour"]
+        assert before.losses == ["the peer hung up on the next hop"]
         assert after.losses == ["this peer is stopping"]
         assert after.num_bytes_left == len(make_frame())
 
     in_scene(story)
 
 
-# ---- what neighbours say
+# ---- what next hops say
 
 
 @pytest.mark.parametrize("how", ["breaks", "says what was not asked", "reads nothing"])
-def test_neighbour_that_is_lost_leaves_nothing_in_memory(
-    how: str, no_garbage_collection: None
-) -> None:
+def test_link_that_is_lost_leaves_nothing_in_memory(how: str, no_garbage_collection: None) -> None:
     async def story(scene: Scene) -> None:
-        scene.neighbours.prepare(scene.name(), Session())
+        scene.links.prepare(scene.name(), Session())
         await asyncio.sleep(1)
         scene.network.set_link("me", "next", Link(bandwidth_bytes_per_second=1.0))
         session = Session()
         is_in_memory = weakref.ref(session)
         for _ in range(3):  # one is on its way, one is being sent, one waits
-            scene.neighbours.push(scene.name(), Lane.INTERACTIVE, bytes(WINDOW_BYTES), session)
+            scene.links.push(scene.name(), Lane.INTERACTIVE, bytes(WINDOW_BYTES), session)
         del session
         await asyncio.sleep(1)
         assert is_in_memory()
@@ -278,14 +276,14 @@ def test_neighbour_that_is_lost_leaves_nothing_in_memory(
     in_scene(story)
 
 
-def test_neighbour_that_sends_a_large_frame_is_hung_up_on() -> None:
+def test_link_that_sends_a_large_frame_is_hung_up_on() -> None:
     """Before anything of it is kept: that would be in no account."""
 
     async def story(scene: Scene) -> None:
         scene.last_word = bytes(MAX_PIECE_BYTES + 1)
         session = Session()
 
-        scene.neighbours.push(scene.name(), Lane.INTERACTIVE, make_frame(), session)
+        scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), session)
         await asyncio.sleep(1)
 
         (loss,) = session.losses
@@ -308,7 +306,7 @@ def test_frames_of_a_replay_are_made_one_by_one_and_the_loop_goes_on_between_the
                 loop.call_soon(order.append, "loop")
                 yield make_frame(number)
 
-        scene.neighbours.replay(scene.name(), make_frames(), 300, session)
+        scene.links.replay(scene.name(), make_frames(), 300, session)
         assert order == []
         await asyncio.sleep(1)
 
@@ -324,7 +322,7 @@ def test_who_does_not_want_a_replay_is_sent_one_frame_of_it() -> None:
         session, scene.declines = Session(), True
         frames = (make_frame(number) for number in range(50))
 
-        scene.neighbours.replay(scene.name(), frames, 50, session)
+        scene.links.replay(scene.name(), frames, 50, session)
         await asyncio.sleep(1)
 
         assert session.losses == ["no"]
