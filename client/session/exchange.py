@@ -25,7 +25,7 @@ from ...protocol.errors import (
 )
 from ...protocol.ids import PeerId, SessionId
 from ...protocol.messages.session import Admit, Mirror, Output, Probe, Redirect, Status, Step
-from ...protocol.net.clock import WakefulTimeout
+from ...protocol.net.clock import AnswerTimeout, WakefulTimeout
 from ...protocol.session.recovery_log import ReplayPiece, group_pieces
 from ..routing.peer_book import FLOOR_SECONDS
 from ..routing.route import LostHopError
@@ -77,8 +77,6 @@ class _Asked:
     pushing_seconds: float
     """Seconds that the links between the hops need, one after the other."""
     carrying: ExitStack
-    timeout_seconds: float
-    """How long the first hop may take, without what is carried."""
     is_disturbed: bool = False
     """Hops were lost meanwhile: the time until the answer says nothing of those that answer."""
 
@@ -135,36 +133,28 @@ class Exchange:
                 self._book.links.carry(_list_peers(segment), len(step.hidden.data))
             ),
             carrying,
-            self.choose_timeout_seconds(segment[:1], question.num_tokens),
         )
         self._asked[first, question.sequence] = asked
-        timeout_seconds = asked.timeout_seconds + asked.carrying_seconds
-        if first.capability:
-            self._mailbox.expect(last.session, step.sequence)
+        timeout_seconds = self.choose_timeout_seconds(segment[:1], question.num_tokens)
+        timeout_seconds += asked.carrying_seconds
+        self._mailbox.expect(last.session, step.sequence)
         try:
             note_encoded = None if watch is None else watch.note_encoded
             await first.open_link.send(step, timeout_seconds, note_encoded)
         except _BROKEN as error:
             raise await self._break(segment, _Fault({0: error}), asked) from error
-        except asyncio.CancelledError:
-            await self._give_up(segment, question)
-            raise
 
     async def receive(self, segment: Sequence[LiveHop], question: Question) -> Tensor:
         """Return the checked answer to a question that was sent. Raises BrokenSegmentError."""
         self.check_links(segment)
         asked, last = self._asked[segment[0], question.sequence], segment[-1].open_link
-        is_chain, timeout_seconds = bool(segment[0].capability), asked.timeout_seconds
-        if is_chain:  # others may have answered meanwhile
-            timeout_seconds = self.choose_timeout_seconds(segment, question.num_tokens)
+        timeout_seconds = self.choose_timeout_seconds(segment, question.num_tokens)
         timeout_seconds += asked.carrying_seconds
         try:
             try:
-                if is_chain:
-                    sequence, pushing_seconds = question.sequence, asked.pushing_seconds
-                    arrived = await self._hear(segment, sequence, timeout_seconds, pushing_seconds)
-                else:
-                    arrived = await last.receive(timeout_seconds)
+                arrived = await self._hear(
+                    segment, question.sequence, timeout_seconds, asked.pushing_seconds
+                )
                 if asked.watch is not None:
                     asked.watch.note_arrived(arrived.num_bytes)
                 last.check_output(asked.step, arrived.output)
@@ -173,9 +163,6 @@ class Exchange:
                 raise _Fault({len(segment) - 1: error}) from error
         except _Fault as fault:
             raise await self._break(segment, fault, asked) from fault
-        except asyncio.CancelledError:
-            await self._give_up(segment, question)
-            raise
         self.forget(segment, question)
         self._note_answer(segment, asked, arrived.output)
         return output_BTH
@@ -185,14 +172,6 @@ class Exchange:
         asked = self._asked.pop((segment[0], question.sequence), None)
         if asked is not None:
             asked.carrying.close()
-
-    async def _give_up(self, segment: Sequence[LiveHop], question: Question) -> None:
-        """Forget a question that is under way; where hops do not number their answers for us, a
-        late one would be taken for that of the next question.
-        """
-        if not segment[0].capability:
-            self.forget(segment, question)
-            await self.hang_up(*segment)
 
     def end_step(self) -> None:
         """Forget every question: the step they belong to is over."""
@@ -268,19 +247,15 @@ class Exchange:
         link, mailbox = live.open_link, self._mailbox
         # However busy it is, a peer that lives says so at once.
         timeout_seconds = FLOOR_SECONDS + 2 * self._state.rtt_seconds(live.hop)
-        try:
-            async with WakefulTimeout(timeout_seconds):
-                await link.send(message, timeout_seconds)
-                # Not before: what was never sent is never answered.
-                number = mailbox.expect_status(link.session)
-                while (status := mailbox.find_status(link.session, number)) is None:
-                    error = mailbox.trouble(link.session)
-                    if error is not None and not _is_about_links(error):
-                        raise error
-                    await mailbox.wait()
-        except TimeoutError as error:
-            detail = f"{link.name} did not answer within {timeout_seconds:.1f} s"
-            raise SilentError(detail) from error
+        async with AnswerTimeout(timeout_seconds, _describe_silence(live, timeout_seconds)):
+            await link.send(message, timeout_seconds)
+            # Not before: what was never sent is never answered.
+            number = mailbox.expect_status(link.session)
+            while (status := mailbox.find_status(link.session, number)) is None:
+                error = mailbox.trouble(link.session)
+                if error is not None and not _is_about_links(error):
+                    raise error
+                await mailbox.wait()
         return status
 
     async def _hear(
@@ -293,9 +268,14 @@ class Exchange:
         """Return the output of a step that the last hop answers with.
 
         When it is late, every hop is asked how far it is: one that lives says so at once, even
-        while others need `pushing_seconds` more to push the step along. Raises _Fault.
+        while others need `pushing_seconds` more to push the step along. A hop without a capability
+        says nothing before it is done. Raises _Fault.
         """
         session = segment[-1].open_link.session
+        if not segment[0].capability:
+            complaint = _describe_silence(segment[0], timeout_seconds)
+            async with AnswerTimeout(timeout_seconds, complaint):
+                return await self._take_output(segment, session, sequence)
         late_seconds = max(0.0, timeout_seconds - FLOOR_SECONDS) + _LATE_SECONDS
         with contextlib.suppress(TimeoutError):
             async with WakefulTimeout(late_seconds):
@@ -386,8 +366,6 @@ class Exchange:
                     cuts.append(index)
             elif index > 0 and _is_about_link_before(error):
                 cuts.append(index - 1)
-            elif isinstance(error, GapError):
-                lost[index] = UnavailableError(f"{link.name} lost the prefix of the session")
             else:
                 lost[index] = error
         if lost:
@@ -407,8 +385,7 @@ class Exchange:
         """Raise _Fault for the hop, or the link, at which a step stands still."""
 
         def silence(index: int) -> _Fault:
-            name = segment[index].open_link.name
-            detail = f"{name} did not answer within {timeout_seconds:.1f} s"
+            detail = _describe_silence(segment[index], timeout_seconds)
             return _Fault({index: SilentError(detail)})
 
         last = len(segment) - 1
@@ -536,6 +513,10 @@ def merge_pieces(
             is_piece=True,
             sequence=sequence,
         )
+
+
+def _describe_silence(live: LiveHop, seconds: float) -> str:
+    return f"{live.open_link.name} did not answer within {seconds:.1f} s"
 
 
 async def _wait_awake(seconds: float) -> None:

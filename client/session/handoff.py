@@ -332,9 +332,9 @@ class Understudy:
         session, new = self._session, self.new
         if new.link is None or self._mailbox.trouble(self.session_id) is not None:
             return False
+        new.link.listen(session.mailbox)
         if not new.capability:
             return True
-        new.link.listen(session.mailbox)
         has_taken = False
         try:
             if after is None:
@@ -342,7 +342,9 @@ class Understudy:
                 # It may have answered already: to nobody, until now.
                 newest = self._mailbox.take_output(self.session_id, sequence)
                 if newest is not None:
-                    session.mailbox.put(self.session_id, newest.output, newest.num_bytes)
+                    session.mailbox.put(
+                        self.session_id, new.link.name, newest.output, newest.num_bytes
+                    )
             has_taken = await session.plan.promote(
                 new, self.before, self.following, after, sequence
             )
@@ -479,9 +481,9 @@ class _Move:
         session, understudy = self._session, self._understudy
         new = understudy.new
         assert new.link is not None
+        new.link.listen(session.mailbox)
         if not new.capability:
             return
-        new.link.listen(session.mailbox)
         try:
             await session.plan.hand_over(
                 new,

@@ -19,7 +19,6 @@ from ...protocol.errors import (
     UnavailableError,
 )
 from ...protocol.ids import NO_CAPABILITY, Capability, ClientToken, SessionId
-from ...protocol.limits import MAX_FRAME_BYTES
 from ...protocol.messages.fields import Message
 from ...protocol.messages.passes import PassPiece
 from ...protocol.messages.session import (
@@ -49,9 +48,6 @@ from ..routing.route import Ends, Hop, LostHopError
 
 _GOODBYE_SECONDS = 1.0
 """How long saying Close may take: a stream that is stuck is hung up on without."""
-
-_MAX_UNREAD = 16
-"""Messages of a peer that nobody has read yet. It is asked one question at a time."""
 
 _MAX_STATUSES = 8
 """Answers of one hop that are kept: nobody waits any more for those before."""
@@ -143,12 +139,12 @@ class Mailbox:
         self._expected.clear()
         self._outputs.clear()
 
-    def put(self, session: SessionId, message: Message, num_bytes: int) -> None:
-        """Take in what a hop has said."""
+    def put(self, session: SessionId, name: str, message: Message, num_bytes: int) -> None:
+        """Take in what a hop of this name has said."""
         if isinstance(message, Declined):
-            self.put_trouble(session, message.error)
+            self.put_trouble(session, message.make_error(name, session))
         elif isinstance(message, Gap) and message.session == session:
-            self.put_trouble(session, GapError(f"the prefix ends at token {message.length}"))
+            self.put_trouble(session, GapError(f"{name} lost the prefix of the session"))
         elif isinstance(message, Status) and message.session == session:
             self._num_told[session] += 1
             number = self._num_told[session]
@@ -161,8 +157,8 @@ class Mailbox:
             elif session in self._replays:
                 self._replays[session] = Arrived(message, num_bytes)
         else:
-            name = type(message).__name__
-            self.put_trouble(session, RemoteProtocolError(f"a hop said {name} without being asked"))
+            error = RemoteProtocolError(f"{name} said {message!r:.80} without being asked")
+            self.put_trouble(session, error)
         self._news.set()
 
     def put_trouble(self, session: SessionId, error: ShoalError) -> None:
@@ -178,15 +174,6 @@ class Mailbox:
             self._news = asyncio.Event()
 
 
-@dataclass(frozen=True)
-class LinkFacts:
-    """The facts that were learned while opening."""
-
-    rtt_seconds: float
-    queue_seconds: float
-    free_kv_tokens: int
-
-
 class HopLink:
     """An open session at one peer. Not to be used again after an error: close it."""
 
@@ -199,16 +186,13 @@ class HopLink:
         self._opening = opening
         self._client = client
         self._interactive = stream
-        self._answering = stream  # the one on which the newest step is answered
         self._bulk: Stream | None = None
         self._bulk_capability = NO_CAPABILITY  # the one that was shown there
         self._listening: asyncio.Task[None] | None = None
-        self._mailbox: Mailbox | None = None
-        self._answers: asyncio.Queue[tuple[Message, int] | ShoalError] = asyncio.Queue()
-        self._unread_bytes = 0
+        self._mailbox = Mailbox()  # of nobody, until `listen`
         self._sending = asyncio.Lock()
         self.is_leaving = False  # its peer will stop soon, and serves until then
-        self.on_leaving: Callable[[], None] = _do_nothing
+        self.on_leaving: Callable[[], None] = lambda: None
         self.capability = opening.capability
         self.hop = hop
         self.session = opening.session
@@ -222,13 +206,14 @@ class HopLink:
         cls, transport: Transport, clock: Clock, hop: Hop, opening: Open, client: ClientToken,
         timeout_seconds: float, on_queued: Callable[[float], None] = lambda seconds: None,
         prompts: Sequence[PassPiece] = (),
-    ) -> tuple[HopLink, LinkFacts]:  # fmt: skip
+    ) -> tuple[HopLink, float]:  # fmt: skip
         """Dial a peer and open a session for the hop's span, under the name of `client`.
 
         Its deep `prompts` follow. A peer without room may take as long as `opening` allows;
-        `on_queued` gets its estimate in seconds. Raises UnavailableError (StaleAnnouncementError
-        where the peer is not what it announced), RefusedError or RemoteProtocolError; nothing is
-        left open then.
+        `on_queued` gets its estimate in seconds. Returns the link and the round-trip seconds.
+
+        Raises UnavailableError (StaleAnnouncementError where the peer is not what it announced),
+        RefusedError or RemoteProtocolError; nothing is left open then.
         """
         opening = replace(opening, span=hop.span)
         async with AsyncExitStack() as undo:
@@ -252,13 +237,12 @@ class HopLink:
             if not isinstance(opened, Opened) or opened.session != opening.session:
                 raise RemoteProtocolError(f"{link.name} answered Open with {opened!r:.80}")
             undo.pop_all()
-            return link, LinkFacts(rtt_seconds, opened.queue_seconds, opened.free_kv_tokens)
+            return link, rtt_seconds
 
-    def listen(self, mailbox: Mailbox | None = None) -> None:
-        """Hear everything that the peer says from now on, until `close`, also between questions.
+    def listen(self, mailbox: Mailbox) -> None:
+        """Put everything that the peer says from now on, until `close`, into a mailbox.
 
-        It goes into a mailbox, from now on into another one if there was one; where there is none,
-        `receive` finds the answers.
+        May be called again, with another one.
         """
         self._mailbox = mailbox
         if self._listening is None:
@@ -268,27 +252,16 @@ class HopLink:
         error: ShoalError = UnavailableError(f"{self.name} ended the stream")
         try:
             while (frame := await self._interactive.receive()) is not None:
-                self._hear(decode_frame(frame), len(frame))
+                message = decode_frame(frame)
+                if isinstance(message, Leaving):
+                    self.is_leaving = True
+                    self.on_leaving()
+                else:
+                    self._mailbox.put(self.session, self.name, message, len(frame))
         except ShoalError as failure:
             error = failure
         self.is_leaving = False  # it has left, and the next step will find that out
-        if self._mailbox is not None:
-            self._mailbox.put_trouble(self.session, error)
-        else:
-            self._answers.put_nowait(error)
-
-    def _hear(self, message: Message, num_bytes: int) -> None:
-        if isinstance(message, Leaving):
-            self.is_leaving = True
-            self.on_leaving()
-        elif self._mailbox is not None:
-            self._mailbox.put(self.session, message, num_bytes)
-        else:
-            self._unread_bytes += num_bytes
-            is_too_much = self._unread_bytes > 2 * MAX_FRAME_BYTES
-            if is_too_much or self._answers.qsize() >= _MAX_UNREAD:
-                raise RemoteProtocolError(f"{self.name} sent more answers than it was asked for")
-            self._answers.put_nowait((message, num_bytes))
+        self._mailbox.put_trouble(self.session, error)
 
     async def send(
         self,
@@ -305,44 +278,16 @@ class HopLink:
         frame = encode_frame(message)
         if note_encoded is not None:
             note_encoded(len(frame))
-        is_step = isinstance(message, Step)
-        lane = choose_lane(message, len(frame)) if is_step else Lane.INTERACTIVE
+        # A hop without a capability answers a step on the stream that it came on.
+        lane = Lane.INTERACTIVE
+        if isinstance(message, Step) and self.capability:
+            lane = choose_lane(message, len(frame))
         async with (
             AnswerTimeout(timeout_seconds, f"{self.name} does not read what is sent"),
             self._sending,
         ):
             stream = await self._choose_stream(lane)
             await stream.send(frame)
-        self._answering = stream
-
-    async def receive(self, timeout_seconds: float) -> Arrived:
-        """Return the output of the step that was sent last, where it goes into no mailbox.
-
-        Raises SilentError, UnavailableError when the stream broke or the peer lost the prefix,
-        RefusedError when the peer declined, RemoteProtocolError for anything but an output.
-        """
-        async with AnswerTimeout(
-            timeout_seconds, f"{self.name} did not answer within {timeout_seconds:.1f} s"
-        ):
-            answer, num_bytes = await self._receive()
-        if isinstance(answer, Gap):
-            raise UnavailableError(f"{self.name} lost the prefix of the session")
-        if not isinstance(answer, Output):
-            raise RemoteProtocolError(f"{self.name} answered a step with something else")
-        return Arrived(answer, num_bytes)
-
-    async def _receive(self) -> tuple[Message, int]:
-        if self._listening is None or self._answering is not self._interactive:
-            frame = await self._answering.receive()
-            return read_answer(frame, self.name, self.session), len(frame or b"")
-        answer = await self._answers.get()
-        if isinstance(answer, ShoalError):
-            raise answer
-        message, num_bytes = answer
-        self._unread_bytes -= num_bytes
-        if isinstance(message, Declined):
-            message.raise_error(self.name, self.session)
-        return message, num_bytes
 
     async def close(self) -> None:
         """Tell the peer that the session is over and hang up. Never raises."""
@@ -385,10 +330,6 @@ class HopLink:
         ):
             raise RemoteProtocolError(f"{self.name} answered a step with something else")
         return output
-
-
-def _do_nothing() -> None:
-    """Be told of a peer that leaves while nobody minds."""
 
 
 @dataclass(frozen=True)

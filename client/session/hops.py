@@ -224,7 +224,7 @@ class HopFinder:
             if adapter is not None:
                 await adapter.bring(hop)
             with self._state.book.bandwidth.carry(_count_bytes(pieces)) as carrying_seconds:
-                live.link, facts = await HopLink.open(
+                live.link, rtt_seconds = await HopLink.open(
                     self._state.transport,
                     self._state.clock,
                     hop,
@@ -244,8 +244,8 @@ class HopFinder:
             if self._state.waiting is not None and self._state.waiting.hop is hop:
                 self._state.waiting = None  # not that of another hop
         live.link.on_leaving = self._state.tell_leaving
-        live.link.listen(self._mailbox if live.capability else None)
-        self._state.book.note_rtt(hop.peer.peer_id, facts.rtt_seconds)
+        live.link.listen(self._mailbox)
+        self._state.book.note_rtt(hop.peer.peer_id, rtt_seconds)
 
     async def _make_opening(
         self,

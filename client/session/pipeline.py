@@ -7,13 +7,13 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from torch import Tensor
 
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.spans import Span
 from ..routing.route import Failures, Fault
+from .exchange import Exchange
 from .hop_link import BrokenSegmentError, LiveHop, Place, Question, StartOverError, cut_segments
 from .state import SessionContext
 
@@ -48,22 +48,6 @@ def choose_piece_tokens(
         wanted = _COMPUTE_PER_ROUND_TRIP * rtt_seconds * tokens_per_second
         most_tokens = min(most_tokens, int(max(wanted, _LEAST_PIECE_TOKENS)) // num_rows)
     return 2 ** (max(most_tokens, 1).bit_length() - 1)
-
-
-class Asked(Protocol):
-    """How a pipeline asks segments; see `Exchange`."""
-
-    def check_links(self, segment: Sequence[LiveHop]) -> None:
-        """Raise BrokenSegmentError for the hops that were lost before."""
-        ...
-
-    async def send(self, segment: Sequence[LiveHop], question: Question) -> None:
-        """Send a question into a segment. Raises BrokenSegmentError."""
-        ...
-
-    async def receive(self, segment: Sequence[LiveHop], question: Question) -> Tensor:
-        """Return the answer to a question that was sent. Raises BrokenSegmentError."""
-        ...
 
 
 @dataclass(eq=False)
@@ -144,7 +128,7 @@ class Pipeline:
     def __init__(
         self,
         state: SessionContext,
-        exchange: Asked,
+        exchange: Exchange,
         hops: Sequence[LiveHop],
         pieces: Sequence[Question],
     ) -> None:

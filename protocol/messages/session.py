@@ -12,11 +12,11 @@ last peer answers the client, which keeps a stream to each for `Admit`, `Redirec
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, Any, NamedTuple, NoReturn, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 from .. import limits
 from ..endpoints import Endpoint, check_endpoint
-from ..errors import CacheFullError, ErrorCode, RefusedError, RemoteProtocolError
+from ..errors import CacheFullError, ErrorCode, RefusedError, RemoteProtocolError, ShoalError
 from ..ids import (
     CAPABILITY_BYTES,
     CLIENT_TOKEN_BYTES,
@@ -353,20 +353,16 @@ class Declined(Message):
         """Whether it speaks of no session."""
         return self.session is None
 
-    @property
-    def error(self) -> RefusedError:
-        """The error that it stands for, to be raised at this end."""
-        if self.code is ErrorCode.CACHE_FULL:
-            return CacheFullError(self.detail, self.retry_after_seconds)
-        return RefusedError(self.code, self.detail, self.retry_after_seconds)
-
-    def raise_error(self, name: str, session: SessionId | None) -> NoReturn:
-        """Raise that error; RemoteProtocolError where the peer of this name refuses another session
-        than this one.
+    def make_error(self, name: str, session: SessionId | None) -> ShoalError:
+        """Return the error that it stands for at this end, which names the peer that refused;
+        RemoteProtocolError where that refuses another session than this one.
         """
         if self.session not in (None, session):
-            raise RemoteProtocolError(f"{name} refused a session that it was not asked for")
-        raise self.error
+            return RemoteProtocolError(f"{name} refused a session that it was not asked for")
+        detail = f"{name} refused: {self.detail}"
+        if self.code is ErrorCode.CACHE_FULL:
+            return CacheFullError(detail, self.retry_after_seconds)
+        return RefusedError(self.code, detail, self.retry_after_seconds)
 
     @classmethod
     def read(cls, fields: dict[str, Any]) -> Self:

@@ -122,13 +122,13 @@ def decode_frame(frame: bytes) -> Message:
 def read_answer(frame: bytes | None, name: str, session: SessionId | None = None) -> Message:
     """Return the message of a frame that a peer answered with; None is the end of the stream.
 
-    Raises UnavailableError for the end, and what `decode_frame` and `Declined.raise_error` raise.
+    Raises UnavailableError for the end, and what `decode_frame` and `Declined.make_error` returns.
     """
     if frame is None:
         raise UnavailableError(f"{name} ended the stream")
     message = decode_frame(frame)
     if isinstance(message, sessions.Declined):
-        message.raise_error(name, session)
+        raise message.make_error(name, session)
     return message
 
 

@@ -11,13 +11,14 @@ from announcements import describe_peer
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.client.routing.route import Hop
-from shoal.client.session.hop_link import HopLink, LinkFacts
+from shoal.client.session.hop_link import HopLink, Mailbox
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
-from shoal.protocol.ids import ClientToken, ModelId, PeerId, SessionId
+from shoal.protocol.ids import CAPABILITY_BYTES, Capability, ClientToken, ModelId, PeerId, SessionId
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import (
+    Attach,
     Close,
     Declined,
     Hello,
@@ -42,6 +43,7 @@ SPAN = Span(0, 4)
 WIDTH = 8
 CLIENT = ClientToken(b"c" * 16)
 OPEN = Open(SESSION, 3, MODEL_ID, Span(0, 9), 1, 100, WireDtype.FP32)
+IN_CHAIN = replace(OPEN, capability=Capability(b"k" * CAPABILITY_BYTES))
 TIMEOUT = 5.0
 
 Answer = Message | bytes | None
@@ -84,7 +86,6 @@ class Scene:
     endpoint: Endpoint
     script: Script = answer_honestly
     heard: list[list[Message]] = field(default_factory=list)
-    unasked: list[bytes] = field(default_factory=list)  # said behind the answer to Open
 
     async def serve(self, stream: Stream) -> None:
         heard: list[Message] = []
@@ -93,30 +94,33 @@ class Scene:
             message = decode_frame(frame)
             heard.append(message)
             answer = self.script(message)
-            if answer is None and not isinstance(message, Close):
+            if answer is None and not isinstance(message, Attach | Close):
                 return  # hang up
             if isinstance(answer, bytes):
                 await stream.send(answer)
             elif answer is not None:
                 await stream.send(encode_frame(answer))
-            if isinstance(message, Open):
-                for frame in self.unasked:
-                    await stream.send(frame)
 
     def make_hop(self, *endpoints: Endpoint, peer_id: PeerId = PEER_ID) -> Hop:
         return Hop(make_announcement(endpoints or (self.endpoint,), peer_id), SPAN)
 
-    async def open(self, hop: Hop | None = None) -> tuple[HopLink, LinkFacts]:
+    async def open(self, hop: Hop | None = None, opening: Open = OPEN) -> tuple[HopLink, float]:
         return await HopLink.open(
-            self.transport, VirtualClock(), hop or self.make_hop(), OPEN, CLIENT, TIMEOUT
+            self.transport, VirtualClock(), hop or self.make_hop(), opening, CLIENT, TIMEOUT
         )
 
 
-async def ask(link: HopLink, step: Step, seconds: float = TIMEOUT, carrying: float = 0.0) -> Output:
-    """Return the checked answer to a step."""
-    await link.send(step, seconds + carrying)
-    answer = await link.receive(seconds + carrying)
-    return link.check_output(step, answer.output)
+async def ask(link: HopLink, step: Step, seconds: float = TIMEOUT) -> Output:
+    """Return the checked answer to a step, which is looked for as sessions do."""
+    mailbox = Mailbox()
+    mailbox.expect(link.session, step.sequence)
+    link.listen(mailbox)
+    await link.send(step, seconds)
+    while (arrived := mailbox.take_output(link.session, step.sequence)) is None:
+        if (error := mailbox.trouble(link.session)) is not None:
+            raise error
+        await mailbox.wait()
+    return link.check_output(step, arrived.output)
 
 
 def make_announcement(endpoints: tuple[Endpoint, ...], peer_id: PeerId = PEER_ID) -> Announcement:

@@ -38,17 +38,20 @@ def test_questions_of_one_number_to_two_segments_are_kept_apart() -> None:
     run(test)
 
 
-def test_question_that_is_given_up_costs_a_hop_of_a_star_its_link() -> None:
-    """Its late answer would be taken for that of the next question."""
+def test_late_answer_to_a_question_that_was_given_up_is_not_that_of_the_next_one() -> None:
 
     async def test(scene: Scene) -> None:
         session, hops = await begin(scene)
-        asking = asyncio.create_task(session.exchange.ask(hops[:1], Question(draw(2), 3)))
+        first = Question(draw(2), 3, sequence=8)
+        asking = asyncio.create_task(session.exchange.ask(hops[:1], first))
         await asyncio.sleep(0.05)
         asking.cancel()
         await asyncio.wait([asking])
+        output = await session.exchange.ask(hops[:1], Question(draw(4), 3, sequence=9))
 
-        assert [live.link is None for live in hops] == [True, False, False]
+        prefix = torch.cat([draw(1, 3), draw(4)], dim=1)
+        assert torch.equal(output, run_span(prefix, hops[0].hop.span)[:, -1:])
+        assert all(live.link is not None for live in hops)
         assert scene.swarm.book.bandwidth.num_bytes == 0
         assert scene.quarantined == []
 

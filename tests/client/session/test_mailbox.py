@@ -22,14 +22,14 @@ def test_only_outputs_that_are_expected_are_kept_and_given_once() -> None:
     mailbox.expect(HERE, 2)
 
     for sequence in (1, 2, 3):
-        mailbox.put(HERE, make_output(sequence), 10)
+        mailbox.put(HERE, "peer", make_output(sequence), 10)
 
     assert mailbox.take_output(HERE, 1) is None
     arrived = mailbox.take_output(HERE, 2)
     assert arrived is not None
     assert (arrived.output.sequence, arrived.num_bytes) == (2, 10)
     assert mailbox.take_output(HERE, 2) is None
-    mailbox.put(HERE, make_output(2), 10)  # a repeat
+    mailbox.put(HERE, "peer", make_output(2), 10)  # a repeat
     assert mailbox.take_output(HERE, 2) is None
 
 
@@ -38,7 +38,7 @@ def test_end_of_a_replay_is_known_whatever_its_length() -> None:
     mailbox.expect(HERE, 9)
     mailbox.expect_replay(HERE)
     for sequence in (1, 2, 3, 9):
-        mailbox.put(HERE, make_output(sequence), 10)
+        mailbox.put(HERE, "peer", make_output(sequence), 10)
 
     assert mailbox.take_output(HERE, 4) is None
     assert mailbox.take_output(HERE, 3) is not None
@@ -51,9 +51,9 @@ def test_answers_of_a_hop_are_told_apart_by_their_order() -> None:
     mailbox = Mailbox()
     first, second = mailbox.expect_status(HERE), mailbox.expect_status(HERE)
 
-    mailbox.put(HERE, Status(HERE, 1, 2, 3, num_replayed=4), 10)
+    mailbox.put(HERE, "peer", Status(HERE, 1, 2, 3, num_replayed=4), 10)
     assert mailbox.find_status(HERE, second) is None
-    mailbox.put(HERE, Status(HERE, 1, 5, 6), 10)
+    mailbox.put(HERE, "peer", Status(HERE, 1, 5, 6), 10)
 
     statuses = mailbox.find_status(HERE, first), mailbox.find_status(HERE, second)
     assert [status and status.sequence for status in statuses] == [2, 5]
@@ -64,7 +64,7 @@ def test_answers_that_nobody_waits_for_take_no_room() -> None:
     mailbox.expect_status(HERE)
 
     for sequence in range(100):
-        mailbox.put(HERE, Status(HERE, 1, sequence, 0), 10)
+        mailbox.put(HERE, "peer", Status(HERE, 1, sequence, 0), 10)
 
     kept = [number for number in range(1, 101) if mailbox.find_status(HERE, number)]
     assert len(kept) < 10
@@ -85,7 +85,7 @@ def test_answers_that_nobody_waits_for_take_no_room() -> None:
 def test_whatever_else_a_hop_says_is_trouble(message: Message, kind: type[Exception]) -> None:
     mailbox = Mailbox()
 
-    mailbox.put(HERE, message, 10)
+    mailbox.put(HERE, "peer", message, 10)
 
     assert isinstance(mailbox.trouble(HERE), kind)
     assert mailbox.trouble(THERE) is None
@@ -106,7 +106,7 @@ def test_status_answers_the_question_that_was_asked_before_it() -> None:
     mailbox = Mailbox()
     first, second = mailbox.expect_status(HERE), mailbox.expect_status(HERE)
 
-    mailbox.put(HERE, Status(HERE, 1, 5, 6), 10)
+    mailbox.put(HERE, "peer", Status(HERE, 1, 5, 6), 10)
 
     assert mailbox.find_status(HERE, first) == Status(HERE, 1, 5, 6)
     assert mailbox.find_status(HERE, second) is None  # asked later, by somebody else
