@@ -4,7 +4,7 @@ This file only exports. `model/` stands on `session/` (generating) and `passes/`
 on `routing/`; `runtime/` builds a client. A program on top of a client gets a package of its own
 beside these: a page of a swarm monitor goes to `monitor/`, an HTTP interface to `gateway/` (neither
 exists yet). Nothing here imports `peer` or `cli`, and no network library is loaded before a swarm
-is joined. Read first: runtime/client.py for a client, model/auto.py for the models.
+is joined. Read first: runtime/async_client.py for a client, model/auto.py for the models.
 """
 
 from ..protocol.errors import (

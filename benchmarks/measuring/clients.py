@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from measuring.benchmark_model import BenchmarkModel
-from shoal.client.runtime import joining
-from shoal.client.runtime.joining import Connect, SwarmModel, find_network
-from shoal.client.runtime.session_opener import SessionOpener
+from shoal.client.runtime.async_client import AsyncClient, SwarmModel
+from shoal.client.runtime.client import Connect, find_network
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts
 from shoal.client.settings.config import ClientConfig
@@ -43,9 +42,9 @@ class Clients:
     of their own. Made by `join_swarm`.
     """
 
-    def __init__(self, address: SwarmAddress, opener: SessionOpener) -> None:
+    def __init__(self, address: SwarmAddress, client: AsyncClient) -> None:
         self._address = address
-        self._opener = opener
+        self._client = client
         self._sessions: list[RemoteSession] = []
 
     def open(
@@ -64,7 +63,7 @@ class Clients:
             max_tokens,
             hashlib.sha256(client.encode()).digest()[:16],
         )
-        session = self._opener.open(facts, kind)
+        session = self._client.open_session_as(facts, kind)
         self._sessions.append(session)
         return session
 
@@ -72,7 +71,7 @@ class Clients:
         """Close every session that was opened so far."""
         sessions, self._sessions = self._sessions, []
         await asyncio.gather(*(session.close() for session in sessions))
-        await self._opener.close()
+        await self._client.close_sessions()
 
     def check_nothing_was_lost(self) -> None:
         """Raise UnavailableError when a session had to change its peer: its times are no good."""
@@ -92,16 +91,12 @@ async def join_swarm(
     """Join like a `Client`, but on this event loop, with settings of `ClientConfig`."""
     config, clock = ClientConfig(address.initial_peers, seed=0, **settings), SystemClock()
     known = SwarmModel(address.model_id, address.model.num_blocks, address.model.hidden_size)
-    joined = await joining.join_swarm(config, connect(config), clock, known)
-    try:
-        opener = SessionOpener(joined.swarm, joined.transport, clock, config)
-        clients = Clients(address, opener)
+    async with await AsyncClient.join(config, connect(config), clock, known) as client:
+        clients = Clients(address, client)
         try:
             yield clients
         finally:
             await clients.close_sessions()
-    finally:
-        await joined.leave()
 
 
 async def time_prompt(session: RemoteSession, model: BenchmarkModel, num_tokens: int) -> float:

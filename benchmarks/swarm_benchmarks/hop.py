@@ -16,7 +16,7 @@ from measuring.targets import TargetFigure, at_most
 from measuring.watched_transport import WatchedNetwork, WatchedTransport
 from shoal.cli.figures.bench_report import Figure
 from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS
-from shoal.client.runtime.joining import find_network
+from shoal.client.runtime.client import find_network
 from shoal.client.session.session import RemoteSession
 from shoal.client.settings.config import ClientConfig
 from shoal.protocol.messages.session import Output

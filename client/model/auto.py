@@ -11,8 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..runtime.client import make_join
-from ..runtime.joining import Connect, find_network
+from ..runtime.client import Connect, find_network, make_join
 from ..settings.config import make_client_config
 from .causal_lm import DistributedCausalLM, SpeculativeCausalLM
 from .headless_model import DistributedSequenceClassifier, HeadlessModel

@@ -381,9 +381,15 @@ class PeerBook:
     """
 
     def __init__(
-        self, directory: Directory, model_id: ModelId, num_blocks: int, clock: Clock
+        self,
+        directory: Directory,
+        model_id: ModelId,
+        num_blocks: int,
+        clock: Clock,
+        may_use: Callable[[PeerId], bool] = lambda _: True,
     ) -> None:
         self._directory = directory
+        self._may_use = may_use
         self.clock = clock
         self._refreshed_at = float("-inf")
         self._records: dict[PeerId, _Record] = {}
@@ -405,7 +411,8 @@ class PeerBook:
         """
         if self.clock.now() - self._refreshed_at > max_age_seconds:
             model_id, num_blocks = self.view.model_id, self.view.num_blocks
-            found = await self._directory.lookup(model_id)
+            known = await self._directory.lookup(model_id)
+            found = [peer for peer in known if self._may_use(peer.peer_id)]
             wall = self.clock.wall()
             self.view = SwarmView.from_announcements(model_id, found, wall, num_blocks)
             self._refreshed_at = self.clock.now()

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ...protocol.errors import DirectoryError, RouteError
 from ...protocol.ids import ModelId, PeerId
@@ -36,10 +36,12 @@ class Swarm:
         num_blocks: int,
         clock: Clock,
         rng: random.Random,
+        may_use: Callable[[PeerId], bool] = lambda _: True,
     ) -> None:
+        """Peers for which `may_use` is false are not seen."""
         self._clock = clock
         self._rng = rng
-        self.book = PeerBook(directory, model_id, num_blocks, clock)
+        self.book = PeerBook(directory, model_id, num_blocks, clock, may_use)
         self._position = Position(self.book, clock, rng)
 
     def __repr__(self) -> str:

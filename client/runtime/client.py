@@ -1,56 +1,45 @@
-"""The composition root of a client: join a swarm, open sessions over it, leave."""
+"""The client of plain scripts, which know nothing of event loops."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
+from functools import partial
 
 from transformers import PreTrainedConfig
 
+from ...protocol.errors import UsageError
 from ...protocol.ids import ModelId
+from ...protocol.membership.join_code import find_way_in
 from ...protocol.net.clock import Clock, SystemClock
+from ...protocol.net.dht.internet import InternetNetwork
 from ...protocol.net.network import Network
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter
 from ..concurrency.portal import Portal
-from ..passes.pass_asking import PassAsker
-from ..publishing.publisher import Publisher
 from ..session.inference_session import InferenceSession
 from ..settings.config import ClientConfig
 from ..training.autograd import PassRunner
-from ..training.remote_passes import RemotePasses
-from .joining import Connect, Joined, SwarmModel, find_network, join_swarm
-from .session_opener import SessionOpener
+from .async_client import AsyncClient, SwarmModel
+
+Connect = Callable[[ClientConfig], Network]
+"""Returns the network over which a client with these settings joins."""
 
 
 class Client:
     """A member of one model's swarm that does not serve. Close it, or use it in a `with` block.
 
-    Its asynchronous parts run on an event loop of its own, so that plain scripts can use it.
+    An `AsyncClient` on a thread and an event loop of its own.
     """
 
-    def __init__(
-        self,
-        config: ClientConfig,
-        model: SwarmModel,
-        joined: Joined,
-        clock: Clock,
-        portal: Portal,
-    ) -> None:
+    def __init__(self, config: ClientConfig, client: AsyncClient, portal: Portal) -> None:
         """Made by `join`."""
-        self._portal = portal
-        self._joined = joined
-        self.swarm = swarm = joined.swarm
-        self._hidden_size = model.hidden_size
         self.config = config
-        secret = secrets.token_bytes(16)
-        self._asker = PassAsker(swarm.book, joined.transport, config, secret)
-        self._sessions = SessionOpener(swarm, joined.transport, clock, config, secret)
-        publisher = Publisher(self._asker, clock)
-        self._passes = RemotePasses(self._asker, publisher)
-        self.passes = PassRunner(self._passes, portal)
-        portal.run_last(self._leave)
+        self.swarm = client.swarm
+        self.passes = PassRunner(client.passes, portal)
+        self._client = client
+        self._portal = portal
+        portal.run_last(client.close)
 
     def __repr__(self) -> str:
         return f"<Client of {self.swarm!r}>"
@@ -66,8 +55,8 @@ class Client:
         portal = Portal()
 
         async def join_on_loop() -> Client:
-            joined = await join_swarm(config, network, clock, model)
-            return cls(config, model, joined, clock, portal)
+            # Here, so that an interrupt leaves nothing open: the portal closes what has joined.
+            return cls(config, await AsyncClient.join(config, network, clock, model), portal)
 
         try:
             return portal.run(join_on_loop())
@@ -92,9 +81,7 @@ class Client:
 
         `kv_format` applies to all of its hops; None: the client's. All rows use the `adapter`.
         """
-        open_remote = self._sessions.prepare(
-            max_length, span, self._hidden_size, kv_format, adapter, self._asker
-        )
+        open_remote = partial(self._client.open_session, max_length, span, kv_format, adapter)
         return InferenceSession(open_remote, self._portal)
 
     @property
@@ -119,12 +106,16 @@ class Client:
         """
         self._portal.close()
 
-    async def _leave(self) -> None:
-        try:
-            await self._sessions.close()
-            await self._passes.close()
-        finally:
-            await self._joined.leave()
+
+def find_network(config: ClientConfig) -> Network:
+    """Return TCP, with libp2p for relayed peers, and the DHT, joined by code or initial peers."""
+    if not config.initial_peers and not config.join:
+        raise UsageError(
+            "no swarm is given: pass join='shoal:…', the code that `shoal serve --new-swarm` "
+            "prints, or initial_peers=[...], addresses that `shoal serve` and `shoal swarm` print"
+        )
+    membership, addresses = find_way_in(config.join, config.initial_peers)
+    return InternetNetwork(SystemClock(), addresses, membership)
 
 
 def make_join(

@@ -7,7 +7,6 @@ out of place changes all answers behind it. The numbers are small integers: equa
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +16,7 @@ from scripted_swarm import MODEL_ID, ScriptedSwarm
 from torch import Tensor
 from virtual_time import VirtualClock, run_virtual
 
-from shoal.client.routing.swarm import Swarm
-from shoal.client.runtime.session_opener import SessionOpener
+from shoal.client.runtime.async_client import AsyncClient, SwarmModel
 from shoal.client.session.hop_link import from_wire, to_wire
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts
@@ -157,12 +155,10 @@ class Scene(ScriptedSwarm):
         self.peers: dict[str, FakePeer] = {}
         self.config = config
         self.client = self.make_transport("client")
-        self.swarm = self.make_swarm()
-        self.opener = SessionOpener(self.swarm, self.client, VirtualClock(), config)
+        model = SwarmModel(MODEL_ID, NUM_BLOCKS, WIDTH)
+        self.member = AsyncClient(config, model, self.client, self.directory, self.clock)
+        self.swarm = self.member.swarm
         self.sessions: list[RemoteSession] = []
-
-    def make_swarm(self) -> Swarm:
-        return Swarm(self.directory, MODEL_ID, NUM_BLOCKS, self.clock, random.Random(1))
 
     async def add(self, name: str, start: int, stop: int, **announced: Any) -> FakePeer:
         peer = FakePeer(name, Identity(bytes([len(self.peers)]) * 32), Span(start, stop))
@@ -178,7 +174,7 @@ class Scene(ScriptedSwarm):
 
     def open_session(self, max_tokens: int = 100, secret: SessionId = SECRET) -> RemoteSession:
         facts = SessionFacts(secret, MODEL_ID, Span(0, NUM_BLOCKS), WIDTH, max_tokens)
-        session = self.opener.open(facts)
+        session = self.member.open_session_as(facts)
         self.sessions.append(session)
         return session
 
@@ -219,6 +215,7 @@ def run(
         await asyncio.sleep(60)
         assert {name: peer.caches for name, peer in scene.peers.items() if peer.caches} == {}
         assert repr(scene.network).startswith("LoopbackNetwork(streams=0,"), scene.network
+        await scene.member.close()
         await scene.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from contextlib import AbstractAsyncContextManager
 
 import torch
@@ -10,8 +9,7 @@ from memory_swarm import MODEL_ID, Inside, MemorySwarm
 from torch import Tensor
 from virtual_time import VirtualClock
 
-from shoal.client.routing.swarm import Swarm
-from shoal.client.runtime.session_opener import SessionOpener
+from shoal.client.runtime.async_client import AsyncClient, SwarmModel
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts
 from shoal.client.settings.config import ClientConfig
@@ -61,20 +59,23 @@ class Scene:
         )  # fmt: skip
         return self._swarm.serve(host, config, is_relayed=is_relayed)
 
+    def make_client(self, transport: LoopbackTransport) -> AsyncClient:
+        """Return a client, which closes the transport when it is closed."""
+        directory, model = self._swarm.open_directory(), SwarmModel(MODEL_ID, WHOLE.stop, HIDDEN)
+        return AsyncClient(self._config, model, transport, directory, VirtualClock())
+
     async def open_session(
         self, transport: LoopbackTransport, max_length: int = 64, client: bytes = b""
     ) -> RemoteSession:
         """Return a session over all blocks, of a client of its own unless one is named."""
-        swarm = Swarm(
-            self._swarm.open_directory(), MODEL_ID, WHOLE.stop, VirtualClock(), random.Random(0)
-        )
-        await swarm.book.refresh()
+        joined = self.make_client(transport)
+        await joined.swarm.book.refresh()
         self._num_sessions += 1
         name = self._num_sessions.to_bytes(16, "big")
         facts = SessionFacts(
             SessionId(name), MODEL_ID, WHOLE, HIDDEN, max_length, client_secret=client or name
         )
-        return SessionOpener(swarm, transport, VirtualClock(), self._config).open(facts)
+        return joined.open_session_as(facts)
 
 
 def draw(seed: int, num_tokens: int) -> Tensor:

@@ -6,9 +6,7 @@ These tests run on a real loop: engines compute on threads of their own.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import random
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +18,7 @@ import torch
 from memory_swarm import look_into
 from torch import Tensor
 
-from shoal.client.routing.swarm import Swarm
-from shoal.client.runtime.session_opener import SessionOpener
+from shoal.client.runtime.async_client import AsyncClient, SwarmModel
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts
 from shoal.client.settings.config import ClientConfig
@@ -31,11 +28,11 @@ from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.engine.steps import StepWork
 from shoal.peer.local_swarm.loopback import CLIENT_HOST, LoopbackPeer, LoopbackSwarm
-from shoal.protocol.ids import SessionId
+from shoal.protocol.ids import SessionId, make_model_id
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.memory.loopback import Link
-from shoal.protocol.net.transport import FrameGate, Stream, Transport
+from shoal.protocol.net.transport import FrameGate, Stream
 from shoal.protocol.records.announcements import PeerState
 from shoal.protocol.spans import Span
 from shoal.protocol.wire.codec import decode_frame, encode_frame
@@ -121,16 +118,13 @@ class World:
     def __init__(
         self,
         loopback: LoopbackSwarm,
-        swarm: Swarm,
-        transport: Transport,
-        config: ClientConfig,
+        client: AsyncClient,
         whole_engine: Engine,
     ) -> None:
         self.loopback = loopback
         self.network = loopback.network
-        self.swarm = swarm
-        self.transport = transport
-        self.config = config
+        self.client = client
+        self.swarm = client.swarm
         self.whole_engine = whole_engine
         self.liar = Liar()
         self._sessions: list[RemoteSession] = []
@@ -176,8 +170,7 @@ class World:
         facts = SessionFacts(
             SessionId(number + bytes(14)), view.model_id, WHOLE, HIDDEN, max_tokens
         )
-        opener = SessionOpener(self.swarm, self.transport, SystemClock(), self.config)
-        session = opener.open(facts)
+        session = self.client.open_session_as(facts)
         self._sessions.append(session)
         return session
 
@@ -255,14 +248,12 @@ def run_story(tiny_models: Any, whole_engine: Engine, delivery: str) -> RunStory
             loop = asyncio.get_running_loop()
             loop.set_exception_handler(lambda _, context: problems.append(context))
             loopback = LoopbackSwarm(directory, spans, kv_budget_bytes=kv_budget_bytes)
-            async with contextlib.AsyncExitStack() as stack:
-                transport, members = await loopback.connect(config).connect()
-                stack.push_async_callback(members.close)
-                stack.push_async_callback(transport.close)
-                model_id = look_into(loopback.peers[0]).model_id
-                swarm = Swarm(members, model_id, WHOLE.stop, SystemClock(), random.Random(0))
-                await swarm.book.refresh()
-                world = World(loopback, swarm, transport, config, whole_engine)
+            checkpoint = Checkpoint.open(directory)
+            model_id = make_model_id(checkpoint.config, checkpoint.revision)
+            model = SwarmModel(model_id, WHOLE.stop, HIDDEN)
+            network = loopback.connect(config)
+            async with await AsyncClient.join(config, network, SystemClock(), model) as client:
+                world = World(loopback, client, whole_engine)
                 async with asyncio.timeout(60):  # a hang is a failure, not a wait
                     await story(world)
                     await world.close_sessions()

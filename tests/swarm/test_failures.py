@@ -276,7 +276,7 @@ def test_client_that_vanishes_leaves_nothing_behind(run_story: Any) -> None:
         running = asyncio.create_task(world.take_all(world.open(), turns))
         await turn_the_loop(10)
 
-        await world.transport.close()
+        await world.client.close()
 
         with pytest.raises(ShoalError):
             await running

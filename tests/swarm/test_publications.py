@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -18,9 +17,7 @@ from virtual_swarm import HIDDEN, WHOLE, RelayedTransport, Scene
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.client.adapters.adapter_versions import AdapterLeaves, AdapterVersion
-from shoal.client.passes.pass_asking import PassAsker
 from shoal.client.publishing.publisher import Publisher
-from shoal.client.routing.swarm import Swarm
 from shoal.client.settings.config import ClientConfig
 from shoal.peer.engine.adapters.adapter_store import Kept
 from shoal.protocol.errors import RefusedError
@@ -62,17 +59,8 @@ class Publishing(Scene):
     @asynccontextmanager
     async def join(self) -> AsyncGenerator[Publisher]:
         """Be a client for a while; what it has published is withdrawn at the end."""
-        directory = self._swarm.open_directory()
-        swarm = Swarm(directory, MODEL_ID, WHOLE.stop, VirtualClock(), random.Random(0))
-        transport = RelayedTransport(self.network, "client")
-        asker = PassAsker(swarm.book, transport, CONFIG, bytes(16))
-        publisher = Publisher(asker, VirtualClock())
-        try:
-            yield publisher
-        finally:
-            await publisher.close()
-            await asker.close()
-            await transport.close()
+        async with self.make_client(RelayedTransport(self.network, "client")) as client:
+            yield client.passes.publisher
 
 
 def run_scene(tiny_models: Any, test: Callable[[Publishing], Awaitable[None]]) -> None:

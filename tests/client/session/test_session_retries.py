@@ -71,7 +71,7 @@ def test_link_is_closed_even_if_its_caller_is_cancelled_as_hanging_up_begins() -
         assert live.link is None
         task.cancel()
         await asyncio.wait([task])
-        await scene.opener.close()
+        await scene.member.close_sessions()
         await asyncio.sleep(1)
 
         assert task.cancelled()
