@@ -3,21 +3,21 @@
 import asyncio
 import contextlib
 import hashlib
-import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from measuring.benchmark_model import BenchmarkModel
-from shoal.client.runtime.async_client import AsyncClient, SwarmModel
+from shoal.client.routing.swarm import SwarmModel
+from shoal.client.runtime.async_client import AsyncClient
 from shoal.client.runtime.client import Connect, find_network
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts
 from shoal.client.settings.config import ClientConfig
 from shoal.peer.local_swarm.swarm import LocalSwarm
 from shoal.protocol.errors import UnavailableError
-from shoal.protocol.ids import ModelId, SessionId
+from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.spans import Span
 
@@ -56,7 +56,6 @@ class Clients:
     ) -> RemoteSession:
         """Return a session of a client over all blocks, or over a span of them."""
         facts = SessionFacts(
-            SessionId(secrets.token_bytes(16)),
             self._address.model_id,
             span or Span(0, self._address.model.num_blocks),
             self._address.model.hidden_size,

@@ -233,7 +233,7 @@ class PassAsker:
         self, book: PeerBook, transport: Transport, config: ClientConfig, secret: bytes
     ) -> None:
         self._book = book
-        self._clock = clock = book.clock
+        self.clock = clock = book.clock
         self._config = config
         self._rng = random.Random(config.seed)
         self._links = PassLinks(transport, clock, secret, config.connect_timeout_seconds)
@@ -466,8 +466,8 @@ class PassAsker:
 
     def make_failures(self, span: Span) -> PassFailures:
         """Return what to note failures in, of passes through a span."""
-        retry, seconds = Retry(_AGAIN, self._clock), self._config.failover_timeout_seconds
-        return PassFailures(span, retry, self._clock.now, seconds)
+        retry, seconds = Retry(_AGAIN, self.clock), self._config.failover_timeout_seconds
+        return PassFailures(span, retry, self.clock.now, seconds)
 
     async def _ask(
         self,
@@ -491,7 +491,7 @@ class PassAsker:
                 self.failovers.note_reached(hop.peer.peer_id)
                 adapters = list_adapters(texts.adapters)
                 await self._bring(link, adapters, hop.span, texts.trains_adapters)
-                asked_at = self._clock.now()
+                asked_at = self.clock.now()
                 with self.carry(hop.peer.peer_id, num_bytes) as carrying_seconds:
                     answer = await link.ask(
                         asked,
@@ -500,9 +500,9 @@ class PassAsker:
                         patience_seconds + carrying_seconds,
                     )
         # Claims that the peer could make up count for its own line only.
-        bandwidth.note_answer(num_bytes, self._clock.now() - asked_at)
+        bandwidth.note_answer(num_bytes, self.clock.now() - asked_at)
         way.note_answer(num_bytes, answer.way_seconds)
-        times.note(hop, num_tokens, asked.kind, asked_at, self._clock.now(), answer.way_seconds)
+        times.note(hop, num_tokens, asked.kind, asked_at, self.clock.now(), answer.way_seconds)
         return answer
 
     def _choose(

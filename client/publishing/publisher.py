@@ -34,7 +34,7 @@ from ...protocol.messages.adapters import (
     PublicationFetch,
     allow_upload_seconds,
 )
-from ...protocol.net.clock import Clock, WakefulTimeout
+from ...protocol.net.clock import WakefulTimeout
 from ...protocol.net.retry import Backoff, Backoffs
 from ...protocol.records.announcements import MAX_ADAPTERS, Announcement, shorten_adapter
 from ...protocol.spans import Span
@@ -92,9 +92,9 @@ _FAILING = Backoff(20.0, 3600.0)
 class Publisher:
     """The publications of a client. Owned by the client's loop; close it."""
 
-    def __init__(self, asker: PassAsker, clock: Clock) -> None:
+    def __init__(self, asker: PassAsker) -> None:
         self._asker = asker
-        self._clock = clock
+        self._clock = clock = asker.clock
         self._background = Background()
         self._publications: dict[AdapterId, Publication] = {}  # the newest one is the last
         self._numbers = itertools.count()

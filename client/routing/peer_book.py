@@ -413,8 +413,7 @@ class PeerBook:
             model_id, num_blocks = self.view.model_id, self.view.num_blocks
             known = await self._directory.lookup(model_id)
             found = [peer for peer in known if self._may_use(peer.peer_id)]
-            wall = self.clock.wall()
-            self.view = SwarmView.from_announcements(model_id, found, wall, num_blocks)
+            self.view = SwarmView.from_announcements(model_id, found, self.clock.wall(), num_blocks)
             self._refreshed_at = self.clock.now()
             self.revision += 1
             self.way_seconds.clear()
@@ -441,9 +440,7 @@ class PeerBook:
     def find_pass_hosts(
         self, block: int, exclude: Collection[PeerId], weights: str | None, least_version: int = 0
     ) -> list[Announcement]:
-        """Return the least doubtful of the hosts of a block that take passes, with weights of
-        a format if one is given; liars are not among them.
-        """
+        """Return the least doubtful hosts of a block that take passes; liars are not among them."""
         doubts = self.list_doubts()
         hosts: dict[int, list[Announcement]] = {}
         for peer in self.view.serving(block):
@@ -470,9 +467,8 @@ class PeerBook:
         ]
 
         def doubt(peer: Announcement) -> tuple[int, bool]:
-            peer_id = peer.peer_id
-            record = self._records.get(peer_id)
-            return doubts.get(peer_id, NO_DOUBT), record is None or not record.has_worked
+            record = self._records.get(peer.peer_id)
+            return doubts.get(peer.peer_id, NO_DOUBT), record is None or not record.has_worked
 
         return sorted(peers, key=doubt)
 

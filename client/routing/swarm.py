@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from ...protocol.errors import DirectoryError, RouteError
 from ...protocol.ids import ModelId, PeerId
@@ -23,6 +24,15 @@ _SHORT_SECONDS = 0.5
 """Seconds that the directory gets to answer even after the deadline."""
 
 
+@dataclass(frozen=True)
+class SwarmModel:
+    """The model whose swarm is joined."""
+
+    model_id: ModelId
+    num_blocks: int
+    hidden_size: int
+
+
 class Swarm:
     """Finds routes over the peers that are announced, by what its `book` says of them.
 
@@ -32,8 +42,7 @@ class Swarm:
     def __init__(
         self,
         directory: Directory,
-        model_id: ModelId,
-        num_blocks: int,
+        model: SwarmModel,
         clock: Clock,
         rng: random.Random,
         may_use: Callable[[PeerId], bool] = lambda _: True,
@@ -41,7 +50,7 @@ class Swarm:
         """Peers for which `may_use` is false are not seen."""
         self._clock = clock
         self._rng = rng
-        self.book = PeerBook(directory, model_id, num_blocks, clock, may_use)
+        self.book = PeerBook(directory, model.model_id, model.num_blocks, clock, may_use)
         self._position = Position(self.book, clock, rng)
 
     def __repr__(self) -> str:

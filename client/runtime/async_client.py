@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import random
 import secrets
-from dataclasses import dataclass
 from typing import Self
 
-from ...protocol.errors import DirectoryError, UsageError
-from ...protocol.ids import ModelId, SessionId
-from ...protocol.limits import MAX_SESSION_TOKENS
+from ...protocol.errors import DirectoryError
 from ...protocol.net.clock import Clock
 from ...protocol.net.directory import Directory
 from ...protocol.net.network import Network
@@ -18,23 +15,12 @@ from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter
 from ..concurrency.tasks import Closer
 from ..passes.pass_asking import PassAsker, SessionAdapter
-from ..publishing.publisher import Publisher
-from ..routing.swarm import Swarm
-from ..session.handoff import Mover
+from ..routing.swarm import Swarm, SwarmModel
 from ..session.session import RemoteSession
-from ..session.standby import Standbys
+from ..session.standby import prepare_replacements
 from ..session.state import SessionContext, SessionFacts
-from ..settings.config import ClientConfig, make_whole, read_kv_format
+from ..settings.config import ClientConfig, read_kv_format, read_max_length
 from ..training.remote_passes import RemotePasses
-
-
-@dataclass(frozen=True)
-class SwarmModel:
-    """The model whose swarm is joined."""
-
-    model_id: ModelId
-    num_blocks: int
-    hidden_size: int
 
 
 class AsyncClient:
@@ -52,14 +38,7 @@ class AsyncClient:
         clock: Clock,
     ) -> None:
         """Take over a transport and a directory, both closed with the client; see `join`."""
-        self.swarm = Swarm(
-            directory,
-            model.model_id,
-            model.num_blocks,
-            clock,
-            random.Random(config.seed),
-            config.may_use,
-        )
+        self.swarm = Swarm(directory, model, clock, random.Random(config.seed), config.may_use)
         self._config = config
         self._model = model
         self._transport = transport
@@ -68,7 +47,7 @@ class AsyncClient:
         self._secret = secrets.token_bytes(16)
         self._closer = Closer()
         self._asker = PassAsker(self.swarm.book, transport, config, self._secret)
-        self.passes = RemotePasses(self._asker, Publisher(self._asker, clock))
+        self.passes = RemotePasses(self._asker)
 
     def __repr__(self) -> str:
         return f"<AsyncClient of {self.swarm!r}>"
@@ -118,20 +97,11 @@ class AsyncClient:
         `kv_format` applies to all of its hops; None: the client's. All rows use the `adapter`.
         Raises UsageError for a length or a format that no session may have.
         """
-        max_length = make_whole("max_length", max_length)
-        if max_length < 1:
-            raise UsageError(f"a session needs a length of at least one token, not {max_length}")
-        if max_length > MAX_SESSION_TOKENS:
-            raise UsageError(
-                f"max_length is at most {MAX_SESSION_TOKENS} tokens, whatever the model, not "
-                f"{max_length}"
-            )
         facts = SessionFacts(
-            SessionId(secrets.token_bytes(16)),
             self._model.model_id,
             span,
             self._model.hidden_size,
-            max_length,
+            read_max_length(max_length),
             self._secret,
             read_kv_format(self._config.kv_format if kv_format is None else kv_format),
             None if adapter is None else SessionAdapter(adapter, self._asker),
@@ -146,11 +116,7 @@ class AsyncClient:
             facts, self.swarm, self._transport, self._clock, self._config, self._closer
         )
         session = kind(state)
-        state.observers.append(Mover(session))
-        if self._config.standby:
-            standbys = Standbys(session)
-            state.observers.append(standbys)
-            session.rely_on(standbys)
+        prepare_replacements(session, has_standbys=self._config.standby)
         return session
 
     async def close_sessions(self) -> None:

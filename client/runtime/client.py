@@ -17,10 +17,11 @@ from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter
 from ..concurrency.portal import Portal
+from ..routing.swarm import SwarmModel
 from ..session.inference_session import InferenceSession
 from ..settings.config import ClientConfig
 from ..training.autograd import PassRunner
-from .async_client import AsyncClient, SwarmModel
+from .async_client import AsyncClient
 
 Connect = Callable[[ClientConfig], Network]
 """Returns the network over which a client with these settings joins."""

@@ -14,8 +14,9 @@ from ...protocol.net.clock import WakefulTimeout
 from ...protocol.net.retry import Backoff, Retry
 from ..routing.route import LostHopError
 from ..trace.trace import Observer
-from .handoff import CannotMoveError, SteppedSession, Understudy, read_failure
+from .handoff import CannotMoveError, Mover, SteppedSession, Understudy, read_failure
 from .hop_link import BrokenSegmentError, LiveHop, Place, StartOverError
+from .session import RemoteSession
 
 _logger = logging.getLogger(__name__)
 
@@ -24,6 +25,16 @@ _AGAIN = Backoff(0.1, 10.0)
 
 _CATCH_UP_SECONDS = 0.5
 """How long a step may wait for a standby that lacks some steps; a replay is the other way."""
+
+
+def prepare_replacements(session: RemoteSession, *, has_standbys: bool) -> None:
+    """Let a session move from peers that leave and, if wanted, keep a standby for each hop."""
+    observers = session.state.observers
+    observers.append(Mover(session))
+    if has_standbys:
+        standbys = Standbys(session)
+        observers.append(standbys)
+        session.rely_on(standbys)
 
 
 class Standbys(Observer):

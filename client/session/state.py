@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
+import secrets
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -92,7 +93,6 @@ class SessionFacts:
     the session at another peer, and one that serves two spans of a route holds two sessions.
     """
 
-    session: SessionId
     model_id: ModelId
     span: Span
     hidden_size: int
@@ -101,6 +101,9 @@ class SessionFacts:
     """The secret from which the client's name at each peer is derived; empty: it has none."""
     kv_format: KVFormat = KVFormat.FLOAT
     adapter: SharedAdapter | None = None
+    session: SessionId = field(
+        default_factory=lambda: SessionId(secrets.token_bytes(SESSION_ID_BYTES))
+    )
 
     def count_kv_tokens(self, num_rows: int) -> float:
         """Return how much room so many rows may need, in the tokens that announcements count."""

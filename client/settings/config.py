@@ -8,6 +8,7 @@ from typing import Any
 
 from ...kernels.linear.quantize import WeightFormat
 from ...protocol.errors import UsageError
+from ...protocol.limits import MAX_SESSION_TOKENS
 from ...protocol.membership.join_code import JoinCode
 from ...protocol.tensors import KVFormat, WireDtype
 from .petals_settings import translate_settings
@@ -168,6 +169,19 @@ def make_initial_peers(given: object) -> tuple[str, ...]:
     if not isinstance(given, Sequence) or not all(isinstance(peer, str) for peer in given):
         raise UsageError(f"initial_peers must be addresses, ['/ip4/…'], not {given!r}")
     return tuple(given)
+
+
+def read_max_length(given: object) -> int:
+    """Return the length of a session in tokens; raises UsageError for one that none may have."""
+    max_length = make_whole("max_length", given)
+    if max_length < 1:
+        raise UsageError(f"a session needs a length of at least one token, not {max_length}")
+    if max_length > MAX_SESSION_TOKENS:
+        raise UsageError(
+            f"max_length is at most {MAX_SESSION_TOKENS} tokens, whatever the model, not "
+            f"{max_length}"
+        )
+    return max_length
 
 
 def make_whole(name: str, given: object) -> int:

@@ -38,10 +38,10 @@ from ..routing.route import Hop, PassFailover
 class RemotePasses:
     """Sends batches through frozen remote blocks. Owned by the client's loop."""
 
-    def __init__(self, asker: PassAsker, publisher: Publisher) -> None:
-        """Owns both, and closes them."""
+    def __init__(self, asker: PassAsker) -> None:
+        """Owns the asker, and closes it."""
         self._asker = asker
-        self.publisher = publisher
+        self.publisher = Publisher(asker)
         self._optimizers: WeakValueDictionary[str, ShardedOptimizer] = WeakValueDictionary()
         self._most_tokens = MOST_TOKENS
 

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 import torch
 from pass_peers import WHOLE, PassPeer, make_asker
 from session_scene import NUM_BLOCKS, Scene, run
-from virtual_time import VirtualClock
 
 from shoal.client.adapters.adapter_versions import AdapterLeaves, AdapterVersion
 from shoal.client.passes.pass_asking import PassAsker
@@ -52,7 +51,7 @@ def run_publisher(
 
     async def main(scene: Scene) -> None:
         asker = make_asker(scene)
-        publisher = Publisher(asker, VirtualClock())
+        publisher = Publisher(asker)
         await test(scene, asker, publisher)
         await publisher.close()
         await asker.close()

@@ -16,7 +16,8 @@ from scripted_swarm import MODEL_ID, ScriptedSwarm
 from torch import Tensor
 from virtual_time import VirtualClock, run_virtual
 
-from shoal.client.runtime.async_client import AsyncClient, SwarmModel
+from shoal.client.routing.swarm import SwarmModel
+from shoal.client.runtime.async_client import AsyncClient
 from shoal.client.session.hop_link import from_wire, to_wire
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts
@@ -173,7 +174,7 @@ class Scene(ScriptedSwarm):
         await self.announce(peer.identity, peer.span, **facts)
 
     def open_session(self, max_tokens: int = 100, secret: SessionId = SECRET) -> RemoteSession:
-        facts = SessionFacts(secret, MODEL_ID, Span(0, NUM_BLOCKS), WIDTH, max_tokens)
+        facts = SessionFacts(MODEL_ID, Span(0, NUM_BLOCKS), WIDTH, max_tokens, session=secret)
         session = self.member.open_session_as(facts)
         self.sessions.append(session)
         return session

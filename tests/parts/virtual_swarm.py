@@ -9,7 +9,8 @@ from memory_swarm import MODEL_ID, Inside, MemorySwarm
 from torch import Tensor
 from virtual_time import VirtualClock
 
-from shoal.client.runtime.async_client import AsyncClient, SwarmModel
+from shoal.client.routing.swarm import SwarmModel
+from shoal.client.runtime.async_client import AsyncClient
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts
 from shoal.client.settings.config import ClientConfig
@@ -73,7 +74,7 @@ class Scene:
         self._num_sessions += 1
         name = self._num_sessions.to_bytes(16, "big")
         facts = SessionFacts(
-            SessionId(name), MODEL_ID, WHOLE, HIDDEN, max_length, client_secret=client or name
+            MODEL_ID, WHOLE, HIDDEN, max_length, client or name, session=SessionId(name)
         )
         return joined.open_session_as(facts)
 

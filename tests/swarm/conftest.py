@@ -18,7 +18,8 @@ import torch
 from memory_swarm import look_into
 from torch import Tensor
 
-from shoal.client.runtime.async_client import AsyncClient, SwarmModel
+from shoal.client.routing.swarm import SwarmModel
+from shoal.client.runtime.async_client import AsyncClient
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts
 from shoal.client.settings.config import ClientConfig
@@ -168,7 +169,7 @@ class World:
         number = len(self._sessions).to_bytes(2, "big")
         view = self.swarm.book.view
         facts = SessionFacts(
-            SessionId(number + bytes(14)), view.model_id, WHOLE, HIDDEN, max_tokens
+            view.model_id, WHOLE, HIDDEN, max_tokens, session=SessionId(number + bytes(14))
         )
         session = self.client.open_session_as(facts)
         self._sessions.append(session)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from story_outputs import assert_same
 
+from shoal.peer.local_swarm.loopback import CLIENT_HOST
 from shoal.protocol.errors import RouteError, ShoalError
 
 FOUR_HOPS = ((0, 1), (0, 1), (1, 2), (1, 2), (2, 3), (2, 3), (3, 4), (3, 4))
@@ -276,7 +277,7 @@ def test_client_that_vanishes_leaves_nothing_behind(run_story: Any) -> None:
         running = asyncio.create_task(world.take_all(world.open(), turns))
         await turn_the_loop(10)
 
-        await world.client.close()
+        world.network.kill(CLIENT_HOST)
 
         with pytest.raises(ShoalError):
             await running

@@ -14,7 +14,7 @@ from adapter_scene import assert_close, make_adapter, swarm_of
 from memory_swarm import MODEL_ID, Inside, look_into
 from torch import Tensor
 from virtual_swarm import HIDDEN, WHOLE, RelayedTransport, Scene
-from virtual_time import VirtualClock, run_virtual
+from virtual_time import run_virtual
 
 from shoal.client.adapters.adapter_versions import AdapterLeaves, AdapterVersion
 from shoal.client.publishing.publisher import Publisher

@@ -17,7 +17,6 @@ from publisher_scene import (
     run_publisher,
 )
 from session_scene import Scene, now
-from virtual_time import VirtualClock
 
 from shoal.client.passes.pass_asking import PassAsker
 from shoal.client.publishing.publisher import Publisher
@@ -322,8 +321,8 @@ def test_all_is_withdrawn_at_the_end_from_the_newest_on() -> None:
 def test_streams_are_closed_whatever_becomes_of_publications() -> None:
     async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
         await add_pass_peer(scene, 1.0)
-        own = Publisher(asker, VirtualClock())
-        passes = RemotePasses(asker, own)
+        passes = RemotePasses(asker)
+        own = passes.publisher
         await own.publish(ONE, WHOLE, "a")
 
         async def fail() -> None:

@@ -11,7 +11,7 @@ import pytest
 from announcements import describe_peer
 
 from shoal.client.routing.route import Hop
-from shoal.client.routing.swarm import Swarm
+from shoal.client.routing.swarm import Swarm, SwarmModel
 from shoal.client.session.hop_link import LiveHop, Place, StartOverError, cut_segments
 from shoal.client.session.push_plan import PushPlan
 from shoal.client.session.state import SessionContext, SessionFacts
@@ -60,9 +60,9 @@ class HandClock:
 
 def make_plan(delivery: str = "chain", clock: HandClock | None = None) -> PushPlan:
     nobody = cast(Any, None)
-    swarm = Swarm(nobody, MODEL_ID, 3, clock or HandClock(), random.Random(0))
+    swarm = Swarm(nobody, SwarmModel(MODEL_ID, 3, 8), clock or HandClock(), random.Random(0))
     config = ClientConfig(delivery=delivery)
-    facts = SessionFacts(SessionId(b"the secret of it"), MODEL_ID, Span(0, 3), 8, 100)
+    facts = SessionFacts(MODEL_ID, Span(0, 3), 8, 100, session=SessionId(b"the secret of it"))
     return PushPlan(SessionContext(facts, swarm, nobody, nobody, config, nobody), nobody, nobody)
 
 

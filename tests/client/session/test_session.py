@@ -100,7 +100,7 @@ def test_session_begins_where_its_rows_have_room_to_grow(num_rows: int, expected
 
 
 def test_session_in_int8_needs_half_the_room() -> None:
-    facts = SessionFacts(SECRET, MODEL_ID, Span(0, NUM_BLOCKS), WIDTH, 100)
+    facts = SessionFacts(MODEL_ID, Span(0, NUM_BLOCKS), WIDTH, 100)
 
     assert facts.count_kv_tokens(2) == 200
     assert replace(facts, kv_format=KVFormat.INT8).count_kv_tokens(2) == 100
