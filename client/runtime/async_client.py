@@ -116,7 +116,9 @@ class AsyncClient:
             facts, self.swarm, self._transport, self._clock, self._config, self._closer
         )
         session = kind(state)
-        prepare_replacements(session, has_standbys=self._config.standby)
+        standbys = prepare_replacements(session)
+        if standbys is not None:
+            session.rely_on(standbys)
         return session
 
     async def close_sessions(self) -> None:

@@ -16,7 +16,6 @@ from ..routing.route import LostHopError
 from ..trace.trace import Observer
 from .handoff import CannotMoveError, Mover, SteppedSession, Understudy, read_failure
 from .hop_link import BrokenSegmentError, LiveHop, Place, StartOverError
-from .session import RemoteSession
 
 _logger = logging.getLogger(__name__)
 
@@ -27,14 +26,15 @@ _CATCH_UP_SECONDS = 0.5
 """How long a step may wait for a standby that lacks some steps; a replay is the other way."""
 
 
-def prepare_replacements(session: RemoteSession, *, has_standbys: bool) -> None:
-    """Let a session move from peers that leave and, if wanted, keep a standby for each hop."""
-    observers = session.state.observers
-    observers.append(Mover(session))
-    if has_standbys:
-        standbys = Standbys(session)
-        observers.append(standbys)
-        session.rely_on(standbys)
+def prepare_replacements(session: SteppedSession) -> Standbys | None:
+    """Let a session move from peers that leave; return its standbys, if it is to have any."""
+    state = session.state
+    state.observers.append(Mover(session))
+    if not state.config.standby:
+        return None
+    standbys = Standbys(session)
+    state.observers.append(standbys)
+    return standbys
 
 
 class Standbys(Observer):
