@@ -1,4 +1,7 @@
-"""Checkpoints of a run: folders with safetensors and JSON, each whole or not there at all."""
+"""Checkpoints of a run: folders with safetensors and JSON, each whole or not there at all.
+
+The state of its optimizer is one of the files, and is checked before use.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -117,7 +118,11 @@ def _read_objects(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     # The limit is the process's, and lower than that of lines.
     csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
-    rows = csv.reader((line for _, line in _read_lines(path)), strict=True)
+    with closing(_read_lines(path)) as lines:
+        yield from _read_cells(path, csv.reader((line for _, line in lines), strict=True))
+
+
+def _read_cells(path: Path, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     names = [name.strip() for name in next(_split(path, rows), (0, ["text"]))[1]]
     if len(set(names)) != len(names) or not {"text", "prompt"} & set(names):
         found = ", ".join(names)
@@ -154,14 +159,14 @@ def _split(path: Path, rows: Any) -> Iterator[tuple[int, list[str]]]:
 
 def _read_paragraphs(path: Path) -> Iterator[TrainingText]:
     num_texts = 0
-    for number, paragraph in _gather(_read_lines(path)):
+    for number, paragraph in _join_paragraphs(_read_lines(path)):
         num_texts += 1
         yield TrainingText(f"{path}:{number}", paragraph, is_prose=True)
     if not num_texts:
         raise UsageError(f"{path}: the file holds no texts")
 
 
-def _gather(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+def _join_paragraphs(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     """Yield paragraphs, and the number of the first line of each; no longer ones than a line."""
     start, held, num_letters = 1, list[str](), 0
     for number, line in lines:
@@ -177,7 +182,7 @@ def _gather(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
         yield start, "".join(held).rstrip()
 
 
-def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
+def _read_lines(path: Path) -> Generator[tuple[int, str]]:
     """Yield each line with its number, from 1 on."""
     with _open(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):

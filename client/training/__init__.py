@@ -1,6 +1,6 @@
-"""Gradients through remote blocks, and training at a client: autograd, LoRA adapters, prompt
-tuning, saving.
+"""Gradients through remote blocks, and the parts that are trained by them: autograd, LoRA adapters,
+prompt tuning, optimizers at peers, saving.
 
-Models are not known here, nor are loops over batches (`../finetuning/`) or streams to peers
-(`../passes/`). Read first: autograd.py.
+A script of a user trains with this alone; loops over texts and checkpoints of runs are in
+`../finetuning/`, streams to peers in `../passes/`. Read first: autograd.py.
 """
