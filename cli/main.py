@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ..protocol.errors import ShoalError, UnavailableError
+from ..protocol.errors import ShoalError, UnavailableError, UsageError
 from ..protocol.versions import SOFTWARE
 from .options.shared_options import join_addresses
 from .terminal.interrupts import INTERRUPTED, quitting_at_once
@@ -30,6 +30,10 @@ _COMMANDS = {
 }
 
 
+WRONG_USAGE = 2
+"""The exit code where an option, or a file that it names, is wrong; other failures end with 1."""
+
+
 class _Parser(argparse.ArgumentParser):
     """Prints errors of the command line on one line."""
 
@@ -37,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
         is_word_of_options = self.prog.endswith("generate") and "-h/--help" in message  # -hello
         if message.endswith("PROMPT") or is_word_of_options:
             message += " (put a prompt that begins with - after `--`, or pass it on stdin with -)"
-        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+        self.exit(WRONG_USAGE, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,7 +84,7 @@ def _run(options: argparse.Namespace) -> int:
             facts = {"error": _in_one_line(error), "kind": type(error).__name__}
             with contextlib.suppress(UnavailableError):  # or stdout
                 Terminal(sys.stdout).print_json(facts)
-        return 1
+        return WRONG_USAGE if isinstance(error, UsageError) else 1
 
 
 def _parse(given: Sequence[str]) -> argparse.Namespace:

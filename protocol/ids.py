@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import NewType
 
@@ -57,6 +58,17 @@ MODEL_ID_CHARACTERS = 32
 _VOLATILE_CONFIG_FIELDS = frozenset(
     {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
 )
+
+
+def parse_adapter_id(text: str) -> AdapterId | None:
+    """Return the adapter of a digest, however it was copied; None if the text is no digest.
+
+    >>> parse_adapter_id(f" {'AB' * 32}\\n") == bytes.fromhex("ab" * 32)
+    True
+    """
+    digits = text.strip().lower()
+    is_digest = re.fullmatch(f"[0-9a-f]{{{2 * ADAPTER_ID_BYTES}}}", digits) is not None
+    return AdapterId(bytes.fromhex(digits)) if is_digest else None
 
 
 def make_client_token(secret: bytes, peer_id: PeerId) -> ClientToken:

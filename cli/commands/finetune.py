@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...protocol.errors import RouteError, ShoalError, UsageError
 from ..finetuning.run_options import (
@@ -22,7 +22,7 @@ from ..finetuning.run_options import (
 from ..finetuning.run_report import RunFacts, RunReporter, make_result
 from ..finetuning.run_texts import RunTexts, describe_limits, read_texts
 from ..options.bundled_model import find_model
-from ..options.join_options import Joining, read_joining
+from ..options.join_options import Joining, quote_swarm, read_joining
 from ..options.quantities import count_of
 from ..remote_models.opening import import_client, load_tokenizer, open_model
 from ..terminal.interrupts import INTERRUPTED, end_in_good_order, hold_interrupts, quitting_at_once
@@ -108,7 +108,7 @@ def _holding(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _read_options(folder: Path) -> Mapping[str, str]:
+def _read_options(folder: Path) -> Mapping[str, Any]:
     """Return the recorded options of the run to resume."""
     with quitting_at_once():
         import_client()
@@ -198,7 +198,7 @@ def _fine_tune(
     except (KeyboardInterrupt, ShoalError) as error:
         reporter.stop(tuning.save_last_checkpoint())
         if isinstance(error, RouteError) and error.missing:
-            raise _advise(error, options.model) from error
+            raise _advise(error, options, joining) from error
         if isinstance(error, ShoalError):
             raise
         return INTERRUPTED
@@ -207,10 +207,11 @@ def _fine_tune(
     return 0
 
 
-def _advise(error: RouteError, model: str) -> RouteError:
+def _advise(error: RouteError, options: argparse.Namespace, joining: Joining) -> RouteError:
     """Return the same error with advice for the blocks that it names."""
-    name = shlex.quote(model)
-    starts = " and ".join(f"`shoal serve {name} --blocks {span} …`" for span in error.missing)
+    name, swarm = shlex.quote(options.model), quote_swarm(joining.initial_peers, options.join)
+    commands = [f"shoal serve {name} --blocks {span} {swarm}".rstrip() for span in error.missing]
+    starts = " and ".join(f"`{command}`" for command in commands)
     advice = f"start peers for them with {starts}, or increase --wait"
     return RouteError(f"{error}; {advice}", error.missing)
 

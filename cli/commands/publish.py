@@ -6,13 +6,12 @@ import logging
 import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..options.adapter_folder import check_lora
 from ..options.bundled_model import find_model
-from ..options.join_options import add_join_arguments, quote_swarm, read_joining
+from ..options.join_options import add_join_arguments, join_lines, quote_command, read_joining
 from ..options.shared_options import add_model_argument
 from ..remote_models.opening import import_client, open_model
 from ..terminal.interrupts import end_in_good_order, quitting_at_once
@@ -59,8 +58,7 @@ def run(options: argparse.Namespace) -> int:
             with reporter.showing(lambda: "Sending the adapter to peers"):
                 digest = model.publish_adapter(adapter)
             with contextlib.suppress(KeyboardInterrupt):
-                published = _Published(options, digest, not warnings.has_told)
-                _report_published(reporter, published)
+                _report_published(reporter, options, digest, not warnings.has_told)
                 threading.Event().wait()
             with reporter.showing(lambda: "Withdrawing the adapter"):
                 model.withdraw_adapter(digest)
@@ -102,49 +100,34 @@ def _telling_warnings(tell: Callable[[str], None]) -> Iterator[_Warnings]:
         logger.removeHandler(handler)
 
 
-@dataclass(frozen=True)
-class _Published:
-    """A published adapter, and the options it was published with."""
+def _report_published(
+    reporter: Reporter, options: argparse.Namespace, digest: str, is_complete: bool
+) -> None:
+    """Say that the adapter is published, and how others use it.
 
-    options: argparse.Namespace
-    digest: str
-    is_complete: bool
-    """Whether peers for all blocks have it; False after any warning of the client."""
-
-    @property
-    def use(self) -> Sequence[str]:
-        """The lines of a command that uses the adapter."""
-        model = shlex.quote(self.options.model)
-        swarm = quote_swarm(self.options.initial_peers, self.options.join)
-        words = [f'shoal generate {model} "Once upon a time"', f"  --adapter {self.digest}"]
-        words += [f"  {swarm}"] if swarm else []
-        return [f"{word} \\" for word in words[:-1]] + words[-1:]
-
-
-def _report_published(reporter: Reporter, published: _Published) -> None:
-    """Say that the adapter is published, and how others use it."""
+    `is_complete` is False while peers for some blocks do not have it.
+    """
+    command = f'shoal generate {shlex.quote(options.model)} "Once upon a time"'
+    use = quote_command([command, f"--adapter {digest}"], options.initial_peers, options.join)
+    output = reporter.output
+    when = "" if is_complete else ", once peers for all blocks have it"
+    said = f"{options.folder} is published. Anyone in the swarm can use it by its digest{when}:"
+    lines = [
+        *(output.paint(line, "bold") for line in output.wrap(said)),
+        "",
+        *(f"  {line}" for line in use),
+        "",
+        "From Python: from_pretrained(…, active_adapter=DIGEST)",
+        "Press Ctrl-C to withdraw it.",
+    ]
     reporter.tell(
         "published",
-        _describe_use(reporter.output, published),
-        digest=published.digest,
-        adapter=str(published.options.folder),
-        use=" ".join(line.removesuffix("\\").strip() for line in published.use),
-        is_complete=published.is_complete,
+        lines,
+        digest=digest,
+        adapter=str(options.folder),
+        use=join_lines(use),
+        is_complete=is_complete,
     )
-
-
-def _describe_use(output: Terminal, published: _Published) -> Iterator[str]:
-    folder = published.options.folder
-    when = "" if published.is_complete else ", once peers for all blocks have it"
-    said = f"{folder} is published. Anyone in the swarm can use it by its digest{when}:"
-    for line in output.wrap(said):
-        yield output.paint(line, "bold")
-    yield ""
-    for line in published.use:
-        yield f"  {line}"
-    yield ""
-    yield "From Python: from_pretrained(…, active_adapter=DIGEST)"
-    yield "Press Ctrl-C to withdraw it."
 
 
 def _report_withdrawn(reporter: Reporter, digest: str) -> None:

@@ -12,6 +12,7 @@ from ...peer.local_swarm.swarm import LocalPeer, LocalSwarm
 from ...protocol.errors import UnavailableError
 from ...protocol.spans import Span, find_gaps
 from ..options.bundled_model import count_blocks, find_model
+from ..options.join_options import quote_command
 from ..options.layout import choose_num_replicas, plan_spans
 from ..options.quantities import parse_count, parse_threads
 from ..options.shared_options import add_optional_model_argument, add_weights_argument
@@ -110,8 +111,9 @@ def _describe_swarm(
     address = swarm.initial_peers[0]
     yield ""
     yield output.paint("Generate text from another terminal:", "bold")
-    yield f'  shoal generate {shlex.quote(model)} "Once upon a time" \\'
-    yield f"    --initial-peers {address}"
+    command = f'shoal generate {shlex.quote(model)} "Once upon a time"'
+    for line in quote_command([command], [address], None):
+        yield f"  {line}"
     yield ""
     yield output.paint("Or from Python:", "bold")
     for line in _make_snippet(swarm.model, address):

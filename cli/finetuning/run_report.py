@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...protocol.spans import Span
-from ..options.join_options import Joining, quote_swarm
+from ..options.join_options import Joining, join_lines, quote_command
 from ..options.quantities import count_of
 from ..remote_models.routes import describe_pass_failover, pass_failover_facts, route_facts, tail_of
 from ..terminal.reporter import Reporter
@@ -59,6 +59,8 @@ class RunResult:
     table: Path
     use: Sequence[str]
     """The lines of a command that uses the trained weights."""
+    publish: Sequence[str] = ()
+    """The lines of a command that publishes them; none for prompts."""
 
 
 class Pace:
@@ -205,7 +207,7 @@ class RunReporter:
             updates=result.progress.num_updates,
             evaluation_loss=_to_json(evaluated[-1]) if evaluated else None,
             seconds=round(self._pace.seconds, 3),
-            use=" ".join(line.removesuffix("\\").strip() for line in result.use),
+            use=join_lines(result.use),
         )
 
     def describe(self) -> str:
@@ -268,6 +270,11 @@ def _describe_result(output: Terminal, result: RunResult, seconds: float) -> Ite
     yield output.paint("Use it:", "bold")
     for line in result.use:
         yield f"  {line}"
+    if result.publish:
+        yield ""
+        yield output.paint("Let others use it, by the digest that this prints:", "bold")
+        for line in result.publish:
+            yield f"  {line}"
 
 
 def format_seconds(seconds: float) -> str:
@@ -318,24 +325,24 @@ def make_result(
     save_losses(progress.losses, progress.eval_losses, table)
     title = f"{Path(options.model).name} fine-tuned on {options.data.name} ({options.method})"
     draw_losses(progress.losses, progress.eval_losses, title, plot)
-    use = quote_use(options.model, prompt, options.out, joining.initial_peers, options.join)
-    return RunResult(progress, options.out, plot, table, use)
+    use, publish = quote_uses(options, prompt, joining.initial_peers)
+    return RunResult(progress, options.out, plot, table, use, publish)
 
 
-def quote_use(
-    model: str, prompt: str, folder: Path, addresses: Sequence[str], code: str | None
-) -> list[str]:
-    """Return the lines that use an adapter, in the swarm as it was given; a code stays a secret.
+def quote_uses(
+    options: argparse.Namespace, prompt: str, addresses: Sequence[str]
+) -> tuple[list[str], list[str]]:
+    """Return the lines of commands that use trained weights and that publish them.
 
-    >>> quote_use("shoal-stories", "Once upon a time", Path("out"), [], "@own.code")
-    ['shoal generate shoal-stories "Once upon a time" --adapter out --join @own.code']
+    There are none for publishing prompts.
     """
-    adapter = shlex.quote(str(folder))
-    line = f'shoal generate {shlex.quote(model)} "{prompt}" --adapter {adapter}'
-    swarm = quote_swarm(addresses, code)
-    if code is None and addresses:
-        return [f"{line} \\", f"  {swarm}"]
-    return [f"{line} {swarm}".rstrip()]
+    model, folder = shlex.quote(options.model), shlex.quote(str(options.out))
+    generate = [f'shoal generate {model} "{prompt}"', f"--adapter {folder}"]
+    publish = [f"shoal publish {model} {folder}"]
+    return (
+        quote_command(generate, addresses, options.join),
+        quote_command(publish, addresses, options.join) if options.method == "lora" else [],
+    )
 
 
 def _format_loss(loss: float | None) -> str:

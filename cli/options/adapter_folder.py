@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from ...protocol.errors import UsageError
-from ...protocol.ids import ADAPTER_ID_BYTES
+from ...protocol.ids import ADAPTER_ID_BYTES, parse_adapter_id
 
 _PROMPTS_FILE, _LORA_FILE = "tuning.json", "adapter_config.json"
-_NUM_DIGITS = 2 * ADAPTER_ID_BYTES
 
 
 def find_adapter(given: str | None) -> dict[str, Any]:
@@ -29,15 +28,15 @@ def find_adapter(given: str | None) -> dict[str, Any]:
             f"{folder} holds neither an adapter nor prompts: --adapter takes a folder written by "
             "`shoal finetune` or PEFT, or the digest of a published adapter"
         )
-    if digest := _read_digest(given):
-        return {"active_adapter": digest}
+    if (adapter := parse_adapter_id(given)) is not None:
+        return {"active_adapter": adapter.hex()}
     if folder.exists():
         raise UsageError(
             f"{folder} is a file; --adapter takes a folder written by `shoal finetune` or PEFT"
         )
     raise UsageError(
         f"{folder} is neither an existing folder nor the digest of a published adapter "
-        f"({_NUM_DIGITS} hexadecimal digits); --adapter takes one of them"
+        f"({2 * ADAPTER_ID_BYTES} hexadecimal digits); --adapter takes one of them"
     )
 
 
@@ -56,14 +55,3 @@ def check_lora(folder: Path) -> None:
     if folder.exists():
         raise UsageError(f"{folder} is a file; DIR {expected}")
     raise UsageError(f"there is no folder {folder}; DIR {expected}")
-
-
-def _read_digest(given: str) -> str | None:
-    """Return a digest in the form that peers use; None if the text is not a digest.
-
-    >>> _read_digest(f" {'AB' * 32}\\n") == "ab" * 32, _read_digest("my-adapter")
-    (True, None)
-    """
-    digest = given.strip().lower()
-    is_one = len(digest) == _NUM_DIGITS and set(digest) <= set("0123456789abcdef")
-    return digest if is_one else None

@@ -6,6 +6,7 @@ import ipaddress
 import math
 import os
 import re
+from collections.abc import Callable
 
 from ...protocol.errors import UsageError
 from ...protocol.limits import MAX_ANNOUNCEMENT_LIFETIME_SECONDS
@@ -20,17 +21,6 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _HOST_NAME = re.compile(r"(?!-)[\w-]{1,63}(\.[\w-]{1,63})*\.?", re.ASCII)
 
 
-def parse_count(text: str) -> int:
-    """Read a whole number of at least 1.
-
-    >>> parse_count("64")
-    64
-    """
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return _check_size(text)
-
-
 def count_of(number: int, noun: str) -> str:
     """Return how many there are of something.
 
@@ -38,6 +28,45 @@ def count_of(number: int, noun: str) -> str:
     ('1 text', '2,000 texts')
     """
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _make_whole_parser(least: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers from `least` on that fit into 63 bits."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        if int(text) > _MAX_SEED:
+            raise argparse.ArgumentTypeError(f"{text} is too large; the limit is {_MAX_SEED}")
+        return int(text)
+
+    return parse
+
+
+def _make_number_parser(what: str, is_allowed: Callable[[float], bool]) -> Callable[[str], float]:
+    """Return a parser of finite numbers; the error for all others says that they are not `what`."""
+
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            number = float(text)
+            if math.isfinite(number) and is_allowed(number):
+                return number
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+
+    return parse
+
+
+parse_count = _make_whole_parser(1)
+parse_whole = _make_whole_parser(0)
+
+parse_non_negative = _make_number_parser("a number of at least 0", lambda number: number >= 0)
+parse_positive = _make_number_parser("a number above 0", lambda number: number > 0)
+parse_fraction = _make_number_parser(
+    "a number above 0 and at most 1", lambda number: 0 < number <= 1
+)
+parse_part = _make_number_parser(
+    "a number of at least 0 and below 1", lambda number: 0 <= number < 1
+)
 
 
 def parse_threads(text: str) -> int:
@@ -50,67 +79,6 @@ def parse_threads(text: str) -> int:
             f"{_THREADS_PER_PROCESSOR} per processor"
         )
     return num_threads
-
-
-def _check_size(text: str) -> int:
-    if int(text) > _MAX_SEED:
-        raise argparse.ArgumentTypeError(f"{text} is too large; the limit is {_MAX_SEED}")
-    return int(text)
-
-
-def parse_whole(text: str) -> int:
-    """Read a whole number from 0 on that fits into 63 bits."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return _check_size(text)
-
-
-def parse_non_negative(text: str) -> float:
-    """Read a number of at least 0."""
-    number = _parse_float(text)
-    if not number >= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return number
-
-
-def parse_fraction(text: str) -> float:
-    """Read a number above 0 and up to 1.
-
-    >>> parse_fraction("0.9")
-    0.9
-    """
-    number = _parse_float(text)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and at most 1")
-    return number
-
-
-def parse_part(text: str) -> float:
-    """Read a number from 0 on and below 1.
-
-    >>> parse_part("0"), parse_part("0.05")
-    (0.0, 0.05)
-    """
-    number = _parse_float(text)
-    if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0 and below 1")
-    return number
-
-
-def parse_positive(text: str) -> float:
-    """Read a number above 0."""
-    number = _parse_float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
-
-
-def _parse_float(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        return math.nan
-    return number if math.isfinite(number) else math.nan
 
 
 def parse_port(text: str) -> int:

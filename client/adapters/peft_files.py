@@ -80,7 +80,9 @@ def read_folder(folder: str | Path) -> PeftFiles:
             f"cannot read an adapter from {folder}: {error.strerror or error}"
         ) from error
     except SafetensorError as error:
-        raise UsageError(f"{folder / TENSORS_FILE} is not a safetensors file") from error
+        raise UsageError(
+            f"{folder / TENSORS_FILE} is truncated or damaged ({error}); copy it again"
+        ) from error
     except UsageError:
         raise
     except ValueError as error:

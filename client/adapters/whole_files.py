@@ -23,7 +23,10 @@ def write_files(folder: Path, writes: Mapping[str, Write]) -> None:
     parts = {name: folder / f".{name}.{os.getpid()}.part" for name in writes}
     try:
         for name, write in writes.items():
+            parts[name].touch()
+            mode = parts[name].stat().st_mode
             write(parts[name])
+            parts[name].chmod(mode)  # safetensors lets nobody else read what it writes
             flush(parts[name])
         for name, part in parts.items():
             part.replace(folder / name)

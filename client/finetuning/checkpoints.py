@@ -45,8 +45,8 @@ class RunProgress:
     """Facts of the run, which must be the same when it is resumed."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Its training settings, which may change when the run is resumed."""
-    options: dict[str, str] = field(default_factory=dict[str, str])
-    """Options of the caller, which are stored and returned unread."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the caller in JSON types, which are stored and returned unread."""
 
     def to_json(self) -> str:
         """Return it as JSON."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...protocol.errors import ErrorCode, RefusedError, RouteError, UsageError
+from ...protocol.errors import ErrorCode, RefusedError, RouteError, ShoalError, UsageError
 from .batches import Batch, ShuffledTexts, cut_into_batches, make_batch
 from .checkpoints import (
     Checkpoints,
@@ -32,7 +32,7 @@ MOST_SKIPPED_IN_A_ROW = 3
 """Updates without a finite loss before a run is given up: more data will not mend it."""
 
 
-class SpoiltRunError(UsageError):
+class SpoiltRunError(ShoalError):
     """The updates since the last checkpoint are worthless and must not be saved."""
 
 
@@ -144,7 +144,7 @@ class FinetuneRun:
         config: RunConfig,
         folder: Path,
         uninterrupted: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        options: Mapping[str, str] = MappingProxyType({}),
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._learner = learner
         self._dataset = dataset

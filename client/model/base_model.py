@@ -19,10 +19,11 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...kernels.wire_tensors import has_only_finite
 from ...protocol.errors import UsageError
+from ...protocol.ids import parse_adapter_id
 from ...protocol.spans import Span
 from ..session.inference_session import InferenceSession
 from ..settings.config import make_client_config, make_whole
-from ..training.active_adapters import DIGEST, AdapterChoice, is_digest, read_choice
+from ..training.active_adapters import DIGEST, AdapterChoice, read_choice
 from ..training.lora import LoraAdapter
 from ..training.peer_optimizer import PeerOptimizer
 from ..training.saving import (
@@ -430,7 +431,8 @@ class DistributedModel(PreTrainedModel):
 
         Raises UsageError for anything else.
         """
-        if not isinstance(given, str | Path) or (isinstance(given, str) and is_digest(given)):
+        is_digest = isinstance(given, str) and parse_adapter_id(given) is not None
+        if is_digest or not isinstance(given, str | Path):
             self.set_adapter(given)
         elif os.path.exists(given):
             self.load_adapter(given)

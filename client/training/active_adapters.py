@@ -5,7 +5,6 @@ Tensor suffixes: B rows, T tokens, H hidden, V vocabulary, R rank.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...protocol.errors import UsageError
-from ...protocol.ids import ADAPTER_ID_BYTES, AdapterId
+from ...protocol.ids import ADAPTER_ID_BYTES, AdapterId, parse_adapter_id
 from ...protocol.messages.adapters import find_block
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import (
@@ -181,8 +180,8 @@ def read_choice(choice: Any) -> AdapterChoice:
 def _read_adapter(adapter: Any) -> Adapter | None:
     if adapter is None or isinstance(adapter, LoraAdapter):
         return adapter
-    if isinstance(adapter, str) and is_digest(adapter):
-        return read_digest(adapter).hex()
+    if isinstance(adapter, str) and (name := parse_adapter_id(adapter)) is not None:
+        return name.hex()
     if isinstance(adapter, str | PathLike):
         raise UsageError(
             f"{str(cast('Any', adapter))!r:.80} is not {DIGEST}; load an adapter from a folder "
@@ -194,17 +193,9 @@ def _read_adapter(adapter: Any) -> Adapter | None:
     )
 
 
-def is_digest(text: str) -> bool:
-    """Return whether this can be the name of a published adapter, however it was copied.
-
-    >>> is_digest("ab" * 32), is_digest(" " + "AB" * 32), is_digest("my-adapter")
-    (True, True, False)
-    """
-    return re.fullmatch(f"[0-9a-f]{{{2 * ADAPTER_ID_BYTES}}}", text.strip().lower()) is not None
-
-
 def read_digest(text: object) -> AdapterId:
     """Return the name of a published adapter; raises UsageError for anything else."""
-    if not isinstance(text, str) or not is_digest(text):
+    adapter = parse_adapter_id(text) if isinstance(text, str) else None
+    if adapter is None:
         raise UsageError(f"{text!r:.80} is not {DIGEST}; publish_adapter() returns it")
-    return AdapterId(bytes.fromhex(text.strip()))
+    return adapter

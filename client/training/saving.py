@@ -118,5 +118,7 @@ def load_trained(directory: str | Path) -> dict[str, Tensor]:
     file = Path(directory) / TENSORS_FILE
     try:
         return load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"{file} cannot be read: {error}") from error
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise UsageError(f"{file} is truncated or damaged ({error}); copy it again") from error

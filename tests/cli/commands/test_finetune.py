@@ -22,6 +22,7 @@ from torch import Tensor
 from shoal.cli.commands import finetune
 from shoal.cli.main import main
 from shoal.cli.options.bundled_model import BUNDLED_NAME, find_model
+from shoal.cli.options.join_options import Joining
 from shoal.client.finetuning.finetune_run import RunConfig
 from shoal.peer.local_swarm.swarm import LocalSwarm
 from shoal.protocol.errors import RouteError
@@ -56,9 +57,9 @@ def read_events(output: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.splitlines()]
 
 
-def fail(command: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def fail(command: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
     """Run a command that fails; return what it says."""
-    assert main(command) == 1
+    assert main(command) == code
     output = capsys.readouterr()
     assert output.out == ""
     assert len(output.err.splitlines()) == 1
@@ -137,7 +138,7 @@ def test_folder_in_which_another_run_is_at_work_is_refused(
 def test_folder_that_takes_nothing_is_named_before_a_swarm_is_joined(
     byte_model: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sentence = fail(name_run(byte_model, data, data / "out"), capsys)
+    sentence = fail(name_run(byte_model, data, data / "out"), capsys, code=1)
 
     assert sentence == f"shoal finetune: cannot write to {data}/out: Not a directory\n"
 
@@ -162,12 +163,13 @@ def test_few_updates_are_said_to_be_few_unless_they_were_asked_for(
 
 def test_blocks_that_nobody_serves_come_with_advice() -> None:
     error = RouteError("no peer accepts passes for blocks 4:8: refused", [Span(4, 8)])
+    options = argparse.Namespace(model="my model", join="@own.code")
 
-    advised = finetune._advise(error, "my model")
+    advised = finetune._advise(error, options, Joining("", (), None, ()))
 
     assert str(advised) == (
         "no peer accepts passes for blocks 4:8: refused; start peers for them with `shoal serve "
-        "'my model' --blocks 4:8 …`, or increase --wait"
+        "'my model' --blocks 4:8 --join @own.code`, or increase --wait"
     )
     assert advised.missing == (Span(4, 8),)
 
@@ -367,6 +369,9 @@ def test_run_that_loses_its_last_peer_keeps_what_it_learned(
     *_, stopped, error = read_events(rest)
     assert process.returncode == 1
     assert (stopped["event"], error["kind"]) == ("stopped", "RouteError")
-    assert "--blocks 0:4 …`, or increase --wait" in error["error"]
+    assert (
+        f"--blocks 0:4 --initial-peers {swarm.initial_peers[0]}`, or increase --wait"
+        in error["error"]
+    )
     assert len(errors.splitlines()) == 1
     assert (out / f"checkpoint-{stopped['update']:06}" / "state.json").exists()

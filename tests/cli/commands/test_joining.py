@@ -114,7 +114,7 @@ def test_codes_for_others_are_made_from_ones_own(
 
     assert serve == JoinCode(OWNER.as_role(Role.SERVE), (FIRST, SECOND))
     assert use == JoinCode(OWNER.as_role(Role.USE), (FIRST, SECOND))
-    assert main(["swarm-new", "--from", str(use), "--role", "serve"]) == 1
+    assert main(["swarm-new", "--from", str(use), "--role", "serve"]) == 2
     assert "may only use" in capsys.readouterr().err
 
 
@@ -128,7 +128,7 @@ def test_code_goes_into_a_file_that_others_cannot_read(
     assert JoinCode.parse(file.read_text()).membership.role is Role.OWN
     assert file.stat().st_mode & 0o777 == 0o600
     assert capsys.readouterr().out == ""
-    assert main(["swarm-new", "--out", str(file)]) == 1
+    assert main(["swarm-new", "--out", str(file)]) == 2
     assert "already exists" in capsys.readouterr().err
 
 

@@ -18,9 +18,9 @@ CLOSED = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4
 DIGEST = "03382acf" * 8
 
 
-def make_published(*joining: str, is_complete: bool = True) -> publish._Published:
+def tell_published(reporter: Reporter, *joining: str, is_complete: bool = True) -> None:
     options = _parse(["publish", "shoal-stories", "my-adapter", *joining])
-    return publish._Published(options, DIGEST, is_complete)
+    publish._report_published(reporter, options, DIGEST, is_complete)
 
 
 def report_to(screen: Screen, is_json: bool = False) -> Reporter:
@@ -43,7 +43,7 @@ def test_folder_without_an_adapter_is_refused_before_anything_is_joined(
         folder.mkdir()
         (folder / file).write_text("{}")
 
-    assert main(["publish", "no/such/model", str(folder), "--initial-peers", CLOSED]) == 1
+    assert main(["publish", "no/such/model", str(folder), "--initial-peers", CLOSED]) == 2
 
     output = capsys.readouterr()
     assert output.out == ""
@@ -55,7 +55,7 @@ def test_file_is_refused_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "adapter_config.json").write_text("{}")
     file = str(tmp_path / "adapter_config.json")
 
-    assert main(["publish", "no/such/model", file, "--initial-peers", CLOSED]) == 1
+    assert main(["publish", "no/such/model", file, "--initial-peers", CLOSED]) == 2
 
     assert "adapter_config.json is a file; DIR must be a folder" in capsys.readouterr().err
 
@@ -77,7 +77,7 @@ def test_swarm_that_nobody_is_in_is_one_line(
 def test_it_tells_how_others_use_it_in_a_terminal() -> None:
     screen = Screen()
 
-    publish._report_published(report_to(screen), make_published("--join", "@own.code"))
+    tell_published(report_to(screen), "--join", "@own.code")
 
     assert all(len(line) <= 80 for line in screen.text.replace("\x1b[1m", "").splitlines())
     assert (
@@ -92,8 +92,7 @@ def test_it_tells_how_others_use_it_in_a_terminal() -> None:
 def test_it_tells_when_it_cannot_be_used_yet() -> None:
     screen = Screen()
 
-    published = make_published("--join", "@own.code", is_complete=False)
-    publish._report_published(report_to(screen), published)
+    tell_published(report_to(screen), "--join", "@own.code", is_complete=False)
 
     assert "peers for all blocks have it" in screen.text
 
@@ -102,7 +101,7 @@ def test_it_tells_programs_the_whole_command_and_no_secret() -> None:
     screen = Screen(is_terminal=False)
     reporter = report_to(screen, is_json=True)
 
-    publish._report_published(reporter, make_published("--join", "shoal:secret"))
+    tell_published(reporter, "--join", "shoal:secret")
     reporter.warn("no peer keeps it")
     publish._report_withdrawn(reporter, DIGEST)
 
@@ -121,7 +120,11 @@ def test_it_tells_programs_the_whole_command_and_no_secret() -> None:
 
 
 def test_swarm_of_the_environment_needs_no_option() -> None:
-    assert make_published().use[-1] == f"  --adapter {DIGEST}"
+    screen = Screen()
+
+    tell_published(report_to(screen))
+
+    assert f"    --adapter {DIGEST}\n" in screen.text
 
 
 def test_warnings_of_the_client_are_sentences_told_once(

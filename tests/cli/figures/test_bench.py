@@ -89,5 +89,5 @@ def test_swarm_elsewhere_has_to_be_named_whole(
 ) -> None:
     code = main(["bench", *arguments])
 
-    assert code == 1
+    assert code == 2
     assert reason in capsys.readouterr().err

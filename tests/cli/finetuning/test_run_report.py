@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from screens import Screen
 
 from shoal.cli.finetuning.loss_plot import draw_losses, save_losses
-from shoal.cli.finetuning.run_report import Pace, RunFacts, RunReporter, RunResult, quote_use
+from shoal.cli.finetuning.run_report import Pace, RunFacts, RunReporter, RunResult, quote_uses
 from shoal.cli.terminal.reporter import Reporter
 from shoal.cli.terminal.terminal import Terminal
 from shoal.client.finetuning.checkpoints import RunProgress
@@ -196,20 +197,30 @@ def test_json_is_one_object_in_each_line() -> None:
 @pytest.mark.parametrize(
     ("addresses", "code", "end"),
     [
-        (["/ip4/a", "/ip4/b"], None, ["my out' \\", "  --initial-peers /ip4/a"]),
-        ([], "@own code", ["my out' --join '@own code'"]),
-        ([], "shoal:secret", ["my out' --join shoal:…"]),
-        ([], None, ["my out'"]),
+        (["/ip4/a", "/ip4/b"], None, ["  --initial-peers \\", "/ip4/a"]),
+        ([], "@own code", ["  --join '@own code'"]),
+        ([], "shoal:secret", ["  --join shoal:…"]),
+        ([], None, []),
     ],
 )
-def test_use_names_the_swarm_and_tells_no_secret(
+def test_uses_name_the_swarm_and_tell_no_secret(
     addresses: list[str], code: str | None, end: list[str]
 ) -> None:
-    lines = quote_use("a model", "Once upon a time", Path("my out"), addresses, code)
+    options = Namespace(model="a model", out=Path("my out"), method="lora", join=code)
 
-    assert lines[0].startswith("shoal generate 'a model' \"Once upon a time\" --adapter 'my out'")
-    assert lines[0].endswith(end[0])
-    assert lines[1:] == end[1:]
+    use, publish = quote_uses(options, "Once upon a time", addresses)
+
+    words = ["shoal generate 'a model' \"Once upon a time\"", "  --adapter 'my out'"]
+    assert [line.removesuffix(" \\") for line in use[:2]] == words
+    assert use[2:] == end
+    assert publish[0].removesuffix(" \\") == "shoal publish 'a model' 'my out'"
+    assert publish[1:] == end
+
+
+def test_prompts_are_not_published() -> None:
+    options = Namespace(model="m", out=Path("out"), method="ptune", join=None)
+
+    assert quote_uses(options, "Once", [])[1] == []
 
 
 def test_losses_are_a_table_with_what_was_before(tmp_path: Path) -> None:

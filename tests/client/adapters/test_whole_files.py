@@ -67,3 +67,14 @@ def test_two_processes_do_not_write_into_the_same_part(
 
     assert len(set(parts)) == 2
     assert read_all(tmp_path) == {"one": ""}
+
+
+def test_others_may_read_what_they_may_read_of_other_files(tmp_path: Path) -> None:
+    def write(path: Path) -> None:
+        path.unlink(missing_ok=True)
+        path.touch(mode=0o600)  # as safetensors does
+
+    (tmp_path / "other").touch()
+    write_files(tmp_path, {"one": write})
+
+    assert (tmp_path / "one").stat().st_mode == (tmp_path / "other").stat().st_mode

@@ -178,7 +178,11 @@ def test_pickled_and_missing_files_are_not_opened(tiny_models: Any, tmp_path: Pa
     LoraAdapter.create(reference).save(tmp_path)
     tensors = tmp_path / "adapter_model.safetensors"
     tensors.write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(UsageError, match="is not a safetensors file"):
+    with pytest.raises(UsageError, match=r"model\.safetensors is truncated or damaged"):
+        LoraAdapter.load(tmp_path, reference)
+    LoraAdapter.create(reference).save(tmp_path)
+    tensors.write_bytes(tensors.read_bytes()[:-5])
+    with pytest.raises(UsageError, match=r"model\.safetensors is truncated or damaged"):
         LoraAdapter.load(tmp_path, reference)
     tensors.rename(tmp_path / "adapter_model.bin")
     with pytest.raises(UsageError, match=r"adapter_model.bin is pickled"):
