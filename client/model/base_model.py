@@ -431,8 +431,9 @@ class DistributedModel(PreTrainedModel):
 
         Raises UsageError for anything else.
         """
-        is_digest = isinstance(given, str) and parse_adapter_id(given) is not None
-        if is_digest or not isinstance(given, str | Path):
+        if not isinstance(given, str | Path):
+            self.set_adapter(given)
+        elif isinstance(given, str) and parse_adapter_id(given) is not None:
             self.set_adapter(given)
         elif os.path.exists(given):
             self.load_adapter(given)
