@@ -431,9 +431,7 @@ class DistributedModel(PreTrainedModel):
 
         Raises UsageError for anything else.
         """
-        if not isinstance(given, str | Path):
-            self.set_adapter(given)
-        elif isinstance(given, str) and parse_adapter_id(given) is not None:
+        if not isinstance(given, str | Path) or (isinstance(given, str) and parse_adapter_id(given) is not None):
             self.set_adapter(given)
         elif os.path.exists(given):
             self.load_adapter(given)
