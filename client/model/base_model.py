@@ -431,7 +431,9 @@ class DistributedModel(PreTrainedModel):
 
         Raises UsageError for anything else.
         """
-        if not isinstance(given, str | Path) or (isinstance(given, str) and parse_adapter_id(given) is not None):
+        if not isinstance(given, str | Path) or (
+            isinstance(given, str) and parse_adapter_id(given) is not None
+        ):
             self.set_adapter(given)
         elif os.path.exists(given):
             self.load_adapter(given)
