@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.models.families.registry import FAMILIES
-from shoal.protocol.net.tcp.tcp_stream import Mark, pack_mark
+from shoal.protocol.net.frame_stream import Framing, Mark
 from shoal.protocol.versions import MAX_VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,4 +135,6 @@ def test_protocol_names_its_version_and_every_mark() -> None:
     streams = text.partition("## Streams and frames")[2].partition("## Messages")[0]
 
     assert f"\nVersion {MAX_VERSION}. " in text
-    assert not [mark.name for mark in Mark if f"`{pack_mark(mark).hex(' ')}`" not in streams]
+    assert not [
+        mark.name for mark in Mark if f"`{Framing().pack_mark(mark).hex(' ')}`" not in streams
+    ]

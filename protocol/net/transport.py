@@ -4,8 +4,9 @@ An implementation carries frames (`bytes`, at most `limits.MAX_FRAME_BYTES`) and
 them. All implementations pass the same conformance tests.
 """
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Protocol
 
@@ -13,6 +14,9 @@ from ..endpoints import Endpoint, Libp2pEndpoint
 from ..errors import ErrorCode, NotAMemberError, RefusedError, ShoalError
 
 log = logging.getLogger(__name__)
+
+_LAST_WORDS_SECONDS = 1.0
+"""How long the servers of broken streams may clean up before they are cancelled."""
 
 FrameGate = Callable[[int], AbstractAsyncContextManager[object]]
 """Admits a frame of a given size: entered when the frame has begun to arrive, left when it is
@@ -145,6 +149,25 @@ async def serve_stream(
         break_off("serving it failed")
     finally:
         await stream.close()
+
+
+async def end_serving(
+    tasks: Iterable[asyncio.Task[None]], break_all: Callable[[], object], grace_seconds: float
+) -> None:
+    """End the tasks that serve streams, as `Listener.close` says; `break_all` breaks the streams.
+
+    The task that calls this one is left alone.
+    """
+    serving = set(tasks) - {asyncio.current_task()}
+    if serving and grace_seconds:
+        await asyncio.wait(serving, timeout=grace_seconds)
+    break_all()
+    if serving:
+        await asyncio.wait(serving, timeout=_LAST_WORDS_SECONDS)
+    for task in serving:
+        task.cancel()
+    if serving:
+        await asyncio.wait(serving, timeout=_LAST_WORDS_SECONDS)
 
 
 class Transport(Protocol):

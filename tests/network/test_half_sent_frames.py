@@ -23,7 +23,7 @@ from shoal.protocol.ids import ModelId
 from shoal.protocol.messages.session import Hello, Welcome
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
-from shoal.protocol.net.tcp.tcp_stream import pack_frame
+from shoal.protocol.net.frame_stream import Framing
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.wire.codec import decode_frame, encode_frame
 
@@ -81,7 +81,7 @@ def target(tiny_models: Any) -> Iterator[Target]:
 async def send_all_but_the_end(target: Target, num_bytes: int) -> int:
     """Send frames of this size from many strangers but for a byte; return what it takes."""
     before = target.memory_bytes
-    content = b"".join(pack_frame(HELLO)) + struct.pack("<I", num_bytes) + bytes(num_bytes - 1)
+    content = b"".join(Framing().pack(HELLO)) + struct.pack("<I", num_bytes) + bytes(num_bytes - 1)
     async with AsyncExitStack() as strangers:
         writers = [
             (await strangers.enter_async_context(dial_raw(target.endpoint)))[1]

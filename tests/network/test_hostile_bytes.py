@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from raw_connection import dial_raw
 
-from shoal.protocol.net.tcp.tcp_stream import MAX_FRAMES_AT_ONCE, Mark, pack_frame, pack_mark
+from shoal.protocol.net.frame_stream import MAX_FRAMES_AT_ONCE, Framing, Mark
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream
 
@@ -51,7 +51,7 @@ def test_who_goes_on_behind_his_end_is_cut_off_and_his_frames_still_count() -> N
         frames.extend([await stream.receive(), await stream.receive()])
 
     async def attack(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"".join(pack_frame(b"before")) + pack_mark(Mark.END))
+        writer.write(b"".join(Framing().pack(b"before")) + Framing().pack_mark(Mark.END))
         with pytest.raises(ConnectionError):
             await flood_with(bytes(2**16), writer)
 
@@ -89,7 +89,7 @@ def test_tiny_frames_come_in_portions_and_none_is_lost() -> None:
             num_received += 1
 
     async def attack(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"".join(pack_frame(b"")) * num_frames + pack_mark(Mark.END))
+        writer.write(b"".join(Framing().pack(b"")) * num_frames + Framing().pack_mark(Mark.END))
         await writer.drain()
         is_sent.set()
         await reader.read()

@@ -29,7 +29,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.offers import make_offer
 from shoal.protocol.messages.session import Close, Declined, Hello, Welcome
-from shoal.protocol.net.tcp.tcp_stream import pack_frame
+from shoal.protocol.net.frame_stream import Framing
 from shoal.protocol.versions import MAX_VERSION
 from shoal.protocol.wire.codec import HEADER_BYTES, decode_frame, encode_frame
 
@@ -104,7 +104,7 @@ async def send_oversized_frames(gang: Gang) -> None:
     """Beyond the limit our own transport does not go, so this is written by hand."""
     for num_bytes in (limits.MAX_FRAME_BYTES + 1, 2**31, 2**32 - 9):
         async with dial_raw(gang.target.endpoint) as (reader, writer):
-            writer.writelines(pack_frame(encode_frame(HELLO)))
+            writer.writelines(Framing().pack(encode_frame(HELLO)))
             await read_frame(reader)
             writer.write(struct.pack("<I", num_bytes) + bytes(2**20))
             answer = decode_frame(await read_frame(reader))

@@ -20,7 +20,7 @@ from shoal.protocol.errors import ErrorCode, UnavailableError
 from shoal.protocol.ids import ModelId, SessionId
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Declined, Hello, Open, Opened, Step, Welcome
-from shoal.protocol.net.tcp.tcp_stream import TcpStream
+from shoal.protocol.net.frame_stream import FrameStream
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.spans import Span
@@ -78,7 +78,7 @@ class Stranger:
 
     def break_off(self) -> None:
         """Hang up without a word."""
-        cast(TcpStream, self.stream).break_off("a stranger hangs up")
+        cast(FrameStream, self.stream).break_off("a stranger hangs up")
 
     async def expect_end(self, code: ErrorCode) -> None:
         """Expect a refusal of the whole stream and then its end."""

@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 
 from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.net.frame_stream import Framing
 from shoal.protocol.net.tcp.tcp_listener import HELLO
-from shoal.protocol.net.tcp.tcp_stream import pack_frame
 from shoal.protocol.net.tcp.tls import make_client_context
 
 
@@ -24,7 +24,7 @@ async def dial_raw(
         local_addr=(from_host, 0),
     )
     try:
-        hello = b"".join(pack_frame(HELLO))
+        hello = b"".join(Framing().pack(HELLO))
         writer.write(hello)
         assert await reader.readexactly(len(hello)) == hello
         yield reader, writer

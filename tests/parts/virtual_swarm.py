@@ -17,8 +17,7 @@ from shoal.client.settings.config import ClientConfig
 from shoal.peer.runtime.config import PeerConfig
 from shoal.protocol.endpoints import Endpoint, Libp2pEndpoint
 from shoal.protocol.ids import SessionId
-from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
-from shoal.protocol.net.memory.loopback_wire import LoopbackStream
+from shoal.protocol.net.memory.loopback import Link, LoopbackStream, LoopbackTransport
 from shoal.protocol.spans import Span
 
 HIDDEN = 64

@@ -23,12 +23,12 @@ from ...errors import (
     UnavailableError,
     UsageError,
 )
-from ...fair_share import Holder, SharedPlaces
+from ...fair_share import SharedPlaces
 from ...ids import PeerId
 from ...membership.membership import Membership
 from ..tcp.tcp_listener import MAX_STREAMS
-from ..transport import Listener, Stream, StreamServer, serve_stream, turn_away
-from .libp2p_stream import MAX_MESSAGE_BYTES, Libp2pStream
+from ..transport import Listener, Stream, StreamServer, end_serving, serve_stream, turn_away
+from .libp2p_stream import Libp2pStream
 from .multiaddrs import split_multiaddr
 from .p2p_daemon import (
     connect,
@@ -57,13 +57,7 @@ _MEMBERS_ONLY = b"shoal-members-only 1"
 MAX_DOORSTEP = 512
 """Streams in the handshake, or being refused."""
 
-_MAX_HELLO_BYTES = 1024
-"""The most bytes that a stranger may have us keep; the proof in a hello takes 32."""
-
 HELLO_SECONDS = 5.0
-
-_LAST_WORDS_SECONDS = 1.0
-"""How long the servers of broken streams may clean up before they are cancelled."""
 
 
 class Libp2pTransport:
@@ -116,24 +110,28 @@ class Libp2pTransport:
 
     async def close(self) -> None:
         self._is_closed = True
-        for stream in list(self._streams):
-            await stream.abort("this transport was closed")
+        streams = list(self._streams)
+        for stream in streams:
+            stream.break_off("this transport was closed")
+        for stream in streams:
+            await stream.wait_lost()
         if self._listener is not None:
             await self._listener.close()
 
     async def _dial(self, endpoint: Libp2pEndpoint) -> Libp2pStream:
         await connect(self._p2p, endpoint.peer_id, endpoint.address)
         reader, writer = await open_byte_stream(self._p2p, endpoint.peer_id, PROTOCOL)
-        stream = Libp2pStream(reader, writer, endpoint.host, str(endpoint), self._streams.discard)
+        stream = Libp2pStream(reader, writer, str(endpoint), endpoint.host)
         self._streams.add(stream)
+        stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
         try:
             membership = self._membership
             proof = b"" if membership is None else membership.prove_to(endpoint.peer_id)
-            await stream.say(_HELLO + proof)
+            stream.greet(_HELLO + proof)
             await _wait_accepted(stream, endpoint, membership)
             self._check_open()
         except BaseException:
-            await stream.abort("it was not accepted")
+            stream.break_off("it was not accepted")
             raise
         return stream
 
@@ -190,7 +188,8 @@ class Libp2pListener:
         self._endpoint = endpoint
         self._serve = serve
         self._membership = membership
-        self._streams: dict[Libp2pStream, asyncio.Task[None]] = {}
+        self._serving: set[asyncio.Task[None]] = set()
+        self._streams: set[Libp2pStream] = set()
         self._doorstep = SharedPlaces(MAX_DOORSTEP, "strangers")
         self._places = SharedPlaces(MAX_STREAMS, "streams")
         self.is_open = False
@@ -210,17 +209,11 @@ class Libp2pListener:
                 await self._p2p.remove_binary_stream_handler(PROTOCOL)
             except (ControlFailure, OSError, EOFError) as error:
                 log.debug("p2pd did not remove the stream handler: %r", error)
-        tasks = set(self._streams.values()) - {asyncio.current_task()}
-        if tasks and grace_seconds:
-            await asyncio.wait(tasks, timeout=grace_seconds)
+        await end_serving(self._serving, self._break_all, grace_seconds)
+
+    def _break_all(self) -> None:
         for stream in list(self._streams):
-            await stream.abort("the listener was closed")
-        if tasks:
-            await asyncio.wait(tasks, timeout=_LAST_WORDS_SECONDS)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=_LAST_WORDS_SECONDS)
+            stream.break_off("the listener was closed")
 
     async def _accept(
         self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -229,33 +222,36 @@ class Libp2pListener:
         if not self.is_open:
             writer.close()
             return
-        host, _ = split_multiaddr(str(info.addr))
-        stream = Libp2pStream(reader, writer, host or None, "the other end", lambda stream: None)
-        stream.limit(_MAX_HELLO_BYTES)
-        task = asyncio.create_task(self._attend(stream, name_dialler(info)))
-        self._streams[stream] = task
-        task.add_done_callback(lambda _: self._streams.pop(stream))
+        task = asyncio.create_task(self._attend(info, reader, writer))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
 
-    async def _attend(self, stream: Libp2pStream, holder: Holder) -> None:
+    async def _attend(
+        self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """See a stream from its first message to its end."""
+        host, _ = split_multiaddr(str(info.addr))
+        holder = name_dialler(info)
         try:
             with self._doorstep.hold(holder):
                 async with asyncio.timeout(HELLO_SECONDS):
-                    is_welcome = self._judge(await stream.hear())
-                stream.limit(MAX_MESSAGE_BYTES)
+                    stream = await Libp2pStream.accept(reader, writer, host or None)
+                    self._streams.add(stream)
+                    stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
+                    is_welcome = self._judge(await stream.receive() or b"")
                 if not is_welcome:
-                    await stream.say(_MEMBERS_ONLY)
-                    await _end(stream)
+                    stream.greet(_MEMBERS_ONLY)
+                    await stream.close()
+                    await stream.wait_lost()
                     return
             with self._places.hold(holder):
-                await stream.say(_ACCEPTED)
-                try:
-                    await serve_stream(self._serve, stream, self._endpoint, stream.break_off)
-                finally:
-                    await stream.wait_gone()
+                stream.greet(_ACCEPTED)
+                await serve_stream(self._serve, stream, self._endpoint, stream.break_off)
+                await stream.wait_lost()
         except (ShoalError, TimeoutError) as error:
             log.debug("refused a connection at %s: %s", self._endpoint, error)
-            await stream.abort(str(error))
+        finally:
+            writer.transport.abort()
 
     def _judge(self, hello: bytes) -> bool:
         """Return whether a dialler may come in, by its first message."""
@@ -265,25 +261,15 @@ class Libp2pListener:
         return self._membership is None or self._membership.accepts(self._endpoint.peer_id, proof)
 
 
-async def _end(stream: Libp2pStream) -> None:
-    await stream.close()
-    await stream.wait_gone()
-
-
 async def _wait_accepted(
     stream: Libp2pStream, endpoint: Endpoint, membership: Membership | None
 ) -> None:
-    accepting = asyncio.ensure_future(stream.hear())
-    breaking = asyncio.ensure_future(stream.wait_over())
     try:
-        await asyncio.wait((accepting, breaking), return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        accepting.cancel()
-        breaking.cancel()
-    if not accepting.done():
-        raise UnavailableError(f"{endpoint} takes no more streams")
-    if accepting.result() == _MEMBERS_ONLY:
+        answer = await stream.receive()
+    except UnavailableError as error:
+        raise UnavailableError(f"{endpoint} takes no more streams") from error
+    if answer == _MEMBERS_ONLY:
         is_private = membership is not None and membership.is_private
         raise turn_away(endpoint, has_secret=is_private)
-    if accepting.result() != _ACCEPTED:
+    if answer != _ACCEPTED:
         raise RemoteProtocolError(f"{endpoint} answers, but does not speak {PROTOCOL}")

@@ -6,16 +6,15 @@ import asyncio
 import logging
 import socket
 import ssl
-from typing import cast
 
 from ...endpoints import Endpoint
 from ...errors import RefusedError, ShoalError
 from ...fair_share import check_room_for, name_holder
 from ...limits import MAX_FRAME_BYTES
 from ...membership.membership import Membership
-from ..addresses import open_listening, resolve_all
-from ..transport import StreamServer, serve_stream
-from .tcp_stream import Mark, TcpStream
+from ..addresses import open_listening, resolve_all, set_keepalive
+from ..frame_stream import FrameStream, Mark
+from ..transport import StreamServer, end_serving, serve_stream
 from .tls import SHUTDOWN_SECONDS
 
 log = logging.getLogger(__name__)
@@ -40,9 +39,6 @@ _MAX_HELLO_BYTES = 1024
 _PAUSE_SECONDS = 0.1
 """Before another attempt to accept, when the system cannot."""
 
-_LAST_WORDS_SECONDS = 1.0
-"""How long the servers of broken streams may clean up before they are cancelled."""
-
 
 class TcpListener:
     """Accepts connections and owns the tasks that serve them; without a context in plain text."""
@@ -62,7 +58,7 @@ class TcpListener:
         self._serving: set[asyncio.Task[None]] = set()
         self._greeting: list[str] = []  # by holder
         self._served: list[str] = []
-        self._streams: set[TcpStream] = set()
+        self._streams: set[FrameStream] = set()
 
     @property
     def endpoint(self) -> Endpoint:
@@ -84,19 +80,13 @@ class TcpListener:
             await asyncio.wait(self._accepting)
         for opened in self._sockets:
             opened.close()
-        serving = self._serving - {cast("asyncio.Task[None]", asyncio.current_task())}
-        if serving and grace_seconds:
-            await asyncio.wait(serving, timeout=grace_seconds)
-        for stream in list(self._streams):
-            stream.break_off("the listener was closed")
-        if serving:
-            await asyncio.wait(serving, timeout=_LAST_WORDS_SECONDS)
-        for task in serving:
-            task.cancel()
-        if serving:
-            await asyncio.wait(serving, timeout=_LAST_WORDS_SECONDS)
+        await end_serving(self._serving, self._break_all, grace_seconds)
         for stream in list(self._streams):
             await stream.wait_lost()
+
+    def _break_all(self) -> None:
+        for stream in list(self._streams):
+            stream.break_off("the listener was closed")
 
     async def _accept(self, opened: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -115,6 +105,7 @@ class TcpListener:
                 accepted.close()
                 continue
             accepted.setblocking(False)
+            set_keepalive(accepted)
             self._greeting.append(holder)
             task = asyncio.create_task(self._attend(accepted, address[0], holder))
             self._serving.add(task)
@@ -122,7 +113,7 @@ class TcpListener:
 
     async def _attend(self, accepted: socket.socket, host: str, holder: str) -> None:
         """See a connection from the handshake to its end."""
-        stream = TcpStream(host)
+        stream = FrameStream(host, host)
         stream.limit(_MAX_HELLO_BYTES)
         self._streams.add(stream)
         try:
@@ -139,7 +130,7 @@ class TcpListener:
         finally:
             self._served.remove(holder)
 
-    async def _greet(self, accepted: socket.socket, stream: TcpStream, holder: str) -> bool:
+    async def _greet(self, accepted: socket.socket, stream: FrameStream, holder: str) -> bool:
         """Make the connection safe and let the stream begin; return whether it did."""
         loop = asyncio.get_running_loop()
         is_plain = self._context is None

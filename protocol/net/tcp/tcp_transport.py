@@ -14,10 +14,10 @@ import ssl
 from ...endpoints import Endpoint
 from ...errors import LocalProtocolError, RemoteProtocolError, UnavailableError, UsageError
 from ...membership.membership import Membership
-from ..addresses import check_can_bind, is_loopback
+from ..addresses import check_can_bind, is_loopback, set_keepalive
+from ..frame_stream import FrameStream, Mark
 from ..transport import StreamServer, turn_away
 from .tcp_listener import HELLO, TcpListener
-from .tcp_stream import Mark, TcpStream
 from .tls import (
     SHUTDOWN_SECONDS,
     TlsIdentity,
@@ -57,7 +57,7 @@ class TcpTransport:
         self._membership = membership
         self._identity = None if plaintext else identity or make_tls_identity()
         self._context = make_client_context()
-        self._streams: set[TcpStream] = set()
+        self._streams: set[FrameStream] = set()
         self._listeners: set[TcpListener] = set()
         self._is_closed = False
 
@@ -84,12 +84,12 @@ class TcpTransport:
         self._listeners.add(listener)
         return listener
 
-    async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> TcpStream:
+    async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> FrameStream:
         self._check_open()
         if not endpoint.fingerprint and not (self._identity is None and is_loopback(endpoint.host)):
             # Endpoints come from strangers' announcements: they cannot talk us out of TLS.
             raise RemoteProtocolError(f"{endpoint} has no TLS fingerprint, and TLS is required")
-        stream = TcpStream(str(endpoint))
+        stream = FrameStream(str(endpoint))
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._dial(endpoint, stream)
@@ -114,7 +114,7 @@ class TcpTransport:
         for stream in streams:
             await stream.wait_lost()
 
-    async def _dial(self, endpoint: Endpoint, stream: TcpStream) -> None:
+    async def _dial(self, endpoint: Endpoint, stream: FrameStream) -> None:
         await self._connect(endpoint, stream)
         self._streams.add(stream)
         stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
@@ -131,11 +131,11 @@ class TcpTransport:
         if answer != HELLO:
             raise RemoteProtocolError(f"{endpoint} answers, but does not speak {HELLO.decode()}")
 
-    async def _connect(self, endpoint: Endpoint, stream: TcpStream) -> None:
+    async def _connect(self, endpoint: Endpoint, stream: FrameStream) -> None:
         loop = asyncio.get_running_loop()
         is_plain = not endpoint.fingerprint
         try:
-            await loop.create_connection(
+            connected, _ = await loop.create_connection(
                 lambda: stream,
                 endpoint.host,
                 endpoint.port,
@@ -149,8 +149,11 @@ class TcpTransport:
             raise RemoteProtocolError(f"{endpoint} does not answer with our TLS") from error
         except (OSError, UnicodeError) as error:
             raise UnavailableError(f"nobody answers at {endpoint}: {explain(error)}") from error
+        set_keepalive(connected.get_extra_info("socket"))
+        stream.remote_host = str(connected.get_extra_info("peername")[0])
         if not is_plain:
-            check_pinned(stream.certificate, endpoint)
+            secured: ssl.SSLObject = connected.get_extra_info("ssl_object")
+            check_pinned(secured.getpeercert(binary_form=True) or b"", endpoint)
 
     def _check_open(self) -> None:
         if self._is_closed:

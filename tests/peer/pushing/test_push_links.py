@@ -20,8 +20,12 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
 from shoal.protocol.limits import MAX_PIECE_BYTES
 from shoal.protocol.messages.session import Attach, Declined, Hello, Lane, NextHop, Probe, Welcome
-from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
-from shoal.protocol.net.memory.loopback_wire import WINDOW_BYTES
+from shoal.protocol.net.memory.loopback import (
+    WINDOW_BYTES,
+    Link,
+    LoopbackNetwork,
+    LoopbackTransport,
+)
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.wire.codec import decode_frame, encode_frame
 

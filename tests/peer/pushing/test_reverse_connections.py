@@ -18,8 +18,7 @@ from shoal.protocol.errors import DirectoryError
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages.offers import Parked
 from shoal.protocol.messages.session import Attach, Hello, Lane, Welcome
-from shoal.protocol.net.memory.loopback import LoopbackTransport
-from shoal.protocol.net.memory.loopback_wire import LoopbackStream
+from shoal.protocol.net.memory.loopback import LoopbackStream, LoopbackTransport
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcements import Announcement, PeerState, shorten
 from shoal.protocol.records.coordinates import Coordinate

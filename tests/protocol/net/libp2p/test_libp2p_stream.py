@@ -1,4 +1,4 @@
-"""Streams over bytes: what strangers may write into them, over a pair of sockets."""
+"""Streams over p2pd: what strangers may write into them, over a pair of sockets."""
 
 from __future__ import annotations
 
@@ -13,24 +13,30 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from shoal.protocol.errors import RemoteProtocolError, UnavailableError
-from shoal.protocol.net.libp2p.libp2p_stream import MAX_MESSAGE_BYTES, Libp2pStream
-from shoal.protocol.net.tcp.tcp_stream import pack_frame
+from shoal.protocol.limits import MAX_FRAME_BYTES
+from shoal.protocol.net.libp2p.libp2p_stream import Libp2pStream, MessageFraming, pack_message
+
+END = pack_message(b"")
+TOO_LARGE = struct.pack("<II", MAX_FRAME_BYTES + 5, MAX_FRAME_BYTES + 1)
 
 
-def pack(*messages: bytes) -> bytes:
-    return b"".join(struct.pack("<I", len(message)) + message for message in messages)
+def pack(*frames: bytes) -> bytes:
+    return b"".join(piece for frame in frames for piece in MessageFraming().pack(frame))
 
 
 @asynccontextmanager
 async def stream_and_stranger() -> AsyncIterator[tuple[Libp2pStream, asyncio.StreamWriter]]:
     """Yield a stream, and the raw other end of its socket."""
     ours, theirs = socket.socketpair()
-    stream = Libp2pStream(*await asyncio.open_connection(sock=ours), None, "peer", lambda _: None)
     _, writer = await asyncio.open_connection(sock=theirs)
+    writer.write(pack_message(b"hello"))
+    stream = await Libp2pStream.accept(*await asyncio.open_connection(sock=ours), None)
+    assert await stream.receive() == b"hello"
     try:
         yield stream, writer
     finally:
-        await stream.abort("the test is over")
+        stream.break_off("the test is over")
+        await stream.wait_lost()
         writer.transport.abort()
         await asyncio.sleep(0)  # for the transports to close their sockets
 
@@ -38,16 +44,17 @@ async def stream_and_stranger() -> AsyncIterator[tuple[Libp2pStream, asyncio.Str
 def test_end_is_told_from_a_break() -> None:
     async def test() -> None:
         async with stream_and_stranger() as (stream, stranger):
-            stranger.write(pack(*pack_frame(b"frame"), b""))
+            stranger.write(pack(b"frame") + END)
             stranger.close()
             assert await stream.receive() == b"frame"
             assert await stream.receive() is None
 
         async with stream_and_stranger() as (stream, stranger):
-            stranger.write(pack(*pack_frame(b"frame")))
+            stranger.write(pack(b"frame"))
             stranger.close()
             async with asyncio.timeout(5):
                 await stream.wait_over()
+            assert await stream.receive() == b"frame"
             with pytest.raises(UnavailableError):
                 await stream.receive()
 
@@ -57,7 +64,7 @@ def test_end_is_told_from_a_break() -> None:
 def test_break_is_noticed_behind_frames_that_nobody_has_read() -> None:
     async def test() -> None:
         async with stream_and_stranger() as (stream, stranger):
-            stranger.write(pack(*pack_frame(bytes(20_000)), *pack_frame(bytes(20_000))))
+            stranger.write(pack(bytes(20_000), bytes(20_000)))
             stranger.close()
 
             async with asyncio.timeout(5):
@@ -69,7 +76,7 @@ def test_break_is_noticed_behind_frames_that_nobody_has_read() -> None:
 def test_no_more_is_taken_in_than_the_window_and_one_message() -> None:
     async def test() -> None:
         async with stream_and_stranger() as (_, stranger):
-            stranger.write(pack(*pack_frame(bytes(200_000))) * 20)
+            stranger.write(pack(bytes(200_000)) * 20)
 
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.2):
@@ -84,7 +91,7 @@ def test_tiny_messages_take_no_more_memory_than_others() -> None:
         async with stream_and_stranger() as (stream, stranger):
             tracemalloc.start()
             try:
-                stranger.write(pack(*pack_frame(b"")) * 16_000)
+                stranger.write(pack(b"") * 16_000)
                 await stranger.drain()
                 await asyncio.sleep(0.1)  # as long as anything comes, if it were without end
                 num_bytes, _ = tracemalloc.get_traced_memory()
@@ -101,26 +108,26 @@ def test_dropping_tiny_messages_lets_others_have_their_turns() -> None:
     async def test() -> None:
         async with stream_and_stranger() as (stream, stranger):
             await stream.close()
-            stranger.write(pack(*[b"x"] * 5000, b""))
-            gone = asyncio.create_task(stream.wait_gone())
+            stranger.write(pack(b"") * 50_000 + END)
+            gone = asyncio.create_task(stream.wait_lost())
             num_turns = 0
             while not gone.done():
                 await asyncio.sleep(0)
                 num_turns += 1
 
-            assert num_turns > 5000
+            assert num_turns > 50
 
     asyncio.run(test())
 
 
-def test_message_beyond_the_limit_is_the_fault_of_the_other_end_who_hears_our_answer() -> None:
+def test_frame_beyond_the_limit_is_the_fault_of_the_other_end_who_hears_our_answer() -> None:
     async def test() -> None:
         ours, theirs = socket.socketpair()
-        stream = Libp2pStream(
-            *await asyncio.open_connection(sock=ours), None, "peer", lambda _: None
-        )
         reader, writer = await asyncio.open_connection(sock=theirs)
-        writer.write(struct.pack("<I", MAX_MESSAGE_BYTES + 1) + bytes(1_000_000))
+        writer.write(pack_message(b"hello"))
+        stream = await Libp2pStream.accept(*await asyncio.open_connection(sock=ours), None)
+        assert await stream.receive() == b"hello"
+        writer.write(TOO_LARGE + bytes(1_000_000))
 
         for _ in range(2):
             with pytest.raises(RemoteProtocolError):
@@ -128,10 +135,26 @@ def test_message_beyond_the_limit_is_the_fault_of_the_other_end_who_hears_our_an
         await stream.send(b"too large")
         await stream.close()
 
-        expected = pack(*pack_frame(b"too large"), b"")
+        expected = pack(b"too large") + END
         assert await reader.readexactly(len(expected)) == expected
         writer.close()
-        await stream.wait_gone()
+        await stream.wait_lost()
+
+    asyncio.run(test())
+
+
+def test_stream_that_ended_before_it_was_taken_over_is_broken() -> None:
+    async def test() -> None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        theirs.sendall(pack_message(b"hello"))
+        theirs.close()
+        while not reader.at_eof():
+            await reader.read(100)
+        stream = Libp2pStream(reader, writer, "peer", None)
+        with pytest.raises(UnavailableError):
+            await stream.receive()
+        await stream.wait_lost()
 
     asyncio.run(test())
 
@@ -150,7 +173,7 @@ async def close_in_half_a_frame(stream: Libp2pStream, stranger: asyncio.StreamWr
 
 
 async def refuse_half_a_frame(stream: Libp2pStream, stranger: asyncio.StreamWriter) -> None:
-    stranger.write(struct.pack("<I", MAX_MESSAGE_BYTES + 1))
+    stranger.write(TOO_LARGE)
     for _ in range(2):
         with pytest.raises(RemoteProtocolError):
             await stream.receive()
@@ -165,13 +188,13 @@ def test_half_a_frame_is_gone_with_its_stream_without_a_garbage_collection(
 
     async def test() -> None:
         async with stream_and_stranger() as (stream, stranger):
-            stranger.write(pack(*list(pack_frame(bytes(8 * 2**20)))[:-1]))
+            stranger.writelines(list(MessageFraming().pack(bytes(8 * 2**20)))[:-1])
             with suppress(TimeoutError):
                 async with asyncio.timeout(0.2):
                     await stream.receive()
             await end(stream, stranger)
             await stream.close()
-            await stream.wait_gone()
+            await stream.wait_lost()
 
     gc.disable()
     tracemalloc.start()

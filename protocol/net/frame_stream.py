@@ -1,8 +1,8 @@
-"""One end of a stream that has a TCP connection to itself, mostly under TLS.
+"""One end of a stream of frames, over a connection that carries bytes.
 
 A frame travels as its length, 4 bytes, little-endian, and its bytes. Lengths that no frame has are
-marks: nothing more comes, in good order, or because the listener has no room. `FrameCutter` is
-pure: bytes in and frames out.
+marks: nothing more comes, in good order, or because the listener has no room. `Framing` is pure:
+bytes in and frames out. `libp2p/` has another one.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from copy import copy
 from enum import IntEnum
 from typing import cast
 
-from ...errors import (
+from ..errors import (
     LocalProtocolError,
     RefusedError,
     RemoteProtocolError,
     ShoalError,
     UnavailableError,
 )
-from ...limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES
-from ..addresses import set_keepalive
-from ..transport import FrameGate, open_gate
+from ..limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES
+from .transport import FrameGate, open_gate
 
 _LINGER_SECONDS = 5.0
 """How long a closed stream waits for the other end to read what was sent and to close as well."""
@@ -39,7 +38,7 @@ _MAX_WAITING_BYTES = 64 * 2**10
 _WAITING_FRAME_BYTES = 64
 """Memory that each unread frame takes in addition to its bytes, of which it may have none."""
 
-_LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("<I")
 
 MAX_FRAMES_AT_ONCE = 1024
 """Cut in one go, also where they are dropped: tens of thousands of tiny ones may arrive together,
@@ -54,24 +53,8 @@ class Mark(IntEnum):
     MEMBERS_ONLY = 0xFFFFFFFD
 
 
-def pack_frame(frame: bytes) -> Iterator[bytes]:
-    """Yield a frame as it travels, in pieces: encrypting a large one at once would take long.
-
-    >>> list(pack_frame(b"a token"))
-    [b'\\x07\\x00\\x00\\x00a token']
-    """
-    yield _LENGTH.pack(len(frame)) + frame[:MAX_PIECE_BYTES]
-    for start in range(MAX_PIECE_BYTES, len(frame), MAX_PIECE_BYTES):
-        yield frame[start : start + MAX_PIECE_BYTES]
-
-
-def pack_mark(mark: Mark) -> bytes:
-    """Return a mark as it travels."""
-    return _LENGTH.pack(mark)
-
-
-class FrameCutter:
-    """Cuts what arrives into frames.
+class Framing:
+    """Cuts what arrives into frames, and packs those that leave.
 
     A frame larger than MAX_PIECE_BYTES is held: `held_bytes` says how large it is, and nothing is
     cut before `admit` says what becomes of it.
@@ -91,18 +74,34 @@ class FrameCutter:
         self._rest = bytearray()
         self._parts: list[bytes] = []
         self._num_missing = 0
+        self._num_ahead = 0
+        """Bytes of the frame up to the next header, or to its end."""
         self._is_over = False
 
-    def admit(self, keeps: bool) -> None:
-        """Let the frame that is held come, to be kept or dropped."""
+    def pack(self, frame: bytes) -> Iterator[bytes]:
+        """Yield a frame as it travels, in pieces: encrypting a large one at once would take long.
+
+        >>> list(Framing().pack(b"a token"))
+        [b'\\x07\\x00\\x00\\x00a token']
+        """
+        yield LENGTH.pack(len(frame)) + frame[:MAX_PIECE_BYTES]
+        for start in range(MAX_PIECE_BYTES, len(frame), MAX_PIECE_BYTES):
+            yield frame[start : start + MAX_PIECE_BYTES]
+
+    def pack_mark(self, mark: Mark) -> bytes:
+        """Return a mark as it travels."""
+        return LENGTH.pack(mark)
+
+    def admit(self) -> None:
+        """Let the frame that is held come."""
         self.held_bytes = 0
-        self._keeps = keeps
 
     def drop_all(self) -> None:
-        """Drop all frames from now on, also the one that is coming."""
+        """Drop all frames from now on, also the one that is coming or held."""
         self._drops_all = True
+        self._keeps = False
         self._parts.clear()
-        self.admit(keeps=False)
+        self.held_bytes = 0
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the frames that are whole with these bytes, MAX_FRAMES_AT_ONCE at most.
@@ -119,54 +118,66 @@ class FrameCutter:
             if self.num_ended - num_ended_before == MAX_FRAMES_AT_ONCE:
                 self.has_more = True
                 return
-            if not self._num_missing and not self._begin():
+            if not self._num_ahead and not self._read_header():
                 return
-            part = bytes(self._rest[: self._num_missing])
-            del self._rest[: self._num_missing]
+            part = bytes(self._rest[: self._num_ahead])
+            del self._rest[: self._num_ahead]
+            self._num_ahead -= len(part)
             self._num_missing -= len(part)
             if self._keeps:
                 self._parts.append(part)
             if self._num_missing:
-                return
+                continue
             self.num_ended += 1
             if self._keeps:
                 frame = part if len(self._parts) == 1 else b"".join(self._parts)
                 self._parts.clear()
                 yield frame
 
-    def _begin(self) -> bool:
-        """Read the next length, if it is there; return whether a frame comes now."""
-        if len(self._rest) < _LENGTH.size:
+    def _read_header(self) -> bool:
+        """Read the next header, if it is there; return whether bytes of a frame come now."""
+        if len(self._rest) < LENGTH.size:
             return False
-        (num_bytes,) = _LENGTH.unpack_from(self._rest)
-        del self._rest[: _LENGTH.size]
+        (num_bytes,) = LENGTH.unpack_from(self._rest)
+        del self._rest[: LENGTH.size]
         if num_bytes > self.max_bytes:
-            self._is_over = True
-            self._rest.clear()
-            self.mark = next((mark for mark in Mark if mark == num_bytes), None)
-            if self.mark is None:
-                raise RemoteProtocolError(f"a frame of {num_bytes} bytes is beyond the limit")
+            mark = next((mark for mark in Mark if mark == num_bytes), None)
+            self._end(mark, f"a frame of {num_bytes} bytes is beyond the limit")
             return False
-        self._num_missing = num_bytes
+        return self._begin(num_bytes, num_bytes)
+
+    def _begin(self, num_bytes: int, num_ahead: int) -> bool:
+        """Begin a frame with so many bytes up to the next header; return whether they come now."""
+        self._num_missing, self._num_ahead = num_bytes, num_ahead
         self._keeps = not self._drops_all
         if num_bytes > MAX_PIECE_BYTES and self._keeps:
             self.held_bytes = num_bytes
         return not self.held_bytes
 
+    def _end(self, mark: Mark | None, complaint: str) -> None:
+        """Take nothing more, for a mark. Raises RemoteProtocolError without one."""
+        self._is_over = True
+        self._rest.clear()
+        self.mark = mark
+        if mark is None:
+            raise RemoteProtocolError(complaint)
 
-class TcpStream(asyncio.Protocol):
+
+class FrameStream(asyncio.Protocol):
     """A stream, and what asyncio calls about the connection under it.
 
     Sending needs no task and receiving only one for large frames, while a gate is asked about
     them. `label` names the other end in errors.
     """
 
-    def __init__(self, label: str) -> None:
-        self.remote_host: str | None = None
+    def __init__(
+        self, label: str, remote_host: str | None = None, framing: Framing | None = None
+    ) -> None:
+        self.remote_host = remote_host
         loop = asyncio.get_running_loop()
         self._label = label
         self._gate: FrameGate = open_gate
-        self._cutter = FrameCutter()
+        self._framing = framing or Framing()
         self._frames: deque[bytes] = deque()
         self._num_waiting_bytes = 0
         self._arrival: asyncio.Future[None] | None = None  # a receive that waits
@@ -186,17 +197,6 @@ class TcpStream(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._is_paused = False
 
-    @property
-    def certificate(self) -> bytes:
-        """The certificate of the other end, DER; empty without TLS."""
-        secured = self._transport and self._transport.get_extra_info("ssl_object")
-        return (secured and secured.getpeercert(binary_form=True)) or b""
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether the stream ended otherwise than in good order."""
-        return self._fault is not None
-
     def set_gate(self, gate: FrameGate) -> None:
         self._gate = gate
 
@@ -207,7 +207,7 @@ class TcpStream(asyncio.Protocol):
             raise LocalProtocolError("the stream was closed here")
         self._is_sending = True
         try:
-            for piece in pack_frame(frame):
+            for piece in self._framing.pack(frame):
                 self._write(piece)
                 if self._drained is not None:
                     await asyncio.wait({self._drained})
@@ -228,10 +228,10 @@ class TcpStream(asyncio.Protocol):
                 raise copy(self._refusal)
             if self._fault is not None:
                 raise copy(self._fault)
-            if self._cutter.mark is not None:
+            if self._framing.mark is not None:
                 return None
-            if self._cutter.held_bytes and self._entering is None:
-                self._entering = asyncio.create_task(self._let_in(self._cutter.held_bytes))
+            if self._framing.held_bytes and self._entering is None:
+                self._entering = asyncio.create_task(self._let_in(self._framing.held_bytes))
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
         return None
@@ -251,9 +251,9 @@ class TcpStream(asyncio.Protocol):
             self._drop_all()
             self._abort()
             return
-        transport.write(pack_mark(Mark.END))
+        transport.write(self._framing.pack_mark(Mark.END))
         self._drop_all()  # hangs up, if the other end said the same before
-        if self._cutter.mark is None:
+        if self._framing.mark is None:
             loop = asyncio.get_running_loop()
             self._lingering = loop.call_later(_LINGER_SECONDS, self._abort)
 
@@ -264,7 +264,7 @@ class TcpStream(asyncio.Protocol):
 
     def limit(self, max_bytes: int) -> None:
         """Take frames up to this size from now on."""
-        self._cutter.max_bytes = max_bytes
+        self._framing.max_bytes = max_bytes
 
     def turn_away(self, mark: Mark) -> None:
         """Tell the other end why it has no stream, and hang up."""
@@ -272,13 +272,13 @@ class TcpStream(asyncio.Protocol):
         self._end()
         if self._transport is not None:
             # Twice: who tries to speak TLS with us needs five bytes to see that this is none.
-            self._transport.write(2 * pack_mark(mark))
+            self._transport.write(2 * self._framing.pack_mark(mark))
             self._transport.close()
 
     @property
     def mark(self) -> Mark | None:
         """The last message of the other end, if it will send no more."""
-        return self._cutter.mark
+        return self._framing.mark
 
     async def wait_lost(self) -> None:
         """Wait until the connection is gone, and what served it."""
@@ -292,23 +292,22 @@ class TcpStream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self.remote_host = str(transport.get_extra_info("peername")[0])
-        set_keepalive(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
-        if data and self._cutter.mark is not None:
+        if data and self._framing.mark is not None:
             self._abort()  # who goes on behind his own end would keep us reading
             return
         try:
-            for frame in self._cutter.feed(data):
+            for frame in self._framing.feed(data):
                 self._frames.append(frame)
                 self._num_waiting_bytes += len(frame) + _WAITING_FRAME_BYTES
         except RemoteProtocolError as error:
             self._refuse(error)
-        if self._passing is not None and self._cutter.num_ended > self._num_ended_before:
+        is_past = self._framing.num_ended > self._num_ended_before or self._refusal is not None
+        if self._passing is not None and is_past:
             self._passing.set_result(None)
             self._passing = None
-        if self._is_closed and self._cutter.mark is not None and self._transport is not None:
+        if self._is_closed and self._framing.mark is not None and self._transport is not None:
             self._transport.close()
         self._regulate()
         self._wake()
@@ -316,7 +315,7 @@ class TcpStream(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         detail = "the other end went away" if exc is None else f"the connection broke: {exc}"
         # Also behind the end of the other side: nothing can be sent any more.
-        is_orderly = self._cutter.mark is not None
+        is_orderly = self._framing.mark is not None
         self._end(None if is_orderly else UnavailableError(f"{self._label}: {detail}"))
         self.resume_writing()
         if self._lingering is not None:
@@ -335,7 +334,7 @@ class TcpStream(asyncio.Protocol):
     def _write(self, data: bytes) -> None:
         if self._fault is not None:
             raise UnavailableError(str(self._fault)) from self._fault
-        if self._cutter.mark is not None or self._transport is None:
+        if self._framing.mark is not None or self._transport is None:
             raise UnavailableError(f"{self._label} ended the stream")
         if self._transport.is_closing():
             raise UnavailableError(f"{self._label}: the other end went away")
@@ -345,20 +344,21 @@ class TcpStream(asyncio.Protocol):
         """Take a large frame with the gate's consent: a task, for a receive may be cancelled."""
         try:
             async with self._gate(num_bytes):
-                await self._let_pass(keeps=True)
+                self._framing.admit()
+                await self._let_pass()
         except RefusedError as error:
             # A sender that is still busy would not receive the reason.
-            await self._let_pass(keeps=False)
+            self._framing.drop_all()
+            await self._let_pass()
             self._refuse(error)
         finally:
             self._entering = None
             self._wake()
 
-    async def _let_pass(self, keeps: bool) -> None:
+    async def _let_pass(self) -> None:
         """Wait until the large frame has come, or the stream is over."""
         self._passing = passing = asyncio.get_running_loop().create_future()
-        self._num_ended_before = self._cutter.num_ended
-        self._cutter.admit(keeps)
+        self._num_ended_before = self._framing.num_ended
         self.data_received(b"")
         await asyncio.wait(
             {passing, self._over}, timeout=_FRAME_SECONDS, return_when=asyncio.FIRST_COMPLETED
@@ -374,15 +374,15 @@ class TcpStream(asyncio.Protocol):
         self._drop_all()
 
     def _drop_all(self) -> None:
-        self._cutter.drop_all()
+        self._framing.drop_all()
         self._frames.clear()
         self._num_waiting_bytes = 0
         self.data_received(b"")
 
     def _regulate(self) -> None:
         """Read on, or let the other end wait."""
-        is_full = self._num_waiting_bytes > _MAX_WAITING_BYTES or self._cutter.held_bytes > 0
-        has_more = self._cutter.has_more
+        is_full = self._num_waiting_bytes > _MAX_WAITING_BYTES or self._framing.held_bytes > 0
+        has_more = self._framing.has_more
         if has_more and not is_full and self._catching_up is None:
             self._catching_up = asyncio.get_running_loop().call_soon(self._catch_up)
         must_pause = is_full or has_more
