@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from shoal.peer.engine.loading import engine_loader
 from shoal.protocol.spans import Span
 
 TOLERANCE = 1e-4
-KV_BUDGET = 2**22
+KV_BUDGET = 2**26
 
 
 def stay() -> None:
@@ -29,6 +30,14 @@ def load_engine(
     checkpoint = Checkpoint.open(tiny_model.directory)
     span = span or Span(0, tiny_model.num_blocks)
     return engine_loader.load_engine(checkpoint, span, weights, kv_budget_bytes=KV_BUDGET)
+
+
+@cache
+def share_engine(
+    tiny_model: Any, weights: WeightFormat = WeightFormat.FP32, span: Span | None = None
+) -> Engine:
+    """Return the engine of all tests that close the caches that they open, and change nothing."""
+    return load_engine(tiny_model, weights, span)
 
 
 def draw(*shape: int, seed: int = 1) -> Tensor:

@@ -12,17 +12,23 @@ from pathlib import Path
 
 import pytest
 
+from shoal.models.checkpoints import fingerprint
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.models.checkpoints.fingerprint import (
     CACHE_FILE,
     MAX_CACHED_FILES,
-    MIN_CACHED_BYTES,
     _is_hub_blob,
     compute_fingerprint,
 )
 
-NUM_BYTES = MIN_CACHED_BYTES
+NUM_BYTES = 2**20
 PLANTED = "f" * 64
+
+
+@pytest.fixture(autouse=True)
+def low_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte is large, and read in no time."""
+    monkeypatch.setattr(fingerprint, "MIN_CACHED_BYTES", NUM_BYTES)
 
 
 @pytest.fixture

@@ -4,26 +4,18 @@ import json
 
 import pytest
 import torch
+from pass_scene import load_engine, share_engine
 from transformers import AutoConfig
 
 from shoal.kernels.linear.quantize import WeightFormat
-from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.models.families.registry import FAMILIES
 from shoal.models.spec_reader import read_spec
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loading import engine_loader
 from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import ModelError, RefusedError, UsageError
 from shoal.protocol.spans import Span
 
 TOLERANCE = 1e-4
-KV_BUDGET = 2**26
-
-
-def load_engine(tiny_model, start: int = 0, stop: int | None = None) -> Engine:
-    span = Span(start, tiny_model.num_blocks if stop is None else stop)
-    checkpoint = Checkpoint.open(tiny_model.directory)
-    return engine_loader.load_engine(checkpoint, span, WeightFormat.FP32, kv_budget_bytes=KV_BUDGET)
 
 
 def draw_tokens(tiny_model, num_rows: int, num_tokens: int) -> torch.Tensor:
@@ -47,6 +39,8 @@ def run_engines(engines: list[Engine], hidden: torch.Tensor, cuts: list[int]) ->
             (step,) = engine.execute([work])
             assert isinstance(step, torch.Tensor), step
         outputs.append(step)
+    for cache in caches:
+        cache.close()
     return torch.cat(outputs, dim=1)
 
 
@@ -66,7 +60,7 @@ def test_every_family_has_a_variant_in_conftest(compared_families: set[str]) -> 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_one_step_equals_transformers(any_tiny_model, num_rows: int) -> None:
-    engine = load_engine(any_tiny_model)
+    engine = share_engine(any_tiny_model)
     for num_tokens in (1, 2, 17, 300):
         tokens = draw_tokens(any_tiny_model, num_rows, num_tokens)
 
@@ -79,7 +73,7 @@ def test_four_engines_equal_transformers_after_every_block(any_tiny_model) -> No
     tokens = draw_tokens(any_tiny_model, 2, 40)
     with torch.no_grad():
         expected = any_tiny_model.decoder(tokens, output_hidden_states=True).hidden_states
-    engines = [load_engine(any_tiny_model, index, index + 1) for index in range(4)]
+    engines = [share_engine(any_tiny_model, span=Span(i, i + 1)) for i in range(4)]
 
     for index in range(3):
         hidden = run_engines(engines[: index + 1], expected[0], cuts=[])
@@ -90,15 +84,15 @@ def test_four_engines_equal_transformers_after_every_block(any_tiny_model) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_tokens", "cuts"),
-    [(300, [100, 101, 128, 256]), (40, list(range(1, 40))), (60, list(range(17, 60)))],
-    ids=["chunks", "token-by-token", "prompt-then-tokens"],
+    [(300, [100, 101, 128, 256]), (60, [*range(1, 17), *range(37, 60)])],
+    ids=["chunks", "tokens-prompt-tokens"],
 )
 def test_steps_of_any_length_equal_transformers(
     any_tiny_model, num_tokens: int, cuts: list[int]
 ) -> None:
     tokens = draw_tokens(any_tiny_model, 2, num_tokens)
     hidden = any_tiny_model.embed(tokens)
-    engines = [load_engine(any_tiny_model, 0, 3), load_engine(any_tiny_model, 3, 4)]
+    engines = [share_engine(any_tiny_model, span=span) for span in (Span(0, 3), Span(3, 4))]
 
     output = run_engines(engines, hidden, cuts)
 
@@ -310,15 +304,11 @@ def test_a_refusal_names_every_family_that_is_here() -> None:
 
 
 def test_wrapped_blocks_need_float_weights(tiny_models) -> None:
-    checkpoint = Checkpoint.open(tiny_models.get("wrapped-stablelm").directory)
+    tiny_model = tiny_models.get("wrapped-stablelm")
 
     with pytest.raises(UsageError, match=r"'stablelm' .* needs float weights; use --weights bf16"):
-        engine_loader.load_engine(
-            checkpoint, Span(0, 1), WeightFormat.INT8, kv_budget_bytes=KV_BUDGET
-        )
-    engine = engine_loader.load_engine(
-        checkpoint, Span(0, 1), WeightFormat.BF16, kv_budget_bytes=KV_BUDGET
-    )
+        load_engine(tiny_model, WeightFormat.INT8)
+    engine = load_engine(tiny_model, WeightFormat.BF16, Span(0, 1))
     hidden = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(1))
 
     assert run_engines([engine], hidden, cuts=[2]).dtype == torch.bfloat16
@@ -326,7 +316,7 @@ def test_wrapped_blocks_need_float_weights(tiny_models) -> None:
 
 @pytest.mark.slow
 def test_a_replay_in_wrapped_blocks_is_exact(tiny_models) -> None:
-    engine = load_engine(tiny_models.get("wrapped-stablelm"))
+    engine = share_engine(tiny_models.get("wrapped-stablelm"))
     hidden = torch.randn(1, 90, 64, generator=torch.Generator().manual_seed(1))
     prompt, decoded = hidden[:, :70], hidden[:, 70:]
     outputs = []
@@ -339,6 +329,7 @@ def test_a_replay_in_wrapped_blocks_is_exact(tiny_models) -> None:
             (output,) = engine.execute([work])
             assert isinstance(output, torch.Tensor), output
             parts.append(output)
+        cache.close()
         outputs.append(torch.cat(parts, dim=1))
 
     assert torch.equal(outputs[0], outputs[1])
@@ -433,8 +424,8 @@ def test_gemma_3_of_transformers_4_reads_like_that_of_5() -> None:
 
 
 def test_long_rotations_are_served_as_far_as_they_are_exact(tiny_models) -> None:
-    engine = load_engine(tiny_models.get("phi3-longrope"), 0, 1)
+    engine = share_engine(tiny_models.get("phi3-longrope"), span=Span(0, 1))
 
-    engine.open_cache(1, 400, engine.span)
+    engine.open_cache(1, 400, engine.span).close()
     with pytest.raises(RefusedError, match="handles 400 tokens, not 401"):
         engine.open_cache(1, 401, engine.span)

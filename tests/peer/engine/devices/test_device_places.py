@@ -47,8 +47,15 @@ def attend_in_shape(
     return torch.empty_like(queries_NHD)
 
 
-@pytest.mark.parametrize("kv_format", KVFormat)
-@pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.BF16])
+@pytest.mark.parametrize(
+    ("weights", "kv_format"),
+    [
+        (WeightFormat.FP32, KVFormat.INT8),
+        (WeightFormat.BF16, KVFormat.FLOAT),
+        pytest.param(WeightFormat.FP32, KVFormat.FLOAT, marks=pytest.mark.thorough),
+        pytest.param(WeightFormat.BF16, KVFormat.INT8, marks=pytest.mark.thorough),
+    ],
+)
 @pytest.mark.parametrize(
     "variant",
     ["llama-biases", "mistral-window", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "bloom",

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pass_scene import draw, load_engine, stay
+from pass_scene import draw, share_engine, stay
 from torch.profiler import ProfilerActivity, profile
 
 from shoal.kernels.linear.quantize import WeightFormat
@@ -19,7 +19,7 @@ from shoal.protocol.spans import Span
 def measure_peak(run: Callable[[], object]) -> int:
     """Return the most bytes that torch held at a time while this ran, beyond what it had."""
     run()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         result = run()
     assert record.profiler is not None
     assert record.profiler.kineto_results is not None
@@ -56,7 +56,7 @@ def test_a_pass_stays_below_its_estimate_and_not_far_below(
 ) -> None:
     # The pieces of these models are smaller.
     monkeypatch.setattr(pass_memory, "PIECE_BYTES", 2**20)
-    engine = load_engine(tiny_models.get(variant), weights)
+    engine = share_engine(tiny_models.get(variant), weights)
     size = engine.spec.hidden_size
     work, grads = PassWork(engine.span, draw(*shape, size)), draw(*shape, size, seed=2)
 
@@ -73,7 +73,7 @@ def test_a_pass_stays_below_its_estimate_and_not_far_below(
 
 @pytest.mark.slow
 def test_a_block_more_costs_its_input_alone(tiny_models) -> None:
-    engine = load_engine(tiny_models.get("llama"))
+    engine = share_engine(tiny_models.get("llama"))
     hidden, grads = draw(4, 200, 64), draw(4, 200, 64, seed=2)
 
     peaks = [

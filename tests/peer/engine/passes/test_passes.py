@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pass_scene import check_close, differentiate_reference, draw, embed, load_engine, stay
+from pass_scene import check_close, differentiate_reference, draw, embed, share_engine, stay
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -23,7 +23,7 @@ from shoal.protocol.spans import Span
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt_rows", [None, 1, 3])
 def test_passes_equal_transformers(any_tiny_model, prompt_rows: int | None) -> None:
-    engine = load_engine(any_tiny_model)
+    engine = share_engine(any_tiny_model)
     hidden = embed(any_tiny_model, 3, 40)
     size = hidden.shape[-1]
     prompts = None if prompt_rows is None else 0.3 * draw(4, prompt_rows, 5, size)
@@ -48,7 +48,7 @@ def test_short_and_long_texts_in_small_pieces_equal_transformers(
 ) -> None:
     monkeypatch.setattr(span_passes, "COST_BETWEEN_PAUSES", 2**16)
     monkeypatch.setattr(span_passes, "TOKENS_AT_ONCE", dict.fromkeys(WeightFormat, 70))
-    engine = load_engine(any_tiny_model)
+    engine = share_engine(any_tiny_model)
     hidden = embed(any_tiny_model, 2, num_tokens)
     grads = draw(*hidden.shape, seed=2)
     expected = differentiate_reference(any_tiny_model.decoder, hidden, None, grads)
@@ -62,14 +62,14 @@ def test_short_and_long_texts_in_small_pieces_equal_transformers(
 @pytest.mark.slow
 @pytest.mark.parametrize("num_hops", [2, 4])
 def test_hops_pass_on_what_one_peer_computes(tiny_family, num_hops: int) -> None:
-    whole = load_engine(tiny_family)
+    whole = share_engine(tiny_family)
     hidden = embed(tiny_family, 2, 20)
     prompts, grads = 0.3 * draw(4, 1, 3, hidden.shape[-1]), draw(*hidden.shape, seed=2)
     expected = whole.passes.run_backward(PassWork(whole.span, hidden, prompts), grads, stay)
     step = 4 // num_hops
     spans = [Span(start, start + step) for start in range(0, 4, step)]
     # The last hop hosts more than it is asked for.
-    engines = [load_engine(tiny_family, span=span) for span in spans[:-1]] + [whole]
+    engines = [share_engine(tiny_family, span=span) for span in spans[:-1]] + [whole]
 
     works = []
     for engine, span in zip(engines, spans, strict=True):
@@ -116,7 +116,7 @@ def test_int8_gradients_are_those_of_the_quantized_weights(
 ) -> None:
     monkeypatch.setattr(batch, "PASS_PRECISION", precision)
     tiny_model = tiny_models.get(variant)
-    engine = load_engine(tiny_model, WeightFormat.INT8)
+    engine = share_engine(tiny_model, WeightFormat.INT8)
     hidden = embed(tiny_model, 2, 40)
     prompts, grads = 0.3 * draw(4, 1, 5, hidden.shape[-1]), draw(*hidden.shape, seed=2)
     decoder = round_weights(tiny_model.decoder)
@@ -133,7 +133,7 @@ def test_int8_gradients_are_those_of_the_quantized_weights(
 @pytest.mark.parametrize("variant", ["llama", "gemma2", "mixtral", "bloom", "wrapped-stablelm"])
 def test_bfloat16_gradients_are_close(tiny_models, variant: str) -> None:
     tiny_model = tiny_models.get(variant)
-    engine = load_engine(tiny_model, WeightFormat.BF16)
+    engine = share_engine(tiny_model, WeightFormat.BF16)
     hidden = embed(tiny_model, 2, 40)
     prompts, grads = 0.3 * draw(4, 2, 5, hidden.shape[-1]), draw(*hidden.shape, seed=2)
     expected = differentiate_reference(tiny_model.decoder, hidden, prompts, grads)
@@ -150,7 +150,7 @@ def test_bfloat16_gradients_are_close(tiny_models, variant: str) -> None:
 
 @pytest.mark.parametrize("variant", ["llama", "qwen3-moe", "gemma3"])
 def test_int8_rows_are_the_same_to_the_bit_in_any_microbatch(tiny_models, variant: str) -> None:
-    engine = load_engine(tiny_models.get(variant), WeightFormat.INT8)
+    engine = share_engine(tiny_models.get(variant), WeightFormat.INT8)
     hidden, grads = draw(4, 33, 64), draw(4, 33, 64, seed=2)
     prompts = 0.3 * draw(4, 4, 5, 64, seed=3)
     works = [
@@ -172,7 +172,7 @@ def test_int8_rows_are_the_same_to_the_bit_in_any_microbatch(tiny_models, varian
 
 
 def test_inputs_of_any_dtype_stay_as_they_were(tiny_models) -> None:
-    engine = load_engine(tiny_models.get())
+    engine = share_engine(tiny_models.get())
     work = PassWork(engine.span, draw(2, 9, 64).half(), draw(4, 1, 3, 64, seed=2).bfloat16())
     grads = draw(2, 9, 64, seed=3)
     before = [tensor.clone() for tensor in (work.hidden_BTH, work.prompts_LBPH, grads)]  # type: ignore[union-attr]
@@ -222,7 +222,7 @@ def test_passes_leave_every_weight_as_it_was(
 ) -> None:
     if variant.startswith("wrapped") and weights is WeightFormat.INT8:
         pytest.skip("wrapped blocks have float weights")
-    engine = load_engine(tiny_models.get(variant), weights)
+    engine = share_engine(tiny_models.get(variant), weights)
     held = list_weights(engine)
     before = [tensor.clone() for tensor in held]
     hidden, prompts = draw(2, 20, 64), draw(4, 1, 3, 64, seed=2)
