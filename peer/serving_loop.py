@@ -18,7 +18,7 @@ from .engine.blocks.batch import HostedBlock
 from .hosting.span_loader import LoadError, ServedSpan, SpanLoader
 from .placement.placement import Placement
 from .placement.placer import Placer
-from .runtime.background import BackgroundTasks
+from .runtime.background import BackgroundTasks, cancel_all
 from .runtime.config import PeerEvent, Report
 from .streams.service import Service, StreamHandler
 
@@ -196,6 +196,4 @@ async def _race(*waits: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return tasks
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        await cancel_all(tasks)

@@ -11,7 +11,7 @@ from ..protocol.net.network import Presence
 from .engine.adapters.adapter_store import AdapterStore
 from .engine.passes.pass_memory import PassBudget
 from .hosting.span_loader import ServedSpan, SpanLoader
-from .passes.passes import PassResources, PassWorkload
+from .passes.pass_workload import PassResources, PassWorkload
 from .passes.publications import PublicationWorkload
 from .passes.updates import UpdateStream
 from .passes.uploads import UploadStream

@@ -1,6 +1,6 @@
 """Fine-tuning at a peer: forward and backward passes, uploads and updates of adapters, and adapters
 that are published to all clients.
 
-Nothing here belongs to sessions (`../sessions/`) or computes (`../engine/`). Read first: passes.py,
-then pass_work.py.
+Nothing here belongs to sessions (`../sessions/`) or computes (`../engine/`). Read first:
+pass_workload.py, then wire_passes.py.
 """

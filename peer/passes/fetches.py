@@ -23,6 +23,7 @@ from ..engine.adapters.adapter_file import read_leaves
 from ..engine.adapters.adapter_store import AdapterStore, Kept, make_unknown
 from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
+from ..runtime.background import cancel_all
 from .holders import Holders
 
 _logger = logging.getLogger(__name__)
@@ -114,12 +115,10 @@ class Fetches:
             del self._fetches[key]
         return error or wait
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Fetch nothing any more."""
         tasks = [fetch.task for fetch in self._fetches.values()]
-        for task in (*tasks, self._seeing):
-            if task is not None:
-                task.cancel()
+        await cancel_all(tasks if self._seeing is None else [*tasks, self._seeing])
 
     async def _run(self, name: AdapterId, holder: Holder) -> None:
         fetch = self._fetches[name, holder]

@@ -21,12 +21,12 @@ from ...protocol.messages.adapters import (
 from ...protocol.messages.fields import Message
 from ...protocol.net.network import Presence
 from ...protocol.records.announcements import MAX_ADAPTERS, Announcement, shorten_adapter
-from ..engine.adapters.adapter_store import AdapterStore, Kept
-from ..streams.client_stream import ClientStream, Handler, StreamWork, encode_refusal
+from ..engine.adapters.adapter_store import Kept
+from ..streams.client_stream import ClientStream, Handler, encode_refusal
 from ..streams.service import Workload
 from .fetches import Fetches, read_published
 from .holders import Holders
-from .passes import PassWorkload
+from .pass_workload import PassStreamWork, PassWorkload
 
 _ANNOUNCE_SECONDS = 5.0
 """Time between two announcements because of publications that clients upload or withdraw."""
@@ -59,11 +59,11 @@ class PublicationWorkload(Workload):
         """Add which publications are held here for others."""
         return replace(announcement, adapters=self._held)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Fetch and announce nothing any more."""
-        self._fetches.close()
         if self._announcing is not None:
             self._announcing.cancel()
+        await self._fetches.close()
 
     def _announce_soon(self) -> None:
         """Announce which publications are held: at once, but not again and again for strangers."""
@@ -79,28 +79,21 @@ class PublicationWorkload(Workload):
         self._announce()
 
 
-class PublicationStream(StreamWork):
+class PublicationStream(PassStreamWork):
     """Sends the leaves of one publication at a time."""
 
     def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:
-        self._passes = passes
-        self._stream = stream
-        self._answers = stream.answers
+        super().__init__(passes, stream)
         self._sending: asyncio.Task[None] | None = None
-        self._active_at = passes.clock.now()
-
-    @property
-    def _store(self) -> AdapterStore:
-        return self._passes.resources.adapter_store
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
         return {PublicationFetch: self._take_fetch}
 
     @property
-    def active_at(self) -> float:
-        """When something was last asked here; now, while leaves are sent."""
-        return self._passes.clock.now() if self._sending is not None else self._active_at
+    def is_busy(self) -> bool:
+        """Whether leaves are sent."""
+        return self._sending is not None
 
     def _take_fetch(self, asked: PublicationFetch) -> None:
         """Send leaves of a publication, and say how long it stays; or refuse that."""
@@ -117,7 +110,7 @@ class PublicationStream(StreamWork):
         except RefusedError as error:
             self._answers.put(encode_refusal(asked.pass_id, 0, error))
             return
-        self._active_at = self._passes.clock.now()
+        self._stream.touch()
         if asked.span is None:
             self._say_kept(asked, kept)
             return
@@ -141,4 +134,5 @@ class PublicationStream(StreamWork):
         self._answers.say(AdapterKept(UploadId(asked.pass_id), seconds))
 
     def _note_sent(self, task: asyncio.Task[None]) -> None:
-        self._sending, self._active_at = None, self._passes.clock.now()
+        self._sending = None
+        self._stream.touch()

@@ -27,46 +27,35 @@ from ...protocol.messages.adapters import (
     make_updated_id,
 )
 from ...protocol.messages.fields import Message
-from ..engine.adapters.adapter_store import AdapterStore, Kept
+from ..engine.adapters.adapter_store import Kept
 from ..engine.adapters.trained_adapter import TrainedAdapter
-from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork, encode_refusal
-from .passes import PassWorkload
+from ..streams.client_stream import ClientStream, Handler, encode_refusal
+from .pass_workload import PassStreamWork, PassWorkload
 
 _logger = logging.getLogger(__name__)
 
 _NUMBERS_PER_COST = 2**15
 """To update so many takes about as long as a token through a block of some width."""
 
-_FLOAT_BYTES = 4
-
 TrainingMessage = AdapterMeasure | AdapterUpdate | AdapterFetch
 
 
-class UpdateStream(StreamWork):
+class UpdateStream(PassStreamWork):
     """Does one thing at a time for a stream, in turn with passes. A repeated update is one."""
 
     def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:
-        self._passes = passes
-        self._clock = passes.clock
-        self._stream = stream
-        self._answers = stream.answers
-        self._keep_alive = KeepAlive(stream.answers, passes.estimate_wait_seconds)
+        super().__init__(passes, stream)
         self._task: asyncio.Task[None] | None = None
         self._unsent: tuple[Holder, int] | None = None  # an answer that counts until it is sent
-        self._active_at = passes.clock.now()
-
-    @property
-    def _store(self) -> AdapterStore:
-        return self._passes.resources.adapter_store
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
         return dict.fromkeys((AdapterMeasure, AdapterUpdate, AdapterFetch), self._take)
 
     @property
-    def active_at(self) -> float:
-        """When something was last asked here; now, while it is done."""
-        return self._clock.now() if self._task is not None else self._active_at
+    def is_busy(self) -> bool:
+        """Whether something is done."""
+        return self._task is not None
 
     def _take(self, message: TrainingMessage) -> None:
         """Begin with what is asked, or answer why not.
@@ -75,15 +64,13 @@ class UpdateStream(StreamWork):
         """
         if self._task is not None:
             raise RemoteProtocolError("a stream can run one request about an adapter at a time")
-        adapter_store, holder = self._store, self._stream.holder
-        if isinstance(message, AdapterUpdate) and adapter_store.has(
-            make_updated_id(message), holder
-        ):
+        holder = self._stream.holder
+        if isinstance(message, AdapterUpdate) and self._store.has(make_updated_id(message), holder):
             self._answers.say(_make_kept(message))
             return
         try:
             is_fetched = isinstance(message, AdapterFetch)
-            kept = adapter_store.find(
+            kept = self._store.find(
                 message.adapter if is_fetched else message.gradients.adapter, holder
             )
             trained = kept.trained
@@ -96,15 +83,17 @@ class UpdateStream(StreamWork):
             return
         self._passes.begin()
         self._keep_alive.begin(message.pass_id)
-        self._task = asyncio.create_task(self._work(message, holder, kept, trained))
+        self._task = self._stream.begin(self._work(message, holder, kept, trained))
         self._task.add_done_callback(self._finish)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Give up what nobody waits for any more."""
         if self._task is not None:
             self._task.cancel()
-        else:
-            self._note_sent()
+
+    def end(self) -> None:
+        """Count nothing that was not sent."""
+        self._note_sent()
 
     def _check_memory(self, trained: TrainedAdapter, message: TrainingMessage) -> None:
         if isinstance(message, AdapterMeasure):
@@ -133,9 +122,14 @@ class UpdateStream(StreamWork):
                 self._answers.say(_make_kept(message))
             else:
                 await self._fetch(message, holder, kept, trained)
+            return
         except RefusedError as error:
-            self._note_sent()
-            self._answers.put(encode_refusal(message.pass_id, 0, error))
+            refusal = error
+        except Exception:
+            _logger.exception("an update of an adapter failed and is refused")
+            refusal = RefusedError(ErrorCode.INTERNAL, "the peer failed to update the adapter")
+        self._note_sent()
+        self._answers.put(encode_refusal(message.pass_id, 0, refusal))
 
     async def _fetch(
         self, message: AdapterFetch, holder: Holder, kept: Kept, trained: TrainedAdapter
@@ -189,13 +183,9 @@ class UpdateStream(StreamWork):
 
     def _finish(self, task: asyncio.Task[None]) -> None:
         self._keep_alive.stop()
-        if task.cancelled():
-            self._note_sent()
-        self._task, self._active_at = None, self._clock.now()
+        self._task = None
+        self._stream.touch()
         self._passes.end()
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            _logger.error("an update of an adapter failed and is refused: %r", error)
 
 
 def _update(trained: TrainedAdapter, message: AdapterUpdate, give_way: GiveWay) -> TrainedAdapter:

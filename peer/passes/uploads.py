@@ -24,13 +24,13 @@ from ...protocol.messages.fields import Message
 from ...protocol.versions import OPTIMIZER_VERSION
 from ..engine.adapters.adapter import Adapter
 from ..engine.adapters.adapter_file import read_adapter
-from ..engine.adapters.adapter_store import AdapterStore, Kept
+from ..engine.adapters.adapter_store import Kept
 from ..engine.adapters.trained_adapter import TrainedAdapter
 from ..engine.engine import Engine
-from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork, encode_refusal
+from ..streams.client_stream import ClientStream, Handler, encode_refusal
 from .fetches import read_published
-from .pass_work import check_trained
-from .passes import PassWorkload
+from .pass_workload import PassStreamWork, PassWorkload
+from .wire_passes import check_trained
 
 _logger = logging.getLogger(__name__)
 
@@ -57,23 +57,14 @@ class _Upload:
         return len(head.config) + head.num_bytes // head.num_files * num_tensors
 
 
-class UploadStream(StreamWork):
+class UploadStream(PassStreamWork):
     """Takes one adapter at a time from a stream. Its memory is counted from the head on."""
 
     def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:
-        self._passes = passes
-        self._clock = passes.clock
-        self._stream = stream
-        self._answers = stream.answers
-        self._keep_alive = KeepAlive(stream.answers, passes.estimate_wait_seconds)
+        super().__init__(passes, stream)
         self._upload: _Upload | None = None
         self._unneeded: UploadId | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._active_at = passes.clock.now()
-
-    @property
-    def _store(self) -> AdapterStore:
-        return self._passes.resources.adapter_store
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
@@ -84,14 +75,14 @@ class UploadStream(StreamWork):
         }
 
     @property
-    def active_at(self) -> float:
-        """When it was busy last: now, while an adapter comes, or is read."""
-        return self._active_at if self._upload is None else self._clock.now()
+    def is_busy(self) -> bool:
+        """Whether an adapter comes, or is read."""
+        return self._upload is not None
 
     def _take_withdrawal(self, message: AdapterWithdrawal) -> None:
         """Forget an adapter."""
         if self._store.withdraw(message.adapter, self._stream.holder):
-            self._active_at = self._clock.now()
+            self._stream.touch()
         self._answers.say(AdapterKept(UploadId(message.pass_id), 0.0))
 
     def _take_head(self, message: AdapterHead) -> None:
@@ -144,7 +135,7 @@ class UploadStream(StreamWork):
             self._stop_timer()
             if self._stream.version >= OPTIMIZER_VERSION:  # older ones do not expect it
                 self._keep_alive.begin(upload.head.upload_id)
-            upload.reading = asyncio.create_task(self.read(upload))
+            upload.reading = self._passes.begin_reading(self.read(upload))
             upload.reading.add_done_callback(partial(self._finish, upload))
 
     async def read(self, upload: _Upload) -> Adapter | TrainedAdapter:
@@ -167,10 +158,11 @@ class UploadStream(StreamWork):
     def _finish(self, upload: _Upload, reading: asyncio.Future[Adapter | TrainedAdapter]) -> None:
         """Keep the adapter, also when the stream is over by now: others may be there."""
         if reading.cancelled():
-            return  # with the event loop
+            return  # with all memory for adapters
         self._keep_alive.stop()
         head, error = upload.head, reading.exception()
-        self._upload, self._active_at = None, self._clock.now()
+        self._upload = None
+        self._stream.touch()
         if error is None:
             self._keep(upload, reading.result())
             self._say_kept(head.upload_id)
@@ -210,7 +202,7 @@ class UploadStream(StreamWork):
         self._refuse(upload.head.upload_id, error)
 
     def _say_kept(self, upload_id: UploadId) -> None:
-        self._active_at = self._clock.now()
+        self._stream.touch()
         self._answers.say(AdapterKept(upload_id, KEEP_SECONDS))
 
     def _refuse(self, upload_id: UploadId, error: RefusedError) -> None:
@@ -219,7 +211,8 @@ class UploadStream(StreamWork):
 
     def _forget(self, upload: _Upload) -> None:
         self._stop_timer()
-        self._upload, self._active_at = None, self._clock.now()
+        self._upload = None
+        self._stream.touch()
         self._store.release(upload.holder, upload.num_bytes)
 
     def _stop_timer(self) -> None:

@@ -18,6 +18,7 @@ from ...protocol.net.clock import Clock
 from ...protocol.net.transport import Stream, refuse_large_frames
 from ...protocol.records.announcements import Announcement
 from ...protocol.wire.codec import encode_frame
+from ..runtime.background import cancel_all
 
 _logger = logging.getLogger(__name__)
 
@@ -52,10 +53,6 @@ class _ParkedStream:
     def __post_init__(self) -> None:
         # Nothing is said on it, but so it is noticed when somebody does, or when it ends.
         self.hearing = asyncio.create_task(self.stream.receive())
-
-    async def stop_hearing(self) -> None:
-        self.hearing.cancel()
-        await asyncio.wait({self.hearing})
 
 
 class ParkedStreams:
@@ -97,7 +94,7 @@ class ParkedStreams:
             if newest.hearing.done():
                 continue  # its end was not seen yet
             newest.is_taken = True
-            await newest.stop_hearing()
+            await cancel_all([newest.hearing])
             return newest.stream
         return None
 
@@ -129,7 +126,7 @@ class ParkedStreams:
                     await self._look_again()
         finally:
             self._remove(parked)
-            await parked.stop_hearing()
+            await cancel_all([parked.hearing])
             _read(parked.hearing)
         if parked.is_taken:
             await parked.stream.wait_over()

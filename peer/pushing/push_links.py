@@ -32,6 +32,7 @@ from ...protocol.net.dialling import dial, greet
 from ...protocol.net.retry import Backoff, Backoffs
 from ...protocol.net.transport import Stream, Transport, refuse_large_frames
 from ...protocol.wire.codec import decode_frame, encode_frame
+from ..runtime.background import cancel_all
 from .dial_budget import DialBudget
 from .parked_streams import ParkedStreams
 
@@ -177,10 +178,7 @@ class PushLinks:
     async def close(self) -> None:
         """Close all connections, and dial no more."""
         self._is_closed = True
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await cancel_all(self._tasks)
 
     def _find(self, following: NextHop, lane: Lane, holder: Holder) -> "_PushLink":
         """Return the connection, or begin one. Raises RefusedError when that is too much."""
@@ -335,9 +333,7 @@ class _PushLink:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            await cancel_all(tasks)
         for failure in [task.exception() for task in tasks if not task.cancelled()]:
             if failure is not None:
                 raise copy(failure)

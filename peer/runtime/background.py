@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 from ...protocol.net.clock import Clock
@@ -30,10 +30,7 @@ class BackgroundTasks:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await cancel_all(self._tasks)
         for task in self._tasks:
             if not task.cancelled() and task.exception() is not None:
                 _logger.warning(
@@ -52,8 +49,16 @@ class BackgroundTasks:
                     task.result()
             return running.result()
         finally:
-            running.cancel()
-            await asyncio.wait([running])
+            await cancel_all([running])
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended, however they do."""
+    cancelled = list(tasks)
+    for task in cancelled:
+        task.cancel()
+    if cancelled:
+        await asyncio.wait(cancelled)
 
 
 class LoopLag:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -136,7 +137,6 @@ class SessionStream(StreamWork):
         self._waiting: dict[SessionId, asyncio.Task[bytes]] = {}  # sessions that have to wait
         self._attached: dict[SessionId, Capability] = {}  # sessions that another peer pushes here
         self._used: set[SessionId] = set()  # those opened here, and others that are stepped here
-        self._active_at = workload.admission.clock.now()
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
@@ -152,10 +152,10 @@ class SessionStream(StreamWork):
 
     @property
     def active_at(self) -> float:
-        """When a session was last opened or stepped, on this stream or on another one."""
+        """When a session was last stepped, on this stream or on another one."""
         self._forget_closed()
         sessions = self._admission.sessions
-        return max([self._active_at, *(sessions[session].used_at for session in self._used)])
+        return max((sessions[session].used_at for session in self._used), default=-math.inf)
 
     @property
     def is_in_use(self) -> bool:
@@ -169,7 +169,7 @@ class SessionStream(StreamWork):
         if not self._used <= sessions.keys():
             self._used &= sessions.keys()
             self._attached = {s: shown for s, shown in self._attached.items() if s in self._used}
-            self._active_at = self._admission.clock.now()
+            self._stream.touch()
 
     def say_leaving(self) -> None:
         """Tell the client of every session here to move it, unless it is too old to understand."""
@@ -257,7 +257,7 @@ class SessionStream(StreamWork):
             self._answers.deliver(answer, task.result() if is_known else None)
 
         answer: Answer = asyncio.Future()
-        self._active_at = self._admission.clock.now()
+        self._stream.touch()
         self._waiting[message.session] = task = self._stream.begin(wait())
         task.add_done_callback(settle)
         self._answers.say(Queued(message.session, message.epoch, seconds))
@@ -266,7 +266,7 @@ class SessionStream(StreamWork):
     def note_opened(self, message: Open, held: HeldSession, free_tokens: int) -> bytes:
         self._opened[message.session] = held
         self._used.add(message.session)
-        self._active_at = self._admission.clock.now()
+        self._stream.touch()
         queue_seconds = self._admission.compute.queue_seconds
         return encode_opened(message, queue_seconds, free_tokens)
 

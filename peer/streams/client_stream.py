@@ -89,12 +89,14 @@ class StreamWork(Protocol):
         ...
 
     @property
-    def active_at(self) -> float:
-        """When something was last begun here, came further or was over; now, while it is done.
+    def is_busy(self) -> bool:
+        """Whether something is under way for which the client has to wait."""
+        return False
 
-        By the peer's clock. A stream ends on which nothing was done for long.
-        """
-        return float("-inf")
+    @property
+    def active_at(self) -> float:
+        """When something was last done, by the peer's clock, without `ClientStream.touch`."""
+        return -math.inf
 
     @property
     def is_in_use(self) -> bool:
@@ -228,6 +230,13 @@ class ClientStream:
         """End the stream from this side."""
         await self.answers.hang_up()
 
+    def touch(self) -> None:
+        """Note that something was begun here, came further or is over.
+
+        A stream ends on which nothing was done for long.
+        """
+        self._active_at = self._host.clock.now()
+
     async def _send_answers(self) -> None:
         try:
             await self.answers.run()
@@ -262,7 +271,7 @@ class ClientStream:
         """Wait until more may be asked. Raises RefusedError when that takes too long."""
         with self._being_busy():
             await self.answers.wait_for_room(self._host.idle_seconds)
-        self._active_at = self._host.clock.now()
+        self.touch()
 
     async def _wait_until_idle(self) -> None:
         """Wait until nothing was done here for too long, and say that."""
@@ -278,7 +287,7 @@ class ClientStream:
         Refused and unknown messages do not count. A large frame that arrives does: the transport
         has a limit of its own for it.
         """
-        if self._is_busy:
+        if self._is_busy or any(work.is_busy for work in self._works):
             return math.inf
         idle_seconds = self._host.idle_seconds
         if not any(work.is_in_use for work in self._works):
@@ -349,7 +358,7 @@ class ClientStream:
         self.version = agree_on_version(hello.min_version, hello.max_version)
         if self.version >= REVERSE_VERSION and host.parked is not None:
             self._nonce = secrets.token_bytes(OFFER_NONCE_BYTES)
-        self._active_at = host.clock.now()
+        self.touch()
         self.answers.holder = self.answers.holder._replace(client=hello.client.hex())
         wall = host.clock.wall()
         welcome = Welcome(

@@ -17,6 +17,7 @@ from ...protocol.fair_share import BUSY_SECONDS, check_room_for
 from ...protocol.messages.offers import Offer
 from ...protocol.net.transport import Stream
 from ...protocol.records.announcements import Announcement
+from ..runtime.background import cancel_all
 from .client_stream import ClientStream, StreamHost, StreamWork, encode_refusal
 
 MAX_PENDING_BYTES = 32 * limits.MAX_FRAME_BYTES
@@ -56,7 +57,7 @@ class Workload(Protocol):
         """Return the peer's announcement with the present load of this workload."""
         return announcement
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Free all memory for the next span: all streams have ended."""
 
 
@@ -124,7 +125,7 @@ class Service:
             if self.streams:
                 await self._changed.wait()
         for workload in self.workloads:
-            workload.close()
+            await workload.close()
 
     async def wait_until_empty(self, timeout_seconds: float) -> bool:
         """Wait until no work is under way; return whether that came in time.
@@ -203,6 +204,5 @@ class StreamHandler:
                     return_when=asyncio.FIRST_COMPLETED,
                 )
             finally:
-                ending.cancel()
-                await asyncio.wait({ending})
+                await cancel_all([ending])
         return opened.result() if opened.done() else None

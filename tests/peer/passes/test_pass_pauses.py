@@ -21,7 +21,7 @@ from shoal.kernels.pauses import Pauses
 from shoal.kernels.wire_tensors import encode_tensor
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.loading.engine_loader import load_engine
-from shoal.peer.passes.pass_work import WireWork, run_pass
+from shoal.peer.passes.wire_passes import WireWork, run_pass
 from shoal.protocol.ids import ModelId, PassId, SessionId
 from shoal.protocol.messages.passes import Pass, PassKind, Slot, cut_vectors
 from shoal.protocol.spans import Span

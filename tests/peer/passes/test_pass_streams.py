@@ -28,7 +28,7 @@ from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes import pass_memory
 from shoal.peer.engine.passes.pass_memory import PassBudget
 from shoal.peer.engine.passes.span_passes import PassWork
-from shoal.peer.passes.passes import PassStream
+from shoal.peer.passes.pass_workload import PassStream
 from shoal.peer.streams.client_stream import ClientStream
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeVar
 
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
 from ...protocol.fair_share import BUSY_SECONDS, Holder, SharedBytes
@@ -31,9 +32,10 @@ from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
 from ..engine.pass_queue import ComputedPass, PassJob
 from ..engine.passes.pass_memory import PassBudget
+from ..runtime.background import cancel_all
 from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork, encode_refusal
 from ..streams.service import Workload
-from .pass_work import (
+from .wire_passes import (
     Adapters,
     WireWork,
     check_adapters,
@@ -44,6 +46,8 @@ from .pass_work import (
 )
 
 _logger = logging.getLogger(__name__)
+
+_Adapter = TypeVar("_Adapter")
 
 _UPLOAD_SECONDS = 300.0
 """How long the tensors of a pass may be on their way, while the memory for all of them is kept: 85
@@ -83,6 +87,7 @@ class PassWorkload(Workload):
         self.num_running = 0
         """Passes and updates that come in, wait, are computed or answered."""
         self.is_draining = False
+        self._readings: set[asyncio.Task[Any]] = set()
         engine.passes.activations.limit(resources.budget.kept_bytes)
         compute.limit_passes(resources.budget.work_bytes)
 
@@ -107,9 +112,17 @@ class PassWorkload(Workload):
         """Add how long passes wait."""
         return replace(announcement, pass_queue_seconds=self.estimate_wait_seconds())
 
-    def close(self) -> None:
-        """Keep no adapters any more."""
+    async def close(self) -> None:
+        """Read and keep no adapters any more."""
+        await cancel_all(self._readings)
         self.resources.adapter_store.close()
+
+    def begin_reading(self, reading: Coroutine[Any, Any, _Adapter]) -> asyncio.Task[_Adapter]:
+        """Read an adapter, also when the stream is over by which it came: others may be there."""
+        task = asyncio.create_task(reading)
+        self._readings.add(task)
+        task.add_done_callback(self._readings.discard)
+        return task
 
     def estimate_wait_seconds(self) -> float:
         """Return how long a pass of one more client would wait."""
@@ -138,34 +151,41 @@ class _OpenPass:
     job: PassJob | None = None
 
 
-class PassStream(StreamWork):
+class PassStreamWork(StreamWork):
+    """What all work on one stream has that shares the account of passes."""
+
+    def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:
+        self._passes = passes
+        self._clock = passes.clock
+        self._stream = stream
+        self._answers = stream.answers
+        self._keep_alive = KeepAlive(stream.answers, passes.estimate_wait_seconds)
+
+    @property
+    def _store(self) -> AdapterStore:
+        return self._passes.resources.adapter_store
+
+
+class PassStream(PassStreamWork):
     """Takes one pass at a time from a stream.
 
     The memory that the pass needs on its way is counted as a whole when it is asked for.
     """
 
-    def __init__(self, workload: PassWorkload, stream: ClientStream) -> None:
-        self._workload = workload
-        self._stream = stream
-        self._answers = stream.answers
+    def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:
+        super().__init__(passes, stream)
         self._asked: _OpenPass | None = None
         self._refused: PassId | None = None
         self._timer: asyncio.TimerHandle | None = None  # of the upload's end
-        self._keep_alive = KeepAlive(stream.answers, workload.estimate_wait_seconds)
-        self._active_at = workload.clock.now()
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
         return {Pass: self._take_pass, PassPiece: self._take_piece}
 
     @property
-    def active_at(self) -> float:
-        """When a pass was last begun, came further or was over; now, while one is computed or
-        answered.
-        """
-        if self._asked is not None and self._asked.job is not None:
-            return self._workload.clock.now()
-        return self._active_at
+    def is_busy(self) -> bool:
+        """Whether a pass is computed or answered."""
+        return self._asked is not None and self._asked.job is not None
 
     def _take_pass(self, message: Pass) -> None:
         """Begin a pass, or answer why not."""
@@ -176,7 +196,7 @@ class PassStream(StreamWork):
         except RefusedError as error:
             self._refuse(message.pass_id, error)
             return
-        self._active_at = self._workload.clock.now()
+        self._stream.touch()
         self._timer = asyncio.get_running_loop().call_later(_UPLOAD_SECONDS, self._give_up, asked)
 
     def end(self) -> None:
@@ -190,7 +210,7 @@ class PassStream(StreamWork):
         else:
             # Its tensors are in memory until the compute thread has let go of them.
             asked.job.released.add_done_callback(lambda _: self._forget(asked))
-            self._workload.compute.drop_pass(asked.job)
+            self._passes.compute.drop_pass(asked.job)
 
     def _take_piece(self, piece: PassPiece) -> bool:
         """Take a piece, or return that it is of no pass."""
@@ -198,15 +218,15 @@ class PassStream(StreamWork):
         if asked is None or piece.pass_id != asked.work.message.pass_id:
             return piece.pass_id == self._refused
         asked.reader.take(piece)
-        self._active_at = self._workload.clock.now()
+        self._stream.touch()
         if asked.reader.is_complete:
             self._begin_computing(asked)
         return True
 
     def _admit(self, message: Pass, holder: Holder) -> _OpenPass:
-        workload, resources = self._workload, self._workload.resources
-        engine = workload.engine
-        if workload.is_draining:
+        passes, resources = self._passes, self._passes.resources
+        engine = passes.engine
+        if passes.is_draining:
             raise RefusedError(ErrorCode.DRAINING, "the peer is leaving its blocks", BUSY_SECONDS)
         if not resources.budget.num_bytes:
             raise RefusedError(ErrorCode.OUT_OF_MEMORY, "this peer has no memory for training")
@@ -225,9 +245,9 @@ class PassStream(StreamWork):
         gathered = find_gathered(message, kept)
         adapters = cut_adapters(message, kept)
         num_bytes, work_bytes = self._measure(message, adapters)
-        workload.tensors.check_room_for(holder, num_bytes)
-        workload.tensors.count(holder, num_bytes)
-        workload.begin()
+        passes.tensors.check_room_for(holder, num_bytes)
+        passes.tensors.count(holder, num_bytes)
+        passes.begin()
         for one in kept.values():
             resources.adapter_store.use(one, holder)
         width = engine.spec.hidden_size
@@ -237,7 +257,7 @@ class PassStream(StreamWork):
 
     def _measure(self, message: Pass, adapters: Adapters) -> tuple[int, int]:
         """Return the bytes of a pass's tensors, and of computing it; or refuse it as too large."""
-        engine, budget = self._workload.engine, self._workload.resources.budget
+        engine, budget = self._passes.engine, self._passes.resources.budget
         vector_bytes = engine.spec.hidden_size * _FLOAT_BYTES
         adapter_bytes = check_adapters(
             message, adapters, engine.spec.hidden_size, budget.max_gradient_bytes
@@ -253,7 +273,7 @@ class PassStream(StreamWork):
         )
         has_room = text_bytes <= budget.max_tensor_bytes and work_bytes <= budget.max_work_bytes
         work_bytes += adapter_bytes
-        if not has_room or work_bytes > self._workload.resources.read_free_bytes():
+        if not has_room or work_bytes > self._passes.resources.read_free_bytes():
             raise RefusedError(
                 ErrorCode.OUT_OF_MEMORY,
                 f"a pass of {message.num_rows} x {message.num_tokens} tokens is more than this "
@@ -272,8 +292,8 @@ class PassStream(StreamWork):
         self._refuse(asked.work.message.pass_id, RefusedError(ErrorCode.OUT_OF_MEMORY, detail))
 
     def _begin_computing(self, asked: _OpenPass) -> None:
-        message, compute = asked.work.message, self._workload.compute
-        run = partial(run_pass, self._workload.engine.passes, asked.work)
+        message, compute = asked.work.message, self._passes.compute
+        run = partial(run_pass, self._passes.engine.passes, asked.work)
         cost = message.num_rows * message.num_tokens * len(message.span) * _COSTS[message.kind]
         asked.job = compute.submit_pass(run, cost, asked.holder, asked.work_bytes)
         asked.job.future.add_done_callback(partial(self._answer, asked))
@@ -305,16 +325,17 @@ class PassStream(StreamWork):
         self._answers.say(passed)
 
     def _recount(self, asked: _OpenPass, num_bytes: int) -> None:
-        self._workload.tensors.count(asked.holder, num_bytes - asked.num_bytes)
+        self._passes.tensors.count(asked.holder, num_bytes - asked.num_bytes)
         asked.num_bytes = num_bytes
 
     def _forget(self, asked: _OpenPass) -> None:
         self._stop_timer()
-        self._asked, self._active_at = None, self._workload.clock.now()
+        self._asked = None
+        self._stream.touch()
         self._recount(asked, 0)
         for kept in asked.kept:
-            self._workload.resources.adapter_store.leave(kept, asked.holder)
-        self._workload.end()
+            self._store.leave(kept, asked.holder)
+        self._passes.end()
 
     def _stop_timer(self) -> None:
         self._keep_alive.stop()
