@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
 from ...protocol.fair_share import BUSY_SECONDS, Holder, SharedBytes
@@ -32,7 +32,6 @@ from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
 from ..engine.pass_queue import ComputedPass, PassJob
 from ..engine.passes.pass_memory import PassBudget
-from ..runtime.background import cancel_all
 from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork, encode_refusal
 from ..streams.service import Workload
 from .wire_passes import (
@@ -46,8 +45,6 @@ from .wire_passes import (
 )
 
 _logger = logging.getLogger(__name__)
-
-_Adapter = TypeVar("_Adapter")
 
 _UPLOAD_SECONDS = 300.0
 """How long the tensors of a pass may be on their way, while the memory for all of them is kept: 85
@@ -87,7 +84,8 @@ class PassWorkload(Workload):
         self.num_running = 0
         """Passes and updates that come in, wait, are computed or answered."""
         self.is_draining = False
-        self._readings: set[asyncio.Task[Any]] = set()
+        self.readings: set[asyncio.Future[Any]] = set()
+        """Adapters that are being read, maybe of streams that are over by now."""
         engine.passes.activations.limit(resources.budget.kept_bytes)
         compute.limit_passes(resources.budget.work_bytes)
 
@@ -113,16 +111,10 @@ class PassWorkload(Workload):
         return replace(announcement, pass_queue_seconds=self.estimate_wait_seconds())
 
     async def close(self) -> None:
-        """Read and keep no adapters any more."""
-        await cancel_all(self._readings)
+        """Keep no adapters any more; those that are being read just now are dropped."""
+        if self.readings:
+            await asyncio.wait(self.readings)
         self.resources.adapter_store.close()
-
-    def begin_reading(self, reading: Coroutine[Any, Any, _Adapter]) -> asyncio.Task[_Adapter]:
-        """Read an adapter, also when the stream is over by which it came: others may be there."""
-        task = asyncio.create_task(reading)
-        self._readings.add(task)
-        task.add_done_callback(self._readings.discard)
-        return task
 
     def estimate_wait_seconds(self) -> float:
         """Return how long a pass of one more client would wait."""

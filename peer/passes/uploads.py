@@ -135,8 +135,9 @@ class UploadStream(PassStreamWork):
             self._stop_timer()
             if self._stream.version >= OPTIMIZER_VERSION:  # older ones do not expect it
                 self._keep_alive.begin(upload.head.upload_id)
-            upload.reading = self._passes.begin_reading(self.read(upload))
-            upload.reading.add_done_callback(partial(self._finish, upload))
+            upload.reading = reading = asyncio.create_task(self.read(upload))
+            self._passes.readings.add(reading)
+            reading.add_done_callback(partial(self._finish, upload))
 
     async def read(self, upload: _Upload) -> Adapter | TrainedAdapter:
         """Read an adapter on a thread of its own: tens of megabytes are checked number by number.
@@ -157,8 +158,9 @@ class UploadStream(PassStreamWork):
 
     def _finish(self, upload: _Upload, reading: asyncio.Future[Adapter | TrainedAdapter]) -> None:
         """Keep the adapter, also when the stream is over by now: others may be there."""
+        self._passes.readings.discard(reading)
         if reading.cancelled():
-            return  # with all memory for adapters
+            return  # with the event loop
         self._keep_alive.stop()
         head, error = upload.head, reading.exception()
         self._upload = None

@@ -32,7 +32,6 @@ from ...protocol.records.announcements import MAX_PARKED_AT, Announcement, PeerS
 from ...protocol.records.coordinates import ORIGIN, estimate_rtt_seconds
 from ...protocol.versions import REVERSE_VERSION
 from ...protocol.wire.codec import encode_frame, read_answer
-from ..runtime.background import cancel_all
 
 _logger = logging.getLogger(__name__)
 
@@ -152,7 +151,7 @@ class ReverseConnections:
         for (peer_id, lane), parking in list(self._parking.items()):
             # A restarted peer listens elsewhere and has lost the stream.
             if peer_id not in hosts or hosts[peer_id].endpoints != self._hosts[peer_id].endpoints:
-                await cancel_all([parking])
+                await _cancel([parking])
                 del self._parking[peer_id, lane]
                 self._parked.discard((peer_id, lane))
         self._hosts = hosts
@@ -244,12 +243,12 @@ class ReverseConnections:
             await stream.close()
 
     async def _end(self) -> None:
-        await cancel_all(self._parking.values())
+        await _cancel(self._parking.values())
         for stream in list(self._serving.values()):
             await stream.close()
         if self._serving:
             await asyncio.wait(list(self._serving), timeout=_LAST_WORDS_SECONDS)
-        await cancel_all(self._serving)
+        await _cancel(list(self._serving))
 
 
 class _HeardStream:
@@ -282,3 +281,10 @@ class _HeardStream:
 
 def _name(host: Announcement) -> str:
     return f"peer …{host.peer_id[-6:]}"
+
+
+async def _cancel(tasks: Collection[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
