@@ -15,7 +15,7 @@ _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 class Endpoint:
     """A host and port, with the SHA-256 fingerprint of the TLS key that must answer there.
 
-    `fingerprint` is 64 lower-case hex digits, or empty for plain text, which is for loopback only.
+    `fingerprint` is 64 lower-case hex digits. Nobody dials an endpoint where it is empty.
     """
 
     host: str

@@ -51,7 +51,7 @@ class Probes:
     """Greet over TCP as libp2p does and return the answer; raises OSError."""
     join: Callable[[Sequence[str]], Awaitable[Directory]]
     check_certificate: Callable[[Endpoint], Awaitable[object]]
-    """Raise as `fetch_pinned_certificate` does."""
+    """Raise as `check_certificate` does."""
     reach: Callable[[Sequence[str], Door], Awaitable[Sequence[Reach]]]
     """Ask others, through these addresses, to dial a door of this machine."""
 
@@ -65,7 +65,7 @@ def make_network_probes(membership: Membership | None = None) -> Probes:
     from ...protocol.net.libp2p.libp2p_transport import LazyLibp2pTransport
     from ...protocol.net.relays.reachability import probe
     from ...protocol.net.tcp.tcp_transport import TcpTransport
-    from ...protocol.net.tcp.tls import fetch_pinned_certificate
+    from ...protocol.net.tcp.tls import check_certificate
 
     clock = SystemClock()
 
@@ -83,7 +83,7 @@ def make_network_probes(membership: Membership | None = None) -> Probes:
         TcpTransport(membership=membership),
         LazyLibp2pTransport(membership),
     )
-    return Probes(clock, transport, _dial, _hail, join, fetch_pinned_certificate, reach)
+    return Probes(clock, transport, _dial, _hail, join, check_certificate, reach)
 
 
 async def _dial(host: str, port: int) -> None:

@@ -5,7 +5,6 @@ import errno
 import ipaddress
 import socket
 from dataclasses import dataclass
-from typing import Any
 
 from ..endpoints import Endpoint
 from ..errors import UsageError
@@ -54,28 +53,42 @@ def _is_for_everybody(host: str) -> bool:
         return True
 
 
-async def resolve_all(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
-    """Return the addresses to listen on for a host, each once."""
-    found = await asyncio.get_running_loop().getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )
-    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+async def open_listening(host: str, port: int) -> list[socket.socket]:
+    """Return sockets that listen on every address of a host, and do not block.
 
-
-def open_listening(family: socket.AddressFamily, address: Any) -> socket.socket:
-    """Return a listening socket that does not block. Raises OSError."""
-    opened = socket.socket(family, socket.SOCK_STREAM)
+    Raises UsageError when the port is in use or the host not ours.
+    """
+    opened: list[socket.socket] = []
     try:
-        opened.setblocking(False)
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family is socket.AddressFamily.AF_INET6:
-            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        opened.bind(address)
-        opened.listen(_BACKLOG)
-    except OSError:
-        opened.close()
-        raise
+        found = await asyncio.get_running_loop().getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        for family, _, _, _, address in dict.fromkeys(found):
+            # Port 0 is chosen once for all addresses of a host.
+            chosen = opened[0].getsockname()[1] if opened else port
+            where = (address[0], chosen, *address[2:])
+            opened.append(socket.create_server(where, family=family, backlog=_BACKLOG))
+            opened[-1].setblocking(False)
+    except OSError as error:
+        for listening in opened:
+            listening.close()
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(f"port {port} on {host} is in use; choose another one") from error
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise UsageError(
+                f"{host} is not an address of this machine; listen on 0.0.0.0, and give the "
+                "address that others dial with --announce-host"
+            ) from error
+        named = Endpoint(host, port) if port else host
+        reason, _, _ = str(error.strerror or error).partition(" (while")  # names it once more
+        raise UsageError(f"cannot listen on {named}: {reason}") from error
     return opened
+
+
+async def check_can_listen(host: str, port: int) -> None:
+    """Raise UsageError when a port is in use or a host not ours."""
+    for listening in await open_listening(host, port):
+        listening.close()
 
 
 def set_keepalive(connected: socket.socket) -> None:
@@ -92,25 +105,3 @@ def check_can_be_dialled(host: str) -> None:
         raise UsageError(
             f"others cannot dial {host}: give the address that they should use with --announce-host"
         )
-
-
-async def check_can_bind(host: str, port: int) -> None:
-    """Raise UsageError when a port is in use or a host not ours."""
-    try:
-        addresses = await asyncio.get_running_loop().getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        for family, kind, protocol, _, address in addresses:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise UsageError(f"port {port} on {host} is in use; choose another one") from error
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise UsageError(
-                f"{host} is not an address of this machine; listen on 0.0.0.0, and give the "
-                "address that others dial with --announce-host"
-            ) from error
-        where = Endpoint(host, port) if port else host
-        raise UsageError(f"cannot listen on {where}: {error.strerror or error}") from error

@@ -23,6 +23,7 @@ from ..errors import (
     UnavailableError,
 )
 from ..limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES
+from .addresses import set_keepalive
 from .transport import FrameGate, open_gate
 
 _LINGER_SECONDS = 5.0
@@ -170,10 +171,8 @@ class FrameStream(asyncio.Protocol):
     them. `label` names the other end in errors.
     """
 
-    def __init__(
-        self, label: str, remote_host: str | None = None, framing: Framing | None = None
-    ) -> None:
-        self.remote_host = remote_host
+    def __init__(self, label: str, framing: Framing | None = None) -> None:
+        self.remote_host: str | None = None
         loop = asyncio.get_running_loop()
         self._label = label
         self._gate: FrameGate = open_gate
@@ -292,6 +291,8 @@ class FrameStream(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self.remote_host = str(transport.get_extra_info("peername")[0])
+        set_keepalive(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
         if data and self._framing.mark is not None:

@@ -7,8 +7,7 @@ from transport_seam import Seam
 @pytest.fixture(
     params=[
         "loopback",
-        pytest.param("tcp-tls", marks=pytest.mark.network),
-        pytest.param("tcp-plain", marks=pytest.mark.network),
+        pytest.param("tcp", marks=pytest.mark.network),
         pytest.param("libp2p", marks=pytest.mark.network),
     ]
 )

@@ -6,7 +6,7 @@ import pytest
 from transport_seam import Seam, echo
 
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.errors import ErrorCode, NotAMemberError, UsageError
+from shoal.protocol.errors import ErrorCode, NotAMemberError
 from shoal.protocol.membership.membership import Membership, Role, make_owner, make_public
 from shoal.protocol.net.memory.loopback import LoopbackTransport
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
@@ -106,8 +106,3 @@ def test_proof_made_for_one_peer_is_worth_nothing_at_another(seam: PrivateSeam) 
         )
 
     seam.run(test)
-
-
-def test_private_swarm_is_never_in_plain_text() -> None:
-    with pytest.raises(UsageError, match="needs TLS"):
-        TcpTransport(plaintext=True, membership=USER)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from shoal.protocol.errors import UsageError
-from shoal.protocol.net.addresses import check_can_bind
+from shoal.protocol.net.addresses import check_can_listen
 
 pytestmark = pytest.mark.network
 
@@ -18,9 +18,9 @@ ELSEWHERE = "192.0.2.1"
 @pytest.mark.parametrize("port", [0, 80])
 def test_address_of_another_machine_comes_with_advice(port: int) -> None:
     with pytest.raises(UsageError, match=f"^{ELSEWHERE} is not an address of this machine; listen"):
-        asyncio.run(check_can_bind(ELSEWHERE, port))
+        asyncio.run(check_can_listen(ELSEWHERE, port))
 
 
 def test_host_that_nobody_knows_is_named_without_a_port_that_nobody_chose() -> None:
     with pytest.raises(UsageError, match=r"^cannot listen on a\.invalid: [A-Z]"):
-        asyncio.run(check_can_bind("a.invalid", 0))
+        asyncio.run(check_can_listen("a.invalid", 0))

@@ -14,9 +14,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtensionOID, NameOID
 
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.errors import RemoteProtocolError, UnavailableError, UsageError
+from shoal.protocol.errors import RemoteProtocolError, UnavailableError
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
-from shoal.protocol.net.tcp.tls import ALPN, fingerprint_of
+from shoal.protocol.net.tcp.tls import ALPN
 
 pytestmark = pytest.mark.network
 
@@ -101,8 +101,3 @@ def test_unreadable_certificate_is_the_peers_fault(make, tmp_path: Path) -> None
             server.close()
 
     asyncio.run(test())
-
-
-def test_own_certificate_of_an_unknown_version_is_a_usage_error() -> None:
-    with pytest.raises(UsageError):
-        fingerprint_of(to_pem(unknown_version()))

@@ -3,7 +3,6 @@
 import asyncio
 import random
 import signal
-import socket
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -16,13 +15,12 @@ from shoal.protocol.errors import (
     LocalProtocolError,
     RemoteProtocolError,
     UnavailableError,
-    UsageError,
 )
 from shoal.protocol.identity import Identity
 from shoal.protocol.limits import MAX_FRAME_BYTES
 from shoal.protocol.net.tcp import tcp_listener
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
-from shoal.protocol.net.tcp.tls import make_tls_identity
+from shoal.protocol.net.tcp.tls import make_server_context, make_tls_identity
 from shoal.protocol.net.transport import Stream
 
 pytestmark = pytest.mark.network
@@ -178,8 +176,7 @@ def test_killed_client_process_frees_the_server() -> None:
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("plaintext", [False, True])
-def test_random_bytes_on_the_port_disturb_nobody(plaintext: bool) -> None:
+def test_random_bytes_on_the_port_disturb_nobody() -> None:
     generator = random.Random(11)
 
     async def throw(endpoint: Endpoint) -> None:
@@ -193,7 +190,7 @@ def test_random_bytes_on_the_port_disturb_nobody(plaintext: bool) -> None:
             writer.transport.abort()
 
     async def test() -> None:
-        transport = TcpTransport(plaintext=plaintext)
+        transport = TcpTransport()
         endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
         stream = await transport.open_stream(endpoint)
         for turn in range(20):
@@ -235,28 +232,13 @@ def test_server_of_something_else_is_a_protocol_error(greeting: bytes) -> None:
 
     async def test() -> None:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
-        plain, secure = TcpTransport(plaintext=True), TcpTransport()
+        endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1], "1" * 64)
+        transport = TcpTransport()
 
-        with pytest.raises((RemoteProtocolError, UnavailableError)):
-            await plain.open_stream(endpoint)
         with pytest.raises(RemoteProtocolError if greeting else UnavailableError):
-            await secure.open_stream(Endpoint(endpoint.host, endpoint.port, "1" * 64))
-        for transport in (plain, secure):
-            await transport.close()
-        server.close()
-
-    asyncio.run(test())
-
-
-def test_port_that_speaks_no_tls_is_a_protocol_error() -> None:
-    async def test() -> None:
-        transport = TcpTransport(plaintext=True)
-        endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
-
-        with pytest.raises((RemoteProtocolError, UnavailableError)):
-            await transport.open_stream(Endpoint(endpoint.host, endpoint.port, "1" * 64))
+            await transport.open_stream(endpoint)
         await transport.close()
+        server.close()
 
     asyncio.run(test())
 
@@ -299,11 +281,21 @@ def test_given_identity_keeps_its_fingerprint_over_restarts() -> None:
 
 def test_closing_a_transport_ends_a_dial_in_progress() -> None:
     async def test() -> None:
-        silent = socket.create_server(("127.0.0.1", 0))
-        endpoint = Endpoint("127.0.0.1", silent.getsockname()[1])
-        client = TcpTransport(plaintext=True)
+        arrived = asyncio.Event()
+
+        async def keep_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            arrived.set()
+            await reader.read()
+            writer.close()
+
+        identity = make_tls_identity()
+        context = make_server_context(identity)
+        silent = await asyncio.start_server(keep_silent, "127.0.0.1", 0, ssl=context)
+        port = silent.sockets[0].getsockname()[1]
+        endpoint = Endpoint("127.0.0.1", port, identity.fingerprint)
+        client = TcpTransport()
         dialling = asyncio.create_task(client.open_stream(endpoint))
-        await asyncio.sleep(0.1)
+        await arrived.wait()
 
         await client.close()
 
@@ -315,14 +307,10 @@ def test_closing_a_transport_ends_a_dial_in_progress() -> None:
     asyncio.run(test())
 
 
-def test_plain_text_stays_on_this_machine() -> None:
+def test_endpoint_without_a_fingerprint_is_not_dialled() -> None:
     async def test() -> None:
-        transport = TcpTransport(plaintext=True)
-
-        with pytest.raises(UsageError, match="loopback"):
-            await transport.listen("0.0.0.0", 0, echo)
         with pytest.raises(RemoteProtocolError, match="fingerprint"):
-            await transport.open_stream(Endpoint("192.0.2.1", 1))
+            await TcpTransport().open_stream(Endpoint("192.0.2.1", 1))
 
     asyncio.run(test())
 
@@ -384,13 +372,13 @@ def test_strangers_who_say_nothing_are_sent_away(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(tcp_listener, "HELLO_SECONDS", 0.2)
 
     async def test() -> None:
-        for transport in (TcpTransport(), TcpTransport(plaintext=True)):
-            endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
-            reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
-            async with asyncio.timeout(5):
-                await reader.read()
-            writer.transport.abort()
-            await transport.close()
+        transport = TcpTransport()
+        endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
+        reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+        async with asyncio.timeout(5):
+            await reader.read()
+        writer.transport.abort()
+        await transport.close()
 
     asyncio.run(test())
 

@@ -10,7 +10,7 @@ import pytest
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, UnavailableError
 from shoal.protocol.net.libp2p.multiaddrs import PeerAddress, find_listening
-from shoal.protocol.net.tcp.tls import fetch_pinned_certificate
+from shoal.protocol.net.tcp.tls import check_certificate
 
 pytestmark = pytest.mark.network
 
@@ -39,6 +39,6 @@ def test_closed_port_is_told_without_numbers() -> None:
     endpoint = Endpoint("127.0.0.1", port, "0" * 64)
 
     with pytest.raises(UnavailableError) as refusal:
-        asyncio.run(fetch_pinned_certificate(endpoint))
+        asyncio.run(check_certificate(endpoint))
 
     assert str(refusal.value) == f"nobody answers at 127.0.0.1:{port}: connection refused"

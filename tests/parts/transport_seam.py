@@ -33,7 +33,7 @@ class Seam:
         elif self.name == "libp2p":
             made = OwnLibp2pTransport(is_listening=host == "server")
         else:
-            made = TcpTransport(plaintext=self.name == "tcp-plain")
+            made = TcpTransport()
         self._transports.append(made)
         return made
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import cast
 
 from ...errors import RemoteProtocolError
 from ...limits import MAX_PIECE_BYTES
@@ -95,10 +96,11 @@ class Libp2pStream(FrameStream):
         remote_host: str | None,
     ) -> None:
         """Take a socket over from its reader, of which everything has been read."""
-        super().__init__(label, remote_host, MessageFraming())
+        super().__init__(label, MessageFraming())
+        self.remote_host = remote_host
         self._writer = writer  # kept: it closes the socket when nobody has it any more
         writer.transport.set_protocol(self)
-        self.connection_made(writer.transport)
+        self._transport = cast(asyncio.Transport, writer.transport)
         if reader.at_eof():  # which asyncio says once only
             writer.transport.abort()
 

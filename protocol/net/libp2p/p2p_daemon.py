@@ -29,7 +29,7 @@ from ...errors import (
 )
 from ...fair_share import Holder, name_holder
 from ...identity import Identity, peer_id_bytes
-from ..addresses import check_can_bind, is_loopback
+from ..addresses import check_can_listen, is_loopback
 from .multiaddrs import (
     PeerAddress,
     find_listening,
@@ -152,7 +152,7 @@ async def start_serving_p2pd(
         # p2pd would need minutes to find out by itself.
         options["force_reachability"] = "private" if relays else "public"
     # p2pd would share a port with another p2pd, and then get half of its connections.
-    await check_can_bind(host, port)
+    await check_can_listen(host, port)
     listening = await find_listening(initial_peers, PROBE_SECONDS)
     _check_is_alone(listening, identity)
     return await _start(listening, identity, options)

@@ -28,7 +28,7 @@ from ..libp2p.p2p_daemon import (
     start_reading_p2pd,
     stop_p2pd,
 )
-from ..tcp.tls import fetch_pinned_certificate
+from ..tcp.tls import check_certificate
 from ..transport import Stream, Transport
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class DialBack:
         self._num_dialling += 1
         try:
             async with asyncio.timeout(_DIAL_SECONDS):
-                await fetch_pinned_certificate(endpoint)
+                await check_certificate(endpoint)
         except (ShoalError, TimeoutError) as error:
             log.debug("%s cannot be dialled back: %s", endpoint, error)
             return NOT_REACHED

@@ -12,7 +12,7 @@ from ...errors import RefusedError, ShoalError
 from ...fair_share import check_room_for, name_holder
 from ...limits import MAX_FRAME_BYTES
 from ...membership.membership import Membership
-from ..addresses import open_listening, resolve_all, set_keepalive
+from ..addresses import open_listening
 from ..frame_stream import FrameStream, Mark
 from ..transport import StreamServer, end_serving, serve_stream
 from .tls import SHUTDOWN_SECONDS
@@ -41,13 +41,13 @@ _PAUSE_SECONDS = 0.1
 
 
 class TcpListener:
-    """Accepts connections and owns the tasks that serve them; without a context in plain text."""
+    """Accepts connections and owns the tasks that serve them."""
 
     def __init__(
         self,
         serve: StreamServer,
-        context: ssl.SSLContext | None,
-        membership: Membership | None = None,
+        context: ssl.SSLContext,
+        membership: Membership | None,
     ) -> None:
         self._serve = serve
         self._context = context
@@ -65,12 +65,9 @@ class TcpListener:
         return self._endpoint
 
     async def start(self, host: str, port: int, fingerprint: str) -> None:
-        """Listen. Raises OSError when that cannot be."""
-        for family, address in await resolve_all(host, port):
-            # Port 0 is chosen once for all addresses of a host.
-            self._sockets.append(open_listening(family, (address[0], port, *address[2:])))
-            port = self._sockets[0].getsockname()[1]
-        self._endpoint = Endpoint(host, port, fingerprint)
+        """Listen; raises UsageError when that cannot be."""
+        self._sockets = await open_listening(host, port)
+        self._endpoint = Endpoint(host, self._sockets[0].getsockname()[1], fingerprint)
         self._accepting = [asyncio.create_task(self._accept(opened)) for opened in self._sockets]
 
     async def close(self, grace_seconds: float = 0.0) -> None:
@@ -105,7 +102,6 @@ class TcpListener:
                 accepted.close()
                 continue
             accepted.setblocking(False)
-            set_keepalive(accepted)
             self._greeting.append(holder)
             task = asyncio.create_task(self._attend(accepted, address[0], holder))
             self._serving.add(task)
@@ -113,7 +109,7 @@ class TcpListener:
 
     async def _attend(self, accepted: socket.socket, host: str, holder: str) -> None:
         """See a connection from the handshake to its end."""
-        stream = FrameStream(host, host)
+        stream = FrameStream(host)
         stream.limit(_MAX_HELLO_BYTES)
         self._streams.add(stream)
         try:
@@ -133,7 +129,6 @@ class TcpListener:
     async def _greet(self, accepted: socket.socket, stream: FrameStream, holder: str) -> bool:
         """Make the connection safe and let the stream begin; return whether it did."""
         loop = asyncio.get_running_loop()
-        is_plain = self._context is None
         refusal: Mark | None = None
         try:
             async with asyncio.timeout(HELLO_SECONDS):
@@ -141,8 +136,8 @@ class TcpListener:
                     lambda: stream,
                     accepted,
                     ssl=self._context,
-                    ssl_handshake_timeout=None if is_plain else HELLO_SECONDS,
-                    ssl_shutdown_timeout=None if is_plain else SHUTDOWN_SECONDS,
+                    ssl_handshake_timeout=HELLO_SECONDS,
+                    ssl_shutdown_timeout=SHUTDOWN_SECONDS,
                 )
                 refusal = self._judge(await stream.receive(), holder)
                 if refusal is None:

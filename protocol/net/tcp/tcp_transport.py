@@ -8,54 +8,34 @@ ways.
 from __future__ import annotations
 
 import asyncio
-import logging
-import ssl
 
 from ...endpoints import Endpoint
-from ...errors import LocalProtocolError, RemoteProtocolError, UnavailableError, UsageError
+from ...errors import LocalProtocolError, RemoteProtocolError, UnavailableError
 from ...membership.membership import Membership
-from ..addresses import check_can_bind, is_loopback, set_keepalive
 from ..frame_stream import FrameStream, Mark
 from ..transport import StreamServer, turn_away
 from .tcp_listener import HELLO, TcpListener
 from .tls import (
-    SHUTDOWN_SECONDS,
     TlsIdentity,
-    check_pinned,
-    explain,
-    fingerprint_of,
+    connect_pinned,
     make_client_context,
     make_server_context,
     make_tls_identity,
 )
 
-log = logging.getLogger(__name__)
-
 
 class TcpTransport:
     """Dials and listens over TCP, a connection for each stream: so bulk never delays a token.
 
-    Listens under TLS with the identity given, or a fresh one; with `plaintext=True` without TLS
-    and on loopback addresses only. An endpoint without a fingerprint is dialled by a transport
-    made with `plaintext=True`, on loopback addresses only, and refused by any other.
-
-    In a private swarm it proves its membership to whoever it dials, and takes streams of members
-    only; that needs TLS, whose key the proof is made for.
+    Listens with the identity given, or a fresh one. Where its swarm is private, it proves its
+    membership to whoever it dials, and takes streams of members only.
     """
 
     def __init__(
-        self,
-        identity: TlsIdentity | None = None,
-        *,
-        plaintext: bool = False,
-        membership: Membership | None = None,
+        self, identity: TlsIdentity | None = None, *, membership: Membership | None = None
     ) -> None:
-        if identity is not None and plaintext:
-            raise UsageError("a transport takes a TLS identity or plaintext, not both")
-        if membership is not None and membership.is_private and plaintext:
-            raise UsageError("a private swarm needs TLS: leave out plaintext")
         self._membership = membership
-        self._identity = None if plaintext else identity or make_tls_identity()
+        self._identity = identity or make_tls_identity()
         self._context = make_client_context()
         self._streams: set[FrameStream] = set()
         self._listeners: set[TcpListener] = set()
@@ -69,24 +49,14 @@ class TcpTransport:
 
     async def listen(self, host: str, port: int, serve: StreamServer) -> TcpListener:
         self._check_open()
-        if self._identity is None and not is_loopback(host):
-            raise UsageError(f"plaintext is allowed on loopback addresses only, not on {host}")
-        await check_can_bind(host, port)
-        context = None if self._identity is None else make_server_context(self._identity)
-        fingerprint = (
-            "" if self._identity is None else fingerprint_of(self._identity.certificate_pem)
-        )
-        listener = TcpListener(serve, context, self._membership)
-        try:
-            await listener.start(host, port, fingerprint)
-        except OSError as error:
-            raise UsageError(f"cannot listen on {Endpoint(host, port)}: {error}") from error
+        listener = TcpListener(serve, make_server_context(self._identity), self._membership)
+        await listener.start(host, port, self._identity.fingerprint)
         self._listeners.add(listener)
         return listener
 
     async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> FrameStream:
         self._check_open()
-        if not endpoint.fingerprint and not (self._identity is None and is_loopback(endpoint.host)):
+        if not endpoint.fingerprint:
             # Endpoints come from strangers' announcements: they cannot talk us out of TLS.
             raise RemoteProtocolError(f"{endpoint} has no TLS fingerprint, and TLS is required")
         stream = FrameStream(str(endpoint))
@@ -115,7 +85,7 @@ class TcpTransport:
             await stream.wait_lost()
 
     async def _dial(self, endpoint: Endpoint, stream: FrameStream) -> None:
-        await self._connect(endpoint, stream)
+        await connect_pinned(lambda: stream, endpoint, self._context)
         self._streams.add(stream)
         stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
         self._check_open()
@@ -130,30 +100,6 @@ class TcpTransport:
             raise UnavailableError(f"{endpoint} has too many streams open")
         if answer != HELLO:
             raise RemoteProtocolError(f"{endpoint} answers, but does not speak {HELLO.decode()}")
-
-    async def _connect(self, endpoint: Endpoint, stream: FrameStream) -> None:
-        loop = asyncio.get_running_loop()
-        is_plain = not endpoint.fingerprint
-        try:
-            connected, _ = await loop.create_connection(
-                lambda: stream,
-                endpoint.host,
-                endpoint.port,
-                ssl=None if is_plain else self._context,
-                server_hostname=None if is_plain else "",
-                ssl_shutdown_timeout=None if is_plain else SHUTDOWN_SECONDS,
-            )
-        except (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError) as error:
-            raise UnavailableError(f"{endpoint} broke off the TLS handshake") from error
-        except ssl.SSLError as error:
-            raise RemoteProtocolError(f"{endpoint} does not answer with our TLS") from error
-        except (OSError, UnicodeError) as error:
-            raise UnavailableError(f"nobody answers at {endpoint}: {explain(error)}") from error
-        set_keepalive(connected.get_extra_info("socket"))
-        stream.remote_host = str(connected.get_extra_info("peername")[0])
-        if not is_plain:
-            secured: ssl.SSLObject = connected.get_extra_info("ssl_object")
-            check_pinned(secured.getpeercert(binary_form=True) or b"", endpoint)
 
     def _check_open(self) -> None:
         if self._is_closed:

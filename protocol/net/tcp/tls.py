@@ -11,7 +11,8 @@ import hashlib
 import os
 import ssl
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography import x509
@@ -21,7 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from ...endpoints import Endpoint
-from ...errors import RemoteProtocolError, UnavailableError, UsageError
+from ...errors import RemoteProtocolError, UnavailableError
 
 # The order of P-256 (FIPS 186-5): private keys are the numbers from 1 to one less.
 _NUM_KEYS = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
@@ -49,13 +50,13 @@ _UNREADABLE = (
 
 @dataclass(frozen=True)
 class TlsIdentity:
-    """A certificate and its private key, both PEM. `repr` does not show the key."""
+    """A certificate and its private key, both PEM."""
 
-    certificate_pem: bytes
-    private_key_pem: bytes
-
-    def __repr__(self) -> str:
-        return f"TlsIdentity({fingerprint_of(self.certificate_pem)[:12]}…)"
+    fingerprint: str
+    """The SHA-256 of the public key's DER form, SubjectPublicKeyInfo, as in RFC 7469: 64 lower-case
+    hex digits."""
+    certificate_pem: bytes = field(repr=False)
+    private_key_pem: bytes = field(repr=False)
 
 
 def make_tls_identity(secret: bytes | None = None) -> TlsIdentity:
@@ -83,6 +84,7 @@ def make_tls_identity(secret: bytes | None = None) -> TlsIdentity:
         .sign(key, hashes.SHA256())
     )
     return TlsIdentity(
+        _hash_key(certificate),
         certificate.public_bytes(serialization.Encoding.PEM),
         key.private_bytes(
             serialization.Encoding.PEM,
@@ -92,17 +94,6 @@ def make_tls_identity(secret: bytes | None = None) -> TlsIdentity:
     )
 
 
-def fingerprint_of(certificate_pem: bytes) -> str:
-    """Return the SHA-256 of a certificate's public key, 64 lower-case hex digits.
-
-    Of its DER form, SubjectPublicKeyInfo, as in RFC 7469.
-    """
-    try:
-        return _hash_key(x509.load_pem_x509_certificate(certificate_pem))
-    except _UNREADABLE as error:
-        raise UsageError("the TLS certificate is not in PEM form") from error
-
-
 def _hash_key(certificate: x509.Certificate) -> str:
     der = certificate.public_key().public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
@@ -110,36 +101,50 @@ def _hash_key(certificate: x509.Certificate) -> str:
     return hashlib.sha256(der).hexdigest()
 
 
-async def fetch_pinned_certificate(endpoint: Endpoint) -> bytes:
-    """Return the PEM certificate that answers at an endpoint, once its fingerprint is right.
+async def connect_pinned(
+    make_protocol: Callable[[], asyncio.Protocol], endpoint: Endpoint, context: ssl.SSLContext
+) -> asyncio.Transport:
+    """Return a connection to the peer that announced an endpoint, known by its fingerprint.
 
     Raises UnavailableError when nobody answers and RemoteProtocolError when someone answers
     without TLS or with another certificate. Waits as long as it takes: wrap it in a timeout.
     """
-    # Nothing is sent over this connection and nothing it says is believed but the certificate.
-    context = make_client_context()
     try:
-        _, writer = await asyncio.open_connection(endpoint.host, endpoint.port, ssl=context)
+        connected, _ = await asyncio.get_running_loop().create_connection(
+            make_protocol,
+            endpoint.host,
+            endpoint.port,
+            ssl=context,
+            server_hostname="",
+            ssl_shutdown_timeout=SHUTDOWN_SECONDS,
+        )
     except (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError) as error:
         raise UnavailableError(f"{endpoint} broke off the TLS handshake") from error
     except ssl.SSLError as error:
-        raise RemoteProtocolError(f"{endpoint} does not answer with TLS") from error
+        raise RemoteProtocolError(f"{endpoint} does not answer with our TLS") from error
     except (OSError, UnicodeError) as error:
         raise UnavailableError(f"nobody answers at {endpoint}: {explain(error)}") from error
     try:
-        der: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True) or b""
-    finally:
-        writer.transport.abort()
-    check_pinned(der, endpoint)
-    return ssl.DER_cert_to_PEM_cert(der).encode("ascii")
+        _check_pinned(connected.get_extra_info("ssl_object"), endpoint)
+    except RemoteProtocolError:
+        connected.abort()
+        raise
+    return connected
 
 
-def check_pinned(der: bytes, endpoint: Endpoint) -> None:
-    """Raise RemoteProtocolError unless a certificate has the key that an endpoint's peer announced.
+async def check_certificate(endpoint: Endpoint) -> None:
+    """Connect to an endpoint and hang up; raises what `connect_pinned` does."""
+    connected = await connect_pinned(asyncio.Protocol, endpoint, make_client_context())
+    connected.abort()
+
+
+def _check_pinned(secured: ssl.SSLObject, endpoint: Endpoint) -> None:
+    """Raise RemoteProtocolError unless the other end has the key that the peer announced.
 
     The handshake proved that whoever answers holds the private half of the certificate's key.
     """
     try:
+        der = secured.getpeercert(binary_form=True) or b""
         fingerprint = _hash_key(x509.load_der_x509_certificate(der))
     except _UNREADABLE as error:
         raise RemoteProtocolError(
@@ -163,7 +168,7 @@ def make_server_context(identity: TlsIdentity) -> ssl.SSLContext:
 
 
 def make_client_context() -> ssl.SSLContext:
-    """Return what a dialler needs. It verifies nothing: use `check_pinned` before anything else."""
+    """Return what a dialler needs. It verifies nothing: see `connect_pinned`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

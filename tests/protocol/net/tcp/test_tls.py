@@ -1,11 +1,11 @@
 """TLS keys of peers: the same as long as the identity is."""
 
 from shoal.protocol.identity import Identity
-from shoal.protocol.net.tcp.tls import fingerprint_of, make_tls_identity
+from shoal.protocol.net.tcp.tls import make_tls_identity
 
 
 def make_fingerprint(secret: bytes | None) -> str:
-    return fingerprint_of(make_tls_identity(secret).certificate_pem)
+    return make_tls_identity(secret).fingerprint
 
 
 def test_fingerprint_follows_from_the_identity() -> None:
