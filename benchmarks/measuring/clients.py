@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from measuring.benchmark_model import BenchmarkModel
-from shoal.client.routing.swarm import SwarmModel
+from shoal.client.routing.route_finder import SwarmModel
 from shoal.client.runtime.async_client import AsyncClient
 from shoal.client.runtime.client import Connect, find_network
 from shoal.client.session.session import RemoteSession

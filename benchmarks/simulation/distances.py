@@ -15,8 +15,7 @@ import numpy as np
 from shoal.client.routing.route import Ends
 from shoal.client.routing.router import (
     Edges,
-    Leg,
-    Offers,
+    PricedPeers,
     RoutingCosts,
     find_cheapest_chain,
     plan_route,
@@ -207,7 +206,7 @@ class _Judge:
         """Return what a step takes over the best chain of all, every edge looked at."""
         spans = [peer.span for peer in self._peers]
         nothing, reach = np.zeros(len(spans)), self._reach_seconds(client)
-        offers = Offers(
+        priced = PricedPeers(
             starts=np.array([span.start for span in spans]),
             stops=np.array([span.stop for span in spans]),
             rtt_seconds=2.0 * reach,
@@ -216,7 +215,7 @@ class _Judge:
             block_seconds=self._block_seconds,
         )
         edges = Edges(reach, self._between_seconds, reach)
-        return self._time(client, find_cheapest_chain(Span(0, _NUM_BLOCKS), offers, edges))
+        return self._time(client, find_cheapest_chain(Span(0, _NUM_BLOCKS), priced, edges))
 
     def time_choice(
         self, client: str, rtts: Mapping[PeerId, float], ends: Ends | None, rng: random.Random
@@ -231,20 +230,20 @@ class _Judge:
             coordinate=None if ends is None else self._find_coordinate(rtts),
         )
         route = plan_route(self._view, Span(0, _NUM_BLOCKS), costs, rng, ends=ends)
-        legs = [Leg(self._rows[hop.peer.peer_id], hop.span) for hop in route.hops]
-        return self._time(client, legs)
+        hops = [(self._rows[hop.peer.peer_id], hop.span) for hop in route.hops]
+        return self._time(client, hops)
 
     def _find_coordinate(self, rtts: Mapping[PeerId, float]) -> Coordinate:
         places = [(self._peers[self._rows[peer_id]].coordinate, s) for peer_id, s in rtts.items()]
         landmarks = [(place, seconds) for place, seconds in places if place is not None]
         return settle(ORIGIN, landmarks[:32], 40, random.Random(0))
 
-    def _time(self, client: str, legs: Sequence[Leg]) -> float:
-        reach = self._reach_seconds(client)
-        seconds = reach[legs[0].row] + reach[legs[-1].row]
-        seconds += sum(self._between_seconds[one.row, other.row] for one, other in pairwise(legs))
-        seconds += sum(len(leg.span) * self._block_seconds[leg.row] for leg in legs)
-        return float(seconds + len(legs) * StepCost().overhead_seconds)
+    def _time(self, client: str, hops: Sequence[tuple[int, Span]]) -> float:
+        rows, reach = [row for row, _ in hops], self._reach_seconds(client)
+        seconds = reach[rows[0]] + reach[rows[-1]]
+        seconds += sum(self._between_seconds[one, other] for one, other in pairwise(rows))
+        seconds += sum(len(used) * self._block_seconds[row] for row, used in hops)
+        return float(seconds + len(hops) * StepCost().overhead_seconds)
 
 
 @dataclass(frozen=True)

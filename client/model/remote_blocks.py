@@ -17,7 +17,7 @@ from ...protocol.ids import ModelId
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter
 from ..routing.route import Hop, PassFailover
-from ..routing.swarm import Swarm
+from ..routing.route_finder import RouteFinder
 from ..session.deep_prompts import check_prompts
 from ..session.inference_session import InferenceSession, check_is_session
 from ..settings.config import ClientConfig, make_client_config, make_whole
@@ -39,7 +39,7 @@ class SwarmClient(Protocol):
     """A member of one model's swarm, as remote blocks see it; see `Client`."""
 
     passes: PassRunner
-    swarm: Swarm
+    swarm: RouteFinder
 
     @property
     def config(self) -> ClientConfig: ...

@@ -44,7 +44,7 @@ from ..adapters.adapter_versions import ShardedVersion, find_sharded
 from ..adapters.learned_states import LearnedState
 from ..concurrency.tasks import run_all
 from ..passes.microbatches import TextGradients, Texts, halve, make_pass_id
-from ..passes.pass_asking import Passage, PassAsker, PassFailures
+from ..passes.pass_asking import PassAsker, PassFailures, SpanOutput
 from ..passes.pass_links import PassLink
 from .shard import AppliedUpdate, LoggedPass, LoggedUpdate, Shard, list_stages
 
@@ -116,7 +116,7 @@ class ShardedOptimizer:
         """Return the adapter as it is now, for rows of texts."""
         return ShardedVersion(self.lineage, self._number, is_trained)
 
-    async def ask_forward(self, span: Span, texts: Texts, weights: str | None = None) -> Passage:
+    async def ask_forward(self, span: Span, texts: Texts, weights: str | None = None) -> SpanOutput:
         """Do what `PassAsker.ask_forward` does, at the peer that holds the first block."""
         self._check_version(texts)
         failures = self._asker.make_failures(span)
@@ -135,7 +135,7 @@ class ShardedOptimizer:
             except LostShardError:
                 continue
             assert shard.weights is not None
-            return Passage(part, shard.weights, hidden_BTH)
+            return SpanOutput(part, shard.weights, hidden_BTH)
 
     async def ask_backward(
         self, span: Span, texts: Texts, grads_BTH: Tensor, weights: str

@@ -19,7 +19,7 @@ Send = Callable[[AdapterHead, bytes], Awaitable[float]]
 
 
 @dataclass
-class _Kept:
+class _UploadedAdapter:
     """An adapter that a peer has, until this client has not used it for so long."""
 
     keep_seconds: float
@@ -34,7 +34,7 @@ class AdapterUploads:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._kept: dict[PeerId, dict[AdapterId, _Kept]] = defaultdict(dict)
+        self._kept: dict[PeerId, dict[AdapterId, _UploadedAdapter]] = defaultdict(dict)
         self._newest: dict[tuple[PeerId, str, Span], tuple[int, AdapterId]] = {}
         self._semaphores = KeyedSemaphores[PeerId]()
 
@@ -70,9 +70,9 @@ class AdapterUploads:
             if not adapters:
                 del self._kept[peer_id]
         self._newest = {
-            place: newest
-            for place, newest in self._newest.items()
-            if newest[1] in self._kept.get(place[0], {})
+            key: newest
+            for key, newest in self._newest.items()
+            if newest[1] in self._kept.get(key[0], {})
         }
 
     async def _bring(
@@ -87,8 +87,8 @@ class AdapterUploads:
         if known is not None and now < known.used_at + known.keep_seconds / 2:
             known.used_at = now
             return
-        place = peer_id, adapter.lineage, span
-        number, name = self._newest.get(place, (adapter.number, NO_ADAPTER))
+        key = peer_id, adapter.lineage, span
+        number, name = self._newest.get(key, (adapter.number, NO_ADAPTER))
         # An older version may be gone back through still: it takes nothing away.
         replaces = name if number < adapter.number else NO_ADAPTER
         head, tensors = _make_head(adapter, span, replaces=replaces)
@@ -96,9 +96,9 @@ class AdapterUploads:
             head = replace(head, num_trained=cut.num_numbers)
         keep_seconds = await send(head, tensors)
         kept.pop(replaces, None)
-        kept[cut.name] = _Kept(keep_seconds, self._clock.now())
+        kept[cut.name] = _UploadedAdapter(keep_seconds, self._clock.now())
         if number <= adapter.number:
-            self._newest[place] = adapter.number, cut.name
+            self._newest[key] = adapter.number, cut.name
 
 
 def _make_head(

@@ -154,8 +154,8 @@ class HopInput:
 
 
 @dataclass(frozen=True)
-class Trail:
-    """The way of one microbatch, which is some rows of a batch."""
+class MicrobatchInputs:
+    """What went into each hop for one microbatch, which is some rows of a batch."""
 
     rows: slice
     inputs: Sequence[HopInput]

@@ -79,7 +79,7 @@ _NOISE = 0.1
 
 
 @dataclass(frozen=True)
-class Passage:
+class SpanOutput:
     """The output of some blocks: their span, and the weight format that computed it."""
 
     span: Span
@@ -259,7 +259,7 @@ class PassAsker:
         """Return whether a peer takes passes through a block, by the last known view."""
         return self._book.has_pass_host(block, self._config.weights)
 
-    async def ask_forward(self, span: Span, texts: Texts, weights: str | None = None) -> Passage:
+    async def ask_forward(self, span: Span, texts: Texts, weights: str | None = None) -> SpanOutput:
         """Take texts through the first blocks of a span, as `weights` or as those of anybody.
 
         Raises RouteError with the blocks that nobody serves in time, RefusedError when every peer
@@ -273,7 +273,7 @@ class PassAsker:
             answer = await self._try(hop, part, None, failures)
             if answer is not None:
                 hidden_BTH = answer.tensors[Slot.HIDDEN].view(texts.hidden_BTH.shape)
-                return Passage(hop.span, hop.peer.weights, hidden_BTH)
+                return SpanOutput(hop.span, hop.peer.weights, hidden_BTH)
 
     async def ask_backward(
         self, span: Span, texts: Texts, grads_BTH: Tensor, weights: str
@@ -325,10 +325,10 @@ class PassAsker:
 
     @asynccontextmanager
     async def lend(
-        self, hop: Hop, takes_place: bool = True
+        self, hop: Hop, takes_turn: bool = True
     ) -> AsyncIterator[tuple[PassLink, Bandwidth]]:
         """Lend a stream to one peer, with its line as far as it has shown."""
-        async with self._links.lend(hop.peer, lambda: True, takes_place) as link:
+        async with self._links.lend(hop.peer, lambda: True, takes_turn) as link:
             self.failovers.note_reached(hop.peer.peer_id)
             yield link, self._book.pass_times(hop.peer.peer_id).line
 

@@ -322,7 +322,7 @@ class PassLinks:
         self._secret = secret
         self._timeout_seconds = timeout_seconds
         self._idle: dict[PeerId, list[PassLink]] = {}
-        self._places = KeyedSemaphores[PeerId](MAX_IN_FLIGHT)
+        self._turns = KeyedSemaphores[PeerId](MAX_IN_FLIGHT)
         self._lent: set[PassLink] = set()
         self._sweep: asyncio.TimerHandle | None = None
         self._closer = Closer()
@@ -330,20 +330,20 @@ class PassLinks:
 
     def __repr__(self) -> str:
         num_idle = sum(map(len, self._idle.values()))
-        num_wanted = len(self._places)
+        num_wanted = len(self._turns)
         return f"<PassLinks, {len(self._lent)} in use, {num_idle} idle, {num_wanted} peers wanted>"
 
     @asynccontextmanager
     async def lend(
-        self, peer: Announcement, is_wanted: Callable[[], bool], takes_place: bool = True
+        self, peer: Announcement, is_wanted: Callable[[], bool], takes_turn: bool = True
     ) -> AsyncIterator[PassLink]:
-        """Give a stream to a peer, when one of its places is free; an error ends the stream.
+        """Give a stream to a peer, when it has a turn there; an error ends the stream.
 
-        What is said in a word takes no place, and waits for none.
+        What is said in a word takes no turn, and waits for none.
 
         Raises what `PassLink.open` does, and NotWantedError where the peer is not wanted by then.
         """
-        async with self._places.hold(peer.peer_id) if takes_place else nullcontext():
+        async with self._turns.hold(peer.peer_id) if takes_turn else nullcontext():
             if not is_wanted():
                 raise NotWantedError
             link = await self._take(peer)

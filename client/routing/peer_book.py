@@ -85,7 +85,7 @@ _LONGEST_CUT_SECONDS = 1800.0
 
 
 @dataclass
-class _Link:
+class _PeerLink:
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
     cut_until: float = float("-inf")
     cut_seconds: float = 0.0
@@ -96,7 +96,7 @@ class PeerLinks:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._links: dict[Pair, _Link] = {}
+        self._links: dict[Pair, _PeerLink] = {}
 
     @property
     def cuts(self) -> frozenset[Pair]:
@@ -144,8 +144,8 @@ class PeerLinks:
             pair: link for pair, link in self._links.items() if not set(pair) & set(peer_ids)
         }
 
-    def _find(self, pair: Pair) -> _Link:
-        return self._links.setdefault(pair, _Link())
+    def _find(self, pair: Pair) -> _PeerLink:
+        return self._links.setdefault(pair, _PeerLink())
 
 
 FLOOR_SECONDS = 1.0
@@ -358,7 +358,7 @@ class _Quarantine:
 
 
 @dataclass(eq=False)
-class _Record:
+class _PeerRecord:
     """The measured speed of one peer."""
 
     seen_at: float
@@ -392,7 +392,7 @@ class PeerBook:
         self._may_use = may_use
         self.clock = clock
         self._refreshed_at = float("-inf")
-        self._records: dict[PeerId, _Record] = {}
+        self._records: dict[PeerId, _PeerRecord] = {}
         self.view = SwarmView.from_announcements(model_id, (), clock.wall(), num_blocks)
         self.bandwidth = Bandwidth()
         """Of the line of this client."""
@@ -431,10 +431,10 @@ class PeerBook:
             del self._records[peer_id]
         self.links.forget(absent)
 
-    def _find(self, peer_id: PeerId) -> _Record:
+    def _find(self, peer_id: PeerId) -> _PeerRecord:
         record = self._records.get(peer_id)
         if record is None:
-            record = self._records[peer_id] = _Record(self.clock.now())
+            record = self._records[peer_id] = _PeerRecord(self.clock.now())
         return record
 
     def find_pass_hosts(

@@ -65,9 +65,9 @@ class Position:
                 for peer in self._book.view.peers
             )
             landmarks = [
-                (place, seconds)
-                for place, seconds in known
-                if place is not None and seconds is not None and place.is_settled
+                (coordinate, seconds)
+                for coordinate, seconds in known
+                if coordinate is not None and seconds is not None and coordinate.is_settled
             ][:_MOST_LANDMARKS]
             is_enough = len(landmarks) >= LEAST_LANDMARKS
             num_rounds = _SETTLING_ROUNDS if is_enough else 0

@@ -63,14 +63,14 @@ _MOST_OF_REGION = 400
 """Among how many of a region those are looked for first: no other serves most blocks better."""
 
 
-class Places(NamedTuple):
+class PeerCoordinates(NamedTuple):
     """The announced coordinates of peers; `heights` are NaN for those without one."""
 
     points: Table
     heights: Column
 
 
-class Offers(NamedTuple):
+class PricedPeers(NamedTuple):
     """The cost of using each peer, with noise, within the span that is wanted; one row a peer.
 
     Columns and not objects, for a route over ten thousand peers is to be found while a person
@@ -86,9 +86,9 @@ class Offers(NamedTuple):
     """For a hop, however many blocks are used on it; without the ways there and on."""
     block_seconds: Column
 
-    def take(self, rows: Column) -> Offers:
-        """Return the offers of some peers."""
-        return Offers(*(column[rows] for column in self))
+    def take(self, rows: Column) -> PricedPeers:
+        """Return some of the peers."""
+        return PricedPeers(*(column[rows] for column in self))
 
 
 class Edges(NamedTuple):
@@ -97,13 +97,6 @@ class Edges(NamedTuple):
     first_seconds: Column
     between_seconds: Table
     last_seconds: Column
-
-
-class Leg(NamedTuple):
-    """A hop of a chain: the row of its peer, and the span used there."""
-
-    row: int
-    span: Span
 
 
 @dataclass(frozen=True)
@@ -154,11 +147,9 @@ def plan_route(
     starts, stops = _read_spans(peers)
     if not _is_covered(span, starts, stops):
         check_coverage(span, peers, weights)
-    places = read_places(peer.coordinate for peer in peers)
-    offers = _draw_offers(span, peers, (starts, stops), places, costs, rng)
-    if ends is not None:
-        return _find_chain(span, peers, offers, places, costs, ends)
-    return _find_star(span, peers, offers)
+    coordinates = read_coordinates(peer.coordinate for peer in peers)
+    priced = _price_peers(span, peers, (starts, stops), coordinates, costs, rng)
+    return _find_cheapest(span, peers, priced, coordinates, costs, ends)
 
 
 def _read_spans(peers: Sequence[Announcement]) -> tuple[Column, Column]:
@@ -175,14 +166,14 @@ def _is_covered(span: Span, starts: Column, stops: Column) -> bool:
     return bool(((begun - ended).cumsum()[:-1] > 0).all())
 
 
-def _draw_offers(
+def _price_peers(
     span: Span,
     peers: Sequence[Announcement],
     spans: tuple[Column, Column],
-    places: Places,
+    coordinates: PeerCoordinates,
     costs: RoutingCosts,
     rng: random.Random,
-) -> Offers:
+) -> PricedPeers:
     """Return the cost of each peer, with noise; peers that serve nothing of `span` stay empty."""
     starts, stops = spans[0].clip(min=span.start), spans[1].clip(max=span.stop)
     all_blocks = spans[1] - spans[0]
@@ -196,21 +187,23 @@ def _draw_offers(
     dearness = noise * _rate_room(peers, (stops - starts) / all_blocks, costs)
     announced_seconds = _read_block_seconds(peers, all_blocks)
     block_seconds = _estimate_block_seconds(announced_seconds, shown_seconds)
-    return Offers(
+    return PricedPeers(
         starts,
         stops,
-        _expect_rtts(peers, places, costs),
+        _expect_rtts(peers, coordinates, costs),
         dearness,
         dearness * waiting_seconds,
         dearness * block_seconds,
     )
 
 
-def _expect_rtts(peers: Sequence[Announcement], places: Places, costs: RoutingCosts) -> Column:
+def _expect_rtts(
+    peers: Sequence[Announcement], coordinates: PeerCoordinates, costs: RoutingCosts
+) -> Column:
     """Return the client's round trips: measured, or else by coordinates, or else as to most."""
     seconds = _look_up(costs.rtt_seconds, peers)
     if costs.coordinate is not None and costs.coordinate.is_settled:
-        seconds = np.where(np.isnan(seconds), estimate_rtts(costs.coordinate, places), seconds)
+        seconds = np.where(np.isnan(seconds), estimate_rtts(costs.coordinate, coordinates), seconds)
     return np.where(np.isnan(seconds), costs.estimate_unknown_rtt_seconds(), seconds)
 
 
@@ -264,55 +257,37 @@ def _estimate_block_seconds(announced: Column, shown: Column) -> Column:
     return np.where(is_stranger, np.maximum(seconds, least), seconds)
 
 
-def _find_star(span: Span, peers: Sequence[Announcement], offers: Offers) -> Route:
-    """Return the cheapest route, by a sweep over the blocks from the last to the first.
-
-    Before each block, every peer that serves it knows the cheapest way on: through the next block
-    as well, or over to whoever is cheapest from there.
-    """
-    hop_seconds = offers.dearness * offers.rtt_seconds + offers.hop_seconds
-    onward_seconds = np.full(len(peers), math.inf)  # to the end, from where a peer is
-    exit_blocks = offers.stops.copy()
-    first_hops: dict[int, Hop] = {}
-    cheapest_seconds = 0.0  # from the next block to the end
-    for block in range(span.stop - 1, span.start - 1, -1):
-        serving = np.flatnonzero((offers.starts <= block) & (block < offers.stops))
-        leaving = serving[cheapest_seconds < onward_seconds[serving]]
-        onward_seconds[leaving] = cheapest_seconds
-        exit_blocks[leaving] = block + 1
-        onward_seconds[serving] += offers.block_seconds[serving]
-        total_seconds = hop_seconds[serving] + onward_seconds[serving]
-        cheapest = int(total_seconds.argmin())
-        cheapest_seconds, first = float(total_seconds[cheapest]), int(serving[cheapest])
-        first_hops[block] = Hop(peers[first], Span(block, int(exit_blocks[first])))
-    hops = [first_hops[span.start]]
-    while hops[-1].span.stop < span.stop:
-        hops.append(first_hops[hops[-1].span.stop])
-    return Route(tuple(hops))
-
-
-def _find_chain(
+def _find_cheapest(
     span: Span,
     peers: Sequence[Announcement],
-    offers: Offers,
-    places: Places,
+    priced: PricedPeers,
+    coordinates: PeerCoordinates,
     costs: RoutingCosts,
-    ends: Ends,
+    ends: Ends | None,
 ) -> Route:
-    """Return the cheapest chain among the peers that are worth a closer look."""
-    rows = choose_compared(span, offers, places.points)
-    compared, offers = [peers[row] for row in rows], offers.take(rows)
-    offers = offers._replace(hop_seconds=offers.hop_seconds + offers.dearness * _PASSING_SECONDS)
-    legs = find_cheapest_chain(span, offers, _price_edges(compared, offers.dearness, costs, ends))
-    return Route(tuple(Hop(compared[leg.row], leg.span) for leg in legs))
+    """Return the cheapest route over the peers that are worth a closer look.
+
+    In a star (no `ends`), the way from each peer to the next one leads through the client.
+    """
+    rows = choose_compared(span, priced, coordinates.points)
+    compared, priced = [peers[row] for row in rows], priced.take(rows)
+    if ends is None:
+        half_seconds = 0.5 * priced.dearness * priced.rtt_seconds
+        edges = Edges(half_seconds, half_seconds[:, None] + half_seconds, half_seconds)
+    else:
+        passing_seconds = priced.dearness * _PASSING_SECONDS
+        priced = priced._replace(hop_seconds=priced.hop_seconds + passing_seconds)
+        edges = _price_edges(compared, priced.dearness, costs, ends)
+    chosen = find_cheapest_chain(span, priced, edges)
+    return Route(tuple(Hop(compared[row], used) for row, used in chosen))
 
 
 def expect_way_seconds(peers: Sequence[Announcement], costs: RoutingCosts) -> list[float]:
     """Return the ways of a chain over peers: to the first, from each to the next, and back."""
-    places = read_places(peer.coordinate for peer in peers)
-    rtt_seconds = _expect_rtts(peers, places, costs)
+    coordinates = read_coordinates(peer.coordinate for peer in peers)
+    rtt_seconds = _expect_rtts(peers, coordinates, costs)
     is_measured = np.array([peer.peer_id in costs.rtt_seconds for peer in peers])
-    one_way = measure_edges(peers, places, rtt_seconds, is_measured, costs.cuts)
+    one_way = measure_edges(peers, coordinates, rtt_seconds, is_measured, costs.cuts)
     between = one_way[np.arange(len(peers) - 1), np.arange(1, len(peers))]
     return [0.5 * float(rtt_seconds[0]), *map(float, between), 0.5 * float(rtt_seconds[-1])]
 
@@ -322,10 +297,10 @@ def _price_edges(
 ) -> Edges:
     """Return what the ways between peers cost, with the noise of both ends."""
     everybody = list({peer.peer_id: peer for peer in (*peers, *ends.known)}.values())
-    places = read_places(peer.coordinate for peer in everybody)
-    rtt_seconds = _expect_rtts(everybody, places, costs)
+    coordinates = read_coordinates(peer.coordinate for peer in everybody)
+    rtt_seconds = _expect_rtts(everybody, coordinates, costs)
     is_measured = np.array([peer.peer_id in costs.rtt_seconds for peer in everybody])
-    one_way = measure_edges(everybody, places, rtt_seconds, is_measured, costs.cuts)
+    one_way = measure_edges(everybody, coordinates, rtt_seconds, is_measured, costs.cuts)
     rows = {peer.peer_id: row for row, peer in enumerate(everybody)}
     num_peers = len(peers)
     first = last = 0.5 * rtt_seconds[:num_peers]
@@ -356,40 +331,40 @@ def check_coverage(span: Span, peers: Collection[Announcement], weights: str | N
         )
 
 
-def choose_compared(span: Span, offers: Offers, points: Table) -> Column:
+def choose_compared(span: Span, priced: PricedPeers, points: Table) -> Column:
     """Return the rows of the peers that are worth being compared edge by edge, in their order."""
     # Most of a large swarm serve nothing of the span that a lost hop leaves open.
-    useful = np.flatnonzero(offers.starts < offers.stops)
+    useful = np.flatnonzero(priced.starts < priced.stops)
     if len(useful) <= MOST_COMPARED:
         return useful
-    offers, points = offers.take(useful), points[useful]
-    num_blocks = offers.stops - offers.starts
+    priced, points = priced.take(useful), points[useful]
+    num_blocks = priced.stops - priced.starts
     # The cost of a block there, if the whole span of the peer is used and all others are near it.
-    shares = (offers.hop_seconds + 0.5 * offers.dearness * offers.rtt_seconds) / num_blocks
-    scores = shares + offers.dearness * offers.rtt_seconds / len(span) + offers.block_seconds
+    shares = (priced.hop_seconds + 0.5 * priced.dearness * priced.rtt_seconds) / num_blocks
+    scores = shares + priced.dearness * priced.rtt_seconds / len(span) + priced.block_seconds
     ranked = scores.argsort(kind="stable")
     regions = _find_regions(points)[ranked]
     blocks = np.arange(span.start, span.stop)[:, None]
     chosen = [
-        _choose_best(offers, ranked[regions == region][:_MOST_OF_REGION], blocks)
+        _choose_best(priced, ranked[regions == region][:_MOST_OF_REGION], blocks)
         for region in range(_NUM_REGIONS)
     ]
     rows = np.concatenate(chosen)
-    missing = blocks[~_find_serving(offers, rows, blocks).any(axis=1)]
-    rare = _choose_best(offers, ranked, missing) if missing.size else ranked[:0]
+    missing = blocks[~_find_serving(priced, rows, blocks).any(axis=1)]
+    rare = _choose_best(priced, ranked, missing) if missing.size else ranked[:0]
     return useful[np.unique(np.concatenate([rows, rare]))]
 
 
-def _choose_best(offers: Offers, ranked: Column, blocks: Column) -> Column:
+def _choose_best(priced: PricedPeers, ranked: Column, blocks: Column) -> Column:
     """Return the first few of some rows that serve each of the blocks."""
-    serving = _find_serving(offers, ranked, blocks)
+    serving = _find_serving(priced, ranked, blocks)
     ranks = serving.cumsum(axis=1, dtype=np.int16)
     return ranked[(serving & (ranks <= _BEST_OF_REGION)).any(axis=0)]
 
 
-def _find_serving(offers: Offers, rows: Column, blocks: Column) -> Table:
+def _find_serving(priced: PricedPeers, rows: Column, blocks: Column) -> Table:
     """Return for each block which of the rows serve it."""
-    return (offers.starts[rows] <= blocks) & (blocks < offers.stops[rows])
+    return (priced.starts[rows] <= blocks) & (blocks < priced.stops[rows])
 
 
 def _find_regions(points: Table) -> Column:
@@ -411,61 +386,62 @@ def _square_distances(points: Table, point: Column) -> Column:
     return np.einsum("pk,pk->p", differences, differences)
 
 
-def find_cheapest_chain(span: Span, offers: Offers, edges: Edges) -> list[Leg]:
-    """Return the cheapest chain, by a sweep over the blocks from the last to the first.
+def find_cheapest_chain(span: Span, priced: PricedPeers, edges: Edges) -> list[tuple[int, Span]]:
+    """Return each hop of the cheapest chain, the row of its peer and its span, by a sweep over the
+    blocks from the last to the first.
 
     Before each block, every peer that serves it knows the cheapest way on from there: through the
     next block as well, or over to one of those that serve that.
     """
-    num_peers = len(offers.starts)
+    num_peers = len(priced.starts)
     onward_seconds = np.full(num_peers, np.inf)  # to the end, from where a peer is
     exits = np.zeros(num_peers, dtype=int)
     followers = np.full(num_peers, -1)
     plans: dict[int, tuple[Column, Column]] = {}  # exits and followers of who begins at a block
     following = np.zeros(0, dtype=int)
     for block in range(span.stop - 1, span.start - 1, -1):
-        serving = np.flatnonzero((offers.starts <= block) & (block < offers.stops))
+        serving = np.flatnonzero((priced.starts <= block) & (block < priced.stops))
         if block + 1 == span.stop:
             leaving_seconds, onto = edges.last_seconds[serving], np.full(len(serving), -1)
         else:
-            entry_seconds = offers.hop_seconds[following] + onward_seconds[following]
+            entry_seconds = priced.hop_seconds[following] + onward_seconds[following]
             ways = edges.between_seconds[np.ix_(serving, following)] + entry_seconds
             best = ways.argmin(axis=1)
             leaving_seconds, onto = ways[np.arange(len(serving)), best], following[best]
-        leaves = (leaving_seconds < onward_seconds[serving]) | (offers.stops[serving] == block + 1)
+        leaves = (leaving_seconds < onward_seconds[serving]) | (priced.stops[serving] == block + 1)
         leavers = serving[leaves]
         onward_seconds[leavers] = leaving_seconds[leaves]
         exits[leavers], followers[leavers] = block + 1, onto[leaves]
-        onward_seconds[serving] += offers.block_seconds[serving]
+        onward_seconds[serving] += priced.block_seconds[serving]
         plans[block] = exits.copy(), followers.copy()
         following = serving
-    total = (edges.first_seconds + offers.hop_seconds + onward_seconds)[following]
-    legs: list[Leg] = []
+    total = (edges.first_seconds + priced.hop_seconds + onward_seconds)[following]
+    hops: list[tuple[int, Span]] = []
     row, block = int(following[total.argmin()]), span.start
     while row >= 0:
         exits, followers = plans[block]
-        legs.append(Leg(row, Span(block, int(exits[row]))))
+        hops.append((row, Span(block, int(exits[row]))))
         row, block = int(followers[row]), int(exits[row])
-    return legs
+    return hops
 
 
 _read_numbers = attrgetter("x", "y", "z", "height", "error")
 
 
-def read_places(coordinates: Iterable[Coordinate | None]) -> Places:
+def read_coordinates(coordinates: Iterable[Coordinate | None]) -> PeerCoordinates:
     """Return where peers are, a row each."""
     known = (_read_numbers(coordinate or ORIGIN) for coordinate in coordinates)
     table = np.fromiter(chain.from_iterable(known), dtype=float).reshape(-1, 5)
     heights, errors = table[:, 3], table[:, 4]
-    return Places(table[:, :3], np.where(errors <= SETTLED_ERROR, heights, np.nan))
+    return PeerCoordinates(table[:, :3], np.where(errors <= SETTLED_ERROR, heights, np.nan))
 
 
-def estimate_rtts(own: Coordinate, places: Places) -> Column:
+def estimate_rtts(own: Coordinate, coordinates: PeerCoordinates) -> Column:
     """Return about how long the round trips from somewhere to peers are; NaN where nobody knows."""
-    here = read_places([own])
-    differences = places.points - here.points
+    here = read_coordinates([own])
+    differences = coordinates.points - here.points
     apart = np.sqrt(np.einsum("pk,pk->p", differences, differences))
-    return apart + places.heights + here.heights
+    return apart + coordinates.heights + here.heights
 
 
 def can_push(peer: Announcement, following: Announcement) -> bool:
@@ -480,7 +456,7 @@ def can_push(peer: Announcement, following: Announcement) -> bool:
 
 def measure_edges(
     peers: Sequence[Announcement],
-    places: Places,
+    coordinates: PeerCoordinates,
     rtt_seconds: Column,
     is_measured: Column,
     cuts: Collection[tuple[PeerId, PeerId]] = (),
@@ -493,7 +469,7 @@ def measure_edges(
     """
     through_client = rtt_seconds[:, None] + rtt_seconds
     told = _read_told(peers)
-    seconds = np.where(np.isnan(told), _estimate_apart(places), told)
+    seconds = np.where(np.isnan(told), _estimate_apart(coordinates), told)
     both_measured = is_measured[:, None] & is_measured
     differences = np.where(both_measured, np.abs(rtt_seconds[:, None] - rtt_seconds), 0.0)
     seconds = np.fmin(np.maximum(seconds, differences), through_client)
@@ -517,9 +493,9 @@ def _read_told(peers: Sequence[Announcement]) -> Table:
     return told
 
 
-def _estimate_apart(places: Places) -> Table:
+def _estimate_apart(coordinates: PeerCoordinates) -> Table:
     """Return the round trips between peers by their coordinates; NaN where one is not settled."""
-    points, heights = places
+    points, heights = coordinates
     squares = (points**2).sum(axis=1)
     # |a - b|² as |a|² + |b|² - 2ab: no table with three numbers for each pair.
     apart = squares[:, None] + squares - 2.0 * (points @ points.T)

@@ -15,7 +15,7 @@ from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter
 from ..concurrency.tasks import Closer
 from ..passes.pass_asking import PassAsker, SessionAdapter
-from ..routing.swarm import Swarm, SwarmModel
+from ..routing.route_finder import RouteFinder, SwarmModel
 from ..session.session import RemoteSession
 from ..session.standby import prepare_replacements
 from ..session.state import SessionContext, SessionFacts
@@ -38,7 +38,9 @@ class AsyncClient:
         clock: Clock,
     ) -> None:
         """Take over a transport and a directory, both closed with the client; see `join`."""
-        self.swarm = Swarm(directory, model, clock, random.Random(config.seed), config.may_use)
+        self.swarm = RouteFinder(
+            directory, model, clock, random.Random(config.seed), config.may_use
+        )
         self._config = config
         self._model = model
         self._transport = transport

@@ -17,7 +17,7 @@ from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter
 from ..concurrency.portal import Portal
-from ..routing.swarm import SwarmModel
+from ..routing.route_finder import SwarmModel
 from ..session.inference_session import InferenceSession
 from ..settings.config import ClientConfig
 from ..training.autograd import PassRunner

@@ -54,7 +54,7 @@ _LATE_SECONDS = 0.1
 costs a small frame each, and blames nobody: a hop then has `FLOOR_SECONDS` to answer."""
 
 
-class _Fault(Exception):
+class _SegmentFault(Exception):
     """Why a segment does not answer: the hops that are lost, by index, or (`cut`) the link behind
     one of them, between two that live.
     """
@@ -142,7 +142,7 @@ class Exchange:
             note_encoded = None if watch is None else watch.note_encoded
             await first.open_link.send(step, timeout_seconds, note_encoded)
         except _BROKEN as error:
-            raise await self._break(segment, _Fault({0: error}), asked) from error
+            raise await self._break(segment, _SegmentFault({0: error}), asked) from error
 
     async def receive(self, segment: Sequence[LiveHop], question: Question) -> Tensor:
         """Return the checked answer to a question that was sent. Raises BrokenSegmentError."""
@@ -160,8 +160,8 @@ class Exchange:
                 last.check_output(asked.step, arrived.output)
                 output_BTH = _read(arrived.output, last.name)
             except _BROKEN as error:
-                raise _Fault({len(segment) - 1: error}) from error
-        except _Fault as fault:
+                raise _SegmentFault({len(segment) - 1: error}) from error
+        except _SegmentFault as fault:
             raise await self._break(segment, fault, asked) from fault
         self.forget(segment, question)
         self._note_answer(segment, asked, arrived.output)
@@ -188,7 +188,7 @@ class Exchange:
         try:
             with self.pushing(segment, num_tokens) as pushing_seconds:
                 await self._hear(segment, num_steps, timeout_seconds, pushing_seconds)
-        except _Fault as fault:
+        except _SegmentFault as fault:
             raise await self._break(segment, fault) from fault
 
     def pushing(self, segment: Sequence[LiveHop], num_tokens: int) -> AbstractContextManager[float]:
@@ -269,7 +269,7 @@ class Exchange:
 
         When it is late, every hop is asked how far it is: one that lives says so at once, even
         while others need `pushing_seconds` more to push the step along. A hop without a capability
-        says nothing before it is done. Raises _Fault.
+        says nothing before it is done. Raises _SegmentFault.
         """
         session = segment[-1].open_link.session
         if not segment[0].capability:
@@ -297,7 +297,7 @@ class Exchange:
     async def _take_output(
         self, segment: Sequence[LiveHop], session: SessionId, sequence: int
     ) -> Arrived:
-        """Wait for an output. Raises _Fault for what a hop says is wrong."""
+        """Wait for an output. Raises _SegmentFault for what a hop says is wrong."""
         while (arrived := self._mailbox.take_output(session, sequence)) is None:
             await self._check_troubles(segment)
             await self._mailbox.wait()
@@ -310,7 +310,7 @@ class Exchange:
         rest_seconds: float,
         timeout_seconds: float,
     ) -> None:
-        """Find out why an answer is late; raises _Fault for whose fault that is.
+        """Find out why an answer is late; raises _SegmentFault for whose fault that is.
 
         A silent hop is lost after the same time as in a star: one that lives answers a probe at
         once, so it is sent before the deadline, when the answer is only a little late. A step that
@@ -330,7 +330,7 @@ class Exchange:
             await _wait_awake(timeout_seconds)
 
     async def _probe(self, segment: Sequence[LiveHop], indices: Sequence[int]) -> list[Status]:
-        """Return how far some hops are; raises _Fault with those that say nothing."""
+        """Return how far some hops are; raises _SegmentFault with those that say nothing."""
         statuses = await asyncio.gather(
             *(
                 self.ask_status(live, Probe(live.open_link.session, 0))
@@ -348,11 +348,11 @@ class Exchange:
             else:
                 found.append(status)
         if lost:
-            raise _Fault(lost)
+            raise _SegmentFault(lost)
         return found
 
     async def _check_troubles(self, segment: Sequence[LiveHop]) -> None:
-        """Raise _Fault for what any of the hops has said."""
+        """Raise _SegmentFault for what any of the hops has said."""
         lost: dict[int, ShoalError] = {}
         cuts: list[int] = []
         last = len(segment) - 1
@@ -369,10 +369,10 @@ class Exchange:
             else:
                 lost[index] = error
         if lost:
-            raise _Fault(lost)
+            raise _SegmentFault(lost)
         if cuts:
             await self._probe(segment, (cuts[0], cuts[0] + 1))
-            raise _Fault({}, cut=cuts[0])
+            raise _SegmentFault({}, cut=cuts[0])
 
     def _check_progress(
         self,
@@ -382,27 +382,27 @@ class Exchange:
         timeout_seconds: float,
         is_first: bool,
     ) -> None:
-        """Raise _Fault for the hop, or the link, at which a step stands still."""
+        """Raise _SegmentFault for the hop, or the link, at which a step stands still."""
 
-        def silence(index: int) -> _Fault:
+        def silence(index: int) -> _SegmentFault:
             detail = _describe_silence(segment[index], timeout_seconds)
-            return _Fault({index: SilentError(detail)})
+            return _SegmentFault({index: SilentError(detail)})
 
         last = len(segment) - 1
         newest = max(sequence, self._mailbox.newest_expected(segment[last].open_link.session))
         for index, status in enumerate(statuses):
             if index > 0 and status.sequence > newest:
-                raise _Fault({}, cut=index - 1)  # it was pushed what nobody has sent
+                raise _SegmentFault({}, cut=index - 1)  # it was pushed what nobody has sent
             if status.done_sequence >= sequence:
                 continue
             if index > 0 and status.sequence < sequence:
-                raise _Fault({}, cut=index - 1)
+                raise _SegmentFault({}, cut=index - 1)
             raise silence(index)
         if not is_first:  # its answer may have been on its way
             raise silence(last)
 
     async def _break(
-        self, segment: Sequence[LiveHop], fault: _Fault, asked: _Asked | None = None
+        self, segment: Sequence[LiveHop], fault: _SegmentFault, asked: _Asked | None = None
     ) -> BrokenSegmentError:
         """Hang up on what is lost of a segment; return what to raise."""
         if asked is not None and asked.watch is not None:

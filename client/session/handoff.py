@@ -1,9 +1,9 @@
 """Moves hops of a session to other peers while those that are leaving still serve it.
 
-An understudy is another peer that is brought to the state of a hop in use, beside it, while tokens
+A standby is another peer that is brought to the state of a hop in use, beside it, while tokens
 go on. It gets what the hop got from the log of the hop before, which then pushes to both, or from
 the client's log where the client sends to the hop itself. Between two steps it takes the place of
-the hop. A hot standby is an understudy that stays; see `standby.py`.
+the hop. A hot standby is a standby that stays; see `standby.py`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _AGAIN = Backoff(0.1, 2.0)
 """Between attempts to move: there may be no replica with room, and peers must not be stormed."""
 
 _LAST_STEP_SECONDS = 0.25
-"""How long a step may be held up for an understudy that lacks the newest one. The hop before pushed
+"""How long a step may be held up for a standby that lacks the newest one. The hop before pushed
 that to both, so it is about to be done."""
 
 _NEVER = 2**63
-"""A sequence that no step reaches: an understudy pushes nothing."""
+"""A sequence that no step reaches: a standby pushes nothing."""
 
 
 class SteppedSession(Protocol):
@@ -80,7 +80,7 @@ class CannotMoveError(UnavailableError):
     """Nobody can be brought to the state of a hop."""
 
 
-class Understudy:
+class Standby:
     """A hop that is not in use yet, `new`, and the hop `live` whose place it is to take.
 
     `before` pushes to both, or None where the client sends to them itself; the live hop pushes to
@@ -411,7 +411,7 @@ class Mover(Observer):
                 tried.clear()
                 retry.reset()
 
-    async def _plan_move(self) -> _Move | None:
+    async def _plan_move(self) -> _MoveAttempt | None:
         async with self._session.between_steps() as hops:
             leaving = [live for live in hops if _is_leaving(live)]
             movable = [live for live in leaving if live not in self._rooted]
@@ -422,17 +422,17 @@ class Mover(Observer):
             fresh = [live for live in movable if live not in self._tried]
             if not fresh:
                 self._tried.clear()
-            return _Move(self._session, (fresh or movable)[0], self._left)
+            return _MoveAttempt(self._session, (fresh or movable)[0], self._left)
 
 
-class _Move:
+class _MoveAttempt:
     """One attempt to move one hop."""
 
     def __init__(self, session: SteppedSession, live: LiveHop, leaving: set[PeerId]) -> None:
         self.live = live
         self._session = session
         self._leaving = leaving
-        self._understudy = Understudy(session, live)
+        self._standby = Standby(session, live)
 
     async def run(self, tried: set[PeerId]) -> None:
         """Put another hop into the place of this one.
@@ -440,46 +440,46 @@ class _Move:
         Adds to `tried` the other peer where it did not work with that one. Raises CannotMoveError
         where it never will, RouteError where nobody else is there, and else what went wrong.
         """
-        session, live, understudy = self._session, self.live, self._understudy
+        session, live, standby = self._session, self.live, self._standby
         clock = session.state.clock
         started_at = clock.now()
         has_moved = False
         try:
             async with self._session.between_steps() as hops:
-                understudy.survey(hops)
-            await understudy.prepare(self._leaving | tried)
+                standby.survey(hops)
+            await standby.prepare(self._leaving | tried)
             position, stall_seconds = await self._switch()
             has_moved = True
             ended_at = clock.now()
         except (LostHopError, BrokenSegmentError):
-            tried.add(understudy.new.hop.peer.peer_id)
+            tried.add(standby.new.hop.peer.peer_id)
             raise
         finally:
-            understudy.end()
-            await self._session.exchange.hang_up(live if has_moved else understudy.new)
-        seconds, new = ended_at - started_at, understudy.new.hop
+            standby.end()
+            await self._session.exchange.hang_up(live if has_moved else standby.new)
+        seconds, new = ended_at - started_at, standby.new.hop
         session.note_handoff(Handoff(live.hop, new, position, seconds, stall_seconds), started_at)
 
     async def _switch(self) -> tuple[int, float]:
         """Put the new hop into place between two steps; return where, and how long that took."""
-        session, understudy = self._session, self._understudy
+        session, standby = self._session, self._standby
         clock = session.state.clock
         while True:
-            await understudy.catch_up()
+            await standby.catch_up()
             async with session.between_steps() as hops:
                 began_at = clock.now()
-                if understudy.find_neighbours(hops) != (understudy.before, understudy.after):
+                if standby.find_neighbours(hops) != (standby.before, standby.after):
                     raise UnavailableError("the hops around it have changed")
-                if await understudy.is_ready():
+                if await standby.is_ready():
                     await self._take_place()
-                    hops[hops.index(self.live)] = understudy.new
+                    hops[hops.index(self.live)] = standby.new
                     return session.position, clock.now() - began_at
-                newest = understudy.newest_sequence
-            await understudy.wait_for(newest)
+                newest = standby.newest_sequence
+            await standby.wait_for(newest)
 
     async def _take_place(self) -> None:
-        session, understudy = self._session, self._understudy
-        new = understudy.new
+        session, standby = self._session, self._standby
+        new = standby.new
         assert new.link is not None
         new.link.listen(session.mailbox)
         if not new.capability:
@@ -487,9 +487,9 @@ class _Move:
         try:
             await session.plan.hand_over(
                 new,
-                understudy.before,
-                understudy.following,
-                understudy.after,
+                standby.before,
+                standby.following,
+                standby.after,
                 session.state.last_sequence + 1,
             )
         except BaseException:

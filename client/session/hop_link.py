@@ -379,7 +379,7 @@ class LiveHop:
 
 
 @dataclass(frozen=True)
-class Place:
+class MissingHops:
     """Blocks of a session that need hops, and what is there around them.
 
     The hop `before` has pushed what the lost ones got, or, without one, the client's `log` tells.

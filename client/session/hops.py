@@ -1,4 +1,4 @@
-"""The hops of a session: found for a place of its route, and opened there, all of them at once."""
+"""The hops of a session: found for a part of its route, and opened there, all of them at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ...protocol.versions import INT8_VERSION, PASS_VERSION
 from ..routing.peer_book import FLOOR_SECONDS
 from ..routing.route import Ends, Hop, LostHopError, Refusals, Route, is_fetching_adapter
 from .deep_prompts import encode_prompts
-from .hop_link import HopLink, LiveHop, Mailbox, Place
+from .hop_link import HopLink, LiveHop, Mailbox, MissingHops
 from .state import SessionContext, Waiting
 
 _logger = logging.getLogger(__name__)
@@ -49,8 +49,8 @@ _SHORT_SECONDS = 0.5
 _LONGEST_STEP_TOKENS = 2048
 """A step that a peer may be computing when another client connects."""
 
-BringUp = Callable[[list[LiveHop], Place, float, float], Awaitable[None]]
-"""Opens the hops of a route at a place before a deadline, waiting for room so long, and brings them
+BringUp = Callable[[list[LiveHop], MissingHops, float, float], Awaitable[None]]
+"""Opens the hops of a route before a deadline, waiting for room so long, and brings them
 to the state of its log. Raises LostHopError for one that has to be replaced; none is open then."""
 
 
@@ -63,13 +63,13 @@ class HopFinder:
 
     async def cover(
         self,
-        place: Place,
+        missing: MissingHops,
         deadline: float,
         refusals: Refusals,
         bring_up: BringUp,
         preferred: str | None = None,
     ) -> list[LiveHop]:
-        """Find hops for a place, and have them brought to the state of its log within the deadline.
+        """Find hops for missing ones, and have them brought to the state of their log in time.
 
         `preferred` is the weight format of the peer that was lost: its replica computes the
         same. Raises RouteError with the missing blocks, or the last failure, when time is up, and
@@ -77,7 +77,7 @@ class HopFinder:
         but LostHopError, after which another route is tried.
         """
         state = self._state
-        if place.position == 0:  # later, somebody waits for the next token
+        if missing.position == 0:  # later, somebody waits for the next token
             await state.swarm.survey(state.transport)
         configured = state.config.weights
         weights = (configured,) if configured else tuple(dict.fromkeys((preferred, None)))
@@ -87,7 +87,7 @@ class HopFinder:
         max_wait_seconds = 0.0
         while True:
             num_tried = len(tried)
-            route = await self._find_route(place, weights, deadline, refusals, tried)
+            route = await self._find_route(missing, weights, deadline, refusals, tried)
             if len(tried) < num_tried:
                 # Everybody was asked once. Who is full may take us into its queue now; with some
                 # time left for the others, who may have room sooner.
@@ -98,7 +98,7 @@ class HopFinder:
             state.begin(route)
             hops = [LiveHop(hop, None, RecoveryLog()) for hop in route.hops]
             try:
-                await bring_up(hops, place, deadline, max_wait_seconds)
+                await bring_up(hops, missing, deadline, max_wait_seconds)
                 return hops
             except LostHopError as lost:
                 tried.add(lost.hop.peer.peer_id)
@@ -115,7 +115,7 @@ class HopFinder:
 
     async def _find_route(
         self,
-        place: Place,
+        missing: MissingHops,
         weights: Sequence[str | None],
         deadline: float,
         refusals: Refusals,
@@ -131,12 +131,12 @@ class HopFinder:
         """
         # Somebody waits for the next token: the view at hand comes first, however old. If it led
         # to nobody, newcomers must be seen before silent peers are asked once more.
-        max_age_seconds = math.inf if place.position > 0 else self._state.config.refresh_seconds
+        max_age_seconds = math.inf if missing.position > 0 else self._state.config.refresh_seconds
         wait = functools.partial(
             self._state.swarm.wait_for_route,
-            place.span,
+            missing.span,
             needed_kv_tokens=self._state.facts.count_kv_tokens(self._state.num_rows),
-            ends=place.ends if self._state.config.delivery == "chain" else None,
+            ends=missing.ends if self._state.config.delivery == "chain" else None,
         )
         if tried:
             max_age_seconds = min(_RETRY_VIEW_SECONDS, self._state.config.refresh_seconds)

@@ -14,7 +14,14 @@ from ...protocol.net.retry import Backoff, Retry
 from ...protocol.spans import Span
 from ..routing.route import Failures, Fault
 from .exchange import Exchange
-from .hop_link import BrokenSegmentError, LiveHop, Place, Question, StartOverError, cut_segments
+from .hop_link import (
+    BrokenSegmentError,
+    LiveHop,
+    MissingHops,
+    Question,
+    StartOverError,
+    cut_segments,
+)
 from .state import SessionContext
 
 _AGAIN = Backoff(0.05, 1.0, jitter_fraction=0.25)
@@ -51,7 +58,7 @@ def choose_piece_tokens(
 
 
 @dataclass(eq=False)
-class Stretch:
+class SegmentQueue:
     """A segment's part of a pipeline: the pieces that wait for it, how many of them were sent
     already (and the newest that ever was), and how many have yet to come by.
     """
@@ -92,12 +99,12 @@ class Stretch:
             self.failures = Failures(retry)
         return self.failures
 
-    def find_place(self, start: int, stop: int) -> Place:
-        """Return the place of hops, by a half-open range of indices, or one between two of them."""
+    def find_missing(self, start: int, stop: int) -> MissingHops:
+        """Describe what is missing without the hops of a half-open range, which may be empty."""
         before = self.hops[start - 1] if start else None
         after = self.hops[stop] if stop < len(self.hops) else None
         first, last = self.hops[start], self.hops[max(start, stop - 1)]
-        return Place(
+        return MissingHops(
             Span(first.hop.span.start, last.hop.span.stop),
             first.log,
             self.pending,
@@ -134,18 +141,19 @@ class Pipeline:
     ) -> None:
         self._state = state
         self._exchange = exchange
-        self._stretches = [Stretch(segment, deque(), len(pieces)) for segment in cut_segments(hops)]
-        self._stretches[0].waiting.extend(pieces)
-        self._broken: list[tuple[Stretch, BrokenSegmentError]] = []
+        segments = cut_segments(hops)
+        self._queues = [SegmentQueue(segment, deque(), len(pieces)) for segment in segments]
+        self._queues[0].waiting.extend(pieces)
+        self._broken: list[tuple[SegmentQueue, BrokenSegmentError]] = []
         self.outputs: list[Tensor] = []
 
     @property
     def hops(self) -> list[LiveHop]:
         """All hops, in order."""
-        return [live for stretch in self._stretches for live in stretch.hops]
+        return [live for queue in self._queues for live in queue.hops]
 
     def replace(
-        self, stretch: Stretch, start: int, stop: int, replacements: Sequence[LiveHop]
+        self, queue: SegmentQueue, start: int, stop: int, replacements: Sequence[LiveHop]
     ) -> None:
         """Put one or more hops into the place of some; who pushes to whom may have changed.
 
@@ -153,72 +161,72 @@ class Pipeline:
         the others need.
         """
         if start == 0 and stop > 0:
-            stretch.num_sent = 0
-        stretch.hops[start:stop] = replacements
-        segments = cut_segments(stretch.hops)
-        stretch.hops = segments[0]
-        was_last = stretch is self._stretches[-1]
-        index = self._stretches.index(stretch) + 1
-        self._stretches[index:index] = [
-            Stretch(segment, deque(), stretch.num_left, newest_sent=stretch.newest_sent)
+            queue.num_sent = 0
+        queue.hops[start:stop] = replacements
+        segments = cut_segments(queue.hops)
+        queue.hops = segments[0]
+        was_last = queue is self._queues[-1]
+        index = self._queues.index(queue) + 1
+        self._queues[index:index] = [
+            SegmentQueue(segment, deque(), queue.num_left, newest_sent=queue.newest_sent)
             for segment in segments[1:]
         ]
-        if was_last and len(segments) > 1 and stretch.is_asked_for_last_token:
+        if was_last and len(segments) > 1 and queue.is_asked_for_last_token:
             raise StartOverError
 
-    async def run(self) -> list[tuple[Stretch, BrokenSegmentError]]:
+    async def run(self) -> list[tuple[SegmentQueue, BrokenSegmentError]]:
         """Go on until every piece is through or hops are lost; return where, and why."""
         self._broken = []
-        if max(stretch.num_left for stretch in self._stretches) <= 1:
+        if max(queue.num_left for queue in self._queues) <= 1:
             await self._take_one()
             return self._broken
-        for stretch in self._stretches:
-            stretch.ready.clear()
+        for queue in self._queues:
+            queue.ready.clear()
         try:
             async with asyncio.TaskGroup() as tasks:
-                for stretch in self._stretches:
-                    tasks.create_task(self._work(stretch))
+                for queue in self._queues:
+                    tasks.create_task(self._work(queue))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         return self._broken
 
     async def _take_one(self) -> None:
         """Take the only piece along, from where it is."""
-        for stretch in self._stretches:
-            if stretch.waiting and not await self._advance(stretch):
+        for queue in self._queues:
+            if queue.waiting and not await self._advance(queue):
                 return
 
-    async def _work(self, stretch: Stretch) -> None:
+    async def _work(self, queue: SegmentQueue) -> None:
         """Take pieces over one segment until all are through or some hop is lost.
 
         The others finish the piece that they are at: cut short, they would be lost as well.
         """
-        while stretch.num_left and not self._broken:
-            if stretch.waiting:
-                await self._advance(stretch)
+        while queue.num_left and not self._broken:
+            if queue.waiting:
+                await self._advance(queue)
             else:
-                stretch.ready.clear()
-                await stretch.ready.wait()
+                queue.ready.clear()
+                await queue.ready.wait()
 
-    async def _advance(self, stretch: Stretch) -> bool:
+    async def _advance(self, queue: SegmentQueue) -> bool:
         """Take the next piece over one segment; return False when hops of it are lost."""
-        index = self._stretches.index(stretch)
-        is_last = index + 1 == len(self._stretches)
-        piece = stretch.waiting[0]
+        index = self._queues.index(queue)
+        is_last = index + 1 == len(self._queues)
+        piece = queue.waiting[0]
         try:
-            output_BTH = await self._ask(stretch, is_last)
+            output_BTH = await self._ask(queue, is_last)
         except BrokenSegmentError as error:
-            self._broken.append((stretch, error))
-            for other in self._stretches:
+            self._broken.append((queue, error))
+            for other in self._queues:
                 other.ready.set()
             return False
-        if stretch.failures is not None:
-            for hop in stretch.failures.refusals.contradicted:
+        if queue.failures is not None:
+            for hop in queue.failures.refusals.contradicted:
                 self._state.book.quarantine(hop.peer, Fault.BROKEN)
-            stretch.failures = None
-        stretch.waiting.popleft()
-        stretch.num_left -= 1
-        first, num_tokens = stretch.hops[0], piece.hidden_BTH.shape[1]
+            queue.failures = None
+        queue.waiting.popleft()
+        queue.num_left -= 1
+        first, num_tokens = queue.hops[0], piece.hidden_BTH.shape[1]
         if first.is_log_whole:
             first.log.append(
                 piece.position, num_tokens, piece.hidden_BTH, piece.row_map, piece.is_decoded
@@ -228,35 +236,35 @@ class Pipeline:
         if is_last:
             self.outputs.append(output_BTH)
         else:
-            following = self._stretches[index + 1]
+            following = self._queues[index + 1]
             following.waiting.append(replace(piece, hidden_BTH=output_BTH))
             following.ready.set()
         return True
 
-    async def _ask(self, stretch: Stretch, is_last: bool) -> Tensor:
+    async def _ask(self, queue: SegmentQueue, is_last: bool) -> Tensor:
         """Return the output of the next piece; into a chain, send some more behind it."""
-        waiting = stretch.waiting
-        num_ahead = 1 if len(waiting) == 1 else self._count_ahead(stretch)
-        while stretch.num_sent < min(len(waiting), num_ahead):
-            self._exchange.check_links(stretch.hops)
-            piece = waiting[stretch.num_sent]
-            stretch.newest_sent = max(stretch.newest_sent, piece.sequence)
+        waiting = queue.waiting
+        num_ahead = 1 if len(waiting) == 1 else self._count_ahead(queue)
+        while queue.num_sent < min(len(waiting), num_ahead):
+            self._exchange.check_links(queue.hops)
+            piece = waiting[queue.num_sent]
+            queue.newest_sent = max(queue.newest_sent, piece.sequence)
             if piece.last_token_only and not is_last:
                 piece = replace(piece, last_token_only=False)
-            await self._exchange.send(stretch.hops, piece)
-            stretch.num_sent += 1
-        output_BTH = await self._exchange.receive(stretch.hops, waiting[0])
-        stretch.num_sent -= 1
+            await self._exchange.send(queue.hops, piece)
+            queue.num_sent += 1
+        output_BTH = await self._exchange.receive(queue.hops, waiting[0])
+        queue.num_sent -= 1
         return output_BTH
 
-    def _count_ahead(self, stretch: Stretch) -> int:
+    def _count_ahead(self, queue: SegmentQueue) -> int:
         """Return how many pieces may be on their way through a segment.
 
         One where a hop is asked alone. In a chain one for each hop and one between them will do if
         hops are near. Far away, many more fit on the lines; together as much as one step may have,
         so that peers hold no more than that.
         """
-        if not stretch.hops[0].capability:
+        if not queue.hops[0].capability:
             return 1
-        fitting = self._state.max_piece_tokens // stretch.waiting[0].hidden_BTH.shape[1]
-        return max(len(stretch.hops) + 1, fitting)
+        fitting = self._state.max_piece_tokens // queue.waiting[0].hidden_BTH.shape[1]
+        return max(len(queue.hops) + 1, fitting)

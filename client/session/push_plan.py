@@ -12,7 +12,7 @@ from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.versions import CHAIN_VERSION
 from ..routing.route import Hop, LostHopError
 from ..routing.router import can_push
-from .hop_link import BrokenSegmentError, LiveHop, Mailbox, Place, StartOverError
+from .hop_link import BrokenSegmentError, LiveHop, Mailbox, MissingHops, StartOverError
 from .state import SessionContext
 
 
@@ -46,20 +46,20 @@ class PushPlan:
         """Remember for a while that a peer cannot push to another one."""
         self._state.book.links.note_cut(before.hop.peer.peer_id, after.hop.peer.peer_id)
 
-    def plan(self, hops: Sequence[LiveHop], place: Place) -> None:
-        """Settle who pushes to whom among hops that are about to be opened at a place.
+    def plan(self, hops: Sequence[LiveHop], missing: MissingHops) -> None:
+        """Settle who pushes to whom among hops that are about to be opened.
 
         Raises StartOverError when the hop before cannot push to them all.
         """
-        for live, following in zip(hops, (*hops[1:], place.after), strict=True):
+        for live, following in zip(hops, (*hops[1:], missing.after), strict=True):
             live.feeds = following is not None and self.can_feed(live.hop, following.hop)
-        self.connect(hops, place.after, place.pending[0] if place.pending else 0)
-        if place.before is not None and not (
-            self.can_feed(place.before.hop, hops[0].hop) and all(live.feeds for live in hops[:-1])
+        self.connect(hops, missing.after, missing.pending[0] if missing.pending else 0)
+        if missing.before is not None and not (
+            self.can_feed(missing.before.hop, hops[0].hop) and all(live.feeds for live in hops[:-1])
         ):
             raise StartOverError
-        if place.after is not None and not hops[-1].feeds:
-            _begin_segment(place.after, place)
+        if missing.after is not None and not hops[-1].feeds:
+            _begin_segment(missing.after, missing)
 
     def connect(
         self,
@@ -74,39 +74,39 @@ class PushPlan:
             if live.feeds and following is not None:
                 live.next = self.name(following, first_sequence if following is after else 0)
 
-    async def admit(self, place: Place) -> None:
+    async def admit(self, missing: MissingHops) -> None:
         """Have the hop after take steps from the new hops, and from nobody else any more."""
-        if place.after is not None:
-            await self._admit(place.after, place.newest_sequence)
+        if missing.after is not None:
+            await self._admit(missing.after, missing.newest_sequence)
 
-    async def redirect_to(self, hops: Sequence[LiveHop], place: Place) -> int:
+    async def redirect_to(self, hops: Sequence[LiveHop], missing: MissingHops) -> int:
         """Have the hop before push to new ones what it has pushed to the lost ones.
 
         Returns how many steps the last of them will do before those that are under way.
         """
-        assert place.before is not None
-        for sequence in place.pending:
+        assert missing.before is not None
+        for sequence in missing.pending:
             self._mailbox.expect(hops[-1].open_link.session, sequence)
-        status = await self._redirect(place.before, self.name(hops[0], 0), place.pending)
-        place.before.feeds = True
+        status = await self._redirect(missing.before, self.name(hops[0], 0), missing.pending)
+        missing.before.feeds = True
         return status.num_replayed
 
-    async def bridge(self, place: Place) -> None:
+    async def bridge(self, missing: MissingHops) -> None:
         """Have the hop before answer us with what it pushed to the hop after, which we send it to.
 
         They do not reach each other; both are in use, and no hop is missing between them.
         """
-        before, after = place.before, place.after
+        before, after = missing.before, missing.after
         assert before is not None
         assert after is not None
         self.note_cut(before, after)
         self._state.epoch += 1
-        await self._admit(after, place.newest_sequence)
-        for sequence in place.pending:
+        await self._admit(after, missing.newest_sequence)
+        for sequence in missing.pending:
             self._mailbox.expect(before.open_link.session, sequence)
-        await self._redirect(before, None, place.pending)
+        await self._redirect(before, None, missing.pending)
         before.feeds, before.next = False, None
-        _begin_segment(after, place)
+        _begin_segment(after, missing)
 
     async def hand_over(
         self,
@@ -207,6 +207,6 @@ class PushPlan:
         return await self._hops.tell(live, message)
 
 
-def _begin_segment(live: LiveHop, place: Place) -> None:
+def _begin_segment(live: LiveHop, missing: MissingHops) -> None:
     """Let a hop that was pushed to be sent to; what it got before is not in its log."""
-    live.log, live.is_log_whole = RecoveryLog(), place.position == 0
+    live.log, live.is_log_whole = RecoveryLog(), missing.position == 0

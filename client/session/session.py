@@ -31,13 +31,13 @@ from .hop_link import (
     HopLink,
     LiveHop,
     Mailbox,
-    Place,
+    MissingHops,
     Question,
     StartOverError,
     cut_segments,
 )
 from .hops import HopFinder
-from .pipeline import Pipeline, Stretch, choose_piece_tokens
+from .pipeline import Pipeline, SegmentQueue, choose_piece_tokens
 from .push_plan import PushPlan
 from .state import SessionContext
 
@@ -55,7 +55,7 @@ class Reserve(Protocol):
         """The hops that one is there for."""
         ...
 
-    async def take_over(self, live: LiveHop, place: Place) -> LiveHop | None:
+    async def take_over(self, live: LiveHop, missing: MissingHops) -> LiveHop | None:
         """Return what takes the place of a lost hop, None where nothing can.
 
         Raises BrokenSegmentError when a hop before or after is lost as well.
@@ -173,9 +173,9 @@ class RemoteSession:
         if self._hops:
             return
         self.state.num_rows = num_rows
-        place = Place(self.state.facts.span, RecoveryLog(), ())
+        missing = MissingHops(self.state.facts.span, RecoveryLog(), ())
         try:
-            self._hops = await self._cover(place, self.state.make_deadline(), Refusals())
+            self._hops = await self._cover(missing, self.state.make_deadline(), Refusals())
         except BaseException:
             self.state.num_rows = 0
             raise
@@ -197,8 +197,8 @@ class RemoteSession:
                         raise UnavailableError(message) from error
                     await self.exchange.hang_up(*self._hops)
                     log, position = before[0][1].copy(), question.position
-                    place = Place(self.state.facts.span, log, (), position=position)
-                    self._hops = await self._cover(place, deadline, Refusals())
+                    missing = MissingHops(self.state.facts.span, log, (), position=position)
+                    self._hops = await self._cover(missing, deadline, Refusals())
         except BaseException:
             if is_moving:
                 await self._restore(before)
@@ -212,8 +212,8 @@ class RemoteSession:
         pipeline = Pipeline(self.state, self.exchange, self._hops, pieces)
         try:
             while broken := await pipeline.run():
-                for stretch, error in broken:
-                    await self._mend(pipeline, stretch, error)
+                for queue, error in broken:
+                    await self._mend(pipeline, queue, error)
             return pipeline.outputs
         finally:
             self._hops = pipeline.hops
@@ -260,9 +260,11 @@ class RemoteSession:
             for part, position, sequence in zip(parts, positions, sequences, strict=False)
         ]
 
-    async def _mend(self, pipeline: Pipeline, stretch: Stretch, error: BrokenSegmentError) -> None:
+    async def _mend(
+        self, pipeline: Pipeline, queue: SegmentQueue, error: BrokenSegmentError
+    ) -> None:
         """Put other hops, with the same cache, into the place of lost ones."""
-        failures = stretch.note_failures(self.state)
+        failures = queue.note_failures(self.state)
         while True:
             for lost in error.lost:
                 failures.refusals.note(lost)
@@ -274,50 +276,50 @@ class RemoteSession:
                 raise failure.__cause__ or failure
             try:
                 if error.cut is not None:
-                    await self._bridge(pipeline, stretch, error.cut)
-                while (run := stretch.find_lost()) is not None:
-                    await self._replace(pipeline, stretch, run, error, failures)
+                    await self._bridge(pipeline, queue, error.cut)
+                while (run := queue.find_lost()) is not None:
+                    await self._replace(pipeline, queue, run, error, failures)
                 return
             except BrokenSegmentError as more:
                 error = more
 
-    async def _bridge(self, pipeline: Pipeline, stretch: Stretch, cut: int) -> None:
+    async def _bridge(self, pipeline: Pipeline, queue: SegmentQueue, cut: int) -> None:
         """Stand between two hops that live and do not reach each other."""
-        place = stretch.find_place(cut + 1, cut + 1)
-        await self.plan.bridge(place)
-        pipeline.replace(stretch, 0, 0, ())
+        missing = queue.find_missing(cut + 1, cut + 1)
+        await self.plan.bridge(missing)
+        pipeline.replace(queue, 0, 0, ())
         _logger.info(
             "the client now carries hidden states to blocks from %d on: the hop before cannot push",
-            place.span.start,
+            missing.span.start,
         )
 
     async def _replace(
         self,
         pipeline: Pipeline,
-        stretch: Stretch,
+        queue: SegmentQueue,
         run: tuple[int, int],
         error: BrokenSegmentError,
         failures: Failures,
     ) -> None:
         """Put hops into the place of some that stand side by side."""
         start, stop = run
-        lost, started_at = stretch.hops[start:stop], self.state.clock.now()
+        lost, started_at = queue.hops[start:stop], self.state.clock.now()
         if start == 0 and not lost[0].is_log_whole:
             raise StartOverError
-        place = stretch.find_place(start, stop)
+        missing = queue.find_missing(start, stop)
         standby, num_tokens = None, 0
         if self._reserve is not None and len(lost) == 1:
-            standby = await self._reserve.take_over(lost[0], place)
+            standby = await self._reserve.take_over(lost[0], missing)
         replacements = [] if standby is None else [standby]
         if not replacements:
-            self.state.sought = place.span
+            self.state.sought = missing.span
             try:
                 weights, deadline = lost[0].hop.peer.weights, failures.retry.deadline
-                replacements = await self._cover(place, deadline, failures.refusals, weights)
+                replacements = await self._cover(missing, deadline, failures.refusals, weights)
             finally:
                 self.state.sought = None
-            num_tokens = place.log.length if start == 0 else place.position
-        pipeline.replace(stretch, start, stop, replacements)
+            num_tokens = missing.log.length if start == 0 else missing.position
+        pipeline.replace(queue, start, stop, replacements)
         reasons = {reason.hop: reason for reason in error.lost}
         for live in lost:
             reason = reasons.get(live.hop)
@@ -325,7 +327,7 @@ class RemoteSession:
                 live.hop,
                 str(reason or error),
                 tuple(replacement.hop for replacement in replacements),
-                place.position,
+                missing.position,
                 num_tokens,
                 self.state.clock.now() - started_at,
                 WAS_LOST if reason is None else reason.what_happened,
@@ -350,32 +352,36 @@ class RemoteSession:
         )
 
     async def _cover(
-        self, place: Place, deadline: float, refusals: Refusals, preferred: str | None = None
+        self,
+        missing: MissingHops,
+        deadline: float,
+        refusals: Refusals,
+        preferred: str | None = None,
     ) -> list[LiveHop]:
-        """Return new hops for a place, opened and with what its log tells; see `HopFinder.cover`.
+        """Return new hops for missing ones, as `HopFinder.cover` does.
 
         BrokenSegmentError says that a hop before or after is lost, too, and StartOverError that no
         log will do.
         """
-        return await self.finder.cover(place, deadline, refusals, self._bring_up, preferred)
+        return await self.finder.cover(missing, deadline, refusals, self._bring_up, preferred)
 
     async def _bring_up(
-        self, hops: list[LiveHop], place: Place, deadline: float, max_wait_seconds: float
+        self, hops: list[LiveHop], missing: MissingHops, deadline: float, max_wait_seconds: float
     ) -> None:
         """Open all hops of a route at once, then have them computed what is behind us."""
-        if place.before is None:
-            hops[0].log = place.log
-        self.plan.plan(hops, place)
+        if missing.before is None:
+            hops[0].log = missing.log
+        self.plan.plan(hops, missing)
         try:
             await self.finder.open(hops, deadline, max_wait_seconds)
             try:
-                await self.plan.admit(place)
-                if place.before is None:
+                await self.plan.admit(missing)
+                if missing.before is None:
                     await self._replay(hops)
                 else:
-                    await self._have_replayed(place, hops)
+                    await self._have_replayed(missing, hops)
             except BrokenSegmentError as broken:
-                if any(live.link is None for live in place.neighbours):
+                if any(live.link is None for live in missing.neighbours):
                     raise
                 # Two of them that cannot reach each other are not linked the next time.
                 raise (
@@ -399,16 +405,16 @@ class RemoteSession:
                         question.position, num_tokens, output_BTH, None, is_decoded
                     )
 
-    async def _have_replayed(self, place: Place, hops: Sequence[LiveHop]) -> None:
+    async def _have_replayed(self, missing: MissingHops, hops: Sequence[LiveHop]) -> None:
         """Have the hop before push to new ones what it has pushed to the lost ones."""
-        assert place.before is not None
+        assert missing.before is not None
         session = hops[-1].open_link.session
         self.mailbox.expect_replay(session)
-        num_steps = await self.plan.redirect_to(hops, place)
+        num_steps = await self.plan.redirect_to(hops, missing)
         if num_steps:
-            segment = [place.before, *hops]
+            segment = [missing.before, *hops]
             with self._noting_cut(segment):
-                num_tokens = self.state.num_rows * place.position
+                num_tokens = self.state.num_rows * missing.position
                 await self.exchange.wait_for_replay(segment, num_steps, num_tokens)
         self.mailbox.end_replay(session)
 

@@ -14,8 +14,8 @@ from ...protocol.net.clock import WakefulTimeout
 from ...protocol.net.retry import Backoff, Retry
 from ..routing.route import LostHopError
 from ..trace.trace import Observer
-from .handoff import CannotMoveError, Mover, SteppedSession, Understudy, read_failure
-from .hop_link import BrokenSegmentError, LiveHop, Place, StartOverError
+from .handoff import CannotMoveError, Mover, Standby, SteppedSession, read_failure
+from .hop_link import BrokenSegmentError, LiveHop, MissingHops, StartOverError
 
 _logger = logging.getLogger(__name__)
 
@@ -45,49 +45,49 @@ class Standbys(Observer):
 
     def __init__(self, session: SteppedSession) -> None:
         self._session = session
-        self._standbys: dict[LiveHop, _Standby] = {}
+        self._keepers: dict[LiveHop, _StandbyKeeper] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._is_stopped = False
 
     @property
     def ready(self) -> list[LiveHop]:
         """The hops whose standby could take over now."""
-        return [live for live, standby in self._standbys.items() if standby.is_ready]
+        return [live for live, keeper in self._keepers.items() if keeper.is_ready]
 
     def follow_step(self) -> None:
         """Keep a standby for each of the hops that are in use now, and for no others."""
         if self._is_stopped:
             return
         hops = self._session.live_hops
-        known = list(self._standbys.items())
-        for live in [live for live, standby in known if not standby.fits(hops)]:
-            self._end(self._standbys.pop(live))
+        known = list(self._keepers.items())
+        for live in [live for live, keeper in known if not keeper.fits(hops)]:
+            self._end(self._keepers.pop(live))
         used = {live.hop.peer.peer_id for live in hops}
         for live in hops:
-            if live not in self._standbys:
-                self._standbys[live] = _Standby(self._session, live)
-            self._standbys[live].look(used)
+            if live not in self._keepers:
+                self._keepers[live] = _StandbyKeeper(self._session, live)
+            self._keepers[live].look(used)
 
     def drop(self) -> None:
         """Give all of them up: what they have is not what the hops will have."""
-        for standby in self._standbys.values():
-            self._end(standby)
-        self._standbys.clear()
+        for keeper in self._keepers.values():
+            self._end(keeper)
+        self._keepers.clear()
 
-    async def take_over(self, live: LiveHop, place: Place) -> LiveHop | None:
+    async def take_over(self, live: LiveHop, missing: MissingHops) -> LiveHop | None:
         """Return the standby of a lost hop, in its place; None: it has none that can.
 
         Raises BrokenSegmentError when a hop before or after is lost as well.
         """
-        standby = self._standbys.pop(live, None)
-        if standby is None:
+        keeper = self._keepers.pop(live, None)
+        if keeper is None:
             return None
         new = None
         try:
-            new = await standby.take_over(place)
+            new = await keeper.take_over(missing)
         finally:
             if new is None:
-                self._end(standby)
+                self._end(keeper)
         return new
 
     async def stop(self) -> None:
@@ -97,13 +97,13 @@ class Standbys(Observer):
         if self._ending:
             await asyncio.wait(self._ending)
 
-    def _end(self, standby: _Standby) -> None:
-        ending = asyncio.create_task(standby.end(), name="ending a standby")
+    def _end(self, keeper: _StandbyKeeper) -> None:
+        ending = asyncio.create_task(keeper.end(), name="ending a standby")
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
 
-class _Standby:
+class _StandbyKeeper:
     """The standby of one hop: looked for, kept up, and looked for again when it is lost."""
 
     def __init__(self, session: SteppedSession, live: LiveHop) -> None:
@@ -111,7 +111,7 @@ class _Standby:
         self._live = live
         self._used: set[PeerId] = set()
         self._tried: set[PeerId] = set()
-        self._understudy: Understudy | None = None  # one that has, or nearly has, all
+        self._standby: Standby | None = None  # one that has, or nearly has, all
         self._is_taken = False
         self._following = asyncio.Lock()
         self._news = asyncio.Event()
@@ -122,13 +122,13 @@ class _Standby:
     @property
     def is_ready(self) -> bool:
         """Return whether it could take over now."""
-        return self._understudy is not None
+        return self._standby is not None
 
     def fits(self, hops: Sequence[LiveHop]) -> bool:
         """Return whether it may go on, now that these are the hops."""
         if self._live not in hops:
             return False
-        return self._understudy is None or self._understudy.fits(hops)
+        return self._standby is None or self._standby.fits(hops)
 
     def look(self, used: set[PeerId]) -> None:
         """Go on with what a step has changed; `used` are the peers of all hops."""
@@ -140,20 +140,20 @@ class _Standby:
         self._task.cancel()
         await asyncio.wait((self._task,))
 
-    async def take_over(self, place: Place) -> LiveHop | None:
+    async def take_over(self, missing: MissingHops) -> LiveHop | None:
         """Return the new hop in its place; None where it cannot be had at once.
 
         Raises BrokenSegmentError when a hop before or after is lost as well.
         """
-        understudy = self._understudy
-        if understudy is None or understudy.before is not place.before or len(place.pending) != 1:
+        standby = self._standby
+        if standby is None or standby.before is not missing.before or len(missing.pending) != 1:
             return None
-        if (understudy.after is None) != (place.after is None):
+        if (standby.after is None) != (missing.after is None):
             return None
         try:
             async with WakefulTimeout(_CATCH_UP_SECONDS), self._following:
-                await understudy.follow_all()
-            if not await understudy.take_over(place.after, place.pending[0]):
+                await standby.follow_all()
+            if not await standby.take_over(missing.after, missing.pending[0]):
                 return None
         except (TimeoutError, ShoalError, StartOverError) as error:
             _logger.info(
@@ -164,9 +164,9 @@ class _Standby:
         try:
             await self.end()
         except asyncio.CancelledError:
-            await self._session.exchange.hang_up(understudy.new)
+            await self._session.exchange.hang_up(standby.new)
             raise
-        return understudy.new
+        return standby.new
 
     async def _run(self) -> None:
         while True:
@@ -185,36 +185,36 @@ class _Standby:
 
     async def _keep(self) -> None:
         """Bring a peer to the state of the hop and keep it there; raises what ends that."""
-        understudy = Understudy(self._session, self._live)
+        standby = Standby(self._session, self._live)
         try:
             async with self._session.between_steps() as hops:
                 self._check_stays()
-                understudy.survey(hops)
-            await understudy.prepare(self._used | self._tried)
-            self._understudy = understudy
+                standby.survey(hops)
+            await standby.prepare(self._used | self._tried)
+            self._standby = standby
             self._retry.reset()
-            await self._follow(understudy)
+            await self._follow(standby)
         except (LostHopError, BrokenSegmentError):
-            self._tried.add(understudy.new.hop.peer.peer_id)
+            self._tried.add(standby.new.hop.peer.peer_id)
             raise
         finally:
-            self._understudy = None
-            understudy.end()
+            self._standby = None
+            standby.end()
             if not self._is_taken:
-                await self._session.exchange.hang_up(understudy.new)
+                await self._session.exchange.hang_up(standby.new)
 
     def _check_stays(self) -> None:
         """Raise UnavailableError where the hop moves: the one before pushes to one more at most."""
         if self._live.link is not None and self._live.link.is_leaving:
             raise UnavailableError("the hop will be moved")
 
-    async def _follow(self, understudy: Understudy) -> None:
+    async def _follow(self, standby: Standby) -> None:
         """Have the standby take every step that the hop has taken, until something is wrong."""
         while True:
             async with self._following:
-                await understudy.follow_all()
-            await understudy.catch_up()
-            understudy.check_stays()
+                await standby.follow_all()
+            await standby.catch_up()
+            standby.check_stays()
             self._check_stays()
             self._news.clear()
             await self._news.wait()

@@ -59,7 +59,7 @@ class SharedAdapter(Protocol):
 
 
 class Routes(Protocol):
-    """The interface of a session to a swarm; see `Swarm`."""
+    """The interface of a session to a swarm; see `RouteFinder`."""
 
     book: PeerBook
 

@@ -20,7 +20,7 @@ from ...protocol.limits import MAX_PASS_TOKENS
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import AdapterLeaves, RowAdapters
 from ..concurrency.portal import Portal
-from ..passes.microbatches import TextGradients, Texts, Trail
+from ..passes.microbatches import MicrobatchInputs, TextGradients, Texts
 from ..routing.route import Hop, PassFailover
 from .active_adapters import NO_ADAPTERS, ChosenAdapters
 from .peer_optimizer import OptimizerShards
@@ -49,8 +49,12 @@ class Passes(Protocol):
     @property
     def publisher(self) -> Publications: ...
     def can_run(self, span: Span) -> bool: ...
-    async def run_forward(self, span: Span, texts: Texts) -> tuple[Tensor, list[Trail]]: ...
-    async def run_backward(self, trails: Sequence[Trail], grads_BTH: Tensor) -> TextGradients: ...
+    async def run_forward(
+        self, span: Span, texts: Texts
+    ) -> tuple[Tensor, list[MicrobatchInputs]]: ...
+    async def run_backward(
+        self, saved: Sequence[MicrobatchInputs], grads_BTH: Tensor
+    ) -> TextGradients: ...
     async def make_sharded_optimizer(self) -> OptimizerShards: ...
     async def take_recent_hops(self) -> list[Hop]: ...
     async def take_failovers(self) -> list[PassFailover]: ...
@@ -93,27 +97,27 @@ class PassRunner:
 
 
 class _Keepsake(Tensor):
-    """A tensor without numbers, by which autograd keeps the trails of a pass.
+    """A tensor without numbers, by which autograd keeps the saved inputs of a pass.
 
-    How many tensors trails have follows from the route. A checkpoint that computes a pass again
+    How many tensors these have follows from the route. A checkpoint that computes a pass again
     wants as many as before, and may be given another route: so it sees one, always of the same
     shape. Like any saved tensor it is gone after the way back, unless the graph is retained.
     """
 
-    trails: list[Trail]
+    saved: list[MicrobatchInputs]
 
     @staticmethod
-    def __new__(cls, trails: list[Trail]) -> _Keepsake:
+    def __new__(cls, saved: list[MicrobatchInputs]) -> _Keepsake:
         keepsake = torch.Tensor._make_wrapper_subclass(cls, (0,))  # pyright: ignore
-        keepsake.trails = trails
+        keepsake.saved = saved
         return keepsake
 
     @classmethod
     def __torch_dispatch__(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, operation: Any, types: Any, arguments: tuple[Any, ...] = (), options: Any = None
     ) -> _Keepsake:
-        """Keep the trails in whatever torch makes of the tensor, such as a detached one."""
-        return cls(arguments[0].trails)
+        """Keep the inputs in whatever torch makes of the tensor, such as a detached one."""
+        return cls(arguments[0].saved)
 
 
 class _RemoteBlocks(torch.autograd.Function):
@@ -136,9 +140,9 @@ class _RemoteBlocks(torch.autograd.Function):
         prompts = None if prompts_LBPH is None else _copy(prompts_LBPH)
         is_shared = prompts is not None and prompts.shape[1] == 1
         texts = Texts(_copy(hidden_BTH), prompts, is_shared, adapters.rows, adapters.is_trained)
-        output_BTH, trails = runner.wait_for(runner.remote.run_forward(span, texts))
+        output_BTH, saved = runner.wait_for(runner.remote.run_forward(span, texts))
         ctx.runner = runner
-        ctx.save_for_backward(_Keepsake(trails))
+        ctx.save_for_backward(_Keepsake(saved))
         inputs = (hidden_BTH, prompts_LBPH, *matrices)
         ctx.places = [(None, None) if x is None else (x.device, x.dtype) for x in inputs]
         # Names only: whose parameters these are would keep them alive, and they this graph.
@@ -152,9 +156,9 @@ class _RemoteBlocks(torch.autograd.Function):
         ctx: Any, grads_BTH: Tensor
     ) -> tuple[Tensor | None, ...]:
         (keepsake,) = ctx.saved_tensors
-        _check_adapters(keepsake.trails, ctx.adapters)
+        _check_adapters(keepsake.saved, ctx.adapters)
         runner: PassRunner = ctx.runner
-        back = runner.remote.run_backward(keepsake.trails, _copy(grads_BTH))
+        back = runner.remote.run_backward(keepsake.saved, _copy(grads_BTH))
         gradients = runner.wait_for(back)
         matrices = [gradients.adapters.get(version, {}).get(name) for version, name in ctx.names]
         found = (gradients.hidden_BTH, gradients.prompts_LBPH, *matrices)
@@ -168,12 +172,12 @@ class _RemoteBlocks(torch.autograd.Function):
         )
 
 
-def _check_adapters(trails: list[Trail], adapters: RowAdapters) -> None:
+def _check_adapters(saved: list[MicrobatchInputs], adapters: RowAdapters) -> None:
     """Raise UsageError where a pass was computed again with other adapters than the first time.
 
     Its gradients would be those of another function, and none of them for the adapters.
     """
-    recomputed = [one for trail in trails for one in trail.inputs[0].texts.adapters]
+    recomputed = [one for microbatch in saved for one in microbatch.inputs[0].texts.adapters]
     if tuple(recomputed) != adapters:
         raise _make_lost_adapters_error()
 

@@ -23,9 +23,9 @@ from ..optimizer_shards.sharded_optimizer import ShardedOptimizer
 from ..passes.microbatches import (
     MOST_TOKENS,
     HopInput,
+    MicrobatchInputs,
     TextGradients,
     Texts,
-    Trail,
     cut_rows,
     halve,
     join_gradients,
@@ -49,8 +49,8 @@ class RemotePasses:
         """Return whether there is a peer that takes passes for each block of a span."""
         return all(self._asker.has_host(block) for block in range(span.start, span.stop))
 
-    async def run_forward(self, span: Span, texts: Texts) -> tuple[Tensor, list[Trail]]:
-        """Return the hidden states behind the last block of a span, and the way they took.
+    async def run_forward(self, span: Span, texts: Texts) -> tuple[Tensor, list[MicrobatchInputs]]:
+        """Return the hidden states behind the last block of a span, and what went into the hops.
 
         Raises RouteError with the blocks that nobody serves in time, RefusedError when peers
         decline the texts themselves, and what the last of many peers did that were found and lost.
@@ -59,17 +59,17 @@ class RemotePasses:
         batches = cut_rows(texts.num_rows, num_tokens, num_hops, self._most_tokens, texts.most_rows)
         done = await run_all(self._forward_rows(span, texts, rows) for rows in batches)
         ways = [way for ways in done for way in ways]
-        return torch.cat([output_BTH for output_BTH, _ in ways]), [trail for _, trail in ways]
+        return torch.cat([output_BTH for output_BTH, _ in ways]), [inputs for _, inputs in ways]
 
-    async def run_backward(self, trails: Sequence[Trail], grads_BTH: Tensor) -> TextGradients:
+    async def run_backward(
+        self, saved: Sequence[MicrobatchInputs], grads_BTH: Tensor
+    ) -> TextGradients:
         """Return the gradients of what went into `run_forward`, given those of what came out.
 
-        May be called again for the same trails. Raises what `run_forward` does.
+        May be called again for the same inputs. Raises what `run_forward` does.
         """
-        gradients = await run_all(
-            self._backward(trail.inputs, grads_BTH[trail.rows]) for trail in trails
-        )
-        return join_gradients(gradients, trails[0].inputs[0].texts.shares_prompts)
+        gradients = await run_all(self._backward(one.inputs, grads_BTH[one.rows]) for one in saved)
+        return join_gradients(gradients, saved[0].inputs[0].texts.shares_prompts)
 
     async def make_sharded_optimizer(self) -> ShardedOptimizer:
         """Return the optimizer of an adapter that peers are to train."""
@@ -94,7 +94,7 @@ class RemotePasses:
 
     async def _forward_rows(
         self, span: Span, texts: Texts, rows: slice
-    ) -> list[tuple[Tensor, Trail]]:
+    ) -> list[tuple[Tensor, MicrobatchInputs]]:
         """Take some rows through a span; in two halves if a peer has no memory for them."""
         part = texts.take_rows(rows)
         try:
@@ -102,7 +102,7 @@ class RemotePasses:
         except RefusedError as error:
             self._take_less(error, part)
         else:
-            return [(output_BTH, Trail(rows, inputs))]
+            return [(output_BTH, MicrobatchInputs(rows, inputs))]
         halves = halve(rows)
         done = await run_all(self._forward_rows(span, texts, half) for half in halves)
         return [way for ways in done for way in ways]

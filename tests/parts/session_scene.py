@@ -16,7 +16,7 @@ from scripted_swarm import MODEL_ID, ScriptedSwarm
 from torch import Tensor
 from virtual_time import VirtualClock, run_virtual
 
-from shoal.client.routing.swarm import SwarmModel
+from shoal.client.routing.route_finder import SwarmModel
 from shoal.client.runtime.async_client import AsyncClient
 from shoal.client.session.hop_link import from_wire, to_wire
 from shoal.client.session.session import RemoteSession

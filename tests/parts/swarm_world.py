@@ -8,7 +8,7 @@ from scripted_swarm import MODEL_ID, ScriptedSwarm
 from virtual_time import run_virtual
 
 from shoal.client.routing.route import Hop
-from shoal.client.routing.swarm import Swarm, SwarmModel
+from shoal.client.routing.route_finder import RouteFinder, SwarmModel
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory
@@ -37,7 +37,9 @@ class World:
         self._peers = ScriptedSwarm(WHOLE.stop)
         self.clock, self.store = self._peers.clock, self._peers.store
         self.directory = CountingDirectory(self.store, self.clock)
-        self.swarm = Swarm(self.directory, SwarmModel(MODEL, 4, 8), self.clock, random.Random(0))
+        self.swarm = RouteFinder(
+            self.directory, SwarmModel(MODEL, 4, 8), self.clock, random.Random(0)
+        )
         self._num_announced = 0
 
     async def announce(self, number: int, **changes: Any) -> Announcement:

@@ -9,7 +9,7 @@ from memory_swarm import MODEL_ID, Inside, MemorySwarm
 from torch import Tensor
 from virtual_time import VirtualClock
 
-from shoal.client.routing.swarm import SwarmModel
+from shoal.client.routing.route_finder import SwarmModel
 from shoal.client.runtime.async_client import AsyncClient
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts

@@ -18,7 +18,7 @@ import torch
 from memory_swarm import look_into
 from torch import Tensor
 
-from shoal.client.routing.swarm import SwarmModel
+from shoal.client.routing.route_finder import SwarmModel
 from shoal.client.runtime.async_client import AsyncClient
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts

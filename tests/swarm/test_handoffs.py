@@ -17,7 +17,7 @@ import pytest
 from memory_swarm import look_into
 from story_outputs import assert_same
 
-from shoal.client.session.handoff import Understudy
+from shoal.client.session.handoff import Standby
 from shoal.client.session.session import RemoteSession
 from shoal.client.trace.trace import Move, Recorder
 from shoal.client.trace.trace_file import make_trace_json
@@ -447,19 +447,19 @@ def test_prompt_that_comes_during_the_move_holds_up_no_step(
         outputs = await world.take_all(session, turns[1:3])
         leaving = world.hosts_of(session)[0]
         taken_while_held_up: list[int] = []
-        replay, follow = Understudy.replay, Understudy.follow
+        replay, follow = Standby.replay, Standby.follow
 
-        async def replay_and_take_the_prompt(understudy: Understudy) -> None:
-            await replay(understudy)
+        async def replay_and_take_the_prompt(standby: Standby) -> None:
+            await replay(standby)
             outputs.append(await world.take(session, turns[0]))
 
-        async def follow_and_note(understudy: Understudy) -> None:
+        async def follow_and_note(standby: Standby) -> None:
             if session._in_use.locked():
-                taken_while_held_up.append(understudy._tail[0].hidden_BTH.shape[1])
-            await follow(understudy)
+                taken_while_held_up.append(standby._tail[0].hidden_BTH.shape[1])
+            await follow(standby)
 
-        monkeypatch.setattr(Understudy, "replay", replay_and_take_the_prompt)
-        monkeypatch.setattr(Understudy, "follow", follow_and_note)
+        monkeypatch.setattr(Standby, "replay", replay_and_take_the_prompt)
+        monkeypatch.setattr(Standby, "follow", follow_and_note)
         drain(world, leaving)
         await wait_until(has_moved(session))
         outputs += await world.take_all(session, turns[3:])

@@ -195,7 +195,7 @@ def test_gradients_accumulate_and_checkpoints_work(tiny_models: Any) -> None:
 
 
 def test_checkpoint_keeps_only_what_goes_in(tiny_models: Any) -> None:
-    """Between the two ways no trail is in memory; otherwise it is."""
+    """Between the two ways no saved input is in memory; otherwise it is."""
     with swarm_of(tiny_models) as (_, model):
         hidden = draw(2, 7, HIDDEN).requires_grad_()
         with counting_stages() as count:

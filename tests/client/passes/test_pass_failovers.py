@@ -28,8 +28,8 @@ def list_quarantined(scene: Scene) -> list[PeerId]:
 
 async def ask(asker: PassAsker) -> None:
     texts, grads_BTH = make_texts()
-    passage = await asker.ask_forward(WHOLE, texts)
-    await asker.ask_backward(WHOLE, texts, grads_BTH, passage.weights)
+    output = await asker.ask_forward(WHOLE, texts)
+    await asker.ask_backward(WHOLE, texts, grads_BTH, output.weights)
 
 
 def test_peer_that_was_gone_before_it_took_part_is_not_told_of() -> None:

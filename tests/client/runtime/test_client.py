@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoal.client.model.auto import AutoDistributedModelForCausalLM
-from shoal.client.routing.swarm import SwarmModel
+from shoal.client.routing.route_finder import SwarmModel
 from shoal.client.runtime.client import Client, find_network
 from shoal.client.settings.config import ClientConfig, make_client_config
 from shoal.protocol.errors import DirectoryError, UsageError

@@ -11,8 +11,8 @@ import pytest
 from announcements import describe_peer
 
 from shoal.client.routing.route import Hop
-from shoal.client.routing.swarm import Swarm, SwarmModel
-from shoal.client.session.hop_link import LiveHop, Place, StartOverError, cut_segments
+from shoal.client.routing.route_finder import RouteFinder, SwarmModel
+from shoal.client.session.hop_link import LiveHop, MissingHops, StartOverError, cut_segments
 from shoal.client.session.push_plan import PushPlan
 from shoal.client.session.state import SessionContext, SessionFacts
 from shoal.client.settings.config import ClientConfig
@@ -60,20 +60,20 @@ class HandClock:
 
 def make_plan(delivery: str = "chain", clock: HandClock | None = None) -> PushPlan:
     nobody = cast(Any, None)
-    swarm = Swarm(nobody, SwarmModel(MODEL_ID, 3, 8), clock or HandClock(), random.Random(0))
+    swarm = RouteFinder(nobody, SwarmModel(MODEL_ID, 3, 8), clock or HandClock(), random.Random(0))
     config = ClientConfig(delivery=delivery)
     facts = SessionFacts(MODEL_ID, Span(0, 3), 8, 100, session=SessionId(b"the secret of it"))
     return PushPlan(SessionContext(facts, swarm, nobody, nobody, config, nobody), nobody, nobody)
 
 
-def make_place(**changes: Any) -> Place:
-    return Place(Span(0, 3), RecoveryLog(), (5, 6), 7, **changes)
+def make_missing(**changes: Any) -> MissingHops:
+    return MissingHops(Span(0, 3), RecoveryLog(), (5, 6), 7, **changes)
 
 
 def test_every_hop_pushes_to_the_next_with_a_key_of_its_own() -> None:
     hops = make_hops()
 
-    make_plan().plan(hops, make_place())
+    make_plan().plan(hops, make_missing())
 
     assert [live.feeds for live in hops] == [True, True, False]
     keys = [live.capability for live in hops]
@@ -90,7 +90,7 @@ def test_every_hop_pushes_to_the_next_with_a_key_of_its_own() -> None:
 def test_in_a_star_nobody_pushes_and_nobody_can() -> None:
     hops = make_hops()
 
-    make_plan("star").plan(hops, make_place())
+    make_plan("star").plan(hops, make_missing())
 
     assert {live.capability for live in hops} == {NO_CAPABILITY}
     assert [live.next for live in hops] == [None] * 3
@@ -106,7 +106,7 @@ def test_peers_of_an_older_version_are_spoken_to_directly(
 ) -> None:
     hops = make_hops(versions)
 
-    make_plan().plan(hops, make_place())
+    make_plan().plan(hops, make_missing())
 
     assert [len(segment) for segment in cut_segments(hops)] == segments
     old = [live for live in hops if live.hop.peer.max_version < CHAIN_VERSION]
@@ -116,7 +116,7 @@ def test_peers_of_an_older_version_are_spoken_to_directly(
 def test_peer_that_cannot_be_dialled_is_pushed_nothing() -> None:
     hops = make_hops(num_endpoints=0)
 
-    make_plan().plan(hops, make_place())
+    make_plan().plan(hops, make_missing())
 
     assert [len(segment) for segment in cut_segments(hops)] == [1, 1, 1]
 
@@ -132,7 +132,7 @@ def test_peer_is_pushed_to_over_what_it_has_parked_by_who_understands_it(
     parked_at = (shorten(hops[0].hop.peer.peer_id),)
     hops[1].hop = replace(second, peer=replace(second.peer, parked_at=parked_at))
 
-    make_plan().plan(hops, make_place())
+    make_plan().plan(hops, make_missing())
 
     assert [len(segment) for segment in cut_segments(hops)] == segments
     assert hops[0].next is None or hops[0].next.endpoints == ()
@@ -141,7 +141,7 @@ def test_peer_is_pushed_to_over_what_it_has_parked_by_who_understands_it(
 def test_last_new_hop_pushes_to_the_one_behind_only_what_that_lacks() -> None:
     *hops, after = make_hops()
 
-    make_plan().plan(hops, make_place(after=after))
+    make_plan().plan(hops, make_missing(after=after))
 
     assert [live.next and live.next.first_sequence for live in hops] == [0, 5]
     assert after.is_log_whole
@@ -152,7 +152,7 @@ def test_link_that_failed_is_left_alone_for_a_while_and_longer_the_next_time() -
     plan = make_plan(clock=clock)
 
     def can_push() -> list[bool]:
-        plan.plan(hops, make_place())
+        plan.plan(hops, make_missing())
         return [live.feeds for live in hops]
 
     for seconds in (30.0, 60.0, 120.0):
@@ -169,7 +169,7 @@ def test_hop_before_that_cannot_push_to_the_new_ones_is_of_no_use() -> None:
     plan.note_cut(before, hops[0])
 
     with pytest.raises(StartOverError):
-        plan.plan(hops, make_place(before=before))
+        plan.plan(hops, make_missing(before=before))
 
 
 def test_hop_behind_a_link_that_failed_is_sent_to_from_now_on() -> None:
@@ -177,7 +177,7 @@ def test_hop_behind_a_link_that_failed_is_sent_to_from_now_on() -> None:
     plan = make_plan()
     plan.note_cut(hops[-1], after)
 
-    plan.plan(hops, make_place(after=after))
+    plan.plan(hops, make_missing(after=after))
 
     assert not hops[-1].feeds
     assert not after.is_log_whole

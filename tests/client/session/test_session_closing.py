@@ -8,7 +8,7 @@ import pytest
 import torch
 from session_scene import Oracle, Scene, add_two_rows_of_peers, draw, run
 
-from shoal.client.routing.swarm import SwarmModel
+from shoal.client.routing.route_finder import SwarmModel
 from shoal.client.runtime.client import Client
 from shoal.client.settings.config import ClientConfig
 from shoal.protocol.errors import UsageError

@@ -33,7 +33,7 @@ class SwarmModel:
     hidden_size: int
 
 
-class Swarm:
+class RouteFinder:
     """Finds routes over the peers that are announced, by what its `book` says of them.
 
     Owned by the client's event loop.
@@ -54,7 +54,7 @@ class Swarm:
         self._position = Position(self.book, clock, rng)
 
     def __repr__(self) -> str:
-        return f"<Swarm {self.book!r}>"
+        return f"<RouteFinder {self.book!r}>"
 
     async def wait_for_route(
         self,
