@@ -34,7 +34,7 @@ swarm: .venv/installed  ## run PEERS=3 peers of MODEL on this machine until Ctrl
 	@.venv/bin/shoal swarm "$(MODEL)" --peers $(PEERS) $(ARGS)
 
 # Files of tests run JOBS at a time; threads of torch that wait for each other would spin meanwhile.
-TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 # The order is that of tests/conftest.py, not by how many tests a file has.
 PYTEST := $(RUN) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder

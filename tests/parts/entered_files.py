@@ -34,6 +34,9 @@ from function_notes import Note
 DECODE, GRADIENT, ANNOUNCEMENT = WALKS = ("decode step", "gradient", "announcement")
 _IDLE = "idle"
 
+_MODULES = ("torch", "transformers.modeling_utils", "hivemind")
+"""Of others, that take long to import."""
+
 _NUM_TOKENS = 24
 _NUM_GRADIENTS = 16
 _NUM_ANNOUNCEMENTS = 8
@@ -106,7 +109,7 @@ def trace_walks() -> dict[str, Walk]:
         folder = Path(name)
         process = subprocess.run(
             [sys.executable, "-P", "-m", "entered_files", "--take", str(root)],
-            env=function_notes.prepare(root, folder),
+            env=function_notes.prepare(root, folder, _MODULES),
             capture_output=True,
             text=True,
         )
