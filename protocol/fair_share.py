@@ -19,12 +19,12 @@ _IPV6_NETWORK_BITS = 64
 """The prefix that a provider gives to one customer, at least; all its addresses count as one."""
 
 
-def name_holder(remote_host: str | None) -> str:
+def name_address(remote_host: str | None) -> str:
     """Return the name under which everything from one remote host is counted.
 
     Ends whose transport does not know where they are count together, as one.
 
-    >>> name_holder("192.0.2.7"), name_holder("2001:db8::1:2"), name_holder("::ffff:192.0.2.7")
+    >>> name_address("192.0.2.7"), name_address("2001:db8::1:2"), name_address("::ffff:192.0.2.7")
     ('192.0.2.7', '2001:db8::/64', '192.0.2.7')
     """
     try:
@@ -38,18 +38,18 @@ def name_holder(remote_host: str | None) -> str:
     return str(ipaddress.ip_network((int(address), _IPV6_NETWORK_BITS), strict=False))
 
 
-class Holder(NamedTuple):
-    """The holder of a stream or session: an address, and the name of a client there."""
+class Tenant(NamedTuple):
+    """The tenant of a stream or session: an address, and the name of a client there."""
 
     address: str
     client: str = ""
 
 
-def check_room_for(holder: str, holders: Sequence[str], num_places: int, of_what: str) -> None:
-    """Raise RefusedError unless `holder` may take one more place; `holders` has every taken one.
+def check_room_for(tenant: str, tenants: Sequence[str], limit: int, of_what: str) -> None:
+    """Raise RefusedError unless `tenant` may take one more; `tenants` are those of all taken ones.
 
-    Nobody may hold more than is free. Alone, an address gets half of the places and one, which is
-    plenty for a household; with n greedy ones, about an (n + 1)th of the places stays free, so
+    Nobody may hold more than is free. Alone, an address gets half of the limit and one, which is
+    plenty for a household; with n greedy ones, about an (n + 1)th of the limit stays free, so
     that no stranger can shut out those who come later.
 
     >>> check_room_for("a", ["a", "a"], 4, "sessions")
@@ -58,138 +58,138 @@ def check_room_for(holder: str, holders: Sequence[str], num_places: int, of_what
     shoal.protocol.errors.RefusedError: the peer has no room for more sessions of yours
     >>> check_room_for("b", ["a", "a", "a"], 4, "sessions")
     """
-    num_free = num_places - len(holders)
+    num_free = limit - len(tenants)
     if num_free <= 0:
         raise RefusedError(ErrorCode.BUSY, f"the peer has no room for more {of_what}", BUSY_SECONDS)
-    if holders.count(holder) > num_free:
+    if tenants.count(tenant) > num_free:
         detail = f"the peer has no room for more {of_what} of yours"
         raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS)
 
 
 def check_room_for_client(
-    holder: Holder, holders: Sequence[Holder], num_places: int, of_what: str
+    tenant: Tenant, tenants: Sequence[Tenant], limit: int, of_what: str
 ) -> None:
     """Do the same twice: for the address, and for the client within what its address may hold.
 
     So clients behind one address do not shut each other out, and who makes up names gets no more
     than an address gets. All of an address that give no name count as one client.
 
-    >>> greedy = Holder("home", "greedy")
-    >>> check_room_for_client(Holder("home", "other"), [greedy] * 3, 8, "sessions")
+    >>> greedy = Tenant("home", "greedy")
+    >>> check_room_for_client(Tenant("home", "other"), [greedy] * 3, 8, "sessions")
     >>> check_room_for_client(greedy, [greedy] * 3, 8, "sessions")
     Traceback (most recent call last):
     shoal.protocol.errors.RefusedError: the peer has no room for more sessions of yours
     """
-    addresses = [other.address for other in holders]
-    check_room_for(holder.address, addresses, num_places, of_what)
-    num_of_others = len(addresses) - addresses.count(holder.address)
-    num_places_here = (num_places - num_of_others) // 2 + 1
-    clients = [other.client for other in holders if other.address == holder.address]
-    check_room_for(holder.client, clients, num_places_here, of_what)
+    addresses = [other.address for other in tenants]
+    check_room_for(tenant.address, addresses, limit, of_what)
+    num_of_others = len(addresses) - addresses.count(tenant.address)
+    limit_here = (limit - num_of_others) // 2 + 1
+    clients = [other.client for other in tenants if other.address == tenant.address]
+    check_room_for(tenant.client, clients, limit_here, of_what)
 
 
-class SharedPlaces:
-    """A number of places, and their present holders."""
+class FairLimit:
+    """A limit on how many of something are held at once, and the present tenants."""
 
-    def __init__(self, num_places: int, of_what: str) -> None:
-        self._num_places = num_places
+    def __init__(self, limit: int, of_what: str) -> None:
+        self._limit = limit
         self._of_what = of_what
-        self._holders: list[Holder] = []
+        self._tenants: list[Tenant] = []
 
     @contextmanager
-    def hold(self, holder: Holder) -> Generator[None]:
-        """Hold one place. Raises RefusedError if the holder has more than is left for others."""
-        check_room_for_client(holder, self._holders, self._num_places, self._of_what)
-        self._holders.append(holder)
+    def hold(self, tenant: Tenant) -> Generator[None]:
+        """Hold one. Raises RefusedError if the tenant has more than is left for others."""
+        check_room_for_client(tenant, self._tenants, self._limit, self._of_what)
+        self._tenants.append(tenant)
         try:
             yield
         finally:
-            self._holders.remove(holder)
+            self._tenants.remove(tenant)
 
 
 def compute_share(
-    holder: Holder, held: Mapping[Holder, int], num_bytes: int, times_free: int = 1
+    tenant: Tenant, held: Mapping[Tenant, int], num_bytes: int, times_free: int = 1
 ) -> int:
-    """Return how many of `num_bytes` a holder may have, given what each holder has.
+    """Return how many of `num_bytes` a tenant may have, given what each tenant has.
 
     Nobody may hold more than `times_free` times what stays free: that holds for an address among
     addresses, and for a client within what its address may hold.
 
-    >>> compute_share(Holder("a"), {}, 100), compute_share(Holder("a"), {}, 100, times_free=3)
+    >>> compute_share(Tenant("a"), {}, 100), compute_share(Tenant("a"), {}, 100, times_free=3)
     (25, 56)
-    >>> compute_share(Holder("b"), {Holder("a"): 60}, 100)
+    >>> compute_share(Tenant("b"), {Tenant("a"): 60}, 100)
     10
-    >>> compute_share(Holder("a", "other"), {Holder("a", "greedy"): 30}, 100)
+    >>> compute_share(Tenant("a", "other"), {Tenant("a", "greedy"): 30}, 100)
     10
     """
     strangers = neighbours = 0
     for other, num_held in held.items():
-        if other.address != holder.address:
+        if other.address != tenant.address:
             strangers += num_held
-        elif other.client != holder.client:
+        elif other.client != tenant.client:
             neighbours += num_held
     of_address = (num_bytes - strangers) * times_free // (times_free + 1)
     return max(0, (of_address - neighbours) * times_free // (times_free + 1))
 
 
 class SharedBytes:
-    """A budget of memory for unread bytes of strangers, with each holder's part."""
+    """A budget of memory for unread bytes of strangers, with each tenant's part."""
 
     def __init__(self, budget_bytes: int, times_free: int = 1) -> None:
         """Let nobody hold more than `times_free` times what stays free."""
         self.budget_bytes = budget_bytes
         self._times_free = times_free
-        self._held: Counter[Holder] = Counter()
+        self._held: Counter[Tenant] = Counter()
 
     def __repr__(self) -> str:
-        return f"<SharedBytes {self.used_bytes}/{self.budget_bytes}, {len(self._held)} holders>"
+        return f"<SharedBytes {self.used_bytes}/{self.budget_bytes}, {len(self._held)} tenants>"
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that all holders have together."""
+        """Bytes that all tenants have together."""
         return self._held.total()
 
-    def check_room_for(self, holder: Holder, num_bytes: int) -> None:
-        """Raise RefusedError unless a holder may have so many bytes more."""
-        if not self.has_room_for(holder, num_bytes):
+    def check_room_for(self, tenant: Tenant, num_bytes: int) -> None:
+        """Raise RefusedError unless a tenant may have so many bytes more."""
+        if not self.has_room_for(tenant, num_bytes):
             detail = "too many steps are waiting at this peer; try again later"
             raise RefusedError(ErrorCode.BUSY, detail, 1.0)
 
-    def count(self, holder: Holder, num_bytes: int) -> None:
-        """Enter bytes of a holder into the account, or strike them if there are less than none."""
-        self._held[holder] += num_bytes
-        if not self._held[holder]:
-            del self._held[holder]
+    def count(self, tenant: Tenant, num_bytes: int) -> None:
+        """Enter bytes of a tenant into the account, or strike them if there are less than none."""
+        self._held[tenant] += num_bytes
+        if not self._held[tenant]:
+            del self._held[tenant]
 
-    def has_room_for(self, holder: Holder, num_bytes: int) -> bool:
-        """Return whether a holder may have so many bytes more."""
-        held_bytes, share_bytes = self.measure(holder)
+    def has_room_for(self, tenant: Tenant, num_bytes: int) -> bool:
+        """Return whether a tenant may have so many bytes more."""
+        held_bytes, share_bytes = self.measure(tenant)
         return held_bytes + num_bytes <= share_bytes
 
-    def measure(self, holder: Holder) -> tuple[int, int]:
-        """Return how many bytes a holder has, and how many of all it may have at present."""
-        share_bytes = compute_share(holder, self._held, self.budget_bytes, self._times_free)
-        return self._held[holder], share_bytes
+    def measure(self, tenant: Tenant) -> tuple[int, int]:
+        """Return how many bytes a tenant has, and how many of all it may have at present."""
+        share_bytes = compute_share(tenant, self._held, self.budget_bytes, self._times_free)
+        return self._held[tenant], share_bytes
 
 
-def may_displace(asker: Holder, idle: Holder, held: Mapping[Holder, int], num_bytes: int) -> bool:
-    """Return whether memory of an idle holder may be given to a request of `num_bytes`.
+def may_displace(asker: Tenant, idle: Tenant, held: Mapping[Tenant, int], num_bytes: int) -> bool:
+    """Return whether memory of an idle tenant may be given to a request of `num_bytes`.
 
     What is one's own always; what others have only down to as much as the asker has then. So
     nobody can drive a small user out by asking for more and more.
 
-    >>> held = {Holder("a"): 60, Holder("b"): 20}
-    >>> may_displace(Holder("b"), Holder("a"), held, 10)
+    >>> held = {Tenant("a"): 60, Tenant("b"): 20}
+    >>> may_displace(Tenant("b"), Tenant("a"), held, 10)
     True
-    >>> may_displace(Holder("a"), Holder("b"), held, 10)
+    >>> may_displace(Tenant("a"), Tenant("b"), held, 10)
     False
     """
     if asker == idle:
         return True
 
-    def count(holder: Holder) -> int:
+    def count(tenant: Tenant) -> int:
         if asker.address == idle.address:
-            return held.get(holder, 0)
-        return sum(n for other, n in held.items() if other.address == holder.address)
+            return held.get(tenant, 0)
+        return sum(n for other, n in held.items() if other.address == tenant.address)
 
     return count(asker) + num_bytes < count(idle)

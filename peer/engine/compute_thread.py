@@ -53,7 +53,7 @@ class StepJob:
     """A waiting step and its progress: prompts are computed in parts."""
 
     work: StepWork
-    holder: tuple[str, str]
+    tenant: tuple[str, str]
     future: asyncio.Future[ComputedStep]
     submitted_at: float
     compute_seconds: float = 0.0
@@ -68,7 +68,7 @@ class StepJob:
         """Return the step as the policy sees it."""
         num_tokens = self.work.num_tokens - self.num_done
         return WaitingStep(
-            id(self.work.cache), self.holder, self.work.num_rows, num_tokens, self.is_decoding
+            id(self.work.cache), self.tenant, self.work.num_rows, num_tokens, self.is_decoding
         )
 
     def take(self, num_tokens: int) -> StepWork:
@@ -167,8 +167,8 @@ class ComputeThread:
     def queue_seconds(self) -> float:
         """Estimate how long a step of one more client would wait now."""
         with self.wake:
-            num_holders = len({job.holder for job in self._jobs})
-        return num_holders * self.budget.iteration_seconds
+            num_tenants = len({job.tenant for job in self._jobs})
+        return num_tenants * self.budget.iteration_seconds
 
     @property
     def pass_queue_seconds(self) -> float:
@@ -178,15 +178,15 @@ class ComputeThread:
             return passes.queue_seconds if passes.jobs or passes.running else 0.0
 
     def submit(
-        self, work: StepWork, holder: tuple[str, str] = ("", "")
+        self, work: StepWork, tenant: tuple[str, str] = ("", "")
     ) -> asyncio.Future[ComputedStep]:
         """Queue a step. The future fails with RefusedError when the engine declines the step.
 
-        `holder` is whose it is, for equal shares. Cancelling the future drops the step, or
+        `tenant` is whose it is, for equal shares. Cancelling the future drops the step, or
         what is left of a prompt, unless that part has begun.
         """
         future: asyncio.Future[ComputedStep] = self._loop.create_future()
-        job = StepJob(work, holder, future, self._now())
+        job = StepJob(work, tenant, future, self._now())
         with self.wake:
             if job.is_decoding:
                 self._is_decoding_new = True
@@ -202,7 +202,7 @@ class ComputeThread:
         self,
         run: Callable[[GiveWay], Any],
         cost: int,
-        holder: tuple[str, str] = ("", ""),
+        tenant: tuple[str, str] = ("", ""),
         num_bytes: int = 0,
     ) -> PassJob:
         """Queue a pass: `run` computes it, and calls its argument every few milliseconds.
@@ -211,7 +211,7 @@ class ComputeThread:
         """
         loop = self._loop
         future, released = loop.create_future(), loop.create_future()
-        job = PassJob(run, cost, holder, future, released, self._now(), num_bytes)
+        job = PassJob(run, cost, tenant, future, released, self._now(), num_bytes)
         self._enqueue(self.passes.append, job)
         return job
 
@@ -403,7 +403,7 @@ class ComputeThread:
     def _take(
         self, jobs: list[StepJob], present: list[WaitingStep], chosen: list[ScheduledPart]
     ) -> list[tuple[StepJob, StepWork]]:
-        """Take what was chosen out of the queue, and charge its holders."""
+        """Take what was chosen out of the queue, and charge its tenants."""
         self._usage = renew_usage(self._usage, present, chosen)
         taken = {part.index for part in chosen}
         # In place: another thread may wait for the lock to append to this very queue.
@@ -441,7 +441,7 @@ class ComputeThread:
 
     def _note_decoding(self, job: StepJob, now: float) -> None:
         # At arrival and at the end: a step may wait for longer than counts as recent.
-        self.budget.note_decoding(now, job.holder, id(job.work.cache), job.work.num_rows)
+        self.budget.note_decoding(now, job.tenant, id(job.work.cache), job.work.num_rows)
 
     def _turn_away(self, item: StepJob | _Call | PassJob) -> None:
         self._answer(item.future, _make_stopping_error())

@@ -15,7 +15,7 @@ from ...kernels.attention.rotary import RotaryTable
 from ...kernels.linear.select import describe_kernels
 from ...models.specs.model_spec import ModelShape
 from ...protocol.errors import ErrorCode, RefusedError, ShoalError
-from ...protocol.fair_share import Holder
+from ...protocol.fair_share import Tenant
 from ...protocol.spans import Span
 from ...protocol.tensors import KVFormat
 from .blocks.batch import PART_TOKENS, SHORT_PART_TOKENS, HostedBlock
@@ -85,7 +85,7 @@ class Engine:
         num_rows: int,
         max_tokens: int,
         span: Span,
-        holder: Holder | None = None,
+        tenant: Tenant | None = None,
         kv_format: KVFormat = KVFormat.FLOAT,
     ) -> SessionCache:
         """Lease KV memory for a session; raises RefusedError when it cannot be."""
@@ -98,7 +98,7 @@ class Engine:
                 ErrorCode.TOO_LONG,
                 f"the model handles {self.spec.max_positions} tokens, not {max_tokens}",
             )
-        return self.pool.open(num_rows, max_tokens, span, holder, kv_format)
+        return self.pool.open(num_rows, max_tokens, span, tenant, kv_format)
 
     def place_prompts(self, prompts_LBPH: torch.Tensor) -> torch.Tensor:
         """Return deep prompts as a cache of this engine keeps them."""

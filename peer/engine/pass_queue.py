@@ -28,7 +28,7 @@ class Interruption(Enum):
     PROMPTS = auto()
     """Prompts, perhaps with tokens."""
     PASS = auto()
-    """A shorter pass of another holder, as a whole."""
+    """A shorter pass of another tenant, as a whole."""
 
 
 _OWN_TIME = {Interruption.TOKENS: 0.25, Interruption.PROMPTS: 1.0, Interruption.PASS: 1.0}
@@ -58,7 +58,7 @@ class PassJob:
 
     run: Callable[[GiveWay], Any]
     cost: int
-    holder: tuple[str, str]
+    tenant: tuple[str, str]
     future: asyncio.Future[ComputedPass]
     released: asyncio.Future[None]
     """Done when the thread holds no reference to the pass, however it ended."""
@@ -70,8 +70,8 @@ class PassJob:
 class PassQueue:
     """Runs passes one after the other, and interrupts them for other work.
 
-    Holders take turns like those of sessions. A long pass does not delay short ones of other
-    holders: these interrupt it if they are at most half as long, and if all of them together take
+    Tenants take turns like those of sessions. A long pass does not delay short ones of other
+    tenants: these interrupt it if they are at most half as long, and if all of them together take
     no more memory than `max_bytes`.
     """
 
@@ -87,10 +87,10 @@ class PassQueue:
 
     @property
     def queue_seconds(self) -> float:
-        """Estimate how long a pass of one more holder would wait; 0 until one was computed."""
+        """Estimate how long a pass of one more tenant would wait; 0 until one was computed."""
         heads: dict[tuple[str, str], int] = {}
         for job in self.jobs:
-            heads.setdefault(job.holder, job.cost)
+            heads.setdefault(job.tenant, job.cost)
         running = sum(one.estimate_rest(self._cost_seconds) for one in tuple(self.running))
         return running + self._cost_seconds * sum(heads.values())
 
@@ -115,7 +115,7 @@ class PassQueue:
         While a pass runs, only one that may interrupt it is chosen.
         """
         waiting = [
-            WaitingStep(id(job), job.holder, 1, job.cost, is_decoding=False) for job in self.jobs
+            WaitingStep(id(job), job.tenant, 1, job.cost, is_decoding=False) for job in self.jobs
         ]
         ready = [place for place, job in enumerate(self.jobs) if self._may_begin(job)]
         index = choose_next([waiting[place] for place in ready], self._usage)
@@ -136,7 +136,7 @@ class PassQueue:
         num_bytes = job.num_bytes + sum(one.job.num_bytes for one in self.running)
         if num_bytes > self.max_bytes:
             return False
-        return is_short and all(job.holder != one.job.holder for one in self.running)
+        return is_short and all(job.tenant != one.job.tenant for one in self.running)
 
     def run(self, job: PassJob, interrupt: RunInterruption) -> ComputedPass | ShoalError | None:
         """Run a pass to its end; None if it was cancelled meanwhile."""

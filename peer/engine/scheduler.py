@@ -32,7 +32,7 @@ _FEW_ROWS = 4
 _SMOOTHING = 0.2
 
 LEAD_TOKENS = 8192
-"""How far ahead of other waiting holders a holder's steps may be and still count as urgent: many
+"""How far ahead of other waiting tenants a tenant's steps may be and still count as urgent: many
 decoding rows can take as much time as a prompt."""
 
 DECODED_TOKENS = 8
@@ -43,24 +43,24 @@ DECODED_TOKENS = 8
 class WaitingStep:
     """A waiting step as the policy sees it.
 
-    Steps of one `session` never overtake each other. `holder` is an address, and a client there.
+    Steps of one `session` never overtake each other. `tenant` is an address, and a client there.
     `num_tokens` are the tokens per row that are not computed yet.
     """
 
     session: int
-    holder: tuple[str, str]
+    tenant: tuple[str, str]
     num_rows: int
     num_tokens: int
     is_decoding: bool
 
 
 _FORGETTING = 1 / 32
-"""The fraction of a holder's lead that each iteration without it forgets. A decoding client misses
+"""The fraction of a tenant's lead that each iteration without it forgets. A decoding client misses
 some iterations between two tokens, and should not pay for a prompt that was done long ago."""
 
 Usage = Mapping[tuple[str, ...], float]
-"""The lead of each address, of each holder among those of its address, and of each session among
-those of its holder, in tokens of prompts: over the one that had had the least among those that
+"""The lead of each address, of each tenant among those of its address, and of each session among
+those of its tenant, in tokens of prompts: over the one that had had the least among those that
 waited when the last batch was chosen. Missing keys have no lead."""
 
 
@@ -83,8 +83,8 @@ def choose_urgent(
 
     `waiting` is in order of arrival; only the oldest step of a session is a candidate, and only if
     the session has none that is `running`. Decoding steps are urgent, except those of two kinds of
-    holders: a `crowding` holder decodes many rows beside others that decode few, and would make
-    their iterations many times as long; a holder that leads by more than LEAD_TOKENS lets the
+    tenants: a `crowding` tenant decodes many rows beside others that decode few, and would make
+    their iterations many times as long; a tenant that leads by more than LEAD_TOKENS lets the
     others catch up.
 
     >>> prompt = WaitingStep(1, ("home", "a"), 1, 300, False)
@@ -159,7 +159,7 @@ def _find_urgent(
         index
         for index in _find_heads(waiting, running)
         if waiting[index].is_decoding
-        and waiting[index].holder not in crowding
+        and waiting[index].tenant not in crowding
         and not _is_far_ahead(waiting[index], usage, least)
     ]
 
@@ -209,8 +209,8 @@ def _find_least(usage: Usage, waiting: Iterable[WaitingStep]) -> dict[tuple[str,
 
 
 def _keys_of(step: WaitingStep) -> tuple[tuple[str, ...], ...]:
-    """Return the keys of a step's usage: its address, its holder and its session."""
-    return step.holder[:1], step.holder, (*step.holder, str(step.session))
+    """Return the keys of a step's usage: its address, its tenant and its session."""
+    return step.tenant[:1], step.tenant, (*step.tenant, str(step.session))
 
 
 def _in_fair_order(
@@ -222,7 +222,7 @@ def _in_fair_order(
 ) -> Iterator[int]:
     """Yield whose part is next, again and again; in between the caller updates the last two.
 
-    Addresses take turns, at each its holders (`depth` 1), and of each its sessions.
+    Addresses take turns, at each its tenants (`depth` 1), and of each its sessions.
     """
     if depth == 3:
         for index in candidates:
@@ -266,7 +266,7 @@ def renew_usage(
     """Return all leads after a batch.
 
     Absence earns nothing: a newcomer starts with the least of those that wait beside it (start-time
-    fair queueing; Goyal, Vin and Cheng, 1996). The lead of an absent holder is remembered, and
+    fair queueing; Goyal, Vin and Cheng, 1996). The lead of an absent tenant is remembered, and
     fades until others have caught up.
 
     >>> step = WaitingStep(1, ("home", "new"), 1, 1, True)
@@ -296,9 +296,9 @@ class _DecodingSessions:
     def __init__(self) -> None:
         self._sessions: dict[tuple[tuple[str, str], int], tuple[float, int]] = {}
 
-    def note(self, now: float, holder: tuple[str, str], session: int, num_rows: int) -> None:
-        self._sessions.pop((holder, session), None)
-        self._sessions[holder, session] = now, num_rows
+    def note(self, now: float, tenant: tuple[str, str], session: int, num_rows: int) -> None:
+        self._sessions.pop((tenant, session), None)
+        self._sessions[tenant, session] = now, num_rows
 
     def forget(self, before: float) -> None:
         """Forget sessions whose last step was before a time; the first are the oldest."""
@@ -311,13 +311,13 @@ class _DecodingSessions:
         return bool(self._sessions)
 
     def count_rows(self) -> tuple[Counter[str], Counter[tuple[str, str]]]:
-        """Return the rows of each address and of each holder."""
+        """Return the rows of each address and of each tenant."""
         addresses: Counter[str] = Counter()
-        holders: Counter[tuple[str, str]] = Counter()
-        for (holder, _), (_, num_rows) in self._sessions.items():
-            addresses[holder[0]] += num_rows
-            holders[holder] += num_rows
-        return addresses, holders
+        tenants: Counter[tuple[str, str]] = Counter()
+        for (tenant, _), (_, num_rows) in self._sessions.items():
+            addresses[tenant[0]] += num_rows
+            tenants[tenant] += num_rows
+        return addresses, tenants
 
 
 class IterationBudget:
@@ -346,25 +346,25 @@ class IterationBudget:
         return self._owed_seconds > 0
 
     def note_decoding(
-        self, now: float, holder: tuple[str, str], session: int, num_rows: int
+        self, now: float, tenant: tuple[str, str], session: int, num_rows: int
     ) -> None:
         """Note that a decoding step has arrived, or was computed."""
-        self._decoding.note(now, holder, session, num_rows)
+        self._decoding.note(now, tenant, session, num_rows)
 
     def find_crowding(self, now: float) -> set[tuple[str, str]]:
-        """Return the holders that decode many rows beside others that decode few.
+        """Return the tenants that decode many rows beside others that decode few.
 
         Client names cost nothing: beside another address, all clients of one address count as one.
         """
         self._forget(now)
-        addresses, holders = self._decoding.count_rows()
+        addresses, tenants = self._decoding.count_rows()
         few_of_address = min(addresses.values(), default=0) <= _FEW_ROWS
-        few_of_holder = min(holders.values(), default=0) <= _FEW_ROWS
+        few_of_tenant = min(tenants.values(), default=0) <= _FEW_ROWS
         return {
-            holder
-            for holder, num_rows in holders.items()
-            if (few_of_holder and num_rows > _FEW_ROWS)
-            or (few_of_address and addresses[holder[0]] > _FEW_ROWS)
+            tenant
+            for tenant, num_rows in tenants.items()
+            if (few_of_tenant and num_rows > _FEW_ROWS)
+            or (few_of_address and addresses[tenant[0]] > _FEW_ROWS)
         }
 
     def choose_num_tokens(self, now: float) -> int:

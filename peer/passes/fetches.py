@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from ...protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
-from ...protocol.fair_share import BUSY_SECONDS, Holder, check_room_for
+from ...protocol.fair_share import BUSY_SECONDS, Tenant, check_room_for
 from ...protocol.ids import AdapterId, PeerId
 from ...protocol.messages.adapters import KEEP_SECONDS, Manifest
 from ...protocol.net.clock import Clock
@@ -86,15 +86,15 @@ class Fetches:
         self._span = span
         self._read = read
         self._clock = clock
-        self._fetches: dict[tuple[AdapterId, Holder], _Fetch] = {}
+        self._fetches: dict[tuple[AdapterId, Tenant], _Fetch] = {}
         self._seeing: asyncio.Task[None] | None = None
         self._sources: dict[AdapterId, set[PeerId]] = {}
         adapter_store.on_lack = self.request
 
-    def request(self, name: AdapterId, holder: Holder) -> RefusedError:
+    def request(self, name: AdapterId, tenant: Tenant) -> RefusedError:
         """Begin to fetch an adapter for a client that pays for it; return what to say meanwhile."""
         wait = make_unknown(name, _ASK_AGAIN_SECONDS)
-        known = self._fetches.get((name, holder))
+        known = self._fetches.get((name, tenant))
         if known is not None and not (known.task.done() and self._clock.now() >= known.again_at):
             return known.error or wait
         error = None if known is None else known.error
@@ -103,13 +103,13 @@ class Fetches:
             return wait
         try:
             addresses = [one.address for one in running.values()]
-            check_room_for(holder.address, addresses, _MAX_FETCHES, "adapters to fetch")
+            check_room_for(tenant.address, addresses, _MAX_FETCHES, "adapters to fetch")
         except RefusedError:
             return make_unknown(name, BUSY_SECONDS)
-        task = asyncio.create_task(self._run(name, holder))
+        task = asyncio.create_task(self._run(name, tenant))
         task.add_done_callback(_log_failure)
-        self._fetches.pop((name, holder), None)
-        self._fetches[name, holder] = _Fetch(task, holder.address, error)
+        self._fetches.pop((name, tenant), None)
+        self._fetches[name, tenant] = _Fetch(task, tenant.address, error)
         over = [key for key, one in self._fetches.items() if one.task.done()]
         for key in over[: max(0, len(self._fetches) - _MAX_REMEMBERED)]:
             del self._fetches[key]
@@ -120,19 +120,19 @@ class Fetches:
         tasks = [fetch.task for fetch in self._fetches.values()]
         await cancel_all(tasks if self._seeing is None else [*tasks, self._seeing])
 
-    async def _run(self, name: AdapterId, holder: Holder) -> None:
-        fetch = self._fetches[name, holder]
+    async def _run(self, name: AdapterId, tenant: Tenant) -> None:
+        fetch = self._fetches[name, tenant]
         try:
-            await self._fetch(name, holder)
+            await self._fetch(name, tenant)
         except RefusedError as error:
             fetch.error, fetch.again_at = error, self._clock.now() + _AGAIN_SECONDS
         else:
-            del self._fetches[name, holder]
+            del self._fetches[name, tenant]
             if self._seeing is None or self._seeing.done():
                 self._seeing = asyncio.create_task(self._see_all())
                 self._seeing.add_done_callback(_log_failure)
 
-    async def _fetch(self, name: AdapterId, holder: Holder) -> None:
+    async def _fetch(self, name: AdapterId, tenant: Tenant) -> None:
         """Fetch an adapter, and keep it. Raises RefusedError if there is none, or no room."""
         found = _Found()
         try:
@@ -141,22 +141,22 @@ class Fetches:
                     await asyncio.sleep(_PAUSE_SECONDS)
                 for peer in await self._holders.list_holders(name, self._span):
                     if self._list_missing(found) != []:
-                        await self._fetch_from(peer, name, holder, found)
+                        await self._fetch_from(peer, name, tenant, found)
                 if self._list_missing(found) == []:
                     break
             if found.manifest is None or self._list_missing(found):
                 raise make_unknown(name)
             adapter = await self._read(found.manifest.config, found.files)
         except BaseException:
-            self._store.release(holder, found.num_bytes)
+            self._store.release(tenant, found.num_bytes)
             raise
         now = self._clock.now()
-        kept = Kept(name, adapter, holder, found.num_bytes, now, payer=holder, until=found.until)
+        kept = Kept(name, adapter, tenant, found.num_bytes, now, payer=tenant, until=found.until)
         self._store.put_published(kept)
         self._sources[name] = found.sources
 
     async def _fetch_from(
-        self, peer: Announcement, name: AdapterId, holder: Holder, found: _Found
+        self, peer: Announcement, name: AdapterId, tenant: Tenant, found: _Found
     ) -> None:
         """Fetch from one peer what is missing; nothing changes if it does not have that."""
         span = self._span
@@ -171,7 +171,7 @@ class Fetches:
         def charge(manifest: Manifest) -> None:
             if found.manifest is None:
                 num_bytes = manifest.num_bytes + manifest.count_bytes(self._span)
-                self._store.reserve(holder, num_bytes)
+                self._store.reserve(tenant, num_bytes)
                 found.manifest, found.num_bytes = manifest, num_bytes
 
         try:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
-from ...protocol.fair_share import BUSY_SECONDS, Holder, SharedBytes
+from ...protocol.fair_share import BUSY_SECONDS, SharedBytes, Tenant
 from ...protocol.ids import ModelId, PassId
 from ...protocol.messages.fields import Message
 from ...protocol.messages.passes import (
@@ -135,7 +135,7 @@ class _OpenPass:
     """The pass of a stream, from the first word until its answer is sent."""
 
     work: WireWork
-    holder: Holder
+    tenant: Tenant
     reader: PiecesReader
     num_bytes: int
     work_bytes: int
@@ -184,7 +184,7 @@ class PassStream(PassStreamWork):
         if self._asked is not None:
             raise RemoteProtocolError("a stream can run one pass at a time")
         try:
-            self._asked = asked = self._admit(message, self._stream.holder)
+            self._asked = asked = self._admit(message, self._stream.tenant)
         except RefusedError as error:
             self._refuse(message.pass_id, error)
             return
@@ -215,7 +215,7 @@ class PassStream(PassStreamWork):
             self._begin_computing(asked)
         return True
 
-    def _admit(self, message: Pass, holder: Holder) -> _OpenPass:
+    def _admit(self, message: Pass, tenant: Tenant) -> _OpenPass:
         passes, resources = self._passes, self._passes.resources
         engine = passes.engine
         if passes.is_draining:
@@ -233,19 +233,19 @@ class PassStream(PassStreamWork):
                 ErrorCode.TOO_LONG,
                 f"the model handles {engine.spec.max_positions} tokens, not {message.num_tokens}",
             )
-        kept = find_kept(message, resources.adapter_store, holder)
+        kept = find_kept(message, resources.adapter_store, tenant)
         gathered = find_gathered(message, kept)
         adapters = cut_adapters(message, kept)
         num_bytes, work_bytes = self._measure(message, adapters)
-        passes.tensors.check_room_for(holder, num_bytes)
-        passes.tensors.count(holder, num_bytes)
+        passes.tensors.check_room_for(tenant, num_bytes)
+        passes.tensors.count(tenant, num_bytes)
         passes.begin()
         for one in kept.values():
-            resources.adapter_store.use(one, holder)
+            resources.adapter_store.use(one, tenant)
         width = engine.spec.hidden_size
         reader = PiecesReader(list_question_slots(message), width)
         work = WireWork(message, reader.tensors, width, adapters, gathered)
-        return _OpenPass(work, holder, reader, num_bytes, work_bytes, kept.values())
+        return _OpenPass(work, tenant, reader, num_bytes, work_bytes, kept.values())
 
     def _measure(self, message: Pass, adapters: Adapters) -> tuple[int, int]:
         """Return the bytes of a pass's tensors, and of computing it; or refuse it as too large."""
@@ -287,7 +287,7 @@ class PassStream(PassStreamWork):
         message, compute = asked.work.message, self._passes.compute
         run = partial(run_pass, self._passes.engine.passes, asked.work)
         cost = message.num_rows * message.num_tokens * len(message.span) * _COSTS[message.kind]
-        asked.job = compute.submit_pass(run, cost, asked.holder, asked.work_bytes)
+        asked.job = compute.submit_pass(run, cost, asked.tenant, asked.work_bytes)
         asked.job.future.add_done_callback(partial(self._answer, asked))
         self._stop_timer()
         self._keep_alive.begin(message.pass_id)
@@ -317,7 +317,7 @@ class PassStream(PassStreamWork):
         self._answers.say(passed)
 
     def _recount(self, asked: _OpenPass, num_bytes: int) -> None:
-        self._passes.tensors.count(asked.holder, num_bytes - asked.num_bytes)
+        self._passes.tensors.count(asked.tenant, num_bytes - asked.num_bytes)
         asked.num_bytes = num_bytes
 
     def _forget(self, asked: _OpenPass) -> None:
@@ -326,7 +326,7 @@ class PassStream(PassStreamWork):
         self._stream.touch()
         self._recount(asked, 0)
         for kept in asked.kept:
-            self._store.leave(kept, asked.holder)
+            self._store.leave(kept, asked.tenant)
         self._passes.end()
 
     def _stop_timer(self) -> None:

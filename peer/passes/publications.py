@@ -100,7 +100,7 @@ class PublicationStream(PassStreamWork):
         if self._sending is not None:
             raise RemoteProtocolError("a stream can fetch one adapter at a time")
         try:
-            kept = self._store.find_held(asked.adapter, self._stream.holder)
+            kept = self._store.find_held(asked.adapter, self._stream.tenant)
             assert kept.manifest is not None
             leaves = () if asked.span is None else kept.manifest.select(asked.span)
             if any(leaf.block not in kept.files for leaf in leaves):

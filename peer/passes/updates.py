@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...kernels.pauses import GiveWay
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
-from ...protocol.fair_share import BUSY_SECONDS, Holder
+from ...protocol.fair_share import BUSY_SECONDS, Tenant
 from ...protocol.ids import UploadId
 from ...protocol.messages.adapters import (
     KEEP_SECONDS,
@@ -46,7 +46,7 @@ class UpdateStream(PassStreamWork):
     def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:
         super().__init__(passes, stream)
         self._task: asyncio.Task[None] | None = None
-        self._unsent: tuple[Holder, int] | None = None  # an answer that counts until it is sent
+        self._unsent: tuple[Tenant, int] | None = None  # an answer that counts until it is sent
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
@@ -64,14 +64,14 @@ class UpdateStream(PassStreamWork):
         """
         if self._task is not None:
             raise RemoteProtocolError("a stream can run one request about an adapter at a time")
-        holder = self._stream.holder
-        if isinstance(message, AdapterUpdate) and self._store.has(make_updated_id(message), holder):
+        tenant = self._stream.tenant
+        if isinstance(message, AdapterUpdate) and self._store.has(make_updated_id(message), tenant):
             self._answers.say(_make_kept(message))
             return
         try:
             is_fetched = isinstance(message, AdapterFetch)
             kept = self._store.find(
-                message.adapter if is_fetched else message.gradients.adapter, holder
+                message.adapter if is_fetched else message.gradients.adapter, tenant
             )
             trained = kept.trained
             if trained is None:
@@ -83,7 +83,7 @@ class UpdateStream(PassStreamWork):
             return
         self._passes.begin()
         self._keep_alive.begin(message.pass_id)
-        self._task = self._stream.begin(self._work(message, holder, kept, trained))
+        self._task = self._stream.begin(self._work(message, tenant, kept, trained))
         self._task.add_done_callback(self._finish)
 
     def stop(self) -> None:
@@ -107,21 +107,21 @@ class UpdateStream(PassStreamWork):
             )
 
     async def _work(
-        self, message: TrainingMessage, holder: Holder, kept: Kept, trained: TrainedAdapter
+        self, message: TrainingMessage, tenant: Tenant, kept: Kept, trained: TrainedAdapter
     ) -> None:
         try:
             if isinstance(message, AdapterMeasure):
                 measure = partial(trained.gathered.measure, message.gradients)
-                square_sum: float = await self._run(measure, holder, kept, trained)
+                square_sum: float = await self._run(measure, tenant, kept, trained)
                 self._answers.say(AdapterMeasured(message.pass_id, square_sum))
             elif isinstance(message, AdapterUpdate):
                 update = partial(_update, trained, message)
-                updated: TrainedAdapter = await self._run(update, holder, kept, trained)
+                updated: TrainedAdapter = await self._run(update, tenant, kept, trained)
                 names = message.gradients.adapter, make_updated_id(message)
-                self._store.replace(*names, holder, updated)
+                self._store.replace(*names, tenant, updated)
                 self._answers.say(_make_kept(message))
             else:
-                await self._fetch(message, holder, kept, trained)
+                await self._fetch(message, tenant, kept, trained)
             return
         except RefusedError as error:
             refusal = error
@@ -132,15 +132,15 @@ class UpdateStream(PassStreamWork):
         self._answers.put(encode_refusal(message.pass_id, 0, refusal))
 
     async def _fetch(
-        self, message: AdapterFetch, holder: Holder, kept: Kept, trained: TrainedAdapter
+        self, message: AdapterFetch, tenant: Tenant, kept: Kept, trained: TrainedAdapter
     ) -> None:
         """Queue all files of an adapter, which count like the answers of passes until sent."""
         tensors = self._passes.tensors
         num_bytes = (1 + len(trained.moments)) * trained.adapter.num_bytes
-        tensors.check_room_for(holder, num_bytes)
-        tensors.count(holder, num_bytes)
-        self._unsent = holder, num_bytes
-        matrices = await self._run(trained.copy_matrices, holder, kept, trained)
+        tensors.check_room_for(tenant, num_bytes)
+        tensors.count(tenant, num_bytes)
+        self._unsent = tenant, num_bytes
+        matrices = await self._run(trained.copy_matrices, tenant, kept, trained)
         files = await asyncio.to_thread(_encode_files, matrices)
         head = AdapterHead(
             UploadId(message.pass_id),
@@ -158,21 +158,21 @@ class UpdateStream(PassStreamWork):
     def _note_sent(self) -> None:
         """Count an answer no longer that was sent, or that nobody will read."""
         if self._unsent is not None:
-            holder, num_bytes = self._unsent
-            self._passes.tensors.count(holder, -num_bytes)
+            tenant, num_bytes = self._unsent
+            self._passes.tensors.count(tenant, -num_bytes)
             self._unsent = None
 
     async def _run(
-        self, run: Callable[[GiveWay], Any], holder: Holder, kept: Kept, trained: TrainedAdapter
+        self, run: Callable[[GiveWay], Any], tenant: Tenant, kept: Kept, trained: TrainedAdapter
     ) -> Any:
         """Return what comes of it when its turn has come on the compute thread."""
         compute, adapter_store = self._passes.compute, self._store
         cost = max(1, trained.adapter.num_numbers // _NUMBERS_PER_COST)
         num_bytes = (1 + len(trained.moments)) * trained.adapter.num_bytes
-        adapter_store.use(kept, holder)
-        job = compute.submit_pass(run, cost, holder, num_bytes)
+        adapter_store.use(kept, tenant)
+        job = compute.submit_pass(run, cost, tenant, num_bytes)
         # However it ends, the thread has let go of the adapter then.
-        job.released.add_done_callback(lambda _: adapter_store.leave(kept, holder))
+        job.released.add_done_callback(lambda _: adapter_store.leave(kept, tenant))
         try:
             await asyncio.wait([job.future])
             await asyncio.wait([job.released])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
-from ...protocol.fair_share import BUSY_SECONDS, Holder
+from ...protocol.fair_share import BUSY_SECONDS, Tenant
 from ...protocol.ids import UploadId, make_adapter_id
 from ...protocol.messages.adapters import (
     KEEP_SECONDS,
@@ -40,7 +40,7 @@ class _Upload:
     """An adapter on its way, from its head until it is kept or refused."""
 
     head: AdapterHead
-    holder: Holder
+    tenant: Tenant
     reader: AdapterReader
     pace: UploadPace
     reading: asyncio.Future[Adapter | TrainedAdapter] | None = None
@@ -81,7 +81,7 @@ class UploadStream(PassStreamWork):
 
     def _take_withdrawal(self, message: AdapterWithdrawal) -> None:
         """Forget an adapter."""
-        if self._store.withdraw(message.adapter, self._stream.holder):
+        if self._store.withdraw(message.adapter, self._stream.tenant):
             self._stream.touch()
         self._answers.say(AdapterKept(UploadId(message.pass_id), 0.0))
 
@@ -90,7 +90,7 @@ class UploadStream(PassStreamWork):
         if self._upload is not None:
             raise RemoteProtocolError("a stream can upload one adapter at a time")
         try:
-            self._upload = upload = self._admit(message, self._stream.holder)
+            self._upload = upload = self._admit(message, self._stream.tenant)
         except RefusedError as error:
             self._refuse(message.upload_id, error)
             return
@@ -106,21 +106,21 @@ class UploadStream(PassStreamWork):
         if self._upload is not None and self._upload.reading is None:
             self._forget(self._upload)
 
-    def _admit(self, head: AdapterHead, holder: Holder) -> _Upload | None:
-        """Return an adapter that is to come; None for one that its holder has published here."""
+    def _admit(self, head: AdapterHead, tenant: Tenant) -> _Upload | None:
+        """Return an adapter that is to come; None for one that its tenant has published here."""
         passes, adapter_store = self._passes, self._store
         if passes.is_draining:
             raise RefusedError(ErrorCode.DRAINING, "the peer is leaving its blocks", BUSY_SECONDS)
-        if head.is_published and adapter_store.has(head.adapter, holder, is_published=True):
+        if head.is_published and adapter_store.has(head.adapter, tenant, is_published=True):
             return None
         span = passes.engine.span
         if head.manifest and head.num_bytes != (head.manifest.count_bytes(span) or None):
             detail = f"this peer hosts blocks {span}, and the leaves are those of others"
             raise RefusedError(ErrorCode.WRONG_SPAN, detail)
         check_trained(head.num_trained, passes.resources.budget.max_gradient_bytes)
-        num_freed = adapter_store.give_up(head.replaces, holder) if head.replaces else 0
-        upload = _Upload(head, holder, AdapterReader(head), UploadPace(self._clock.now()))
-        adapter_store.reserve(holder, upload.num_bytes, num_freed)
+        num_freed = adapter_store.give_up(head.replaces, tenant) if head.replaces else 0
+        upload = _Upload(head, tenant, AdapterReader(head), UploadPace(self._clock.now()))
+        adapter_store.reserve(tenant, upload.num_bytes, num_freed)
         return upload
 
     def _take_piece(self, piece: AdapterPiece) -> None:
@@ -169,24 +169,24 @@ class UploadStream(PassStreamWork):
             self._keep(upload, reading.result())
             self._say_kept(head.upload_id)
             return
-        self._store.release(upload.holder, upload.num_bytes)
+        self._store.release(upload.tenant, upload.num_bytes)
         if not isinstance(error, RefusedError):
             _logger.error("an uploaded adapter could not be read and is refused: %r", error)
             error = RefusedError(ErrorCode.INTERNAL, "the peer failed to read the adapter")
         self._refuse(head.upload_id, error)
 
     def _keep(self, upload: _Upload, adapter: Adapter | TrainedAdapter) -> None:
-        head, holder, num_bytes = upload.head, upload.holder, upload.num_bytes
+        head, tenant, num_bytes = upload.head, upload.tenant, upload.num_bytes
         if head.manifest is None or isinstance(adapter, TrainedAdapter):
-            self._store.put(head.adapter, adapter, holder, num_bytes, head.is_published)
+            self._store.put(head.adapter, adapter, tenant, num_bytes, head.is_published)
             return
         kept = Kept(
             head.adapter,
             adapter,
-            holder,
+            tenant,
             num_bytes,
             self._clock.now(),
-            payer=holder,
+            payer=tenant,
             manifest=head.manifest,
             files=upload.files,
         )
@@ -215,7 +215,7 @@ class UploadStream(PassStreamWork):
         self._stop_timer()
         self._upload = None
         self._stream.touch()
-        self._store.release(upload.holder, upload.num_bytes)
+        self._store.release(upload.tenant, upload.num_bytes)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

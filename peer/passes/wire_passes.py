@@ -18,7 +18,7 @@ from torch import Tensor
 from ...kernels.pauses import GiveWay
 from ...kernels.wire_tensors import decode_as, encode_as
 from ...protocol.errors import ErrorCode, RefusedError
-from ...protocol.fair_share import Holder
+from ...protocol.fair_share import Tenant
 from ...protocol.ids import AdapterId
 from ...protocol.messages.passes import (
     Pass,
@@ -54,13 +54,13 @@ class WireWork:
     """The sum that the gradients of its adapter are added to, if any."""
 
 
-def find_kept(message: Pass, adapter_store: AdapterStore, holder: Holder) -> dict[AdapterId, Kept]:
+def find_kept(message: Pass, adapter_store: AdapterStore, tenant: Tenant) -> dict[AdapterId, Kept]:
     """Return the adapters that a pass names, each once.
 
     Raises RefusedError with UNKNOWN_ADAPTER: whoever has it may bring it again.
     """
     names = dict.fromkeys(run.adapter for run in message.adapters if run.adapter)
-    return {name: adapter_store.find(name, holder) for name in names}
+    return {name: adapter_store.find(name, tenant) for name in names}
 
 
 def find_gathered(message: Pass, kept: Mapping[AdapterId, Kept]) -> GatheredGradients | None:

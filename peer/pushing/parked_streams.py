@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 from ...protocol.errors import DirectoryError, ErrorCode, RefusedError, ShoalError, UnavailableError
-from ...protocol.fair_share import BUSY_SECONDS, check_room_for, name_holder
+from ...protocol.fair_share import BUSY_SECONDS, check_room_for, name_address
 from ...protocol.ids import PeerId
 from ...protocol.messages.offers import Offer, Parked, check_offer
 from ...protocol.messages.session import Lane
@@ -103,7 +103,7 @@ class ParkedStreams:
 
         Raises RefusedError when it is not kept.
         """
-        reservation = self._reserve(offer, name_holder(stream.remote_host))
+        reservation = self._reserve(offer, name_address(stream.remote_host))
         try:
             await self._check_is_announced(offer.peer_id)
             stream.set_gate(refuse_large_frames)

@@ -23,7 +23,7 @@ from ...protocol.errors import (
     ShoalError,
     UnavailableError,
 )
-from ...protocol.fair_share import BUSY_SECONDS, Holder, compute_share
+from ...protocol.fair_share import BUSY_SECONDS, Tenant, compute_share
 from ...protocol.ids import SessionId
 from ...protocol.limits import MAX_PIECE_BYTES
 from ...protocol.messages.session import Attach, Declined, Lane, NextHop
@@ -62,8 +62,8 @@ class Sender(Protocol):
     """One session's outputs on their way to the next hop."""
 
     @property
-    def holder(self) -> Holder:
-        """The holder of the session."""
+    def tenant(self) -> Tenant:
+        """The tenant of the session."""
         ...
 
     def pushes_to(self, following: NextHop) -> bool:
@@ -100,20 +100,20 @@ class RecentBytes:
         self._clock = clock
         self._budget_bytes = budget_bytes
         self._times_free = times_free
-        self._taken: deque[tuple[float, Holder, int]] = deque()
+        self._taken: deque[tuple[float, Tenant, int]] = deque()
 
-    def take(self, holder: Holder, num_bytes: int) -> None:
-        """Count bytes of a holder. Raises RefusedError when that is too much in a minute."""
+    def take(self, tenant: Tenant, num_bytes: int) -> None:
+        """Count bytes of a tenant. Raises RefusedError when that is too much in a minute."""
         now = self._clock.now()
         while self._taken and now - self._taken[0][0] >= 60.0:
             self._taken.popleft()
-        held = Counter[Holder]()
+        held = Counter[Tenant]()
         for _, other, num_taken in self._taken:
             held[other] += num_taken
-        share = compute_share(holder, held, self._budget_bytes, self._times_free)
-        if held[holder] + num_bytes > share:
+        share = compute_share(tenant, held, self._budget_bytes, self._times_free)
+        if held[tenant] + num_bytes > share:
             raise RefusedError(ErrorCode.LOG_INCOMPLETE, "too much was sent again in this minute")
-        self._taken.append((now, holder, num_bytes))
+        self._taken.append((now, tenant, num_bytes))
 
 
 class PushLinks:
@@ -143,15 +143,15 @@ class PushLinks:
     def prepare(self, following: NextHop, sender: Sender) -> None:
         """Dial a next hop before there is anything to push, if that may be."""
         with contextlib.suppress(RefusedError):
-            self._find(following, Lane.INTERACTIVE, sender.holder)
+            self._find(following, Lane.INTERACTIVE, sender.tenant)
 
     def push(self, following: NextHop, lane: Lane, frame: bytes, sender: Sender) -> None:
         """Send a step to the session of a next hop, behind what was pushed there before."""
         self._take(lane, _Parcel(sender, following, (frame,), len(frame)))
 
-    def count_replay(self, holder: Holder, num_bytes: int) -> None:
+    def count_replay(self, tenant: Tenant, num_bytes: int) -> None:
         """Count a replay that is to begin. Raises RefusedError when there were too many lately."""
-        self.replayed.take(holder, max(num_bytes, MAX_PIECE_BYTES))
+        self.replayed.take(tenant, max(num_bytes, MAX_PIECE_BYTES))
 
     def replay(
         self, following: NextHop, frames: Iterable[bytes], num_bytes: int, sender: Sender
@@ -162,7 +162,7 @@ class PushLinks:
     def _take(self, lane: Lane, parcel: _Parcel) -> None:
         sender, following = parcel.sender, parcel.following
         try:
-            link = self._find(following, lane, sender.holder)
+            link = self._find(following, lane, sender.tenant)
         except RefusedError as error:
             sender.note_left(parcel.num_bytes)
             # Behind the answer to what has set this off.
@@ -180,7 +180,7 @@ class PushLinks:
         self._is_closed = True
         await cancel_all(self._tasks)
 
-    def _find(self, following: NextHop, lane: Lane, holder: Holder) -> "_PushLink":
+    def _find(self, following: NextHop, lane: Lane, tenant: Tenant) -> "_PushLink":
         """Return the connection, or begin one. Raises RefusedError when that is too much."""
         if self._is_closed:  # sessions may still compute, and push what comes of it
             raise RefusedError(ErrorCode.DRAINING, "this peer is stopping")
@@ -188,15 +188,15 @@ class PushLinks:
         known = self._known.get(key)
         if known is not None:
             if known.askers:
-                known.askers.add(holder.address)
+                known.askers.add(tenant.address)
                 self._budget.look_again()
             return known
         if not self._unreached.may_try(key) and not self._has_parked(following, lane):
             raise RefusedError(
                 ErrorCode.BUSY, "the next hop could not be reached a moment ago", BUSY_SECONDS
             )
-        self._budget.count(holder.address)
-        link = self._known[key] = _PushLink(following, lane, holder.address)
+        self._budget.count(tenant.address)
+        link = self._known[key] = _PushLink(following, lane, tenant.address)
         task = asyncio.create_task(self._serve(key, link), name=repr(link))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

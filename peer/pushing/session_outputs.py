@@ -7,7 +7,7 @@ from itertools import chain
 
 from ...kernels.wire_tensors import decode_as, encode_as, join_pieces
 from ...protocol.errors import ErrorCode, RefusedError, ShoalError
-from ...protocol.fair_share import Holder, SharedBytes
+from ...protocol.fair_share import SharedBytes, Tenant
 from ...protocol.ids import SessionId
 from ...protocol.limits import MAX_CONTROL_BYTES, MAX_FRAME_BYTES, MAX_STEP_TOKENS
 from ...protocol.messages.session import Declined, HopSeconds, NextHop, Output, Step, choose_lane
@@ -46,11 +46,11 @@ class SessionOutputs:
     def __init__(
         self,
         session: SessionId,
-        holder: Holder,
+        tenant: Tenant,
         resources: PushResources,
         post: Callable[[bytes], None],
     ) -> None:
-        self.holder = holder
+        self.tenant = tenant
         self.next: NextHop | None = None
         self.post = post
         self._mirror: NextHop | None = None  # is to take the place of the next one
@@ -72,7 +72,7 @@ class SessionOutputs:
             self._log = SenderLog[WireTensor]()
         elif log is not None:
             num_bytes = _count_bytes(log.payloads)
-            if self._resources.logged.has_room_for(self.holder, num_bytes):
+            if self._resources.logged.has_room_for(self.tenant, num_bytes):
                 self._log = log
                 self._count(num_bytes)
         self._links.prepare(following, self)
@@ -148,12 +148,12 @@ class SessionOutputs:
         if following is not None and following.first_sequence >= resume_sequence:
             prefix = []  # it has what is before
         num_bytes = _count_bytes(piece.payload for piece in (*prefix, *rest))
-        if not self._resources.pending.has_room_for(self.holder, num_bytes):
+        if not self._resources.pending.has_room_for(self.tenant, num_bytes):
             raise RefusedError(
                 ErrorCode.LOG_INCOMPLETE, "this peer has no memory to resend the steps"
             )
         if following is not None:
-            self._links.count_replay(self.holder, num_bytes)
+            self._links.count_replay(self.tenant, num_bytes)
         self._settle(following)
         self._log, self._resume_sequence = log, resume_sequence
         if following is None:
@@ -173,10 +173,10 @@ class SessionOutputs:
             return 0
         prefix, _ = self._log.plan(_BEHIND_ALL)
         num_bytes = _count_bytes(piece.payload for piece in prefix)
-        if not prefix or not self._resources.pending.has_room_for(self.holder, num_bytes):
+        if not prefix or not self._resources.pending.has_room_for(self.tenant, num_bytes):
             return 0
         try:
-            self._links.count_replay(self.holder, num_bytes)
+            self._links.count_replay(self.tenant, num_bytes)
         except RefusedError:
             return 0
         self._drop_mirror()
@@ -192,7 +192,7 @@ class SessionOutputs:
     ) -> int:
         groups = _group_for_replay(prefix)
         frames = self._make_frames(following, groups, rest)
-        self._resources.pending.count(self.holder, num_bytes)
+        self._resources.pending.count(self.tenant, num_bytes)
         self._links.replay(following, frames, num_bytes, self)
         return len(groups)
 
@@ -223,7 +223,7 @@ class SessionOutputs:
 
     def note_left(self, num_bytes: int) -> None:
         """See `Sender`."""
-        self._resources.pending.count(self.holder, -num_bytes)
+        self._resources.pending.count(self.tenant, -num_bytes)
 
     def note_lost(self, following: NextHop, error: ShoalError) -> None:
         """See `Sender`: the client decides what happens; it may have decided already.
@@ -241,7 +241,7 @@ class SessionOutputs:
         """Log an output, or give the log up where there is no room for it."""
         if self._log is None:
             return
-        if not self._resources.logged.has_room_for(self.holder, _count_bytes([sent.payload])):
+        if not self._resources.logged.has_room_for(self.tenant, _count_bytes([sent.payload])):
             _logger.info("the sender log of a session exceeds its memory and is dropped")
             self.give_up_log()
             return
@@ -251,14 +251,14 @@ class SessionOutputs:
     def _count(self, num_bytes: int) -> None:
         self._logged_bytes += num_bytes
         if num_bytes:
-            self._resources.logged.count(self.holder, num_bytes)
+            self._resources.logged.count(self.tenant, num_bytes)
 
     def _send(self, step: Step, following: NextHop) -> None:
         if following is self.next and self._loss:
             self._tell_loss()  # it is logged: the client may have it sent elsewhere
             return
         frame = _encode_for(following, step)
-        self._resources.pending.count(self.holder, len(frame))
+        self._resources.pending.count(self.tenant, len(frame))
         self._links.push(following, choose_lane(step, len(frame)), frame, self)
 
     def _tell_loss(self) -> None:

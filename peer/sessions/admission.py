@@ -12,7 +12,7 @@ from functools import partial
 from weakref import WeakValueDictionary
 
 from ...protocol.errors import CacheFullError, ErrorCode, LocalProtocolError, RefusedError
-from ...protocol.fair_share import Holder, SharedBytes, check_room_for_client, may_displace
+from ...protocol.fair_share import SharedBytes, Tenant, check_room_for_client, may_displace
 from ...protocol.ids import ModelId, SessionId
 from ...protocol.messages.session import Open
 from ...protocol.net.clock import Clock
@@ -73,8 +73,8 @@ class Admission:
         self.compute = compute
         self.clock = clock
         self.resources = resources
-        self._opening: dict[SessionId, Holder] = {}
-        self._waiting: dict[asyncio.Event, Holder] = {}
+        self._opening: dict[SessionId, Tenant] = {}
+        self._waiting: dict[asyncio.Event, Tenant] = {}
         self._copies = PrefixCopies(compute)
         self._lifetime_seconds: float | None = None
 
@@ -98,8 +98,8 @@ class Admission:
         del self.sessions[session]
         held.outputs.close()
         if held.adapter is not None:
-            self.resources.adapter_store.leave(held.adapter, held.holder)
-        self.resources.prompts.count(held.holder, -held.num_prompt_bytes)
+            self.resources.adapter_store.leave(held.adapter, held.tenant)
+        self.resources.prompts.count(held.tenant, -held.num_prompt_bytes)
         for future in held.running:
             future.cancel()
         closing = self.compute.call(partial(_close, held.cache, self.engine.pool))
@@ -120,35 +120,35 @@ class Admission:
         for waiter in self._waiting:
             waiter.set()
 
-    def may_wait(self, holder: Holder) -> bool:
-        """Return whether one more session of a holder may wait: the queue is shared like places."""
+    def may_wait(self, tenant: Tenant) -> bool:
+        """Return whether one more session of a tenant may wait: the queue is shared like places."""
         try:
             num_places = self.resources.max_sessions
-            check_room_for_client(holder, list(self._waiting.values()), num_places, "waiting ones")
+            check_room_for_client(tenant, list(self._waiting.values()), num_places, "waiting ones")
         except RefusedError:
             return False
         return True
 
-    async def open(self, message: Open, holder: Holder, post: Post) -> tuple[HeldSession, int]:
-        """Hold a session; return it and how many more tokens its holder may have.
+    async def open(self, message: Open, tenant: Tenant, post: Post) -> tuple[HeldSession, int]:
+        """Hold a session; return it and how many more tokens its tenant may have.
 
         `post` is how the session says what it was not asked.
 
         Raises RefusedError; one that may pass says in `retry_after_seconds` when to ask again.
         """
         try:
-            return await self._open(message, holder, post)
+            return await self._open(message, tenant, post)
         except RefusedError as refusal:
             if not _may_pass(refusal) or refusal.code is ErrorCode.UNKNOWN_ADAPTER:
                 raise  # an adapter that is being fetched does not wait for a session to end
             raise _with_retry(refusal, self.estimate_wait_seconds()) from refusal
 
-    async def wait(self, message: Open, holder: Holder, post: Post) -> tuple[HeldSession, int]:
+    async def wait(self, message: Open, tenant: Tenant, post: Post) -> tuple[HeldSession, int]:
         """Do so as soon as there is room, within the time that the message allows."""
         clock = self.clock
         deadline = clock.now() + min(message.max_wait_seconds, _LONGEST_WAIT_SECONDS)
         woken = asyncio.Event()
-        self._waiting[woken] = holder
+        self._waiting[woken] = tenant
         try:
             while (seconds := deadline - clock.now()) > 0:
                 with contextlib.suppress(TimeoutError):
@@ -156,11 +156,11 @@ class Admission:
                         await woken.wait()
                 woken.clear()
                 with contextlib.suppress(_StillFullError):
-                    return await self._try_again(message, holder, post)
+                    return await self._try_again(message, tenant, post)
         finally:
             del self._waiting[woken]
             self.resources.note_change()
-        return await self.open(message, holder, post)
+        return await self.open(message, tenant, post)
 
     def estimate_wait_seconds(self) -> float:
         """Estimate how long one more session would have to wait.
@@ -176,26 +176,26 @@ class Admission:
         return max(_LOOK_AGAIN_SECONDS, lifetime_seconds * num_before / max(1, len(ages)))
 
     async def _try_again(
-        self, message: Open, holder: Holder, post: Post
+        self, message: Open, tenant: Tenant, post: Post
     ) -> tuple[HeldSession, int]:
         try:
-            return await self._open(message, holder, post)
+            return await self._open(message, tenant, post)
         except RefusedError as refusal:
             if _may_pass(refusal):
                 raise _StillFullError from refusal
             raise
 
-    async def _open(self, message: Open, holder: Holder, post: Post) -> tuple[HeldSession, int]:
+    async def _open(self, message: Open, tenant: Tenant, post: Post) -> tuple[HeldSession, int]:
         self._check(message)
-        parent = self._find_parent(message, holder)
-        adapter = self._find_adapter(message, holder, parent)
+        parent = self._find_parent(message, tenant)
+        adapter = self._find_adapter(message, tenant, parent)
         if parent is not None and parent.adapter is not adapter:
             detail = "a fork must use the adapter of its parent session"
             raise RefusedError(ErrorCode.BAD_VALUES, detail)
-        self._make_place(holder)
-        self._opening[message.session] = holder
+        self._make_place(tenant)
+        self._opening[message.session] = tenant
         try:
-            cache, free_tokens = await self._open_cache(message, holder, parent)
+            cache, free_tokens = await self._open_cache(message, tenant, parent)
             if self.is_draining:  # by now; nobody would tell the client to leave again
                 self.compute.post(cache.close)
                 self._check(message)
@@ -205,13 +205,13 @@ class Admission:
         state = SessionState(
             message.num_rows, message.max_tokens, message.epoch, message.prefix_tokens
         )
-        outputs = SessionOutputs(message.session, holder, self.resources.pushing, post)
+        outputs = SessionOutputs(message.session, tenant, self.resources.pushing, post)
         held = HeldSession(
-            state, cache, message.span, message.dtype, self.clock.now(), holder, outputs,
+            state, cache, message.span, message.dtype, self.clock.now(), tenant, outputs,
             message.capability, adapter,
         )  # fmt: skip
         if adapter is not None:
-            self.resources.adapter_store.use(adapter, holder)
+            self.resources.adapter_store.use(adapter, tenant)
         self.sessions[message.session] = held
         if message.next is not None:
             log = None if parent is None else parent.outputs.fork_log(message.prefix_tokens)
@@ -240,7 +240,7 @@ class Admission:
             raise RefusedError(ErrorCode.BAD_FRAME, "the session is open already")
 
     def _find_adapter(
-        self, message: Open, holder: Holder, parent: HeldSession | None
+        self, message: Open, tenant: Tenant, parent: HeldSession | None
     ) -> Kept | None:
         """Return the adapter of a session; a fork has that of its parent, forgotten or not."""
         if not message.adapter:
@@ -248,67 +248,67 @@ class Admission:
         inherited = None if parent is None else parent.adapter
         if inherited is not None and inherited.name == message.adapter:
             return inherited
-        return self.resources.adapter_store.find(message.adapter, holder)
+        return self.resources.adapter_store.find(message.adapter, tenant)
 
-    def _find_parent(self, message: Open, holder: Holder) -> HeldSession | None:
+    def _find_parent(self, message: Open, tenant: Tenant) -> HeldSession | None:
         """Return the session whose prefix is asked for; nobody learns of those of others."""
         if message.parent is None:
             return None
         parent = self.sessions.get(message.parent)
-        if parent is None or parent.holder != holder:
+        if parent is None or parent.tenant != tenant:
             detail = "the parent session is not open at this peer"
             raise RefusedError(ErrorCode.UNKNOWN_SESSION, detail)
         parent.used_at = self.clock.now()
         parent.cache.touch()
         return parent
 
-    def _make_place(self, holder: Holder) -> None:
-        """See that `holder` may have one more session, if need be in place of an idle one."""
+    def _make_place(self, tenant: Tenant) -> None:
+        """See that `tenant` may have one more session, if need be in place of an idle one."""
         while True:
-            holders = [*self._opening.values()]
+            tenants = [*self._opening.values()]
             # Those whose pages were taken while they were idle only wait to hear of it.
             sessions = self.sessions.values()
-            holders += [held.holder for held in sessions if held.cache.is_open]
+            tenants += [held.tenant for held in sessions if held.cache.is_open]
             try:
                 num_places = self.resources.max_sessions
-                return check_room_for_client(holder, holders, num_places, "sessions")
+                return check_room_for_client(tenant, tenants, num_places, "sessions")
             except RefusedError:
-                session = self._find_idle(holder, Counter(holders))
+                session = self._find_idle(tenant, Counter(tenants))
                 if session is None:
                     raise
                 self.close(session, self.sessions[session])
 
-    def _find_idle(self, holder: Holder, held_places: Counter[Holder]) -> SessionId | None:
-        """Return the session that is idle for longest, of those that `holder` may displace."""
+    def _find_idle(self, tenant: Tenant, held_places: Counter[Tenant]) -> SessionId | None:
+        """Return the session that is idle for longest, of those that `tenant` may displace."""
         idle_since = self.clock.now() - IDLE_SECONDS
         candidates = {
             session: held.used_at
             for session, held in self.sessions.items()
             if held.used_at <= idle_since
             and not held.running
-            and may_displace(holder, held.holder, held_places, 1)
+            and may_displace(tenant, held.tenant, held_places, 1)
         }
         return min(candidates, key=candidates.__getitem__, default=None)
 
     async def _open_cache(
-        self, message: Open, holder: Holder, parent: HeldSession | None
+        self, message: Open, tenant: Tenant, parent: HeldSession | None
     ) -> tuple[SessionCache, int]:
-        """Return a new cache and how many tokens its holder may have beside it."""
+        """Return a new cache and how many tokens its tenant may have beside it."""
         compute, engine = self.compute, self.engine
 
         def open_on_thread() -> _OpenedCache:
             kv_format = message.kv_format
             cache = engine.open_cache(
-                message.num_rows, message.max_tokens, message.span, holder, kv_format
+                message.num_rows, message.max_tokens, message.span, tenant, kv_format
             )
             copy = None if parent is None else _begin_copy(parent.cache, cache, message)
-            return _OpenedCache(cache, copy, engine.pool.count_free_tokens(holder, kv_format))
+            return _OpenedCache(cache, copy, engine.pool.count_free_tokens(tenant, kv_format))
 
         opening = compute.call(open_on_thread)
         try:
             opened = await asyncio.shield(opening)
             if opened.copy is not None:
-                await self._copies.finish(opened.copy, holder)
+                await self._copies.finish(opened.copy, tenant)
             return opened.cache, opened.free_tokens
         except BaseException as error:
             # Also when the stream broke while the cache was being opened: nobody will hold it.
@@ -341,14 +341,14 @@ class PrefixCopies:
         # Locks are taken in order of arrival, so they make the turns.
         self._locks = WeakValueDictionary[Hashable, asyncio.Lock]()
 
-    async def finish(self, copy: PrefixCopy, holder: Holder) -> None:
+    async def finish(self, copy: PrefixCopy, tenant: Tenant) -> None:
         """Bring a copy to its end. Raises RefusedError when its parent does not last as long.
 
         Whoever is cancelled here, or gets an error, closes the cache behind it on the compute
         thread: a piece may be on its way into it.
         """
         of_client, of_address, of_all = (
-            self._locks.setdefault(key, asyncio.Lock()) for key in (holder, holder.address, None)
+            self._locks.setdefault(key, asyncio.Lock()) for key in (tenant, tenant.address, None)
         )
         async with of_client:
             is_done = False

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from ...kernels.wire_tensors import decode_as, encode_as
 from ...protocol import limits
 from ...protocol.errors import ErrorCode, RefusedError
-from ...protocol.fair_share import Holder
+from ...protocol.fair_share import Tenant
 from ...protocol.ids import NO_CAPABILITY, Capability, SessionId
 from ...protocol.messages.session import Gap, Open, Opened, Output, Status, Step
 from ...protocol.session.table import SessionState
@@ -37,7 +37,7 @@ class HeldSession:
     One with a `capability` is part of a chain: who pushes to it has to show that, and everything
     it has to say goes to the stream that opened it.
 
-    `used_at` is when it was last stepped, on whatever stream; `holder` is who opened it, as
+    `used_at` is when it was last stepped, on whatever stream; `tenant` is who opened it, as
     `fair_share` counts; `adapter` changes all of its rows; `running` are the steps of it in the
     engine. The clock is the service's.
     """
@@ -47,7 +47,7 @@ class HeldSession:
     span: Span
     dtype: WireDtype
     opened_at: float
-    holder: Holder
+    tenant: Tenant
     outputs: SessionOutputs
     capability: Capability = NO_CAPABILITY
     adapter: Kept | None = None

@@ -12,7 +12,7 @@ import torch
 from ...kernels.wire_tensors import decode_as, has_only_finite
 from ...protocol import limits
 from ...protocol.errors import ErrorCode, RefusedError
-from ...protocol.fair_share import Holder, SharedBytes
+from ...protocol.fair_share import SharedBytes, Tenant
 from ...protocol.ids import SessionId
 from ...protocol.messages.fields import Message
 from ...protocol.messages.passes import PassPiece, PiecesReader, Slot
@@ -32,7 +32,7 @@ class _Coming:
     span: Span
     num_rows: int
     """One stands for all rows."""
-    holder: Holder
+    tenant: Tenant
     reader: PiecesReader
     num_bytes: int
     opened: asyncio.Future[bytes]
@@ -51,7 +51,7 @@ class SessionPrompts:
         self._coming: dict[SessionId, _Coming] = {}
         self._refused: deque[SessionId] = deque(maxlen=limits.MAX_SESSIONS_PER_STREAM)
 
-    def expect(self, message: Open, holder: Holder) -> None:
+    def expect(self, message: Open, tenant: Tenant) -> None:
         """Count the prompts that an `Open` announces; raises RefusedError when there is no room."""
         if not message.prompt_tokens or message.session in self._coming:
             return
@@ -59,13 +59,13 @@ class SessionPrompts:
         width = self._engine.spec.hidden_size
         num_vectors = len(message.span) * message.prompt_rows * message.prompt_tokens
         num_bytes = num_vectors * width * _FLOAT_BYTES
-        self._memory.check_room_for(holder, num_bytes)
-        self._memory.count(holder, num_bytes)
+        self._memory.check_room_for(tenant, num_bytes)
+        self._memory.count(tenant, num_bytes)
         self._refused.pop()
         reader = PiecesReader({Slot.PROMPTS: num_vectors}, width)
         opened = asyncio.get_running_loop().create_future()
         self._coming[message.session] = _Coming(
-            message.span, message.prompt_rows, holder, reader, num_bytes, opened
+            message.span, message.prompt_rows, tenant, reader, num_bytes, opened
         )
 
     @property
@@ -146,4 +146,4 @@ class SessionPrompts:
     def _release(self, coming: _Coming) -> None:
         coming.opened.cancel()
         if coming.held is None:  # else they count until it is closed
-            self._memory.count(coming.holder, -coming.num_bytes)
+            self._memory.count(coming.tenant, -coming.num_bytes)

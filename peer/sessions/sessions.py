@@ -217,7 +217,7 @@ class SessionStream(StreamWork):
 
     async def _open(self, message: Open) -> None:
         """Open a session, now or after a wait, or say why not."""
-        holder, admission = self._stream.holder, self._admission
+        tenant, admission = self._stream.tenant, self._admission
         may_wait = message.max_wait_seconds > 0
         try:
             if message.session in self._waiting:
@@ -225,11 +225,11 @@ class SessionStream(StreamWork):
             if len(self._opened) + len(self._waiting) >= limits.MAX_SESSIONS_PER_STREAM:
                 may_wait = False
                 raise RefusedError(ErrorCode.BUSY, "too many sessions on one stream", BUSY_SECONDS)
-            self._prompts.expect(message, holder)
-            opened = await admission.open(message, holder, self._answers.post)
+            self._prompts.expect(message, tenant)
+            opened = await admission.open(message, tenant, self._answers.post)
         except RefusedError as error:
             seconds = error.retry_after_seconds
-            if may_wait and seconds is not None and admission.may_wait(holder):
+            if may_wait and seconds is not None and admission.may_wait(tenant):
                 self._wait_for_session(message, seconds)
             else:
                 self._prompts.refuse(message.session)
@@ -243,7 +243,7 @@ class SessionStream(StreamWork):
         async def wait() -> bytes:
             try:
                 opened = await self._admission.wait(
-                    message, self._stream.holder, self._answers.post
+                    message, self._stream.tenant, self._answers.post
                 )
             except RefusedError as error:
                 self._prompts.refuse(message.session)
@@ -275,7 +275,7 @@ class SessionStream(StreamWork):
         try:
             if held is None:
                 raise RefusedError(ErrorCode.UNKNOWN_SESSION, "the session is not open here")
-            if held.capability and self._stream.holder != held.holder:
+            if held.capability and self._stream.tenant != held.tenant:
                 check_epoch(step, held)
             decision = held.state.decide(step)
             if decision.action in (StepAction.EXECUTE, StepAction.ROLLBACK):
@@ -294,7 +294,7 @@ class SessionStream(StreamWork):
             self._used.add(step.session)
             answer: Answer | None = None if held.capability else asyncio.Future()
             self._count_step(held, answer, len(step.hidden.data))
-            future = self._admission.compute.submit(make_work(step, held), held.holder)
+            future = self._admission.compute.submit(make_work(step, held), held.tenant)
             held.running.add(future)
             future.add_done_callback(partial(self._settle, step, held, answer))
             if answer is not None:
@@ -352,16 +352,16 @@ class SessionStream(StreamWork):
     def _count_step(self, held: HeldSession, answer: Answer | None, num_bytes: int) -> None:
         """Count a step that waits for the engine: one that is pushed holds up no other session."""
         if answer is None:
-            self._admission.resources.pushing.pending.count(held.holder, num_bytes)
+            self._admission.resources.pushing.pending.count(held.tenant, num_bytes)
         else:
             self._answers.count(num_bytes)
 
     def _check_size(self, step: Step, held: HeldSession) -> None:
         is_pushed = held.outputs.next is not None
         check_step_size(step, held.dtype, self._admission.engine.spec.hidden_size, is_pushed)
-        holder = held.holder if held.capability else self._stream.holder
+        tenant = held.tenant if held.capability else self._stream.tenant
         pending = self._admission.resources.pushing.pending
-        pending.check_room_for(holder, len(step.hidden.data))
+        pending.check_room_for(tenant, len(step.hidden.data))
 
 
 def control(message: Admit | Redirect | Mirror | Probe, held: HeldSession | None) -> bytes:

@@ -28,7 +28,7 @@ from torch import Tensor
 from ...kernels.wire_tensors import has_only_finite
 from ...protocol import limits
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
-from ...protocol.fair_share import BUSY_SECONDS, Holder, SharedBytes, name_holder
+from ...protocol.fair_share import BUSY_SECONDS, SharedBytes, Tenant, name_address
 from ...protocol.ids import OFFER_NONCE_BYTES, ModelId, PeerId, SessionId
 from ...protocol.messages.fields import Message
 from ...protocol.messages.offers import Offer
@@ -117,20 +117,20 @@ class PendingBytes(SharedBytes):
         super().__init__(budget_bytes)
         self._freed = asyncio.Event()
 
-    def count(self, holder: Holder, num_bytes: int) -> None:
+    def count(self, tenant: Tenant, num_bytes: int) -> None:
         """See SharedBytes.count."""
-        super().count(holder, num_bytes)
+        super().count(tenant, num_bytes)
         if num_bytes < 0:
             self._freed.set()
 
-    async def wait_for_room(self, holder: Holder, num_bytes: int, seconds: float) -> None:
-        """Wait until a holder may have so many bytes more. Raises RefusedError after so long."""
+    async def wait_for_room(self, tenant: Tenant, num_bytes: int, seconds: float) -> None:
+        """Wait until a tenant may have so many bytes more. Raises RefusedError after so long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while not self.has_room_for(holder, num_bytes):
+                while not self.has_room_for(tenant, num_bytes):
                     self._freed.clear()
                     await self._freed.wait()
-        self.check_room_for(holder, num_bytes)
+        self.check_room_for(tenant, num_bytes)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class ClientStream:
         """The other end offers the stream, of which nothing more is read here then."""
         self.version = 0
         """The protocol version that both ends speak; 0 until Hello was said."""
-        self.answers = AnswerQueue(stream, host.pending, Holder(name_holder(stream.remote_host)))
+        self.answers = AnswerQueue(stream, host.pending, Tenant(name_address(stream.remote_host)))
         self._host = host
         self._stream = stream
         self._register = register
@@ -182,9 +182,9 @@ class ClientStream:
         stream.set_gate(self._let_in)
 
     @property
-    def holder(self) -> Holder:
-        """The holder against whom the stream's bytes and work are counted."""
-        return self.answers.holder
+    def tenant(self) -> Tenant:
+        """The tenant against whom the stream's bytes and work are counted."""
+        return self.answers.tenant
 
     def begin(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
         """Do something that ends with the stream."""
@@ -299,15 +299,15 @@ class ClientStream:
     async def _let_in(self, num_bytes: int) -> AsyncGenerator[None]:
         """Admit a large frame once its sender is known and there is room for it."""
         self._check_greeted()
-        holder, pending = self.holder, self._host.pending
+        tenant, pending = self.tenant, self._host.pending
         self._large_frame_until = math.inf
         try:
-            await pending.wait_for_room(holder, num_bytes, _ROOM_SECONDS)
-            pending.count(holder, num_bytes)
+            await pending.wait_for_room(tenant, num_bytes, _ROOM_SECONDS)
+            pending.count(tenant, num_bytes)
             try:
                 yield
             finally:
-                pending.count(holder, -num_bytes)
+                pending.count(tenant, -num_bytes)
         finally:
             self._large_frame_until = self._host.clock.now() + _LARGE_FRAME_SECONDS
 
@@ -359,7 +359,7 @@ class ClientStream:
         if self.version >= REVERSE_VERSION and host.parked is not None:
             self._nonce = secrets.token_bytes(OFFER_NONCE_BYTES)
         self.touch()
-        self.answers.holder = self.answers.holder._replace(client=hello.client.hex())
+        self.answers.tenant = self.answers.tenant._replace(client=hello.client.hex())
         wall = host.clock.wall()
         welcome = Welcome(
             self.version, SOFTWARE, host.peer_id, host.model_id, host.span, wall, self._nonce
@@ -378,10 +378,10 @@ class ClientStream:
 
 
 class AnswerQueue:
-    """Answers in the order of their questions. What waits counts against the `holder`."""
+    """Answers in the order of their questions. What waits counts against the `tenant`."""
 
-    def __init__(self, stream: Stream, pending: PendingBytes, holder: Holder) -> None:
-        self.holder = holder
+    def __init__(self, stream: Stream, pending: PendingBytes, tenant: Tenant) -> None:
+        self.tenant = tenant
         self._stream = stream
         self._pending = pending
         self._queue: asyncio.Queue[bytes | Answer | Callable[[], None] | None] = asyncio.Queue()
@@ -418,7 +418,7 @@ class AnswerQueue:
     def count(self, num_bytes: int) -> None:
         """Count what waits for the engine, or no longer does."""
         self._pending_bytes += num_bytes
-        self._pending.count(self.holder, num_bytes)
+        self._pending.count(self.tenant, num_bytes)
         self._room.set()
 
     @property

@@ -101,8 +101,8 @@ class Service:
         """Let a stream be one of those that are served. Raises RefusedError where that is full."""
         if self.has_hung_up:
             raise RefusedError(ErrorCode.DRAINING, "the peer is leaving its blocks", BUSY_SECONDS)
-        addresses = [stream.holder.address for stream in self.streams]
-        check_room_for(served.holder.address, addresses, self._max_streams, "streams")
+        addresses = [stream.tenant.address for stream in self.streams]
+        check_room_for(served.tenant.address, addresses, self._max_streams, "streams")
         self.streams.add(served)
 
     def count_work(self) -> Mapping[str, object]:

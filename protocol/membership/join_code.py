@@ -49,6 +49,7 @@ _MAX_CHOSEN = 3
 _SIMPLE_ADDRESS = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/([1-9][0-9]{0,4})/p2p/([^/]+)")
 _FORMS = ("text", "ip4", "ip6", "dns", "dns4", "dns6")
 """How an address is packed; its index is its first byte. Whatever is not simple is text."""
+_IPS = {"ip4": ipaddress.IPv4Address, "ip6": ipaddress.IPv6Address}
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ def _pack_address(address: str) -> bytes:
     # Only what comes out again letter by letter is packed by its parts.
     if packed is not None and _unpack_address(_ByteReader(packed)) == address:
         return packed
-    return _pack_number(0) + _pack_text(address)
+    return bytes([_FORMS.index("text")]) + _pack_text(address)
 
 
 def _pack_simple(address: str) -> bytes | None:
@@ -212,31 +213,15 @@ def _pack_simple(address: str) -> bytes | None:
         return None
     form, host, port, peer_id = simple.groups()
     try:
-        packed_host = _pack_host(form, host)
-        return (
-            _pack_number(_FORMS.index(form))
-            + packed_host
-            + int(port).to_bytes(2, "big")
-            + public_key_of(peer_id)
-        )
+        packed_host = _IPS[form](host).packed if form in _IPS else _pack_text(host)
+        packed_port = int(port).to_bytes(2, "big")
+        return bytes([_FORMS.index(form)]) + packed_host + packed_port + public_key_of(peer_id)
     except (ValueError, OverflowError, RemoteProtocolError):
         return None
 
 
-def _pack_host(form: str, host: str) -> bytes:
-    if form == "ip4":
-        return ipaddress.IPv4Address(host).packed
-    if form == "ip6":
-        return ipaddress.IPv6Address(host).packed
-    return _pack_text(host)
-
-
 def _pack_text(text: str) -> bytes:
-    return _pack_number(len(text)) + text.encode("ascii")
-
-
-def _pack_number(number: int) -> bytes:
-    return number.to_bytes(1, "big")
+    return bytes([len(text)]) + text.encode("ascii")
 
 
 def _unpack_addresses(content: _ByteReader) -> tuple[str, ...]:
@@ -255,10 +240,9 @@ def _unpack_address(content: _ByteReader) -> str:
     form = _FORMS[number]
     if form == "text":
         return content.take_text()
-    if form == "ip4":
-        host = str(ipaddress.IPv4Address(content.take(4)))
-    elif form == "ip6":
-        host = str(ipaddress.IPv6Address(content.take(16)))
+    if form in _IPS:
+        kind = _IPS[form]
+        host = str(kind(content.take(kind(0).max_prefixlen // 8)))
     else:
         host = content.take_text()
     port = int.from_bytes(content.take(2), "big")

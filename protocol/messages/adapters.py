@@ -34,7 +34,6 @@ from .fields import (
     count_to,
     index_below,
     message,
-    not_empty,
     number_in,
     sized,
 )
@@ -69,7 +68,7 @@ _PLAIN_FIELDS: Mapping[str, tuple[object, ...]] = {
 """Fields that change how an adapter is applied, with the values that change nothing."""
 
 KEEP_SECONDS = 300.0
-"""How long an adapter is kept that its holder neither uses nor publishes again."""
+"""How long an adapter is kept that its client neither uses nor publishes again."""
 
 STALL_SECONDS = 60.0
 """How long an adapter on its way may stand still."""
@@ -84,6 +83,9 @@ PIECE_BYTES = 48 * 2**10
 _MOST_NUMBERS = 2**32
 _LEAST_EPSILON = 1e-30
 
+_BodyAdapter = Annotated[
+    AdapterId, Body(1, "bytes"), sized(ADAPTER_ID_BYTES, "an adapter's digest")
+]
 _HeaderUpload = Annotated[UploadId, Header("session"), check_session]
 
 
@@ -300,12 +302,7 @@ class AdapterHead(Message):
     """
 
     upload_id: _HeaderUpload
-    adapter: Annotated[
-        AdapterId,
-        Body(1, "bytes"),
-        check_adapter,
-        not_empty("an adapter that is brought has a digest"),
-    ]
+    adapter: _BodyAdapter
     config: Annotated[bytes, Body(2, "bytes")]
     num_bytes: Annotated[int, Body(3, "uint32")]
     is_published: Annotated[bool, Body(4, "bool")] = False
@@ -365,7 +362,7 @@ class AdapterPiece(Message):
 
 @message(25)
 class AdapterKept(Message):
-    """The adapter may be named, until its holder has not used it for so long."""
+    """The adapter may be named, until its client has not used it for so long."""
 
     upload_id: _HeaderUpload
     keep_seconds: Annotated[float, Body(1, "float"), check_seconds]
@@ -380,12 +377,7 @@ class AdapterWithdrawal(Message):
     """
 
     pass_id: HeaderPass
-    adapter: Annotated[
-        AdapterId,
-        Body(1, "bytes"),
-        check_adapter,
-        not_empty("an adapter that is withdrawn has a digest"),
-    ]
+    adapter: _BodyAdapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,9 +387,7 @@ class GradientSum(Record):
     A `number` grows with each sum of an adapter; a larger one lets the sum before be forgotten.
     """
 
-    adapter: Annotated[
-        AdapterId, Body(1, "bytes"), check_adapter, not_empty("gradients belong to an adapter")
-    ]
+    adapter: _BodyAdapter
     number: Annotated[int, Body(2, "uint64"), count_to(_MOST_NUMBERS, "number of a sum")]
     parts: Annotated[tuple[int, ...], Body(3, "uint32")] = ()
 
@@ -454,12 +444,7 @@ class AdapterFetch(Message):
     """Ask for an adapter that the peer trains; the answer is `AdapterHead`, and its pieces."""
 
     pass_id: HeaderPass
-    adapter: Annotated[
-        AdapterId,
-        Body(1, "bytes"),
-        check_adapter,
-        not_empty("an adapter that is fetched has a digest"),
-    ]
+    adapter: _BodyAdapter
 
 
 @message(31)
@@ -473,12 +458,7 @@ class PublicationFetch(Message):
     """
 
     pass_id: HeaderPass
-    adapter: Annotated[
-        AdapterId,
-        Body(1, "bytes"),
-        check_adapter,
-        not_empty("an adapter that is fetched has a digest"),
-    ]
+    adapter: _BodyAdapter
     first_block: Annotated[int, Body(2, "uint32"), index_below(limits.MAX_BLOCKS)] = 0
     num_blocks: Annotated[int, Body(3, "uint32"), number_in(0, limits.MAX_BLOCKS, "blocks")] = 0
 

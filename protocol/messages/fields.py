@@ -6,7 +6,7 @@
         epoch: HeaderEpoch
         wait_seconds: Annotated[float, Body(1, "double"), check_seconds]
 
-Behind the type of a field stands its place in the frame, then the checks of its value. `wire/`
+Behind the type of a field stands its location in the frame, then the checks of its value. `wire/`
 generates encoding and decoding from that. `docs/new-message.md` shows how a message is added.
 """
 
@@ -66,7 +66,7 @@ class Flag(NamedTuple):
 class Body(NamedTuple):
     """The field has this number in the protobuf part.
 
-    `scalar` is left out where the field is a record. `parts` are the places of the fields of a
+    `scalar` is left out where the field is a record. `parts` are the locations of the fields of a
     class that does not declare them itself. `write` and `read` convert a value that is not what
     protobuf has; `read` may raise ValueError.
     """
@@ -84,7 +84,7 @@ class Spread(NamedTuple):
     parts: Mapping[str, Body] | None = None
 
 
-Place = Header | Flag | Body | Spread
+Location = Header | Flag | Body | Spread
 
 
 class Record:
@@ -141,7 +141,7 @@ class Field(NamedTuple):
     """A declared field. `kind` is its type without None, and the elements' where it `repeats`."""
 
     name: str
-    place: Place
+    location: Location
     kind: type
     is_optional: bool = False
     repeats: bool = False
@@ -149,10 +149,10 @@ class Field(NamedTuple):
 
     def list_parts(self) -> tuple[Field, ...]:
         """Return the fields of the record that it holds; none if it holds no record."""
-        places = None if isinstance(self.place, Header | Flag) else self.place.parts
-        if places is not None:
+        locations = None if isinstance(self.location, Header | Flag) else self.location.parts
+        if locations is not None:
             hints = get_type_hints(self.kind)
-            return tuple(_make_field(name, (hints[name], places[name])) for name in places)
+            return tuple(_make_field(name, (hints[name], locations[name])) for name in locations)
         return list_fields(self.kind) if issubclass(self.kind, Record) else ()
 
 
@@ -165,12 +165,12 @@ def list_fields(declared: type[Record]) -> tuple[Field, ...]:
         for field in dataclasses.fields(declared)
     ]
     if issubclass(declared, Message):
-        made += [Field(name, place, object) for name, place in declared.COMPUTED.items()]
+        made += [Field(name, location, object) for name, location in declared.COMPUTED.items()]
     return tuple(made)
 
 
 def _make_field(name: str, declared: tuple[Any, ...]) -> Field:
-    kind, place, *checks = declared
+    kind, location, *checks = declared
     is_optional = get_origin(kind) in (Union, UnionType)
     if is_optional:
         (kind,) = (part for part in get_args(kind) if part is not NoneType)
@@ -179,7 +179,7 @@ def _make_field(name: str, declared: tuple[Any, ...]) -> Field:
         kind = get_args(kind)[0]
     while isinstance(kind, NewType):
         kind = kind.__supertype__
-    return Field(name, place, kind, is_optional, repeats, tuple(checks))
+    return Field(name, location, kind, is_optional, repeats, tuple(checks))
 
 
 def check_fields(value: Record) -> None:
@@ -310,16 +310,6 @@ def sized_or_none(num_bytes: int, name: str) -> Check:
 
 check_adapter = sized_or_none(ADAPTER_ID_BYTES, "an adapter's digest")
 """Raise ValueError unless this can be the digest of an adapter, or of none."""
-
-
-def not_empty(complaint: str) -> Check:
-    """Return a check for a value that is not empty."""
-
-    def check(value: object) -> None:
-        if not value:
-            raise ValueError(complaint)
-
-    return check
 
 
 HeaderSession = Annotated[SessionId, Header("session"), check_session]

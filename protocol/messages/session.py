@@ -123,8 +123,8 @@ def _check_hops(before: tuple[HopSeconds, ...]) -> None:
         check_seconds(hop.compute)
 
 
-def _place_hops(number: int) -> Body:
-    """Return the place of times in a body: twice as many numbers as there are hops."""
+def _locate_hops(number: int) -> Body:
+    """Return the location of times in a body: twice as many numbers as there are hops."""
     return Body(number, "float", write=_write_hops, read=_read_hops)
 
 
@@ -268,7 +268,7 @@ class Step(Message):
     is_decoded: Annotated[bool, Flag(2)] = False
     last_token_only: Annotated[bool, Flag(1)] = False
     is_piece: Annotated[bool, Flag(4)] = False
-    before: Annotated[tuple[HopSeconds, ...], _place_hops(2), _check_hops] = ()
+    before: Annotated[tuple[HopSeconds, ...], _locate_hops(2), _check_hops] = ()
 
     EMPTY_BODY = "its control part has no row map and no times"
 
@@ -309,7 +309,7 @@ class Output(Message):
     hidden: _HeaderTensor
     queue_seconds: Annotated[float, Body(1, "float"), check_seconds] = 0.0
     compute_seconds: Annotated[float, Body(2, "float"), check_seconds] = 0.0
-    before: Annotated[tuple[HopSeconds, ...], _place_hops(3), _check_hops] = ()
+    before: Annotated[tuple[HopSeconds, ...], _locate_hops(3), _check_hops] = ()
 
 
 @message(7)

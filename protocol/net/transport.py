@@ -32,7 +32,7 @@ def open_gate(num_bytes: int) -> AbstractAsyncContextManager[object]:
 async def refuse_large_frames(num_bytes: int) -> AsyncGenerator[None]:
     """Be the gate of a stream on which nothing but a few words has to be said to us.
 
-    A large frame on its way counts against no holder.
+    A large frame on its way counts against no tenant.
     """
     raise RefusedError(ErrorCode.BAD_FRAME, f"an unexpected frame of {num_bytes} bytes arrived")
     yield

@@ -56,8 +56,8 @@ _MAGIC = b"sh"
 _HEADER = struct.Struct("<2sBBHBB16sIQIIIIII")
 HEADER_BYTES = _HEADER.size
 
-_PLACES = ("session", "epoch", "sequence", "position", "tensor")
-_EMPTY_PLACES = (NO_SESSION, 0, 0, 0, None)
+_HEADER_FIELDS = ("session", "epoch", "sequence", "position", "tensor")
+_EMPTY_HEADER = (NO_SESSION, 0, 0, 0, None)
 """The header fields of a message, and the values of those that it does not use."""
 
 _PACKAGE = "shoal.v1"
@@ -161,32 +161,32 @@ class Codec:
         self.flags: list[tuple[str, int]] = []
         has_body = False
         for field in list_fields(message):
-            match field.place:
+            match field.location:
                 case Header(name):
                     kind = field.kind if issubclass(field.kind, IntEnum) else None
-                    self._header.append((_PLACES.index(name), field.name, kind))
+                    self._header.append((_HEADER_FIELDS.index(name), field.name, kind))
                 case Flag(bit):
                     self.flags.append((field.name, bit))
                 case Body() | Spread():
                     has_body = True
         self.body = BodyCodec(message) if has_body else None
-        used = {place for place, _, _ in self._header}
-        self.has_tensor = _PLACES.index("tensor") in used
-        self._unused = [place for place in range(len(_PLACES) - 1) if place not in used]
+        used = {index for index, _, _ in self._header}
+        self.has_tensor = _HEADER_FIELDS.index("tensor") in used
+        self._unused = [index for index in range(len(_HEADER_FIELDS) - 1) if index not in used]
 
     def encode(self, message: Message) -> bytes:
         """Return the frame. Raises ValueError and struct.error for what fits into none."""
-        places: list[Any] = [*_EMPTY_PLACES]
-        for place, attribute, _ in self._header:
+        header_fields: list[Any] = [*_EMPTY_HEADER]
+        for index, attribute, _ in self._header:
             value = getattr(message, attribute)
             if value is not None:
-                places[place] = value
+                header_fields[index] = value
         flags = 0
         for attribute, bit in self.flags:
             if getattr(message, attribute):
                 flags |= bit
         control = b"" if self.body is None else self.body.write(message)
-        *header, tensor = places
+        *header, tensor = header_fields
         dtype = layout = rows = tokens = width = 0
         data: bytes | memoryview = b""
         if tensor is not None:
@@ -205,7 +205,9 @@ class Codec:
 
     def check_unused(self, header: list[Any], flags: int, control: bytes) -> None:
         """Raise RemoteProtocolError for a field of the frame that this message does not have."""
-        named = [_PLACES[place] for place in self._unused if header[place] != _EMPTY_PLACES[place]]
+        named = [
+            _HEADER_FIELDS[index] for index in self._unused if header[index] != _EMPTY_HEADER[index]
+        ]
         if flags and not self.flags:
             named.append("flags")
         if control and self.body is None:
@@ -213,11 +215,11 @@ class Codec:
         if named:
             raise RemoteProtocolError(f"a {self.message.NAME} frame has no {named[0]}")
 
-    def decode(self, places: tuple[Any, ...], flags: int, control: bytes) -> Message:
+    def decode(self, header_fields: tuple[Any, ...], flags: int, control: bytes) -> Message:
         """Return the message that a stranger wrote, not yet checked. May raise ValueError."""
         values: _Values = {}
-        for place, attribute, kind in self._header:
-            value = places[place]
+        for index, attribute, kind in self._header:
+            value = header_fields[index]
             values[attribute] = value if kind is None else kind(value)
         for attribute, bit in self.flags:
             values[attribute] = bool(flags & bit)
@@ -230,7 +232,9 @@ class BodyCodec:
     """Writes the fields of one message that stand in its protobuf part, and reads them."""
 
     def __init__(self, message: type[Message]) -> None:
-        fields = [field for field in list_fields(message) if isinstance(field.place, Body | Spread)]
+        fields = [
+            field for field in list_fields(message) if isinstance(field.location, Body | Spread)
+        ]
         name = f"{message.__name__}Body"
         self.descriptor = _describe(name, f".{_PACKAGE}.{name}", fields)
         # A pool of its own: no name can be taken, by another message or by another library.
@@ -267,38 +271,38 @@ class BodyCodec:
 
 def _is_marked(field: Field) -> bool:
     """Return whether protobuf says if the field is there; empty bytes stand for no field."""
-    assert isinstance(field.place, Body)
-    return field.is_optional and not field.repeats and field.place.scalar != "bytes"
+    assert isinstance(field.location, Body)
+    return field.is_optional and not field.repeats and field.location.scalar != "bytes"
 
 
 def _describe(name: str, path: str, fields: Iterable[Field]) -> DescriptorProto:
     """Return how protobuf describes a body; records are described inside of it."""
     described = DescriptorProto(name=name)
-    for part_name, field, place in _list_places(fields):
-        added = described.field.add(name=part_name, number=place.number)
+    for part_name, field, location in _list_locations(fields):
+        added = described.field.add(name=part_name, number=location.number)
         label = "LABEL_REPEATED" if field.repeats else "LABEL_OPTIONAL"
         added.label = FieldDescriptorProto.Label.Value(label)
-        if place.scalar is None:
+        if location.scalar is None:
             record = f"{field.kind.__name__}Body"
             added.type, added.type_name = FieldDescriptorProto.TYPE_MESSAGE, f"{path}.{record}"
             parts = _describe(record, added.type_name, field.list_parts())
             described.nested_type.append(parts)
             continue
-        added.type = FieldDescriptorProto.Type.Value(f"TYPE_{place.scalar.upper()}")
+        added.type = FieldDescriptorProto.Type.Value(f"TYPE_{location.scalar.upper()}")
         if _is_marked(field):
             added.proto3_optional, added.oneof_index = True, len(described.oneof_decl)
             described.oneof_decl.add(name=f"_{part_name}")
     return described
 
 
-def _list_places(fields: Iterable[Field]) -> Iterator[tuple[str, Field, Body]]:
+def _list_locations(fields: Iterable[Field]) -> Iterator[tuple[str, Field, Body]]:
     """Yield each field of a body with the name that it has there."""
     for field in fields:
-        if isinstance(field.place, Body):
-            yield field.name, field, field.place
+        if isinstance(field.location, Body):
+            yield field.name, field, field.location
         else:
-            for name, part, place in _list_places(field.list_parts()):
-                yield f"{field.name}_{name}", part, place
+            for name, part, location in _list_locations(field.list_parts()):
+                yield f"{field.name}_{name}", part, location
 
 
 def _make_writer(fields: Iterable[Field], prefix: str = "") -> Callable[[Any], _Values]:
@@ -307,8 +311,8 @@ def _make_writer(fields: Iterable[Field], prefix: str = "") -> Callable[[Any], _
     spread: list[tuple[str, Callable[[Any], _Values]]] = []
     for field in fields:
         name = prefix + field.name
-        if isinstance(field.place, Body):
-            plain.append((name, field.name, _choose_writer(field, field.place)))
+        if isinstance(field.location, Body):
+            plain.append((name, field.name, _choose_writer(field, field.location)))
         else:
             spread.append((field.name, _make_writer(field.list_parts(), f"{name}_")))
 
@@ -324,10 +328,10 @@ def _make_writer(fields: Iterable[Field], prefix: str = "") -> Callable[[Any], _
     return write
 
 
-def _choose_writer(field: Field, place: Body) -> Callable[[Any], Any] | None:
+def _choose_writer(field: Field, location: Body) -> Callable[[Any], Any] | None:
     """Return what converts a value for protobuf, which takes None for a field that is not there."""
-    if place.scalar is not None:
-        return place.write
+    if location.scalar is not None:
+        return location.write
     write = _make_writer(field.list_parts())
     return (lambda parts: [write(part) for part in parts]) if field.repeats else write
 
@@ -337,8 +341,8 @@ def _make_reader(fields: Iterable[Field], prefix: str = "") -> Callable[[Any], _
     readers: list[tuple[str, Callable[[Any], Any]]] = []
     for field in fields:
         name = prefix + field.name
-        if isinstance(field.place, Body):
-            readers.append((field.name, _choose_reader(field, field.place, name)))
+        if isinstance(field.location, Body):
+            readers.append((field.name, _choose_reader(field, field.location, name)))
         else:
             readers.append((field.name, _make_record_reader(field, f"{name}_")))
     return lambda body: {name: read(body) for name, read in readers}
@@ -349,9 +353,9 @@ def _make_record_reader(field: Field, prefix: str = "") -> Callable[[Any], Any]:
     return lambda body: kind(**read(body))
 
 
-def _choose_reader(field: Field, place: Body, name: str) -> Callable[[Any], Any]:
+def _choose_reader(field: Field, location: Body, name: str) -> Callable[[Any], Any]:
     """Return what takes one field out of a body, where it has this name."""
-    convert = _choose_converter(field, place)
+    convert = _choose_converter(field, location)
     take: Callable[[Any], Any] = attrgetter(name)
     if _is_marked(field):
         return lambda body: convert(take(body)) if body.HasField(name) else None
@@ -360,12 +364,12 @@ def _choose_reader(field: Field, place: Body, name: str) -> Callable[[Any], Any]
     return take if convert is _keep else lambda body: convert(take(body))
 
 
-def _choose_converter(field: Field, place: Body) -> Callable[[Any], Any]:
+def _choose_converter(field: Field, location: Body) -> Callable[[Any], Any]:
     """Return what makes a value of a message of what protobuf has."""
-    if place.read is not None:
-        return place.read
+    if location.read is not None:
+        return location.read
     convert = _keep
-    if place.scalar is None:
+    if location.scalar is None:
         convert = _make_record_reader(field)
     elif issubclass(field.kind, IntEnum):
         convert = field.kind

@@ -39,8 +39,8 @@ SPEED = Throughput(decode_steps_per_second=100.0, prefill_tokens_per_second=1000
 class HoldingComputeThread(ComputeThread):
     """Keeps virtual time still while the engine computes."""
 
-    def submit(self, work: StepWork, holder: tuple[str, str] = ("", "")) -> Any:
-        return hold_time(super().submit(work, holder))
+    def submit(self, work: StepWork, tenant: tuple[str, str] = ("", "")) -> Any:
+        return hold_time(super().submit(work, tenant))
 
     def call(self, function: Callable[[], Any]) -> Any:
         return hold_time(super().call(function))

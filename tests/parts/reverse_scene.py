@@ -17,7 +17,7 @@ from shoal.peer.streams.client_stream import PendingBytes, StreamHost
 from shoal.peer.streams.service import MAX_PENDING_BYTES, Service, StreamHandler
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ShoalError
-from shoal.protocol.fair_share import Holder
+from shoal.protocol.fair_share import Tenant
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
 from shoal.protocol.messages.offers import make_offer
@@ -39,7 +39,7 @@ HELLO = Hello(1, MAX_VERSION, "a test")
 class Pusher:
     """A session that pushes, and what it hears."""
 
-    holder: Holder = field(default_factory=lambda: Holder("192.0.2.1"))
+    tenant: Tenant = field(default_factory=lambda: Tenant("192.0.2.1"))
     num_bytes_left: int = 0
     losses: list[str] = field(default_factory=list)
 

@@ -89,11 +89,11 @@ def delay_steps(service: Inside, seconds: float) -> None:
     compute: Any = service.compute
     submit, computing = compute.submit, asyncio.Lock()
 
-    def submit_later(work: Any, holder: Any) -> asyncio.Future[Any]:
+    def submit_later(work: Any, tenant: Any) -> asyncio.Future[Any]:
         async def wait() -> Any:
             async with computing:
                 await asyncio.sleep(seconds)
-                return await submit(work, holder)
+                return await submit(work, tenant)
 
         return asyncio.ensure_future(wait())
 

@@ -4,18 +4,18 @@ import pytest
 
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.fair_share import (
-    Holder,
     SharedBytes,
+    Tenant,
     check_room_for,
     check_room_for_client,
     compute_share,
-    name_holder,
+    name_address,
 )
 
 
-def has_room_for(holder: str, holders: list[str], num_places: int) -> bool:
+def has_room_for(tenant: str, tenants: list[str], num_places: int) -> bool:
     try:
-        check_room_for(holder, holders, num_places, "places")
+        check_room_for(tenant, tenants, num_places, "places")
     except RefusedError:
         return False
     return True
@@ -25,57 +25,57 @@ def has_room_for(holder: str, holders: list[str], num_places: int) -> bool:
 def test_a_lone_stranger_gets_half_of_the_places_and_all_strangers_together_all(
     num_places: int,
 ) -> None:
-    holders: list[str] = []
-    while has_room_for("greedy", holders, num_places):
-        holders.append("greedy")
+    tenants: list[str] = []
+    while has_room_for("greedy", tenants, num_places):
+        tenants.append("greedy")
 
-    assert len(holders) == num_places // 2 + 1
-    for number in range(num_places - len(holders)):
-        assert has_room_for(f"newcomer {number}", holders, num_places)
-        holders.append(f"newcomer {number}")
-    assert not has_room_for("too late", holders, num_places)
+    assert len(tenants) == num_places // 2 + 1
+    for number in range(num_places - len(tenants)):
+        assert has_room_for(f"newcomer {number}", tenants, num_places)
+        tenants.append(f"newcomer {number}")
+    assert not has_room_for("too late", tenants, num_places)
 
 
 def test_greedy_strangers_leave_a_fair_part_to_the_next_one() -> None:
-    holders: list[str] = []
+    tenants: list[str] = []
     for number in range(7):
-        while has_room_for(f"greedy {number % 7}", holders, 256):
-            holders.append(f"greedy {number % 7}")
+        while has_room_for(f"greedy {number % 7}", tenants, 256):
+            tenants.append(f"greedy {number % 7}")
 
-    assert has_room_for("newcomer", holders, 256)
+    assert has_room_for("newcomer", tenants, 256)
 
 
-def count_taken(holder: Holder, holders: list[Holder], num_places: int) -> int:
-    """Let a holder take what it can get; return how many places that was."""
-    before = len(holders)
-    while len(holders) <= num_places:
+def count_taken(tenant: Tenant, tenants: list[Tenant], num_places: int) -> int:
+    """Let a tenant take what it can get; return how many places that was."""
+    before = len(tenants)
+    while len(tenants) <= num_places:
         try:
-            check_room_for_client(holder, holders, num_places, "places")
+            check_room_for_client(tenant, tenants, num_places, "places")
         except RefusedError:
             break
-        holders.append(holder)
-    return len(holders) - before
+        tenants.append(tenant)
+    return len(tenants) - before
 
 
 def test_clients_of_one_address_leave_each_other_their_part() -> None:
-    holders: list[Holder] = []
+    tenants: list[Tenant] = []
 
-    taken = [count_taken(Holder("home", name), holders, 256) for name in "abc"]
+    taken = [count_taken(Tenant("home", name), tenants, 256) for name in "abc"]
 
     assert taken == [65, 33, 16]
-    assert count_taken(Holder("elsewhere", "d"), holders, 256) > 30
+    assert count_taken(Tenant("elsewhere", "d"), tenants, 256) > 30
 
 
 def test_clients_share_only_what_strangers_leave_to_their_address() -> None:
-    holders = [Holder(f"stranger {number}") for number in range(4)]
+    tenants = [Tenant(f"stranger {number}") for number in range(4)]
 
-    taken = [count_taken(Holder("home", name), holders, 8) for name in "ab"]
+    taken = [count_taken(Tenant("home", name), tenants, 8) for name in "ab"]
 
     assert taken == [2, 1]
 
 
 def test_bytes_are_shared_like_places_and_free_again_when_they_are_gone() -> None:
-    shared, greedy, other = SharedBytes(100), Holder("greedy"), Holder("other")
+    shared, greedy, other = SharedBytes(100), Tenant("greedy"), Tenant("other")
     shared.check_room_for(greedy, 25)
     shared.count(greedy, 25)
 
@@ -90,25 +90,25 @@ def test_bytes_are_shared_like_places_and_free_again_when_they_are_gone() -> Non
     shared.count(other, 18)
     assert shared.used_bytes == 43
     shared.count(greedy, -25)
-    assert repr(shared) == "<SharedBytes 18/100, 1 holders>"
+    assert repr(shared) == "<SharedBytes 18/100, 1 tenants>"
     shared.check_room_for(greedy, 20)
 
 
 def test_names_that_are_made_up_get_no_more_than_one_address() -> None:
-    liars: list[Holder] = []
+    liars: list[Tenant] = []
     for number in range(300):
-        count_taken(Holder("home", f"liar {number}"), liars, 256)
+        count_taken(Tenant("home", f"liar {number}"), liars, 256)
 
     assert len(liars) == 129
 
 
 def test_those_of_an_address_that_give_no_name_count_as_one_client() -> None:
-    holders: list[Holder] = []
+    tenants: list[Tenant] = []
 
-    assert count_taken(Holder("home"), holders, 256) == 65
-    assert count_taken(Holder("home", "honest"), holders, 256) == 33
-    assert compute_share(Holder("home", "honest"), {Holder("home"): 25}, 100) == 12
-    assert compute_share(Holder("home"), {Holder("home"): 25}, 100) == 25
+    assert count_taken(Tenant("home"), tenants, 256) == 65
+    assert count_taken(Tenant("home", "honest"), tenants, 256) == 33
+    assert compute_share(Tenant("home", "honest"), {Tenant("home"): 25}, 100) == 12
+    assert compute_share(Tenant("home"), {Tenant("home"): 25}, 100) == 25
 
 
 def test_places_that_are_given_back_are_for_everybody_again() -> None:
@@ -133,4 +133,4 @@ def test_places_that_are_given_back_are_for_everybody_again() -> None:
     ],
 )
 def test_who_counts_as_one(one: str | None, other: str, is_same: bool) -> None:
-    assert (name_holder(one) == name_holder(other)) is is_same
+    assert (name_address(one) == name_address(other)) is is_same

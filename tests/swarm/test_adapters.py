@@ -28,7 +28,7 @@ from shoal.client.training.lora import LoraAdapter
 from shoal.peer.engine.adapters.adapter_store import AdapterStore
 from shoal.peer.engine.passes.pass_memory import PassBudget
 from shoal.protocol.errors import ErrorCode, RefusedError, UsageError
-from shoal.protocol.fair_share import Holder
+from shoal.protocol.fair_share import Tenant
 from shoal.protocol.ids import AdapterId
 
 peft = pytest.importorskip("peft")
@@ -388,9 +388,9 @@ def test_published_adapter_is_withdrawn_by_name_and_with_the_model(
     withdrawn: list[str] = []
     withdraw = AdapterStore.withdraw
 
-    def note_and_withdraw(self: AdapterStore, name: AdapterId, holder: Holder) -> bool:
+    def note_and_withdraw(self: AdapterStore, name: AdapterId, tenant: Tenant) -> bool:
         withdrawn.append(name.hex())
-        return withdraw(self, name, holder)
+        return withdraw(self, name, tenant)
 
     monkeypatch.setattr(AdapterStore, "withdraw", note_and_withdraw)
     monkeypatch.setattr("shoal.client.publishing.publisher.WITHDRAWAL_SECONDS", 60.0)

@@ -21,14 +21,14 @@ from shoal.client.publishing.publisher import Publisher
 from shoal.client.settings.config import ClientConfig
 from shoal.peer.engine.adapters.adapter_store import Kept
 from shoal.protocol.errors import RefusedError
-from shoal.protocol.fair_share import Holder
+from shoal.protocol.fair_share import Tenant
 from shoal.protocol.ids import AdapterId, make_client_token
 from shoal.protocol.messages.adapters import KEEP_SECONDS, LoraConfig
 from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.records.announcements import shorten_adapter
 from shoal.protocol.spans import Span
 
-USER = Holder("a user")
+USER = Tenant("a user")
 TOKENS = torch.arange(40).view(2, 20) % 128
 CONFIG = ClientConfig(seed=1)
 
@@ -78,7 +78,7 @@ def hold(peer: Inside) -> list[AdapterId]:
 
 
 async def find(
-    peer: Inside, name: AdapterId, seconds: float = 10.0, user: Holder = USER
+    peer: Inside, name: AdapterId, seconds: float = 10.0, user: Tenant = USER
 ) -> Kept | None:
     """Name an adapter at a peer, again after a while; return it if it is there by then."""
     for _ in range(4):
@@ -112,7 +112,7 @@ def test_peer_that_joins_later_fetches_its_own_blocks_and_serves_nobody(tiny_mod
             kept = await find(late, name)
             assert kept is not None
             assert {key[0] for key in kept.adapter.parts} == {1, 2}
-            assert kept.holder == USER
+            assert kept.tenant == USER
             assert late.adapters.shared.measure(USER)[0] == kept.num_bytes
             assert hold(late) == []
 
@@ -177,7 +177,7 @@ def test_peer_that_fetched_it_for_its_publisher_becomes_a_holder(tiny_models: An
             await publisher.publish(leaves, WHOLE, "a")
             (other,) = [peer for peer in peers.values() if not hold(peer)]
             token = make_client_token(bytes(16), other.peer_id).hex()
-            assert await find(other, name, user=Holder("client", token))
+            assert await find(other, name, user=Tenant("client", token))
             lost = next(host for host, peer in peers.items() if hold(peer))
             scene.network.pause(lost)
             await asyncio.sleep(KEEP_SECONDS)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ....protocol.errors import ErrorCode, RefusedError
-from ....protocol.fair_share import BUSY_SECONDS, Holder, SharedBytes, compute_share
+from ....protocol.fair_share import BUSY_SECONDS, SharedBytes, Tenant, compute_share
 from ....protocol.ids import AdapterId
 from ....protocol.messages.adapters import KEEP_SECONDS, Manifest
 from ....protocol.net.clock import Clock
@@ -26,20 +26,20 @@ _TIMES_FREE = 3
 
 @dataclass(eq=False)
 class Kept:
-    """One adapter, and its holders. It counts while it is kept or used by a session or pass.
+    """One adapter, and its tenants. It counts while it is kept or used by a session or pass.
 
-    `payer` is whose bytes it is: its holder's until that one gives it up, then those of somebody
+    `payer` is whose bytes it is: its tenant's until that one gives it up, then those of somebody
     who goes on using it.
     """
 
     name: AdapterId
     adapter: Adapter
-    holder: Holder
+    tenant: Tenant
     num_bytes: int
     used_at: float
-    """When the holder used it last, or published it again."""
-    payer: Holder
-    users: Counter[Holder] = field(default_factory=Counter[Holder])
+    """When the tenant used it last, or published it again."""
+    payer: Tenant
+    users: Counter[Tenant] = field(default_factory=Counter[Tenant])
     """Sessions, and passes that are not over."""
     is_given_up: bool = False
     trained: TrainedAdapter | None = None
@@ -64,7 +64,7 @@ class AdapterStore:
     was fetched belongs to the client that asked for it first.
     """
 
-    on_lack: Callable[[AdapterId, Holder], RefusedError]
+    on_lack: Callable[[AdapterId, Tenant], RefusedError]
     """Returns what to say to a client that names an adapter which is not here."""
 
     on_change: Callable[[], None]
@@ -74,17 +74,17 @@ class AdapterStore:
         self.shared = SharedBytes(num_bytes, _TIMES_FREE)
         self._num_bytes = num_bytes
         self._clock = clock
-        self._private: dict[tuple[AdapterId, Holder], Kept] = {}
-        self._published: dict[AdapterId, dict[Holder, Kept]] = {}
+        self._private: dict[tuple[AdapterId, Tenant], Kept] = {}
+        self._published: dict[AdapterId, dict[Tenant, Kept]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
-        self.on_lack = lambda name, holder: make_unknown(name)
+        self.on_lack = lambda name, tenant: make_unknown(name)
         self.on_change = lambda: None
 
     def __len__(self) -> int:
         return len(list(self._list()))
 
-    def reserve(self, holder: Holder, num_bytes: int, num_freed: int = 0) -> None:
+    def reserve(self, tenant: Tenant, num_bytes: int, num_freed: int = 0) -> None:
         """Count the bytes of an adapter that is about to come.
 
         Who has just freed as many may have them, whoever else has come meanwhile: training would
@@ -92,7 +92,7 @@ class AdapterStore:
 
         Raises RefusedError with NO_ROOM_FOR_ADAPTER, and when to ask again if that may help.
         """
-        most_bytes = compute_share(holder, {}, self._num_bytes, _TIMES_FREE)
+        most_bytes = compute_share(tenant, {}, self._num_bytes, _TIMES_FREE)
         if not most_bytes:
             raise RefusedError(ErrorCode.NO_ROOM_FOR_ADAPTER, _KEEPS_NONE)
         if num_bytes > most_bytes:
@@ -101,23 +101,23 @@ class AdapterStore:
                 f"the adapter takes {_in_words(num_bytes)}, and this peer accepts at most "
                 f"{_in_words(most_bytes)} per client; use a lower rank or fewer target modules",
             )
-        if num_bytes > num_freed and not self.shared.has_room_for(holder, num_bytes):
+        if num_bytes > num_freed and not self.shared.has_room_for(tenant, num_bytes):
             raise RefusedError(
                 ErrorCode.NO_ROOM_FOR_ADAPTER,
-                self._describe_lack(holder, num_bytes),
+                self._describe_lack(tenant, num_bytes),
                 BUSY_SECONDS,
             )
-        self.shared.count(holder, num_bytes)
+        self.shared.count(tenant, num_bytes)
 
-    def release(self, holder: Holder, num_bytes: int) -> None:
+    def release(self, tenant: Tenant, num_bytes: int) -> None:
         """Count the bytes of one no longer that has not come."""
-        self.shared.count(holder, -num_bytes)
+        self.shared.count(tenant, -num_bytes)
 
     def put(
         self,
         name: AdapterId,
         adapter: Adapter | TrainedAdapter,
-        holder: Holder,
+        tenant: Tenant,
         num_bytes: int,
         is_published: bool,
     ) -> None:
@@ -125,15 +125,15 @@ class AdapterStore:
         trained = None if isinstance(adapter, Adapter) else adapter
         adapter = adapter if isinstance(adapter, Adapter) else adapter.adapter
         now = self._clock.now()
-        kept = Kept(name, adapter, holder, num_bytes, now, payer=holder, trained=trained)
-        self._put(kept, self._find_own(name, holder, is_published), is_published)
+        kept = Kept(name, adapter, tenant, num_bytes, now, payer=tenant, trained=trained)
+        self._put(kept, self._find_own(name, tenant, is_published), is_published)
 
     def put_published(self, kept: Kept) -> None:
         """Keep a publication, or a copy of one, whose bytes are counted.
 
-        Of two of one name and holder the first one stays, unless that is a copy.
+        Of two of one name and tenant the first one stays, unless that is a copy.
         """
-        known = self._find_own(kept.name, kept.holder, is_published=True)
+        known = self._find_own(kept.name, kept.tenant, is_published=True)
         if known is not None and known.is_fetched:
             self._forget(known)
             known = None
@@ -143,22 +143,22 @@ class AdapterStore:
 
     def _put(self, kept: Kept, known: Kept | None, is_published: bool) -> None:
         if known is not None or self._is_closed:
-            self.release(kept.holder, kept.num_bytes)
+            self.release(kept.tenant, kept.num_bytes)
             if known is not None:
                 known.used_at = self._clock.now()
             return
         if is_published:
-            self._published.setdefault(kept.name, {})[kept.holder] = kept
+            self._published.setdefault(kept.name, {})[kept.tenant] = kept
         else:
-            self._private[kept.name, kept.holder] = kept
+            self._private[kept.name, kept.tenant] = kept
         self._look_after()
 
-    def find(self, name: AdapterId, holder: Holder) -> Kept:
-        """Return an adapter that a holder may use, which its holder uses from now on.
+    def find(self, name: AdapterId, tenant: Tenant) -> Kept:
+        """Return an adapter that a tenant may use, which its tenant uses from now on.
 
         Raises RefusedError with UNKNOWN_ADAPTER: nobody learns of those of others.
         """
-        own = self._find_own(name, holder, False) or self._find_own(name, holder, True)
+        own = self._find_own(name, tenant, False) or self._find_own(name, tenant, True)
         if own is not None:
             own.used_at = self._clock.now()
             return own
@@ -166,24 +166,24 @@ class AdapterStore:
             return kept
         if not self._num_bytes:
             raise RefusedError(ErrorCode.UNKNOWN_ADAPTER, _KEEPS_NONE)
-        raise self.on_lack(name, holder)
+        raise self.on_lack(name, tenant)
 
-    def find_held(self, name: AdapterId, holder: Holder) -> Kept:
+    def find_held(self, name: AdapterId, tenant: Tenant) -> Kept:
         """Return a publication that this peer holds for others, which its publisher renews by this.
 
         Raises RefusedError with UNKNOWN_ADAPTER where it holds none.
         """
         copies = self._published.get(name, {})
-        held = {one.holder: one for one in copies.values() if one.manifest is not None}
+        held = {one.tenant: one for one in copies.values() if one.manifest is not None}
         if not held:
             raise make_unknown(name)
-        if holder in held:
-            held[holder].used_at = self._clock.now()
-        return held.get(holder) or max(held.values(), key=lambda kept: kept.used_at)
+        if tenant in held:
+            held[tenant].used_at = self._clock.now()
+        return held.get(tenant) or max(held.values(), key=lambda kept: kept.used_at)
 
     def count_seconds(self, kept: Kept) -> float:
         """Return for how long a publication stays here unless its publisher renews it."""
-        if kept.users[kept.holder]:
+        if kept.users[kept.tenant]:
             return KEEP_SECONDS
         return max(0.0, kept.used_at + KEEP_SECONDS - self._clock.now())
 
@@ -204,68 +204,68 @@ class AdapterStore:
         kept.until = self._clock.now() + min(seconds, KEEP_SECONDS)
         self._expire()
 
-    def has(self, name: AdapterId, holder: Holder, is_published: bool = False) -> bool:
-        """Return whether a holder has brought an adapter here, which it uses from now on then.
+    def has(self, name: AdapterId, tenant: Tenant, is_published: bool = False) -> bool:
+        """Return whether a tenant has brought an adapter here, which it uses from now on then.
 
         A copy that was fetched for it does not count: it is served to no other peer.
         """
-        kept = self._find_own(name, holder, is_published)
+        kept = self._find_own(name, tenant, is_published)
         if kept is None or kept.is_fetched:
             return False
         kept.used_at = self._clock.now()
         return True
 
     def replace(
-        self, name: AdapterId, new_name: AdapterId, holder: Holder, updated: TrainedAdapter
+        self, name: AdapterId, new_name: AdapterId, tenant: Tenant, updated: TrainedAdapter
     ) -> None:
         """Let what an update has made of an adapter take its place.
 
         Raises RefusedError with NO_ROOM_FOR_ADAPTER, and keeps the old one, where passes hold on
         to that and there is no room for both.
         """
-        if self.has(new_name, holder):
+        if self.has(new_name, tenant):
             return
-        old = self.find(name, holder)
+        old = self.find(name, tenant)
         num_freed = 0 if old.users else old.num_bytes
-        self.reserve(holder, old.num_bytes, num_freed)
-        self.give_up(name, holder)
-        self.put(new_name, updated, holder, old.num_bytes, is_published=False)
+        self.reserve(tenant, old.num_bytes, num_freed)
+        self.give_up(name, tenant)
+        self.put(new_name, updated, tenant, old.num_bytes, is_published=False)
 
-    def give_up(self, name: AdapterId, holder: Holder) -> int:
-        """Forget a private adapter that its holder has replaced; return how many bytes are free.
+    def give_up(self, name: AdapterId, tenant: Tenant) -> int:
+        """Forget a private adapter that its tenant has replaced; return how many bytes are free.
 
         Passes and sessions that have it go on with it, and it counts until they are over.
         """
-        kept = self._private.get((name, holder))
+        kept = self._private.get((name, tenant))
         if kept is None:
             return 0
         self._forget(kept)
         return 0 if kept.users else kept.num_bytes
 
-    def withdraw(self, name: AdapterId, holder: Holder) -> bool:
-        """Forget an adapter that its holder withdraws, private or published; return if it was here.
+    def withdraw(self, name: AdapterId, tenant: Tenant) -> bool:
+        """Forget an adapter that its tenant withdraws, private or published; return if it was here.
 
         Passes and sessions that have it go on with it, on the account of one of them.
         """
-        copies = [self._find_own(name, holder, is_published) for is_published in (False, True)]
+        copies = [self._find_own(name, tenant, is_published) for is_published in (False, True)]
         found = [kept for kept in copies if kept is not None]
         for kept in found:
             self._forget(kept)
         return bool(found)
 
-    def use(self, kept: Kept, user: Holder) -> None:
+    def use(self, kept: Kept, user: Tenant) -> None:
         """Hold an adapter until `leave`."""
         if kept.is_given_up and not kept.users:  # since it was found
             kept.payer = user
             self.shared.count(user, kept.num_bytes)
         kept.users[user] += 1
 
-    def leave(self, kept: Kept, user: Holder) -> None:
+    def leave(self, kept: Kept, user: Tenant) -> None:
         """Note that a session or a pass is over that had an adapter."""
         kept.users[user] -= 1
         if not kept.users[user]:
             del kept.users[user]
-        if user == kept.holder:
+        if user == kept.tenant:
             kept.used_at = self._clock.now()
         if kept.is_given_up:
             self._settle(kept)
@@ -282,9 +282,9 @@ class AdapterStore:
             self._timer.cancel()
             self._timer = None
 
-    def _describe_lack(self, holder: Holder, num_bytes: int) -> str:
+    def _describe_lack(self, tenant: Tenant, num_bytes: int) -> str:
         """Return why there is no room for an adapter at present, and what makes some."""
-        held_bytes, share_bytes = self.shared.measure(holder)
+        held_bytes, share_bytes = self.shared.measure(tenant)
         said = f"this peer has no memory for an adapter of {_in_words(num_bytes)} at present: "
         if not held_bytes:
             return (
@@ -297,10 +297,10 @@ class AdapterStore:
             "further memory, or use a lower rank"
         )
 
-    def _find_own(self, name: AdapterId, holder: Holder, is_published: bool) -> Kept | None:
+    def _find_own(self, name: AdapterId, tenant: Tenant, is_published: bool) -> Kept | None:
         if is_published:
-            return self._published.get(name, {}).get(holder)
-        return self._private.get((name, holder))
+            return self._published.get(name, {}).get(tenant)
+        return self._private.get((name, tenant))
 
     def _list(self) -> Iterator[Kept]:
         yield from self._private.values()
@@ -309,11 +309,11 @@ class AdapterStore:
 
     def _forget(self, kept: Kept) -> None:
         """Let nobody find an adapter any more; it counts until nobody has it."""
-        if self._private.get((kept.name, kept.holder)) is kept:
-            del self._private[kept.name, kept.holder]
+        if self._private.get((kept.name, kept.tenant)) is kept:
+            del self._private[kept.name, kept.tenant]
         else:
             copies = self._published[kept.name]
-            del copies[kept.holder]
+            del copies[kept.tenant]
             if not copies:
                 del self._published[kept.name]
         kept.is_given_up = True
@@ -344,9 +344,9 @@ class AdapterStore:
     def _find_end(self, kept: Kept) -> float:
         """Return when an adapter is forgotten that is not used, or renewed, from now on.
 
-        By its holder: what strangers do with it keeps nothing alive that somebody else pays for.
+        By its tenant: what strangers do with it keeps nothing alive that somebody else pays for.
         """
-        used_at = self._clock.now() if kept.users[kept.holder] else kept.used_at
+        used_at = self._clock.now() if kept.users[kept.tenant] else kept.used_at
         return min(used_at + KEEP_SECONDS, kept.until)
 
     def _expire(self) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ....protocol.errors import CacheFullError, ErrorCode, LocalProtocolError, RefusedError
-from ....protocol.fair_share import Holder
+from ....protocol.fair_share import Tenant
 from .kv_memory import PAGE_TOKENS, SessionMemory, count_pages
 
 PIECE_BYTES = 2**21
@@ -61,9 +61,9 @@ class SessionCache:
     the last step arrived; any thread may set it.
     """
 
-    def __init__(self, account: KVAccount, memory: SessionMemory, holder: Holder | None) -> None:
+    def __init__(self, account: KVAccount, memory: SessionMemory, tenant: Tenant | None) -> None:
         self.span = memory.span
-        self.holder = holder
+        self.tenant = tenant
         self.max_tokens = memory.max_tokens
         self.num_rows = memory.num_rows
         self.length = 0

@@ -14,7 +14,7 @@ from ....protocol.errors import (
     RefusedError,
     UsageError,
 )
-from ....protocol.fair_share import Holder, compute_share, may_displace
+from ....protocol.fair_share import Tenant, compute_share, may_displace
 from ....protocol.limits import MAX_BATCH_ROWS, MAX_SESSION_TOKENS
 from ....protocol.spans import Span
 from ....protocol.tensors import KVFormat
@@ -34,7 +34,7 @@ IDLE_SECONDS = 10.0
 rebuild it from its log, at the price of a prompt; tokens of a text come much closer together."""
 
 
-_NEWCOMER = Holder("a newcomer", "a new client")
+_NEWCOMER = Tenant("a newcomer", "a new client")
 
 
 class KVCachePool:
@@ -58,7 +58,7 @@ class KVCachePool:
         self.now = now
         self._caches: set[SessionCache] = set()
         self.free_tokens = self.count_free_tokens(_NEWCOMER)
-        """Tokens of one row, through all blocks, that a holder without any may have now; pages that
+        """Tokens of one row, through all blocks, that a tenant without any may have now; pages that
         rolled back sessions can spare count as free. Any thread may read it."""
 
     def __repr__(self) -> str:
@@ -82,13 +82,13 @@ class KVCachePool:
         num_rows: int,
         max_tokens: int,
         span: Span,
-        holder: Holder | None = None,
+        tenant: Tenant | None = None,
         kv_format: KVFormat = KVFormat.FLOAT,
     ) -> SessionCache:
         """Lease room for a session of `num_rows` rows that may grow to `max_tokens` tokens each.
 
         Nothing is committed yet. Raises CacheFullError when not even one page is free, or when
-        `holder` has its share already; None is the peer itself, which may have everything.
+        `tenant` has its share already; None is the peer itself, which may have everything.
         """
         if not 1 <= num_rows <= MAX_BATCH_ROWS or not 1 <= max_tokens <= MAX_SESSION_TOKENS:
             raise RefusedError(
@@ -98,11 +98,11 @@ class KVCachePool:
             )
         layout = self._store.layouts[kv_format]
         page_bytes = PAGE_TOKENS * num_rows * len(span) * layout.token_bytes
-        self._make_room(holder, page_bytes, largest_bytes=page_bytes)
+        self._make_room(tenant, page_bytes, largest_bytes=page_bytes)
         # No session can outgrow the budget, so neither need the memory that it may address.
         num_pages = min(count_pages(max_tokens), self.budget_bytes // page_bytes)
         memory = self._store.open(span, num_rows, max_tokens, num_pages, kv_format)
-        cache = SessionCache(self, memory, holder)
+        cache = SessionCache(self, memory, tenant)
         self._caches.add(cache)
         return cache
 
@@ -114,7 +114,7 @@ class KVCachePool:
         Such a session would be computed to where its share ends, and be thrown away there.
         """
         row_bytes = PAGE_TOKENS * len(span) * self._store.layouts[kv_format].token_bytes
-        num_pages = self._compute_share(Holder("anybody"), {}) // (num_rows * row_bytes)
+        num_pages = self._compute_share(Tenant("anybody"), {}) // (num_rows * row_bytes)
         if max_tokens > num_pages * PAGE_TOKENS:
             raise CacheFullError(
                 f"the KV cache has room for {num_pages * PAGE_TOKENS} tokens at most in each row "
@@ -122,12 +122,12 @@ class KVCachePool:
                 "rows, keep them in int8 (--kv int8), or find a peer with a larger --kv-memory"
             )
 
-    def count_free_tokens(self, holder: Holder, kv_format: KVFormat = KVFormat.FLOAT) -> int:
-        """Return how many more tokens of one row, through all blocks, a holder may have now."""
+    def count_free_tokens(self, tenant: Tenant, kv_format: KVFormat = KVFormat.FLOAT) -> int:
+        """Return how many more tokens of one row, through all blocks, a tenant may have now."""
         spare_bytes = sum(cache.spare_bytes for cache in self._caches)
         free_bytes = self.budget_bytes - self.used_bytes + spare_bytes
         held = self._count_held()
-        left_bytes = max(0, self._compute_share(holder, held) - held[holder])
+        left_bytes = max(0, self._compute_share(tenant, held) - held[tenant])
         token_bytes = self._store.num_blocks * self._store.layouts[kv_format].token_bytes
         num_pages = min(free_bytes, left_bytes) // (PAGE_TOKENS * token_bytes)
         return num_pages * PAGE_TOKENS
@@ -149,7 +149,7 @@ class KVCachePool:
         Idle sessions are closed for them if need be. Raises CacheFullError where that does not
         help. Trying again only helps if `largest_bytes`, all that the session needs, fits at all.
         """
-        self._make_room(cache.holder, num_bytes, largest_bytes)
+        self._make_room(cache.tenant, num_bytes, largest_bytes)
         self._reserve(cache, num_tokens, num_bytes)
         self.used_bytes += num_bytes
 
@@ -166,14 +166,14 @@ class KVCachePool:
         """Note that a cache uses more or fewer of its pages."""
         self.free_tokens = self.count_free_tokens(_NEWCOMER)
 
-    def _make_room(self, holder: Holder | None, num_bytes: int, largest_bytes: int) -> None:
+    def _make_room(self, tenant: Tenant | None, num_bytes: int, largest_bytes: int) -> None:
         """Free so many bytes, if need be by closing idle sessions; CacheFullError if impossible."""
         while True:
             try:
-                self._check_room(holder, num_bytes, largest_bytes)
+                self._check_room(tenant, num_bytes, largest_bytes)
                 break
             except CacheFullError as refusal:
-                idle = self._find_idle(holder, num_bytes)
+                idle = self._find_idle(tenant, num_bytes)
                 if refusal.retry_after_seconds is None or idle is None:
                     raise
                 idle.close()
@@ -194,7 +194,7 @@ class KVCachePool:
                 return
             except CacheFullError:
                 if not self._return_spare_pages():
-                    idle = self._find_idle(cache.holder, num_bytes, cache.span)
+                    idle = self._find_idle(cache.tenant, num_bytes, cache.span)
                     if idle is None:
                         raise
                     idle.close()
@@ -203,25 +203,25 @@ class KVCachePool:
     def _row_page_bytes(self) -> int:
         return PAGE_TOKENS * self._store.num_blocks * self.token_bytes
 
-    def _count_held(self) -> Counter[Holder]:
-        held: Counter[Holder] = Counter()
+    def _count_held(self) -> Counter[Tenant]:
+        held: Counter[Tenant] = Counter()
         for cache in self._caches:
-            if cache.holder is not None:
-                held[cache.holder] += cache.committed_bytes - cache.spare_bytes
+            if cache.tenant is not None:
+                held[cache.tenant] += cache.committed_bytes - cache.spare_bytes
         return held
 
-    def _compute_share(self, holder: Holder, held: Mapping[Holder, int]) -> int:
-        # Every holder gets a page, or nobody could use a budget of a few pages.
-        share = compute_share(holder, held, self.budget_bytes, TIMES_FREE)
+    def _compute_share(self, tenant: Tenant, held: Mapping[Tenant, int]) -> int:
+        # Every tenant gets a page, or nobody could use a budget of a few pages.
+        share = compute_share(tenant, held, self.budget_bytes, TIMES_FREE)
         return max(self._row_page_bytes, share)
 
-    def _check_share(self, holder: Holder, num_bytes: int, largest_bytes: int) -> None:
+    def _check_share(self, tenant: Tenant, num_bytes: int, largest_bytes: int) -> None:
         held = self._count_held()
-        share = self._compute_share(holder, held)
-        if held[holder] + num_bytes > share:
-            most = self._compute_share(holder, {})
+        share = self._compute_share(tenant, held)
+        if held[tenant] + num_bytes > share:
+            most = self._compute_share(tenant, {})
             raise CacheFullError(
-                f"your sessions here hold {held[holder]} bytes of your share of {share} bytes of "
+                f"your sessions here hold {held[tenant]} bytes of your share of {share} bytes of "
                 f"the KV cache, and {num_bytes} more are needed; close some of them, take fewer "
                 "tokens or rows, or keep them in int8 (--kv int8)",
                 RETRY_AFTER_SECONDS if largest_bytes <= most else None,
@@ -235,9 +235,9 @@ class KVCachePool:
         return self.used_bytes < used_bytes
 
     def _find_idle(
-        self, holder: Holder | None, num_bytes: int, span: Span | None = None
+        self, tenant: Tenant | None, num_bytes: int, span: Span | None = None
     ) -> SessionCache | None:
-        """Return the longest idle session of those that `holder` may displace.
+        """Return the longest idle session of those that `tenant` may displace.
 
         With a span, only of those that use some of its blocks.
         """
@@ -248,15 +248,15 @@ class KVCachePool:
             for cache in self._caches
             if cache.used_at <= idle_since
             and (span is None or cache.span.overlap(span) is not None)
-            and cache.holder is not None
-            and holder is not None
-            and may_displace(holder, cache.holder, held, num_bytes)
+            and cache.tenant is not None
+            and tenant is not None
+            and may_displace(tenant, cache.tenant, held, num_bytes)
         ]
         return min(candidates, key=lambda cache: cache.used_at, default=None)
 
-    def _check_room(self, holder: Holder | None, num_bytes: int, largest_bytes: int) -> None:
-        if holder is not None:
-            self._check_share(holder, num_bytes, largest_bytes)
+    def _check_room(self, tenant: Tenant | None, num_bytes: int, largest_bytes: int) -> None:
+        if tenant is not None:
+            self._check_share(tenant, num_bytes, largest_bytes)
         free_bytes = self.budget_bytes - self.used_bytes
         if num_bytes > free_bytes:
             free_bytes += sum(cache.spare_bytes for cache in self._caches)

@@ -37,7 +37,7 @@ class Access(NamedTuple):
     addresses: Sequence[str]
     """Addresses at which others reach this p2pd; none where it only asks."""
     keeper: RelayKeeper | None
-    """Keeps places at relays, where others cannot dial us."""
+    """Keeps reservations at relays, where others cannot dial us."""
 
 
 async def open_access(

@@ -23,7 +23,7 @@ from ...errors import (
     UnavailableError,
     UsageError,
 )
-from ...fair_share import SharedPlaces
+from ...fair_share import FairLimit
 from ...ids import PeerId
 from ...membership.membership import Membership
 from ..tcp.tcp_listener import MAX_STREAMS
@@ -190,8 +190,8 @@ class Libp2pListener:
         self._membership = membership
         self._serving: set[asyncio.Task[None]] = set()
         self._streams: set[Libp2pStream] = set()
-        self._doorstep = SharedPlaces(MAX_DOORSTEP, "strangers")
-        self._places = SharedPlaces(MAX_STREAMS, "streams")
+        self._doorstep = FairLimit(MAX_DOORSTEP, "strangers")
+        self._limit = FairLimit(MAX_STREAMS, "streams")
         self.is_open = False
 
     @property
@@ -231,9 +231,9 @@ class Libp2pListener:
     ) -> None:
         """See a stream from its first message to its end."""
         host, _ = split_multiaddr(str(info.addr))
-        holder = name_dialler(info)
+        tenant = name_dialler(info)
         try:
-            with self._doorstep.hold(holder):
+            with self._doorstep.hold(tenant):
                 async with asyncio.timeout(HELLO_SECONDS):
                     stream = await Libp2pStream.accept(reader, writer, host or None)
                     self._streams.add(stream)
@@ -244,7 +244,7 @@ class Libp2pListener:
                     await stream.close()
                     await stream.wait_lost()
                     return
-            with self._places.hold(holder):
+            with self._limit.hold(tenant):
                 stream.greet(_ACCEPTED)
                 await serve_stream(self._serve, stream, self._endpoint, stream.break_off)
                 await stream.wait_lost()

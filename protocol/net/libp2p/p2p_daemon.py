@@ -27,7 +27,7 @@ from ...errors import (
     UnavailableError,
     UsageError,
 )
-from ...fair_share import Holder, name_holder
+from ...fair_share import Tenant, name_address
 from ...identity import Identity, peer_id_bytes
 from ..addresses import check_can_listen, is_loopback
 from .multiaddrs import (
@@ -324,11 +324,11 @@ def _explain(error: ControlFailure, where: str) -> ShoalError:
     return UnavailableError(f"nobody answers at {where}: {reason:.200}")
 
 
-def name_dialler(info: Any) -> Holder:
+def name_dialler(info: Any) -> Tenant:
     """Return the name under which a stream is counted, by what p2pd says of it.
 
     All that comes through one relay has its address. There the peer ids, which libp2p has proven,
     keep strangers apart.
     """
     host, _ = split_multiaddr(str(info.addr))
-    return Holder(name_holder(host), str(info.peer_id))
+    return Tenant(name_address(host), str(info.peer_id))

@@ -1,16 +1,16 @@
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-"""Circuit relays, as p2pd has them: places at the relays of others, and whether we are a good one.
+"""Circuit relays, as p2pd has them: reservations at others, and whether we are a good relay.
 
-A relay carries streams only to peers that have a place there. p2pd asks for places, too, but only
-at the relays that it was told of when it was started. The question and its answer are those of
-libp2p's circuit relay v2 (https://github.com/libp2p/specs/blob/master/relay/circuit-v2.md), in
-protobuf.
+A relay carries streams only to peers that have a reservation there. p2pd makes reservations, too,
+but only at the relays that it was told of when it was started. The question and its answer are
+those of libp2p's circuit relay v2, in protobuf
+(https://github.com/libp2p/specs/blob/master/relay/circuit-v2.md).
 
 p2pd sets up two relay services: one with the limits of its command line, half an hour and 4 GiB for
 a connection, as soon as libp2p hears that it is reachable; and at the end of its start always one
 with libp2p's default, two minutes and 128 KiB. The one whose handler is set last serves. They run
-side by side, no option leaves out the second, and only a peer that asks for a place learns which
-one it is.
+side by side, no option leaves out the second, and only a peer that asks for a reservation learns
+which one it is.
 
 Imported by the directory only: hivemind takes seconds to import.
 """
@@ -65,19 +65,19 @@ _ASK_SECONDS = 8.0
 
 
 def make_keeper(p2p: P2P, clock: Clock, relays: Sequence[Relay]) -> RelayKeeper:
-    """Return the keeper of places for the peer of a p2pd, first of all at these relays."""
-    return RelayKeeper(P2pdRelayPlaces(p2p), PeerId(str(p2p.peer_id)), clock, relays)
+    """Return the keeper of reservations for the peer of a p2pd, first of all at these relays."""
+    return RelayKeeper(P2pdReservations(p2p), PeerId(str(p2p.peer_id)), clock, relays)
 
 
-class P2pdRelayPlaces:
-    """Places at relays for the peer id of a p2pd."""
+class P2pdReservations:
+    """Reservations at relays for the peer id of a p2pd."""
 
     def __init__(self, p2p: P2P) -> None:
         self._p2p = p2p
 
     async def list_connected(self) -> set[PeerId]:
-        """See RelayPlaces; empty when p2pd has ended, which whoever uses it next says, or does not
-        answer: the places are asked for again then.
+        """See RelayReservations; empty when p2pd has ended, as whoever uses it next says, or does
+        not answer: the reservations are made again then.
         """
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
@@ -87,12 +87,12 @@ class P2pdRelayPlaces:
         return {PeerId(peer_id) for peer_id, address in found if "/p2p-circuit" not in address}
 
     async def reserve(self, relay: Relay) -> None:
-        """See RelayPlaces."""
+        """See RelayReservations."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 address = str(relay).removesuffix(f"/p2p/{relay.peer_id}")
                 await connect(self._p2p, relay.peer_id, address)
-                answer = await ask_for_place(self._p2p, relay.peer_id)
+                answer = await ask_for_reservation(self._p2p, relay.peer_id)
         except (OSError, EOFError, TimeoutError) as error:
             raise UnavailableError(f"the relay {relay} does not answer") from error
         if answer.status != _OK:
@@ -101,7 +101,7 @@ class P2pdRelayPlaces:
             )
 
 
-async def ask_for_place(p2p: P2P, peer_id: PeerId) -> RelayAnswer:
+async def ask_for_reservation(p2p: P2P, peer_id: PeerId) -> RelayAnswer:
     """Ask a relay that p2pd is connected to; raises ShoalError, OSError or EOFError."""
     reader, writer = await open_byte_stream(p2p, peer_id, _HOP_PROTOCOL)
     try:
@@ -153,15 +153,15 @@ async def carries_texts(p2p: P2P) -> bool:
 
 
 async def _ask_as_another(p2p: P2P) -> RelayAnswer:
-    """Ask for a place through a p2pd that was made for it, since none can dial itself.
+    """Ask for a reservation through a p2pd that was made for it, since none can dial itself.
 
-    With it the place goes.
+    With it the reservation goes.
     """
     addresses = [PeerAddress.parse(str(address)) for address in await p2p.get_visible_maddrs()]
     async with asyncio.timeout(_ASK_SECONDS):
         asking = await start_reading_p2pd(addresses, None)
         try:
-            return await ask_for_place(asking, addresses[0].peer_id)
+            return await ask_for_reservation(asking, addresses[0].peer_id)
         finally:
             await stop_p2pd(asking)
 

@@ -13,16 +13,17 @@ import asyncio
 import logging
 import struct
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from ...endpoints import Endpoint
 from ...errors import ShoalError
-from ...fair_share import SharedPlaces, name_holder
+from ...fair_share import FairLimit, name_address
 from ..addresses import Reach
 from ..clock import Clock
 from ..libp2p.multiaddrs import PeerAddress, split_multiaddr
 from ..libp2p.p2p_daemon import (
     P2P,
+    list_peers,
     name_dialler,
     open_byte_stream,
     start_reading_p2pd,
@@ -64,7 +65,7 @@ class DialBack:
         self._clock = clock
         self._dialled_at: dict[str, float] = {}
         self._num_dialling = 0
-        self._places = SharedPlaces(MAX_QUESTIONS, "questions")
+        self._limit = FairLimit(MAX_QUESTIONS, "questions")
 
     async def start(self, p2p: P2P) -> None:
         """Answer questions that reach a p2pd, until it ends."""
@@ -75,7 +76,7 @@ class DialBack:
     ) -> None:
         """Answer one question, unless the asker holds too many streams already."""
         try:
-            with self._places.hold(name_dialler(info)):
+            with self._limit.hold(name_dialler(info)):
                 async with asyncio.timeout(ANSWER_SECONDS):
                     port, fingerprint = QUESTION.unpack(await reader.readexactly(QUESTION.size))
                     writer.write(await self._answer(str(info.addr), port, fingerprint.hex()))
@@ -94,14 +95,14 @@ class DialBack:
 
     def take_turn(self, host: str) -> bool:
         """Return whether it is a host's turn, and note that it was."""
-        holder = name_holder(host)
+        tenant = name_address(host)
         now = self._clock.now()
         recent = {name: at for name, at in self._dialled_at.items() if now - at < PAUSE_SECONDS}
         self._dialled_at = recent
         is_full = len(recent) >= _MAX_HOSTS or self._num_dialling >= _MAX_DIALS_AT_ONCE
-        if is_full or holder in recent:
+        if is_full or tenant in recent:
             return False
-        recent[holder] = now
+        recent[tenant] = now
         return True
 
     async def _dial(self, endpoint: Endpoint) -> bytes:
@@ -160,10 +161,10 @@ async def ask_others(p2p: P2P, endpoint: Endpoint) -> list[Reach]:
     Where nobody had a turn for our host, another peer on it may just have asked: we ask once more.
     """
     try:
-        neighbours: Any = await cast(Any, p2p)._client.list_peers()
-    except (OSError, EOFError):
+        neighbours = await list_peers(p2p)
+    except ShoalError:
         return []  # p2pd has ended; whoever uses it next says so
-    peer_ids = [neighbour.peer_id.to_base58() for neighbour in neighbours][:_MAX_ASKED]
+    peer_ids = [peer_id for peer_id, _ in neighbours[:_MAX_ASKED]]
     answers = await asyncio.gather(*(_ask(p2p, peer_id, endpoint) for peer_id in peer_ids))
     said = [answer for answer in answers if answer != _SILENCE]
     if said and all(answer.is_reached is None for answer in said):

@@ -1,6 +1,6 @@
 """Which relays carry streams to a peer that cannot be dialled, from its start to its end.
 
-`circuit.py` reserves a place at a relay.
+`circuit.py` makes the reservation at a relay.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ NUM_RELAYS = 2
 """Number of relays, so that one may die unnoticed. As many as p2pd keeps connections to."""
 
 _RENEW_SECONDS = 60.0
-"""How often a place is asked for again while the connection lasts. A relay that was restarted
+"""How often a reservation is renewed while the connection lasts. A relay that was restarted
 meanwhile has forgotten it, one that was not gives it for an hour."""
 
 _SEARCH_SECONDS = 30.0
 """How often a second relay is looked for while there is one."""
 
 _REST = Backoff(15.0, 3600.0)
-"""How long a relay that is gone or has no place is left alone. libp2p, too, waits longer and longer
+"""How long a relay that is gone or refuses is left alone. libp2p, too, waits longer and longer
 before it dials an address again."""
 
 _MAX_TRIED = 4
 """How many others are tried at a time; each may take seconds to be silent."""
 
 
-class RelayPlaces(Protocol):
-    """The interface to relays: finding them, and reserving places there."""
+class RelayReservations(Protocol):
+    """The interface to relays: finding them, and making reservations there."""
 
     async def list_connected(self) -> Collection[PeerId]:
         """Return the peers that we are connected to without a relay."""
         ...
 
     async def reserve(self, relay: Relay) -> None:
-        """Take a place at a relay, or keep the one that we have; raises ShoalError."""
+        """Make a reservation at a relay, or renew the one that we have; raises ShoalError."""
         ...
 
 
@@ -54,15 +54,19 @@ Search = Callable[[], Awaitable[Iterable[Announcement]]]
 
 
 class RelayKeeper:
-    """Keeps places at relays. They are found among the initial peers and those who announce that
-    they are relays, in an order that differs from peer to peer: so many peers spread evenly.
+    """Keeps reservations at relays. These are found among the initial peers and those who announce
+    that they are relays, in an order that differs from peer to peer: so many peers spread evenly.
     """
 
     def __init__(
-        self, places: RelayPlaces, peer_id: PeerId, clock: Clock, initial: Sequence[Relay]
+        self,
+        reservations: RelayReservations,
+        peer_id: PeerId,
+        clock: Clock,
+        initial: Sequence[Relay],
     ) -> None:
-        """Begin with the best ones of `initial`, which nobody has asked for a place yet."""
-        self._places = places
+        """Begin with the best ones of `initial`, which nobody has asked for a reservation yet."""
+        self._reservations = reservations
         self._peer_id = peer_id
         self._clock = clock
         self._initial = initial
@@ -74,7 +78,7 @@ class RelayKeeper:
 
     async def look(self, search: Search) -> bool:
         """Leave relays that are gone and take others; return whether they are not the same now."""
-        connected = await self._places.list_connected()
+        connected = await self._reservations.list_connected()
         kept = [relay for relay in self.relays if await self._holds(relay, connected)]
         is_search_due = self._clock.now() - self._searched_at >= _SEARCH_SECONDS
         if not kept or (len(kept) < NUM_RELAYS and is_search_due):
@@ -94,7 +98,7 @@ class RelayKeeper:
             return []
 
     async def _holds(self, relay: Relay, connected: Collection[PeerId]) -> bool:
-        """Return whether a relay still carries to us; a place that was lost is asked for again."""
+        """Return whether a relay still carries to us; a reservation that was lost is made again."""
         age_seconds = self._clock.now() - self._renewed_at.get(relay.peer_id, float("-inf"))
         if relay.peer_id in connected and age_seconds < _RENEW_SECONDS:
             return True
@@ -115,7 +119,7 @@ class RelayKeeper:
 
     async def _reserve(self, relay: Relay) -> bool:
         try:
-            await self._places.reserve(relay)
+            await self._reservations.reserve(relay)
         except ShoalError as error:
             log.info("the relay %s granted no reservation: %s", relay, error)
             self._renewed_at.pop(relay.peer_id, None)

@@ -9,7 +9,7 @@ import ssl
 
 from ...endpoints import Endpoint
 from ...errors import RefusedError, ShoalError
-from ...fair_share import check_room_for, name_holder
+from ...fair_share import check_room_for, name_address
 from ...limits import MAX_FRAME_BYTES
 from ...membership.membership import Membership
 from ..addresses import open_listening
@@ -56,7 +56,7 @@ class TcpListener:
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._serving: set[asyncio.Task[None]] = set()
-        self._greeting: list[str] = []  # by holder
+        self._greeting: list[str] = []  # by tenant
         self._served: list[str] = []
         self._streams: set[FrameStream] = set()
 
@@ -95,38 +95,38 @@ class TcpListener:
                 log.warning("cannot accept a connection at %s: %s", self._endpoint, error)
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
-            holder = name_holder(address[0])
+            tenant = name_address(address[0])
             try:
-                check_room_for(holder, self._greeting, MAX_DOORSTEP, "strangers")
+                check_room_for(tenant, self._greeting, MAX_DOORSTEP, "strangers")
             except RefusedError:
                 accepted.close()
                 continue
             accepted.setblocking(False)
-            self._greeting.append(holder)
-            task = asyncio.create_task(self._attend(accepted, address[0], holder))
+            self._greeting.append(tenant)
+            task = asyncio.create_task(self._attend(accepted, address[0], tenant))
             self._serving.add(task)
             task.add_done_callback(self._serving.discard)
 
-    async def _attend(self, accepted: socket.socket, host: str, holder: str) -> None:
+    async def _attend(self, accepted: socket.socket, host: str, tenant: str) -> None:
         """See a connection from the handshake to its end."""
         stream = FrameStream(host)
         stream.limit(_MAX_HELLO_BYTES)
         self._streams.add(stream)
         try:
-            is_welcome = await self._greet(accepted, stream, holder)
+            is_welcome = await self._greet(accepted, stream, tenant)
         finally:
-            self._greeting.remove(holder)
+            self._greeting.remove(tenant)
         if not is_welcome:
             self._streams.discard(stream)
             return
         stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
-        self._served.append(holder)
+        self._served.append(tenant)
         try:
             await serve_stream(self._serve, stream, self._endpoint, stream.break_off)
         finally:
-            self._served.remove(holder)
+            self._served.remove(tenant)
 
-    async def _greet(self, accepted: socket.socket, stream: FrameStream, holder: str) -> bool:
+    async def _greet(self, accepted: socket.socket, stream: FrameStream, tenant: str) -> bool:
         """Make the connection safe and let the stream begin; return whether it did."""
         loop = asyncio.get_running_loop()
         refusal: Mark | None = None
@@ -139,7 +139,7 @@ class TcpListener:
                     ssl_handshake_timeout=HELLO_SECONDS,
                     ssl_shutdown_timeout=SHUTDOWN_SECONDS,
                 )
-                refusal = self._judge(await stream.receive(), holder)
+                refusal = self._judge(await stream.receive(), tenant)
                 if refusal is None:
                     stream.limit(MAX_FRAME_BYTES)
                     await stream.send(HELLO)
@@ -149,7 +149,7 @@ class TcpListener:
         stream.turn_away(refusal or Mark.END)
         return False
 
-    def _judge(self, hello: bytes | None, holder: str) -> Mark | None:
+    def _judge(self, hello: bytes | None, tenant: str) -> Mark | None:
         """Return why a stranger does not get in, None if he does."""
         if hello is None or not hello.startswith(HELLO):
             return Mark.END
@@ -158,7 +158,7 @@ class TcpListener:
         if membership is not None and not membership.accepts(self._endpoint.fingerprint, proof):
             return Mark.MEMBERS_ONLY
         try:
-            check_room_for(holder, self._served, MAX_STREAMS, "streams")
+            check_room_for(tenant, self._served, MAX_STREAMS, "streams")
         except RefusedError:
             return Mark.TOO_MANY_STREAMS
         return None

@@ -25,7 +25,7 @@ from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.engine.steps import StepWork
-from shoal.protocol.fair_share import Holder
+from shoal.protocol.fair_share import Tenant
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
 
@@ -97,8 +97,8 @@ def make_work(story: Story, session: SessionCache, deed: Deed) -> StepWork:
 
 
 def open_session(engine: Engine, story: Story) -> SessionCache:
-    holder = Holder("home", story.client)
-    return engine.open_cache(story.num_rows, MAX_TOKENS, story.span, holder, story.kv_format)
+    tenant = Tenant("home", story.client)
+    return engine.open_cache(story.num_rows, MAX_TOKENS, story.span, tenant, story.kv_format)
 
 
 def compute_alone(engine: Engine, story: Story) -> list[Tensor]:

@@ -177,7 +177,7 @@ async def compute_while_filling(
     budget: IterationBudget,
     filling: Sequence[StepWork],
     arriving: Sequence[StepWork],
-    holder: tuple[str, str],
+    tenant: tuple[str, str],
 ) -> list[asyncio.Future[ComputedStep]]:
     """Compute steps of the flood during which others arrive; the latter's futures come last."""
     compute = make_thread(engine)  # not entered: the test is the thread
@@ -186,7 +186,7 @@ async def compute_while_filling(
 
     def arrive() -> None:
         engine.between = bool
-        futures.extend(compute.submit(work, holder) for work in arriving)
+        futures.extend(compute.submit(work, tenant) for work in arriving)
 
     engine.between = arrive
     while compute._jobs:

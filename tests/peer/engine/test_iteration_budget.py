@@ -87,10 +87,10 @@ def test_length_of_iterations_is_followed() -> None:
 
 
 def note_sessions(
-    budget: IterationBudget, now: float, holder: tuple[str, str], count: int, num_rows: int = 1
+    budget: IterationBudget, now: float, tenant: tuple[str, str], count: int, num_rows: int = 1
 ) -> None:
     for session in range(count):
-        budget.note_decoding(now, holder, session, num_rows)
+        budget.note_decoding(now, tenant, session, num_rows)
 
 
 @pytest.mark.parametrize(("num_sessions", "num_rows"), [(5, 1), (1, 5), (3, 2)])
@@ -109,8 +109,8 @@ def test_who_decodes_many_rows_crowds_those_who_decode_few(
 
 def test_those_who_all_decode_many_rows_do_not_crowd_each_other() -> None:
     budget = IterationBudget(MOST, LEAST, NUM_BLOCKS)
-    for holder in (ONE, FLOOD, QUIET):
-        note_sessions(budget, 100.0, holder, 16)
+    for tenant in (ONE, FLOOD, QUIET):
+        note_sessions(budget, 100.0, tenant, 16)
 
     assert budget.find_crowding(100.0) == set()
 

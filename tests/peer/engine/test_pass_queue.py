@@ -35,9 +35,9 @@ class FakeClock:
         return self.seconds
 
 
-def make_job(run: Callable[[GiveWay], Any], holder: str = "home", cost: int = 1) -> PassJob:
+def make_job(run: Callable[[GiveWay], Any], tenant: str = "home", cost: int = 1) -> PassJob:
     loop = asyncio.get_running_loop()
-    return PassJob(run, cost, (holder, ""), loop.create_future(), loop.create_future(), 0.0)
+    return PassJob(run, cost, (tenant, ""), loop.create_future(), loop.create_future(), 0.0)
 
 
 def with_loop(test: Callable[[], None]) -> None:
@@ -135,11 +135,11 @@ def test_short_passes_of_others_are_computed_in_the_middle_of_a_long_one() -> No
             queue.run(job, interrupt)
             return Interruption.PASS
 
-        for name, holder, cost in (
+        for name, tenant, cost in (
             ("long", "greedy", 100), ("of the same", "greedy", 10), ("short", "modest", 50),
             ("as long", "other", 51), ("shorter", "third", 25), ("another", "fourth", 30),
         ):  # fmt: skip
-            queue.append(make_job(note(name), holder, cost))
+            queue.append(make_job(note(name), tenant, cost))
         longest = queue.choose()
         assert longest is not None
         queue.run(longest, interrupt)
@@ -168,8 +168,8 @@ def test_queue_is_the_rest_of_what_runs_and_one_pass_of_each_holder() -> None:
         for _ in range(2):
             if (job := queue.choose()) is not None:
                 queue.run(job, lambda kinds: None)
-            for holder in ("home", "home", "away"):
-                queue.append(make_job(compute, holder, 20))
+            for tenant in ("home", "home", "away"):
+                queue.append(make_job(compute, tenant, 20))
 
         assert seen[:10] == [0] * 10
         assert seen[10:] == list(range(19, 9, -1))
@@ -185,7 +185,7 @@ def test_holders_take_turns_by_the_tokens_they_had() -> None:
             for size in sizes:
                 queue.append(make_job(bool, name, size))
 
-        order = [job.holder[0] for job in iter(queue.choose, None)]
+        order = [job.tenant[0] for job in iter(queue.choose, None)]
 
         assert order[:12] == ["greedy", *["modest"] * 10, "greedy"]
         assert sorted(order) == ["greedy"] * 3 + ["modest"] * 12
@@ -223,7 +223,7 @@ def test_interruptions_find_room_in_the_memory_that_is_left(
             job = queue.choose()
             if job is None:
                 return None
-            begun.append(job.holder[0])
+            begun.append(job.tenant[0])
             queue.run(job, interrupt)
             return Interruption.PASS
 

@@ -18,7 +18,7 @@ from shoal.peer.engine.scheduler import (
 )
 
 
-def name_holder(client: str) -> tuple[str, str]:
+def name_address(client: str) -> tuple[str, str]:
     """Read "address/client", or an address alone."""
     address, _, name = client.partition("/")
     return address, name
@@ -30,11 +30,11 @@ def use(**shares: float) -> dict[tuple[str, ...], float]:
 
 
 def token(session: int, client: str = "", num_rows: int = 1) -> WaitingStep:
-    return WaitingStep(session, name_holder(client), num_rows, 1, True)
+    return WaitingStep(session, name_address(client), num_rows, 1, True)
 
 
 def prompt(session: int, num_tokens: int, client: str = "", num_rows: int = 1) -> WaitingStep:
-    return WaitingStep(session, name_holder(client), num_rows, num_tokens, False)
+    return WaitingStep(session, name_address(client), num_rows, num_tokens, False)
 
 
 def choose(
@@ -300,7 +300,7 @@ def test_prompt_goes_on_beside_a_stream_of_decode_steps() -> None:
     for count in range(10):
         done = queue.run()
         assert (0 in [step.session for step in done]) == (count == 9)
-        queue.waiting += [token(step.session, step.holder[0]) for step in done if step.session]
+        queue.waiting += [token(step.session, step.tenant[0]) for step in done if step.session]
 
 
 def test_decode_steps_go_at_once_in_a_flood_of_prompts() -> None:
@@ -336,8 +336,8 @@ def test_flood_of_sessions_of_one_client_leaves_others_their_share() -> None:
 
     for _ in range(200):
         for step in queue.run():
-            served[step.holder[0]] += 1
-            queue.waiting.append(token(step.session, step.holder[0]))
+            served[step.tenant[0]] += 1
+            queue.waiting.append(token(step.session, step.tenant[0]))
 
     # Eight rows a batch: the four need at most one each, and get it nearly every time.
     assert min(served[f"c{session}"] for session in range(100, 104)) >= 190
@@ -358,7 +358,7 @@ def test_many_rows_that_decode_get_no_more_than_a_prompt(misses: bool) -> None:
         done = queue.run()
         after = {step.session: step.num_tokens for step in queue.waiting}
         for name, step in before.items():
-            served[step.holder[0]] += step.num_rows * (step.num_tokens - after.get(name, 0))
+            served[step.tenant[0]] += step.num_rows * (step.num_tokens - after.get(name, 0))
         back = [token(s.session, "flood", num_rows=256) for s in done]
         queue.waiting += away if misses else back
         away = back
@@ -386,7 +386,7 @@ def test_random_arrivals_all_come_to_an_end_and_shares_are_fair(seed: int) -> No
     age: dict[int, int] = {}
     session = 0
     for count in range(600):
-        waiting = Counter(step.holder[0] for step in queue.waiting)
+        waiting = Counter(step.tenant[0] for step in queue.waiting)
         for client in greedy:
             for _ in range(rng.randint(1, 5) if waiting[client] < 4 else 0):
                 session += 1
@@ -399,7 +399,7 @@ def test_random_arrivals_all_come_to_an_end_and_shares_are_fair(seed: int) -> No
         done = queue.run()
         after = {step.session: step.num_tokens for step in queue.waiting}
         for name, step in before.items():
-            served[step.holder[0]] += step.num_tokens - after.get(name, 0)
+            served[step.tenant[0]] += step.num_tokens - after.get(name, 0)
         for step in done:
             assert count - age.pop(step.session, count) <= 4, "a guest's short prompt goes soon"
 

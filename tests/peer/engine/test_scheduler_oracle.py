@@ -25,7 +25,7 @@ from shoal.peer.engine.scheduler import (
     renew_usage,
 )
 
-Holder = tuple[str, str]
+Tenant = tuple[str, str]
 PART_TOKENS = 16
 MAX_ROWS = 20
 BUDGET = 64
@@ -41,25 +41,25 @@ def find_heads(waiting: Sequence[WaitingStep]) -> list[int]:
 
 
 def keys_of(step: WaitingStep) -> list[tuple[str, ...]]:
-    return [step.holder[:1], step.holder, (*step.holder, str(step.session))]
+    return [step.tenant[:1], step.tenant, (*step.tenant, str(step.session))]
 
 
 def is_urgent(
     step: WaitingStep,
     waiting: Sequence[WaitingStep],
     usage: Mapping[tuple[str, ...], float],
-    crowding: Collection[Holder],
+    crowding: Collection[Tenant],
 ) -> bool:
     """Who decodes is, unless he crowds or has had far more than somebody who waits beside him."""
-    if not step.is_decoding or step.holder in crowding:
+    if not step.is_decoding or step.tenant in crowding:
         return False
-    addresses = [usage.get(other.holder[:1], 0.0) for other in waiting]
+    addresses = [usage.get(other.tenant[:1], 0.0) for other in waiting]
     clients = [
-        usage.get(other.holder, 0.0) for other in waiting if other.holder[0] == step.holder[0]
+        usage.get(other.tenant, 0.0) for other in waiting if other.tenant[0] == step.tenant[0]
     ]
     return (
-        usage.get(step.holder[:1], 0.0) - min(addresses) <= LEAD_TOKENS
-        and usage.get(step.holder, 0.0) - min(clients) <= LEAD_TOKENS
+        usage.get(step.tenant[:1], 0.0) - min(addresses) <= LEAD_TOKENS
+        and usage.get(step.tenant, 0.0) - min(clients) <= LEAD_TOKENS
     )
 
 
@@ -103,7 +103,7 @@ def choose_slowly(
     usage: Mapping[tuple[str, ...], float],
     token_budget: int,
     filling_budget: int,
-    crowding: Collection[Holder],
+    crowding: Collection[Tenant],
 ) -> tuple[Counter[int], Counter[int]]:
     """Return the tokens that are taken of each step that is urgent, and of each that fills."""
     heads = find_heads(waiting)
@@ -130,19 +130,19 @@ class Peer:
     def arrive(self) -> None:
         """Some addresses have several clients, some clients several sessions with some steps."""
         while len(self.waiting) < 20 and self.dice.random() < 0.5:
-            holder = f"address {self.dice.randrange(4)}", f"client {self.dice.randrange(3)}"
+            tenant = f"address {self.dice.randrange(4)}", f"client {self.dice.randrange(3)}"
             self.num_sessions += 1
             for _ in range(self.dice.randint(1, 3)):
                 is_decoding = self.has_tokens and self.dice.random() < 0.6
                 num_tokens = 1 if is_decoding else self.dice.randint(2, 100)
                 num_rows = self.dice.choice([1, 1, 2, 5, MAX_ROWS])
                 self.waiting.append(
-                    WaitingStep(self.num_sessions, holder, num_rows, num_tokens, is_decoding)
+                    WaitingStep(self.num_sessions, tenant, num_rows, num_tokens, is_decoding)
                 )
 
-    def draw_crowding(self) -> set[Holder]:
-        holders = sorted({step.holder for step in self.waiting})
-        return set(self.dice.sample(holders, self.dice.randint(0, min(2, len(holders)))))
+    def draw_crowding(self) -> set[Tenant]:
+        tenants = sorted({step.tenant for step in self.waiting})
+        return set(self.dice.sample(tenants, self.dice.randint(0, min(2, len(tenants)))))
 
     def go_on(self, batch: Sequence[ScheduledPart]) -> None:
         """Compute what was taken; what is left of it goes back to the front."""

@@ -16,7 +16,7 @@ from service_scene import run as run_service
 from shoal.peer.engine.engine import Engine
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, UnavailableError
-from shoal.protocol.fair_share import Holder
+from shoal.protocol.fair_share import Tenant
 from shoal.protocol.identity import Identity
 from shoal.protocol.limits import MAX_PIECE_BYTES
 from shoal.protocol.messages.offers import Parked, make_offer
@@ -452,6 +452,6 @@ def test_client_that_names_the_peer_again_and_again_uses_up_nothing_of_others() 
         await asyncio.sleep(1)
 
         assert not any(pusher.losses for pusher in pushers)
-        assert pushers[0].holder == Holder("192.0.2.1")
+        assert pushers[0].tenant == Tenant("192.0.2.1")
 
     in_scene(story)

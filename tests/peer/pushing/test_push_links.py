@@ -15,7 +15,7 @@ from virtual_time import VirtualClock, run_virtual
 from shoal.peer.pushing.push_links import PushLinks, RecentBytes
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, RefusedError, ShoalError
-from shoal.protocol.fair_share import Holder
+from shoal.protocol.fair_share import Tenant
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
 from shoal.protocol.limits import MAX_PIECE_BYTES
@@ -38,7 +38,7 @@ DELAY_SECONDS = 0.02
 class Session:
     """A session that pushes, and what it hears."""
 
-    holder: Holder = field(default_factory=lambda: Holder("192.0.2.1"))
+    tenant: Tenant = field(default_factory=lambda: Tenant("192.0.2.1"))
     num_bytes_left: int = 0
     losses: list[str] = field(default_factory=list)
 
@@ -119,7 +119,7 @@ def in_scene(story: Callable[[Scene], Awaitable[None]]) -> None:
 # ---- dials
 
 
-GREEDY, HONEST = Holder("203.0.113.1"), Holder("192.0.2.1")
+GREEDY, HONEST = Tenant("203.0.113.1"), Tenant("192.0.2.1")
 
 
 def ask_for_black_holes(scene: Scene, num_dials: int = 100) -> list[Session]:
@@ -339,7 +339,7 @@ def test_who_does_not_want_a_replay_is_sent_one_frame_of_it() -> None:
 def test_bytes_that_are_sent_again_are_shared_and_bounded_for_a_minute() -> None:
     async def story() -> None:
         recent = RecentBytes(VirtualClock(), 100)
-        greedy, other = Holder("a"), Holder("b")
+        greedy, other = Tenant("a"), Tenant("b")
         recent.take(greedy, 25)
 
         with pytest.raises(RefusedError) as refusal:

@@ -251,7 +251,7 @@ def test_forks_of_others_take_turns_with_those_of_a_flood(engine: Engine, gate: 
         # Once they all wait it is one each, and the flood is far from done when the other one is.
         assert last <= num_before + 2 * num_theirs
         assert len(gate.copied) - last > num_theirs
-        # Of one holder, a fork is done before the next one begins.
+        # Of one tenant, a fork is done before the next one begins.
         rest = [cache for cache in gate.copied if cache is not theirs_cache]
         assert len([1 for before, after in pairwise(rest) if before is not after]) == 3
 

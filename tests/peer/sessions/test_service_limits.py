@@ -36,7 +36,7 @@ from shoal.peer.streams.client_stream import PendingBytes
 from shoal.peer.streams.service import MAX_PENDING_BYTES
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, UnavailableError
-from shoal.protocol.fair_share import Holder
+from shoal.protocol.fair_share import Tenant
 from shoal.protocol.ids import ClientToken
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Close, Gap, Opened, Output, Step
@@ -234,7 +234,7 @@ def test_repeat_needs_no_room(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
         talk, first = await peer.open(), make_step(1, 0, draw_hidden(1))
         answer = await talk.ask(first)
-        pending, others = peer.service.pending, Holder("others")
+        pending, others = peer.service.pending, Tenant("others")
         pending.count(others, MAX_PENDING_BYTES)
 
         assert await talk.ask(first) == answer
@@ -415,14 +415,14 @@ def test_large_frame_waits_for_room_and_counts_while_it_arrives(engine: Engine) 
     async def test(peer: Peer) -> None:
         pending = peer.service.pending = PendingBytes(2**21)
         talk = await peer.open(num_rows=16)
-        holder = Holder("client")
-        pending.count(holder, 2**18)
+        tenant = Tenant("client")
+        pending.count(tenant, 2**18)
         await talk.say(make_large_step(1, 0))
         hearing = asyncio.create_task(talk.hear())
         await asyncio.sleep(5)
         assert not hearing.done()
 
-        pending.count(holder, -(2**18))
+        pending.count(tenant, -(2**18))
 
         expect_output(await hearing)
         assert pending.used_bytes == 0

@@ -25,7 +25,7 @@ from shoal.client.session.deep_prompts import encode_prompts
 from shoal.peer.engine.engine import Engine
 from shoal.peer.sessions.admission import MAX_PROMPT_BYTES
 from shoal.protocol.errors import ErrorCode
-from shoal.protocol.fair_share import Holder
+from shoal.protocol.fair_share import Tenant
 from shoal.protocol.messages.passes import PassPiece
 from shoal.protocol.messages.session import Close, Opened, Queued
 from shoal.protocol.tensors import WireDtype
@@ -132,11 +132,11 @@ def test_prompts_that_are_no_numbers_are_refused(engine: Engine) -> None:
 
 def test_prompts_beyond_the_budget_are_refused(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
-        peer.service.prompts.count(Holder("somebody else"), MAX_PROMPT_BYTES)
+        peer.service.prompts.count(Tenant("somebody else"), MAX_PROMPT_BYTES)
         talk = await peer.greet()
         await talk.say(make_open(prompt_rows=1, prompt_tokens=2), *make_pieces())
         assert_declined(await talk.hear(), ErrorCode.BUSY)
-        peer.service.prompts.count(Holder("somebody else"), -MAX_PROMPT_BYTES)
+        peer.service.prompts.count(Tenant("somebody else"), -MAX_PROMPT_BYTES)
         await asyncio.sleep(0)
 
     run(engine, test)

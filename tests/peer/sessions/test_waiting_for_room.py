@@ -32,7 +32,7 @@ def now() -> float:
 
 async def fill(peer: Peer, num_sessions: int) -> list[Talk]:
     """Take every place, each for another host, and keep the sessions busy."""
-    return [await peer.at_host(f"holder {n}").open(100 + n) for n in range(num_sessions)]
+    return [await peer.at_host(f"tenant {n}").open(100 + n) for n in range(num_sessions)]
 
 
 async def close(talk: Talk, number: int) -> None:
@@ -73,7 +73,7 @@ def test_session_is_opened_as_soon_as_there_is_room(engine: Engine) -> None:
         queued = await talk.ask(make_open(1, **PATIENT))
         assert isinstance(queued, Queued)
         assert queued.session == make_session(1)
-        asyncio.get_running_loop().call_later(5, peer.network.kill, "holder 0")
+        asyncio.get_running_loop().call_later(5, peer.network.kill, "tenant 0")
         started_at = now()
         assert isinstance(await talk.hear(), Opened)
 
@@ -86,7 +86,7 @@ def test_session_is_opened_as_soon_as_there_is_room(engine: Engine) -> None:
 
 def test_those_who_wait_are_served_in_their_order(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
-        holders = await fill(peer, 3)
+        tenants = await fill(peer, 3)
         talks = [await peer.at_host(f"waiter {number}").greet() for number in range(3)]
         for number, talk in enumerate(talks):
             assert isinstance(await talk.ask(make_open(number, **PATIENT)), Queued)
@@ -100,7 +100,7 @@ def test_those_who_wait_are_served_in_their_order(engine: Engine) -> None:
         async with asyncio.TaskGroup() as tasks:
             for number in range(3):
                 tasks.create_task(hear(number))
-            await close(holders[0], 100)
+            await close(tenants[0], 100)
 
         assert order == [0, 1, 2]
 
@@ -109,7 +109,7 @@ def test_those_who_wait_are_served_in_their_order(engine: Engine) -> None:
 
 def test_wait_ends_in_time_and_with_a_reason(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
-        holders = await fill(peer, 1)
+        tenants = await fill(peer, 1)
         talk = await peer.at_host("newcomer").greet()
         assert isinstance(await talk.ask(make_open(1, max_wait_seconds=4.0)), Queued)
         started_at = now()
@@ -119,21 +119,21 @@ def test_wait_ends_in_time_and_with_a_reason(engine: Engine) -> None:
         assert refusal.session == make_session(1)
         assert 4 <= now() - started_at < 4.5
         assert refusal.retry_after_seconds
-        await close(holders[0], 100)
+        await close(tenants[0], 100)
 
     run(engine, test, max_sessions=1)
 
 
 def test_who_waits_goes_on_talking_and_may_give_up(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
-        holders = await fill(peer, 1)
+        tenants = await fill(peer, 1)
         talk = await peer.at_host("newcomer").greet()
         assert isinstance(await talk.ask(make_open(1, **PATIENT)), Queued)
         step = make_step(1, 0, draw_hidden(1, 1, 3))
         await talk.say(step, Close(make_session(1), 1))
         assert_declined(await talk.hear(), ErrorCode.UNKNOWN_SESSION)
 
-        await close(holders[0], 100)
+        await close(tenants[0], 100)
         assert isinstance(await talk.ask(make_open(2)), Opened)
 
     run(engine, test, max_sessions=1)
@@ -176,7 +176,7 @@ def test_peer_that_drains_lets_nobody_wait(engine: Engine) -> None:
         started_at = now()
 
         peer.service.begin_draining()
-        peer.network.kill("holder 0")
+        peer.network.kill("tenant 0")
         assert await peer.service.wait_until_empty(60)
         assert peer.service.admission.num_waiting == 0
 
@@ -188,7 +188,7 @@ def test_peer_that_drains_lets_nobody_wait(engine: Engine) -> None:
 
 def test_one_address_does_not_fill_the_queue(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
-        holders = await fill(peer, 4)
+        tenants = await fill(peer, 4)
         greedy = await peer.at_host("greedy").greet()
         answers = [await greedy.ask(make_open(n, **PATIENT)) for n in range(8)]
         assert isinstance(answers[0], Queued)
@@ -197,7 +197,7 @@ def test_one_address_does_not_fill_the_queue(engine: Engine) -> None:
 
         other = await peer.at_host("other").greet()
         assert isinstance(await other.ask(make_open(20, **PATIENT)), Queued)
-        await close(holders[0], 100)
+        await close(tenants[0], 100)
 
     run(engine, test, max_sessions=4)
 

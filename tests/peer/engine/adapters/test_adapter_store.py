@@ -11,23 +11,23 @@ from shoal.peer.engine.adapters.adapter import Adapter
 from shoal.peer.engine.adapters.adapter_store import AdapterStore, Kept
 from shoal.peer.runtime.config import choose_adapter_bytes
 from shoal.protocol.errors import ErrorCode, RefusedError
-from shoal.protocol.fair_share import Holder
+from shoal.protocol.fair_share import Tenant
 from shoal.protocol.ids import AdapterId
 from shoal.protocol.messages.adapters import Manifest
 
-ANNA, BERT, CARL = Holder("anna"), Holder("bert"), Holder("carl")
+ANNA, BERT, CARL = Tenant("anna"), Tenant("bert"), Tenant("carl")
 ONE, OTHER = AdapterId(b"1" * 32), AdapterId(b"2" * 32)
 SIZE = 100
 
 
 def put(
-    adapter_store: AdapterStore, name: AdapterId, holder: Holder, is_published: bool = False
+    adapter_store: AdapterStore, name: AdapterId, tenant: Tenant, is_published: bool = False
 ) -> None:
-    adapter_store.reserve(holder, SIZE)
-    adapter_store.put(name, Adapter(1, {}), holder, SIZE, is_published)
+    adapter_store.reserve(tenant, SIZE)
+    adapter_store.put(name, Adapter(1, {}), tenant, SIZE, is_published)
 
 
-def held(adapter_store: AdapterStore) -> dict[Holder, int]:
+def held(adapter_store: AdapterStore) -> dict[Tenant, int]:
     return dict(adapter_store.shared._held)
 
 
@@ -108,12 +108,12 @@ def test_publication_that_comes_after_closing_is_not_announced() -> None:
 
 def test_each_of_two_publishers_pays_and_takes_back_for_himself() -> None:
     def test(adapter_store: AdapterStore) -> None:
-        for holder in (ANNA, BERT):
-            put(adapter_store, ONE, holder, is_published=True)
+        for tenant in (ANNA, BERT):
+            put(adapter_store, ONE, tenant, is_published=True)
         assert held(adapter_store) == {ANNA: SIZE, BERT: SIZE}
         adapter_store.withdraw(ONE, ANNA)
         adapter_store.withdraw(ONE, CARL)
-        assert adapter_store.find(ONE, CARL).holder == BERT
+        assert adapter_store.find(ONE, CARL).tenant == BERT
         adapter_store.withdraw(ONE, BERT)
         with pytest.raises(RefusedError):
             adapter_store.find(ONE, CARL)
@@ -159,9 +159,9 @@ def test_closed_store_keeps_what_somebody_holds_until_it_is_let_go() -> None:
     run_virtual(main())
 
 
-def refuse(adapter_store: AdapterStore, holder: Holder, num_bytes: int) -> tuple[str, float | None]:
+def refuse(adapter_store: AdapterStore, tenant: Tenant, num_bytes: int) -> tuple[str, float | None]:
     with pytest.raises(RefusedError) as refusal:
-        adapter_store.reserve(holder, num_bytes)
+        adapter_store.reserve(tenant, num_bytes)
     assert refusal.value.code is ErrorCode.NO_ROOM_FOR_ADAPTER
     return str(refusal.value), refusal.value.retry_after_seconds
 

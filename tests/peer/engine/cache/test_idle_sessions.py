@@ -10,7 +10,7 @@ from shoal.peer.engine.cache.kv_memory import PAGE_TOKENS
 from shoal.peer.engine.cache.kv_pool import IDLE_SECONDS, KVCachePool
 from shoal.peer.engine.cache.lazy_memory import LazyStore
 from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
-from shoal.protocol.fair_share import Holder
+from shoal.protocol.fair_share import Tenant
 from shoal.protocol.spans import Span
 
 SPAN = Span(0, 1)
@@ -25,8 +25,8 @@ class Pool:
         store = LazyStore(1, 2, 8, torch.float32)
         self.pool = KVCachePool(num_pages * PAGE_BYTES, store, now=lambda: self.seconds)
 
-    def open(self, holder: Holder, num_pages: int) -> SessionCache:
-        cache = self.pool.open(1, 100 * PAGE_TOKENS, SPAN, holder)
+    def open(self, tenant: Tenant, num_pages: int) -> SessionCache:
+        cache = self.pool.open(1, 100 * PAGE_TOKENS, SPAN, tenant)
         grow(cache, num_pages)
         return cache
 
@@ -39,7 +39,7 @@ def grow(cache: SessionCache, num_pages: int) -> None:
 
 def test_idle_session_gives_its_pages_to_one_that_needs_them() -> None:
     scene = Pool(18)
-    idle, other = scene.open(Holder("a"), 10), scene.open(Holder("b"), 2)
+    idle, other = scene.open(Tenant("a"), 10), scene.open(Tenant("b"), 2)
     scene.seconds = IDLE_SECONDS
     other.touch()
 
@@ -57,7 +57,7 @@ def test_idle_session_gives_its_pages_to_one_that_needs_them() -> None:
 
 def test_session_in_use_keeps_its_pages() -> None:
     scene = Pool(14)
-    busy, other = scene.open(Holder("a"), 8), scene.open(Holder("b"), 4)
+    busy, other = scene.open(Tenant("a"), 8), scene.open(Tenant("b"), 4)
     scene.seconds = IDLE_SECONDS
     busy.touch()
     scene.seconds += IDLE_SECONDS - 0.1
@@ -74,8 +74,8 @@ def test_who_is_idle_for_longest_goes_first_and_no_more_than_needed() -> None:
     sessions = []
     for number in range(3):
         scene.seconds = float(number)
-        sessions.append(scene.open(Holder("a", "one"), 3))
-    other = scene.open(Holder("a", "two"), 2)
+        sessions.append(scene.open(Tenant("a", "one"), 3))
+    other = scene.open(Tenant("a", "two"), 2)
     scene.seconds = 2 * IDLE_SECONDS
     other.touch()
 
@@ -86,8 +86,8 @@ def test_who_is_idle_for_longest_goes_first_and_no_more_than_needed() -> None:
 
 def test_nobody_drives_a_smaller_user_out() -> None:
     scene = Pool(14)
-    small = scene.open(Holder("small"), 2)
-    greedy = scene.open(Holder("greedy"), 8)
+    small = scene.open(Tenant("small"), 2)
+    greedy = scene.open(Tenant("greedy"), 8)
     scene.seconds = 2 * IDLE_SECONDS
     greedy.touch()
 
@@ -99,7 +99,7 @@ def test_nobody_drives_a_smaller_user_out() -> None:
 
 def test_what_can_never_fit_drives_nobody_out() -> None:
     scene = Pool(14)
-    idle, other = scene.open(Holder("a"), 6), scene.open(Holder("b"), 1)
+    idle, other = scene.open(Tenant("a"), 6), scene.open(Tenant("b"), 1)
     scene.seconds = 2 * IDLE_SECONDS
     other.touch()
 

@@ -27,7 +27,7 @@ from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import CacheFullError
-from shoal.protocol.fair_share import Holder
+from shoal.protocol.fair_share import Tenant
 from shoal.protocol.messages.session import Opened
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
@@ -354,11 +354,11 @@ def test_so_many_more_tokens_fit_into_the_same_room(dtype: torch.dtype, ratio: f
 def test_free_tokens_are_those_of_the_format() -> None:
     page_bytes = PAGE_TOKENS * NUM_BLOCKS * 2 * NUM_HEADS * 64 * 4
     pool = make_pool(50 * page_bytes, 64, torch.float32)
-    holder = Holder("home", "one")
+    tenant = Tenant("home", "one")
 
-    as_floats = pool.count_free_tokens(holder)
-    as_integers = pool.count_free_tokens(holder, KVFormat.INT8)
-    cache = pool.open(1, 10_000, SPAN, holder, KVFormat.INT8)
+    as_floats = pool.count_free_tokens(tenant)
+    as_integers = pool.count_free_tokens(tenant, KVFormat.INT8)
+    cache = pool.open(1, 10_000, SPAN, tenant, KVFormat.INT8)
     cache.prepare(0, as_integers)
 
     assert 3.5 * as_floats < as_integers < 4 * as_floats

@@ -25,7 +25,7 @@ from shoal.peer.engine.cache.kv_pool import IDLE_SECONDS
 from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
-from shoal.protocol.fair_share import Holder
+from shoal.protocol.fair_share import Tenant
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
 
@@ -119,13 +119,13 @@ def test_parent_whose_memory_was_taken_is_gone(make_pool: PoolMaker) -> None:
 
 
 def test_copied_tokens_count_in_the_budget_of_their_holder(make_pool: PoolMaker) -> None:
-    pool, holder = make_pool(8), Holder("home")
+    pool, tenant = make_pool(8), Tenant("home")
     now = 0.0
     pool.now = lambda: now
-    parent = pool.open(1, 8 * PAGE_TOKENS, SPAN, holder)
+    parent = pool.open(1, 8 * PAGE_TOKENS, SPAN, tenant)
     take_step(parent, 0, count(1, 4 * PAGE_TOKENS))
     now = 2 * IDLE_SECONDS
-    fork = pool.open(1, 8 * PAGE_TOKENS, SPAN, holder)
+    fork = pool.open(1, 8 * PAGE_TOKENS, SPAN, tenant)
 
     with pytest.raises(CacheFullError):
         copy_prefix(parent, fork, 4 * PAGE_TOKENS)

@@ -8,7 +8,7 @@ from shoal.peer.engine.cache.kv_cache import SessionCache
 from shoal.peer.engine.cache.kv_memory import PAGE_TOKENS
 from shoal.peer.engine.cache.kv_pool import KVCachePool
 from shoal.protocol.errors import CacheFullError
-from shoal.protocol.fair_share import Holder
+from shoal.protocol.fair_share import Tenant
 from shoal.protocol.limits import MAX_SESSION_TOKENS
 
 
@@ -64,9 +64,9 @@ def test_open_refuses_only_when_not_one_page_fits(make_pool: PoolMaker) -> None:
     assert pool.num_sessions == 1
 
 
-def fill(pool: KVCachePool, holder: Holder, num_rows: int = 1) -> SessionCache:
+def fill(pool: KVCachePool, tenant: Tenant, num_rows: int = 1) -> SessionCache:
     """Let a session take page after page until it gets no more, and return it."""
-    cache = pool.open(num_rows, MAX_SESSION_TOKENS, SPAN, holder)
+    cache = pool.open(num_rows, MAX_SESSION_TOKENS, SPAN, tenant)
     while True:
         try:
             take_step(cache, cache.length, torch.zeros(num_rows, PAGE_TOKENS))
@@ -77,14 +77,14 @@ def fill(pool: KVCachePool, holder: Holder, num_rows: int = 1) -> SessionCache:
 def test_one_client_gets_most_of_the_budget_and_leaves_some_to_others(make_pool: PoolMaker) -> None:
     pool = make_pool(100)
 
-    greedy = fill(pool, Holder("home", "greedy"))
+    greedy = fill(pool, Tenant("home", "greedy"))
     assert greedy.committed_bytes == 73 * make_pool.row_page_bytes
     with pytest.raises(CacheFullError):
-        pool.open(16, 500, SPAN, Holder("home", "greedy"))
+        pool.open(16, 500, SPAN, Tenant("home", "greedy"))
 
-    neighbour = fill(pool, Holder("home", "other"))
+    neighbour = fill(pool, Tenant("home", "other"))
     assert neighbour.committed_bytes == 10 * make_pool.row_page_bytes
-    stranger = fill(pool, Holder("elsewhere", "someone"))
+    stranger = fill(pool, Tenant("elsewhere", "someone"))
     assert stranger.committed_bytes == 12 * make_pool.row_page_bytes
     pool.check_integrity()
 
@@ -94,13 +94,13 @@ def test_one_client_gets_most_of_the_budget_and_leaves_some_to_others(make_pool:
 
 def test_what_is_beyond_any_share_is_refused_for_good(make_pool: PoolMaker) -> None:
     pool = make_pool(100)
-    cache = pool.open(16, 1000, SPAN, Holder("home", "a"))
+    cache = pool.open(16, 1000, SPAN, Tenant("home", "a"))
 
     with pytest.raises(CacheFullError) as refusal:
         cache.prepare(0, 5 * PAGE_TOKENS)  # 80 pages
     assert refusal.value.retry_after_seconds is None
     cache.prepare(0, 4 * PAGE_TOKENS)
-    other = pool.open(1, 3000, SPAN, Holder("home", "b"))
+    other = pool.open(1, 3000, SPAN, Tenant("home", "b"))
     with pytest.raises(CacheFullError) as refusal:
         other.prepare(0, 30 * PAGE_TOKENS)
     assert refusal.value.retry_after_seconds is not None
@@ -108,8 +108,8 @@ def test_what_is_beyond_any_share_is_refused_for_good(make_pool: PoolMaker) -> N
 
 def test_refusal_says_what_is_held_already_and_what_helps(make_pool: PoolMaker) -> None:
     pool = make_pool(4)
-    take_step(pool.open(1, 500, SPAN, Holder("home", "a")), 0, torch.zeros(1, PAGE_TOKENS))
-    cache = pool.open(1, 500, SPAN, Holder("home", "a"))
+    take_step(pool.open(1, 500, SPAN, Tenant("home", "a")), 0, torch.zeros(1, PAGE_TOKENS))
+    cache = pool.open(1, 500, SPAN, Tenant("home", "a"))
 
     with pytest.raises(CacheFullError) as refusal:
         cache.prepare(0, 2 * PAGE_TOKENS)
@@ -127,7 +127,7 @@ def test_refusal_says_what_is_held_already_and_what_helps(make_pool: PoolMaker) 
 def test_budget_of_a_page_is_for_whoever_comes_first(make_pool: PoolMaker, num_pages: int) -> None:
     pool = make_pool(num_pages)
 
-    fill(pool, Holder("home", "a"))
+    fill(pool, Tenant("home", "a"))
 
     assert pool.used_bytes == make_pool.row_page_bytes
 
@@ -140,7 +140,7 @@ def test_rolled_back_pages_are_kept_until_another_session_needs_them(make_pool: 
     take_step(first, 10, torch.ones(1, 1))
     assert first.committed_bytes == 4 * make_pool.row_page_bytes
     assert first.spare_bytes == 3 * make_pool.row_page_bytes
-    assert pool.count_free_tokens(Holder("a")) == 2 * PAGE_TOKENS
+    assert pool.count_free_tokens(Tenant("a")) == 2 * PAGE_TOKENS
 
     take_step(second, 0, values[:, : 3 * PAGE_TOKENS])
 

@@ -20,7 +20,7 @@ from shoal.peer.engine.cache.kv_memory import PAGE_TOKENS
 from shoal.peer.engine.cache.kv_pool import IDLE_SECONDS, KVCachePool
 from shoal.peer.engine.cache.paged_memory import PagedMemory, PagedStore
 from shoal.protocol.errors import CacheFullError, LocalProtocolError
-from shoal.protocol.fair_share import Holder
+from shoal.protocol.fair_share import Tenant
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
 
@@ -140,7 +140,7 @@ class Holes:
 
     def __init__(self) -> None:
         self.pool, _ = make_pool(16)
-        self.asker = Holder("a")
+        self.asker = Tenant("a")
         low, self.high = (
             [self.pool.open(1, 64, span, self.asker if n == 0 else None) for n in range(4)]
             for span in (Span(SPAN.start, SPAN.start + 1), Span(SPAN.start + 1, SPAN.stop))

@@ -17,7 +17,7 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
 from shoal.protocol.net.relays import circuit
-from shoal.protocol.net.relays.circuit import P2pdRelayPlaces
+from shoal.protocol.net.relays.circuit import P2pdReservations
 
 pytestmark = pytest.mark.network
 
@@ -57,9 +57,9 @@ def test_p2pd_that_does_not_say_who_is_connected_has_nobody(
             connector = DaemonConnector(Multiaddr(f"/unix{path}"))
             client = Client(_initialized_with_create=True)
             client.control = await ControlClient.create(connector, use_persistent_conn=False)
-            places = P2pdRelayPlaces(cast(Any, SimpleNamespace(_client=client)))
+            reservations = P2pdReservations(cast(Any, SimpleNamespace(_client=client)))
             async with asyncio.timeout(20.0):
-                assert await places.list_connected() == set()
+                assert await reservations.list_connected() == set()
                 await has_ended.wait()
 
     asyncio.run(main())
