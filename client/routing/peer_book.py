@@ -39,21 +39,17 @@ class Bandwidth:
     def __init__(self) -> None:
         self._shown_bytes_per_second: deque[float] = deque(maxlen=16)
         self._guessed_bytes_per_second: float = _UNKNOWN_BYTES_PER_SECOND
-        self._num_bytes = 0
+        self.num_bytes = 0
+        """How many bytes are under way."""
 
     @contextmanager
     def carry(self, num_bytes: int) -> Iterator[float]:
         """Count bytes as under way; gives the seconds until they and all others have arrived."""
-        self._num_bytes += num_bytes
+        self.num_bytes += num_bytes
         try:
-            yield self.expect_seconds(self._num_bytes)
+            yield self.expect_seconds(self.num_bytes)
         finally:
-            self._num_bytes -= num_bytes
-
-    @property
-    def num_bytes(self) -> int:
-        """How many bytes are under way."""
-        return self._num_bytes
+            self.num_bytes -= num_bytes
 
     def expect_seconds(self, num_bytes: int) -> float:
         """Return how long so many bytes take at most, as far as the line has shown."""
@@ -386,10 +382,12 @@ class PeerBook:
         model_id: ModelId,
         num_blocks: int,
         clock: Clock,
-        may_use: Callable[[PeerId], bool] = lambda _: True,
+        allowed: Collection[str] | None = None,
+        blocked: Collection[str] = (),
     ) -> None:
         self._directory = directory
-        self._may_use = may_use
+        self._allowed = allowed
+        self._blocked = blocked
         self.clock = clock
         self._refreshed_at = float("-inf")
         self._records: dict[PeerId, _PeerRecord] = {}
@@ -412,7 +410,9 @@ class PeerBook:
         if self.clock.now() - self._refreshed_at > max_age_seconds:
             model_id, num_blocks = self.view.model_id, self.view.num_blocks
             known = await self._directory.lookup(model_id)
-            found = [peer for peer in known if self._may_use(peer.peer_id)]
+            found = [peer for peer in known if peer.peer_id not in self._blocked]
+            if self._allowed is not None:
+                found = [peer for peer in found if peer.peer_id in self._allowed]
             self.view = SwarmView.from_announcements(model_id, found, self.clock.wall(), num_blocks)
             self._refreshed_at = self.clock.now()
             self.revision += 1

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ...protocol.errors import DirectoryError, RouteError
@@ -45,12 +45,13 @@ class RouteFinder:
         model: SwarmModel,
         clock: Clock,
         rng: random.Random,
-        may_use: Callable[[PeerId], bool] = lambda _: True,
+        allowed: Collection[str] | None = None,
+        blocked: Collection[str] = (),
     ) -> None:
-        """Peers for which `may_use` is false are not seen."""
+        """Only the `allowed` peers are seen, None for all, and no `blocked` ones."""
         self._clock = clock
         self._rng = rng
-        self.book = PeerBook(directory, model.model_id, model.num_blocks, clock, may_use)
+        self.book = PeerBook(directory, model.model_id, model.num_blocks, clock, allowed, blocked)
         self._position = Position(self.book, clock, rng)
 
     def __repr__(self) -> str:

@@ -39,7 +39,12 @@ class AsyncClient:
     ) -> None:
         """Take over a transport and a directory, both closed with the client; see `join`."""
         self.swarm = RouteFinder(
-            directory, model, clock, random.Random(config.seed), config.may_use
+            directory,
+            model,
+            clock,
+            random.Random(config.seed),
+            config.allowed_servers,
+            config.blocked_servers,
         )
         self._config = config
         self._model = model

@@ -98,11 +98,6 @@ class ClientConfig:
         if self.seed is not None and not isinstance(self.seed, int):
             raise UsageError(f"seed must be a whole number or None, not {self.seed!r}")
 
-    def may_use(self, peer_id: str) -> bool:
-        """Return whether the user allows a peer."""
-        is_allowed = self.allowed_servers is None or peer_id in self.allowed_servers
-        return is_allowed and peer_id not in self.blocked_servers
-
 
 def _check_choice(name: str, given: object, choices: Sequence[str]) -> None:
     if given not in choices:
