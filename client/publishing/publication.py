@@ -51,7 +51,7 @@ class Holding:
 
 
 @dataclass
-class Upload:
+class HolderUpload:
     """One push of the adapter that is under way, or waits for its turn."""
 
     span: Span
@@ -72,11 +72,8 @@ class Publication:
     """None: nobody wants it any more."""
     claims: set[Claim] = field(default_factory=set[Claim])
     holders: dict[PeerId, Holding] = field(default_factory=dict[PeerId, Holding])
-    uploads: dict[PeerId, Upload] = field(default_factory=dict[PeerId, Upload])
+    uploads: dict[PeerId, HolderUpload] = field(default_factory=dict[PeerId, HolderUpload])
     renewing: asyncio.Task[None] | None = None
-    spreading: asyncio.Task[None] | None = None
-    is_held: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when there is a holder of each block."""
     missing: list[Span] | None = None
     """The blocks without a holder, as they were told last; None before a call has ended."""
     error: HolderError | None = None
@@ -89,19 +86,15 @@ class Publication:
             self.holders.pop(peer_id, None)
         else:
             self.holders[peer_id] = holding
-        self._update()
 
     def want(self, leaves: AdapterLeaves, claim: Claim) -> None:
         """Have it held from now on."""
         self.leaves = leaves
         self.claims.add(claim)
-        self._update()
 
-    def _update(self) -> None:
-        if self.list_missing():
-            self.is_held.clear()
-        else:
-            self.is_held.set()
+    def forget_upload(self, peer_id: PeerId, _: object) -> None:
+        """Note that an upload has ended."""
+        del self.uploads[peer_id]
 
     def note_error(self, peer: Announcement, error: HolderError) -> None:
         """Note why a peer does not hold it."""

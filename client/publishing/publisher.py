@@ -9,13 +9,10 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import (
-    AsyncExitStack,
-    ExitStack,
-    asynccontextmanager,
-)
+from collections.abc import AsyncGenerator, Collection, Coroutine, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ...protocol.errors import (
@@ -43,7 +40,7 @@ from ..concurrency.tasks import Background, KeyedSemaphores, cancel_all, run_all
 from ..passes.microbatches import make_pass_id
 from ..passes.pass_asking import PassAsker
 from ..routing.route import Hop
-from .publication import Claim, Holding, Publication, Upload, can_hold
+from .publication import Claim, HolderUpload, Holding, Publication, can_hold
 
 _logger = logging.getLogger(__name__)
 
@@ -176,18 +173,20 @@ class Publisher:
         return publication
 
     async def _wait_for_holders(self, publication: Publication) -> None:
-        """Wait until each block has a holder, and a little for the others."""
+        """Push until each block has a holder, and a little longer for the others.
+
+        Also asks peers that have just failed, once.
+        """
         await self._look()
-        spreading = self._begin_spreading(publication, asks_all=True)
-        held = asyncio.create_task(publication.is_held.wait())
-        try:
-            await asyncio.wait(
-                (spreading, held), timeout=_PUBLISHING_SECONDS, return_when=asyncio.FIRST_COMPLETED
-            )
-            if held.done() and not spreading.done():
-                await asyncio.wait([spreading], timeout=_OTHERS_SECONDS)
-        finally:
-            held.cancel()
+        deadline, resting = self._clock.now() + _PUBLISHING_SECONDS, frozenset[PeerId]()
+        while tasks := self._begin_uploads(publication, resting):
+            if not publication.list_missing():
+                deadline = min(deadline, self._clock.now() + _OTHERS_SECONDS)
+            seconds = min(_LOOK_SECONDS, deadline - self._clock.now())
+            if seconds <= 0:
+                break
+            await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            resting = self._failing.resting
 
     def _check_holders(self, publication: Publication, span: Span) -> None:
         """Warn of blocks without a holder; raise why there is none where none has one."""
@@ -243,7 +242,7 @@ class Publisher:
                 if publication.claims:
                     _tell_changed_holders(publication)
                     self._begin_renewing(publication)
-                    self._begin_spreading(publication)
+                    self._begin_uploads(publication, self._failing.resting)
 
     async def _look(self) -> None:
         """See which peers there are that can hold publications, least in doubt first."""
@@ -261,29 +260,19 @@ class Publisher:
         if publication.renewing is None or publication.renewing.done():
             publication.renewing = self._background.start(self._renew(publication))
 
-    def _begin_spreading(
-        self, publication: Publication, *, asks_all: bool = False
-    ) -> asyncio.Task[None]:
-        if publication.spreading is None or publication.spreading.done():
-            publication.spreading = self._background.start(self._spread(publication, asks_all))
-        return publication.spreading
+    def _begin_uploads(
+        self, publication: Publication, resting: Collection[PeerId]
+    ) -> list[asyncio.Task[None]]:
+        """Push to peers, but resting ones, so that each block gets enough holders.
 
-    async def _spread(self, publication: Publication, asks_all: bool) -> None:
-        """Push to peers until each block has enough holders, or nobody is left to try.
-
-        The first time it `asks_all`, or else only those that have not just failed.
+        Returns what is under way then.
         """
-        while True:
-            resting = frozenset[PeerId]() if asks_all else self._failing.resting
-            asks_all = False
-            candidates = [peer for peer in self._peers.values() if peer.peer_id not in resting]
-            for peer in publication.choose_holders(candidates, self._clock.now()):
-                task = self._background.start(self._push(publication, peer))
-                publication.uploads[peer.peer_id] = Upload(peer.span, task)
-            if not publication.uploads:
-                return
-            tasks = [upload.task for upload in publication.uploads.values()]
-            await asyncio.wait(tasks, timeout=_LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        candidates = [peer for peer in self._peers.values() if peer.peer_id not in resting]
+        for peer in publication.choose_holders(candidates, self._clock.now()):
+            task = self._background.start(self._push(publication, peer))
+            publication.uploads[peer.peer_id] = HolderUpload(peer.span, task)
+            task.add_done_callback(partial(publication.forget_upload, peer.peer_id))
+        return [upload.task for upload in publication.uploads.values()]
 
     async def _push(self, publication: Publication, peer: Announcement) -> None:
         """Give a peer what belongs to its blocks; never raises what the peer does."""
@@ -309,8 +298,6 @@ class Publisher:
             if isinstance(error, RefusedError):
                 publication.note(peer_id, None)
             self._note_failure(publication, peer, error)
-        finally:
-            publication.uploads.pop(peer_id, None)
 
     @asynccontextmanager
     async def _take_turn(self, num_bytes: int) -> AsyncGenerator[float]:
@@ -446,4 +433,4 @@ def _tell_changed_holders(publication: Publication) -> None:
 
 def _list_tasks(publication: Publication) -> list[asyncio.Task[None]]:
     tasks = [upload.task for upload in publication.uploads.values()]
-    return tasks + [task for task in (publication.spreading, publication.renewing) if task]
+    return tasks + ([publication.renewing] if publication.renewing else [])
