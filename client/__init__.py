@@ -47,7 +47,7 @@ from .model.remote_blocks import UID_DELIMITER, RemoteSequenceManager, RemoteSeq
 from .model.remote_cache import RemoteCache as RemotePastKeyValues
 from .runtime.client import Client
 from .session.inference_session import InferenceSession
-from .settings.config import ClientConfig
+from .settings.client_config import ClientConfig
 from .training.lora import LoraAdapter
 
 __all__ = [

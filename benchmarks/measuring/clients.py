@@ -14,7 +14,7 @@ from shoal.client.runtime.async_client import AsyncClient
 from shoal.client.runtime.client import Connect, find_network
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts
-from shoal.client.settings.config import ClientConfig
+from shoal.client.settings.client_config import ClientConfig
 from shoal.peer.local_swarm.swarm import LocalSwarm
 from shoal.protocol.errors import UnavailableError
 from shoal.protocol.ids import ModelId

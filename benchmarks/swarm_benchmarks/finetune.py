@@ -26,7 +26,7 @@ from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS, time_calls
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.client.model.remote_blocks import RemoteSequential
 from shoal.client.runtime.client import find_network
-from shoal.client.settings.config import ClientConfig
+from shoal.client.settings.client_config import ClientConfig
 from shoal.peer.local_swarm.swarm import LocalSwarm
 from swarm_benchmarks.setting import Setting
 

@@ -18,7 +18,7 @@ from shoal.cli.figures.bench_report import Figure
 from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS
 from shoal.client.runtime.client import find_network
 from shoal.client.session.session import RemoteSession
-from shoal.client.settings.config import ClientConfig
+from shoal.client.settings.client_config import ClientConfig
 from shoal.protocol.messages.session import Output
 from shoal.protocol.spans import Span
 from shoal.protocol.wire.codec import decode_frame

@@ -14,7 +14,7 @@ Write = Callable[[Path], object]
 def write_files(folder: Path, writes: Mapping[str, Write]) -> None:
     """Write files of a folder by their names: all are on the disk before one takes its place.
 
-    Who reads finds each as it was or as it is now. A machine that stops while they take their
+    Readers find each as it was or as it is now. A machine that stops while they take their
     places, in the order given, may leave some old ones. Raises what writing raises; then the
     folder is as it was.
     """

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..runtime.client import Connect, find_network, make_join
-from ..settings.config import make_client_config
+from ..settings.client_config import make_client_config
 from .causal_lm import DistributedCausalLM, SpeculativeCausalLM
 from .headless_model import DistributedSequenceClassifier, HeadlessModel
 from .local_layers import open_checkpoint

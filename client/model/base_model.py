@@ -22,7 +22,7 @@ from ...protocol.errors import UsageError
 from ...protocol.ids import parse_adapter_id
 from ...protocol.spans import Span
 from ..session.inference_session import InferenceSession
-from ..settings.config import make_client_config, make_whole
+from ..settings.client_config import make_client_config, make_whole
 from ..training.active_adapters import DIGEST, AdapterChoice, read_choice
 from ..training.lora import LoraAdapter
 from ..training.peer_optimizer import PeerOptimizer

@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from ...models.checkpoints.checkpoint import Checkpoint
 from ...protocol.errors import ModelError, UsageError
 from ...protocol.limits import MAX_BATCH_ROWS, MAX_SESSION_TOKENS
-from ..settings.config import make_whole
+from ..settings.client_config import make_whole
 from .local_layers import check_attention_mask, check_token_ids, describe_positions
 
 # Shape suffixes: B rows, T tokens, V vocabulary.

@@ -20,7 +20,7 @@ from ..routing.route import Hop, PassFailover
 from ..routing.route_finder import RouteFinder
 from ..session.deep_prompts import check_prompts
 from ..session.inference_session import InferenceSession, check_is_session
-from ..settings.config import ClientConfig, make_client_config, make_whole
+from ..settings.client_config import ClientConfig, make_client_config, make_whole
 from ..training.active_adapters import ActiveAdapters, ChosenAdapters, read_digest
 from ..training.autograd import PassRunner
 from ..training.lora import LoraAdapter, check_is_adapter

@@ -41,7 +41,7 @@ from ..adapters.adapter_versions import (
 )
 from ..routing.peer_book import Bandwidth, PeerBook
 from ..routing.route import Failures, Fault, Hop, LostHopError, PassFailover, PeerFailure
-from ..settings.config import ClientConfig
+from ..settings.client_config import ClientConfig
 from .adapter_uploads import AdapterUploads
 from .microbatches import TextGradients, Texts, choose_scale
 from .pass_links import NotWantedError, PassAnswer, PassLink, PassLinks

@@ -19,7 +19,7 @@ from ..routing.route_finder import RouteFinder, SwarmModel
 from ..session.session import RemoteSession
 from ..session.standby import prepare_replacements
 from ..session.state import SessionContext, SessionFacts
-from ..settings.config import ClientConfig, read_kv_format, read_max_length
+from ..settings.client_config import ClientConfig, read_kv_format, read_max_length
 from ..training.remote_passes import RemotePasses
 
 

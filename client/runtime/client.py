@@ -19,7 +19,7 @@ from ..adapters.adapter_versions import SentAdapter
 from ..concurrency.portal import Portal
 from ..routing.route_finder import SwarmModel
 from ..session.inference_session import InferenceSession
-from ..settings.config import ClientConfig
+from ..settings.client_config import ClientConfig
 from ..training.autograd import PassRunner
 from .async_client import AsyncClient
 

@@ -12,7 +12,7 @@ from ...protocol.errors import UsageError
 from ...protocol.spans import Span
 from ..concurrency.portal import Portal
 from ..routing.route import Hop
-from ..settings.config import make_whole
+from ..settings.client_config import make_whole
 from ..trace.trace import Failover, Handoff, Recorder
 from .deep_prompts import are_same, check_prompts, check_rows_stay, share_prompts
 from .state import SessionContext, Waiting

@@ -31,7 +31,7 @@ from ...protocol.versions import INT8_VERSION
 from ..concurrency.tasks import Closer
 from ..routing.peer_book import PeerBook
 from ..routing.route import Ends, Hop, Route
-from ..settings.config import ClientConfig
+from ..settings.client_config import ClientConfig
 from ..trace.trace import Observer, Recorder
 
 _FLOAT_TOKENS = {KVFormat.FLOAT: 1.0, KVFormat.INT8: 0.5}

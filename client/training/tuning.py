@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ...protocol.errors import UsageError
-from ..settings.config import make_whole
+from ..settings.client_config import make_whole
 
 SHALLOW = "ptune"
 """A trained prompt stands before each text, as if it were words."""

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from shoal.client.model.causal_lm import DistributedCausalLM
 from shoal.client.model.local_layers import load_config, load_local_layers
 from shoal.client.session.inference_session import InferenceSession
-from shoal.client.settings.config import ClientConfig
+from shoal.client.settings.client_config import ClientConfig
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.protocol.errors import UsageError
 from shoal.protocol.ids import ModelId

@@ -21,7 +21,7 @@ from shoal.client.runtime.async_client import AsyncClient
 from shoal.client.session.hop_link import from_wire, to_wire
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts
-from shoal.client.settings.config import ClientConfig
+from shoal.client.settings.client_config import ClientConfig
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import SessionId

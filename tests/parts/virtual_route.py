@@ -13,7 +13,7 @@ from virtual_swarm import RelayedTransport, Scene, draw
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.client.session.session import RemoteSession
-from shoal.client.settings.config import ClientConfig
+from shoal.client.settings.client_config import ClientConfig
 from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.spans import Span
 

@@ -13,7 +13,7 @@ from shoal.client.routing.route_finder import SwarmModel
 from shoal.client.runtime.async_client import AsyncClient
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts
-from shoal.client.settings.config import ClientConfig
+from shoal.client.settings.client_config import ClientConfig
 from shoal.peer.runtime.config import PeerConfig
 from shoal.protocol.endpoints import Endpoint, Libp2pEndpoint
 from shoal.protocol.ids import SessionId

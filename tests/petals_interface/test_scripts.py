@@ -19,7 +19,7 @@ from shoal.client import (
     UsageError,
     load_pretrained_block,
 )
-from shoal.client.settings.config import make_client_config
+from shoal.client.settings.client_config import make_client_config
 
 IDS = torch.tensor([[5, 9, 60, 3]])
 

@@ -22,7 +22,7 @@ from shoal.client.routing.route_finder import SwarmModel
 from shoal.client.runtime.async_client import AsyncClient
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts
-from shoal.client.settings.config import ClientConfig
+from shoal.client.settings.client_config import ClientConfig
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.engine import Engine

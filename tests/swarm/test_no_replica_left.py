@@ -16,7 +16,7 @@ from virtual_swarm import Scene, draw
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.client.session.session import RemoteSession
-from shoal.client.settings.config import ClientConfig
+from shoal.client.settings.client_config import ClientConfig
 from shoal.protocol.errors import RouteError
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.spans import Span

@@ -18,7 +18,7 @@ from virtual_time import run_virtual
 
 from shoal.client.adapters.adapter_versions import AdapterLeaves, AdapterVersion
 from shoal.client.publishing.publisher import Publisher
-from shoal.client.settings.config import ClientConfig
+from shoal.client.settings.client_config import ClientConfig
 from shoal.peer.engine.adapters.adapter_store import Kept
 from shoal.protocol.errors import RefusedError
 from shoal.protocol.fair_share import Tenant

@@ -15,7 +15,7 @@ from transformers import DynamicCache, GenerationConfig
 from shoal.client.model.auto import AutoDistributedModelForCausalLM
 from shoal.client.model.causal_lm import DistributedCausalLM
 from shoal.client.model.remote_cache import RemoteCache
-from shoal.client.settings.config import ClientConfig
+from shoal.client.settings.client_config import ClientConfig
 from shoal.protocol.errors import ModelError, UsageError
 from shoal.protocol.ids import ModelId
 from shoal.protocol.records.swarm_view import SwarmView

@@ -14,7 +14,7 @@ import torch
 from shoal.client.model.auto import AutoDistributedModelForCausalLM
 from shoal.client.routing.route_finder import SwarmModel
 from shoal.client.runtime.client import Client, find_network
-from shoal.client.settings.config import ClientConfig, make_client_config
+from shoal.client.settings.client_config import ClientConfig, make_client_config
 from shoal.protocol.errors import DirectoryError, UsageError
 from shoal.protocol.ids import ModelId
 from shoal.protocol.limits import MAX_SESSION_TOKENS

@@ -15,7 +15,7 @@ from shoal.client.routing.route_finder import RouteFinder, SwarmModel
 from shoal.client.session.hop_link import LiveHop, MissingHops, StartOverError, cut_segments
 from shoal.client.session.push_plan import PushPlan
 from shoal.client.session.state import SessionContext, SessionFacts
-from shoal.client.settings.config import ClientConfig
+from shoal.client.settings.client_config import ClientConfig
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import NO_CAPABILITY, ModelId, SessionId

@@ -10,7 +10,7 @@ from session_scene import Oracle, Scene, add_two_rows_of_peers, draw, run
 
 from shoal.client.routing.route_finder import SwarmModel
 from shoal.client.runtime.client import Client
-from shoal.client.settings.config import ClientConfig
+from shoal.client.settings.client_config import ClientConfig
 from shoal.protocol.errors import UsageError
 from shoal.protocol.ids import ModelId, SessionId
 from shoal.protocol.net.clock import SystemClock

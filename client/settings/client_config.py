@@ -1,8 +1,9 @@
-"""The settings of a client, as one frozen value."""
+"""The settings of a client, as one frozen value, and the names that PETALS gave to them."""
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -11,7 +12,28 @@ from ...protocol.errors import UsageError
 from ...protocol.limits import MAX_SESSION_TOKENS
 from ...protocol.membership.join_code import JoinCode
 from ...protocol.tensors import KVFormat, WireDtype
-from .petals_settings import translate_settings
+
+_RENAMED_FROM_PETALS = {
+    "connect_timeout": "connect_timeout_seconds",
+    "update_period": "refresh_seconds",
+}
+
+_LAST_FOREVER = "failover_timeout_seconds limits the search for peers"
+_IS_MEASURED = "timeouts of peers follow from measured response times"
+_WITHOUT_EFFECT: Mapping[str, str] = {
+    "ban_timeout": "the quarantine of a peer depends on its failures",
+    "daemon_startup_timeout": "no daemon is started",
+    "dht_prefix": "the model id is computed from configuration and weights",
+    "low_cpu_mem_usage": "weights are always read without a copy",
+    "max_backoff": _LAST_FOREVER,
+    "max_pinged": _IS_MEASURED,
+    "max_retries": _LAST_FOREVER,
+    "min_backoff": _LAST_FOREVER,
+    "ping_timeout": _IS_MEASURED,
+    "request_timeout": _IS_MEASURED,
+    "show_route": "read `session.hops` instead",
+}
+"""Settings of PETALS that are accepted without effect, and why."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +148,7 @@ def make_client_config(initial_peers: object, options: dict[str, Any]) -> Client
 
     Names of PETALS are translated.
     """
-    options = translate_settings(options)
+    options = _translate_settings(options)
     known = sorted(field.name for field in fields(ClientConfig))
     unknown = sorted(set(options) - set(known))
     if unknown:
@@ -144,6 +166,22 @@ def make_client_config(initial_peers: object, options: dict[str, Any]) -> Client
         "blocked_servers", options.get("blocked_servers") or ()
     )
     return ClientConfig(initial_peers=addresses, **options)
+
+
+def _translate_settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options under our names; warns of those that have no effect here."""
+    found: dict[str, Any] = {}
+    ignored: list[str] = []
+    for name, value in options.items():
+        if name in _WITHOUT_EFFECT:
+            ignored.append(f"{name} ({_WITHOUT_EFFECT[name]})")
+        elif name == "use_server_to_server":
+            found["delivery"] = "chain" if value else "star"
+        else:
+            found[_RENAMED_FROM_PETALS.get(name, name)] = value
+    if ignored:
+        warnings.warn(f"settings without effect: {', '.join(ignored)}", stacklevel=2)
+    return found
 
 
 def _read_peer_ids(name: str, given: object) -> tuple[str, ...]:
