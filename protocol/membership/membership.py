@@ -213,6 +213,10 @@ def make_public(swarm_id: bytes) -> Membership:
     return Membership(swarm_id)
 
 
+NO_MEMBERSHIP = Membership(bytes(SWARM_ID_BYTES))
+"""Of who takes every swarm for a public one."""
+
+
 def begin_public(first_peer: PeerId) -> Membership:
     """Return membership in the public swarm that a peer begins.
 

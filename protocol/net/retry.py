@@ -102,9 +102,6 @@ class Backoffs(Generic[Key]):
         self._num_failures: dict[Key, int] = {}
         self._until: dict[Key, float] = {}
 
-    def __repr__(self) -> str:
-        return f"<Backoffs: {len(self.resting)} resting>"
-
     @property
     def resting(self) -> frozenset[Key]:
         """The keys that are to be left alone now."""

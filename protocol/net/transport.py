@@ -203,9 +203,6 @@ class ChoosingTransport:
         self._direct = direct
         self._libp2p = libp2p
 
-    def __repr__(self) -> str:
-        return f"ChoosingTransport({self._direct!r}, {self._libp2p!r})"
-
     async def listen(self, host: str, port: int, serve: StreamServer) -> Listener:
         return await self._direct.listen(host, port, serve)
 

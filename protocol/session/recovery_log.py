@@ -66,9 +66,6 @@ class RecoveryLog(Generic[Payload]):
         self._newest_row_map: _RowMap | None = None
         self._length = 0
 
-    def __repr__(self) -> str:
-        return f"<RecoveryLog of {self._length} tokens in {len(list(self._list()))} entries>"
-
     @property
     def length(self) -> int:
         """Number of tokens per row that a replay rebuilds."""
@@ -235,9 +232,6 @@ class SenderLog(Generic[Payload]):
         self._settled_sequence = 0
         # The first of these may go back or move rows; each other one begins where the last ended.
         self._recent: list[SentStep[Payload]] = []
-
-    def __repr__(self) -> str:
-        return f"<SenderLog of {self._settled!r} and {len(self._recent)} steps>"
 
     @property
     def length(self) -> int:

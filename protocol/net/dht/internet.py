@@ -55,7 +55,6 @@ class InternetNetwork:
     listening: Listening = field(default_factory=Listening)
 
     async def connect(self) -> tuple[Transport, Directory]:
-        """See Network.connect."""
         from ..tcp.tcp_transport import TcpTransport
         from .hivemind_directory import HivemindDirectory
 
@@ -70,7 +69,6 @@ class InternetNetwork:
         return ChoosingTransport(direct, directory.make_transport()), directory
 
     async def serve(self, identity: Identity, serve: StreamServer) -> Presence:
-        """See Network.serve."""
         from ..tcp.tcp_transport import TcpTransport
         from ..tcp.tls import make_tls_identity
         from .hivemind_directory import HivemindDirectory

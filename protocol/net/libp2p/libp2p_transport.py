@@ -25,7 +25,7 @@ from ...errors import (
 )
 from ...fair_share import FairLimit
 from ...ids import PeerId
-from ...membership.membership import Membership
+from ...membership.membership import NO_MEMBERSHIP, Membership
 from ..tcp.tcp_listener import MAX_STREAMS
 from ..transport import Listener, Stream, StreamServer, end_serving, serve_stream, turn_away
 from .libp2p_stream import Libp2pStream
@@ -69,13 +69,10 @@ class Libp2pTransport:
 
     def __init__(self, p2p: P2P, membership: Membership | None = None) -> None:
         self._p2p = p2p
-        self._membership = membership
+        self._membership = membership or NO_MEMBERSHIP
         self._streams: set[Libp2pStream] = set()
         self._listener: Libp2pListener | None = None
         self._is_closed = False
-
-    def __repr__(self) -> str:
-        return f"Libp2pTransport(streams={len(self._streams)}, closed={self._is_closed})"
 
     async def listen(self, host: str, port: int, serve: StreamServer) -> Libp2pListener:
         """See Transport.listen: one listener at a time, where p2pd listens already.
@@ -125,15 +122,23 @@ class Libp2pTransport:
         self._streams.add(stream)
         stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
         try:
-            membership = self._membership
-            proof = b"" if membership is None else membership.prove_to(endpoint.peer_id)
-            stream.greet(_HELLO + proof)
-            await _wait_accepted(stream, endpoint, membership)
+            stream.greet(_HELLO + self._membership.prove_to(endpoint.peer_id))
+            await self._wait_accepted(stream, endpoint)
             self._check_open()
         except BaseException:
             stream.break_off("it was not accepted")
             raise
         return stream
+
+    async def _wait_accepted(self, stream: Libp2pStream, endpoint: Endpoint) -> None:
+        try:
+            answer = await stream.receive()
+        except UnavailableError as error:
+            raise UnavailableError(f"{endpoint} takes no more streams") from error
+        if answer == _MEMBERS_ONLY:
+            raise turn_away(endpoint, has_secret=self._membership.is_private)
+        if answer != _ACCEPTED:
+            raise RemoteProtocolError(f"{endpoint} answers, but does not speak {PROTOCOL}")
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -182,7 +187,7 @@ class Libp2pListener:
         p2p: P2P,
         endpoint: Libp2pEndpoint,
         serve: StreamServer,
-        membership: Membership | None,
+        membership: Membership,
     ) -> None:
         self._p2p = p2p
         self._endpoint = endpoint
@@ -258,18 +263,4 @@ class Libp2pListener:
         if not hello.startswith(_HELLO):
             raise RemoteProtocolError(f"the first message does not speak {PROTOCOL}")
         proof = hello.removeprefix(_HELLO)
-        return self._membership is None or self._membership.accepts(self._endpoint.peer_id, proof)
-
-
-async def _wait_accepted(
-    stream: Libp2pStream, endpoint: Endpoint, membership: Membership | None
-) -> None:
-    try:
-        answer = await stream.receive()
-    except UnavailableError as error:
-        raise UnavailableError(f"{endpoint} takes no more streams") from error
-    if answer == _MEMBERS_ONLY:
-        is_private = membership is not None and membership.is_private
-        raise turn_away(endpoint, has_secret=is_private)
-    if answer != _ACCEPTED:
-        raise RemoteProtocolError(f"{endpoint} answers, but does not speak {PROTOCOL}")
+        return self._membership.accepts(self._endpoint.peer_id, proof)

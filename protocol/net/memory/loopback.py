@@ -26,7 +26,7 @@ from ...errors import (
     UsageError,
 )
 from ...limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES
-from ...membership.membership import Membership
+from ...membership.membership import NO_MEMBERSHIP, Membership
 from ..transport import FrameGate, StreamServer, end_serving, open_gate, serve_stream, turn_away
 
 _RETRANSMISSION_SECONDS = 0.2
@@ -214,7 +214,7 @@ class LoopbackTransport:
     ) -> None:
         self._network = network
         self._host = host_name
-        self._membership = membership
+        self._membership = membership or NO_MEMBERSHIP
         self._dialled: set[Wire] = set()
         self._listeners: set[_LoopbackListener] = set()
         self._is_closed = False
@@ -233,7 +233,7 @@ class LoopbackTransport:
 
     async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> LoopbackStream:
         self._check_open()
-        proof = self._membership.prove_to(endpoint.fingerprint) if self._membership else b""
+        proof = self._membership.prove_to(endpoint.fingerprint)
         wire = Wire(self._network, self._host, endpoint.host)
         self._network.register(wire)
         try:
@@ -256,8 +256,7 @@ class LoopbackTransport:
                 f"the peer at {endpoint} presents another TLS certificate than it announced"
             )
         if answer is Signal.NOT_A_MEMBER:
-            is_private = self._membership is not None and self._membership.is_private
-            raise turn_away(endpoint, has_secret=is_private)
+            raise turn_away(endpoint, has_secret=self._membership.is_private)
         raise UnavailableError(f"nobody answers at {endpoint}: connection refused")
 
     async def close(self) -> None:
@@ -281,7 +280,7 @@ class _LoopbackListener:
         network: LoopbackNetwork,
         endpoint: Endpoint,
         serve: StreamServer,
-        membership: Membership | None,
+        membership: Membership,
     ) -> None:
         self._network = network
         self._endpoint = endpoint
@@ -295,8 +294,7 @@ class _LoopbackListener:
 
     def takes(self, proof: bytes) -> bool:
         """Return whether a dialler with this proof may come in."""
-        membership = self._membership
-        return membership is None or membership.accepts(self._endpoint.fingerprint, proof)
+        return self._membership.accepts(self._endpoint.fingerprint, proof)
 
     def accept(self, wire: Wire) -> None:
         """Serve the listening end of a wire in a task of its own."""

@@ -36,7 +36,6 @@ class MemoryDirectory:
         return ()
 
     async def announce(self, record: bytes) -> None:
-        """See Directory.announce."""
         self._check_is_reachable()
         now = self._clock.wall()
         try:
@@ -49,12 +48,10 @@ class MemoryDirectory:
             raise DirectoryError(f"the directory refused our announcement: {error}") from error
 
     async def lookup(self, model_id: ModelId) -> list[Announcement]:
-        """See Directory.lookup."""
         self._check_is_reachable()
         return self._store.book.list_current(model_id, self._clock.wall())
 
     async def close(self) -> None:
-        """See Directory.close."""
         self._is_closed = True
 
     def _check_is_reachable(self) -> None:

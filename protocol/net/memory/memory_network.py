@@ -31,15 +31,10 @@ class MemoryNetwork:
         self._store = store
         self._clock = clock
 
-    def __repr__(self) -> str:
-        return f"<MemoryNetwork at {self.host}>"
-
     async def connect(self) -> tuple[LoopbackTransport, MemoryDirectory]:
-        """See Network.connect."""
         return self.make_transport(), self.make_directory()
 
     async def serve(self, identity: Identity, serve: StreamServer) -> MemoryPresence:
-        """See Network.serve."""
         self.serve_stream = serve
         transport = self.make_transport()
         listener = await transport.listen(self.host, 0, self._serve_stream)
@@ -77,7 +72,6 @@ class MemoryPresence:
         self.relays: Sequence[Relay] = ()
 
     async def renew_relays(self, model_id: ModelId) -> bool:
-        """See Presence.renew_relays."""
         return False
 
     def describe(self) -> Mapping[str, object]:
@@ -85,7 +79,6 @@ class MemoryPresence:
         return {"addresses": [], "dialled": []}
 
     async def close(self) -> None:
-        """See Presence.close."""
         await self.directory.close()
         await self.transport.close()
 

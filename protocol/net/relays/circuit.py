@@ -70,7 +70,7 @@ def make_keeper(p2p: P2P, clock: Clock, relays: Sequence[Relay]) -> RelayKeeper:
 
 
 class P2pdReservations:
-    """Reservations at relays for the peer id of a p2pd."""
+    """Reservations at relays for the peer id of a p2pd. Implements RelayReservations."""
 
     def __init__(self, p2p: P2P) -> None:
         self._p2p = p2p
@@ -87,7 +87,6 @@ class P2pdReservations:
         return {PeerId(peer_id) for peer_id, address in found if "/p2p-circuit" not in address}
 
     async def reserve(self, relay: Relay) -> None:
-        """See RelayReservations."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 address = str(relay).removesuffix(f"/p2p/{relay.peer_id}")

@@ -47,7 +47,7 @@ class TcpListener:
         self,
         serve: StreamServer,
         context: ssl.SSLContext,
-        membership: Membership | None,
+        membership: Membership,
     ) -> None:
         self._serve = serve
         self._context = context
@@ -154,8 +154,7 @@ class TcpListener:
         if hello is None or not hello.startswith(HELLO):
             return Mark.END
         proof = hello.removeprefix(HELLO)
-        membership = self._membership
-        if membership is not None and not membership.accepts(self._endpoint.fingerprint, proof):
+        if not self._membership.accepts(self._endpoint.fingerprint, proof):
             return Mark.MEMBERS_ONLY
         try:
             check_room_for(tenant, self._served, MAX_STREAMS, "streams")

@@ -11,7 +11,7 @@ import asyncio
 
 from ...endpoints import Endpoint
 from ...errors import LocalProtocolError, RemoteProtocolError, UnavailableError
-from ...membership.membership import Membership
+from ...membership.membership import NO_MEMBERSHIP, Membership
 from ..frame_stream import FrameStream, Mark
 from ..transport import StreamServer, turn_away
 from .tcp_listener import HELLO, TcpListener
@@ -34,18 +34,12 @@ class TcpTransport:
     def __init__(
         self, identity: TlsIdentity | None = None, *, membership: Membership | None = None
     ) -> None:
-        self._membership = membership
+        self._membership = membership or NO_MEMBERSHIP
         self._identity = identity or make_tls_identity()
         self._context = make_client_context()
         self._streams: set[FrameStream] = set()
         self._listeners: set[TcpListener] = set()
         self._is_closed = False
-
-    def __repr__(self) -> str:
-        return (
-            f"TcpTransport(streams={len(self._streams)}, listeners={len(self._listeners)}, "
-            f"closed={self._is_closed})"
-        )
 
     async def listen(self, host: str, port: int, serve: StreamServer) -> TcpListener:
         self._check_open()
@@ -89,13 +83,10 @@ class TcpTransport:
         self._streams.add(stream)
         stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
         self._check_open()
-        membership = self._membership
-        proof = b"" if membership is None else membership.prove_to(endpoint.fingerprint)
-        await stream.send(HELLO + proof)
+        await stream.send(HELLO + self._membership.prove_to(endpoint.fingerprint))
         answer = await stream.receive()
         if stream.mark is Mark.MEMBERS_ONLY:
-            is_private = membership is not None and membership.is_private
-            raise turn_away(endpoint, has_secret=is_private)
+            raise turn_away(endpoint, has_secret=self._membership.is_private)
         if stream.mark is Mark.TOO_MANY_STREAMS:
             raise UnavailableError(f"{endpoint} has too many streams open")
         if answer != HELLO:
