@@ -34,6 +34,7 @@ facts = {
     "group": os.getpgrp(),
     "folder": os.getcwd(),
     "variable": os.environ.get("SHOAL_TEST"),
+    "path": sys.path[:2],
     "home": os.environ.get("HOME"),
     "temporary": tempfile.gettempdir(),
     "threads": [threading.active_count(), torch.get_num_threads()],
@@ -62,7 +63,12 @@ def tell(popen: Any, **options: Any) -> tuple[dict[str, Any], str, int]:
 def test_process_finds_what_a_plain_one_finds(tmp_path: Path) -> None:
     options = {
         "cwd": tmp_path,
-        "env": {**os.environ, "SHOAL_TEST": "value", "TMPDIR": str(tmp_path)},
+        "env": {
+            **os.environ,
+            "SHOAL_TEST": "value",
+            "TMPDIR": str(tmp_path),
+            "PYTHONPATH": os.pathsep.join(["/one", "/two"]),
+        },
     }
 
     warm, plain = (tell(popen, **options) for popen in (warm_python.Popen, subprocess.Popen))

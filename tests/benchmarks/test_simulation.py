@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_python
 from matplotlib.figure import Figure
 
 from shoal.protocol.errors import UsageError
@@ -48,7 +49,7 @@ def make_machine(speed: float, max_blocks: int) -> Machine:
 
 
 def run_script(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return warm_python.run(
         [sys.executable, "-P", "-m", "simulation", *options],
         env={**os.environ, "PYTHONPATH": str(BENCHMARKS)},
         capture_output=True,

@@ -6,13 +6,13 @@ import json
 import math
 import mmap
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm_python
 
 from measuring.benchmark_model import open_bundled_model
 from measuring.helper_process import HelperProcess
@@ -167,7 +167,14 @@ def test_quick_run_measures_every_part_that_needs_peers(names: list[str]) -> Non
     command = [sys.executable, "-P", "-m", "swarm_benchmarks", *names, "--quick", "--json"]
     environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
 
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    process = warm_python.run(
+        command,
+        starts_peers=True,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
     assert "Traceback" not in process.stderr
     result: Any = json.loads(process.stdout)

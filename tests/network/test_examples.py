@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
@@ -19,10 +19,11 @@ MAX_LINES = 40
 
 def run(script: Path, folder: Path) -> list[str]:
     """Run a script in a folder; return the lines that it prints."""
-    process = subprocess.run(
-        [sys.executable, "-P", "-W", "ignore", str(script)],
+    process = warm_python.run(
+        [sys.executable, "-P", str(script)],
+        starts_peers=True,
         cwd=folder,
-        env=os.environ | {"MPLBACKEND": "Agg", "PYTHONIOENCODING": "utf-8"},
+        env=os.environ | {"MPLBACKEND": "Agg"},
         capture_output=True,
         text=True,
         timeout=600,

@@ -77,12 +77,10 @@ class _Request:
     folder: str
     process_group: int
     """0 for one of its own."""
+    starts_peers: bool = False
+    """Whether it starts peers, which are to be forked as well."""
     network: str = ""
     """Name of the network that it is in, of those that `ip netns` knows."""
-
-    @property
-    def starts_peers(self) -> bool:
-        return not _START_PEERS.isdisjoint(self.command[:4])
 
 
 class _Forge:
@@ -141,7 +139,14 @@ forge = _Forge()
 
 
 class Popen(subprocess.Popen[Any]):
-    """`subprocess.Popen` for commands of this interpreter, whose processes import nothing."""
+    """`subprocess.Popen` for commands of this interpreter, whose processes import nothing.
+
+    Of a program that `starts_peers`, the peers import nothing either; subcommands are known to.
+    """
+
+    def __init__(self, *arguments: Any, starts_peers: bool = False, **options: Any) -> None:
+        self._starts_peers = starts_peers
+        super().__init__(*arguments, **options)
 
     def _execute_child(self, *arguments: Any) -> None:
         """Take the place of fork and exec; all that subprocess does around them stays."""
@@ -158,6 +163,7 @@ class Popen(subprocess.Popen[Any]):
             dict(os.environ if given["env"] is None else given["env"]),
             os.fspath(given["cwd"] or os.getcwd()),
             0 if given["process_group"] == 0 else os.getpgrp(),
+            self._starts_peers or not _START_PEERS.isdisjoint(command[:4]),
             network,
         )
         ends = [given[name] for name in ("p2cread", "c2pwrite", "errwrite")]
@@ -248,6 +254,8 @@ def _take_over(request: _Request, streams: Sequence[int]) -> None:
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)
+    folders = request.environment.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [folder for folder in folders if folder and folder not in sys.path]
     tempfile.tempdir = None  # somebody may have asked for it
     torch.seed()
     numpy.random.seed()
