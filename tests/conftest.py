@@ -62,14 +62,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the files first that start processes: begun last, one of them would run on all alone."""
+    """Put long files first: begun last, one of them would run on all alone.
+
+    The longest start processes; short are those whose tests are all quick.
+    """
     if config.getoption("--one-case"):
         first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
         items[:] = [item for item in items if first[item.nodeid.partition("[")[0]] is item]
-    late = {item.path for item in items} - {
-        item.path for item in items if item.get_closest_marker("network")
+    of_mark = {
+        mark: {item.path for item in items if item.get_closest_marker(mark)}
+        for mark in ("network", "slow")
     }
-    items.sort(key=lambda item: item.path in late)
+    items.sort(key=lambda item: [item.path not in files for files in of_mark.values()])
 
 
 NUM_BLOCKS = 4

@@ -21,31 +21,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..native.library import load_library
+from ..native.library import INSTRUCTION_SETS, list_instruction_sets, load_library
 
 MAX_HEAD_DIM = 1024
 MAX_HEADS_PER_GROUP = 1024
-
-_INSTRUCTION_SETS = {2: "avx512", 1: "avx2", 0: "portable"}
-"""The numbers that native/attention.c gives them, fastest first."""
-
-
-def list_instruction_sets() -> dict[str, int]:
-    """Return those of this processor by name, fastest first; none without the library."""
-    library = load_library()
-    if library is None:
-        return {}
-    return {
-        name: number
-        for number, name in _INSTRUCTION_SETS.items()
-        if library.shoal_attention_has(number)
-    }
 
 
 @cache
 def choose_instruction_set() -> int | None:
     """Return the fastest instruction set, None without the library."""
-    return next(iter(list_instruction_sets().values()), None)
+    return next(iter(list_instruction_sets("attention").values()), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +55,6 @@ class TokenShape:
 def can_attend(shape: TokenShape) -> bool:
     """Return whether blocks of this shape can be computed here."""
     return shape.is_small and choose_instruction_set() is not None
-
-
-@cache
-def list_prompt_instruction_sets() -> dict[str, int]:
-    """Return those of this processor by name, fastest first; none without the library."""
-    library = load_library()
-    if library is None:
-        return {}
-    return {
-        name: number
-        for number, name in _INSTRUCTION_SETS.items()
-        if library.shoal_prompt_attention_has(number)
-    }
 
 
 @cache
@@ -161,7 +133,7 @@ class TokenBatch:
 class TokenAttention:
     """One block's attention of generated tokens. Raises ValueError for what it cannot compute."""
 
-    function = "shoal_attention_attend"
+    kernel = "attention"
     choose = staticmethod(choose_instruction_set)
 
     def __init__(
@@ -191,12 +163,12 @@ class TokenAttention:
         )
         self._shape_address = ctypes.addressof(self._shape)
         self._instruction_set = instruction_set
-        self._attend = getattr(library, self.function)
+        self._attend = getattr(library, f"shoal_{self.kernel}_attend")
 
     @property
     def name(self) -> str:
         """The name of the kernel, for people to read."""
-        return _INSTRUCTION_SETS[self._instruction_set]
+        return INSTRUCTION_SETS[self._instruction_set]
 
     def __call__(self, fused_NO: Tensor, batch: TokenBatch, attended_NO: Tensor) -> None:
         """Write the segments' rows of `attended_NO` [N, heads * D] from those of `fused_NO`, the
@@ -221,7 +193,7 @@ class TokenAttention:
 class PromptAttention(TokenAttention):
     """One block's attention of prompts; called like that of tokens, with segments of prompts."""
 
-    function = "shoal_prompt_attention_attend"
+    kernel = "prompt_attention"
     choose = staticmethod(choose_prompt_instruction_set)
 
 

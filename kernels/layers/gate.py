@@ -5,7 +5,6 @@ on every instruction set and in any batch. C is chosen where attention of prompt
 for the same instructions.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,16 +14,6 @@ from torch.autograd.function import once_differentiable
 
 from ..attention.native_attention import choose_prompt_instruction_set
 from ..native.library import load_library
-
-
-@cache
-def list_gate_instruction_sets() -> dict[str, int]:
-    """Return those of this processor by name, fastest first; none without the library."""
-    library = load_library()
-    if library is None:
-        return {}
-    numbers = {"avx512": 2, "avx2": 1, "portable": 0}
-    return {name: number for name, number in numbers.items() if library.shoal_gate_has(number)}
 
 
 def gate_silu(gate_up: Tensor, instruction_set: int | None = None) -> Tensor:

@@ -8,12 +8,11 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_INT8_VERSION = 3
-_ATTENTION_VERSION = 2
-_NORM_VERSION = 1
-_PROMPT_ATTENTION_VERSION = 2
-_GATE_VERSION = 2
-"""Of the functions in native/. A library of other versions is as good as none."""
+_VERSIONS = {"int8": 3, "attention": 2, "norm": 1, "prompt_attention": 2, "gate": 2}
+"""Of the kernels in native/. A library of other versions is as good as none."""
+
+INSTRUCTION_SETS = {2: "avx512", 1: "avx2", 0: "portable"}
+"""The numbers that attention and gate give them in native/, fastest first."""
 
 
 @cache
@@ -30,6 +29,19 @@ def load_library() -> ctypes.CDLL | None:
     return None
 
 
+@cache
+def list_instruction_sets(kernel: str) -> dict[str, int]:
+    """Return those of this processor by name, fastest first; none without the library.
+
+    `kernel` is "attention", "prompt_attention" or "gate".
+    """
+    library = load_library()
+    if library is None:
+        return {}
+    has = getattr(library, f"shoal_{kernel}_has")
+    return {name: number for number, name in INSTRUCTION_SETS.items() if has(number)}
+
+
 def _declare(library: ctypes.CDLL) -> bool:
     """Declare the arguments of the functions; return whether their versions are ours."""
     pointer, number, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
@@ -43,19 +55,9 @@ def _declare(library: ctypes.CDLL) -> bool:
             ]  # fmt: skip
         library.shoal_norm_rms.argtypes = [pointer, pointer, pointer, size, size, ctypes.c_float]
         library.shoal_gate_silu.argtypes = [*[pointer] * 3, size, size, number, number]
-        versions = (
-            library.shoal_int8_version(),
-            library.shoal_attention_version(),
-            library.shoal_norm_version(),
-            library.shoal_prompt_attention_version(),
-            library.shoal_gate_version(),
+        return all(
+            getattr(library, f"shoal_{kernel}_version")() == version
+            for kernel, version in _VERSIONS.items()
         )
     except AttributeError:
         return False
-    return versions == (
-        _INT8_VERSION,
-        _ATTENTION_VERSION,
-        _NORM_VERSION,
-        _PROMPT_ATTENTION_VERSION,
-        _GATE_VERSION,
-    )

@@ -5,8 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 from allocations import AllocationSizes
+from attention_scene import (
+    INT8_CASES,
+    KINDS,
+    Case,
+    Session,
+    assert_near,
+    attend,
+    make_session,
+)
 from kernel_reference import round_state
-from prompt_scene import INT8_CASES, Case, Prompt, assert_near, attend, make_prompt
 from torch import Tensor
 
 from shoal.kernels.attention.int8_states import (
@@ -15,19 +23,16 @@ from shoal.kernels.attention.int8_states import (
     dequantize_states,
     quantize_states,
 )
-from shoal.kernels.attention.native_attention import (
-    PromptAttention,
-    TokenAttention,
-    list_prompt_instruction_sets,
-)
+from shoal.kernels.attention.native_attention import TokenAttention
 from shoal.kernels.attention.rotary import apply_rotary
 from shoal.kernels.attention.torch_attention import attention
 from shoal.kernels.layers.norm import rms_norm
+from shoal.kernels.native.library import list_instruction_sets, load_library
 
 needs_library = pytest.mark.skipif(
-    not list_prompt_instruction_sets(), reason="the native library was not built"
+    load_library() is None, reason="the native library was not built"
 )
-KINDS = [TokenAttention, PromptAttention]
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 POSITION = 150
 
 
@@ -92,16 +97,16 @@ def test_state_that_is_not_finite_stays_so(number: float) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 @pytest.mark.parametrize("name", INT8_CASES)
 def test_kernels_in_c_write_the_records_of_torch(name: str, kind: type[TokenAttention]) -> None:
     case = INT8_CASES[name]
-    ours = make_prompt(case, POSITION, 30, num_rows=2)
-    theirs = make_prompt(replace(case, is_int8=False), POSITION, 30, num_rows=2)
+    ours = make_session(case, POSITION, 30, num_rows=2)
+    theirs = make_session(replace(case, is_int8=False), POSITION, 30, num_rows=2)
     theirs.fused_BTO[0, 5] = ours.fused_BTO[0, 5] = 0.0
 
-    attend(case, ours, kind=kind)
-    attend(case, theirs, kind=kind)
+    attend(kind, case, ours)
+    attend(kind, case, theirs)
 
     written = (..., slice(POSITION, POSITION + 30), slice(None))
     ours_R = ours.states_LCBGSD[1][written]
@@ -109,30 +114,30 @@ def test_kernels_in_c_write_the_records_of_torch(name: str, kind: type[TokenAtte
 
 
 @needs_library
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 @pytest.mark.parametrize("name", INT8_CASES)
 def test_attention_reads_what_was_kept_also_of_its_own_step(
     name: str, kind: type[TokenAttention]
 ) -> None:
     case = INT8_CASES[name]
-    prompt = make_prompt(case, POSITION, 30, num_rows=2)
+    session = make_session(case, POSITION, 30, num_rows=2)
 
-    for number in list_prompt_instruction_sets().values():
-        (attended_BTO,) = attend(case, prompt, kind=kind, instruction_set=number)
+    for number in list_instruction_sets(kind.kernel).values():
+        (attended_BTO,) = attend(kind, case, session, instruction_set=number)
 
-        assert_near(attended_BTO, attend_kept(case, prompt))
+        assert_near(attended_BTO, attend_kept(case, session))
 
 
-def attend_kept(case: Case, prompt: Prompt) -> Tensor:
-    """Attend in torch over the records that a prompt's memory holds by now."""
-    num_tokens = prompt.fused_BTO.shape[1]
-    heads_BTJD = prompt.fused_BTO.unflatten(2, (-1, case.head_dim))[:, :, : case.num_heads]
+def attend_kept(case: Case, session: Session) -> Tensor:
+    """Attend in torch over the records that a session's memory holds by now."""
+    num_tokens = session.fused_BTO.shape[1]
+    heads_BTJD = session.fused_BTO.unflatten(2, (-1, case.head_dim))[:, :, : case.num_heads]
     if case.norm_JD is not None:
         ones_D = torch.ones(case.head_dim)
         heads_BTJD = rms_norm(heads_BTJD, ones_D, 1e-5) * case.norm_JD[: case.num_heads]
-    queries = apply_rotary(heads_BTJD.transpose(1, 2), prompt.cos_TR, prompt.sin_TR)
+    queries = apply_rotary(heads_BTJD.transpose(1, 2), session.cos_TR, session.sin_TR)
     keys_BGSD, values_BGSD = dequantize_states(
-        prompt.states_LCBGSD[1, ..., : POSITION + num_tokens, :], case.head_dim, torch.float32
+        session.states_LCBGSD[1, ..., : POSITION + num_tokens, :], case.head_dim, torch.float32
     )
     attended_BHTD = attention(
         queries, keys_BGSD, values_BGSD, POSITION,
@@ -142,29 +147,29 @@ def attend_kept(case: Case, prompt: Prompt) -> Tensor:
 
 
 @needs_library
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 @pytest.mark.parametrize("number", [torch.nan, torch.inf])
 @pytest.mark.parametrize("part", ["key", "value"])
 def test_numbers_that_are_not_finite_show_in_every_result_behind_them(
     part: str, number: float, kind: type[TokenAttention]
 ) -> None:
     case = Case(num_heads=4, num_groups=1, rotary_dim=0, is_int8=True)
-    prompt = make_prompt(case, 50, 90)
-    (expected_BTO,) = attend(case, prompt.copy(), kind=kind)
+    session = make_session(case, 50, 90)
+    (expected_BTO,) = attend(kind, case, session.copy())
     place = {"key": 4, "value": 5}[part] * case.head_dim
-    prompt.fused_BTO[:, 33, place] = number
+    session.fused_BTO[:, 33, place] = number
 
-    (attended_BTO,) = attend(case, prompt, kind=kind)
+    (attended_BTO,) = attend(kind, case, session)
 
     assert torch.equal(attended_BTO[:, :33], expected_BTO[:, :33])
     assert attended_BTO[:, 33:].isnan().all()
 
 
 @needs_library
-@pytest.mark.parametrize("kind", KINDS)
+@every_kind
 def test_bytes_behind_the_position_are_not_read(kind: type[TokenAttention]) -> None:
     case = INT8_CASES["int8"]
-    clean, dirty = (make_prompt(case, 50, 1) for _ in range(2))
+    clean, dirty = (make_session(case, 50, 1) for _ in range(2))
     dirty.states_LCBGSD[:, :, :, :, 51:] = 77
 
-    assert torch.equal(*(attend(case, prompt, kind=kind)[0] for prompt in (clean, dirty)))
+    assert torch.equal(*(attend(kind, case, session)[0] for session in (clean, dirty)))

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels.layers.gate import gate_silu, list_gate_instruction_sets
+from shoal.kernels.layers.gate import gate_silu
+from shoal.kernels.native.library import list_instruction_sets
 
 needs_library = pytest.mark.skipif(
-    not list_gate_instruction_sets(), reason="the native library was not built"
+    not list_instruction_sets("gate"), reason="the native library was not built"
 )
 
 
@@ -46,7 +47,7 @@ def test_every_instruction_set_and_batch_computes_the_same_bits(num_columns: int
     gate_up = draw_gate_up(20, num_columns)
     expected = gate_silu(gate_up)
 
-    for number in list_gate_instruction_sets().values():
+    for number in list_instruction_sets("gate").values():
         assert torch.equal(gate_silu(gate_up, number), expected)
     assert torch.equal(torch.cat([gate_silu(row) for row in gate_up.split(1)]), expected)
 
@@ -109,7 +110,7 @@ def test_every_instruction_set_and_batch_computes_the_same_gradients(num_columns
     gate_up, grads = draw_gate_up(20, num_columns), draw_gate_up(20, num_columns)[:, :num_columns]
     expected = turn_back(gate_up, grads)
 
-    for number in list_gate_instruction_sets().values():
+    for number in list_instruction_sets("gate").values():
         assert torch.equal(turn_back(gate_up, grads, number), expected)
     rows = zip(gate_up.split(1), grads.split(1), strict=True)
     assert torch.equal(torch.cat([turn_back(*row) for row in rows]), expected)

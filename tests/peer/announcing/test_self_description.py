@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.kernels.attention.native_attention import (
-    list_instruction_sets,
-    list_prompt_instruction_sets,
-)
 from shoal.kernels.linear import select
 from shoal.kernels.linear.quantize import Int8Kernel, WeightFormat
+from shoal.kernels.native.library import list_instruction_sets
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.announcing.self_description import SelfDescription, make_template
 from shoal.peer.engine.engine import Engine
@@ -120,6 +117,6 @@ def test_attention_in_c_is_called_by_its_instruction_set(
 
     *_, names = engine.kernels.split(", attention: ")
 
-    of_tokens, of_prompts = list_instruction_sets(), list_prompt_instruction_sets()
+    of_tokens, of_prompts = map(list_instruction_sets, ("attention", "prompt_attention"))
     assert set(names.split(" and ")) <= {*of_tokens, *of_prompts, "torch"}
     assert next(iter(of_tokens), "torch") in names

@@ -1,7 +1,8 @@
-"""Prompts for the kernels in C, with the memories of their sessions."""
+"""Tokens for the kernels in C, with the memories of their sessions, and what they should become."""
 
 from dataclasses import dataclass, replace
 
+import kernel_reference as reference
 import torch
 from torch import Tensor
 
@@ -13,11 +14,15 @@ from shoal.kernels.attention.native_attention import (
     TokenBatch,
     TokenSegment,
     TokenShape,
-    list_prompt_instruction_sets,
 )
+from shoal.kernels.attention.rotary import apply_rotary
+from shoal.kernels.attention.torch_attention import attention
+from shoal.kernels.native.library import list_instruction_sets
 
 FIRST_BLOCK = 4
 CAPACITY = 320
+KINDS = {"tokens": TokenAttention, "prompts": PromptAttention}
+"""The kernels: what one computes the other does, too, but for the last digits."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ CASES = {
     "heads of 26": Case(num_heads=5, num_groups=1, head_dim=26, rotary_dim=26),
     "odd heads": Case(num_heads=7, num_groups=1, head_dim=33, rotary_dim=12),
     "heads of one": Case(head_dim=1, rotary_dim=0),
+    "heads of two": Case(head_dim=2, rotary_dim=2),
     "rotated in part": Case(head_dim=80, rotary_dim=32),
     "window": Case(window=17),
     "window of one": Case(num_heads=3, num_groups=3, window=1),
@@ -68,7 +74,7 @@ INT8_CASES = {
 
 
 @dataclass(frozen=True)
-class Prompt:
+class Session:
     """A session's memory, with a prefix, and the tokens that come next."""
 
     states_LCBGSD: Tensor
@@ -77,10 +83,10 @@ class Prompt:
     cos_TR: Tensor
     sin_TR: Tensor
 
-    def copy(self) -> "Prompt":
+    def copy(self) -> "Session":
         return replace(self, states_LCBGSD=self.states_LCBGSD.clone())
 
-    def cut(self, first: int, stop: int) -> "Prompt":
+    def cut(self, first: int, stop: int) -> "Session":
         """Return some of the tokens, with the same memory."""
         return replace(
             self,
@@ -91,16 +97,16 @@ class Prompt:
         )
 
 
-def make_prompt(
+def make_session(
     case: Case, position: int, num_tokens: int, num_rows: int = 1, seed: int = 1
-) -> Prompt:
+) -> Session:
     draw = torch.Generator().manual_seed(seed)
     shape = (3, 2, num_rows, case.num_groups, CAPACITY, case.head_dim)
     width = (case.num_heads + 2 * case.num_groups) * case.head_dim
     angles_TR = torch.randn(num_tokens, case.rotary_dim // 2, generator=draw).repeat(1, 2)
     states_LCBGSD = torch.randn(shape, generator=draw)
     states_LCBGSD[:, :, :, :, position:] = torch.nan  # nobody has written there
-    return Prompt(
+    return Session(
         quantize_states(states_LCBGSD) if case.is_int8 else states_LCBGSD,
         torch.randn(num_rows, num_tokens, width, generator=draw),
         position,
@@ -110,34 +116,76 @@ def make_prompt(
 
 
 def attend(
+    kind: type[TokenAttention],
     case: Case,
-    *prompts: Prompt,
-    instruction_set: int = next(iter(list_prompt_instruction_sets().values()), 0),
-    kind: type[TokenAttention] = PromptAttention,
+    *sessions: Session,
+    instruction_set: int | None = None,
 ) -> list[Tensor]:
-    """Run prompts as one batch; return the results of each, [B, T, heads * D]."""
-    fused_NO = torch.cat([prompt.fused_BTO.flatten(0, 1) for prompt in prompts])
+    """Run sessions as one batch; return the results of each, [B, T, heads * D].
+
+    Without an instruction set it is the fastest, also where torch is faster.
+    """
+    if instruction_set is None:
+        instruction_set = next(iter(list_instruction_sets(kind.kernel).values()))
+    fused_NO = torch.cat([session.fused_BTO.flatten(0, 1) for session in sessions])
     segments, first_row = [], 0
-    for prompt in prompts:
+    for session in sessions:
         segments.append(
             TokenSegment(
-                prompt.states_LCBGSD,
+                session.states_LCBGSD,
                 FIRST_BLOCK,
                 first_row,
-                prompt.position,
-                prompt.cos_TR,
-                prompt.sin_TR,
+                session.position,
+                session.cos_TR,
+                session.sin_TR,
             )
         )
-        first_row += prompt.fused_BTO[..., 0].numel()
+        first_row += session.fused_BTO[..., 0].numel()
     attended_NO = torch.full((first_row, case.num_heads * case.head_dim), torch.nan)
     kernel = kind(FIRST_BLOCK + 1, case.shape, case.norm_JD, instruction_set)
     kernel(fused_NO, TokenBatch(segments), attended_NO)
-    sizes = [prompt.fused_BTO[..., 0].numel() for prompt in prompts]
+    sizes = [session.fused_BTO[..., 0].numel() for session in sessions]
     return [
-        part.unflatten(0, prompt.fused_BTO.shape[:2])
-        for part, prompt in zip(attended_NO.split(sizes), prompts, strict=True)
+        part.unflatten(0, session.fused_BTO.shape[:2])
+        for part, session in zip(attended_NO.split(sizes), sessions, strict=True)
     ]
+
+
+def attend_by_definition(
+    case: Case, session: Session, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """Return the same from the obvious kernels, or in float32 from those in torch.
+
+    Writes keys and values into the memory, too.
+    """
+    is_wide = dtype is torch.float64
+    keys_BGSD, values_BGSD = session.states_LCBGSD[1]
+    heads_BTJD = session.fused_BTO.unflatten(2, (-1, case.head_dim)).to(dtype)
+    query_key_BTJD, values_BTGD = heads_BTJD.tensor_split([-case.num_groups], dim=2)
+    if case.norm_JD is not None:
+        query_key_BTJD = reference.rms_norm(
+            query_key_BTJD, torch.ones(case.head_dim), case.shape.norm_eps
+        )
+        query_key_BTJD = (query_key_BTJD * case.norm_JD).to(dtype)
+    rotate = reference.apply_rotary if is_wide else apply_rotary
+    query_key_BJTD = rotate(query_key_BTJD.transpose(1, 2), session.cos_TR, session.sin_TR)
+    stop = session.position + session.fused_BTO.shape[1]
+    keys_BGSD[:, :, session.position : stop] = query_key_BJTD[:, case.num_heads :]
+    values_BGSD[:, :, session.position : stop] = values_BTGD.transpose(1, 2)
+    attended_BHTD = (reference.attention if is_wide else attention)(
+        query_key_BJTD[:, : case.num_heads],
+        keys_BGSD[:, :, :stop].to(dtype),
+        values_BGSD[:, :, :stop].to(dtype),
+        session.position,
+        scale=case.head_dim**-0.5,
+        sliding_window=case.window,
+    )
+    return attended_BHTD.transpose(1, 2).flatten(2)
+
+
+def are_same_states(one: Session, other: Session) -> bool:
+    """Compare memories, with their numbers that are none."""
+    return torch.equal(one.states_LCBGSD.nan_to_num(), other.states_LCBGSD.nan_to_num())
 
 
 def assert_near(ours: Tensor, expected: Tensor) -> None:
