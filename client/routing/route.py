@@ -27,6 +27,11 @@ class Hop:
     peer: Announcement
     span: Span
 
+    @property
+    def name(self) -> str:
+        """Its name for people: the end of the peer's id, and the blocks."""
+        return f"peer …{self.peer.peer_id[-6:]} (blocks {self.span})"
+
 
 @dataclass(frozen=True)
 class Route:

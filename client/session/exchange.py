@@ -431,10 +431,8 @@ class Exchange:
         num_tokens = asked.step.hidden.rows * asked.step.hidden.tokens
         is_alone, hops = not last.capability, [live.hop for live in segment]
         expected_seconds = [] if is_alone else self._expect_way_seconds(segment)
-        if asked.watch is not None and is_alone:
-            asked.watch.note_answered(output)
-        elif asked.watch is not None:
-            asked.watch.note_passed(hops, output, expected_seconds)
+        if asked.watch is not None:
+            asked.watch.note_answered(hops, output, expected_seconds)
         if asked.is_disturbed:
             return
         carried_seconds = now - asked.asked_at

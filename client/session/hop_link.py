@@ -196,7 +196,7 @@ class HopLink:
         self.capability = opening.capability
         self.hop = hop
         self.session = opening.session
-        self.name = f"peer …{hop.peer.peer_id[-6:]} (blocks {hop.span})"
+        self.name = hop.name
 
     def __repr__(self) -> str:
         return f"<HopLink {self.name}>"
@@ -217,9 +217,7 @@ class HopLink:
         """
         opening = replace(opening, span=hop.span)
         async with AsyncExitStack() as undo:
-            complaint = (
-                f"peer …{hop.peer.peer_id[-6:]} (blocks {hop.span}) did not open a session in time"
-            )
+            complaint = f"{hop.name} did not open a session in time"
             async with AnswerTimeout(timeout_seconds, complaint) as timeout:
                 stream, rtt_seconds = await open_greeted(
                     transport, clock, hop.peer, hop.span, timeout_seconds,

@@ -5,15 +5,14 @@ there. Those two durations are put inside of the time between question and answe
 of it was the network's, half on the way there and half on the way back.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain, takewhile
 
 from ...protocol.messages.session import HopSeconds, Output
 from ...protocol.net.clock import Clock
-from ...protocol.spans import Span
 from ..routing.route import Hop
 from .intervals import measure_covered
 
@@ -129,7 +128,7 @@ class AnsweredQuestion(_Timed):
     compute_seconds: float
     num_bytes_sent: int
     num_bytes_received: int
-    expected_seconds: float | None = None
+    expected_seconds: float = 0.0
     """In a chain: what the way there was thought to take, and for its last hop the way back."""
 
     @property
@@ -165,21 +164,19 @@ class Opening(_Timed):
 class Replacement(_Timed):
     """One failover, from the moment the loss was noticed: routing, opening and replay."""
 
-    lost: Hop
-    replacements: tuple[Hop, ...]
-    reason: str
-    position: int
-    num_replayed_tokens: int
+    failover: Failover
 
 
 @dataclass(frozen=True)
 class Move(_Timed):
     """One handoff to a hop, beside the steps: from the look for a peer to the switch."""
 
-    hop: Hop
-    left: Hop
-    position: int
-    stall_seconds: float
+    handoff: Handoff
+
+    @property
+    def hop(self) -> Hop:
+        """The hop that it went to."""
+        return self.handoff.replacement
 
 
 Event = StepTaken | AnsweredQuestion | UnansweredQuestion | Opening | Replacement | Move
@@ -225,38 +222,15 @@ class QuestionWatch:
         """Note that the answer is here, a frame of so many bytes."""
         self._answered_at, self._num_bytes_received = self._recorder.now(), num_bytes
 
-    def note_answered(self, output: Output) -> None:
-        """Note that the answer was read and found good."""
-        # A peer cannot have spent more than there was: what it says is scaled down to that.
-        there_seconds = self._answered_at - self._sent_at
-        said_seconds = output.queue_seconds + output.compute_seconds
-        scale = min(1.0, there_seconds / said_seconds) if said_seconds > 0 else 0.0
-        self._recorder.add(
-            AnsweredQuestion(
-                self._recorder.step,
-                self._started_at,
-                self._recorder.now(),
-                self._kind,
-                self._hop,
-                self._position,
-                self._num_tokens,
-                self._sent_at,
-                self._answered_at,
-                scale * output.queue_seconds,
-                scale * output.compute_seconds,
-                self._num_bytes_sent,
-                self._num_bytes_received,
-            )
-        )
-
-    def note_passed(
+    def note_answered(
         self, hops: Sequence[Hop], output: Output, way_seconds: Sequence[float]
     ) -> None:
-        """Note that the answer to a question was read that some hops passed along.
+        """Note that the answer of a hop, or of some that passed the question along, was read.
 
-        The time that they do not tell of is what it took to get from one to the next. It is shared
-        out among them as the ways there and back were expected to be (`way_seconds`). While hops
-        behind the first were lost and replaced, the question waited, at none of them.
+        The time that hops do not tell of is what it took to get from one to the next. It is shared
+        out among them as the ways there and back were expected to be (`way_seconds`, empty in a
+        star). While hops behind the first were lost and replaced, the question waited, at none of
+        them. A peer cannot have spent more than there was: what it says is scaled down to that.
         """
         times = (*output.before, HopSeconds(output.queue_seconds, output.compute_seconds))
         if len(times) != len(hops):  # one was replaced meanwhile: the others' times are lost
@@ -264,11 +238,13 @@ class QuestionWatch:
         there_seconds = self._answered_at - self._sent_at
         said_seconds = sum(map(sum, times))
         scale = min(1.0, there_seconds / said_seconds) if said_seconds > 0 else 0.0
-        outage = self._recorder.find_outage(self._kind, self._sent_at, self._answered_at)
+        outage = Outage(0.0, ())
+        if way_seconds:
+            outage = self._recorder.find_outage(self._kind, self._sent_at, self._answered_at)
         network_seconds = max(0.0, there_seconds - scale * said_seconds - outage.seconds)
         idle_seconds = there_seconds - scale * said_seconds - network_seconds
         resumed_at = next((hop for hop in hops if hop in outage.replacements), hops[-1])
-        expected = [*way_seconds[:-2], way_seconds[-2] + way_seconds[-1]]
+        expected = [*way_seconds[:-2], sum(way_seconds[-2:])]
         started_at, sent_at = self._started_at, self._sent_at
         for hop, own, part in zip(hops, times, expected, strict=True):
             if hop is resumed_at and idle_seconds > 0:
@@ -337,32 +313,12 @@ class Recorder(Observer):
 
     def note_failover(self, failover: Failover, started_at: float) -> None:
         """Record a failover."""
-        self.add(
-            Replacement(
-                self.step,
-                started_at,
-                started_at + failover.seconds,
-                failover.lost,
-                failover.replacements,
-                failover.reason,
-                failover.position,
-                failover.num_replayed_tokens,
-            )
-        )
+        ended_at = started_at + failover.seconds
+        self.add(Replacement(self.step, started_at, ended_at, failover))
 
     def note_handoff(self, handoff: Handoff, started_at: float) -> None:
         """Record a handoff."""
-        self.add(
-            Move(
-                self.step,
-                started_at,
-                started_at + handoff.seconds,
-                handoff.replacement,
-                handoff.left,
-                handoff.position,
-                handoff.stall_seconds,
-            )
-        )
+        self.add(Move(self.step, started_at, started_at + handoff.seconds, handoff))
 
     def end(self) -> None:
         """Stop recording."""
@@ -376,7 +332,7 @@ class Recorder(Observer):
         ended_at = max([ended_at, *(event.ended_at for event in events)])
         return Trace(self._started_at, ended_at, events)
 
-    def find_outage(self, kind: Kind, started_at: float, ended_at: float) -> "Outage":
+    def find_outage(self, kind: Kind, started_at: float, ended_at: float) -> Outage:
         """Return what the step under way lost of the time between two moments."""
         lost = [
             event
@@ -386,26 +342,27 @@ class Recorder(Observer):
         seconds = measure_covered(
             (max(event.started_at, started_at), min(event.ended_at, ended_at)) for event in lost
         )
-        replaced = (event.replacements for event in lost if isinstance(event, Replacement))
+        replaced = (event.failover.replacements for event in lost if isinstance(event, Replacement))
         return Outage(seconds, tuple(chain.from_iterable(replaced)))
 
-    @contextmanager
-    def taking_step(self, kind: Kind, position: int, num_tokens: int) -> Iterator[None]:
+    def taking_step(
+        self, kind: Kind, position: int, num_tokens: int
+    ) -> AbstractContextManager[None]:
         """Record the events inside as the session's next step."""
         self.step += 1
-        started_at, error = self.now(), None
-        try:
-            yield
-        except BaseException as failure:
-            error = str(failure) or type(failure).__name__
-            raise
-        finally:
-            now = self.now()
-            self.add(StepTaken(self.step, started_at, now, kind, position, num_tokens, error))
+        return self._timing(
+            lambda start, stop, error: StepTaken(
+                self.step, start, stop, kind, position, num_tokens, error
+            )
+        )
+
+    def opening(self, hop: Hop) -> AbstractContextManager[None]:
+        """Record how long opening a session at a peer takes."""
+        return self._timing(lambda start, stop, error: Opening(self.step, start, stop, hop, error))
 
     @contextmanager
-    def opening(self, hop: Hop) -> Iterator[None]:
-        """Record how long opening a session at a peer takes."""
+    def _timing(self, make: Callable[[float, float, str | None], Event]) -> Iterator[None]:
+        """Record what happens inside as an event, also when it fails."""
         started_at, error = self.now(), None
         try:
             yield
@@ -413,7 +370,7 @@ class Recorder(Observer):
             error = str(failure) or type(failure).__name__
             raise
         finally:
-            self.add(Opening(self.step, started_at, self.now(), hop, error))
+            self.add(make(started_at, self.now(), error))
 
     def watch(self, hop: Hop, kind: Kind, position: int, num_tokens: int) -> QuestionWatch:
         """Begin to watch a question, before it is made a frame."""
@@ -433,8 +390,3 @@ def is_waiting_for_lost(event: Event, kind: Kind) -> bool:
 def choose_kind(is_decoded: bool) -> Kind:
     """Return the kind of a step that is not a replay."""
     return Kind.DECODE if is_decoded else Kind.PREFILL
-
-
-def name_hop(peer_id: str, span: Span) -> str:
-    """Return a hop for people: the end of its peer's id, and the blocks."""
-    return f"peer …{peer_id[-6:]} (blocks {span})"

@@ -7,7 +7,6 @@ side: a client makes and reads one frame at a time, a hop has one question at a 
 from collections.abc import Iterator
 from typing import Any
 
-from ..routing.route import Hop
 from .trace import (
     AnsweredQuestion,
     Event,
@@ -18,7 +17,6 @@ from .trace import (
     StepTaken,
     Trace,
     UnansweredQuestion,
-    name_hop,
 )
 
 _PROCESS = 1
@@ -46,12 +44,8 @@ def _number_tracks(trace: Trace) -> dict[str, int]:
     """Give every hop a track, in the order of the blocks, then of time."""
     hops = [event.hop for event in trace.events if not isinstance(event, StepTaken | Replacement)]
     hops.sort(key=lambda hop: hop.span.start)
-    names = dict.fromkeys(map(_name, hops))
+    names = dict.fromkeys(hop.name for hop in hops)
     return {name: index for index, name in enumerate(names, start=_CLIENT_TRACK + 1)}
-
-
-def _name(hop: Hop) -> str:
-    return name_hop(hop.peer.peer_id, hop.span)
 
 
 def _name_track(kind: str, track: int, value: object, field: str = "name") -> Json:
@@ -83,30 +77,32 @@ class _Drawer:
                 facts |= {"error": event.error} if event.error else {}
                 yield self._slice(_CLIENT_TRACK, event.kind, start, stop, facts)
             case Replacement():
-                facts |= {"lost": _name(event.lost), "reason": event.reason}
-                facts |= {"position": event.position, "replayed": event.num_replayed_tokens}
-                facts |= {"replaced_by": [_name(hop) for hop in event.replacements]}
+                failover = event.failover
+                facts |= {"lost": failover.lost.name, "reason": failover.reason}
+                facts |= {"position": failover.position, "replayed": failover.num_replayed_tokens}
+                facts |= {"replaced_by": [hop.name for hop in failover.replacements]}
                 yield self._slice(_CLIENT_TRACK, "failover", start, stop, facts)
             case Move():
-                facts |= {"left": _name(event.left), "position": event.position}
-                facts |= {"stall_seconds": event.stall_seconds}
-                yield self._slice(self._tracks[_name(event.hop)], "handoff", start, stop, facts)
+                handoff = event.handoff
+                facts |= {"left": handoff.left.name, "position": handoff.position}
+                facts |= {"stall_seconds": handoff.stall_seconds}
+                yield self._slice(self._tracks[event.hop.name], "handoff", start, stop, facts)
             case Opening():
                 facts |= {"error": event.error} if event.error else {}
-                yield self._slice(self._tracks[_name(event.hop)], "open", start, stop, facts)
+                yield self._slice(self._tracks[event.hop.name], "open", start, stop, facts)
             case UnansweredQuestion():
                 facts |= {"position": event.position, "error": event.error}
-                track = self._tracks[_name(event.hop)]
+                track = self._tracks[event.hop.name]
                 yield self._slice(track, f"{event.kind}, unanswered", start, stop, facts)
             case AnsweredQuestion():
                 yield from self._exchange(event, facts)
 
     def _exchange(self, event: AnsweredQuestion, facts: Json) -> Iterator[Json]:
-        facts |= {"hop": _name(event.hop), "position": event.position, "tokens": event.num_tokens}
+        facts |= {"hop": event.hop.name, "position": event.position, "tokens": event.num_tokens}
         yield self._slice(_CLIENT_TRACK, "encode frame", event.started_at, event.sent_at, facts)
         yield self._slice(_CLIENT_TRACK, "decode frame", event.answered_at, event.ended_at, facts)
         sizes = {"bytes_sent": event.num_bytes_sent, "bytes_received": event.num_bytes_received}
-        track = self._tracks[_name(event.hop)]
+        track = self._tracks[event.hop.name]
         yield self._slice(track, event.kind, event.sent_at, event.answered_at, facts | sizes)
         arrived_at = event.sent_at + event.network_seconds / 2
         begun_at = arrived_at + event.queue_seconds

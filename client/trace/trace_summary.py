@@ -111,7 +111,7 @@ def summarize(trace: Trace) -> Summary:
         client_seconds,
         max(0.0, in_steps_seconds - asked_or_lost_seconds),  # below 0 by rounding only
         failover_seconds + failed_seconds,
-        sum(event.expected_seconds or 0.0 for event in exchanges),
+        sum(event.expected_seconds for event in exchanges),
         _sum_prefill(trace, steps, after_seconds),
         failovers,
     )
@@ -198,7 +198,7 @@ def describe_summary(summary: Summary) -> list[str]:
         lines.append(_row("lost hops and failovers", summary.failover_seconds / num_tokens))
     lines.append(_row("from token to token", summary.seconds / num_tokens))
     if summary.failovers:
-        num_replayed = sum(failover.num_replayed_tokens for failover in summary.failovers)
+        num_replayed = sum(event.failover.num_replayed_tokens for event in summary.failovers)
         seconds = measure_covered((one.started_at, one.ended_at) for one in summary.failovers)
         lines.append(
             f"failovers: {len(summary.failovers)}, {_count(num_replayed)} replayed, {seconds:.2f} s"

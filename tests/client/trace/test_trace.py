@@ -165,16 +165,18 @@ def test_failover_is_taken_down_with_its_wait_opening_and_replay() -> None:
         (silence,) = find(recorder, UnansweredQuestion)
         assert (silence.hop, silence.step, silence.kind) == (lost, 3, Kind.DECODE)
         assert silence.seconds >= 1  # what a peer has to answer, at least
-        (failover,) = find(recorder, Replacement)
+        (replacement,) = find(recorder, Replacement)
+        failover = replacement.failover
         assert (failover.lost, failover.replacements) == (lost, session.hops[1:2])
         assert (failover.position, failover.num_replayed_tokens) == (6, 6)
-        assert failover.seconds == session.failovers[0].seconds
+        assert failover is session.failovers[0]
+        assert replacement.seconds == failover.seconds
         (opening,) = find(recorder, Opening)[3:]
         assert (opening.hop, opening.step, opening.error) == (session.hops[1], 3, None)
         replays = [event for event in find(recorder, AnsweredQuestion) if event.kind is Kind.REPLAY]
         assert [(event.position, event.num_tokens) for event in replays] == [(0, 5), (5, 1)]
         summary = summarize(recorder.make_trace())
-        assert summary.failovers == (failover,)
+        assert summary.failovers == (replacement,)
         assert summary.failover_seconds == pytest.approx(silence.seconds + failover.seconds)
         in_step_seconds = now() - paused_at
         asked_seconds = 3 * 2 * DELAY

@@ -12,13 +12,13 @@ from announcements import describe_peer
 from shoal.client.routing.route import Hop
 from shoal.client.trace.trace import (
     AnsweredQuestion,
+    Failover,
     Kind,
     Opening,
     Replacement,
     StepTaken,
     Trace,
     UnansweredQuestion,
-    name_hop,
 )
 from shoal.client.trace.trace_file import make_trace_json
 from shoal.client.trace.trace_summary import describe_summary, make_summary_json, summarize
@@ -76,6 +76,11 @@ def take(step: int, start: float, stop: float, kind: Kind = Kind.DECODE) -> Step
     return StepTaken(step, START + start * MS, START + stop * MS, kind, 4 + step, num_tokens)
 
 
+def fail_over(step: int, start: float, stop: float, lost: Hop, reason: str) -> Replacement:
+    failover = Failover(lost, reason, (SPARE,), 7, 6, (stop - start) * MS)
+    return Replacement(step, START + start * MS, START + stop * MS, failover)
+
+
 TEXT = Trace(
     START,
     START + 150 * MS,
@@ -92,7 +97,7 @@ TEXT = Trace(
         UnansweredQuestion(3, START + 82 * MS, START + 92 * MS, Kind.DECODE, SECOND, 7, "it broke"),
         Opening(3, START + 93 * MS, START + 98 * MS, SPARE),
         ask(3, 98, SPARE, Kind.REPLAY, 6),
-        Replacement(3, START + 92 * MS, START + 108 * MS, SECOND, (SPARE,), "it broke", 7, 6),
+        fail_over(3, 92, 108, SECOND, "it broke"),
         ask(3, 108, SPARE),
         take(3, 72, 120),
     ),
@@ -123,7 +128,7 @@ def test_summary_says_where_the_time_of_every_token_went() -> None:
 
 
 def test_hops_that_are_lost_together_share_one_failover() -> None:
-    failover = Replacement(3, START + 92 * MS, START + 107 * MS, FIRST, (SPARE,), "broke", 7, 6)
+    failover = fail_over(3, 92, 107, FIRST, "broke")
 
     summary, before = summarize(replace(TEXT, events=(*TEXT.events, failover))), summarize(TEXT)
 
@@ -234,9 +239,9 @@ def test_trace_file_has_a_track_for_the_client_and_for_each_hop() -> None:
 
     assert read_tracks(events) == {
         0: "client",
-        1: name_hop(FIRST.peer.peer_id, FIRST.span),
-        2: name_hop(SECOND.peer.peer_id, SECOND.span),
-        3: name_hop(SPARE.peer.peer_id, SPARE.span),
+        1: FIRST.name,
+        2: SECOND.name,
+        3: SPARE.name,
     }
     check_nesting(events)
 
@@ -271,11 +276,11 @@ def test_trace_file_shows_on_the_client_what_it_does_itself_and_what_went_wrong(
     (failover,) = (event for event in drawn if event["name"] == "failover")
     assert failover["args"] == {
         "step": 3,
-        "lost": name_hop(SECOND.peer.peer_id, SECOND.span),
+        "lost": SECOND.name,
         "reason": "it broke",
         "position": 7,
         "replayed": 6,
-        "replaced_by": [name_hop(SPARE.peer.peer_id, SPARE.span)],
+        "replaced_by": [SPARE.name],
     }
     (silence,) = (event for event in events if event["name"] == "decode, unanswered")
     assert (silence["tid"], silence["dur"]) == (2, 10_000)
