@@ -389,7 +389,9 @@ class ShardedOptimizer:
 
     async def _apply(self, shard: Shard, applied: AppliedUpdate, failures: PassFailures) -> None:
         asked = AdapterUpdate(make_pass_id(), shard.gradients, applied.settings, applied.factor)
-        await self._try_link(shard, failures, lambda link: link.update(asked, _PATIENCE_SECONDS))
+        await self._try_link(
+            shard, failures, lambda link: link.ask_kept(asked, patience_seconds=_PATIENCE_SECONDS)
+        )
         shard.note_update(applied, make_updated_id(asked))
 
     async def _fetch_shard(self, shard: Shard, failures: PassFailures) -> None:
@@ -423,7 +425,7 @@ class ShardedOptimizer:
             if isinstance(error, RefusedError) and error.code in _OF_THE_QUESTION:
                 raise
             if shard.hop is not None:
-                self._asker.blame_once(shard.hop, error, failures)
+                self._asker.note_failure(shard.hop, error, failures)
                 shard.hop = None
             raise LostShardError from error
 

@@ -51,9 +51,6 @@ _logger = logging.getLogger(__name__)
 _DIRECTORY_SECONDS = 5.0
 """How long the directory may take before the last view has to do."""
 
-_PUBLICATION_SECONDS = 2.0
-"""When a peer that lacks a published adapter is asked again. It fetches it meanwhile."""
-
 _PATIENCE = 20.0
 _LEAST_PATIENCE_SECONDS = 60.0
 """A peer that goes on saying that it is at a pass is left after so many times what it should take:
@@ -143,8 +140,8 @@ class PassFailures(Failures):
         self, span: Span, retry: Retry, now: Callable[[], float], timeout_seconds: float
     ) -> None:
         super().__init__(retry)
-        self.too_small: set[PeerId] = set()
-        """Peers that have no memory for it."""
+        self.unable: set[PeerId] = set()
+        """Peers that have no memory for it, or that found nobody who has the adapter."""
         self.brought_again: set[PeerId] = set()
         """Peers that had lost an adapter, and got it once more."""
         self.least_version = 0
@@ -158,7 +155,7 @@ class PassFailures(Failures):
 
     @property
     def full(self) -> set[PeerId]:
-        """Peers that have no room for an adapter at present."""
+        """Peers that have no room for an adapter at present, or are fetching it."""
         now = self._now()
         return {peer_id for peer_id, until in self._full_until.items() if now < until}
 
@@ -167,7 +164,7 @@ class PassFailures(Failures):
         """Peers that are not asked now."""
         if not self.is_known:
             return set()
-        return {*self.refusals.peer_ids, *self.too_small, *self.full}
+        return {*self.refusals.peer_ids, *self.unable, *self.full}
 
     @property
     def is_known(self) -> bool:
@@ -198,7 +195,7 @@ class PassFailures(Failures):
         return lost
 
     def note_full(self, peer_id: PeerId, seconds: float) -> None:
-        """Note that a peer has no room for an adapter, and said when to ask again."""
+        """Note that a peer cannot use an adapter yet, and said when to ask again."""
         self._full_until[peer_id] = self._now() + seconds
 
     async def wait_for_room(self) -> None:
@@ -210,7 +207,7 @@ class PassFailures(Failures):
         """Raise what a peer said against the texts, if one did: nobody else is left to ask."""
         if self.refusals.first is not None:
             raise self.refusals.first
-        if self.too_small and self._error is not None:
+        if self.unable and self._error is not None:
             raise self._error
 
     async def pause(self) -> None:
@@ -341,10 +338,20 @@ class PassAsker:
         with line.carry(num_bytes) as seconds:
             yield min(seconds, way.expect_seconds(line.num_bytes))
 
-    def blame_once(self, hop: Hop, error: PeerFailure, failures: PassFailures) -> None:
-        """Note what became of a peer that was asked alone."""
+    def note_failure(
+        self,
+        hop: Hop,
+        error: PeerFailure,
+        failures: PassFailures,
+        adapters: Sequence[SentAdapter] = (),
+    ) -> None:
+        """Note that a peer did not do what it was asked, with these adapters, and blame it for what
+        is its fault.
+        """
         failures.note(error)
-        if not isinstance(error, RefusedError) or not self._may_ask_others(error, hop, failures):
+        if not isinstance(error, RefusedError) or not self._is_excused(
+            error, hop, failures, adapters
+        ):
             lost = self._book.blame(hop, error, self._forgiven)
             lost.__cause__ = error
             failures.note_lost(lost)
@@ -416,16 +423,7 @@ class PassAsker:
         except NotWantedError:
             return None
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
-            adapters = list_adapters(texts.adapters)
-            if isinstance(error, RefusedError) and self._may_ask_others(
-                error, hop, failures, adapters
-            ):
-                failures.note(error)
-                return None
-            lost = self._book.blame(hop, error, self._forgiven)
-            lost.__cause__ = error
-            failures.note_lost(lost)
-            failures.note(error)
+            self.note_failure(hop, error, failures, list_adapters(texts.adapters))
             return None
         if failures.is_known:
             for liar in failures.refusals.contradicted:
@@ -435,12 +433,12 @@ class PassAsker:
         self.failovers.note_answer(hop)
         return answer
 
-    def _may_ask_others(
+    def _is_excused(
         self,
         error: RefusedError,
         hop: Hop,
         failures: PassFailures,
-        adapters: Sequence[SentAdapter] = (),
+        adapters: Sequence[SentAdapter],
     ) -> bool:
         """Note a refusal that is neither the peer's fault nor that of the texts."""
         peer_id = hop.peer.peer_id
@@ -451,17 +449,18 @@ class PassAsker:
                 is_sound = peer_id not in failures.brought_again
                 failures.brought_again.add(peer_id)
                 return is_sound
-            if all(isinstance(one, PublishedAdapter) and not one.is_trained for one in adapters):
-                # The peer fetches it. The time that it names is not used: there is none once no
-                # holder was found, and one may still come.
-                failures.note_full(peer_id, _PUBLICATION_SECONDS)
-                return True
-        elif error.code is ErrorCode.NO_ROOM_FOR_ADAPTER and error.retry_after_seconds is not None:
-            failures.note_full(peer_id, error.retry_after_seconds)
-            return True
-        elif error.code not in (ErrorCode.OUT_OF_MEMORY, ErrorCode.NO_ROOM_FOR_ADAPTER):
+            # A published one is fetched by the peer, which says when to ask again, or gives up.
+            may_pass = all(
+                isinstance(one, PublishedAdapter) and not one.is_trained for one in adapters
+            )
+        elif error.code in (ErrorCode.OUT_OF_MEMORY, ErrorCode.NO_ROOM_FOR_ADAPTER):
+            may_pass = error.code is ErrorCode.NO_ROOM_FOR_ADAPTER
+        else:
             return False
-        failures.too_small.add(peer_id)
+        if may_pass and error.retry_after_seconds is not None:
+            failures.note_full(peer_id, error.retry_after_seconds)
+        else:
+            failures.unable.add(peer_id)
         return True
 
     def make_failures(self, span: Span) -> PassFailures:
@@ -571,6 +570,11 @@ class SessionAdapter:
 
     adapter: SentAdapter
     asker: PassAsker
+
+    @property
+    def is_published(self) -> bool:
+        """Whether hops fetch it themselves."""
+        return isinstance(self.adapter, PublishedAdapter)
 
     async def name_for(self, span: Span) -> AdapterId:
         """Return what a hop with these blocks knows it by."""

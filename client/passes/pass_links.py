@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...kernels.wire_tensors import decode_as, encode_as, has_only_finite
 from ...protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
-from ...protocol.ids import ClientToken, PeerId, SessionId, make_client_token
+from ...protocol.ids import PeerId, SessionId, make_client_token
 from ...protocol.messages.adapters import (
     AdapterFetch,
     AdapterHead,
@@ -53,8 +53,9 @@ from ...protocol.net.dialling import open_greeted
 from ...protocol.net.transport import Stream, Transport
 from ...protocol.records.announcements import Announcement
 from ...protocol.tensors import WireTensor
-from ...protocol.wire.codec import encode_frame, read_answer
+from ...protocol.wire.codec import encode_frame, expect, read_answer
 from ..concurrency.tasks import Closer, KeyedSemaphores
+from ..routing.route import Hop
 
 _SILENCE_SECONDS = 4.0
 """A peer that waits or computes says so every second; without a word for so long it is given up."""
@@ -85,33 +86,12 @@ class PassLink:
     def __init__(self, clock: Clock, peer: Announcement, stream: Stream) -> None:
         self._clock = clock
         self._stream = stream
+        self._name = Hop(peer, peer.span).name
         self.peer = peer
         self.used_at = clock.now()
 
     def __repr__(self) -> str:
         return f"<PassLink {self._name}>"
-
-    @property
-    def _name(self) -> str:
-        return f"peer …{self.peer.peer_id[-6:]} (blocks {self.peer.span})"
-
-    @classmethod
-    async def open(
-        cls,
-        transport: Transport,
-        clock: Clock,
-        peer: Announcement,
-        client: ClientToken,
-        timeout_seconds: float,
-    ) -> PassLink:
-        """Dial a peer. Raises UnavailableError, RefusedError or RemoteProtocolError."""
-        async with AnswerTimeout(
-            timeout_seconds, f"peer …{peer.peer_id[-6:]} did not answer in time"
-        ):
-            stream, _ = await open_greeted(
-                transport, clock, peer, peer.span, timeout_seconds, client
-            )
-        return cls(clock, peer, stream)
 
     async def ask(
         self,
@@ -145,7 +125,6 @@ class PassLink:
         joined = {slot: _join(pieces) for slot, pieces in reader.tensors.items()}
         if not all(map(has_only_finite, joined.values())):
             raise RemoteProtocolError(f"{self._name} answered with NaN or infinity")
-        self.used_at = self._clock.now()
         return PassAnswer(joined, way_seconds)
 
     async def bring(
@@ -193,31 +172,29 @@ class PassLink:
 
     def _check_kept(self, asked: SessionId, answer: Message) -> float:
         """Return for how long the peer keeps an adapter, if that is what it has answered."""
-        if not isinstance(answer, AdapterKept) or answer.upload_id != asked:
-            raise RemoteProtocolError(f"{self._name} answered an adapter with {answer!r:.80}")
-        self.used_at = self._clock.now()
-        return answer.keep_seconds
+        kept = expect(answer, AdapterKept, self._name)
+        if kept.upload_id != asked:
+            raise RemoteProtocolError(f"{self._name} speaks of another adapter")
+        return kept.keep_seconds
 
     async def measure(self, asked: AdapterMeasure, patience_seconds: float) -> float:
         """Return the sum of the squares of gathered gradients; raises what `ask` does."""
         answer = await self._ask_about_adapter(asked, patience_seconds)
-        if not isinstance(answer, AdapterMeasured):
-            raise RemoteProtocolError(f"{self._name} answered a question with {answer!r:.80}")
-        return answer.square_sum
-
-    async def update(self, asked: AdapterUpdate, patience_seconds: float) -> None:
-        """Have the peer make an update; raises what `ask` does."""
-        self._check_kept(asked.pass_id, await self._ask_about_adapter(asked, patience_seconds))
+        return expect(answer, AdapterMeasured, self._name).square_sum
 
     async def ask_kept(
-        self, asked: PublicationFetch | AdapterWithdrawal, carrying_seconds: float
+        self,
+        asked: AdapterUpdate | PublicationFetch | AdapterWithdrawal,
+        carrying_seconds: float = 0.0,
+        patience_seconds: float | None = None,
     ) -> float:
-        """Return for how long the peer keeps a published adapter, now that it has heard this.
+        """Return for how long the peer keeps an adapter, now that it has done this.
 
-        Raises what `ask` does.
+        Without `patience_seconds`, all of it may take as long as one message. Raises what `ask`
+        does.
         """
         seconds = _SILENCE_SECONDS + carrying_seconds
-        answer = await self._ask_about_adapter(asked, seconds, seconds)
+        answer = await self._ask_about_adapter(asked, patience_seconds or seconds, seconds)
         return self._check_kept(asked.pass_id, answer)
 
     async def _ask_about_adapter(
@@ -241,16 +218,14 @@ class PassLink:
         timeout_seconds = _SILENCE_SECONDS + carrying_seconds
         async with AnswerTimeout(patience_seconds, f"{self._name} takes too long for an adapter"):
             await self._send(encode_frame(asked), timeout_seconds)
-            head = await self._hear(asked.pass_id, timeout_seconds)
-            if not isinstance(head, AdapterHead) or head.num_bytes > most_bytes:
-                raise RemoteProtocolError(f"{self._name} answered with {head!r:.80}")
+            answer = await self._hear(asked.pass_id, timeout_seconds)
+            head = expect(answer, AdapterHead, self._name)
+            if head.num_bytes > most_bytes:
+                raise RemoteProtocolError(f"{self._name} sends an adapter that is too large")
             reader = AdapterReader(head)
             while not reader.is_complete:
                 piece = await self._receive(asked.pass_id, timeout_seconds)
-                if not isinstance(piece, AdapterPiece):
-                    raise RemoteProtocolError(f"{self._name} answered with {piece!r:.80}")
-                reader.take(piece)
-            self.used_at = self._clock.now()
+                reader.take(expect(piece, AdapterPiece, self._name))
             return head, reader.join()
 
     async def _hear(self, pass_id: SessionId, timeout_seconds: float) -> Message:
@@ -258,7 +233,6 @@ class PassLink:
         while True:
             message = await self._receive(pass_id, timeout_seconds)
             if not isinstance(message, Queued):
-                self.used_at = self._clock.now()
                 return message
             if message.session != pass_id:
                 raise RemoteProtocolError(f"{self._name} answered with {message!r:.80}")
@@ -341,7 +315,8 @@ class PassLinks:
 
         What is said in a word takes no turn, and waits for none.
 
-        Raises what `PassLink.open` does, and NotWantedError where the peer is not wanted by then.
+        Raises UnavailableError, RefusedError or RemoteProtocolError, and NotWantedError where the
+        peer is not wanted by then.
         """
         async with self._turns.hold(peer.peer_id) if takes_turn else nullcontext():
             if not is_wanted():
@@ -355,6 +330,7 @@ class PassLinks:
                 raise
             finally:
                 self._lent.discard(link)
+            link.used_at = self._clock.now()
             if self._is_closed:
                 self._closer.begin(link)
                 return
@@ -398,8 +374,12 @@ class PassLinks:
             if is_same and self._is_fresh(link):
                 return link
             self._closer.begin(link)
-        token = make_client_token(self._secret, peer.peer_id)
-        return await PassLink.open(self._transport, self._clock, peer, token, self._timeout_seconds)
+        token, seconds = make_client_token(self._secret, peer.peer_id), self._timeout_seconds
+        async with AnswerTimeout(seconds, f"{Hop(peer, peer.span).name} did not answer in time"):
+            stream, _ = await open_greeted(
+                self._transport, self._clock, peer, peer.span, seconds, token
+            )
+        return PassLink(self._clock, peer, stream)
 
 
 def _encode(asked: Pass, slot: Slot, part: range, piece_NH: Tensor) -> bytes:

@@ -118,15 +118,6 @@ def find_fault(error: PeerFailure) -> Fault | None:
     return Fault.SILENT if isinstance(error, SilentError) else Fault.BROKEN
 
 
-def is_fetching_adapter(error: PeerFailure) -> bool:
-    """Return whether a peer does not have an adapter yet, and says when it may: it is sound."""
-    return (
-        isinstance(error, RefusedError)
-        and error.code is ErrorCode.UNKNOWN_ADAPTER
-        and error.retry_after_seconds is not None
-    )
-
-
 def find_loss(error: BaseException | None) -> str:
     """Return what happened to a peer, as the end of a sentence that begins with its name."""
     if isinstance(error, RefusedError):
@@ -150,9 +141,11 @@ def is_for_good(error: RefusedError) -> bool:
 class LostHopError(UnavailableError):
     """A hop has to be replaced. It is hung up on, and its peer blamed; `__cause__` says why."""
 
-    def __init__(self, hop: Hop, detail: str) -> None:
+    def __init__(self, hop: Hop, detail: str, is_final: bool = False) -> None:
+        """`is_final` says that the same peer need not be asked again, whatever its refusal says."""
         super().__init__(detail)
         self.hop = hop
+        self.is_final = is_final
 
     @property
     def what_happened(self) -> str:
@@ -200,7 +193,7 @@ class Refusals:
     def note(self, lost: LostHopError) -> None:
         """Note a refusal, if the hop was lost by one that is for good."""
         refusal = lost.__cause__
-        if isinstance(refusal, RefusedError) and is_for_good(refusal):
+        if isinstance(refusal, RefusedError) and (lost.is_final or is_for_good(refusal)):
             self._lost[lost.hop.peer.peer_id] = lost.hop, refusal
 
 

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 
 from ...protocol.errors import (
     DirectoryError,
+    ErrorCode,
     RefusedError,
     RemoteProtocolError,
     RouteError,
@@ -25,7 +26,7 @@ from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.tensors import WireDtype
 from ...protocol.versions import INT8_VERSION, PASS_VERSION
 from ..routing.peer_book import FLOOR_SECONDS
-from ..routing.route import Ends, Hop, LostHopError, Refusals, Route, is_fetching_adapter
+from ..routing.route import Ends, Hop, LostHopError, Refusals, Route
 from .deep_prompts import encode_prompts
 from .hop_link import HopLink, LiveHop, Mailbox, MissingHops
 from .state import SessionContext, Waiting
@@ -237,8 +238,11 @@ class HopFinder:
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
             if adapter is not None:
                 adapter.note_failure(hop, error)
-            if is_fetching_adapter(error):  # it is asked again after the others, and may wait
-                raise LostHopError(hop, str(error)) from error
+            if isinstance(error, RefusedError) and error.code is ErrorCode.UNKNOWN_ADAPTER:
+                is_fetching = error.retry_after_seconds is not None
+                if is_fetching or (adapter is not None and adapter.is_published):
+                    # It is sound. It is asked again after the others, unless nobody has it.
+                    raise LostHopError(hop, str(error), is_final=not is_fetching) from error
             raise self._state.book.blame(hop, error, self._state.forgiven) from error
         finally:
             if self._state.waiting is not None and self._state.waiting.hop is hop:

@@ -43,6 +43,11 @@ _MAX_PIECE_TOKENS = 2048
 class SharedAdapter(Protocol):
     """One adapter for all rows, which each hop has to have before it is opened."""
 
+    @property
+    def is_published(self) -> bool:
+        """Whether hops fetch it themselves."""
+        ...
+
     async def name_for(self, span: Span) -> AdapterId:
         """Return what a hop with these blocks knows it by."""
         ...

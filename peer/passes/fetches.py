@@ -51,11 +51,11 @@ ReadLeaves = Callable[[bytes, Mapping[int, bytearray]], Awaitable[Adapter]]
 
 @dataclass(eq=False)
 class _Fetch:
-    """One adapter on its way for one client; `error` is why the last attempt brought nothing."""
+    """One adapter on its way for one client; `error` is why it did not come."""
 
     task: asyncio.Task[None]
     address: str
-    error: RefusedError | None
+    error: RefusedError | None = None
     again_at: float = 0.0
 
 
@@ -97,7 +97,6 @@ class Fetches:
         known = self._fetches.get((name, tenant))
         if known is not None and not (known.task.done() and self._clock.now() >= known.again_at):
             return known.error or wait
-        error = None if known is None else known.error
         running = {key: one for key, one in self._fetches.items() if not one.task.done()}
         if any(other == name for other, _ in running):
             return wait
@@ -109,11 +108,11 @@ class Fetches:
         task = asyncio.create_task(self._run(name, tenant))
         task.add_done_callback(_log_failure)
         self._fetches.pop((name, tenant), None)
-        self._fetches[name, tenant] = _Fetch(task, tenant.address, error)
+        self._fetches[name, tenant] = _Fetch(task, tenant.address)
         over = [key for key, one in self._fetches.items() if one.task.done()]
         for key in over[: max(0, len(self._fetches) - _MAX_REMEMBERED)]:
             del self._fetches[key]
-        return error or wait
+        return wait
 
     async def close(self) -> None:
         """Fetch nothing any more."""

@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.descriptor_pb2 import (
     DescriptorProto,
@@ -61,6 +61,8 @@ _EMPTY_HEADER = (NO_SESSION, 0, 0, 0, None)
 """The header fields of a message, and the values of those that it does not use."""
 
 _PACKAGE = "shoal.v1"
+
+Kind = TypeVar("Kind", bound=Message)
 
 _Values = dict[str, Any]
 
@@ -129,6 +131,13 @@ def read_answer(frame: bytes | None, name: str, session: SessionId | None = None
     message = decode_frame(frame)
     if isinstance(message, sessions.Declined):
         raise message.make_error(name, session)
+    return message
+
+
+def expect(message: Message, kind: type[Kind], name: str) -> Kind:
+    """Return a message of the peer of this name if it is of a kind; RemoteProtocolError if not."""
+    if not isinstance(message, kind):
+        raise RemoteProtocolError(f"{name} answered with {message!r:.80}, not {kind.__name__}")
     return message
 
 

@@ -60,6 +60,8 @@ class PassPeer:
     is_free: asyncio.Lock = field(default_factory=asyncio.Lock)
     has_room_at: float = 0.0
     forgets_adapters: bool = False
+    fetching_seconds: float | None = None
+    """When it says to ask again for an adapter that it has forgotten."""
     piece_seconds: float = 0.0
     line: asyncio.Lock = field(default_factory=asyncio.Lock)
     """On which pieces come one after the other: peers may share that of a client."""
@@ -168,7 +170,8 @@ class PassPeer:
 
     async def _answer(self, stream: Stream, asked: Pass) -> None:
         if asked.adapters and self.forgets_adapters:
-            await self._decline(stream, asked.pass_id, ErrorCode.UNKNOWN_ADAPTER)
+            code = ErrorCode.UNKNOWN_ADAPTER
+            await self._decline(stream, asked.pass_id, code, self.fetching_seconds)
             return
         started_at = now()
         await stream.send(encode_frame(Queued(asked.pass_id, 0, 0.0)))

@@ -104,11 +104,28 @@ def test_adapter_that_is_refused_is_not_sent_to_its_end() -> None:
     run(test)
 
 
+def test_published_adapter_that_no_peer_finds_fails_at_once() -> None:
+    async def test(scene: Scene) -> None:
+        for _ in range(2):
+            peer = await add_pass_peer(scene, 1.0)
+            peer.forgets_adapters = True
+        texts = replace(make_adapted_texts(), adapters=(PublishedAdapter(AdapterId(b"p" * 32)),))
+        asker, began_at = make_asker(scene), now()
+        with pytest.raises(RefusedError) as refusal:
+            await asker.ask_forward(WHOLE, texts)
+        await asker.close()
+
+        assert refusal.value.code is ErrorCode.UNKNOWN_ADAPTER
+        assert now() - began_at < 1.0
+
+    run(test)
+
+
 @pytest.mark.parametrize("seconds", [8.0, 1000.0])
 def test_published_adapter_that_a_peer_lacks_is_waited_for(seconds: float) -> None:
     async def test(scene: Scene) -> None:
         peer = await add_pass_peer(scene, 1.0)
-        peer.forgets_adapters = True
+        peer.forgets_adapters, peer.fetching_seconds = True, 2.0
         texts = replace(make_adapted_texts(), adapters=(PublishedAdapter(AdapterId(b"p" * 32)),))
         asker, began_at = make_asker(scene), now()
         asking = asyncio.create_task(asker.ask_forward(WHOLE, texts))

@@ -8,7 +8,9 @@ import pytest
 import torch
 from session_scene import CONFIG, Oracle, Scene, decline_when, draw, now, run
 
-from shoal.protocol.errors import CacheFullError, ErrorCode, RouteError
+from shoal.client.routing.route import Hop
+from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError, RouteError, ShoalError
+from shoal.protocol.ids import AdapterId
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Open, Step
 from shoal.protocol.spans import Span
@@ -45,6 +47,41 @@ def test_peer_that_fetches_an_adapter_is_left_for_its_replica_and_not_avoided(
         await session.step(draw(1, 3))
         assert scene.names_of(session) == ["free"]
         assert scene.quarantined == ([] if retry_after else ["fetching"])
+
+    run(test)
+
+
+class PublishedByNobody:
+    """An adapter that hops fetch themselves."""
+
+    is_published = True
+
+    async def name_for(self, span: Span) -> AdapterId:
+        return AdapterId(b"p" * 32)
+
+    async def bring(self, hop: Hop) -> None:
+        return
+
+    def note_failure(self, hop: Hop, error: ShoalError) -> None:
+        return
+
+
+def test_published_adapter_that_no_peer_finds_fails_at_once_and_nobody_is_avoided() -> None:
+    async def test(scene: Scene) -> None:
+        for name in ("a", "b"):
+            peer = await scene.add(name, 0, 6)
+            peer.mischief = decline_when(
+                lambda message: isinstance(message, Open), ErrorCode.UNKNOWN_ADAPTER, None
+            )
+        session = scene.open_session()
+        session.state.facts = replace(session.state.facts, adapter=PublishedByNobody())
+
+        with pytest.raises(RefusedError, match=r"blocks 0:6\) refused") as refusal:
+            await session.step(draw(1, 3))
+
+        assert refusal.value.code is ErrorCode.UNKNOWN_ADAPTER
+        assert now() < 1.0
+        assert scene.quarantined == []
 
     run(test)
 
