@@ -24,7 +24,7 @@ from ..terminal.text_printer import OutageNotices, TextPrinter
 if TYPE_CHECKING:
     from ...client.session.inference_session import InferenceSession
 
-_DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_DTYPES = ("auto", "fp32", "bf16", "fp16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_wait_argument(parser, 20.0)
     parser.add_argument(
-        "--dtype", choices=tuple(_DTYPES), default="auto",
+        "--dtype", choices=_DTYPES, default="auto",
         help="data type of the embedding and the head on this machine (default: as stored)",
     )  # fmt: skip
     parser.add_argument(
@@ -137,7 +137,7 @@ def _generate(
         remote_model = open_model(
             name,
             joining.initial_peers,
-            torch_dtype=_DTYPES[options.dtype],
+            torch_dtype=options.dtype,
             failover_timeout_seconds=options.wait,
             kv_format=options.kv,
             join=joining.join,

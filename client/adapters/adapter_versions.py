@@ -72,7 +72,7 @@ class AdapterVersion:
 
     def _cut(self, span: Span) -> AdapterCut | None:
         matrices = {
-            name: self.matrices[name] for name in sorted(self.matrices) if _is_in(name, span)
+            name: self.matrices[name] for name in sorted(self.matrices) if is_in(name, span)
         }
         if not matrices:
             return None
@@ -88,7 +88,7 @@ class AdapterVersion:
         """
         blocks: dict[int, dict[str, Tensor]] = defaultdict(dict)
         for name in sorted(self.matrices):
-            if _is_in(name, span) and (block := find_block(name)) is not None:
+            if is_in(name, span) and (block := find_block(name)) is not None:
                 blocks[block][name] = self.matrices[name]
         if not blocks:
             return None
@@ -227,6 +227,7 @@ def check_size(num_bytes: int, span: Span) -> None:
         )
 
 
-def _is_in(name: str, span: Span) -> bool:
+def is_in(name: str, span: Span) -> bool:
+    """Return whether a matrix of this name belongs to one of some blocks."""
     block = find_block(name)
     return block is not None and block in span

@@ -13,7 +13,7 @@ from ...protocol.errors import RemoteProtocolError
 from ...protocol.ids import UploadId, make_adapter_id
 from ...protocol.messages.adapters import AdapterHead, LoraConfig, OptimizerKind, find_block
 from ...protocol.spans import Span
-from .adapter_versions import check_size
+from .adapter_versions import check_size, is_in
 
 _HEADER_BYTES = 2**20
 
@@ -44,11 +44,7 @@ class LearnedState:
         """Return what belongs to some blocks."""
 
         def choose(matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {
-                name: matrix
-                for name, matrix in matrices.items()
-                if (block := find_block(name)) is not None and block in span
-            }
+            return {name: matrix for name, matrix in matrices.items() if is_in(name, span)}
 
         moments = tuple(map(choose, self.moments))
         return replace(self, matrices=choose(self.matrices), moments=moments)

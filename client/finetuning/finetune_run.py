@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ...protocol.errors import ErrorCode, RefusedError, RouteError, ShoalError, UsageError
-from .batches import Batch, ShuffledTexts, cut_into_batches, make_batch
 from .checkpoints import (
     Checkpoints,
     RunProgress,
@@ -26,7 +25,7 @@ from .checkpoints import (
     naming_failures,
     save_optimizer,
 )
-from .dataset import Dataset
+from .dataset import Batch, Dataset, ShuffledTexts, cut_into_batches, make_batch
 
 MOST_SKIPPED_IN_A_ROW = 3
 """Updates without a finite loss before a run is given up: more data will not mend it."""

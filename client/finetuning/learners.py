@@ -13,7 +13,7 @@ from ...protocol.errors import UsageError
 from ..model.causal_lm import DistributedCausalLM
 from ..training.lora import LoraAdapter
 from ..training.peer_optimizer import PeerOptimizer
-from .batches import Batch
+from .dataset import Batch
 from .finetune_run import Learner
 
 

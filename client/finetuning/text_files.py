@@ -1,7 +1,7 @@
 """Texts to learn from, read from files that people wrote: jsonl, csv and txt.
 
-A file is read line by line and never held as a whole. What is wrong with it is said with the file
-and the line: `data.jsonl:17: the line is no JSON`.
+A file is read line by line and never held as a whole. Errors name the file and the line:
+`data.jsonl:17: the line is not JSON`.
 """
 
 from __future__ import annotations

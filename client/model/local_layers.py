@@ -23,7 +23,7 @@ from ...models.checkpoints.conversion import ConvertedCheckpoint
 from ...models.families.registry import FAMILIES, find_family
 from ...models.shells.shell_opening import open_shell
 from ...models.shells.step_cache import StepCache
-from ...models.specs.config_reader import MAX_VOCABULARY
+from ...models.specs.config_reader import DTYPES, MAX_VOCABULARY
 from ...models.specs.model_spec import ModelSpec
 from ...protocol.errors import ModelError, UsageError
 from ...protocol.ids import make_model_id
@@ -45,12 +45,6 @@ _MAXIMA = {
 }
 """The counts in config.json that decide what is allocated here, or divided by."""
 
-
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 _SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The names that the command line and peers use."""
 
@@ -317,9 +311,9 @@ def resolve_dtype(requested: str | torch.dtype | None) -> torch.dtype | None:
         return None
     name = str(requested).removeprefix("torch.")
     name = _SHORT_DTYPES.get(name, name)
-    if name not in _DTYPES:
-        raise UsageError(f"torch_dtype must be one of auto, {', '.join(_DTYPES)}; got {requested}")
-    return _DTYPES[name]
+    if name not in DTYPES:
+        raise UsageError(f"torch_dtype must be one of auto, {', '.join(DTYPES)}; got {requested}")
+    return DTYPES[name]
 
 
 def load_local_layers(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> LocalLayers:
@@ -396,7 +390,7 @@ class _TensorReader:
             raise ModelError(
                 f"tensor {name!r} has shape {list(tensor.shape)}, config.json says {list(shape)}"
             )
-        if tensor.dtype not in _DTYPES.values():
+        if tensor.dtype not in DTYPES.values():
             raise ModelError(f"tensor {name!r} is stored as {tensor.dtype}, which is not supported")
         return tensor.to(self._dtype or tensor.dtype, copy=True)
 

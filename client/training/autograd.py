@@ -35,6 +35,14 @@ The first time such a checkpoint computes without a graph, and on the way back o
 wherever backward() was called. Only the stack shows that both are the same pass.
 """
 
+_LOST_ADAPTERS = (
+    "gradient checkpointing repeated a pass with other adapters than the first time: choose the "
+    "adapter inside the checkpointed function, or call backward() where it is active, and change "
+    "its matrices only afterwards"
+)
+"""The gradients of such a pass would be those of another function, and none of them for the
+adapters."""
+
 
 class Publications(Protocol):
     """The adapters that a client has published; see `Publisher`."""
@@ -156,7 +164,9 @@ class _RemoteBlocks(torch.autograd.Function):
         ctx: Any, grads_BTH: Tensor
     ) -> tuple[Tensor | None, ...]:
         (keepsake,) = ctx.saved_tensors
-        _check_adapters(keepsake.saved, ctx.adapters)
+        computed = [one for batch in keepsake.saved for one in batch.inputs[0].texts.adapters]
+        if tuple(computed) != ctx.adapters:  # a checkpoint has computed the pass again
+            raise UsageError(_LOST_ADAPTERS)
         runner: PassRunner = ctx.runner
         back = runner.remote.run_backward(keepsake.saved, _copy(grads_BTH))
         gradients = runner.wait_for(back)
@@ -172,16 +182,6 @@ class _RemoteBlocks(torch.autograd.Function):
         )
 
 
-def _check_adapters(saved: list[MicrobatchInputs], adapters: RowAdapters) -> None:
-    """Raise UsageError where a pass was computed again with other adapters than the first time.
-
-    Its gradients would be those of another function, and none of them for the adapters.
-    """
-    recomputed = [one for microbatch in saved for one in microbatch.inputs[0].texts.adapters]
-    if tuple(recomputed) != adapters:
-        raise _make_lost_adapters_error()
-
-
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float32, copy=True)
 
@@ -189,8 +189,7 @@ def _copy(tensor: Tensor) -> Tensor:
 def _check_same_adapters(adapters: RowAdapters) -> None:
     """Note the adapters of a pass in the checkpoints that it is in, the first time.
 
-    When it is computed again, raises UsageError where they are others: the gradients would be
-    those of another function, and none of them for the adapters.
+    When it is computed again, raises UsageError where they are others.
     """
     for context, is_again in _find_checkpoints():
         noted: list[RowAdapters] = context.__dict__.setdefault("adapters_of_passes", [])
@@ -201,16 +200,7 @@ def _check_same_adapters(adapters: RowAdapters) -> None:
             first = noted.pop(0)
             noted.append(first)
             if first != adapters:
-                raise _make_lost_adapters_error()
-
-
-def _make_lost_adapters_error() -> UsageError:
-    """Return the error for a pass that is computed again with other adapters."""
-    return UsageError(
-        "gradient checkpointing repeated a pass with other adapters than the first time: choose "
-        "the adapter inside the checkpointed function, or call backward() where it is active, and "
-        "change its matrices only afterwards"
-    )
+                raise UsageError(_LOST_ADAPTERS)
 
 
 def _find_checkpoints() -> Iterator[tuple[Any, bool]]:

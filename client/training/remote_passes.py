@@ -156,7 +156,7 @@ class RemotePasses:
     async def _go_back_in_parts(self, sent: HopInput, grads_BTH: Tensor) -> TextGradients:
         """Take gradients back through blocks that one peer hosted and several do now.
 
-        What goes into the others has to be computed first.
+        The inputs of the others have to be computed first.
         """
         _, inputs = await self._forward(sent.span, sent.texts, sent.weights)
         return await self._backward(inputs, grads_BTH)

@@ -82,7 +82,7 @@ class _DigestCache:
         """Add what was read to the file, as one atomic replacement."""
         if not self._new:
             return
-        # Others may have added theirs meanwhile. What is lost to a race is only read again.
+        # Others may have added theirs meanwhile. Entries lost to a race are only read again.
         entries = {**_read_entries(self._directory), **self._new}
         newest = dict(list(entries.items())[-MAX_CACHED_FILES:])
         try:

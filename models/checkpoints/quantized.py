@@ -44,7 +44,7 @@ class QuantizedLinears(ABC):
         """
 
 
-class _Settings:
+class _QuantizationSettings:
     """Checked access to the `quantization_config` of a `config.json`, or an object in it."""
 
     def __init__(self, values: Mapping[str, object], method: str) -> None:
@@ -78,9 +78,9 @@ class _Settings:
             )
         return None if value == -1 else value
 
-    def read_object(self, name: str) -> "_Settings":
+    def read_object(self, name: str) -> "_QuantizationSettings":
         """Return a JSON object in these settings, empty if there is none."""
-        return _Settings(_as_mapping(self.get(name, default={}), name), self._method)
+        return _QuantizationSettings(_as_mapping(self.get(name, default={}), name), self._method)
 
 
 def _as_mapping(value: object, name: str) -> Mapping[str, object]:
@@ -199,7 +199,7 @@ class _GptqLinears(QuantizedLinears):
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:
-        settings = _Settings(config, "GPTQ")
+        settings = _QuantizationSettings(config, "GPTQ")
         self._bits = cast(int, settings.choose("bits", among=(4, 8)))
         self._group_size = settings.read_group_size()
         known = ("gptq", "gptq_v2")
@@ -257,7 +257,7 @@ class _AwqLinears(QuantizedLinears):
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:
-        settings = _Settings(config, "AWQ")
+        settings = _QuantizationSettings(config, "AWQ")
         settings.choose("bits", "w_bit", among=(_AWQ_BITS,))
         settings.choose(
             "version", "format", "checkpoint_format", among=("gemm", "GEMM"), default="gemm"
@@ -307,7 +307,7 @@ class _CompressedLinears(QuantizedLinears):
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:
-        settings = _Settings(config, "compressed-tensors")
+        settings = _QuantizationSettings(config, "compressed-tensors")
         layout = settings.choose("format", among=(*_PLAIN, _PACKED))
         sparsity = settings.read_object("sparsity_config")
         sparsity.choose("format", among=("dense",), default="dense")
@@ -385,7 +385,7 @@ class _CompressedLinears(QuantizedLinears):
         return values, _unpack(packed, bits, dim=0)[: shape[0]]
 
 
-def _find_weights(settings: _Settings) -> _Settings:
+def _find_weights(settings: _QuantizationSettings) -> _QuantizationSettings:
     """Return the settings of the quantized weights, which must be the same for all linears."""
     groups = _as_mapping(settings.get("config_groups", default={}), "config_groups")
     found = [_as_mapping(group, "config_groups").get("weights") for group in groups.values()]
@@ -394,7 +394,7 @@ def _find_weights(settings: _Settings) -> _Settings:
             f"config.json: compressed-tensors with {len(found)} different config_groups is not "
             "supported; use a checkpoint with one"
         )
-    return _Settings(_as_mapping(found[0], "weights"), "compressed-tensors")
+    return _QuantizationSettings(_as_mapping(found[0], "weights"), "compressed-tensors")
 
 
 _METHODS: Mapping[str, Callable[[Mapping[str, object]], QuantizedLinears]] = {

@@ -38,7 +38,8 @@ def gives_blocks_the_same_alone(shell: Shell) -> bool:
     most = getattr(shell.config, "max_position_embeddings", None) or _MOST_POSITIONS
     position = max(min(most, _MOST_POSITIONS) - _TOKENS, 0)
     whole = list(range(len(shell.layers)))
-    for pack in (_pack_plainly, _pack_in_tuple):
+    # Blocks return their output plainly, or in a tuple.
+    for pack in (lambda hidden_BTH: hidden_BTH, lambda hidden_BTH: (hidden_BTH,)):
         calls = _record(shell, whole, hidden_BTH, position, pack)
         if calls is not None:
             return all(
@@ -46,14 +47,6 @@ def gives_blocks_the_same_alone(shell: Shell) -> bool:
                 for index in whole
             )
     return False
-
-
-def _pack_plainly(hidden_BTH: object) -> object:
-    return hidden_BTH
-
-
-def _pack_in_tuple(hidden_BTH: object) -> object:
-    return (hidden_BTH,)
 
 
 def _record(

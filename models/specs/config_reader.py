@@ -16,11 +16,12 @@ MAX_POSITIONS = 2**24
 MAX_VOCABULARY = 2**24
 MAX_EXPERTS = 4096
 
-_DTYPES = {
+DTYPES = {
     "float32": torch.float32,
-    "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
 }
+"""The types of stored weights, by their names in `config.json`."""
 
 _SCALED_BY_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 
@@ -97,9 +98,9 @@ class ConfigReader:
     def dtype(self) -> torch.dtype:
         """Return the dtype that the weights were published in."""
         name = self.text("dtype", default=self.text("torch_dtype", default="float32"))
-        if name not in _DTYPES:
-            raise ModelError(f"config.json: dtype {name!r} is not one of {', '.join(_DTYPES)}")
-        return _DTYPES[name]
+        if name not in DTYPES:
+            raise ModelError(f"config.json: dtype {name!r} is not one of {', '.join(DTYPES)}")
+        return DTYPES[name]
 
     def mapping(self, name: str) -> dict[str, object]:
         """Return a JSON object, empty if there is none."""

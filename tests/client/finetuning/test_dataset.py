@@ -9,8 +9,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from shoal.client.finetuning.batches import ShuffledTexts, cut_into_batches, make_batch
-from shoal.client.finetuning.dataset import Dataset, encode_text, make_dataset
+from shoal.client.finetuning.dataset import (
+    Dataset,
+    ShuffledTexts,
+    cut_into_batches,
+    encode_text,
+    make_batch,
+    make_dataset,
+)
 from shoal.client.finetuning.text_files import TrainingText
 from shoal.client.model.local_layers import IGNORED
 from shoal.protocol.errors import UsageError

@@ -17,9 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shoal.client.finetuning.batches import Batch
 from shoal.client.finetuning.checkpoints import RunProgress
-from shoal.client.finetuning.dataset import Dataset, Example
+from shoal.client.finetuning.dataset import Batch, Dataset, Example
 from shoal.client.finetuning.finetune_run import (
     FinetuneRun,
     Learner,
