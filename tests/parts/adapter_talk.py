@@ -12,9 +12,11 @@ import torch
 from service_scene import HELLO, HIDDEN, Peer, Talk
 from torch import Tensor
 
+from shoal.client.adapters.adapter_versions import AdapterLeaves, AdapterVersion
 from shoal.protocol.ids import AdapterId, ClientToken, SessionId, UploadId, make_adapter_id
-from shoal.protocol.messages.adapters import AdapterHead, AdapterKept, cut_adapter
+from shoal.protocol.messages.adapters import AdapterHead, AdapterKept, LoraConfig, cut_adapter
 from shoal.protocol.messages.session import Queued, Welcome
+from shoal.protocol.spans import Span
 from shoal.protocol.versions import MAX_VERSION
 
 RANK = 3
@@ -30,6 +32,14 @@ def draw_matrices(seed: int = 1, blocks: tuple[int, ...] = (1, 2)) -> dict[str, 
         for block in blocks
         for letter, shape in (("A", (RANK, HIDDEN)), ("B", (HIDDEN, RANK)))
     }
+
+
+def make_leaves(*blocks: int) -> AdapterLeaves:
+    """Return what is published of an adapter for some blocks of a model of four."""
+    version = AdapterVersion(LoraConfig(RANK, 6), draw_matrices(1, blocks), False, "", 0)
+    leaves = version.publish(Span(0, 4))
+    assert leaves is not None
+    return leaves
 
 
 def pack(

@@ -25,7 +25,7 @@ from shoal.protocol.ids import SessionId
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Declined, Hello, Open, Opened, Output, Step, Welcome
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
-from shoal.protocol.net.transport import Stream
+from shoal.protocol.net.transport import FrameGate, Stream
 from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireDtype, WireTensor
@@ -117,6 +117,30 @@ class Talk:
         """Wait until the peer has read what was said: it answers in order."""
         unknown = make_step(1, 0, draw_hidden(0), NOBODYS_NUMBER)
         assert_declined(await self.ask(unknown), ErrorCode.UNKNOWN_SESSION)
+
+
+class PatientStream:
+    """A stream of a client that said something and goes on listening."""
+
+    remote_host: str | None = None
+
+    def __init__(self, *messages: Message) -> None:
+        self._frames = [encode_frame(message) for message in messages]
+
+    async def send(self, frame: bytes) -> None:
+        return
+
+    def set_gate(self, gate: FrameGate) -> None:
+        return
+
+    async def wait_over(self) -> None:
+        await asyncio.Future[None]()
+
+    async def receive(self) -> bytes | None:
+        return self._frames.pop(0) if self._frames else await asyncio.Future[None]()
+
+    async def close(self) -> None:
+        return
 
 
 @dataclass

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 from adapter_scene import assert_close, make_adapter, swarm_of
+from adapter_talk import make_leaves
 from memory_swarm import MODEL_ID, Inside, look_into
 from torch import Tensor
-from virtual_swarm import HIDDEN, WHOLE, RelayedTransport, Scene
+from virtual_swarm import WHOLE, RelayedTransport, Scene
 from virtual_time import run_virtual
 
-from shoal.client.adapters.adapter_versions import AdapterLeaves, AdapterVersion
 from shoal.client.publishing.publisher import Publisher
 from shoal.client.settings.client_config import ClientConfig
 from shoal.peer.engine.adapters.adapter_store import Kept
 from shoal.protocol.errors import RefusedError
 from shoal.protocol.fair_share import Tenant
 from shoal.protocol.ids import AdapterId, make_client_token
-from shoal.protocol.messages.adapters import KEEP_SECONDS, LoraConfig
+from shoal.protocol.messages.adapters import KEEP_SECONDS
 from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.records.announcements import shorten_adapter
 from shoal.protocol.spans import Span
@@ -31,19 +31,6 @@ from shoal.protocol.spans import Span
 USER = Tenant("a user")
 TOKENS = torch.arange(40).view(2, 20) % 128
 CONFIG = ClientConfig(seed=1)
-
-
-def make_leaves(seed: int = 1, blocks: tuple[int, ...] = (0, 1, 2, 3)) -> AdapterLeaves:
-    generator = torch.Generator().manual_seed(seed)
-    name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
-    matrices = {
-        name.format(block, letter): torch.randn(*shape, generator=generator)
-        for block in blocks
-        for letter, shape in (("A", (3, HIDDEN)), ("B", (HIDDEN, 3)))
-    }
-    leaves = AdapterVersion(LoraConfig(3, 6), matrices, False, "", 0).publish(WHOLE)
-    assert leaves is not None
-    return leaves
 
 
 class Publishing(Scene):
@@ -99,7 +86,7 @@ BOTH_HALVES = (Span(0, 2), Span(2, 4))
 
 
 def test_peer_that_joins_later_fetches_its_own_blocks_and_serves_nobody(tiny_models: Any) -> None:
-    leaves = make_leaves()
+    leaves = make_leaves(0, 1, 2, 3)
     name = leaves.manifest.name
 
     async def test(scene: Publishing) -> None:
@@ -132,7 +119,7 @@ def test_peer_that_joins_later_fetches_its_own_blocks_and_serves_nobody(tiny_mod
 
 
 def test_peer_whose_blocks_an_adapter_does_not_change_learns_its_name(tiny_models: Any) -> None:
-    leaves = make_leaves(blocks=(0, 1))
+    leaves = make_leaves(0, 1)
 
     async def test(scene: Publishing) -> None:
         first, second = [await scene.add(f"half{n}", s) for n, s in enumerate(BOTH_HALVES)]
@@ -147,7 +134,7 @@ def test_peer_whose_blocks_an_adapter_does_not_change_learns_its_name(tiny_model
 
 
 def test_each_block_has_two_holders_and_a_lost_one_is_replaced(tiny_models: Any) -> None:
-    leaves = make_leaves()
+    leaves = make_leaves(0, 1, 2, 3)
     name = leaves.manifest.name
 
     async def test(scene: Publishing) -> None:
@@ -168,7 +155,7 @@ def test_each_block_has_two_holders_and_a_lost_one_is_replaced(tiny_models: Any)
 
 
 def test_peer_that_fetched_it_for_its_publisher_becomes_a_holder(tiny_models: Any) -> None:
-    leaves = make_leaves()
+    leaves = make_leaves(0, 1, 2, 3)
     name = leaves.manifest.name
 
     async def test(scene: Publishing) -> None:
@@ -187,7 +174,7 @@ def test_peer_that_fetched_it_for_its_publisher_becomes_a_holder(tiny_models: An
 
 
 def test_wrong_bytes_are_refused_by_digest_and_another_holder_is_asked(tiny_models: Any) -> None:
-    leaves = make_leaves()
+    leaves = make_leaves(0, 1, 2, 3)
     name = leaves.manifest.name
 
     async def test(scene: Publishing) -> None:
@@ -212,7 +199,7 @@ def test_wrong_bytes_are_refused_by_digest_and_another_holder_is_asked(tiny_mode
 
 
 def test_withdrawal_reaches_copies_within_a_minute(tiny_models: Any) -> None:
-    leaves = make_leaves()
+    leaves = make_leaves(0, 1, 2, 3)
     name = leaves.manifest.name
 
     async def test(scene: Publishing) -> None:
@@ -232,7 +219,7 @@ def test_withdrawal_reaches_copies_within_a_minute(tiny_models: Any) -> None:
 def test_publication_is_kept_while_it_is_renewed_and_expires_with_its_publisher(
     tiny_models: Any,
 ) -> None:
-    leaves = make_leaves()
+    leaves = make_leaves(0, 1, 2, 3)
     name = leaves.manifest.name
 
     async def test(scene: Publishing) -> None:
@@ -257,7 +244,7 @@ def test_publication_is_kept_while_it_is_renewed_and_expires_with_its_publisher(
 def test_peer_that_others_reach_over_a_relay_only_is_a_holder_where_there_is_no_other(
     tiny_models: Any,
 ) -> None:
-    leaves = make_leaves()
+    leaves = make_leaves(0, 1, 2, 3)
 
     async def test(scene: Publishing) -> None:
         relayed = await scene.add("relayed", is_relayed=True)

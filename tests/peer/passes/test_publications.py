@@ -6,11 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from adapter_talk import BOB, RANK, draw_matrices, greet, keep, pack
+from adapter_talk import BOB, greet, keep, make_leaves, pack
 from pass_talk import make_pass
 from service_scene import SPAN, Peer, Talk, assert_declined, run
 
-from shoal.client.adapters.adapter_versions import AdapterLeaves, AdapterVersion
 from shoal.peer.engine.engine import Engine
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import AdapterId, SessionId, UploadId
@@ -19,7 +18,6 @@ from shoal.protocol.messages.adapters import (
     AdapterHead,
     AdapterKept,
     AdapterPiece,
-    LoraConfig,
     PublicationFetch,
     cut_adapter,
 )
@@ -27,13 +25,6 @@ from shoal.protocol.messages.session import Queued
 from shoal.protocol.spans import Span
 
 UPLOAD = UploadId(SessionId(bytes([9]) * 16))
-
-
-def make_leaves(*blocks: int) -> AdapterLeaves:
-    version = AdapterVersion(LoraConfig(RANK, 6), draw_matrices(1, blocks), False, "", 0)
-    leaves = version.publish(Span(0, 4))
-    assert leaves is not None
-    return leaves
 
 
 async def upload(talk: Talk, head: AdapterHead, data: bytes) -> Any:

@@ -9,12 +9,13 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
+from reverse_scene import Pusher
 from service_scene import MODEL_ID, SPAN
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.pushing.push_links import PushLinks, RecentBytes
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.errors import ErrorCode, RefusedError, ShoalError
+from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.fair_share import Tenant
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
@@ -32,24 +33,6 @@ from shoal.protocol.wire.codec import decode_frame, encode_frame
 NEXT_ID = Identity(bytes([9]) * 32).peer_id
 KEY = Capability(b"k" * 16)
 DELAY_SECONDS = 0.02
-
-
-@dataclass
-class Session:
-    """A session that pushes, and what it hears."""
-
-    tenant: Tenant = field(default_factory=lambda: Tenant("192.0.2.1"))
-    num_bytes_left: int = 0
-    losses: list[str] = field(default_factory=list)
-
-    def pushes_to(self, following: NextHop) -> bool:
-        return not self.losses
-
-    def note_left(self, num_bytes: int) -> None:
-        self.num_bytes_left += num_bytes
-
-    def note_lost(self, following: NextHop, error: ShoalError) -> None:
-        self.losses.append(str(error))
 
 
 @dataclass
@@ -122,12 +105,12 @@ def in_scene(story: Callable[[Scene], Awaitable[None]]) -> None:
 GREEDY, HONEST = Tenant("203.0.113.1"), Tenant("192.0.2.1")
 
 
-def ask_for_black_holes(scene: Scene, num_dials: int = 100) -> list[Session]:
+def ask_for_black_holes(scene: Scene, num_dials: int = 100) -> list[Pusher]:
     """Have an address ask for connections that nobody answers, as many as it gets."""
     scene.network.pause("black hole")
-    sessions: list[Session] = []
+    sessions: list[Pusher] = []
     for number in range(num_dials):
-        sessions.append(Session(GREEDY))
+        sessions.append(Pusher(GREEDY))
         endpoint = Endpoint("black hole", 1 + number, "a" * 64)
         following = replace(scene.name(), endpoints=(endpoint,))
         scene.links.push(following, Lane.INTERACTIVE, make_frame(), sessions[-1])
@@ -137,7 +120,7 @@ def ask_for_black_holes(scene: Scene, num_dials: int = 100) -> list[Session]:
 def test_address_that_has_black_holes_dialled_leaves_dials_to_others() -> None:
     async def story(scene: Scene) -> None:
         ask_for_black_holes(scene)
-        session = Session(HONEST)
+        session = Pusher(HONEST)
 
         scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), session)
         await asyncio.sleep(1)
@@ -165,9 +148,9 @@ def test_dial_waits_for_its_turn_for_a_while_only() -> None:
 def test_dial_that_somebody_else_asks_for_as_well_takes_its_turn() -> None:
     async def story(scene: Scene) -> None:
         ask_for_black_holes(scene, num_dials=20)
-        scene.links.prepare(scene.name(), Session(GREEDY))
+        scene.links.prepare(scene.name(), Pusher(GREEDY))
 
-        scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), Session(HONEST))
+        scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), Pusher(HONEST))
         await asyncio.sleep(1)
 
         assert scene.heard == [make_frame()]
@@ -189,14 +172,14 @@ def test_every_endpoint_that_is_tried_counts() -> None:
         following = replace(scene.name(), endpoints=(nowhere, scene.endpoint))
         for number in range(8):
             endpoints = tuple(Endpoint("nobody", 1 + 8 * number + n, "a" * 64) for n in range(8))
-            scene.links.prepare(replace(following, endpoints=endpoints), Session(GREEDY))
+            scene.links.prepare(replace(following, endpoints=endpoints), Pusher(GREEDY))
             await asyncio.sleep(0.5)
-        scene.links.prepare(following, Session(GREEDY))
+        scene.links.prepare(following, Pusher(GREEDY))
         await asyncio.sleep(0.5)
         assert len(tried) == 65
 
         # The other endpoint was not tried any more; that is not held against the peer.
-        scene.links.push(following, Lane.INTERACTIVE, make_frame(), Session(HONEST))
+        scene.links.push(following, Lane.INTERACTIVE, make_frame(), Pusher(HONEST))
         await asyncio.sleep(0.5)
         assert scene.heard == [make_frame()]
 
@@ -208,7 +191,7 @@ def test_every_endpoint_that_is_tried_counts() -> None:
 
 def test_step_that_comes_while_an_idle_connection_closes_is_pushed_over_a_new_one() -> None:
     async def story(scene: Scene) -> None:
-        session = Session()
+        session = Pusher()
         open_stream = scene.transport.open_stream
 
         async def open_one_that_closes_late(endpoint: Endpoint, timeout_seconds: float) -> Stream:
@@ -236,7 +219,7 @@ def test_step_that_comes_while_an_idle_connection_closes_is_pushed_over_a_new_on
 
 def test_nobody_is_dialled_once_all_were_hung_up_on() -> None:
     async def story(scene: Scene) -> None:
-        before, after = Session(), Session()
+        before, after = Pusher(), Pusher()
         scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), before)
         await asyncio.sleep(1)
 
@@ -258,10 +241,10 @@ def test_nobody_is_dialled_once_all_were_hung_up_on() -> None:
 @pytest.mark.parametrize("how", ["breaks", "says what was not asked", "reads nothing"])
 def test_link_that_is_lost_leaves_nothing_in_memory(how: str, no_garbage_collection: None) -> None:
     async def story(scene: Scene) -> None:
-        scene.links.prepare(scene.name(), Session())
+        scene.links.prepare(scene.name(), Pusher())
         await asyncio.sleep(1)
         scene.network.set_link("me", "next", Link(bandwidth_bytes_per_second=1.0))
-        session = Session()
+        session = Pusher()
         is_in_memory = weakref.ref(session)
         for _ in range(3):  # one is on its way, one is being sent, one waits
             scene.links.push(scene.name(), Lane.INTERACTIVE, bytes(WINDOW_BYTES), session)
@@ -285,7 +268,7 @@ def test_link_that_sends_a_large_frame_is_hung_up_on() -> None:
 
     async def story(scene: Scene) -> None:
         scene.last_word = bytes(MAX_PIECE_BYTES + 1)
-        session = Session()
+        session = Pusher()
 
         scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), session)
         await asyncio.sleep(1)
@@ -301,7 +284,7 @@ def test_link_that_sends_a_large_frame_is_hung_up_on() -> None:
 
 def test_frames_of_a_replay_are_made_one_by_one_and_the_loop_goes_on_between_them() -> None:
     async def story(scene: Scene) -> None:
-        session, order = Session(), list[str]()
+        session, order = Pusher(), list[str]()
         loop = asyncio.get_running_loop()
 
         def make_frames() -> Iterator[bytes]:
@@ -323,7 +306,7 @@ def test_frames_of_a_replay_are_made_one_by_one_and_the_loop_goes_on_between_the
 
 def test_who_does_not_want_a_replay_is_sent_one_frame_of_it() -> None:
     async def story(scene: Scene) -> None:
-        session, scene.declines = Session(), True
+        session, scene.declines = Pusher(), True
         frames = (make_frame(number) for number in range(50))
 
         scene.links.replay(scene.name(), frames, 50, session)

@@ -16,6 +16,7 @@ from service_scene import (
     SPAN,
     FailingEngine,
     GatedEngine,
+    PatientStream,
     Peer,
     Talk,
     assert_declined,
@@ -33,10 +34,8 @@ from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.ids import CLIENT_TOKEN_BYTES, ClientToken
-from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Close, Gap, Hello, Leaving, Opened, Welcome
 from shoal.protocol.net.memory.loopback import LoopbackTransport
-from shoal.protocol.net.transport import FrameGate
 from shoal.protocol.tensors import WireDtype
 from shoal.protocol.versions import HANDOFF_VERSION
 from shoal.protocol.wire.codec import encode_frame
@@ -133,30 +132,6 @@ def test_broken_stream_is_gone_without_a_garbage_collection(engine: Engine) -> N
         run(engine, test)
     finally:
         gc.enable()
-
-
-class PatientStream:
-    """A stream of a client that said something and goes on listening."""
-
-    remote_host = None
-
-    def __init__(self, *messages: Message) -> None:
-        self._frames = [encode_frame(message) for message in messages]
-
-    async def send(self, frame: bytes) -> None:
-        return
-
-    def set_gate(self, gate: FrameGate) -> None:
-        return
-
-    async def wait_over(self) -> None:
-        await asyncio.Future[None]()
-
-    async def receive(self) -> bytes | None:
-        return self._frames.pop(0) if self._frames else await asyncio.Future[None]()
-
-    async def close(self) -> None:
-        return
 
 
 def test_serving_that_is_cancelled_while_a_session_is_opened_leaves_nothing(

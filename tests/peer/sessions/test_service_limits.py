@@ -14,6 +14,7 @@ from service_scene import (
     HIDDEN,
     SPAN,
     GatedEngine,
+    PatientStream,
     Peer,
     assert_declined,
     compute_alone,
@@ -43,7 +44,7 @@ from shoal.protocol.messages.session import Close, Gap, Opened, Output, Step
 from shoal.protocol.net.transport import FrameGate, open_gate
 from shoal.protocol.session.table import MAX_CACHED_ANSWER_BYTES, MAX_CACHED_ANSWERS
 from shoal.protocol.tensors import WireDtype, WireTensor
-from shoal.protocol.wire.codec import decode_frame, encode_frame
+from shoal.protocol.wire.codec import decode_frame
 
 
 def test_peer_holds_so_many_sessions_and_no_more(engine: Engine) -> None:
@@ -354,28 +355,13 @@ def test_client_that_never_reads_its_answers_is_dropped(engine: Engine) -> None:
     run(engine, test, idle_seconds=60.0)
 
 
-class DeafStream:
+class DeafStream(PatientStream):
     """A stream of a client that says something and never reads a word."""
 
     remote_host = "deaf"
 
-    def __init__(self, *messages: Message) -> None:
-        self._frames = [encode_frame(message) for message in messages]
-
     async def send(self, frame: bytes) -> None:
         await asyncio.Future[None]()
-
-    def set_gate(self, gate: FrameGate) -> None:
-        return
-
-    async def wait_over(self) -> None:
-        await asyncio.Future[None]()
-
-    async def receive(self) -> bytes | None:
-        return self._frames.pop(0) if self._frames else await asyncio.Future[None]()
-
-    async def close(self) -> None:
-        return
 
 
 def test_clients_that_do_not_read_answers_shut_nobody_out_and_are_gone_soon(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
+from record_gates import MODEL, Announce, IdentityOf, StoppedClock, digest, pack
 
 from shoal.protocol.errors import RevokedError, UsageError
-from shoal.protocol.identity import Identity
-from shoal.protocol.ids import ModelId, PeerId
+from shoal.protocol.ids import PeerId
 from shoal.protocol.membership.membership import (
     Membership,
     Revocations,
@@ -19,36 +18,10 @@ from shoal.protocol.membership.membership import (
     sign_revocations,
 )
 from shoal.protocol.net.dht.record_gate import RecordGate
-from shoal.protocol.records.announcements import Announcement, sign_announcement
+from shoal.protocol.records.announcements import sign_announcement
 
-Announce = Callable[..., Announcement]
-IdentityOf = Callable[[int], Identity]
-MODEL = ModelId("a" * 32)
 OWNER, STRANGER = make_owner(bytes(range(16))), make_owner(bytes(16))
 SERVER, USER = OWNER.as_role(Role.SERVE), OWNER.as_role(Role.USE)
-
-
-class StoppedClock:
-    def __init__(self, wall_seconds: float) -> None:
-        self.wall_seconds = wall_seconds
-
-    def now(self) -> float:
-        return self.wall_seconds
-
-    def wall(self) -> float:
-        return self.wall_seconds
-
-
-def pack(value: str | bytes) -> bytes:
-    if isinstance(value, str):
-        return b"text " + value.encode()
-    if len(value) < 256:
-        return b"\xc4" + len(value).to_bytes(1, "big") + value
-    return b"\xc5" + len(value).to_bytes(2, "big") + value
-
-
-def digest(key: str) -> bytes:
-    return b"digest of " + key.encode()
 
 
 class Scene:

@@ -1,8 +1,7 @@
 """What a node of the DHT lets in, without a DHT."""
 
-from collections.abc import Callable
-
 import pytest
+from record_gates import MODEL, Announce, IdentityOf, StoppedClock, digest, pack
 
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
@@ -10,30 +9,7 @@ from shoal.protocol.membership.membership import make_public
 from shoal.protocol.net.dht.record_gate import RecordGate
 from shoal.protocol.records.announcements import Announcement, sign_announcement
 
-Announce = Callable[..., Announcement]
-IdentityOf = Callable[[int], Identity]
-MODEL = ModelId("a" * 32)
 MAIN, OTHER = make_public(bytes(16)), make_public(bytes(range(16)))
-
-
-class StoppedClock:
-    def __init__(self, wall_seconds: float) -> None:
-        self.wall_seconds = wall_seconds
-
-    def now(self) -> float:
-        return self.wall_seconds
-
-    def wall(self) -> float:
-        return self.wall_seconds
-
-
-def pack(value: str | bytes) -> bytes:
-    """MSGPack's form of byte strings; of text only that it is another one."""
-    if isinstance(value, str):
-        return b"text " + value.encode()
-    if len(value) < 256:
-        return b"\xc4" + len(value).to_bytes(1, "big") + value
-    return b"\xc5" + len(value).to_bytes(2, "big") + value
 
 
 class Entry:
@@ -47,10 +23,6 @@ class Entry:
 
     def is_accepted_by(self, gate: RecordGate) -> bool:
         return gate.accept(self.key, self.subkey, self.value, self.expires_at)
-
-
-def digest(key: str) -> bytes:
-    return b"digest of " + key.encode()
 
 
 @pytest.fixture

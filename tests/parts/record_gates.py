@@ -1,0 +1,41 @@
+"""Gates of the DHT without a DHT: what its nodes hand over, with plain keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shoal.protocol.identity import Identity
+from shoal.protocol.ids import ModelId
+from shoal.protocol.records.announcements import Announcement
+
+MODEL = ModelId("a" * 32)
+
+Announce = Callable[..., Announcement]
+IdentityOf = Callable[[int], Identity]
+"""Fixtures of `tests/protocol/conftest.py`."""
+
+
+class StoppedClock:
+    """Shows one time until it is set."""
+
+    def __init__(self, wall_seconds: float) -> None:
+        self.wall_seconds = wall_seconds
+
+    def now(self) -> float:
+        return self.wall_seconds
+
+    def wall(self) -> float:
+        return self.wall_seconds
+
+
+def digest(key: str) -> bytes:
+    return b"digest of " + key.encode()
+
+
+def pack(value: str | bytes) -> bytes:
+    """MSGPack's form of byte strings; of text only that it is another one."""
+    if isinstance(value, str):
+        return b"text " + value.encode()
+    if len(value) < 256:
+        return b"\xc4" + len(value).to_bytes(1, "big") + value
+    return b"\xc5" + len(value).to_bytes(2, "big") + value
