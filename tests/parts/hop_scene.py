@@ -18,6 +18,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.ids import CAPABILITY_BYTES, Capability, ClientToken, ModelId, PeerId, SessionId
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import (
+    BULK_FRAME_BYTES,
     Attach,
     Close,
     Declined,
@@ -75,6 +76,12 @@ def make_tensor(
 
 def make_step(tokens: int = 1, **changes: Any) -> Step:
     return replace(Step(SESSION, 3, 1, 0, make_tensor(tokens)), **changes)
+
+
+def make_bulk_step() -> Step:
+    """Return a step that is too large for the first stream."""
+    num_tokens = BULK_FRAME_BYTES // (4 * WIDTH) // 4 + 1
+    return make_step(hidden=make_tensor(num_tokens, width=4 * WIDTH))
 
 
 @dataclass

@@ -17,12 +17,12 @@ from hop_scene import (
     SESSION,
     TIMEOUT,
     WELCOME,
-    WIDTH,
     Answer,
     Scene,
     ask,
     change,
     decline,
+    make_bulk_step,
     make_output,
     make_step,
     make_tensor,
@@ -41,7 +41,6 @@ from shoal.protocol.errors import (
     UnavailableError,
 )
 from shoal.protocol.messages.session import (
-    BULK_FRAME_BYTES,
     Attach,
     Close,
     Gap,
@@ -150,11 +149,9 @@ def test_large_steps_of_a_chain_take_a_second_stream() -> None:
 
     async def test(scene: Scene) -> None:
         scene.transport = NotingTransport(scene.network, "client")
-        large = BULK_FRAME_BYTES // (4 * WIDTH) // 4 + 1
-        wide = replace(make_step(), hidden=make_tensor(large, width=4 * WIDTH))
         for opening in (OPEN, IN_CHAIN):
             link, _ = await scene.open(opening=opening)
-            for step in (make_step(), wide, wide, make_step()):
+            for step in (make_step(), make_bulk_step(), make_bulk_step(), make_step()):
                 await link.send(step, TIMEOUT)
             await asyncio.sleep(1)
             await link.close()
@@ -175,11 +172,9 @@ def test_second_stream_has_to_lead_to_the_same_peer() -> None:
     async def test(scene: Scene) -> None:
         link, _ = await scene.open(opening=IN_CHAIN)
         scene.script = change(Hello, lambda _: replace(WELCOME, peer_id=OTHER_ID))
-        large = make_step(BULK_FRAME_BYTES // (4 * WIDTH) // 2)
-        large = replace(large, hidden=make_tensor(large.hidden.tokens, width=4 * WIDTH))
 
         with pytest.raises(StaleAnnouncementError, match="another peer"):
-            await ask(link, large, TIMEOUT)
+            await ask(link, make_bulk_step(), TIMEOUT)
 
         await link.close()
 

@@ -17,7 +17,6 @@ from hop_scene import (
     SPAN,
     TIMEOUT,
     WELCOME,
-    WIDTH,
     Answer,
     Scene,
     Script,
@@ -25,8 +24,7 @@ from hop_scene import (
     change,
     decline,
     make_announcement,
-    make_step,
-    make_tensor,
+    make_bulk_step,
     run,
 )
 from virtual_time import VirtualClock
@@ -45,7 +43,7 @@ from shoal.protocol.errors import (
 )
 from shoal.protocol.ids import ModelId
 from shoal.protocol.messages.fields import Message
-from shoal.protocol.messages.session import BULK_FRAME_BYTES, Hello, Open, Opened, Queued
+from shoal.protocol.messages.session import Hello, Open, Opened, Queued
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 
 
@@ -64,8 +62,7 @@ def test_opening_asks_for_the_span_of_the_hop_and_takes_the_round_trip() -> None
 def test_every_stream_says_under_which_name_it_counts() -> None:
     async def test(scene: Scene) -> None:
         link, _ = await scene.open(opening=IN_CHAIN)
-        large = BULK_FRAME_BYTES // (4 * WIDTH) // 4 + 1
-        await link.send(replace(make_step(), hidden=make_tensor(large, width=4 * WIDTH)), TIMEOUT)
+        await link.send(make_bulk_step(), TIMEOUT)
         await asyncio.sleep(1)
 
         hellos = [heard[0] for heard in scene.heard]
