@@ -48,9 +48,9 @@ class _LocalModel:
     def compute_logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Return the logits [B, T, V] of whole sequences."""
         num_rows, num_tokens = tokens_BT.shape
-        cache = self.engine.open_cache(num_rows, num_tokens, self.span, None, self.kv_format)
+        cache = self.engine.pool.open(num_rows, num_tokens, self.span, None, self.kv_format)
         try:
-            work = StepWork(cache, self.span, 0, self.layers.embedding(tokens_BT))
+            work = StepWork(cache, 0, self.layers.embedding(tokens_BT))
             (hidden_BTH,) = self.engine.execute([work])
             if isinstance(hidden_BTH, Exception):
                 raise hidden_BTH

@@ -217,12 +217,12 @@ def measure_transformers(model: BenchmarkModel, clock: Clock, is_quick: bool) ->
 
 
 def _open(engine: Engine, hidden_BTH: Tensor) -> StepWork:
-    cache = engine.open_cache(1, engine.spec.max_positions, engine.span)
-    return StepWork(cache, engine.span, 0, hidden_BTH, last_token_only=True)
+    cache = engine.pool.open(1, engine.spec.max_positions, engine.span)
+    return StepWork(cache, 0, hidden_BTH, last_token_only=True)
 
 
 def _go_on(work: StepWork, hidden_BTH: Tensor) -> StepWork:
-    return StepWork(work.cache, work.span, work.cache.length, hidden_BTH, decoded=True)
+    return StepWork(work.cache, work.cache.length, hidden_BTH, decoded=True)
 
 
 def _execute(engine: Engine, works: list[StepWork]) -> None:

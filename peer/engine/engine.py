@@ -15,12 +15,9 @@ from ...kernels.attention.rotary import RotaryTable
 from ...kernels.linear.select import describe_kernels
 from ...models.specs.model_spec import ModelShape
 from ...protocol.errors import ErrorCode, RefusedError, ShoalError
-from ...protocol.fair_share import Tenant
 from ...protocol.spans import Span
-from ...protocol.tensors import KVFormat
 from .blocks.batch import PART_TOKENS, SHORT_PART_TOKENS, HostedBlock
-from .cache.kv_cache import SessionCache
-from .cache.kv_pool import KVCachePool
+from .cache.kv_cache import KVCachePool, SessionCache
 from .decode_graphs import TOKEN_COUNTS, DecodeGraphs
 from .devices.device import Numerics
 from .passes.span_passes import SpanPasses
@@ -79,26 +76,6 @@ class Engine:
         """Return the blocks that another engine with this span need not load, by index."""
         indexes = range(self.span.start, self.span.stop)
         return {n: block for n, block in zip(indexes, self._blocks, strict=True) if n in span}
-
-    def open_cache(
-        self,
-        num_rows: int,
-        max_tokens: int,
-        span: Span,
-        tenant: Tenant | None = None,
-        kv_format: KVFormat = KVFormat.FLOAT,
-    ) -> SessionCache:
-        """Lease KV memory for a session; raises RefusedError when it cannot be."""
-        if not self.span.covers(span):
-            raise RefusedError(
-                ErrorCode.WRONG_SPAN, f"this peer hosts blocks {self.span}, not {span}"
-            )
-        if max_tokens > self.spec.max_positions:
-            raise RefusedError(
-                ErrorCode.TOO_LONG,
-                f"the model handles {self.spec.max_positions} tokens, not {max_tokens}",
-            )
-        return self.pool.open(num_rows, max_tokens, span, tenant, kv_format)
 
     def place_prompts(self, prompts_LBPH: torch.Tensor) -> torch.Tensor:
         """Return deep prompts as a cache of this engine keeps them."""

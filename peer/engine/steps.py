@@ -36,17 +36,15 @@ from .cache.kv_cache import SessionCache
 class StepWork:
     """One step of one session, or a part of one, as the engine takes it.
 
-    `span` is the range of hosted blocks that the session uses here, the one its cache was opened
-    for. `hidden_BTH` may be of any float dtype. `row_map` reorders the rows of the cache first.
-    `decoded` says that these tokens were computed one by one, or are a replay of such tokens:
-    they get the numerics of single tokens, however many arrive at once. The `adapter`, if there is
-    one, is applied to all rows.
+    `hidden_BTH` has the rows of the cache and the model's width, in any float dtype. `row_map`
+    reorders the rows of the cache first. `decoded` says that these tokens were computed one by one,
+    or are a replay of such tokens: they get the numerics of single tokens, however many arrive at
+    once. The `adapter`, if there is one, is applied to all rows.
 
     A part is made by `cut`; `num_behind` tokens of the step follow it.
     """
 
     cache: SessionCache
-    span: Span
     position: int
     hidden_BTH: torch.Tensor
     row_map: tuple[int, ...] | None = None
@@ -54,6 +52,11 @@ class StepWork:
     decoded: bool = False
     num_behind: int = 0
     adapter: Adapter | None = None
+
+    @property
+    def span(self) -> Span:
+        """The hosted blocks that the session uses."""
+        return self.cache.span
 
     @property
     def num_rows(self) -> int:
@@ -83,25 +86,6 @@ class StepWork:
             row_map=None if first else self.row_map,
             num_behind=self.num_tokens - stop,
         )
-
-    def check(self, hidden_size: int) -> None:
-        """Raise RefusedError unless the step fits its session and the model."""
-        if self.span != self.cache.span:
-            raise RefusedError(
-                ErrorCode.WRONG_SPAN,
-                f"the session was opened for blocks {self.cache.span}, not {self.span}",
-            )
-        if self.hidden_BTH.dim() != 3 or not self.hidden_BTH.is_floating_point():
-            raise RefusedError(
-                ErrorCode.BAD_VALUES, "hidden states are floats [rows, tokens, size]"
-            )
-        num_rows, _, found_size = self.hidden_BTH.shape
-        if num_rows != self.cache.num_rows or found_size != hidden_size:
-            raise RefusedError(
-                ErrorCode.BAD_VALUES,
-                f"the session needs hidden states of {self.cache.num_rows} rows and size "
-                f"{hidden_size}, not {num_rows} and {found_size}",
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +128,6 @@ class AcceptedStep:
         that may tip one, and then a session's tokens would depend on what is computed beside it:
         so with `exact_part_tokens`, the size of parts of prompts, such a step gets pieces.
         """
-        work.check(hidden_size)
         hidden_NH = work.hidden_BTH.to(dtype).reshape(-1, hidden_size)
         if not has_only_finite(hidden_NH):
             raise RefusedError(ErrorCode.BAD_VALUES, "the hidden states are not finite")

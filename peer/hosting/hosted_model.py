@@ -19,7 +19,7 @@ from ...models.spec_reader import read_spec
 from ...models.specs.model_spec import ModelShape, ModelSpec, WrappedShape
 from ...protocol.ids import ModelId, make_model_id
 from ...protocol.spans import Span
-from ..engine.cache.kv_pool import check_kv_budget
+from ..engine.cache.kv_cache import check_kv_budget
 from ..engine.devices.cuda_device import choose_device
 from ..engine.devices.device import Numerics
 from ..engine.loading.block_tensors import WEIGHT_BYTES, count_block_bytes

@@ -30,7 +30,7 @@ def measure_throughput(engine: Engine) -> Throughput:
     captures steps has done so afterwards.
     """
     num_prefill = min(_PREFILL_TOKENS, max(1, engine.spec.max_positions - _DECODE_STEPS))
-    cache = engine.open_cache(1, num_prefill + _DECODE_STEPS, engine.span)
+    cache = engine.pool.open(1, num_prefill + _DECODE_STEPS, engine.span)
     try:
         _time_step(engine, cache, 0, num_prefill)
         prefill_seconds = _time_step(engine, cache, 0, num_prefill)
@@ -47,7 +47,7 @@ def _capture_steps(engine: Engine) -> None:
     """Have a device capture and compile steps now, so that no client waits for that later."""
     for num_rows in engine.row_counts_to_capture:
         try:
-            cache = engine.open_cache(num_rows, 1, engine.span)
+            cache = engine.pool.open(num_rows, 1, engine.span)
         except CacheFullError:
             return  # nor will there be so many sessions
         try:
@@ -60,7 +60,6 @@ def _time_step(engine: Engine, cache: SessionCache, position: int, num_tokens: i
     hidden_BTH = torch.zeros(cache.num_rows, num_tokens, engine.spec.hidden_size)
     work = StepWork(
         cache=cache,
-        span=engine.span,
         position=position,
         hidden_BTH=hidden_BTH,
         row_map=None,

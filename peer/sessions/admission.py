@@ -18,8 +18,7 @@ from ...protocol.messages.session import Open
 from ...protocol.net.clock import Clock
 from ...protocol.session.table import SessionState
 from ..engine.adapters.adapter_store import AdapterStore, Kept
-from ..engine.cache.kv_cache import PrefixCopy, SessionCache
-from ..engine.cache.kv_pool import IDLE_SECONDS, KVCachePool
+from ..engine.cache.kv_cache import IDLE_SECONDS, KVCachePool, PrefixCopy, SessionCache
 from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
 from ..pushing.session_outputs import PushResources, SessionOutputs
@@ -207,7 +206,7 @@ class Admission:
         )
         outputs = SessionOutputs(message.session, tenant, self.resources.pushing, post)
         held = HeldSession(
-            state, cache, message.span, message.dtype, self.clock.now(), tenant, outputs,
+            state, cache, message.dtype, self.clock.now(), tenant, outputs,
             message.capability, adapter,
         )  # fmt: skip
         if adapter is not None:
@@ -298,7 +297,7 @@ class Admission:
 
         def open_on_thread() -> _OpenedCache:
             kv_format = message.kv_format
-            cache = engine.open_cache(
+            cache = engine.pool.open(
                 message.num_rows, message.max_tokens, message.span, tenant, kv_format
             )
             copy = None if parent is None else _begin_copy(parent.cache, cache, message)

@@ -15,7 +15,6 @@ from ...protocol.fair_share import Tenant
 from ...protocol.ids import NO_CAPABILITY, Capability, SessionId
 from ...protocol.messages.session import Gap, Open, Opened, Output, Status, Step
 from ...protocol.session.table import SessionState
-from ...protocol.spans import Span
 from ...protocol.tensors import WireDtype, WireTensor, compute_num_bytes
 from ...protocol.wire.codec import encode_frame
 from ..engine.adapters.adapter_store import Kept
@@ -44,7 +43,6 @@ class HeldSession:
 
     state: SessionState
     cache: SessionCache
-    span: Span
     dtype: WireDtype
     opened_at: float
     tenant: Tenant
@@ -88,7 +86,6 @@ def make_work(step: Step, held: HeldSession) -> StepWork:
     hidden_BTH = decode_as(step.hidden.dtype.name, step.hidden.data, step.hidden.shape)
     return StepWork(
         cache=held.cache,
-        span=held.span,
         position=step.position,
         hidden_BTH=hidden_BTH,
         row_map=step.row_map,

@@ -346,7 +346,7 @@ class SessionStream(StreamWork):
     ) -> None:
         rows, tokens, _ = step.hidden.shape
         if rows == tokens == 1 and future.exception() is None:
-            fraction = len(held.span) / len(self._admission.engine.span)
+            fraction = len(held.cache.span) / len(self._admission.engine.span)
             self._workload.speed.note(future.result().compute_seconds, fraction)
 
     def _count_step(self, held: HeldSession, answer: Answer | None, num_bytes: int) -> None:

@@ -87,7 +87,7 @@ class NotingEngine:
 
 def make_work(cache: Any, position: int = 0, num_tokens: int = 1, **options: Any) -> StepWork:
     hidden = torch.full((1, num_tokens, 2), float(position))
-    return StepWork(cache, Span(0, 1), position, hidden, **options)
+    return StepWork(cache, position, hidden, **options)
 
 
 def make_thread(

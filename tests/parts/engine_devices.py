@@ -81,8 +81,8 @@ def open_work(
     **options: Any,
 ) -> StepWork:
     """Open a fresh session and return its first step."""
-    cache = engine.open_cache(hidden_BTH.shape[0], 400, span, None, kv_format)
-    return StepWork(cache, span, 0, hidden_BTH, **options)
+    cache = engine.pool.open(hidden_BTH.shape[0], 400, span, None, kv_format)
+    return StepWork(cache, 0, hidden_BTH, **options)
 
 
 def execute(engine: Engine, *works: StepWork) -> list[Tensor]:
@@ -99,7 +99,7 @@ def decode(engine: Engine, works: Sequence[StepWork], tokens: Sequence[Tensor]) 
     outputs: list[list[Tensor]] = [[] for _ in works]
     for step in range(tokens[0].shape[1]):
         batch = [
-            StepWork(work.cache, WHOLE, work.cache.length, token[:, step : step + 1], decoded=True)
+            StepWork(work.cache, work.cache.length, token[:, step : step + 1], decoded=True)
             for work, token in zip(works, tokens, strict=True)
         ]
         for output, result in zip(outputs, execute(engine, *batch), strict=True):

@@ -2,9 +2,8 @@
 
 import torch
 
-from shoal.peer.engine.cache.kv_cache import SessionCache
+from shoal.peer.engine.cache.kv_cache import KVCachePool, SessionCache
 from shoal.peer.engine.cache.kv_memory import PAGE_TOKENS, FloatLayout
-from shoal.peer.engine.cache.kv_pool import KVCachePool
 from shoal.peer.engine.cache.lazy_memory import LazyStore
 from shoal.peer.engine.cache.paged_memory import PagedStore
 from shoal.protocol.spans import Span

@@ -39,6 +39,21 @@ HELLO = Hello(1, 1, "a test")
 NOBODYS_NUMBER = 2**16 - 1
 
 
+class WatchedPool:
+    """A pool that calls something before it opens a cache."""
+
+    def __init__(self, pool: Any, before_open: Callable[[], None]) -> None:
+        self._pool = pool
+        self._before_open = before_open
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pool, name)
+
+    def open(self, *arguments: Any) -> Any:
+        self._before_open()
+        return self._pool.open(*arguments)
+
+
 class GatedEngine:
     """An engine that stops at a gate, before opening a cache or before computing."""
 
@@ -52,9 +67,9 @@ class GatedEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def open_cache(self, *arguments: Any) -> Any:
-        self._wait_at("open")
-        return self._engine.open_cache(*arguments)
+    @property
+    def pool(self) -> WatchedPool:
+        return WatchedPool(self._engine.pool, lambda: self._wait_at("open"))
 
     def execute(self, batch: Sequence[StepWork], *arguments: Any) -> list[Tensor | ShoalError]:
         self._wait_at("execute")
@@ -81,9 +96,9 @@ class FailingEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def open_cache(self, *arguments: Any) -> Any:
-        self._fail_at("open")
-        return self._engine.open_cache(*arguments)
+    @property
+    def pool(self) -> WatchedPool:
+        return WatchedPool(self._engine.pool, lambda: self._fail_at("open"))
 
     def execute(self, batch: Sequence[StepWork], *arguments: Any) -> list[Tensor | ShoalError]:
         self._fail_at("execute")
@@ -273,10 +288,10 @@ def run(
 
 def compute_alone(engine: Engine, *parts: Tensor, **options: Any) -> list[Tensor]:
     """Return what the engine makes of some steps in a session of its own."""
-    cache = engine.open_cache(parts[0].shape[0], 100, SPAN)
+    cache = engine.pool.open(parts[0].shape[0], 100, SPAN)
     results: list[Tensor] = []
     for part in parts:
-        work = StepWork(cache, SPAN, cache.length, part, **options)
+        work = StepWork(cache, cache.length, part, **options)
         (result,) = engine.execute([work])
         assert isinstance(result, Tensor)
         results.append(result)

@@ -142,12 +142,11 @@ class World:
 
     def expect(self, turns: Sequence[Turn], max_tokens: int = 128) -> list[Tensor]:
         """Compute turns in one engine, undisturbed."""
-        cache = self.whole_engine.open_cache(turns[0].hidden_BTH.shape[0], max_tokens, WHOLE)
+        cache = self.whole_engine.pool.open(turns[0].hidden_BTH.shape[0], max_tokens, WHOLE)
         outputs: list[Tensor] = []
         for turn in turns:
             work = StepWork(
                 cache,
-                WHOLE,
                 cache.length,
                 turn.hidden_BTH,
                 turn.row_map,

@@ -23,7 +23,7 @@ async def fill_cache(peer: Any, num_tokens: int) -> Callable[[], None]:
     service = look_into(peer)
 
     def take() -> Any:
-        cache = service.engine.open_cache(1, num_tokens, service.engine.span)
+        cache = service.engine.pool.open(1, num_tokens, service.engine.span)
         cache.prepare(0, num_tokens)
         return cache
 

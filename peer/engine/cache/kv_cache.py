@@ -1,54 +1,51 @@
-"""Keys and values of one session, in memory that is committed as the session grows.
+"""The KV caches of a peer's sessions, and the pool whose budget they share.
 
-The budget of `kv_pool` counts what is committed, in pages of `PAGE_TOKENS` tokens: no session pays
-for its maximum length. `kv_memory` says what these pages are.
+A session's memory is committed as it grows. The budget counts what is committed, in pages of
+`PAGE_TOKENS` tokens: no session pays for its maximum length. `kv_memory` says what these pages are.
+Only the compute thread may touch a pool and its caches.
 
 Tensor suffixes: B rows of the session, L blocks, P positions, H hidden.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
-from ....protocol.errors import CacheFullError, ErrorCode, LocalProtocolError, RefusedError
-from ....protocol.fair_share import Tenant
-from .kv_memory import PAGE_TOKENS, SessionMemory, count_pages
+from ....protocol.errors import (
+    CacheFullError,
+    ErrorCode,
+    LocalProtocolError,
+    RefusedError,
+    UsageError,
+)
+from ....protocol.fair_share import Tenant, compute_share, may_displace
+from ....protocol.limits import MAX_BATCH_ROWS, MAX_SESSION_TOKENS
+from ....protocol.spans import Span
+from ....protocol.tensors import KVFormat
+from .kv_memory import PAGE_TOKENS, KVStore, Layout, SessionMemory, count_pages
 
 PIECE_BYTES = 2**21
 """A prefix is copied in pieces of so many bytes. Every waiting step waits for one: about a
 millisecond on the machine of the benchmarks, an eighth of a token's time there in 8 blocks."""
 
+TIMES_FREE = 6
+"""How many times as much as stays free one address may hold, and one client of what its address
+may. A client alone gets 6/7 of 6/7 of the budget, three quarters: most of it, since it is there to
+be used. Beside it, another client or address always finds some room, if only for short texts."""
 
-class KVAccount(Protocol):
-    """The account of a peer's KV memory, as far as the cache of one session needs it."""
+# The pool cannot foresee when a session ends: a generation takes seconds.
+RETRY_AFTER_SECONDS = 2.0
 
-    now: Callable[[], float]
+IDLE_SECONDS = 10.0
+"""A session without a step for so long gives its pages to one that needs them. Its client can
+rebuild it from its log, at the price of a prompt; tokens of a text come much closer together."""
 
-    def grow(
-        self, cache: SessionCache, num_tokens: int, num_bytes: int, largest_bytes: int
-    ) -> None:
-        """Reserve tokens in the memory of a cache, which takes so many bytes more; CacheFullError.
-
-        Trying again only helps if `largest_bytes`, all that the session needs, fits at all.
-        """
-        ...
-
-    def give_back(self, num_bytes: int) -> None:
-        """Strike `num_bytes` of a cache from the account."""
-        ...
-
-    def count_again(self) -> None:
-        """Note that a cache uses more or fewer of its pages."""
-        ...
-
-    def forget(self, cache: SessionCache) -> None:
-        """Drop a closed cache."""
-        ...
+_NEWCOMER = Tenant("a newcomer", "a new client")
 
 
 class SessionCache:
@@ -61,7 +58,7 @@ class SessionCache:
     the last step arrived; any thread may set it.
     """
 
-    def __init__(self, account: KVAccount, memory: SessionMemory, tenant: Tenant | None) -> None:
+    def __init__(self, pool: KVCachePool, memory: SessionMemory, tenant: Tenant | None) -> None:
         self.span = memory.span
         self.tenant = tenant
         self.max_tokens = memory.max_tokens
@@ -69,8 +66,8 @@ class SessionCache:
         self.length = 0
         self.is_open = True
         self.prompts_LBPH: torch.Tensor | None = None
-        self._account = account
-        self.used_at = account.now()
+        self._pool = pool
+        self.used_at = pool.now()
         self._memory: SessionMemory | None = memory
         self._layout = memory.layout
         self._page_bytes = PAGE_TOKENS * self.num_rows * len(self.span) * self._layout.token_bytes
@@ -167,7 +164,7 @@ class SessionCache:
 
     def touch(self) -> None:
         """Note that the session is in use; its pages stay."""
-        self.used_at = self._account.now()
+        self.used_at = self._pool.now()
 
     @property
     def memory(self) -> SessionMemory:
@@ -184,7 +181,7 @@ class SessionCache:
     def abandon(self) -> None:
         """Drop what was prepared and not committed."""
         self._num_reserved_tokens = self.length
-        self._account.count_again()
+        self._pool.count_again()
 
     def fall_back(self, position: int) -> None:
         """Forget the tokens from `position` on, and what was prepared: a step was refused.
@@ -202,8 +199,8 @@ class SessionCache:
         self.is_open = False
         self.end_copy()
         self.memory.release()
-        self._account.give_back(self.committed_bytes)
-        self._account.forget(self)
+        self._pool.give_back(self.committed_bytes)
+        self._pool.forget(self)
         self._num_pages = self._num_reserved_tokens = self.length = 0
         self._memory = None
 
@@ -213,7 +210,7 @@ class SessionCache:
             return
         num_pages = count_pages(self._num_reserved_tokens)
         self._memory.release_above(num_pages * PAGE_TOKENS)
-        self._account.give_back(self.spare_bytes)
+        self._pool.give_back(self.spare_bytes)
         self._num_pages = num_pages
 
     def check_integrity(self) -> None:
@@ -255,13 +252,13 @@ class SessionCache:
             missing_bytes = (num_pages - self._num_pages) * self._page_bytes
             try:
                 largest_bytes = num_pages * self._page_bytes
-                self._account.grow(self, num_pages * PAGE_TOKENS, missing_bytes, largest_bytes)
+                self._pool.grow(self, num_pages * PAGE_TOKENS, missing_bytes, largest_bytes)
             except CacheFullError:
                 self._num_reserved_tokens = before
                 raise
             self._num_pages = num_pages
         if (num_tokens - 1) // PAGE_TOKENS != (before - 1) // PAGE_TOKENS:
-            self._account.count_again()
+            self._pool.count_again()
 
     def _truncate(self, length: int) -> None:
         self._note_change(length)
@@ -368,3 +365,245 @@ class CommonPrefixes:
         lengths_BB = np.minimum(self._lengths_BB, length)[np.ix_(sources, sources)]
         lengths_BB[sources[:, None] == sources[None, :]] = length
         self._lengths_BB = lengths_BB
+
+
+class KVCachePool:
+    """The KV memory of one peer: hands out leases to sessions and keeps the account.
+
+    Invariant: the committed bytes of all open caches add up to `used_bytes` <= `budget_bytes`.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        store: KVStore,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if budget_bytes < 0:
+            raise UsageError(f"the KV budget must not be negative, got {budget_bytes}")
+        self.budget_bytes = budget_bytes
+        self.used_bytes = 0
+        self.dtype = store.dtype
+        self._store = store
+        self.now = now
+        self._caches: set[SessionCache] = set()
+        self.free_tokens = self.count_free_tokens(_NEWCOMER)
+        """Tokens of one row, through all blocks, that a tenant without any may have now; pages that
+        rolled back sessions can spare count as free. Any thread may read it."""
+
+    def __repr__(self) -> str:
+        return (
+            f"<KVCachePool {self.used_bytes}/{self.budget_bytes} bytes, "
+            f"{self.num_sessions} sessions>"
+        )
+
+    @property
+    def num_sessions(self) -> int:
+        """How many caches are open."""
+        return len(self._caches)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values of one token of one row in one block, kept as floats."""
+        return self._store.layouts[KVFormat.FLOAT].token_bytes
+
+    def open(
+        self,
+        num_rows: int,
+        max_tokens: int,
+        span: Span,
+        tenant: Tenant | None = None,
+        kv_format: KVFormat = KVFormat.FLOAT,
+    ) -> SessionCache:
+        """Lease room for a session of `num_rows` rows that may grow to `max_tokens` tokens each.
+
+        Nothing is committed yet. Raises CacheFullError when not even one page is free, or when
+        `tenant` has its share already; None is the peer itself, which may have everything.
+        """
+        if not 1 <= num_rows <= MAX_BATCH_ROWS or not 1 <= max_tokens <= MAX_SESSION_TOKENS:
+            raise RefusedError(
+                ErrorCode.TOO_LONG,
+                f"a session may have 1..{MAX_BATCH_ROWS} rows of 1..{MAX_SESSION_TOKENS} tokens, "
+                f"not {num_rows} of {max_tokens}",
+            )
+        layout = self._store.layouts[kv_format]
+        page_bytes = PAGE_TOKENS * num_rows * len(span) * layout.token_bytes
+        self._make_room(tenant, page_bytes, largest_bytes=page_bytes)
+        # No session can outgrow the budget, so neither need the memory that it may address.
+        num_pages = min(count_pages(max_tokens), self.budget_bytes // page_bytes)
+        memory = self._store.open(span, num_rows, max_tokens, num_pages, kv_format)
+        cache = SessionCache(self, memory, tenant)
+        self._caches.add(cache)
+        return cache
+
+    def check_can_hold(
+        self, num_rows: int, max_tokens: int, span: Span, kv_format: KVFormat
+    ) -> None:
+        """Raise CacheFullError when a stranger's session can never grow to its limit here.
+
+        Such a session would be computed to where its share ends, and be thrown away there.
+        """
+        row_bytes = PAGE_TOKENS * len(span) * self._store.layouts[kv_format].token_bytes
+        num_pages = self._compute_share(Tenant("anybody"), {}) // (num_rows * row_bytes)
+        if max_tokens > num_pages * PAGE_TOKENS:
+            raise CacheFullError(
+                f"the KV cache has room for {num_pages * PAGE_TOKENS} tokens at most in each row "
+                f"of a session with {num_rows}, not for {max_tokens}; open it for fewer tokens or "
+                "rows, keep them in int8 (--kv int8), or find a peer with a larger --kv-memory"
+            )
+
+    def count_free_tokens(self, tenant: Tenant, kv_format: KVFormat = KVFormat.FLOAT) -> int:
+        """Return how many more tokens of one row, through all blocks, a tenant may have now."""
+        spare_bytes = sum(cache.spare_bytes for cache in self._caches)
+        free_bytes = self.budget_bytes - self.used_bytes + spare_bytes
+        held = self._count_held()
+        left_bytes = max(0, self._compute_share(tenant, held) - held[tenant])
+        token_bytes = self._store.num_blocks * self._store.layouts[kv_format].token_bytes
+        num_pages = min(free_bytes, left_bytes) // (PAGE_TOKENS * token_bytes)
+        return num_pages * PAGE_TOKENS
+
+    def check_integrity(self) -> None:
+        """Raise LocalProtocolError if the account does not add up (a bug of ours)."""
+        committed_bytes = sum(cache.committed_bytes for cache in self._caches)
+        if committed_bytes != self.used_bytes or self.used_bytes > self.budget_bytes:
+            raise LocalProtocolError(f"{self!r} holds {committed_bytes} committed bytes")
+        for cache in self._caches:
+            cache.check_integrity()
+        self._store.check_integrity()
+
+    def grow(
+        self, cache: SessionCache, num_tokens: int, num_bytes: int, largest_bytes: int
+    ) -> None:
+        """Reserve tokens in the memory of a cache, which takes so many bytes more.
+
+        Idle sessions are closed for them if need be. Raises CacheFullError where that does not
+        help. Trying again only helps if `largest_bytes`, all that the session needs, fits at all.
+        """
+        self._make_room(cache.tenant, num_bytes, largest_bytes)
+        self._reserve(cache, num_tokens, num_bytes)
+        self.used_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """Strike `num_bytes` of a cache from the account."""
+        self.used_bytes -= num_bytes
+
+    def forget(self, cache: SessionCache) -> None:
+        """Drop a closed cache."""
+        self._caches.discard(cache)
+        self.count_again()
+
+    def count_again(self) -> None:
+        """Note that a cache uses more or fewer of its pages."""
+        self.free_tokens = self.count_free_tokens(_NEWCOMER)
+
+    def _make_room(self, tenant: Tenant | None, num_bytes: int, largest_bytes: int) -> None:
+        """Free so many bytes, if need be by closing idle sessions; CacheFullError if impossible."""
+        while True:
+            try:
+                self._check_room(tenant, num_bytes, largest_bytes)
+                break
+            except CacheFullError as refusal:
+                idle = self._find_idle(tenant, num_bytes)
+                if refusal.retry_after_seconds is None or idle is None:
+                    raise
+                idle.close()
+        for cache in self._caches:
+            if num_bytes <= self.budget_bytes - self.used_bytes:
+                return
+            cache.return_spare_pages()
+
+    def _reserve(self, cache: SessionCache, num_tokens: int, num_bytes: int) -> None:
+        """Reserve tokens in the memory of a cache, for whose bytes there is room.
+
+        If the free pages are not the same ones in all blocks of the cache, idle sessions are closed
+        as in `_make_room`.
+        """
+        while True:
+            try:
+                cache.memory.reserve(num_tokens)
+                return
+            except CacheFullError:
+                if not self._return_spare_pages():
+                    idle = self._find_idle(cache.tenant, num_bytes, cache.span)
+                    if idle is None:
+                        raise
+                    idle.close()
+
+    @property
+    def _row_page_bytes(self) -> int:
+        return PAGE_TOKENS * self._store.num_blocks * self.token_bytes
+
+    def _count_held(self) -> Counter[Tenant]:
+        held: Counter[Tenant] = Counter()
+        for cache in self._caches:
+            if cache.tenant is not None:
+                held[cache.tenant] += cache.committed_bytes - cache.spare_bytes
+        return held
+
+    def _compute_share(self, tenant: Tenant, held: Mapping[Tenant, int]) -> int:
+        # Every tenant gets a page, or nobody could use a budget of a few pages.
+        share = compute_share(tenant, held, self.budget_bytes, TIMES_FREE)
+        return max(self._row_page_bytes, share)
+
+    def _check_share(self, tenant: Tenant, num_bytes: int, largest_bytes: int) -> None:
+        held = self._count_held()
+        share = self._compute_share(tenant, held)
+        if held[tenant] + num_bytes > share:
+            most = self._compute_share(tenant, {})
+            raise CacheFullError(
+                f"your sessions here hold {held[tenant]} bytes of your share of {share} bytes of "
+                f"the KV cache, and {num_bytes} more are needed; close some of them, take fewer "
+                "tokens or rows, or keep them in int8 (--kv int8)",
+                RETRY_AFTER_SECONDS if largest_bytes <= most else None,
+            )
+
+    def _return_spare_pages(self) -> bool:
+        """Have all caches give back what they do not use; return whether that was anything."""
+        used_bytes = self.used_bytes
+        for cache in self._caches:
+            cache.return_spare_pages()
+        return self.used_bytes < used_bytes
+
+    def _find_idle(
+        self, tenant: Tenant | None, num_bytes: int, span: Span | None = None
+    ) -> SessionCache | None:
+        """Return the longest idle session of those that `tenant` may displace.
+
+        With a span, only of those that use some of its blocks.
+        """
+        held = self._count_held()
+        idle_since = self.now() - IDLE_SECONDS
+        candidates = [
+            cache
+            for cache in self._caches
+            if cache.used_at <= idle_since
+            and (span is None or cache.span.overlap(span) is not None)
+            and cache.tenant is not None
+            and tenant is not None
+            and may_displace(tenant, cache.tenant, held, num_bytes)
+        ]
+        return min(candidates, key=lambda cache: cache.used_at, default=None)
+
+    def _check_room(self, tenant: Tenant | None, num_bytes: int, largest_bytes: int) -> None:
+        if tenant is not None:
+            self._check_share(tenant, num_bytes, largest_bytes)
+        free_bytes = self.budget_bytes - self.used_bytes
+        if num_bytes > free_bytes:
+            free_bytes += sum(cache.spare_bytes for cache in self._caches)
+        if num_bytes > free_bytes:
+            can_ever_fit = largest_bytes <= self.budget_bytes
+            raise CacheFullError(
+                f"the KV cache has {free_bytes} bytes free, {num_bytes} more are needed",
+                RETRY_AFTER_SECONDS if can_ever_fit else None,
+            )
+
+
+def check_kv_budget(budget_bytes: int, span: Span, layouts: Mapping[KVFormat, Layout]) -> None:
+    """Raise UsageError when not even one page of one session fits into the budget."""
+    needed_bytes = PAGE_TOKENS * len(span) * layouts[KVFormat.FLOAT].token_bytes
+    if budget_bytes < needed_bytes:
+        raise UsageError(
+            f"{budget_bytes} bytes of KV memory (--kv-memory) are too few for a session: "
+            f"{len(span)} blocks of this model need {needed_bytes} bytes for every "
+            f"{PAGE_TOKENS} tokens"
+        )

@@ -1,6 +1,6 @@
 """The interface of KV memory: where and in which format keys and values of sessions lie.
 
-`kv_cache` and `kv_pool` count tokens, pages and bytes, whatever the memory is. On the CPU it is
+`kv_cache` counts tokens, pages and bytes, whatever the memory is. On the CPU it is
 `lazy_memory`, on other devices `paged_memory`.
 
 Tensor suffixes: B rows of a session, G key-value heads, T tokens of a step, S tokens, D head size,

@@ -14,7 +14,7 @@ from ....models.specs.model_spec import ModelShape
 from ....protocol.errors import ModelError, UsageError
 from ....protocol.spans import Span
 from ..blocks.batch import HostedBlock
-from ..cache.kv_pool import KVCachePool
+from ..cache.kv_cache import KVCachePool
 from ..devices.cuda_device import choose_device
 from ..devices.device import Device, Numerics
 from ..engine import Engine

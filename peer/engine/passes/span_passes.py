@@ -23,7 +23,7 @@ from ....kernels.attention.rotary import RotaryTable
 from ....kernels.linear.quantize import WeightFormat
 from ....kernels.pauses import NO_PAUSES, GiveWay, Pauses
 from ....kernels.wire_tensors import has_only_finite
-from ....models.specs.model_spec import ModelShape, WrappedShape
+from ....models.specs.model_spec import ModelShape
 from ....protocol.errors import ErrorCode, RefusedError
 from ....protocol.spans import Span
 from ..adapters.adapter import Adapter
@@ -146,18 +146,13 @@ class SpanPasses:
 
     def run_forward(self, work: PassWork, give_way: GiveWay) -> Tensor:
         """Return the hidden states behind the last block of the work's span, [B, T, H]."""
-        self._check(work, give_way)
+        _check_work(work, give_way)
         return self._guard(work, lambda: self._run_forward(work, give_way))
 
     def run_backward(self, work: PassWork, grads_BTH: Tensor, give_way: GiveWay) -> Gradients:
         """Return the gradients of the inputs, given those of the output of `run_forward`."""
-        self._check(work, give_way)
-        if grads_BTH.shape != work.hidden_BTH.shape:
-            raise _make_refusal(
-                f"the gradients have shape {tuple(grads_BTH.shape)}, the hidden states "
-                f"{tuple(work.hidden_BTH.shape)}"
-            )
-        _check_floats(grads_BTH, "the gradients", give_way)
+        _check_work(work, give_way)
+        _check_finite(grads_BTH, "the gradients", give_way)
         return self._guard(work, lambda: self._run_backward(work, grads_BTH, give_way))
 
     def estimate_bytes(
@@ -168,33 +163,6 @@ class SpanPasses:
             self._spec, self._weights, self._dtype, num_blocks, num_rows, num_tokens,
             tokens_at_once=self._tokens_at_once, is_backward=is_backward,
         )  # fmt: skip
-
-    def _check(self, work: PassWork, give_way: GiveWay) -> None:
-        if not self._span.covers(work.span):
-            raise RefusedError(
-                ErrorCode.WRONG_SPAN, f"this peer hosts blocks {self._span}, not {work.span}"
-            )
-        shape, hidden_size = work.hidden_BTH.shape, self._spec.hidden_size
-        if len(shape) != 3 or shape[2] != hidden_size or not shape.numel():
-            raise _make_refusal(
-                f"a pass needs hidden states [rows, tokens, {hidden_size}], not {tuple(shape)}"
-            )
-        if shape[1] > self._spec.max_positions:
-            raise RefusedError(
-                ErrorCode.TOO_LONG,
-                f"the model handles {self._spec.max_positions} tokens, not {shape[1]}",
-            )
-        _check_floats(work.hidden_BTH, "the hidden states", give_way)
-        if len(work.adapters) not in (0, shape[0]):
-            raise _make_refusal(f"{len(work.adapters)} adapters for {shape[0]} rows")
-        if any(work.adapters) and isinstance(self._spec, WrappedShape):
-            raise _make_refusal(
-                f"models of type {self._spec.family!r} run through transformers here, where "
-                "adapters are not applied"
-            )
-        if work.prompts_LBPH is not None:
-            _check_prompts(work.prompts_LBPH, work)
-            _check_floats(work.prompts_LBPH, "the prompts", give_way)
 
     def _guard(self, work: PassWork, run: Callable[[], Result]) -> Result:
         """Run in the modes that a pass needs; refuse if memory runs out."""
@@ -380,9 +348,14 @@ def _make_refusal(detail: str) -> RefusedError:
     return RefusedError(ErrorCode.BAD_VALUES, detail)
 
 
-def _check_floats(tensor: Tensor, name: str, give_way: GiveWay) -> None:
-    if not tensor.is_floating_point():
-        raise _make_refusal(f"{name} are not floats but {tensor.dtype}")
+def _check_work(work: PassWork, give_way: GiveWay) -> None:
+    """Raise RefusedError unless all numbers are finite; the message was checked for the rest."""
+    _check_finite(work.hidden_BTH, "the hidden states", give_way)
+    if work.prompts_LBPH is not None:
+        _check_finite(work.prompts_LBPH, "the prompts", give_way)
+
+
+def _check_finite(tensor: Tensor, name: str, give_way: GiveWay) -> None:
     if not _has_only_finite(tensor, give_way):
         raise _make_refusal(f"{name} are not finite")
 
@@ -393,23 +366,6 @@ def _has_only_finite(tensor: Tensor, give_way: GiveWay) -> bool:
         if not has_only_finite(part):
             return False
     return True
-
-
-def _check_prompts(prompts_LBPH: Tensor, work: PassWork) -> None:
-    num_rows, num_tokens, hidden_size = work.hidden_BTH.shape
-    shape = tuple(prompts_LBPH.shape)
-    is_fit = (
-        len(shape) == 4
-        and shape[0] == len(work.span)
-        and shape[1] in (1, num_rows)
-        and 1 <= shape[2] <= num_tokens
-        and shape[3] == hidden_size
-    )
-    if not is_fit:
-        raise _make_refusal(
-            f"prompts for this pass are [{len(work.span)}, 1 or {num_rows}, 1 to {num_tokens}, "
-            f"{hidden_size}], not {shape}"
-        )
 
 
 def _add_prompt(

@@ -110,7 +110,7 @@ def test_a_family_added_by_the_page_computes_what_transformers_does(
     assert load_config(checkpoint).num_hidden_layers == 3
     layers = load_local_layers(checkpoint)
     engine = load_engine(checkpoint, span, WeightFormat.FP32, kv_budget_bytes=2**22)
-    work = StepWork(engine.open_cache(2, 9, span), span, 0, layers.embedding(tokens))
+    work = StepWork(engine.pool.open(2, 9, span), 0, layers.embedding(tokens))
     (hidden,) = engine.execute([work])
 
     assert isinstance(hidden, torch.Tensor), hidden

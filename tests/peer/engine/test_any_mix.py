@@ -91,14 +91,12 @@ def tell_story(dice: random.Random, kv_format: KVFormat) -> Story:
 
 def make_work(story: Story, session: SessionCache, deed: Deed) -> StepWork:
     is_decoded = deed.hidden_BTH.shape[1] == 1
-    return StepWork(
-        session, story.span, deed.position, deed.hidden_BTH, deed.row_map, decoded=is_decoded
-    )
+    return StepWork(session, deed.position, deed.hidden_BTH, deed.row_map, decoded=is_decoded)
 
 
 def open_session(engine: Engine, story: Story) -> SessionCache:
     tenant = Tenant("home", story.client)
-    return engine.open_cache(story.num_rows, MAX_TOKENS, story.span, tenant, story.kv_format)
+    return engine.pool.open(story.num_rows, MAX_TOKENS, story.span, tenant, story.kv_format)
 
 
 def compute_alone(engine: Engine, story: Story) -> list[Tensor]:

@@ -12,7 +12,7 @@ from shoal.models.families.registry import FAMILIES
 from shoal.models.spec_reader import read_spec
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.steps import StepWork
-from shoal.protocol.errors import ModelError, RefusedError, UsageError
+from shoal.protocol.errors import ModelError, UsageError
 from shoal.protocol.spans import Span
 
 TOLERANCE = 1e-4
@@ -30,12 +30,12 @@ def run_engines(engines: list[Engine], hidden: torch.Tensor, cuts: list[int]) ->
     A step of one token is a generated one.
     """
     num_rows, num_tokens, _ = hidden.shape
-    caches = [engine.open_cache(num_rows, num_tokens, engine.span) for engine in engines]
+    caches = [engine.pool.open(num_rows, num_tokens, engine.span) for engine in engines]
     outputs = []
     for start, stop in zip([0, *cuts], [*cuts, num_tokens], strict=True):
         step = hidden[:, start:stop]
         for engine, cache in zip(engines, caches, strict=True):
-            work = StepWork(cache, engine.span, start, step, decoded=stop - start == 1)
+            work = StepWork(cache, start, step, decoded=stop - start == 1)
             (step,) = engine.execute([work])
             assert isinstance(step, torch.Tensor), step
         outputs.append(step)
@@ -321,11 +321,11 @@ def test_a_replay_in_wrapped_blocks_is_exact(tiny_models) -> None:
     prompt, decoded = hidden[:, :70], hidden[:, 70:]
     outputs = []
     for step in [[decoded], decoded.split(1, dim=1)]:
-        cache = engine.open_cache(1, 90, engine.span)
-        engine.execute([StepWork(cache, engine.span, 0, prompt)])
+        cache = engine.pool.open(1, 90, engine.span)
+        engine.execute([StepWork(cache, 0, prompt)])
         parts = []
         for part in step:
-            work = StepWork(cache, engine.span, cache.length, part, decoded=True)
+            work = StepWork(cache, cache.length, part, decoded=True)
             (output,) = engine.execute([work])
             assert isinstance(output, torch.Tensor), output
             parts.append(output)
@@ -426,6 +426,4 @@ def test_gemma_3_of_transformers_4_reads_like_that_of_5() -> None:
 def test_long_rotations_are_served_as_far_as_they_are_exact(tiny_models) -> None:
     engine = share_engine(tiny_models.get("phi3-longrope"), span=Span(0, 1))
 
-    engine.open_cache(1, 400, engine.span).close()
-    with pytest.raises(RefusedError, match="handles 400 tokens, not 401"):
-        engine.open_cache(1, 401, engine.span)
+    assert engine.spec.max_positions == 400

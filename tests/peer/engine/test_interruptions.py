@@ -60,12 +60,12 @@ class Play:
             begun = self._open(draw_hidden(1000 + number, 1, NUM_TOKENS_BEFORE), WHOLE)
             self.engine.execute([begun])
             hidden = draw_hidden(2000 + number, 1, 1)
-            tokens.append(StepWork(begun.cache, WHOLE, NUM_TOKENS_BEFORE, hidden, decoded=True))
+            tokens.append(StepWork(begun.cache, NUM_TOKENS_BEFORE, hidden, decoded=True))
         return tokens
 
     def _open(self, hidden: Tensor, span: Span) -> StepWork:
-        cache = self.engine.open_cache(hidden.shape[0], 200, span, kv_format=self.kv_format)
-        return StepWork(cache, span, 0, hidden)
+        cache = self.engine.pool.open(hidden.shape[0], 200, span, kv_format=self.kv_format)
+        return StepWork(cache, 0, hidden)
 
     def compute_alone(self, *works: StepWork) -> list[Tensor]:
         results = [self.engine.execute([work])[0] for work in works]

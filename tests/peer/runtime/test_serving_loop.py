@@ -20,7 +20,7 @@ from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.announcing.announcer import Announcer
 from shoal.peer.announcing.self_description import SelfDescription, make_template
-from shoal.peer.engine.cache.kv_pool import KVCachePool
+from shoal.peer.engine.cache.kv_cache import KVCachePool
 from shoal.peer.engine.cache.lazy_memory import LazyStore
 from shoal.peer.hosting.span_loader import LoadError
 from shoal.peer.hosting.throughput import Throughput

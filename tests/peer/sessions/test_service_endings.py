@@ -350,8 +350,8 @@ def test_session_that_is_stepped_over_another_stream_is_not_idle(engine: Engine)
 def test_compute_thread_that_stops_declines_what_waits(engine: Engine) -> None:
     async def main() -> None:
         async with HoldingComputeThread(engine) as compute:
-            cache = await compute.call(lambda: engine.open_cache(1, 10, SPAN))
-        future = compute.submit(StepWork(cache, SPAN, 0, draw_hidden(1)))
+            cache = await compute.call(lambda: engine.pool.open(1, 10, SPAN))
+        future = compute.submit(StepWork(cache, 0, draw_hidden(1)))
         with pytest.raises(RefusedError) as caught:
             await future
         assert caught.value.code is ErrorCode.DRAINING

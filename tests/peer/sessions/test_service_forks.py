@@ -27,8 +27,7 @@ from service_scene import (
 )
 
 from shoal.peer.engine.cache import kv_cache
-from shoal.peer.engine.cache.kv_cache import PrefixCopy, SessionCache
-from shoal.peer.engine.cache.kv_pool import IDLE_SECONDS
+from shoal.peer.engine.cache.kv_cache import IDLE_SECONDS, PrefixCopy, SessionCache
 from shoal.peer.engine.engine import Engine
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import ClientToken

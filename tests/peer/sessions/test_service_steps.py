@@ -49,9 +49,9 @@ def test_steps_compute_what_the_engine_computes(engine: Engine) -> None:
 
 def test_options_of_a_step_reach_the_engine(engine: Engine) -> None:
     prompt, token = draw_hidden(1, 2, 5), draw_hidden(2, 2, 1)
-    cache = engine.open_cache(2, 100, SPAN)
-    engine.execute([StepWork(cache, SPAN, 0, prompt)])
-    (wanted,) = engine.execute([StepWork(cache, SPAN, 5, token, row_map=(1, 1), decoded=True)])
+    cache = engine.pool.open(2, 100, SPAN)
+    engine.execute([StepWork(cache, 0, prompt)])
+    (wanted,) = engine.execute([StepWork(cache, 5, token, row_map=(1, 1), decoded=True)])
     cache.close()
 
     async def test(peer: Peer) -> None:

@@ -17,7 +17,7 @@ from service_scene import (
     run,
 )
 
-from shoal.peer.engine.cache.kv_pool import IDLE_SECONDS
+from shoal.peer.engine.cache.kv_cache import IDLE_SECONDS
 from shoal.peer.engine.engine import Engine
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import AdapterId

@@ -48,12 +48,11 @@ class Session:
     def __init__(self, engine: Engine, adapter: Adapter | None, num_rows: int = 1) -> None:
         self.engine = engine
         self.adapter = adapter
-        self.cache = engine.open_cache(num_rows, 64, engine.span)
+        self.cache = engine.pool.open(num_rows, 64, engine.span)
 
     def plan(self, hidden: Tensor, decoded: bool = False) -> StepWork:
         return StepWork(
             self.cache,
-            self.engine.span,
             self.cache.length,
             hidden,
             decoded=decoded,

@@ -70,8 +70,8 @@ def test_weights_are_the_same_after_steps_and_training(
     work = PassWork(engine.span, hidden, 0.3 * draw(4, 1, 5, size), (adapter, None))
     engine.passes.run_forward(work, stay)
     engine.passes.run_backward(work, draw(2, 20, size, seed=2), stay)
-    cache = engine.open_cache(2, 30, engine.span)
-    engine.execute([StepWork(cache, engine.span, 0, hidden)])
+    cache = engine.pool.open(2, 30, engine.span)
+    engine.execute([StepWork(cache, 0, hidden)])
 
     assert hash_weights(engine) == (num_bytes, loaded)
 

@@ -16,7 +16,6 @@ from shoal.peer.engine.adapters.adapter import Adapter
 from shoal.peer.engine.adapters.adapter_file import read_adapter
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes.span_passes import PassWork
-from shoal.protocol.errors import RefusedError
 
 peft = pytest.importorskip("peft")
 
@@ -146,18 +145,3 @@ def test_adapters_on_rounded_weights_are_close(
     for name, gradient in expected[2].items():
         assert found.adapters[adapter][name].dtype is torch.float32
         check_close(found.adapters[adapter][name], gradient, tolerance)
-
-
-def test_adapters_that_cannot_be_applied_are_refused(tiny_models, tmp_path: Path) -> None:
-    tiny_model = tiny_models.get("llama")
-    train_adapter(tiny_model, LLAMA_TARGETS, 4, tmp_path)
-    engine = load_engine(tiny_model)
-    adapter = read_files(tiny_model, engine, tmp_path)
-    wrapped = load_engine(tiny_models.get("wrapped-stablelm"))
-
-    with pytest.raises(RefusedError, match="1 adapters for 2 rows"):
-        engine.passes.run_forward(PassWork(engine.span, draw(2, 5, 64), adapters=(adapter,)), stay)
-    with pytest.raises(RefusedError, match="'stablelm' run through transformers here"):
-        wrapped.passes.run_forward(
-            PassWork(wrapped.span, draw(1, 5, 64), adapters=(adapter,)), stay
-        )

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.peer.engine.cache.kv_cache import SessionCache
+from shoal.peer.engine.cache.kv_cache import IDLE_SECONDS, KVCachePool, SessionCache
 from shoal.peer.engine.cache.kv_memory import PAGE_TOKENS
-from shoal.peer.engine.cache.kv_pool import IDLE_SECONDS, KVCachePool
 from shoal.peer.engine.cache.lazy_memory import LazyStore
 from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
 from shoal.protocol.fair_share import Tenant

@@ -20,8 +20,8 @@ from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.blocks import attention_kernels
 from shoal.peer.engine.blocks.batch import count_part_tokens
 from shoal.peer.engine.cache import kv_memory
+from shoal.peer.engine.cache.kv_cache import KVCachePool
 from shoal.peer.engine.cache.kv_memory import PAGE_TOKENS
-from shoal.peer.engine.cache.kv_pool import KVCachePool
 from shoal.peer.engine.cache.lazy_memory import LazyStore
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading.engine_loader import load_engine
@@ -56,8 +56,8 @@ def open_work(
     engine: Engine, hidden_BTH: Tensor, kv_format: KVFormat = KVFormat.INT8, **options: Any
 ) -> StepWork:
     """Open a fresh session and return its first step."""
-    cache = engine.open_cache(hidden_BTH.shape[0], 200, WHOLE, None, kv_format)
-    return StepWork(cache, WHOLE, 0, hidden_BTH, **options)
+    cache = engine.pool.open(hidden_BTH.shape[0], 200, WHOLE, None, kv_format)
+    return StepWork(cache, 0, hidden_BTH, **options)
 
 
 def execute(engine: Engine, *works: StepWork) -> list[Tensor]:

@@ -20,8 +20,8 @@ from kv_cache_scene import (
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.cache import kv_cache
+from shoal.peer.engine.cache.kv_cache import IDLE_SECONDS
 from shoal.peer.engine.cache.kv_memory import PAGE_TOKENS
-from shoal.peer.engine.cache.kv_pool import IDLE_SECONDS
 from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
@@ -242,15 +242,12 @@ def test_fork_computes_to_the_bit_what_the_session_would(
     generator = torch.Generator().manual_seed(7)
     prompt = torch.randn(2, 9, HIDDEN, generator=generator)
     token = torch.randn(2, 1, HIDDEN, generator=generator)
-    parent, alone, fork = (engine.open_cache(2, 50, WHOLE, kv_format=kv_format) for _ in range(3))
-    engine.execute([StepWork(cache, WHOLE, 0, prompt) for cache in (parent, alone)])
+    parent, alone, fork = (engine.pool.open(2, 50, WHOLE, kv_format=kv_format) for _ in range(3))
+    engine.execute([StepWork(cache, 0, prompt) for cache in (parent, alone)])
 
     copy_prefix(parent, fork, position)
     results = engine.execute(
-        [
-            StepWork(cache, WHOLE, position, token, row_map=(1, 0), decoded=True)
-            for cache in (alone, fork)
-        ]
+        [StepWork(cache, position, token, row_map=(1, 0), decoded=True) for cache in (alone, fork)]
     )
 
     expected, output = results

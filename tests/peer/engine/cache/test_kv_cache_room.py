@@ -4,9 +4,8 @@ import pytest
 import torch
 from kv_cache_scene import SPAN, PoolMaker, assert_holds, take_step, write_tokens
 
-from shoal.peer.engine.cache.kv_cache import SessionCache
+from shoal.peer.engine.cache.kv_cache import KVCachePool, SessionCache
 from shoal.peer.engine.cache.kv_memory import PAGE_TOKENS
-from shoal.peer.engine.cache.kv_pool import KVCachePool
 from shoal.protocol.errors import CacheFullError
 from shoal.protocol.fair_share import Tenant
 from shoal.protocol.limits import MAX_SESSION_TOKENS

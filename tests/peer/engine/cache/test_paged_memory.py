@@ -15,9 +15,8 @@ from kv_cache_scene import (
 )
 
 from shoal.peer.engine.cache import kv_cache
-from shoal.peer.engine.cache.kv_cache import SessionCache
+from shoal.peer.engine.cache.kv_cache import IDLE_SECONDS, KVCachePool, SessionCache
 from shoal.peer.engine.cache.kv_memory import PAGE_TOKENS
-from shoal.peer.engine.cache.kv_pool import IDLE_SECONDS, KVCachePool
 from shoal.peer.engine.cache.paged_memory import PagedMemory, PagedStore
 from shoal.protocol.errors import CacheFullError, LocalProtocolError
 from shoal.protocol.fair_share import Tenant

@@ -385,8 +385,8 @@ def load_and_run(
         cache=cache,
     )
     hidden = torch.randn(1, 5, 512, generator=torch.Generator().manual_seed(1))
-    session = engine.open_cache(1, 5, engine.span)
-    (output,) = engine.execute([StepWork(session, engine.span, 0, hidden)])
+    session = engine.pool.open(1, 5, engine.span)
+    (output,) = engine.execute([StepWork(session, 0, hidden)])
     session.close()
     assert isinstance(output, torch.Tensor), output
     return output, len(checkpoint.matrices)
@@ -473,9 +473,9 @@ def test_blocks_with_experts_are_kept_expert_by_expert(
             checkpoint,  # pyright: ignore[reportArgumentType]
             Span(0, 1), WeightFormat.INT8, kv_budget_bytes=2**24, cache=cache,
         )  # fmt: skip
-        session = engine.open_cache(1, 3, engine.span)
+        session = engine.pool.open(1, 3, engine.span)
         hidden = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(1))
-        (output,) = engine.execute([StepWork(session, engine.span, 0, hidden)])
+        (output,) = engine.execute([StepWork(session, 0, hidden)])
         session.close()
         assert isinstance(output, torch.Tensor)
         return output, checkpoint.matrices

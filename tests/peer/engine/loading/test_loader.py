@@ -62,8 +62,8 @@ def load_engine(directory: Path, weights: WeightFormat, span: Span | None = None
 
 
 def run_step(engine: Engine, hidden: torch.Tensor) -> torch.Tensor:
-    cache = engine.open_cache(hidden.shape[0], hidden.shape[1], engine.span)
-    (output,) = engine.execute([StepWork(cache, engine.span, 0, hidden)])
+    cache = engine.pool.open(hidden.shape[0], hidden.shape[1], engine.span)
+    (output,) = engine.execute([StepWork(cache, 0, hidden)])
     cache.close()
     assert isinstance(output, torch.Tensor), output
     return output

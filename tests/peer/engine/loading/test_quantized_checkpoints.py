@@ -59,8 +59,8 @@ def run(directory: Path, hidden: torch.Tensor, weights: WeightFormat, **options:
     engine = load_engine(
         Checkpoint.open(directory), Span(0, 4), weights, kv_budget_bytes=2**24, **options
     )
-    session = engine.open_cache(hidden.shape[0], hidden.shape[1], engine.span)
-    (output,) = engine.execute([StepWork(session, engine.span, 0, hidden)])
+    session = engine.pool.open(hidden.shape[0], hidden.shape[1], engine.span)
+    (output,) = engine.execute([StepWork(session, 0, hidden)])
     session.close()
     assert isinstance(output, torch.Tensor), output
     return output

@@ -30,7 +30,7 @@ class Company:
     def __init__(self, engine: Engine, size: int) -> None:
         self.outputs: list[list[Tensor]] = []
         self._engine = engine
-        self._caches = [engine.open_cache(2, 40, engine.span) for _ in range(2)]
+        self._caches = [engine.pool.open(2, 40, engine.span) for _ in range(2)]
         self._hidden = draw(2, 12, size, seed=9)
         self._num_turns = 0
 
@@ -43,9 +43,8 @@ class Company:
     def step(self) -> None:
         prompt, generator = self._caches
         works = [
-            StepWork(prompt, self._engine.span, 0, self._hidden),
-            StepWork(
-                generator, self._engine.span, 0, self._hidden[:, :2], last_token_only=True,
+            StepWork(prompt, 0, self._hidden),
+            StepWork(generator, 0, self._hidden[:, :2], last_token_only=True,
                 decoded=True,
             ),
         ]  # fmt: skip

@@ -51,59 +51,29 @@ def count_tensors() -> int:
 
 
 @pytest.mark.parametrize(
-    ("work", "code", "complaint"),
+    ("work", "complaint"),
     [
-        (PassWork(Span(0, 2), HIDDEN), ErrorCode.WRONG_SPAN, "hosts blocks 1:3, not 0:2"),
-        (PassWork(Span(1, 4), HIDDEN), ErrorCode.WRONG_SPAN, "hosts blocks 1:3, not 1:4"),
-        (PassWork(SPAN, HIDDEN[0]), ErrorCode.BAD_VALUES, r"\[rows, tokens, 64\], not \(7, 64\)"),
-        (PassWork(SPAN, HIDDEN[:, :, :63]), ErrorCode.BAD_VALUES, r"not \(2, 7, 63\)"),
-        (PassWork(SPAN, HIDDEN[:0]), ErrorCode.BAD_VALUES, r"not \(0, 7, 64\)"),
-        (PassWork(SPAN, HIDDEN[:, :0]), ErrorCode.BAD_VALUES, r"not \(2, 0, 64\)"),
-        (PassWork(SPAN, HIDDEN.long()), ErrorCode.BAD_VALUES, "not floats but torch.int64"),
-        (PassWork(SPAN, spoil(HIDDEN)), ErrorCode.BAD_VALUES, "the hidden states are not finite"),
-        (
-            PassWork(SPAN, spoil(HIDDEN, float("inf"))),
-            ErrorCode.BAD_VALUES,
-            "the hidden states are not finite",
-        ),
-        (PassWork(SPAN, torch.zeros(1, 513, 64)), ErrorCode.TOO_LONG, "512 tokens, not 513"),
-        (PassWork(SPAN, HIDDEN, PROMPTS[:1]), ErrorCode.BAD_VALUES, r"\[2, 1 or 2, 1 to 7, 64\]"),
-        (PassWork(SPAN, HIDDEN, PROMPTS[0]), ErrorCode.BAD_VALUES, r"not \(1, 3, 64\)"),
-        (
-            PassWork(SPAN, HIDDEN, PROMPTS.expand(-1, 3, -1, -1)),
-            ErrorCode.BAD_VALUES,
-            r"not \(2, 3, 3, 64\)",
-        ),
-        (PassWork(SPAN, HIDDEN, draw(2, 1, 8, 64)), ErrorCode.BAD_VALUES, r"not \(2, 1, 8, 64\)"),
-        (PassWork(SPAN, HIDDEN, PROMPTS[:, :, :0]), ErrorCode.BAD_VALUES, r"not \(2, 1, 0, 64\)"),
-        (PassWork(SPAN, HIDDEN, PROMPTS.int()), ErrorCode.BAD_VALUES, "prompts are not floats"),
-        (PassWork(SPAN, HIDDEN, spoil(PROMPTS)), ErrorCode.BAD_VALUES, "prompts are not finite"),
+        (PassWork(SPAN, spoil(HIDDEN)), "the hidden states are not finite"),
+        (PassWork(SPAN, spoil(HIDDEN, float("inf"))), "the hidden states are not finite"),
+        (PassWork(SPAN, HIDDEN, spoil(PROMPTS)), "prompts are not finite"),
     ],
 )
 @pytest.mark.usefixtures("no_leaks")
 def test_unusable_works_are_refused_both_ways(
-    engine: Engine, work: PassWork, code: ErrorCode, complaint: str
+    engine: Engine, work: PassWork, complaint: str
 ) -> None:
     with pytest.raises(RefusedError, match=complaint) as there:
         engine.passes.run_forward(work, stay)
     with pytest.raises(RefusedError, match=complaint) as back:
         engine.passes.run_backward(work, torch.zeros(work.hidden_BTH.shape), stay)
-    assert there.value.code == back.value.code == code
+    assert there.value.code == back.value.code == ErrorCode.BAD_VALUES
     del there, back
 
 
-@pytest.mark.parametrize(
-    ("grads", "complaint"),
-    [
-        (GRADS[:1], r"gradients have shape \(1, 7, 64\), the hidden states \(2, 7, 64\)"),
-        (GRADS.int(), "gradients are not floats"),
-        (spoil(GRADS), "gradients are not finite"),
-    ],
-)
 @pytest.mark.usefixtures("no_leaks")
-def test_unusable_gradients_are_refused(engine: Engine, grads: Tensor, complaint: str) -> None:
-    with pytest.raises(RefusedError, match=complaint) as refusal:
-        engine.passes.run_backward(PassWork(SPAN, HIDDEN), grads, stay)
+def test_unusable_gradients_are_refused(engine: Engine) -> None:
+    with pytest.raises(RefusedError, match="gradients are not finite") as refusal:
+        engine.passes.run_backward(PassWork(SPAN, HIDDEN), spoil(GRADS), stay)
     assert refusal.value.code is ErrorCode.BAD_VALUES
     del refusal
 
