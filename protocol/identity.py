@@ -43,11 +43,13 @@ class Identity:
             raise UsageError(f"an identity needs a seed of {SEED_BYTES} bytes, got {len(seed)}")
         self._seed = bytes(seed)
         self._key = Ed25519PrivateKey.from_private_bytes(self._seed)
-        self._public = self._key.public_key().public_bytes_raw()
-        self._peer_id = make_peer_id(self._public)
+        self.public_key = self._key.public_key().public_bytes_raw()
+        """The raw public key, 32 bytes."""
+        self.peer_id = make_peer_id(self.public_key)
+        """The public name of this identity, `12D3KooW…`."""
 
     def __repr__(self) -> str:
-        return f"Identity({self._peer_id})"  # never the seed: this ends up in logs
+        return f"Identity({self.peer_id})"  # never the seed: this ends up in logs
 
     @classmethod
     def generate(cls) -> Identity:
@@ -61,23 +63,13 @@ class Identity:
         if len(data) != len(_PRIVATE_KEY_PREFIX) + 64 or len(key) != 64:
             raise UsageError("the identity is not an Ed25519 private key in libp2p's format")
         identity = cls(key[:SEED_BYTES])
-        if key[SEED_BYTES:] != identity._public:
+        if key[SEED_BYTES:] != identity.public_key:
             raise UsageError("the identity is damaged: its public key does not match its seed")
         return identity
 
     def to_libp2p_private_key(self) -> bytes:
         """Return the content of a libp2p identity file. It is secret."""
-        return _PRIVATE_KEY_PREFIX + self._seed + self._public
-
-    @property
-    def peer_id(self) -> PeerId:
-        """The public name of this identity, `12D3KooW…`."""
-        return self._peer_id
-
-    @property
-    def public_key(self) -> bytes:
-        """The raw public key, 32 bytes."""
-        return self._public
+        return _PRIVATE_KEY_PREFIX + self._seed + self.public_key
 
     def derive_secret(self, purpose: str) -> bytes:
         """Return 32 secret bytes for a purpose, the same ones each time; they tell nothing else."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -235,14 +235,7 @@ def make_owner(owner_secret: bytes) -> Membership:
     _check_length("an owner's secret", owner_secret, SECRET_BYTES)
     serve_secret = _derive(owner_secret, "serve secret", SECRET_BYTES)
     server = make_server(serve_secret, _make_key(owner_secret, "owner").public_key)
-    return Membership(
-        server.swarm_id,
-        server.use_secret,
-        server.serve_key,
-        server.owner_key,
-        serve_secret,
-        owner_secret,
-    )
+    return replace(server, owner_secret=owner_secret)
 
 
 def make_server(serve_secret: bytes, owner_key: bytes) -> Membership:
@@ -250,7 +243,7 @@ def make_server(serve_secret: bytes, owner_key: bytes) -> Membership:
     _check_length("a serve secret", serve_secret, SECRET_BYTES)
     use_secret = _derive(serve_secret, "use secret", SECRET_BYTES)
     user = make_user(use_secret, _make_key(serve_secret, "serve").public_key, owner_key)
-    return Membership(user.swarm_id, use_secret, user.serve_key, owner_key, serve_secret)
+    return replace(user, serve_secret=serve_secret)
 
 
 def make_user(use_secret: bytes, serve_key: bytes, owner_key: bytes) -> Membership:

@@ -510,17 +510,13 @@ class UploadPace:
     """
 
     def __init__(self, now: float) -> None:
-        self._deadline = now + STALL_SECONDS
-
-    @property
-    def deadline(self) -> float:
+        self.deadline = now + STALL_SECONDS
         """When it has stood still for too long, or been too slow."""
-        return self._deadline
 
     def note_piece(self, num_bytes: int, now: float) -> None:
         """Note that so many bytes have come."""
-        earned = self._deadline + num_bytes / SLOWEST_BYTES_PER_SECOND
-        self._deadline = min(earned, now + STALL_SECONDS)
+        earned = self.deadline + num_bytes / SLOWEST_BYTES_PER_SECOND
+        self.deadline = min(earned, now + STALL_SECONDS)
 
 
 class AdapterReader:

@@ -64,12 +64,8 @@ class RecoveryLog(Generic[Payload]):
     def __init__(self) -> None:
         self._newest: LogEntry[Payload] | None = None
         self._newest_row_map: _RowMap | None = None
-        self._length = 0
-
-    @property
-    def length(self) -> int:
+        self.length = 0
         """Number of tokens per row that a replay rebuilds."""
-        return self._length
 
     @property
     def num_row_maps(self) -> int:
@@ -80,7 +76,7 @@ class RecoveryLog(Generic[Payload]):
         """Return a log with the same content; entries and payloads are shared."""
         twin = RecoveryLog[Payload]()
         twin._newest, twin._newest_row_map = self._newest, self._newest_row_map
-        twin._length = self._length
+        twin.length = self.length
         return twin
 
     def append(
@@ -104,22 +100,22 @@ class RecoveryLog(Generic[Payload]):
         self._newest = LogEntry(
             position, num_tokens, is_decoded, self.num_row_maps, payload, self._newest
         )
-        self._length = position + num_tokens
+        self.length = position + num_tokens
 
     def rollback(self, position: int) -> list[Payload]:
         """Forget everything from `position` on; row maps stay, they moved the rest as well.
 
         Returns the payloads of which nothing is left.
         """
-        if not 0 <= position <= self._length:
+        if not 0 <= position <= self.length:
             raise LocalProtocolError(
-                f"cannot roll back to token {position}, the log holds {self._length}"
+                f"cannot roll back to token {position}, the log holds {self.length}"
             )
         dropped: list[Payload] = []
         while self._newest is not None and self._newest.position >= position:
             dropped.append(self._newest.payload)
             self._newest = self._newest.before
-        self._length = position
+        self.length = position
         self._join_last_row_maps()
         return dropped
 
@@ -164,7 +160,7 @@ class RecoveryLog(Generic[Payload]):
         pieces: list[ReplayPiece[Payload]] = []
         rows: tuple[int, ...] | None = None
         row_map = self._newest_row_map
-        stop = self._length
+        stop = self.length
         for entry in self._list():
             while row_map is not None and row_map.number > entry.num_row_maps:
                 moved = row_map.rows

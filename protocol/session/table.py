@@ -138,8 +138,10 @@ class SessionState:
         self.max_tokens = max_tokens
         self.epoch = epoch
         self.length = prefix_tokens
-        self._last_sequence = 0
-        self._done_sequence = 0
+        self.sequence = 0
+        """Number of the newest step that was accepted."""
+        self.done_sequence = 0
+        """Number of the newest step that was completed."""
         self._answers: OrderedDict[int, bytes] = OrderedDict()
         # Steps in the engine by sequence: where each begins, where the prefix ends after it, and
         # where if it fails.
@@ -149,7 +151,7 @@ class SessionState:
     def __repr__(self) -> str:
         return (
             f"<SessionState epoch {self.epoch}, {self.length} of {self.max_tokens} tokens, "
-            f"sequence {self._last_sequence}>"
+            f"sequence {self.sequence}>"
         )
 
     def decide(self, step: Step) -> StepDecision:
@@ -175,7 +177,7 @@ class SessionState:
             raise LocalProtocolError("only a step that was decided to execute can be accepted")
         self.epoch = step.epoch
         self.length = step.position + step.hidden.tokens
-        self._last_sequence = step.sequence
+        self.sequence = step.sequence
         rest = find_rest(step.position, step.row_map)
         self._running[step.sequence] = (step.position, self.length, rest)
 
@@ -184,7 +186,7 @@ class SessionState:
 
         Empty where there is none to keep: what was pushed is in the sender log.
         """
-        self._done_sequence = max(self._done_sequence, sequence)
+        self.done_sequence = max(self.done_sequence, sequence)
         # The engine takes steps in order: how the ones before this ended has no say any more.
         self._running = {n: extent for n, extent in self._running.items() if n > sequence}
         self._lost = {n for n in self._lost if n > sequence}
@@ -217,16 +219,6 @@ class SessionState:
         """Return whether a step stood on tokens that were taken back, whatever came out of it."""
         return sequence in self._lost
 
-    @property
-    def sequence(self) -> int:
-        """Number of the newest step that was accepted."""
-        return self._last_sequence
-
-    @property
-    def done_sequence(self) -> int:
-        """Number of the newest step that was completed."""
-        return self._done_sequence
-
     def admit(self, epoch: int) -> None:
         """Move on to an epoch: what comes of older ones is a zombie's. Never moves back."""
         self.epoch = max(self.epoch, epoch)
@@ -239,7 +231,7 @@ class SessionState:
     def _order_sequence(self, sequence: int) -> SequenceOrder:
         if sequence in self._answers:
             return SequenceOrder.ANSWERED
-        return SequenceOrder.NEW if sequence > self._last_sequence else SequenceOrder.STALE
+        return SequenceOrder.NEW if sequence > self.sequence else SequenceOrder.STALE
 
     def _order_position(self, position: int) -> PositionOrder:
         if position == self.length:

@@ -190,7 +190,7 @@ class Libp2pListener:
         membership: Membership,
     ) -> None:
         self._p2p = p2p
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._serve = serve
         self._membership = membership
         self._serving: set[asyncio.Task[None]] = set()
@@ -198,10 +198,6 @@ class Libp2pListener:
         self._doorstep = FairLimit(MAX_DOORSTEP, "strangers")
         self._limit = FairLimit(MAX_STREAMS, "streams")
         self.is_open = False
-
-    @property
-    def endpoint(self) -> Libp2pEndpoint:
-        return self._endpoint
 
     async def start(self) -> None:
         await self._p2p.add_binary_stream_handler(PROTOCOL, self._accept)
@@ -251,10 +247,10 @@ class Libp2pListener:
                     return
             with self._limit.hold(tenant):
                 stream.greet(_ACCEPTED)
-                await serve_stream(self._serve, stream, self._endpoint, stream.break_off)
+                await serve_stream(self._serve, stream, self.endpoint, stream.break_off)
                 await stream.wait_lost()
         except (ShoalError, TimeoutError) as error:
-            log.debug("refused a connection at %s: %s", self._endpoint, error)
+            log.debug("refused a connection at %s: %s", self.endpoint, error)
         finally:
             writer.transport.abort()
 
@@ -263,4 +259,4 @@ class Libp2pListener:
         if not hello.startswith(_HELLO):
             raise RemoteProtocolError(f"the first message does not speak {PROTOCOL}")
         proof = hello.removeprefix(_HELLO)
-        return self._membership.accepts(self._endpoint.peer_id, proof)
+        return self._membership.accepts(self.endpoint.peer_id, proof)

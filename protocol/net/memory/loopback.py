@@ -283,24 +283,20 @@ class _LoopbackListener:
         membership: Membership,
     ) -> None:
         self._network = network
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._serve = serve
         self._membership = membership
         self._tasks: dict[asyncio.Task[None], Wire] = {}
 
-    @property
-    def endpoint(self) -> Endpoint:
-        return self._endpoint
-
     def takes(self, proof: bytes) -> bool:
         """Return whether a dialler with this proof may come in."""
-        return self._membership.accepts(self._endpoint.fingerprint, proof)
+        return self._membership.accepts(self.endpoint.fingerprint, proof)
 
     def accept(self, wire: Wire) -> None:
         """Serve the listening end of a wire in a task of its own."""
         stream = LoopbackStream(wire, wire.back, wire.forward)
-        name = f"serve {self._endpoint}"
-        serving = serve_stream(self._serve, stream, self._endpoint, wire.break_off)
+        name = f"serve {self.endpoint}"
+        serving = serve_stream(self._serve, stream, self.endpoint, wire.break_off)
         task = asyncio.create_task(serving, name=name)
         self._tasks[task] = wire
         task.add_done_callback(self._tasks.pop)
@@ -474,13 +470,10 @@ class LoopbackStream:
         self._wire = wire
         self._outgoing = outgoing
         self._incoming = incoming
+        self.remote_host: str | None = incoming.source
         self._is_closed = False
         self._refusal: RefusedError | None = None
         self._gate: FrameGate = open_gate
-
-    @property
-    def remote_host(self) -> str:
-        return self._incoming.source
 
     def set_gate(self, gate: FrameGate) -> None:
         self._gate = gate

@@ -52,7 +52,7 @@ class TcpListener:
         self._serve = serve
         self._context = context
         self._membership = membership
-        self._endpoint = Endpoint("", 0)
+        self.endpoint = Endpoint("", 0)
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._serving: set[asyncio.Task[None]] = set()
@@ -60,14 +60,10 @@ class TcpListener:
         self._served: list[str] = []
         self._streams: set[FrameStream] = set()
 
-    @property
-    def endpoint(self) -> Endpoint:
-        return self._endpoint
-
     async def start(self, host: str, port: int, fingerprint: str) -> None:
         """Listen; raises UsageError when that cannot be."""
         self._sockets = await open_listening(host, port)
-        self._endpoint = Endpoint(host, self._sockets[0].getsockname()[1], fingerprint)
+        self.endpoint = Endpoint(host, self._sockets[0].getsockname()[1], fingerprint)
         self._accepting = [asyncio.create_task(self._accept(opened)) for opened in self._sockets]
 
     async def close(self, grace_seconds: float = 0.0) -> None:
@@ -92,7 +88,7 @@ class TcpListener:
                 accepted, address = await loop.sock_accept(opened)
             except OSError as error:
                 # Descriptors or memory have run out, and may come back.
-                log.warning("cannot accept a connection at %s: %s", self._endpoint, error)
+                log.warning("cannot accept a connection at %s: %s", self.endpoint, error)
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
             tenant = name_address(address[0])
@@ -122,7 +118,7 @@ class TcpListener:
         stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
         self._served.append(tenant)
         try:
-            await serve_stream(self._serve, stream, self._endpoint, stream.break_off)
+            await serve_stream(self._serve, stream, self.endpoint, stream.break_off)
         finally:
             self._served.remove(tenant)
 
@@ -145,7 +141,7 @@ class TcpListener:
                     await stream.send(HELLO)
                     return True
         except (TimeoutError, OSError, ShoalError) as error:
-            log.debug("refused a connection at %s: %s", self._endpoint, error)
+            log.debug("refused a connection at %s: %s", self.endpoint, error)
         stream.turn_away(refusal or Mark.END)
         return False
 
@@ -154,7 +150,7 @@ class TcpListener:
         if hello is None or not hello.startswith(HELLO):
             return Mark.END
         proof = hello.removeprefix(HELLO)
-        if not self._membership.accepts(self._endpoint.fingerprint, proof):
+        if not self._membership.accepts(self.endpoint.fingerprint, proof):
             return Mark.MEMBERS_ONLY
         try:
             check_room_for(tenant, self._served, MAX_STREAMS, "streams")
