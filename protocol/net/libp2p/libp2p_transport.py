@@ -26,7 +26,7 @@ from ...errors import (
 from ...fair_share import FairLimit
 from ...ids import PeerId
 from ...membership.membership import NO_MEMBERSHIP, Membership
-from ..tcp.tcp_listener import MAX_STREAMS
+from ..tcp.tcp_listener import HELLO_SECONDS, MAX_DOORSTEP, MAX_STREAMS
 from ..transport import Listener, Stream, StreamServer, end_serving, serve_stream, turn_away
 from .libp2p_stream import Libp2pStream
 from .multiaddrs import split_multiaddr
@@ -53,11 +53,6 @@ _HELLO = b"shoal-exchange 1 "
 _ACCEPTED = b"shoal-accepted 1"
 _MEMBERS_ONLY = b"shoal-members-only 1"
 """First messages of a listener. p2pd takes a stream for open before the other end has agreed."""
-
-MAX_DOORSTEP = 512
-"""Streams in the handshake, or being refused."""
-
-HELLO_SECONDS = 5.0
 
 
 class Libp2pTransport:

@@ -73,12 +73,14 @@ class LoopbackNetwork:
         self._partitions: dict[frozenset[str], asyncio.TimerHandle] = {}
         self._paused: set[str] = set()
         self._dead: set[str] = set()
-        self._wires: set[Wire] = set()
-        self._listeners: dict[tuple[str, int], _LoopbackListener] = {}
+        self.wires: set[Wire] = set()
+        """The streams that are not over."""
+        self.listeners: dict[tuple[str, int], _LoopbackListener] = {}
+        """By host and port."""
 
     def __repr__(self) -> str:
         return (
-            f"LoopbackNetwork(streams={len(self._wires)}, listeners={len(self._listeners)}, "
+            f"LoopbackNetwork(streams={len(self.wires)}, listeners={len(self.listeners)}, "
             f"partitions={len(self._partitions)}, paused={len(self._paused)}, "
             f"dead={len(self._dead)})"
         )
@@ -105,9 +107,9 @@ class LoopbackNetwork:
         """End a host like `kill -9`: its streams break at both ends, its listeners vanish."""
         self._dead.add(host)
         self._paused.discard(host)
-        for key in [key for key in self._listeners if key[0] == host]:
-            del self._listeners[key]
-        for wire in [wire for wire in self._wires if host in wire.hosts]:
+        for key in [key for key in self.listeners if key[0] == host]:
+            del self.listeners[key]
+        for wire in [wire for wire in self.wires if host in wire.hosts]:
             wire.break_off(f"{host} was killed")
 
     def revive(self, host: str) -> None:
@@ -157,29 +159,16 @@ class LoopbackNetwork:
             patience *= 2
         return None
 
-    def add_listener(self, listener: _LoopbackListener) -> None:
-        """Let a listener be found. Raises UsageError when its port is in use."""
-        host, port = listener.endpoint.host, listener.endpoint.port
-        if (host, port) in self._listeners:
-            raise UsageError(f"port {port} on {host} is in use; choose another one")
-        self._listeners[host, port] = listener
-
-    def remove_listener(self, listener: _LoopbackListener) -> None:
-        """Let a listener be found no more."""
-        key = (listener.endpoint.host, listener.endpoint.port)
-        if self._listeners.get(key) is listener:
-            del self._listeners[key]
-
     def choose_port(self, host: str) -> int:
         """Return a port of a host that is not in use."""
         port = _FIRST_FREE_PORT
-        while (host, port) in self._listeners:
+        while (host, port) in self.listeners:
             port += 1
         return port
 
     def answer(self, wire: Wire, endpoint: Endpoint, proof: bytes) -> Signal:
         """Accept or turn down a stream whose request has reached its target."""
-        listener = self._listeners.get((endpoint.host, endpoint.port))
+        listener = self.listeners.get((endpoint.host, endpoint.port))
         if listener is None:
             return Signal.REFUSED
         if listener.endpoint.fingerprint != endpoint.fingerprint:
@@ -189,20 +178,12 @@ class LoopbackNetwork:
         listener.accept(wire)
         return Signal.ACCEPTED
 
-    def register(self, wire: Wire) -> None:
-        """Make a wire subject to what happens to its hosts."""
-        self._wires.add(wire)
-
-    def forget(self, wire: Wire) -> None:
-        """Take note that a wire is over."""
-        self._wires.discard(wire)
-
     def _stir(self) -> None:
-        for wire in list(self._wires):
+        for wire in list(self.wires):
             wire.stir()
 
     def _give_up(self, pair: frozenset[str]) -> None:
-        for wire in [wire for wire in self._wires if wire.hosts == pair]:
+        for wire in [wire for wire in self.wires if wire.hosts == pair]:
             wire.break_off("the other end was silent for too long")
 
 
@@ -224,10 +205,12 @@ class LoopbackTransport:
         if host not in (self._host, "0.0.0.0", "::"):
             raise UsageError(f"cannot listen on {host}: this host is {self._host}")
         port = port or self._network.choose_port(self._host)
+        if (self._host, port) in self._network.listeners:
+            raise UsageError(f"port {port} on {self._host} is in use; choose another one")
         fingerprint = self._network.fingerprint_of(self._host, port)
         endpoint = Endpoint(self._host, port, fingerprint)
         listener = _LoopbackListener(self._network, endpoint, serve, self._membership)
-        self._network.add_listener(listener)
+        self._network.listeners[self._host, port] = listener
         self._listeners.add(listener)
         return listener
 
@@ -235,7 +218,7 @@ class LoopbackTransport:
         self._check_open()
         proof = self._membership.prove_to(endpoint.fingerprint)
         wire = Wire(self._network, self._host, endpoint.host)
-        self._network.register(wire)
+        self._network.wires.add(wire)
         try:
             async with asyncio.timeout(timeout_seconds):
                 wire.request(lambda: self._network.answer(wire, endpoint, proof))
@@ -302,7 +285,9 @@ class _LoopbackListener:
         task.add_done_callback(self._tasks.pop)
 
     async def close(self, grace_seconds: float = 0.0) -> None:
-        self._network.remove_listener(self)
+        key = (self.endpoint.host, self.endpoint.port)
+        if self._network.listeners.get(key) is self:
+            del self._network.listeners[key]
         await end_serving(self._tasks, self._break_all, grace_seconds)
 
     def _break_all(self) -> None:
@@ -376,7 +361,7 @@ class Wire:
         self.forward.stop()
         self.back.stop()
         self.changed.set()
-        self.network.forget(self)
+        self.network.wires.discard(self)
 
 
 class Pipe:
