@@ -33,7 +33,7 @@ from ..trace.trace import Handoff, Observer
 from .exchange import Exchange, merge_pieces
 from .hop_link import BrokenSegmentError, LiveHop, Mailbox, Question, StartOverError
 from .hops import HopFinder
-from .push_plan import PushPlan
+from .push_plan import PushPlan, make_next_hop
 from .state import SessionContext
 
 _logger = logging.getLogger(__name__)
@@ -105,8 +105,8 @@ class Standby:
         self._mirrored_sequence = 0  # the hop before pushes to both what is behind this step
         self._num_replayed = 0
 
-    def survey(self, hops: Sequence[LiveHop]) -> None:
-        """See who is around the hop and has what it was sent; call it between two steps.
+    def _survey(self, hops: Sequence[LiveHop]) -> None:
+        """See who is around the hop and has what it was sent, between two steps.
 
         Raises CannotMoveError where nobody has, UnavailableError where hops are lost.
         """
@@ -149,6 +149,8 @@ class Standby:
         Raises CannotMoveError where it never will work, RouteError where nobody else is there, and
         LostHopError or BrokenSegmentError where it did not work with that peer, `new.hop.peer`.
         """
+        async with self._session.between_steps() as hops:
+            self._survey(hops)
         self.new.hop = await self._finder.find_replica(self.live.hop, exclude, self._ends)
         self._plan()
         await self._finder.open_link(self.new, self._state.make_deadline())
@@ -181,20 +183,7 @@ class Standby:
             raise LostHopError(new.hop, "the peer cannot connect to the hops before and after it")
         new.capability = self._twin.make_capability(new.hop.span)
         if after is not None:
-            new.feeds, new.next = True, self._name(after, _NEVER)
-
-    def _name(self, live: LiveHop, first_sequence: int = 0) -> NextHop:
-        if live.link is None:
-            raise UnavailableError("a hop was lost meanwhile")
-        peer, capability = live.hop.peer, self._twin.make_capability(live.hop.span)
-        return NextHop(
-            peer.peer_id,
-            peer.endpoints,
-            live.link.session,
-            self._twin.epoch,
-            capability,
-            first_sequence,
-        )
+            new.feeds, new.next = True, make_next_hop(self._twin, after, _NEVER)
 
     async def _rehearse(self) -> None:
         """Bring the new hop to about the state of the old one, while tokens go on."""
@@ -204,7 +193,7 @@ class Standby:
                 await self.follow()
             return
         self._mailbox.expect_replay(self.session_id)
-        self.following = self._name(self.new)
+        self.following = make_next_hop(self._twin, self.new)
         status = await self._mirror(self.before, self.following)
         if status.num_replayed == 0:
             raise CannotMoveError(
@@ -277,15 +266,12 @@ class Standby:
             raise LostHopError(self.new.hop, detail) from None
 
     async def _hear(self, sequence: int) -> None:
+        """Wait for the output of a step; raises LostHopError where something is wrong instead."""
         while self._mailbox.take_output(self.session_id, sequence) is None:
-            await self.check()
+            error = self._mailbox.trouble(self.session_id)
+            if isinstance(error, UnavailableError | RemoteProtocolError | RefusedError):
+                raise await self._exchange.lose(self.new, error) from error
             await self._mailbox.wait()
-
-    async def check(self) -> None:
-        """Raise LostHopError where the new hop has said that something is wrong."""
-        error = self._mailbox.trouble(self.session_id)
-        if isinstance(error, UnavailableError | RemoteProtocolError | RefusedError):
-            raise await self._exchange.lose(self.new, error) from error
 
     async def catch_up(self) -> None:
         """Wait until the new hop lacks no more than the step under way, while tokens go on."""
@@ -345,8 +331,8 @@ class Standby:
                     session.mailbox.put(
                         self.session_id, new.link.name, newest.output, newest.num_bytes
                     )
-            has_taken = await session.plan.promote(
-                new, self.before, self.following, after, sequence
+            has_taken = await session.plan.put_in_place(
+                new, self.before, self.following, after, sequence, is_under_way=True
             )
         finally:
             if not has_taken:
@@ -392,16 +378,16 @@ class Mover(Observer):
     async def _move_all(self) -> None:
         tried: set[PeerId] = set()
         retry = Retry(_AGAIN, self._session.state.clock)
-        while (move := await self._plan_move()) is not None:
-            span = move.live.hop.span
+        while (live := await self._choose()) is not None:
+            span = live.hop.span
             try:
-                await move.run(tried)
+                await self._move(live, tried)
             except CannotMoveError as error:
                 _logger.info("the hop of blocks %s cannot be moved: %s", span, error)
-                self._rooted.add(move.live)
+                self._rooted.add(live)
             except (ShoalError, BrokenSegmentError, StartOverError) as error:
                 _logger.info("the handoff of blocks %s failed: %s", span, error)
-                self._tried.add(move.live)
+                self._tried.add(live)
                 if isinstance(error, RouteError):
                     tried.clear()  # one of them may have room by now
                 retry.note_failure()
@@ -411,7 +397,8 @@ class Mover(Observer):
                 tried.clear()
                 retry.reset()
 
-    async def _plan_move(self) -> _MoveAttempt | None:
+    async def _choose(self) -> LiveHop | None:
+        """Return the hop to move next, None where there is none."""
         async with self._session.between_steps() as hops:
             leaving = [live for live in hops if _is_leaving(live)]
             movable = [live for live in leaving if live not in self._rooted]
@@ -422,48 +409,33 @@ class Mover(Observer):
             fresh = [live for live in movable if live not in self._tried]
             if not fresh:
                 self._tried.clear()
-            return _MoveAttempt(self._session, (fresh or movable)[0], self._left)
+            return (fresh or movable)[0]
 
-
-class _MoveAttempt:
-    """One attempt to move one hop."""
-
-    def __init__(self, session: SteppedSession, live: LiveHop, leaving: set[PeerId]) -> None:
-        self.live = live
-        self._session = session
-        self._leaving = leaving
-        self._standby = Standby(session, live)
-
-    async def run(self, tried: set[PeerId]) -> None:
+    async def _move(self, live: LiveHop, tried: set[PeerId]) -> None:
         """Put another hop into the place of this one.
 
         Adds to `tried` the other peer where it did not work with that one. Raises CannotMoveError
         where it never will, RouteError where nobody else is there, and else what went wrong.
         """
-        session, live, standby = self._session, self.live, self._standby
-        clock = session.state.clock
-        started_at = clock.now()
-        has_moved = False
+        session, clock = self._session, self._session.state.clock
+        standby, started_at, has_moved = Standby(session, live), clock.now(), False
         try:
-            async with self._session.between_steps() as hops:
-                standby.survey(hops)
-            await standby.prepare(self._leaving | tried)
-            position, stall_seconds = await self._switch()
+            await standby.prepare(self._left | tried)
+            position, stall_seconds = await self._switch(standby)
             has_moved = True
-            ended_at = clock.now()
+            seconds = clock.now() - started_at
         except (LostHopError, BrokenSegmentError):
             tried.add(standby.new.hop.peer.peer_id)
             raise
         finally:
             standby.end()
-            await self._session.exchange.hang_up(live if has_moved else standby.new)
-        seconds, new = ended_at - started_at, standby.new.hop
-        session.note_handoff(Handoff(live.hop, new, position, seconds, stall_seconds), started_at)
+            await session.exchange.hang_up(live if has_moved else standby.new)
+        handoff = Handoff(live.hop, standby.new.hop, position, seconds, stall_seconds)
+        session.note_handoff(handoff, started_at)
 
-    async def _switch(self) -> tuple[int, float]:
+    async def _switch(self, standby: Standby) -> tuple[int, float]:
         """Put the new hop into place between two steps; return where, and how long that took."""
-        session, standby = self._session, self._standby
-        clock = session.state.clock
+        session, clock = self._session, self._session.state.clock
         while True:
             await standby.catch_up()
             async with session.between_steps() as hops:
@@ -471,30 +443,27 @@ class _MoveAttempt:
                 if standby.find_neighbours(hops) != (standby.before, standby.after):
                     raise UnavailableError("the hops around it have changed")
                 if await standby.is_ready():
-                    await self._take_place()
-                    hops[hops.index(self.live)] = standby.new
+                    await self._take_place(standby)
+                    hops[hops.index(standby.live)] = standby.new
                     return session.position, clock.now() - began_at
                 newest = standby.newest_sequence
             await standby.wait_for(newest)
 
-    async def _take_place(self) -> None:
-        session, standby = self._session, self._standby
-        new = standby.new
+    async def _take_place(self, standby: Standby) -> None:
+        session, new = self._session, standby.new
         assert new.link is not None
         new.link.listen(session.mailbox)
         if not new.capability:
             return
+        before, following, after = standby.before, standby.following, standby.after
+        sequence = session.state.last_sequence + 1
         try:
-            await session.plan.hand_over(
-                new,
-                standby.before,
-                standby.following,
-                standby.after,
-                session.state.last_sequence + 1,
+            await session.plan.put_in_place(
+                new, before, following, after, sequence, is_under_way=False
             )
         except BaseException:
             # The pushing hops are no longer known: the next step begins with a failover.
-            await session.exchange.hang_up(self.live)
+            await session.exchange.hang_up(standby.live)
             raise
 
 

@@ -72,7 +72,9 @@ class PushPlan:
             if self._is_in_chain(live.hop):
                 live.capability = self._state.make_capability(live.hop.span)
             if live.feeds and following is not None:
-                live.next = self.name(following, first_sequence if following is after else 0)
+                live.next = make_next_hop(
+                    self._state, following, first_sequence if following is after else 0
+                )
 
     async def admit(self, missing: MissingHops) -> None:
         """Have the hop after take steps from the new hops, and from nobody else any more."""
@@ -87,7 +89,9 @@ class PushPlan:
         assert missing.before is not None
         for sequence in missing.pending:
             self._mailbox.expect(hops[-1].open_link.session, sequence)
-        status = await self._redirect(missing.before, self.name(hops[0], 0), missing.pending)
+        status = await self._redirect(
+            missing.before, make_next_hop(self._state, hops[0], 0), missing.pending
+        )
         missing.before.feeds = True
         return status.num_replayed
 
@@ -108,57 +112,40 @@ class PushPlan:
         before.feeds, before.next = False, None
         _begin_segment(after, missing)
 
-    async def hand_over(
+    async def put_in_place(
         self,
         new: LiveHop,
         before: LiveHop | None,
         following: NextHop | None,
         after: LiveHop | None,
         sequence: int,
-    ) -> None:
+        is_under_way: bool,
+    ) -> bool:
         """Put a hop that has all of the prefix between two others, from a step on.
 
         The hop before pushes to it as `following`, it pushes to the hop behind, and that takes
-        steps of nobody else. Raises BrokenSegmentError when one of them is lost.
+        steps of nobody else. Where the step `is_under_way`, the new hop pushes what came of it, and
+        the hop before goes on with the next one; returns False where that has ceased to push to
+        the new hop. Raises BrokenSegmentError when one of them is lost.
         """
         self._state.epoch += 1
-        telling: list[Coroutine[None, None, object]] = []
+        telling: list[Coroutine[None, None, Status | None]] = []
+        if after is not None:
+            admitting = self._admit(after, sequence - 1 + is_under_way)
+            if is_under_way:  # before the new hop pushes
+                await admitting
+            else:
+                telling.append(admitting)
+            own = make_next_hop(self._state, after, sequence)
+            telling.append(self._redirect(new, own, (sequence,)))
         if before is not None:
-            telling.append(self._redirect(before, following, (sequence,)))
-        if after is not None:
-            telling.append(self._redirect(new, self.name(after, sequence), (sequence,)))
-            telling.append(self._admit(after, sequence - 1))
-        for failure in await asyncio.gather(*telling, return_exceptions=True):
-            if isinstance(failure, BaseException):
-                raise failure
-
-    async def promote(
-        self,
-        new: LiveHop,
-        before: LiveHop | None,
-        following: NextHop | None,
-        after: LiveHop | None,
-        sequence: int,
-    ) -> bool:
-        """Put a hop that has all of the prefix into the place of a lost one, with a step under way.
-
-        The hop before, which pushes to it as `following`, goes on so; returns False where it has
-        ceased to. Raises BrokenSegmentError when one of them is lost.
-        """
-        self._state.epoch += 1
-        if after is not None:
-            await self._admit(after, sequence)
-        telling: list[Coroutine[None, None, Status]] = []
-        if after is not None:
-            telling.append(self._redirect(new, self.name(after, sequence), (sequence,)))
-        if before is not None:
-            telling.append(self._redirect(before, following, (sequence + 1,)))
+            telling.append(self._redirect(before, following, (sequence + is_under_way,)))
         statuses = await asyncio.gather(*telling, return_exceptions=True)
         num_replayed = 0
         for status in statuses:
             if isinstance(status, BaseException):
                 raise status
-            num_replayed += status.num_replayed
+            num_replayed += 0 if status is None else status.num_replayed
         return num_replayed == 0
 
     def can_feed(self, hop: Hop, following: Hop) -> bool:
@@ -171,17 +158,6 @@ class PushPlan:
 
     def _is_in_chain(self, hop: Hop) -> bool:
         return self._state.config.delivery == "chain" and hop.peer.max_version >= CHAIN_VERSION
-
-    def name(self, following: LiveHop, first_sequence: int) -> NextHop:
-        peer, span, link = following.hop.peer, following.hop.span, following.link
-        return NextHop(
-            peer.peer_id,
-            peer.endpoints,
-            self._state.name_session(span) if link is None else link.session,
-            self._state.epoch,
-            self._state.make_capability(span),
-            first_sequence,
-        )
 
     async def _admit(self, live: LiveHop, newest_sequence: int) -> None:
         self._hops.check_links([live])
@@ -205,6 +181,19 @@ class PushPlan:
         self._hops.check_links([live])
         message = Redirect(live.open_link.session, self._state.epoch, pending[0], following)
         return await self._hops.tell(live, message)
+
+
+def make_next_hop(state: SessionContext, following: LiveHop, first_sequence: int = 0) -> NextHop:
+    """Return how a hop is told about its next hop, to which it pushes from a step on."""
+    peer, span, link = following.hop.peer, following.hop.span, following.link
+    return NextHop(
+        peer.peer_id,
+        peer.endpoints,
+        state.name_session(span) if link is None else link.session,
+        state.epoch,
+        state.make_capability(span),
+        first_sequence,
+    )
 
 
 def _begin_segment(live: LiveHop, missing: MissingHops) -> None:

@@ -187,9 +187,7 @@ class _StandbyKeeper:
         """Bring a peer to the state of the hop and keep it there; raises what ends that."""
         standby = Standby(self._session, self._live)
         try:
-            async with self._session.between_steps() as hops:
-                self._check_stays()
-                standby.survey(hops)
+            self._check_stays()
             await standby.prepare(self._used | self._tried)
             self._standby = standby
             self._retry.reset()
