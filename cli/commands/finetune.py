@@ -183,7 +183,6 @@ def _fine_tune(
         len(texts.dataset.evaluation),
         config.num_updates,
         config.batch_rows * config.num_accumulated,
-        options.out,
         [
             *describe_limits(texts.dataset, texts.max_length),
             *_describe_few_updates(options, config),

@@ -45,7 +45,6 @@ class RunFacts:
     num_eval_texts: int
     num_updates: int
     texts_per_update: int
-    folder: Path
     notices: Sequence[str] = ()
 
 
@@ -70,12 +69,10 @@ class Pace:
         self._now = now
         self._since = self.started_at = now()
         self._recent: deque[tuple[int, float, float]] = deque(maxlen=_NUM_RECENT)
-        self.num_tokens = 0
 
     def note(self, updated: "Updated") -> None:
         """Count an update that has just ended."""
         self._recent.append((updated.num_tokens, self._now() - self._since, updated.loss))
-        self.num_tokens += updated.num_tokens
         self._since = self._now()
 
     def pause(self) -> None:

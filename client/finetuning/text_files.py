@@ -45,11 +45,20 @@ def read_texts(path: str | Path) -> Iterator[TrainingText]:
     the file and the line.
     """
     path = Path(path)
-    if path.suffix.lower() == ".txt":
-        yield from _read_paragraphs(path)
-        return
-    for place, fields in _read_records(path):
-        yield _make_text(place, fields)
+    readers: dict[str, Callable[[Path], Iterator[TrainingText]]] = {
+        ".jsonl": _read_objects, ".csv": _read_rows, ".txt": _read_paragraphs
+    }  # fmt: skip
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise UsageError(
+            f"{path}: the file name must end in .jsonl, .csv or .txt, the formats that can be read"
+        )
+    is_empty = True
+    for text in reader(path):
+        is_empty = False
+        yield text
+    if is_empty:
+        raise UsageError(f"{path}: the file holds no texts")
 
 
 def _make_text(place: str, fields: Mapping[str, Any]) -> TrainingText:
@@ -80,25 +89,7 @@ def _take_text(place: str, fields: Mapping[str, Any], name: str) -> str:
     return text
 
 
-def _read_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the place and the fields of each record."""
-    readers: dict[str, Callable[[Path], Iterator[tuple[str, Mapping[str, Any]]]]] = {
-        ".jsonl": _read_objects, ".csv": _read_rows
-    }  # fmt: skip
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
-        raise UsageError(
-            f"{path}: the file name must end in .jsonl, .csv or .txt, the formats that can be read"
-        )
-    num_records = 0
-    for record in reader(path):
-        num_records += 1
-        yield record
-    if not num_records:
-        raise UsageError(f"{path}: the file holds no texts")
-
-
-def _read_objects(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_objects(path: Path) -> Iterator[TrainingText]:
     for number, line in _read_lines(path):
         if not line.strip():
             continue
@@ -112,17 +103,17 @@ def _read_objects(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             ) from error
         if not isinstance(fields, dict):
             raise UsageError(f"{place}: the line is not a JSON object such as {_OBJECT}")
-        yield place, fields
+        yield _make_text(place, fields)
 
 
-def _read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_rows(path: Path) -> Iterator[TrainingText]:
     # The limit is the process's, and lower than that of lines.
     csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
     with closing(_read_lines(path)) as lines:
         yield from _read_cells(path, csv.reader((line for _, line in lines), strict=True))
 
 
-def _read_cells(path: Path, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_cells(path: Path, rows: Any) -> Iterator[TrainingText]:
     names = [name.strip() for name in next(_split(path, rows), (0, ["text"]))[1]]
     if len(set(names)) != len(names) or not {"text", "prompt"} & set(names):
         found = ", ".join(names)
@@ -141,7 +132,7 @@ def _read_cells(path: Path, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]]
                 f"{place}: the row and the first line have {len(cells)} and {len(names)} cells; "
                 'quote cells with commas: "one, two"'
             )
-        yield place, dict(zip(names, cells, strict=True))
+        yield _make_text(place, dict(zip(names, cells, strict=True)))
 
 
 def _split(path: Path, rows: Any) -> Iterator[tuple[int, list[str]]]:
@@ -158,12 +149,8 @@ def _split(path: Path, rows: Any) -> Iterator[tuple[int, list[str]]]:
 
 
 def _read_paragraphs(path: Path) -> Iterator[TrainingText]:
-    num_texts = 0
     for number, paragraph in _join_paragraphs(_read_lines(path)):
-        num_texts += 1
         yield TrainingText(f"{path}:{number}", paragraph, is_prose=True)
-    if not num_texts:
-        raise UsageError(f"{path}: the file holds no texts")
 
 
 def _join_paragraphs(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:

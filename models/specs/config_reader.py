@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -24,6 +24,8 @@ DTYPES = {
 """The types of stored weights, by their names in `config.json`."""
 
 _SCALED_BY_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
+
+Item = TypeVar("Item")
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 """Of `layer_types`."""
@@ -79,21 +81,17 @@ class ConfigReader:
 
     def texts(self, name: str) -> list[str]:
         """Return a list of texts."""
-        value = self._config.get(name)
-        if not isinstance(value, list) or not all(
-            isinstance(item, str) for item in cast(list[object], value)
-        ):
-            raise ModelError(f"config.json: {name} must be a list of strings")
-        return cast(list[str], value)
+        return self._list(name, str, "strings")
 
     def indices(self, name: str) -> frozenset[int]:
         """Return a list of block indices as a set, empty if there is none."""
+        return frozenset(self._list(name, int, "block indices"))
+
+    def _list(self, name: str, kind: type[Item], what: str) -> list[Item]:
         value = self._config.get(name) or []
-        if not isinstance(value, list) or not all(
-            isinstance(item, int) for item in cast(list[object], value)
-        ):
-            raise ModelError(f"config.json: {name} must be a list of block indices")
-        return frozenset(cast(list[int], value))
+        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+            raise ModelError(f"config.json: {name} must be a list of {what}")
+        return cast(list[Item], value)
 
     def dtype(self) -> torch.dtype:
         """Return the dtype that the weights were published in."""

@@ -31,7 +31,7 @@ HOPS: list[Any] = [
     for number in range(5)
 ]
 FACTS = RunFacts(
-    "shoal-stories", "deep_ptune", 1_234_567, 98_765, 4_321, 123_456, 8, Path("out"),
+    "shoal-stories", "deep_ptune", 1_234_567, 98_765, 4_321, 123_456, 8,
     ["2,000 texts are longer than 512 tokens and truncated (--max-length)"],
 )  # fmt: skip
 
@@ -74,7 +74,6 @@ def test_pace_is_that_of_recent_updates_without_what_came_between() -> None:
     assert pace.tokens_per_second == 2048
     assert pace.expect_seconds(30) == 60
     assert pace.loss == 1.0
-    assert pace.num_tokens == 40 * 4096
 
 
 @pytest.mark.parametrize("num_hops", [0, 2, 5])
