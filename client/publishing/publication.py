@@ -33,10 +33,10 @@ class Claim:
     span: Span
     number: int
 
-    @property
-    def kind(self) -> tuple[str, Span]:
-        """The mark that states of one adapter share: a later state replaces the earlier ones."""
-        return self.lineage, self.span
+    def replaces(self, other: Claim) -> bool:
+        """Return whether this is for a later state of the same adapter."""
+        is_same = (self.lineage, self.span) == (other.lineage, other.span)
+        return is_same and self.number > other.number
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,6 @@ class Publisher:
         self._background = Background()
         self._publications: dict[AdapterId, Publication] = {}  # the newest one is the last
         self._numbers = itertools.count()
-        self._newest: dict[tuple[str, Span], int] = {}  # claims of each kind that were held
         self._peers: dict[PeerId, Announcement] = {}
         self._failing = Backoffs[PeerId](_FAILING, clock)
         self._turns = asyncio.Semaphore(_UPLOADS_AT_ONCE)
@@ -119,16 +118,18 @@ class Publisher:
         publication = await self._claim(leaves, claim)
         try:
             await self._wait_for_holders(publication)
-            if claim.number < self._newest.get(claim.kind, 0):
-                return  # a later state has taken its place meanwhile
             if claim not in publication.claims:
+                others = self._publications.values()
+                if any(one.replaces(claim) for other in others for one in other.claims):
+                    return  # a later state has taken its place meanwhile
                 raise UsageError("the adapter was withdrawn while it was published")
             self._check_holders(publication, span)
         except BaseException:
             publication.claims.discard(claim)
             raise
         else:
-            self._replace_before(claim)
+            for other in self._publications.values():
+                other.claims -= {one for one in other.claims if claim.replaces(one)}
         finally:
             self._drop_unwanted()
 
@@ -211,17 +212,6 @@ class Publisher:
             )
         else:
             raise self._asker.make_route_error(span)
-
-    def _replace_before(self, claim: Claim) -> None:
-        """Let this state replace older ones, or give way to a newer one.
-
-        Calls need not end in the order in which they have begun.
-        """
-        newest = self._newest[claim.kind] = max(claim.number, self._newest.get(claim.kind, 0))
-        for publication in self._publications.values():
-            publication.claims -= {
-                one for one in publication.claims if one.kind == claim.kind and one.number < newest
-            }
 
     def _drop_unwanted(self) -> None:
         """Send nobody what nobody wants any more, and keep little more than its name."""
