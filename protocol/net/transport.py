@@ -151,17 +151,26 @@ async def serve_stream(
         await stream.close()
 
 
-async def end_serving(
-    tasks: Iterable[asyncio.Task[None]], break_all: Callable[[], object], grace_seconds: float
-) -> None:
-    """End the tasks that serve streams, as `Listener.close` says; `break_all` breaks the streams.
+class Breakable(Protocol):
+    """An accepted stream, for its listener."""
 
-    The task that calls this one is left alone.
+    def break_off(self, reason: str) -> None:
+        """Break the stream at both ends."""
+        ...
+
+
+async def end_serving(
+    tasks: Iterable[asyncio.Task[None]], streams: Iterable[Breakable], grace_seconds: float
+) -> None:
+    """End the tasks that serve streams, as `Listener.close` says; leaves alone who calls it.
+
+    `streams` shows those that are still there after the grace.
     """
     serving = set(tasks) - {asyncio.current_task()}
     if serving and grace_seconds:
         await asyncio.wait(serving, timeout=grace_seconds)
-    break_all()
+    for stream in list(streams):
+        stream.break_off("the listener was closed")
     if serving:
         await asyncio.wait(serving, timeout=_LAST_WORDS_SECONDS)
     for task in serving:

@@ -205,11 +205,7 @@ class Libp2pListener:
                 await self._p2p.remove_binary_stream_handler(PROTOCOL)
             except (ControlFailure, OSError, EOFError) as error:
                 log.debug("p2pd did not remove the stream handler: %r", error)
-        await end_serving(self._serving, self._break_all, grace_seconds)
-
-    def _break_all(self) -> None:
-        for stream in list(self._streams):
-            stream.break_off("the listener was closed")
+        await end_serving(self._serving, self._streams, grace_seconds)
 
     async def _accept(
         self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter

@@ -288,11 +288,7 @@ class _LoopbackListener:
         key = (self.endpoint.host, self.endpoint.port)
         if self._network.listeners.get(key) is self:
             del self._network.listeners[key]
-        await end_serving(self._tasks, self._break_all, grace_seconds)
-
-    def _break_all(self) -> None:
-        for wire in self._tasks.values():
-            wire.break_off("the listener was closed")
+        await end_serving(self._tasks, self._tasks.values(), grace_seconds)
 
 
 class Signal(Enum):

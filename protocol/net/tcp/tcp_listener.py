@@ -73,13 +73,9 @@ class TcpListener:
             await asyncio.wait(self._accepting)
         for opened in self._sockets:
             opened.close()
-        await end_serving(self._serving, self._break_all, grace_seconds)
+        await end_serving(self._serving, self._streams, grace_seconds)
         for stream in list(self._streams):
             await stream.wait_lost()
-
-    def _break_all(self) -> None:
-        for stream in list(self._streams):
-            stream.break_off("the listener was closed")
 
     async def _accept(self, opened: socket.socket) -> None:
         loop = asyncio.get_running_loop()
