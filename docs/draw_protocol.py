@@ -16,10 +16,7 @@ def draw_session_table() -> str:
     """Return the table of what a peer does with a step."""
     rows = ["| epoch | sequence | position | action |", "| --- | --- | --- | --- |"]
     for *conditions, action in session.TRANSITIONS:
-        cells = [
-            "any" if values is None else ", ".join(sorted(value.name for value in values))
-            for values in conditions
-        ]
+        cells = ["any" if value is None else value.name for value in conditions]
         rows.append(f"| {' | '.join(cells)} | **{action.name}** |")
     return "\n".join(rows)
 

@@ -64,20 +64,14 @@ _ANY = None
 
 # First match wins; `docs/protocol.md` is drawn from this table.
 TRANSITIONS: tuple[
-    tuple[
-        frozenset[EpochOrder] | None,
-        frozenset[SequenceOrder] | None,
-        frozenset[PositionOrder] | None,
-        StepAction,
-    ],
-    ...,
+    tuple[EpochOrder | None, SequenceOrder | None, PositionOrder | None, StepAction], ...
 ] = (
-    (frozenset({EpochOrder.OLDER}), _ANY, _ANY, StepAction.DROP),
-    (_ANY, frozenset({SequenceOrder.ANSWERED}), _ANY, StepAction.RESEND),
-    (_ANY, frozenset({SequenceOrder.STALE}), _ANY, StepAction.DROP),
-    (_ANY, _ANY, frozenset({PositionOrder.BEYOND}), StepAction.GAP),
-    (_ANY, _ANY, frozenset({PositionOrder.WITHIN}), StepAction.ROLLBACK),
-    (_ANY, _ANY, frozenset({PositionOrder.AT_END}), StepAction.EXECUTE),
+    (EpochOrder.OLDER, _ANY, _ANY, StepAction.DROP),
+    (_ANY, SequenceOrder.ANSWERED, _ANY, StepAction.RESEND),
+    (_ANY, SequenceOrder.STALE, _ANY, StepAction.DROP),
+    (_ANY, _ANY, PositionOrder.BEYOND, StepAction.GAP),
+    (_ANY, _ANY, PositionOrder.WITHIN, StepAction.ROLLBACK),
+    (_ANY, _ANY, PositionOrder.AT_END, StepAction.EXECUTE),
 )
 
 
@@ -89,11 +83,11 @@ def choose_action(
     >>> choose_action(EpochOrder.SAME, SequenceOrder.NEW, PositionOrder.BEYOND)
     <StepAction.GAP: 3>
     """
-    for epochs, sequences, positions, action in TRANSITIONS:
+    for for_epoch, for_sequence, for_position, action in TRANSITIONS:
         if (
-            (epochs is None or epoch in epochs)
-            and (sequences is None or sequence in sequences)
-            and (positions is None or position in positions)
+            for_epoch in (_ANY, epoch)
+            and for_sequence in (_ANY, sequence)
+            and for_position in (_ANY, position)
         ):
             return action
     raise LocalProtocolError(f"the session table has no row for {epoch}, {sequence}, {position}")

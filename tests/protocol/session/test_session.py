@@ -67,10 +67,7 @@ def list_matches(combination: tuple[object, ...]) -> list[int]:
     return [
         index
         for index, (*columns, _) in enumerate(TRANSITIONS)
-        if all(
-            column is None or value in column
-            for column, value in zip(columns, combination, strict=True)
-        )
+        if all(column in (None, value) for column, value in zip(columns, combination, strict=True))
     ]
 
 
