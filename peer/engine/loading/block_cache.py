@@ -81,7 +81,7 @@ class BlockCache:
         """
         path = self._directory / name
         try:
-            content = _read_own_file(path, max_bytes + _MAX_HEADER_BYTES)
+            content = _read_file(path, max_bytes + _MAX_HEADER_BYTES)
             weights = _decode(name, content)
         except FileNotFoundError:
             return {}
@@ -142,17 +142,12 @@ def _warn(error: Exception) -> None:
     _logger.warning("quantized blocks cannot be cached for the next start: %s", error)
 
 
-def _read_own_file(path: Path, max_bytes: int) -> bytes:
-    """Return what a file holds; ValueError if it is too large or others could have written it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(descriptor, "rb") as file:
-        state = os.fstat(descriptor)
-        is_ours = state.st_uid == os.geteuid() and not state.st_mode & 0o022
-        if not stat.S_ISREG(state.st_mode) or not is_ours:
-            raise ValueError("it is no file that only we can write")
-        if state.st_size > max_bytes:
-            raise ValueError(f"{state.st_size} bytes are more than the block can have")
-        return file.read(state.st_size)
+def _read_file(path: Path, max_bytes: int) -> bytes:
+    """Return what a file holds; ValueError if it is too large. The directory is our own."""
+    num_bytes = path.stat().st_size
+    if num_bytes > max_bytes:
+        raise ValueError(f"{num_bytes} bytes are more than the block can have")
+    return path.read_bytes()
 
 
 def _encode(name: str, weights: Mapping[str, Int8Weight]) -> bytes:

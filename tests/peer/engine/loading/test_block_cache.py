@@ -107,16 +107,6 @@ def put_a_pickle(path: Path) -> None:
     torch.save({"up.0.values": torch.zeros(3)}, path)
 
 
-def put_a_link(path: Path) -> None:
-    path.replace(path.with_name("elsewhere"))
-    path.symlink_to(path.with_name("elsewhere"))
-
-
-def put_a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
 def put_another_block(path: Path) -> None:
     open_cache(path.parent).write("other.safetensors", make_block(5))
     path.with_name("other.safetensors").replace(path)
@@ -132,9 +122,6 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "holes": lambda path: os.truncate(path, MAX_BYTES),
     "longer": lambda path: os.truncate(path, path.stat().st_size + 1),
     "pickle": put_a_pickle,
-    "link": put_a_link,
-    "pipe": put_a_pipe,
-    "writable-by-others": lambda path: path.chmod(0o622),
     "another-block": put_another_block,
     "no-checksum": lambda path: change_tensors(path, lambda tensors: tensors.pop("checksum")),
     "one-scale-less": lambda path: change_tensors(
