@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
@@ -39,7 +39,7 @@ _METADATA_BYTES = 2**16
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _Matrix:
     """A matrix, and where it is in the file."""
 
     name: str
@@ -66,47 +66,6 @@ class _Entry:
         if not bool(flat.isfinite().all()):
             raise _refuse(f"{self.name:.200} does not hold finite floats")
         return flat.view(self.shape)
-
-
-class AdapterFile:
-    """The safetensors file of an adapter, whose matrices all fit linears of the model.
-
-    Making a tensor takes microseconds and a kilobyte, however small it is: so none is made for a
-    matrix that does not belong to the model.
-    """
-
-    def __init__(
-        self, file: bytes | bytearray, rank: int, linears: Mapping[str, tuple[int, int]]
-    ) -> None:
-        """Check the header; raises RefusedError that says what does not fit.
-
-        `linears` are all that an adapter may change, by their names in the checkpoint.
-        """
-        most_bytes = _METADATA_BYTES + 2 * len(linears) * _ENTRY_BYTES
-        header, self._data = _split(file, most_bytes)
-        self._modules = _group(header)
-        for module, (down, up) in self._modules.items():
-            if module not in linears:
-                raise _refuse(
-                    f"this model has no linear {module:.200} that an adapter could change"
-                )
-            num_inputs, num_outputs = linears[module]
-            down.check_shape((rank, num_inputs))
-            up.check_shape((num_outputs, rank))
-        entries = [entry for pair in self._modules.values() for entry in pair]
-        places = sorted((entry.start, entry.stop) for entry in entries)
-        is_whole = places[0][0] == 0 and places[-1][1] == len(self._data)
-        if not is_whole or any(one[1] != other[0] for one, other in pairwise(places)):
-            raise _make_format_error()
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield the names of linears that it has matrices for."""
-        return iter(self._modules)
-
-    def read(self, module: str) -> tuple[Tensor, Tensor]:
-        """Return both matrices of a linear; raises RefusedError if they are not finite."""
-        down, up = self._modules[module]
-        return down.read(self._data), up.read(self._data)
 
 
 @dataclass(frozen=True)
@@ -166,12 +125,31 @@ def read_leaves(config: bytes, files: Mapping[int, bytearray], spec: ModelShape)
 def _read_parts(
     file: bytes | bytearray, rank: int, scale: float, known: Mapping[str, _Target]
 ) -> dict[LinearKey, tuple[AdapterPart, ...]]:
-    """Return all matrices of a file, which may change the `known` linears only."""
-    opened = AdapterFile(file, rank, {name: target.sizes for name, target in known.items()})
+    """Return all matrices of a file, which may change the `known` linears only.
+
+    Raises RefusedError that says what does not fit.
+    """
+    most_bytes = _METADATA_BYTES + 2 * len(known) * _ENTRY_BYTES
+    header, data = _split(file, most_bytes)
+    modules = _group(header)
+    # Making a tensor takes microseconds and a kilobyte, however small it is: so none is made for a
+    # matrix that does not belong to the model.
+    for module, (down, up) in modules.items():
+        if module not in known:
+            raise _refuse(f"this model has no linear {module:.200} that an adapter could change")
+        num_inputs, num_outputs = known[module].sizes
+        down.check_shape((rank, num_inputs))
+        up.check_shape((num_outputs, rank))
+    ranges = sorted((entry.start, entry.stop) for pair in modules.values() for entry in pair)
+    is_whole = ranges[0][0] == 0 and ranges[-1][1] == len(data)
+    if not is_whole or any(one[1] != other[0] for one, other in pairwise(ranges)):
+        raise _make_format_error()
     parts: dict[LinearKey, list[AdapterPart]] = {}
-    for module in opened:
-        target, (down_RI, up_OR) = known[module], opened.read(module)
-        part = AdapterPart(module, target.outputs, down_RI, up_OR, scale, target.order_O)
+    for module, (down, up) in modules.items():
+        target = known[module]
+        part = AdapterPart(
+            module, target.outputs, down.read(data), up.read(data), scale, target.order_O
+        )
         parts.setdefault(target.key, []).append(part)
     return {key: tuple(found) for key, found in parts.items()}
 
@@ -209,9 +187,9 @@ def _split(file: bytes | bytearray, most_bytes: int) -> tuple[dict[str, Any], me
     return cast("dict[str, Any]", header), memoryview(file)[end:]
 
 
-def _group(header: Mapping[str, Any]) -> dict[str, tuple[_Entry, _Entry]]:
+def _group(header: Mapping[str, Any]) -> dict[str, tuple[_Matrix, _Matrix]]:
     """Return both matrices of each linear by the linear's name in the checkpoint."""
-    modules: dict[str, dict[str, _Entry]] = {}
+    modules: dict[str, dict[str, _Matrix]] = {}
     for name, fields in header.items():
         if name == "__metadata__":
             continue
@@ -228,7 +206,7 @@ def _group(header: Mapping[str, Any]) -> dict[str, tuple[_Entry, _Entry]]:
     return {module: (found[DOWN], found[UP]) for module, found in modules.items()}
 
 
-def _read_entry(name: str, fields: Any) -> _Entry:
+def _read_entry(name: str, fields: Any) -> _Matrix:
     match fields:
         case {
             "dtype": str(dtype),
@@ -238,7 +216,7 @@ def _read_entry(name: str, fields: Any) -> _Entry:
             if dtype not in _DTYPES:
                 raise _refuse(f"{name:.200} does not hold finite floats")
             # JSON's `true` is a number to Python, but no size to torch.
-            return _Entry(name, _DTYPES[dtype], (int(rows), int(columns)), start, stop)
+            return _Matrix(name, _DTYPES[dtype], (int(rows), int(columns)), start, stop)
         case _:
             raise _make_format_error()
 
