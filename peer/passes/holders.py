@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from secrets import token_bytes
+from typing import TypeVar
 
 from ...protocol.errors import DirectoryError, RefusedError, RemoteProtocolError, UnavailableError
 from ...protocol.ids import AdapterId, ModelId, PassId, PeerId, SessionId
@@ -33,6 +34,8 @@ from ...protocol.versions import PUBLISH_VERSION
 from ...protocol.wire.codec import encode_frame, read_answer
 
 _logger = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer", bound=Message)
 
 _DIAL_SECONDS = 5.0
 _SILENCE_SECONDS = 20.0
@@ -106,8 +109,8 @@ class Holders:
         UnavailableError or RemoteProtocolError for what the peer does, which is left alone then.
         """
         async with self._ask(peer, _make_question(name, span)) as (stream, asked):
-            head = await self._hear(stream, asked, _SILENCE_SECONDS)
-            if not isinstance(head, AdapterHead) or head.adapter != name or head.manifest is None:
+            head = await self._hear(stream, asked, AdapterHead, _SILENCE_SECONDS)
+            if head.adapter != name or head.manifest is None:
                 raise RemoteProtocolError(f"a holder answered with {head!r:.80}")
             manifest = head.manifest
             if head.num_bytes != manifest.count_bytes(span):
@@ -115,14 +118,11 @@ class Holders:
             charge(manifest)
             reader, pace = AdapterReader(head), UploadPace(self._clock.now())
             while not reader.is_complete:
-                piece = await self._hear(stream, asked, pace.deadline - self._clock.now())
-                if not isinstance(piece, AdapterPiece):
-                    raise RemoteProtocolError(f"a holder answered with {piece!r:.80}")
+                seconds = pace.deadline - self._clock.now()
+                piece = await self._hear(stream, asked, AdapterPiece, seconds)
                 reader.take(piece)
                 pace.note_piece(len(piece.data), self._clock.now())
-            kept = await self._hear(stream, asked, _SILENCE_SECONDS)
-            if not isinstance(kept, AdapterKept):
-                raise RemoteProtocolError(f"a holder answered with {kept!r:.80}")
+            kept = await self._hear(stream, asked, AdapterKept, _SILENCE_SECONDS)
             files = await asyncio.to_thread(manifest.split, span, reader.join())
             return Leaves(manifest, files, kept.keep_seconds)
 
@@ -135,9 +135,8 @@ class Holders:
         for peer in await self.list_holders(name, span, known):
             try:
                 async with self._ask(peer, _make_question(name)) as (stream, asked):
-                    kept = await self._hear(stream, asked, _SILENCE_SECONDS)
-                    if isinstance(kept, AdapterKept):
-                        return kept.keep_seconds
+                    kept = await self._hear(stream, asked, AdapterKept, _SILENCE_SECONDS)
+                    return kept.keep_seconds
             except _NotHeldError:
                 seconds = 0.0
             except (UnavailableError, RemoteProtocolError) as error:
@@ -176,14 +175,19 @@ class Holders:
             raise UnavailableError(f"a holder declined: {error}") from error
         return stream
 
-    async def _hear(self, stream: Stream, asked: PublicationFetch, seconds: float) -> Message:
+    async def _hear(
+        self, stream: Stream, asked: PublicationFetch, kind: type[_Answer], seconds: float
+    ) -> _Answer:
         try:
             async with asyncio.timeout(seconds):
-                return read_answer(await stream.receive(), "a holder", asked.pass_id)
+                answer = read_answer(await stream.receive(), "a holder", asked.pass_id)
         except TimeoutError as error:
             raise UnavailableError("a holder fell silent") from error
         except RefusedError as error:
             raise _NotHeldError(f"a holder declined: {error}") from error
+        if not isinstance(answer, kind):
+            raise RemoteProtocolError(f"a holder answered with {answer!r:.80}")
+        return answer
 
 
 class _NotHeldError(UnavailableError):
