@@ -23,7 +23,7 @@ from ...models.checkpoints.conversion import ConvertedCheckpoint
 from ...models.families.registry import FAMILIES, find_family
 from ...models.shells.shell_opening import open_shell
 from ...models.shells.step_cache import StepCache
-from ...models.specs.config_reader import DTYPES, MAX_VOCABULARY
+from ...models.specs.config_reader import DTYPES, MAX_VOCABULARY, limit_to_exact_positions
 from ...models.specs.model_spec import ModelSpec
 from ...protocol.errors import ModelError, UsageError
 from ...protocol.ids import make_model_id
@@ -296,9 +296,9 @@ def _limit_to_exact_positions(config: PreTrainedConfig) -> None:
         # An original length beside these parameters replaces the one among them. Transformers
         # sees to that when it computes the rotation, which nobody does here.
         config.standardize_rope_params()
-    original = rope.get("original_max_position_embeddings")
-    if rope.get("rope_type") == "longrope" and isinstance(original, int):
-        config.max_position_embeddings = min(config.max_position_embeddings, original)
+    if rope.get("rope_type") == "longrope":
+        _, num_exact = limit_to_exact_positions(rope, config.max_position_embeddings)
+        config.max_position_embeddings = num_exact
 
 
 def resolve_dtype(requested: str | torch.dtype | None) -> torch.dtype | None:

@@ -103,11 +103,6 @@ class Shard:
         saved, weights = self.saved.cut(hop.span), hop.peer.weights
         return Shard(hop.span, saved, log, hop, self.name, weights)
 
-    def overlap(self, span: Span) -> Span | None:
-        """Return which of some blocks are here."""
-        start, stop = max(self.span.start, span.start), min(self.span.stop, span.stop)
-        return Span(start, stop) if start < stop else None
-
     def name_rows(self, texts: Texts) -> Texts:
         """Return texts whose rows have the adapter by the name that it has at its peer."""
         if self.is_empty:
@@ -139,5 +134,5 @@ class Shard:
 
 def list_stages(shards: Sequence[Shard], span: Span) -> list[tuple[Shard, Span]]:
     """Return which of the shards have some of these blocks, and which."""
-    found = ((shard, shard.overlap(span)) for shard in shards)
+    found = ((shard, shard.span.overlap(span)) for shard in shards)
     return [(shard, part) for shard, part in found if part is not None]

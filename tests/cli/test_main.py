@@ -417,7 +417,8 @@ def test_arguments_are_checked_before_anything_heavy_is_imported() -> None:
     code = (
         "import sys\n"
         "from shoal.cli.main import main\n"
-        "for command in ('demo', 'doctor', 'generate', 'publish', 'serve', 'swarm'):\n"
+        "from shoal.cli.main import _COMMANDS\n"
+        "for command in _COMMANDS:\n"
         "    try:\n"
         "        main([command, '--no-such-option'])\n"
         "    except SystemExit as error:\n"
