@@ -21,10 +21,7 @@ async def run_all(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Res
     try:
         return await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await cancel_all(tasks)
 
 
 async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:

@@ -284,12 +284,17 @@ def _find_cheapest(
 
 def expect_way_seconds(peers: Sequence[Announcement], costs: RoutingCosts) -> list[float]:
     """Return the ways of a chain over peers: to the first, from each to the next, and back."""
+    rtt_seconds, one_way = _expect_ways(peers, costs)
+    between = one_way[np.arange(len(peers) - 1), np.arange(1, len(peers))]
+    return [0.5 * float(rtt_seconds[0]), *map(float, between), 0.5 * float(rtt_seconds[-1])]
+
+
+def _expect_ways(peers: Sequence[Announcement], costs: RoutingCosts) -> tuple[Column, Table]:
+    """Return the client's round trips to peers, and the one-way seconds from each to each other."""
     coordinates = read_coordinates(peer.coordinate for peer in peers)
     rtt_seconds = _expect_rtts(peers, coordinates, costs)
     is_measured = np.array([peer.peer_id in costs.rtt_seconds for peer in peers])
-    one_way = measure_edges(peers, coordinates, rtt_seconds, is_measured, costs.cuts)
-    between = one_way[np.arange(len(peers) - 1), np.arange(1, len(peers))]
-    return [0.5 * float(rtt_seconds[0]), *map(float, between), 0.5 * float(rtt_seconds[-1])]
+    return rtt_seconds, measure_edges(peers, coordinates, rtt_seconds, is_measured, costs.cuts)
 
 
 def _price_edges(
@@ -297,10 +302,7 @@ def _price_edges(
 ) -> Edges:
     """Return what the ways between peers cost, with the noise of both ends."""
     everybody = list({peer.peer_id: peer for peer in (*peers, *ends.known)}.values())
-    coordinates = read_coordinates(peer.coordinate for peer in everybody)
-    rtt_seconds = _expect_rtts(everybody, coordinates, costs)
-    is_measured = np.array([peer.peer_id in costs.rtt_seconds for peer in everybody])
-    one_way = measure_edges(everybody, coordinates, rtt_seconds, is_measured, costs.cuts)
+    rtt_seconds, one_way = _expect_ways(everybody, costs)
     rows = {peer.peer_id: row for row, peer in enumerate(everybody)}
     num_peers = len(peers)
     first = last = 0.5 * rtt_seconds[:num_peers]

@@ -58,22 +58,11 @@ class SteppedSession(Protocol):
     mailbox: Mailbox
 
     @property
-    def position(self) -> int:
-        """Index of the next token."""
-        ...
-
+    def position(self) -> int: ...
     @property
-    def live_hops(self) -> Sequence[LiveHop]:
-        """The hops in use with their links and logs."""
-        ...
-
-    def between_steps(self) -> AbstractAsyncContextManager[list[LiveHop]]:
-        """Hold up the next step; gives the hops, and those that are in it afterwards are used."""
-        ...
-
-    def note_handoff(self, handoff: Handoff, started_at: float) -> None:
-        """Note that a hop was moved to another peer, between two steps."""
-        ...
+    def live_hops(self) -> Sequence[LiveHop]: ...
+    def between_steps(self) -> AbstractAsyncContextManager[list[LiveHop]]: ...
+    def note_handoff(self, handoff: Handoff, started_at: float) -> None: ...
 
 
 class CannotMoveError(UnavailableError):

@@ -26,50 +26,24 @@ class AsyncSession(Protocol):
     handoffs: list[Handoff]
 
     @property
-    def position(self) -> int:
-        """Index of the next token."""
-        ...
-
+    def position(self) -> int: ...
     @property
-    def hops(self) -> tuple[Hop, ...]:
-        """The hops in use, in order; empty before the first step."""
-        ...
-
+    def hops(self) -> tuple[Hop, ...]: ...
     @property
-    def standbys(self) -> list[Hop]:
-        """The hops for which a hot standby is ready."""
-        ...
-
+    def standbys(self) -> list[Hop]: ...
     @property
-    def spans_without_replica(self) -> tuple[Span, ...]:
-        """The blocks for which a hop cannot have a standby."""
-        ...
-
-    def check_rows(self, num_rows: int, row_map: Sequence[int] | None) -> None:
-        """Raise UsageError unless a step of so many rows can be part of the session."""
-        ...
-
-    def rollback(self, position: int) -> None:
-        """Drop the tokens from `position` on."""
-        ...
-
+    def spans_without_replica(self) -> tuple[Span, ...]: ...
+    def check_rows(self, num_rows: int, row_map: Sequence[int] | None) -> None: ...
+    def rollback(self, position: int) -> None: ...
     async def step(
         self,
         hidden_BTH: Tensor,
         row_map: Sequence[int] | None = None,
         is_decoded: bool = False,
         last_token_only: bool = False,
-    ) -> Tensor:
-        """Send hidden states [B, T, H] through all blocks; return [B, T, H], or [B, 1, H]."""
-        ...
-
-    async def fork_into(self, twin: Self, position: int) -> None:
-        """Fork: let a new session begin with the first `position` tokens of this one."""
-        ...
-
-    async def close(self) -> None:
-        """Free the caches on all peers."""
-        ...
+    ) -> Tensor: ...
+    async def fork_into(self, twin: Self, position: int) -> None: ...
+    async def close(self) -> None: ...
 
 
 class InferenceSession:

@@ -19,19 +19,9 @@ from .state import SessionContext
 class ToldHops(Protocol):
     """The interface for telling hops their next hops; see `Exchange`."""
 
-    def check_links(self, segment: Sequence[LiveHop]) -> None:
-        """Raise BrokenSegmentError for the hops that were lost before."""
-        ...
-
-    async def tell(self, live: LiveHop, message: Admit | Redirect) -> Status:
-        """Return what a hop answers; BrokenSegmentError when it is lost, StartOverError when it
-        has not kept what it pushed.
-        """
-        ...
-
-    async def hang_up(self, *lives: LiveHop) -> None:
-        """Drop the links of hops; their logs stay."""
-        ...
+    def check_links(self, segment: Sequence[LiveHop]) -> None: ...
+    async def tell(self, live: LiveHop, message: Admit | Redirect) -> Status: ...
+    async def hang_up(self, *lives: LiveHop) -> None: ...
 
 
 class PushPlan:

@@ -51,24 +51,10 @@ class Reserve(Protocol):
     """Hops that can take the place of others at once; see `Standbys`."""
 
     @property
-    def ready(self) -> list[LiveHop]:
-        """The hops that one is there for."""
-        ...
-
-    async def take_over(self, live: LiveHop, missing: MissingHops) -> LiveHop | None:
-        """Return what takes the place of a lost hop, None where nothing can.
-
-        Raises BrokenSegmentError when a hop before or after is lost as well.
-        """
-        ...
-
-    def follow_step(self) -> None:
-        """Note that a step is over, whether it was taken or failed; the hops may be others."""
-        ...
-
-    def drop(self) -> None:
-        """Give all of them up: what they have is not what the hops will have."""
-        ...
+    def ready(self) -> list[LiveHop]: ...
+    async def take_over(self, live: LiveHop, missing: MissingHops) -> LiveHop | None: ...
+    def follow_step(self) -> None: ...
+    def drop(self) -> None: ...
 
 
 class RemoteSession:

@@ -12,6 +12,7 @@ from ...protocol.errors import RouteError, ShoalError, UnavailableError
 from ...protocol.ids import PeerId
 from ...protocol.net.clock import WakefulTimeout
 from ...protocol.net.retry import Backoff, Retry
+from ..concurrency.tasks import Closer
 from ..routing.route import LostHopError
 from ..trace.trace import Observer
 from .handoff import CannotMoveError, Mover, Standby, SteppedSession, read_failure
@@ -46,7 +47,7 @@ class Standbys(Observer):
     def __init__(self, session: SteppedSession) -> None:
         self._session = session
         self._keepers: dict[LiveHop, _StandbyKeeper] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._closer = Closer()
         self._is_stopped = False
 
     @property
@@ -61,7 +62,7 @@ class Standbys(Observer):
         hops = self._session.live_hops
         known = list(self._keepers.items())
         for live in [live for live, keeper in known if not keeper.fits(hops)]:
-            self._end(self._keepers.pop(live))
+            self._closer.begin(self._keepers.pop(live))
         used = {live.hop.peer.peer_id for live in hops}
         for live in hops:
             if live not in self._keepers:
@@ -70,8 +71,7 @@ class Standbys(Observer):
 
     def drop(self) -> None:
         """Give all of them up: what they have is not what the hops will have."""
-        for keeper in self._keepers.values():
-            self._end(keeper)
+        self._closer.begin(*self._keepers.values())
         self._keepers.clear()
 
     async def take_over(self, live: LiveHop, missing: MissingHops) -> LiveHop | None:
@@ -87,20 +87,14 @@ class Standbys(Observer):
             new = await keeper.take_over(missing)
         finally:
             if new is None:
-                self._end(keeper)
+                self._closer.begin(keeper)
         return new
 
     async def stop(self) -> None:
         """End all of them, for good."""
         self._is_stopped = True
         self.drop()
-        if self._ending:
-            await asyncio.wait(self._ending)
-
-    def _end(self, keeper: _StandbyKeeper) -> None:
-        ending = asyncio.create_task(keeper.end(), name="ending a standby")
-        self._ending.add(ending)
-        ending.add_done_callback(self._ending.discard)
+        await self._closer.finish()
 
 
 class _StandbyKeeper:
@@ -135,7 +129,7 @@ class _StandbyKeeper:
         self._used = used
         self._news.set()
 
-    async def end(self) -> None:
+    async def close(self) -> None:
         """Give it up, unless it was taken."""
         self._task.cancel()
         await asyncio.wait((self._task,))
@@ -162,7 +156,7 @@ class _StandbyKeeper:
             return None
         self._is_taken = True
         try:
-            await self.end()
+            await self.close()
         except asyncio.CancelledError:
             await self._session.exchange.hang_up(standby.new)
             raise

@@ -41,26 +41,15 @@ _MAX_PIECE_TOKENS = 2048
 
 
 class SharedAdapter(Protocol):
-    """One adapter for all rows, which each hop has to have before it is opened."""
+    """One adapter for all rows, which each hop has to have before it is opened; see
+    `SessionAdapter`.
+    """
 
     @property
-    def is_published(self) -> bool:
-        """Whether hops fetch it themselves."""
-        ...
-
-    async def name_for(self, span: Span) -> AdapterId:
-        """Return what a hop with these blocks knows it by."""
-        ...
-
-    async def bring(self, hop: Hop) -> None:
-        """Give it to a hop that may not have it; raises UnavailableError, RefusedError or
-        RemoteProtocolError.
-        """
-        ...
-
-    def note_failure(self, hop: Hop, error: ShoalError) -> None:
-        """Note that a hop has lost it, if that is what it said: it gets it again."""
-        ...
+    def is_published(self) -> bool: ...
+    async def name_for(self, span: Span) -> AdapterId: ...
+    async def bring(self, hop: Hop) -> None: ...
+    def note_failure(self, hop: Hop, error: ShoalError) -> None: ...
 
 
 class Routes(Protocol):
@@ -77,17 +66,9 @@ class Routes(Protocol):
         exclude: Collection[PeerId] = (),
         needed_kv_tokens: float = 0.0,
         ends: Ends | None = None,
-    ) -> Route:
-        """Return a route, waiting for peers until a deadline; RouteError, DirectoryError."""
-        ...
-
-    async def survey(self, transport: Transport) -> None:
-        """Find out where the client stands, if that is not known yet."""
-        ...
-
-    def expect_way_seconds(self, hops: Sequence[Hop]) -> list[float]:
-        """Return the ways of a chain: to the first hop, from each to the next, and back."""
-        ...
+    ) -> Route: ...
+    async def survey(self, transport: Transport) -> None: ...
+    def expect_way_seconds(self, hops: Sequence[Hop]) -> list[float]: ...
 
 
 @dataclass(frozen=True)

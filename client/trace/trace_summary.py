@@ -29,14 +29,19 @@ class Shares:
     serialization_seconds: float
 
     @property
+    def parts(self) -> dict[str, float]:
+        """The seconds by name."""
+        return {
+            "queue_seconds": self.queue_seconds,
+            "compute_seconds": self.compute_seconds,
+            "network_seconds": self.network_seconds,
+            "serialization_seconds": self.serialization_seconds,
+        }
+
+    @property
     def seconds(self) -> float:
         """All of them."""
-        return (
-            self.queue_seconds
-            + self.compute_seconds
-            + self.network_seconds
-            + self.serialization_seconds
-        )
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -217,13 +222,7 @@ def _row(name: str, seconds: float) -> str:
 
 
 def _shares_row(name: str, shares: Shares, num_parts: int) -> str:
-    parts = (
-        shares.queue_seconds,
-        shares.compute_seconds,
-        shares.network_seconds,
-        shares.serialization_seconds,
-        shares.seconds,
-    )
+    parts = (*shares.parts.values(), shares.seconds)
     return _line(f"  {name}", *(_milliseconds(seconds / num_parts) for seconds in parts))
 
 
@@ -267,12 +266,7 @@ def make_summary_json(summary: Summary) -> dict[str, Any]:
 
 
 def _shares_json(shares: Shares) -> dict[str, float]:
-    return {
-        "queue_seconds": _round(shares.queue_seconds),
-        "compute_seconds": _round(shares.compute_seconds),
-        "network_seconds": _round(shares.network_seconds),
-        "serialization_seconds": _round(shares.serialization_seconds),
-    }
+    return {name: _round(seconds) for name, seconds in shares.parts.items()}
 
 
 def _round(seconds: float) -> float:
