@@ -312,7 +312,7 @@ def test_interrupted_run_goes_on_where_it_stopped(
     )
     command = [*PROGRAM, *name_run(byte_model, data, tmp_path / "parts", *options, peer=peer)]
 
-    with subprocess.Popen(
+    with warm_python.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as first:
         assert first.stdout is not None
@@ -356,8 +356,9 @@ def test_run_that_loses_its_last_peer_keeps_what_it_learned(
     out = tmp_path / "out"
     with LocalSwarm(byte_model, spans=[(0, 4)], weights="fp32") as swarm:
         options = ["--method", "ptune", "--updates", "500", "--wait", "1", "--json"]
-        command = name_run(byte_model, data, out, *options, peer=swarm.initial_peers[0])
-        with subprocess.Popen(
+        (address,) = swarm.initial_peers
+        command = name_run(byte_model, data, out, *options, peer=address)
+        with warm_python.Popen(
             [*PROGRAM, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:
             assert process.stdout is not None
@@ -369,9 +370,6 @@ def test_run_that_loses_its_last_peer_keeps_what_it_learned(
     *_, stopped, error = read_events(rest)
     assert process.returncode == 1
     assert (stopped["event"], error["kind"]) == ("stopped", "RouteError")
-    assert (
-        f"--blocks 0:4 --initial-peers {swarm.initial_peers[0]}`, or increase --wait"
-        in error["error"]
-    )
+    assert f"--blocks 0:4 --initial-peers {address}`, or increase --wait" in error["error"]
     assert len(errors.splitlines()) == 1
     assert (out / f"checkpoint-{stopped['update']:06}" / "state.json").exists()

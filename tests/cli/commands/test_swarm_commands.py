@@ -190,7 +190,7 @@ def test_generate_says_in_the_middle_of_a_text_which_blocks_it_waits_for(byte_mo
     with LocalSwarm(byte_model, spans=[(0, 2), (2, 4)], weights="fp32") as swarm:
         command = ["generate", str(byte_model), PROMPT, "--standby", "--wait", "4"]
         command += ["--max-new-tokens", "480", "--initial-peers", *swarm.initial_peers]
-        with subprocess.Popen(
+        with warm_python.Popen(
             [sys.executable, "-P", "-m", "shoal.cli", *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm_python
 from safetensors.torch import load_file, save_file
 
 from shoal.kernels.linear.quantize import Int8Weight, WeightFormat
@@ -301,7 +302,7 @@ def test_several_processes_write_and_make_room_at_once(
     directory: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     open_cache(directory)
-    writers = [subprocess.Popen([sys.executable, "-P", "-c", SCRIPT, directory]) for _ in range(3)]
+    writers = [warm_python.Popen([sys.executable, "-P", "-c", SCRIPT, directory]) for _ in range(3)]
 
     assert [writer.wait(timeout=300) for writer in writers] == [0, 0, 0]
     assert "not kept" not in capfd.readouterr().err
