@@ -21,7 +21,7 @@ from shoal.protocol.spans import Span
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prompt_rows", [None, 1, 3])
+@pytest.mark.parametrize("prompt_rows", [None, pytest.param(1, marks=pytest.mark.thorough), 3])
 def test_passes_equal_transformers(any_tiny_model, prompt_rows: int | None) -> None:
     engine = share_engine(any_tiny_model)
     hidden = embed(any_tiny_model, 3, 40)
@@ -42,7 +42,7 @@ def test_passes_equal_transformers(any_tiny_model, prompt_rows: int | None) -> N
         check_close(found.prompts_LBPH, expected[2])
 
 
-@pytest.mark.parametrize("num_tokens", [1, 300])
+@pytest.mark.parametrize("num_tokens", [1, 150])
 def test_short_and_long_texts_in_small_pieces_equal_transformers(
     any_tiny_model, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,7 +60,7 @@ def test_short_and_long_texts_in_small_pieces_equal_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_hops", [2, 4])
+@pytest.mark.parametrize("num_hops", [pytest.param(2, marks=pytest.mark.thorough), 4])
 def test_hops_pass_on_what_one_peer_computes(tiny_family, num_hops: int) -> None:
     whole = share_engine(tiny_family)
     hidden = embed(tiny_family, 2, 20)
