@@ -23,8 +23,8 @@ from distant_peers.lines import LineConfig
 from distant_peers.swarm import DistantSwarm, open_bare_line, start_distant_swarm
 from measuring.benchmark_model import BenchmarkModel, make_wide_model, open_bundled_model
 from measuring.clients import Clients, join_swarm, time_prompt, time_step
-from measuring.targets import TargetFigure, TargetRun, at_most
-from shoal.cli.figures.bench_report import Figure, describe_machine
+from measuring.report import BenchRun, TargetFigure, at_most
+from shoal.cli.figures.figure import Figure, describe_machine
 from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS
 from shoal.client.session.session import RemoteSession
 from shoal.client.trace.trace import AnsweredQuestion, Recorder, StepTaken
@@ -267,7 +267,7 @@ def main() -> int:
     )
     model = open_bundled_model() if options.quick else make_wide_model(max(effort.hops))
     lines = f"lines of {options.rtt:g} ms and {options.mbits:g} Mbit/s"
-    bench = TargetRun(f"{describe_machine()}; {lines}", options.quick, options.json)
+    bench = BenchRun(f"{describe_machine()}; {lines}", options.quick, options.json)
     with start_distant_swarm(model, max(effort.hops), line) as swarm:
         for name in options.parts or PARTS:
             title, measure = PARTS[name]

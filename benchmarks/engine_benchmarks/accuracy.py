@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from measuring.benchmark_model import BenchmarkModel
-from measuring.targets import TargetFigure, at_least, at_most
-from shoal.cli.figures.bench_report import Figure
+from measuring.report import TargetFigure, at_least, at_most
+from shoal.cli.figures.figure import Figure
 from shoal.cli.figures.swarm_speed import make_text_settings
 from shoal.client.model.local_layers import load_config, load_local_layers
 from shoal.kernels.linear.quantize import WeightFormat

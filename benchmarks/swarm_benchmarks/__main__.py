@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine_benchmarks import accuracy
-from measuring.targets import TargetRun
-from shoal.cli.figures.bench_report import Figure, describe_machine
+from measuring.report import BenchRun
+from shoal.cli.figures.figure import Figure, describe_machine
 from shoal.cli.terminal.interrupts import INTERRUPTED, end_in_good_order
 from shoal.protocol.errors import ShoalError
 from swarm_benchmarks import failover, finetune, flood, hop, memory, start
@@ -91,7 +91,7 @@ def main() -> int:
     options = read_options()
     gc.freeze()  # as our commands do; or a step may wait until all modules are looked through
     machine = describe_machine()
-    bench = TargetRun(machine, options.quick, options.json)
+    bench = BenchRun(machine, options.quick, options.json)
     with end_in_good_order(), Setting(options.quick, bench.say) as setting:
         for name in options.parts:
             title, measure = PARTS[name]

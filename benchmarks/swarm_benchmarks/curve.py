@@ -9,8 +9,8 @@ from matplotlib import figure as drawings
 from matplotlib import rc_context
 
 from measuring.plotting import save_figure
-from measuring.targets import Target, TargetFigure, at_least, at_most, compute_percentile
-from shoal.cli.figures.bench_report import Figure
+from measuring.report import Target, TargetFigure, at_least, at_most, compute_percentile
+from shoal.cli.figures.figure import Figure
 from shoal.cli.finetuning.loss_plot import STYLE
 
 # Told apart without colour: by shade, line and marker.

@@ -6,8 +6,8 @@ A step is one token's hidden state in and out through all peers, without embeddi
 import statistics
 
 from measuring.clients import Clients, SwarmAddress, join_swarm, time_load, time_steps
-from measuring.targets import TargetFigure, at_least, compute_percentile
-from shoal.cli.figures.bench_report import Figure
+from measuring.report import TargetFigure, at_least, compute_percentile
+from shoal.cli.figures.figure import Figure
 from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS, measure_text, time_session
 from shoal.client import AutoDistributedModelForCausalLM
 from swarm_benchmarks.curve import CurvePoint, SessionsCurve

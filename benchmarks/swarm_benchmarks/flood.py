@@ -15,8 +15,8 @@ from pathlib import Path
 from measuring.benchmark_model import BenchmarkModel
 from measuring.clients import Clients, SwarmAddress, join_swarm, time_load
 from measuring.helper_process import HelperProcess
-from measuring.targets import TargetFigure, at_most, compute_percentile
-from shoal.cli.figures.bench_report import Figure
+from measuring.report import TargetFigure, at_most, compute_percentile
+from shoal.cli.figures.figure import Figure
 from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS
 from shoal.protocol.errors import RefusedError, RouteError, UnavailableError
 from shoal.protocol.ids import ModelId

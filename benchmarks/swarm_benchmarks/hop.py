@@ -12,9 +12,9 @@ from typing import Any
 from measuring.benchmark_model import BenchmarkModel
 from measuring.clients import SwarmAddress, join_swarm, time_step
 from measuring.grpc_echo import open_echo, start_echo
-from measuring.targets import TargetFigure, at_most
+from measuring.report import TargetFigure, at_most
 from measuring.watched_transport import WatchedNetwork, WatchedTransport
-from shoal.cli.figures.bench_report import Figure
+from shoal.cli.figures.figure import Figure
 from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS
 from shoal.client.runtime.client import find_network
 from shoal.client.session.session import RemoteSession

@@ -4,8 +4,8 @@ import asyncio
 from pathlib import Path
 
 from measuring.clients import SwarmAddress, join_swarm
-from measuring.targets import TargetFigure, at_most
-from shoal.cli.figures.bench_report import Figure
+from measuring.report import TargetFigure, at_most
+from shoal.cli.figures.figure import Figure
 from shoal.peer.local_swarm.swarm import LocalSwarm
 from swarm_benchmarks.setting import Setting
 

@@ -6,8 +6,8 @@ import sys
 import time
 
 from measuring.clients import SwarmAddress, join_swarm
-from measuring.targets import TargetFigure, at_most
-from shoal.cli.figures.bench_report import Figure
+from measuring.report import TargetFigure, at_most
+from shoal.cli.figures.figure import Figure
 from shoal.peer.local_swarm.swarm import LocalSwarm
 from swarm_benchmarks.setting import Setting
 

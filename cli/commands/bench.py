@@ -1,14 +1,16 @@
 """`shoal bench`: measure a running swarm from this machine."""
 
 import argparse
-from collections.abc import Sequence
+import sys
+import time
 
 from ...protocol.errors import UsageError
-from ..figures.bench_report import BenchRun, Figure, describe_machine
+from ..figures.figure import describe_machine
 from ..options.bundled_model import find_model
 from ..options.join_options import add_join_arguments, read_joining
 from ..remote_models.opening import open_model
 from ..terminal.interrupts import end_in_good_order
+from ..terminal.terminal import Progress, Terminal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,24 +25,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick", action="store_true",
         help="run each measurement briefly, to test that it works; the figures are meaningless",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure and report; return 1 when the swarm could not be measured, else 0."""
+    """Measure and report; raises RouteError when blocks are missing."""
     if options.model is None:
         raise UsageError("say what the swarm serves: --model MODEL")
     model, joining = find_model(options.model), read_joining(options)
-    bench = BenchRun(describe_machine(), options.quick, options.json)
+    status, started_at = "joining", time.monotonic()
 
-    def measure() -> Sequence[Figure]:
-        # It imports torch for seconds; usage errors above must not wait for it.
-        from ..figures.swarm_speed import measure_swarm
+    def say(text: str) -> None:
+        nonlocal status
+        status = text
 
-        bench.say("joining")
-        with open_model(model, joining.initial_peers, join=joining.join) as remote:
-            return measure_swarm(remote, options.quick, bench.say)
+    # It imports torch for seconds; usage errors above must not wait for it.
+    from ..figures.swarm_speed import measure_swarm
 
-    with end_in_good_order():
-        bench.measure("joined", "A swarm that runs already, from here", measure)
-    return bench.finish()
+    with (
+        end_in_good_order(),
+        Progress(Terminal(sys.stderr), lambda: status),
+        open_model(model, joining.initial_peers, join=joining.join) as remote,
+    ):
+        figures = measure_swarm(remote, options.quick, say)
+    machine, seconds = describe_machine(), round(time.monotonic() - started_at, 1)
+    output = Terminal(sys.stdout)
+    if options.json:
+        output.print_json({
+            "machine": machine, "quick": options.quick, "seconds": seconds,
+            "figures": [figure.to_json() for figure in figures],
+        })  # fmt: skip
+        return 0
+    output.print(f"{machine}\n\nThis swarm, as this machine sees it ({seconds} s)")
+    for figure in figures:
+        output.print(figure.to_line())
+    if options.quick:
+        output.print("\nA quick run: these numbers mean nothing.")
+    return 0

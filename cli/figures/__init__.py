@@ -1,5 +1,5 @@
-"""The figures of `shoal bench` and `make bench`: measuring the speed of a swarm, and the report.
+"""Measured numbers: the speed of a running swarm, for `shoal bench`.
 
 Benchmarks that start swarms of their own are not here, but in `benchmarks/`. Read first:
-bench_report.py.
+swarm_speed.py.
 """

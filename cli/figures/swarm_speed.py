@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .bench_report import Figure
+from .figure import Figure
 
 CONTEXT_TOKENS = 16
 """Length of a prompt where only the steps after it are measured."""

@@ -153,4 +153,4 @@ def test_benchmark_of_distant_peers_runs() -> None:
     assert [part["name"] for part in result["parts"]] == ["decode", "prompt"]
     for part in result["parts"]:
         assert all(math.isfinite(figure["value"]) for figure in part["figures"])
-        assert all(figure["is_met"] is None for figure in part["figures"])
+        assert all(figure.get("is_met") is None for figure in part["figures"])

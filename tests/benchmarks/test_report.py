@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from measuring.targets import TargetFigure, TargetRun, at_least, at_most, compute_percentile
-from shoal.cli.figures.bench_report import Figure
+from measuring.report import BenchRun, TargetFigure, at_least, at_most, compute_percentile
+from shoal.cli.figures.figure import Figure
+from shoal.protocol.errors import UnavailableError
 
 SEED = 5
 
@@ -56,8 +57,25 @@ def test_lines_of_a_table_stand_below_each_other() -> None:
     assert lines[1].endswith("(target >= 2)")
 
 
+def test_part_that_fails_is_reported_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> list[Figure]:
+        raise UnavailableError("no peer\ncould be started")
+
+    run = BenchRun("a machine", is_quick=False, as_json=False)
+    run.measure("start", "Starting", fail)
+    run.measure("hop", "A hop", lambda: [Figure("ratio", 2.5, "x")])
+    shown = capsys.readouterr().out.splitlines()
+
+    assert run.finish() == 1
+    assert shown[0] == "a machine"
+    assert shown[2].startswith("Starting  (start, ")
+    assert shown[3] == "! not measured: no peer could be started"
+    assert shown[6].split() == ["ratio", "2.5", "x"]
+    assert capsys.readouterr().out.splitlines() == ["Nothing here has a target."]
+
+
 def run_parts(is_quick: bool, as_json: bool) -> None:
-    run = TargetRun("a machine", is_quick, as_json)
+    run = BenchRun("a machine", is_quick, as_json)
     run.measure("hop", "A hop", lambda: [Figure("step", 830.0, "µs")])
     run.measure(
         "flood",
@@ -94,7 +112,7 @@ def test_quick_run_has_no_targets(capsys: pytest.CaptureFixture[str]) -> None:
 
     result: Any = json.loads(capsys.readouterr().out)
     assert (result["quick"], result["num_targets"]) == (True, 0)
-    assert result["parts"][1]["figures"][0]["is_met"] is None
+    assert result["parts"][1]["figures"][0] == {"name": "ratio", "value": 2.5, "unit": "x"}
 
 
 def test_quick_run_says_that_it_has_none(capsys: pytest.CaptureFixture[str]) -> None:
