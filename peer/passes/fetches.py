@@ -20,7 +20,7 @@ from ...protocol.records.announcements import Announcement
 from ...protocol.spans import Span
 from ..engine.adapters.adapter import Adapter
 from ..engine.adapters.adapter_file import read_leaves
-from ..engine.adapters.adapter_store import AdapterStore, Kept, make_unknown
+from ..engine.adapters.adapter_store import AdapterStore, KeptAdapter, make_unknown
 from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
 from ..runtime.background import cancel_all
@@ -150,7 +150,9 @@ class Fetches:
             self._store.release(tenant, found.num_bytes)
             raise
         now = self._clock.now()
-        kept = Kept(name, adapter, tenant, found.num_bytes, now, payer=tenant, until=found.until)
+        kept = KeptAdapter(
+            name, adapter, tenant, found.num_bytes, now, payer=tenant, until=found.until
+        )
         self._store.put_published(kept)
         self._sources[name] = found.sources
 
@@ -197,7 +199,7 @@ class Fetches:
             await asyncio.sleep(_SEE_SECONDS)
             await asyncio.gather(*map(self._see, self._store.list_fetched()))
 
-    async def _see(self, kept: Kept) -> None:
+    async def _see(self, kept: KeptAdapter) -> None:
         known = self._sources.get(kept.name, ())
         seconds = await self._holders.see(kept.name, self._span, known)
         if seconds is not None and not kept.is_given_up:

@@ -27,7 +27,7 @@ from ...protocol.messages.passes import (
 )
 from ...protocol.net.clock import Clock
 from ...protocol.records.announcements import Announcement
-from ..engine.adapters.adapter_store import AdapterStore, Kept
+from ..engine.adapters.adapter_store import AdapterStore, KeptAdapter
 from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
 from ..engine.pass_queue import ComputedPass, PassJob
@@ -139,7 +139,7 @@ class _OpenPass:
     reader: PiecesReader
     num_bytes: int
     work_bytes: int
-    kept: Collection[Kept]
+    kept: Collection[KeptAdapter]
     job: PassJob | None = None
 
 

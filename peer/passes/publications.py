@@ -21,7 +21,7 @@ from ...protocol.messages.adapters import (
 from ...protocol.messages.fields import Message
 from ...protocol.net.network import Presence
 from ...protocol.records.announcements import MAX_ADAPTERS, Announcement, shorten_adapter
-from ..engine.adapters.adapter_store import Kept
+from ..engine.adapters.adapter_store import KeptAdapter
 from ..streams.client_stream import ClientStream, Handler, encode_refusal
 from ..streams.service import Workload
 from .fetches import Fetches, read_published
@@ -118,7 +118,7 @@ class PublicationStream(PassStreamWork):
         self._sending.add_done_callback(self._note_sent)
 
     async def _send(
-        self, asked: PublicationFetch, kept: Kept, manifest: Manifest, leaves: Sequence[Leaf]
+        self, asked: PublicationFetch, kept: KeptAdapter, manifest: Manifest, leaves: Sequence[Leaf]
     ) -> None:
         """Send leaves as fast as they are read; a reader that stops reading gets no more."""
         upload_id, files = UploadId(asked.pass_id), [kept.files[leaf.block] for leaf in leaves]
@@ -129,7 +129,7 @@ class PublicationStream(PassStreamWork):
                 self._answers.say(piece)
             self._say_kept(asked, kept)
 
-    def _say_kept(self, asked: PublicationFetch, kept: Kept) -> None:
+    def _say_kept(self, asked: PublicationFetch, kept: KeptAdapter) -> None:
         seconds = self._store.count_seconds(kept)
         self._answers.say(AdapterKept(UploadId(asked.pass_id), seconds))
 

@@ -27,7 +27,7 @@ from ...protocol.messages.adapters import (
     make_updated_id,
 )
 from ...protocol.messages.fields import Message
-from ..engine.adapters.adapter_store import Kept
+from ..engine.adapters.adapter_store import KeptAdapter
 from ..engine.adapters.trained_adapter import TrainedAdapter
 from ..streams.client_stream import ClientStream, Handler, encode_refusal
 from .pass_workload import PassStreamWork, PassWorkload
@@ -107,7 +107,7 @@ class UpdateStream(PassStreamWork):
             )
 
     async def _work(
-        self, message: TrainingMessage, tenant: Tenant, kept: Kept, trained: TrainedAdapter
+        self, message: TrainingMessage, tenant: Tenant, kept: KeptAdapter, trained: TrainedAdapter
     ) -> None:
         try:
             if isinstance(message, AdapterMeasure):
@@ -132,7 +132,7 @@ class UpdateStream(PassStreamWork):
         self._answers.put(encode_refusal(message.pass_id, 0, refusal))
 
     async def _fetch(
-        self, message: AdapterFetch, tenant: Tenant, kept: Kept, trained: TrainedAdapter
+        self, message: AdapterFetch, tenant: Tenant, kept: KeptAdapter, trained: TrainedAdapter
     ) -> None:
         """Queue all files of an adapter, which count like the answers of passes until sent."""
         tensors = self._passes.tensors
@@ -163,7 +163,11 @@ class UpdateStream(PassStreamWork):
             self._unsent = None
 
     async def _run(
-        self, run: Callable[[GiveWay], Any], tenant: Tenant, kept: Kept, trained: TrainedAdapter
+        self,
+        run: Callable[[GiveWay], Any],
+        tenant: Tenant,
+        kept: KeptAdapter,
+        trained: TrainedAdapter,
     ) -> Any:
         """Return what comes of it when its turn has come on the compute thread."""
         compute, adapter_store = self._passes.compute, self._store

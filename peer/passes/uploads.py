@@ -24,7 +24,7 @@ from ...protocol.messages.fields import Message
 from ...protocol.versions import OPTIMIZER_VERSION
 from ..engine.adapters.adapter import Adapter
 from ..engine.adapters.adapter_file import read_adapter
-from ..engine.adapters.adapter_store import Kept
+from ..engine.adapters.adapter_store import KeptAdapter
 from ..engine.adapters.trained_adapter import TrainedAdapter
 from ..engine.engine import Engine
 from ..streams.client_stream import ClientStream, Handler, encode_refusal
@@ -36,7 +36,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Upload:
+class _IncomingAdapter:
     """An adapter on its way, from its head until it is kept or refused."""
 
     head: AdapterHead
@@ -62,7 +62,7 @@ class UploadStream(PassStreamWork):
 
     def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:
         super().__init__(passes, stream)
-        self._upload: _Upload | None = None
+        self._upload: _IncomingAdapter | None = None
         self._unneeded: UploadId | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -106,7 +106,7 @@ class UploadStream(PassStreamWork):
         if self._upload is not None and self._upload.reading is None:
             self._forget(self._upload)
 
-    def _admit(self, head: AdapterHead, tenant: Tenant) -> _Upload | None:
+    def _admit(self, head: AdapterHead, tenant: Tenant) -> _IncomingAdapter | None:
         """Return an adapter that is to come; None for one that its tenant has published here."""
         passes, adapter_store = self._passes, self._store
         if passes.is_draining:
@@ -119,7 +119,7 @@ class UploadStream(PassStreamWork):
             raise RefusedError(ErrorCode.WRONG_SPAN, detail)
         check_trained(head.num_trained, passes.resources.budget.max_gradient_bytes)
         num_freed = adapter_store.give_up(head.replaces, tenant) if head.replaces else 0
-        upload = _Upload(head, tenant, AdapterReader(head), UploadPace(self._clock.now()))
+        upload = _IncomingAdapter(head, tenant, AdapterReader(head), UploadPace(self._clock.now()))
         adapter_store.reserve(tenant, upload.num_bytes, num_freed)
         return upload
 
@@ -139,7 +139,7 @@ class UploadStream(PassStreamWork):
             self._passes.readings.add(reading)
             reading.add_done_callback(partial(self._finish, upload))
 
-    async def read(self, upload: _Upload) -> Adapter | TrainedAdapter:
+    async def read(self, upload: _IncomingAdapter) -> Adapter | TrainedAdapter:
         """Read an adapter on a thread of its own: tens of megabytes are checked number by number.
 
         Neither the event loop should stand meanwhile, nor who computes everybody's tokens.
@@ -156,7 +156,9 @@ class UploadStream(PassStreamWork):
         # Devices belong to the compute thread: it may be capturing what they do.
         return await passes.compute.call(lambda: adapter.move_to(passes.engine.device.place))
 
-    def _finish(self, upload: _Upload, reading: asyncio.Future[Adapter | TrainedAdapter]) -> None:
+    def _finish(
+        self, upload: _IncomingAdapter, reading: asyncio.Future[Adapter | TrainedAdapter]
+    ) -> None:
         """Keep the adapter, also when the stream is over by now: others may be there."""
         self._passes.readings.discard(reading)
         if reading.cancelled():
@@ -175,12 +177,12 @@ class UploadStream(PassStreamWork):
             error = RefusedError(ErrorCode.INTERNAL, "the peer failed to read the adapter")
         self._refuse(head.upload_id, error)
 
-    def _keep(self, upload: _Upload, adapter: Adapter | TrainedAdapter) -> None:
+    def _keep(self, upload: _IncomingAdapter, adapter: Adapter | TrainedAdapter) -> None:
         head, tenant, num_bytes = upload.head, upload.tenant, upload.num_bytes
         if head.manifest is None or isinstance(adapter, TrainedAdapter):
             self._store.put(head.adapter, adapter, tenant, num_bytes, head.is_published)
             return
-        kept = Kept(
+        kept = KeptAdapter(
             head.adapter,
             adapter,
             tenant,
@@ -192,7 +194,7 @@ class UploadStream(PassStreamWork):
         )
         self._store.put_published(kept)
 
-    def _wait_for_more(self, upload: _Upload) -> None:
+    def _wait_for_more(self, upload: _IncomingAdapter) -> None:
         """Refuse an adapter that stands still on its way for too long, or comes too slowly."""
         seconds = upload.pace.deadline - self._clock.now()
         if seconds > 0:
@@ -211,7 +213,7 @@ class UploadStream(PassStreamWork):
         self._unneeded = upload_id  # whose pieces are on their way already
         self._answers.put(encode_refusal(upload_id, 0, error))
 
-    def _forget(self, upload: _Upload) -> None:
+    def _forget(self, upload: _IncomingAdapter) -> None:
         self._stop_timer()
         self._upload = None
         self._stream.touch()

@@ -31,7 +31,7 @@ from ...protocol.messages.passes import (
 from ...protocol.tensors import WireTensor
 from ...protocol.wire.codec import encode_frame
 from ..engine.adapters.adapter import Adapter
-from ..engine.adapters.adapter_store import AdapterStore, Kept
+from ..engine.adapters.adapter_store import AdapterStore, KeptAdapter
 from ..engine.adapters.trained_adapter import GatheredGradients
 from ..engine.passes.span_passes import PassWork, SpanPasses
 from ..streams.client_stream import check_fits
@@ -54,7 +54,9 @@ class WireWork:
     """The sum that the gradients of its adapter are added to, if any."""
 
 
-def find_kept(message: Pass, adapter_store: AdapterStore, tenant: Tenant) -> dict[AdapterId, Kept]:
+def find_kept(
+    message: Pass, adapter_store: AdapterStore, tenant: Tenant
+) -> dict[AdapterId, KeptAdapter]:
     """Return the adapters that a pass names, each once.
 
     Raises RefusedError with UNKNOWN_ADAPTER: whoever has it may bring it again.
@@ -63,7 +65,7 @@ def find_kept(message: Pass, adapter_store: AdapterStore, tenant: Tenant) -> dic
     return {name: adapter_store.find(name, tenant) for name in names}
 
 
-def find_gathered(message: Pass, kept: Mapping[AdapterId, Kept]) -> GatheredGradients | None:
+def find_gathered(message: Pass, kept: Mapping[AdapterId, KeptAdapter]) -> GatheredGradients | None:
     """Return where the gradients of a pass are added to; None where that is not asked for.
 
     Raises RefusedError unless the peer trains the adapter.
@@ -77,7 +79,7 @@ def find_gathered(message: Pass, kept: Mapping[AdapterId, Kept]) -> GatheredGrad
     return one.trained.gathered
 
 
-def cut_adapters(message: Pass, kept: Mapping[AdapterId, Kept]) -> Adapters:
+def cut_adapters(message: Pass, kept: Mapping[AdapterId, KeptAdapter]) -> Adapters:
     """Return what the adapters of a pass have for its blocks, row by row."""
     found = {name: one.adapter.cut(message.span) for name, one in kept.items()}
     return tuple(found.get(run.adapter) for run in message.adapters for _ in range(run.num_rows))

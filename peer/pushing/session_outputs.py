@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
+from torch import Tensor
+
 from ...kernels.wire_tensors import decode_as, encode_as, join_pieces
 from ...protocol.errors import ErrorCode, RefusedError, ShoalError
 from ...protocol.fair_share import SharedBytes, Tenant
@@ -179,7 +181,8 @@ class SessionOutputs:
             self._links.count_replay(self.tenant, num_bytes)
         except RefusedError:
             return 0
-        self._drop_mirror()
+        if self._mirror is not None:
+            self._links.forget(self._mirror)
         self._mirror = following
         return self._replay(following, prefix, (), num_bytes)
 
@@ -211,11 +214,6 @@ class SessionOutputs:
         self._mirror = None
         self.next = following
         self._loss = ""
-
-    def _drop_mirror(self) -> None:
-        if self._mirror is not None:
-            self._links.forget(self._mirror)
-        self._mirror = None
 
     def pushes_to(self, following: NextHop) -> bool:
         """See `Sender`."""
@@ -313,7 +311,7 @@ def _join(number: int, group: Sequence[ReplayPiece[WireTensor]]) -> SentStep[Wir
     """Return a step of a replay; they are numbered from 1."""
     first = group[0]
     rows, _, width = first.payload.shape
-    hidden_BTH = join_pieces([_Decoded(piece) for piece in group])
+    hidden_BTH = join_pieces([_decode(piece) for piece in group])
     data = encode_as(first.payload.dtype.name, hidden_BTH)
     hidden = WireTensor(first.payload.dtype, rows, hidden_BTH.shape[1], width, data)
     return SentStep(
@@ -326,15 +324,10 @@ def _join(number: int, group: Sequence[ReplayPiece[WireTensor]]) -> SentStep[Wir
     )
 
 
-class _Decoded:
-    """A piece of what was pushed, as a tensor."""
-
-    def __init__(self, piece: ReplayPiece[WireTensor]) -> None:
-        self.num_tokens = piece.num_tokens
-        self.is_decoded = piece.is_decoded
-        self.rows = piece.rows
-        wire = piece.payload
-        self.payload = decode_as(wire.dtype.name, wire.data, wire.shape)
+def _decode(piece: ReplayPiece[WireTensor]) -> ReplayPiece[Tensor]:
+    wire = piece.payload
+    payload = decode_as(wire.dtype.name, wire.data, wire.shape)
+    return ReplayPiece(piece.position, piece.num_tokens, piece.is_decoded, piece.rows, payload)
 
 
 def _locate(hop: NextHop) -> tuple[object, ...]:

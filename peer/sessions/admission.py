@@ -17,7 +17,7 @@ from ...protocol.ids import ModelId, SessionId
 from ...protocol.messages.session import Open
 from ...protocol.net.clock import Clock
 from ...protocol.session.table import SessionState
-from ..engine.adapters.adapter_store import AdapterStore, Kept
+from ..engine.adapters.adapter_store import AdapterStore, KeptAdapter
 from ..engine.cache.kv_cache import IDLE_SECONDS, KVCachePool, PrefixCopy, SessionCache
 from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
@@ -240,7 +240,7 @@ class Admission:
 
     def _find_adapter(
         self, message: Open, tenant: Tenant, parent: HeldSession | None
-    ) -> Kept | None:
+    ) -> KeptAdapter | None:
         """Return the adapter of a session; a fork has that of its parent, forgotten or not."""
         if not message.adapter:
             return None

@@ -17,7 +17,7 @@ from ...protocol.messages.session import Gap, Open, Opened, Output, Status, Step
 from ...protocol.session.table import SessionState
 from ...protocol.tensors import WireDtype, WireTensor, compute_num_bytes
 from ...protocol.wire.codec import encode_frame
-from ..engine.adapters.adapter_store import Kept
+from ..engine.adapters.adapter_store import KeptAdapter
 from ..engine.cache.kv_cache import SessionCache
 from ..engine.steps import ComputedStep, StepWork
 from ..pushing.session_outputs import SessionOutputs
@@ -48,7 +48,7 @@ class HeldSession:
     tenant: Tenant
     outputs: SessionOutputs
     capability: Capability = NO_CAPABILITY
-    adapter: Kept | None = None
+    adapter: KeptAdapter | None = None
     running: set[asyncio.Future[ComputedStep]] = field(default_factory=set)
     num_prompt_bytes: int = 0
     used_at: float = field(init=False)

@@ -19,7 +19,7 @@ from virtual_time import run_virtual
 
 from shoal.client.publishing.publisher import Publisher
 from shoal.client.settings.client_config import ClientConfig
-from shoal.peer.engine.adapters.adapter_store import Kept
+from shoal.peer.engine.adapters.adapter_store import KeptAdapter
 from shoal.protocol.errors import RefusedError
 from shoal.protocol.fair_share import Tenant
 from shoal.protocol.ids import AdapterId, make_client_token
@@ -66,7 +66,7 @@ def hold(peer: Inside) -> list[AdapterId]:
 
 async def find(
     peer: Inside, name: AdapterId, seconds: float = 10.0, user: Tenant = USER
-) -> Kept | None:
+) -> KeptAdapter | None:
     """Name an adapter at a peer, again after a while; return it if it is there by then."""
     for _ in range(4):
         with contextlib.suppress(RefusedError):
@@ -75,7 +75,7 @@ async def find(
     return None
 
 
-def list_matrices(kept: Kept | None) -> dict[str, Tensor]:
+def list_matrices(kept: KeptAdapter | None) -> dict[str, Tensor]:
     assert kept is not None
     parts = [part for found in kept.adapter.parts.values() for part in found]
     downs = {f"{part.module} down": part.down_RI for part in parts}

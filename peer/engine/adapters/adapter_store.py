@@ -25,7 +25,7 @@ _TIMES_FREE = 3
 
 
 @dataclass(eq=False)
-class Kept:
+class KeptAdapter:
     """One adapter, and its tenants. It counts while it is kept or used by a session or pass.
 
     `payer` is whose bytes it is: its tenant's until that one gives it up, then those of somebody
@@ -74,8 +74,8 @@ class AdapterStore:
         self.shared = SharedBytes(num_bytes, _TIMES_FREE)
         self._num_bytes = num_bytes
         self._clock = clock
-        self._private: dict[tuple[AdapterId, Tenant], Kept] = {}
-        self._published: dict[AdapterId, dict[Tenant, Kept]] = {}
+        self._private: dict[tuple[AdapterId, Tenant], KeptAdapter] = {}
+        self._published: dict[AdapterId, dict[Tenant, KeptAdapter]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self.on_lack = lambda name, tenant: make_unknown(name)
@@ -125,10 +125,10 @@ class AdapterStore:
         trained = None if isinstance(adapter, Adapter) else adapter
         adapter = adapter if isinstance(adapter, Adapter) else adapter.adapter
         now = self._clock.now()
-        kept = Kept(name, adapter, tenant, num_bytes, now, payer=tenant, trained=trained)
+        kept = KeptAdapter(name, adapter, tenant, num_bytes, now, payer=tenant, trained=trained)
         self._put(kept, self._find_own(name, tenant, is_published), is_published)
 
-    def put_published(self, kept: Kept) -> None:
+    def put_published(self, kept: KeptAdapter) -> None:
         """Keep a publication, or a copy of one, whose bytes are counted.
 
         Of two of one name and tenant the first one stays, unless that is a copy.
@@ -141,7 +141,7 @@ class AdapterStore:
         if kept.manifest is not None and not self._is_closed:
             self.on_change()
 
-    def _put(self, kept: Kept, known: Kept | None, is_published: bool) -> None:
+    def _put(self, kept: KeptAdapter, known: KeptAdapter | None, is_published: bool) -> None:
         if known is not None or self._is_closed:
             self.release(kept.tenant, kept.num_bytes)
             if known is not None:
@@ -153,7 +153,7 @@ class AdapterStore:
             self._private[kept.name, kept.tenant] = kept
         self._look_after()
 
-    def find(self, name: AdapterId, tenant: Tenant) -> Kept:
+    def find(self, name: AdapterId, tenant: Tenant) -> KeptAdapter:
         """Return an adapter that a tenant may use, which its tenant uses from now on.
 
         Raises RefusedError with UNKNOWN_ADAPTER: nobody learns of those of others.
@@ -168,7 +168,7 @@ class AdapterStore:
             raise RefusedError(ErrorCode.UNKNOWN_ADAPTER, _KEEPS_NONE)
         raise self.on_lack(name, tenant)
 
-    def find_held(self, name: AdapterId, tenant: Tenant) -> Kept:
+    def find_held(self, name: AdapterId, tenant: Tenant) -> KeptAdapter:
         """Return a publication that this peer holds for others, which its publisher renews by this.
 
         Raises RefusedError with UNKNOWN_ADAPTER where it holds none.
@@ -181,7 +181,7 @@ class AdapterStore:
             held[tenant].used_at = self._clock.now()
         return held.get(tenant) or max(held.values(), key=lambda kept: kept.used_at)
 
-    def count_seconds(self, kept: Kept) -> float:
+    def count_seconds(self, kept: KeptAdapter) -> float:
         """Return for how long a publication stays here unless its publisher renews it."""
         if kept.users[kept.tenant]:
             return KEEP_SECONDS
@@ -195,11 +195,11 @@ class AdapterStore:
             if any(kept.manifest is not None for kept in copies.values())
         ]
 
-    def list_fetched(self) -> list[Kept]:
+    def list_fetched(self) -> list[KeptAdapter]:
         """Return the copies of publications that other peers hold."""
         return [kept for kept in self._list() if kept.is_fetched]
 
-    def note_published(self, kept: Kept, seconds: float) -> None:
+    def note_published(self, kept: KeptAdapter, seconds: float) -> None:
         """Note for how long a copy is known to be published from now on."""
         kept.until = self._clock.now() + min(seconds, KEEP_SECONDS)
         self._expire()
@@ -253,14 +253,14 @@ class AdapterStore:
             self._forget(kept)
         return bool(found)
 
-    def use(self, kept: Kept, user: Tenant) -> None:
+    def use(self, kept: KeptAdapter, user: Tenant) -> None:
         """Hold an adapter until `leave`."""
         if kept.is_given_up and not kept.users:  # since it was found
             kept.payer = user
             self.shared.count(user, kept.num_bytes)
         kept.users[user] += 1
 
-    def leave(self, kept: Kept, user: Tenant) -> None:
+    def leave(self, kept: KeptAdapter, user: Tenant) -> None:
         """Note that a session or a pass is over that had an adapter."""
         kept.users[user] -= 1
         if not kept.users[user]:
@@ -297,17 +297,17 @@ class AdapterStore:
             "further memory, or use a lower rank"
         )
 
-    def _find_own(self, name: AdapterId, tenant: Tenant, is_published: bool) -> Kept | None:
+    def _find_own(self, name: AdapterId, tenant: Tenant, is_published: bool) -> KeptAdapter | None:
         if is_published:
             return self._published.get(name, {}).get(tenant)
         return self._private.get((name, tenant))
 
-    def _list(self) -> Iterator[Kept]:
+    def _list(self) -> Iterator[KeptAdapter]:
         yield from self._private.values()
         for copies in self._published.values():
             yield from copies.values()
 
-    def _forget(self, kept: Kept) -> None:
+    def _forget(self, kept: KeptAdapter) -> None:
         """Let nobody find an adapter any more; it counts until nobody has it."""
         if self._private.get((kept.name, kept.tenant)) is kept:
             del self._private[kept.name, kept.tenant]
@@ -321,7 +321,7 @@ class AdapterStore:
         if kept.manifest is not None and not self._is_closed:
             self.on_change()
 
-    def _settle(self, kept: Kept) -> None:
+    def _settle(self, kept: KeptAdapter) -> None:
         """Let somebody pay for what was given up who still has it; nobody if nobody has."""
         if kept.payer in kept.users:
             return
@@ -341,7 +341,7 @@ class AdapterStore:
             seconds = max(0.0, min(ends) - self._clock.now())
             self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
 
-    def _find_end(self, kept: Kept) -> float:
+    def _find_end(self, kept: KeptAdapter) -> float:
         """Return when an adapter is forgotten that is not used, or renewed, from now on.
 
         By its tenant: what strangers do with it keeps nothing alive that somebody else pays for.

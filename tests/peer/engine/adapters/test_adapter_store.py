@@ -8,7 +8,7 @@ import pytest
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.engine.adapters.adapter import Adapter
-from shoal.peer.engine.adapters.adapter_store import AdapterStore, Kept
+from shoal.peer.engine.adapters.adapter_store import AdapterStore, KeptAdapter
 from shoal.peer.runtime.config import choose_adapter_bytes
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.fair_share import Tenant
@@ -79,7 +79,7 @@ def test_publisher_who_uses_it_himself_pays_to_the_end() -> None:
 def test_copy_that_was_fetched_for_a_client_is_none_that_it_has_brought() -> None:
     def test(adapter_store: AdapterStore) -> None:
         adapter_store.reserve(ANNA, SIZE)
-        copy = Kept(ONE, Adapter(1, {}), ANNA, SIZE, 0.0, payer=ANNA, until=100.0)
+        copy = KeptAdapter(ONE, Adapter(1, {}), ANNA, SIZE, 0.0, payer=ANNA, until=100.0)
         adapter_store.put_published(copy)
         assert adapter_store.find(ONE, ANNA) is copy
         assert not adapter_store.has(ONE, ANNA, is_published=True)
@@ -97,7 +97,7 @@ def test_publication_that_comes_after_closing_is_not_announced() -> None:
         manifest = Manifest(b"{}", ())
         for name, num_changes in ((ONE, 1), (OTHER, 1)):
             adapter_store.reserve(ANNA, SIZE)
-            kept = Kept(name, Adapter(1, {}), ANNA, SIZE, 0.0, payer=ANNA, manifest=manifest)
+            kept = KeptAdapter(name, Adapter(1, {}), ANNA, SIZE, 0.0, payer=ANNA, manifest=manifest)
             adapter_store.put_published(kept)
             assert len(changes) == num_changes
             adapter_store.close()
