@@ -67,10 +67,7 @@ def run(options: argparse.Namespace) -> int:
             probes = make_network_probes(joining.membership)
             diagnosis = Diagnosis(probes, report, joining.membership)
             door = Door(*place) if place else None
-            try:
-                await diagnosis.run(read_model, joining.addresses, door)
-            finally:
-                await probes.transport.close()
+            await diagnosis.run(read_model, joining.addresses, door)
             return diagnosis
 
         diagnosis = asyncio.run(examine())

@@ -25,6 +25,7 @@ from ...protocol.membership.membership import Membership, Role
 from ...protocol.net.directory import Directory
 from ...protocol.net.libp2p.multiaddrs import PeerAddress
 from ...protocol.net.tcp.tls import explain
+from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement, PeerState
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span, find_gaps
@@ -94,14 +95,14 @@ class Diagnosis:
         """
         model = await self._check_model(read_model)
         reachable = await self._check_addresses(addresses)
-        if reachable:
-            self.view = await self._check_directory(model, reachable)
-        if model and self.view and not self.view.online:
-            self.missing = (Span(0, model.num_blocks),)
-        elif model and self.view:
-            await self._check_peers(self.view)
-            self._check_clocks()
-            self._check_blocks(model)
+        joined = await self._join(reachable) if reachable else None
+        if joined is not None:
+            transport, directory = joined
+            try:
+                await self._check_swarm(model, transport, directory)
+            finally:
+                await transport.close()
+                await directory.close()
         if door and reachable:
             await self._check_reach(door, reachable)
 
@@ -188,42 +189,43 @@ class Diagnosis:
             "endpoint for sessions",
         )  # fmt: skip
 
-    async def _check_directory(
-        self, model: ModelFacts | None, addresses: Sequence[str]
-    ) -> SwarmView | None:
-        """Join, read and leave the directory."""
+    async def _check_swarm(
+        self, model: ModelFacts | None, transport: Transport, directory: Directory
+    ) -> None:
+        """Read the directory, and talk to the peers that it names."""
+        if model is None:
+            self._note("directory", FindingStatus.OK, "joined")
+            return
+        self.view = await self._read_directory(model, directory)
+        if self.view and not self.view.online:
+            self.missing = (Span(0, model.num_blocks),)
+        elif self.view:
+            await self._check_peers(self.view, transport)
+            self._check_clocks()
+            self._check_blocks(model)
+
+    async def _join(self, addresses: Sequence[str]) -> tuple[Transport, Directory] | None:
         try:
             async with asyncio.timeout(JOIN_SECONDS):
-                directory = await self.probes.join(addresses)
+                return await self.probes.join(addresses)
         except TimeoutError:
             self._note_directory(f"joining took longer than {JOIN_SECONDS:g} s")
-            return None
         except WrongSwarmError as error:
             fix = "give addresses of one swarm only"
             if "different swarms" not in str(error):
                 fix = "ask the person who started the swarm for a join code: "
                 fix += "`shoal swarm-new --from CODE` makes one"
             self._note("membership", FindingStatus.BROKEN, str(error), fix)
-            return None
         except (UnavailableError, UsageError) as error:
             self._note_directory(str(error))
-            return None
-        try:
-            return await self._read_directory(model, directory)
-        finally:
-            await directory.close()
+        return None
 
     def _note_directory(self, detail: str) -> None:
         fixes = (fix for words, fix in _JOIN_FIXES.items() if words in detail)
         fix = next(fixes, "restart the peer at this address, or use the address of another peer")
         self._note("clock" if "clock" in detail else "directory", FindingStatus.BROKEN, detail, fix)
 
-    async def _read_directory(
-        self, model: ModelFacts | None, directory: Directory
-    ) -> SwarmView | None:
-        if model is None:
-            self._note("directory", FindingStatus.OK, "joined")
-            return None
+    async def _read_directory(self, model: ModelFacts, directory: Directory) -> SwarmView | None:
         try:
             async with asyncio.timeout(LOOKUP_SECONDS):
                 announcements = await directory.lookup(model.model_id)
@@ -272,14 +274,14 @@ class Diagnosis:
         finding = judge_reach(door, answers)
         self._note(finding.name, finding.status, finding.detail, finding.fix)
 
-    async def _check_peers(self, view: SwarmView) -> None:
+    async def _check_peers(self, view: SwarmView, transport: Transport) -> None:
         """Talk to the peers that say they are online."""
         asked = sorted(view.online, key=lambda peer: peer.span)[:MAX_PEERS_ASKED]
         turns = asyncio.Semaphore(_PEERS_AT_ONCE)
 
         async def check(peer: Announcement) -> PeerCheck:
             async with turns:
-                return await check_peer(peer, self.probes)
+                return await check_peer(peer, transport, self.probes)
 
         self.checks = list(await asyncio.gather(*(check(peer) for peer in asked)))
         for result in self.checks:

@@ -18,6 +18,7 @@ from ...protocol.errors import (
 from ...protocol.ids import NO_CLIENT
 from ...protocol.messages.session import Welcome
 from ...protocol.net.dialling import greet
+from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement
 from .probes import Probes
 
@@ -85,7 +86,7 @@ class PeerCheck:
     clock_ahead_seconds: float | None = None
 
 
-async def check_peer(peer: Announcement, probes: Probes) -> PeerCheck:
+async def check_peer(peer: Announcement, transport: Transport, probes: Probes) -> PeerCheck:
     """Talk to a peer at its endpoints, best first, until one works. Never raises ShoalError."""
     if peer.min_version > versions.MAX_VERSION or peer.max_version < versions.MIN_VERSION:
         theirs = f"{peer.min_version} to {peer.max_version}"
@@ -96,7 +97,7 @@ async def check_peer(peer: Announcement, probes: Probes) -> PeerCheck:
     for endpoint in peer.all_endpoints:
         try:
             async with asyncio.timeout(PEER_SECONDS):
-                result = await _ask_peer(peer, endpoint, probes)
+                result = await _ask_peer(peer, endpoint, transport, probes)
         except TimeoutError:
             detail = f"{endpoint} did not answer within {PEER_SECONDS:g} s"
             result = PeerCheck(peer, PeerFault.SILENT, detail)
@@ -105,7 +106,9 @@ async def check_peer(peer: Announcement, probes: Probes) -> PeerCheck:
     return result
 
 
-async def _ask_peer(peer: Announcement, endpoint: Endpoint, probes: Probes) -> PeerCheck:
+async def _ask_peer(
+    peer: Announcement, endpoint: Endpoint, transport: Transport, probes: Probes
+) -> PeerCheck:
     """Shake hands at one endpoint, step by step, so that each failure has its own name."""
     try:
         if endpoint.fingerprint:
@@ -116,7 +119,7 @@ async def _ask_peer(peer: Announcement, endpoint: Endpoint, probes: Probes) -> P
     except UnavailableError as error:
         return PeerCheck(peer, _name_fault(error), str(error))
     try:
-        stream = await probes.transport.open_stream(endpoint, PEER_SECONDS)
+        stream = await transport.open_stream(endpoint, PEER_SECONDS)
     except NotAMemberError as error:
         fault = PeerFault.WRONG_SECRET if error.has_secret else PeerFault.NOT_A_MEMBER
         return PeerCheck(peer, fault, str(error))

@@ -10,7 +10,7 @@ from ...protocol.membership.membership import Membership
 from ...protocol.net.addresses import Reach
 from ...protocol.net.clock import Clock, SystemClock
 from ...protocol.net.directory import Directory
-from ...protocol.net.transport import ChoosingTransport, Transport
+from ...protocol.net.transport import Transport
 from .reach_check import Door
 
 LIBP2P_GREETING = b"\x13/multistream/1.0.0\n"
@@ -44,12 +44,12 @@ class Probes:
     """Everything that touches the network or the clock."""
 
     clock: Clock
-    transport: Transport
     dial: Callable[[str, int], Awaitable[None]]
     """Open and close a TCP connection; raises OSError."""
     hail: Callable[[str, int], Awaitable[bytes]]
     """Greet over TCP as libp2p does and return the answer; raises OSError."""
-    join: Callable[[Sequence[str]], Awaitable[Directory]]
+    join: Callable[[Sequence[str]], Awaitable[tuple[Transport, Directory]]]
+    """Join through these addresses as a client; see Network.connect."""
     check_certificate: Callable[[Endpoint], Awaitable[object]]
     """Raise as `check_certificate` does."""
     reach: Callable[[Sequence[str], Door], Awaitable[Sequence[Reach]]]
@@ -61,29 +61,22 @@ def make_network_probes(membership: Membership | None = None) -> Probes:
 
     They are those of a member, or, with None, of whoever the swarm is open to.
     """
-    from ...protocol.net.dht.hivemind_directory import HivemindDirectory
-    from ...protocol.net.libp2p.libp2p_transport import LazyLibp2pTransport
+    from ...protocol.net.dht.internet import InternetNetwork
     from ...protocol.net.relays.reachability import probe
     from ...protocol.net.tcp.tcp_transport import TcpTransport
     from ...protocol.net.tcp.tls import check_certificate
 
     clock = SystemClock()
 
-    async def join(addresses: Sequence[str]) -> Directory:
-        return await HivemindDirectory.join(
-            addresses, identity=None, clock=clock, client_mode=True, membership=membership
-        )
+    async def join(addresses: Sequence[str]) -> tuple[Transport, Directory]:
+        return await InternetNetwork(clock, addresses, membership).connect()
 
     async def reach(addresses: Sequence[str], door: Door) -> Sequence[Reach]:
         return await probe(
             TcpTransport(), addresses, door.listen_host, door.port, door.announced_host
         )
 
-    transport = ChoosingTransport(
-        TcpTransport(membership=membership),
-        LazyLibp2pTransport(membership),
-    )
-    return Probes(clock, transport, _dial, _hail, join, check_certificate, reach)
+    return Probes(clock, _dial, _hail, join, check_certificate, reach)
 
 
 async def _dial(host: str, port: int) -> None:

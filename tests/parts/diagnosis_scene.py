@@ -22,7 +22,7 @@ from shoal.protocol.messages.session import Hello, Welcome
 from shoal.protocol.net.addresses import Reach
 from shoal.protocol.net.directory import Directory
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
-from shoal.protocol.net.transport import Stream
+from shoal.protocol.net.transport import Stream, Transport
 from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
 from shoal.protocol.wire.codec import decode_frame, encode_frame
@@ -82,10 +82,8 @@ class Swarm(ScriptedSwarm):
         model: ModelFacts | None = MODEL,
         door: Door | None = None,
     ) -> Diagnosis:
-        transport = LoopbackTransport(self.network, "us", self.membership)
         probes = Probes(
             self.clock,
-            transport,
             self._dial,
             self._hail,
             self._join,
@@ -100,7 +98,6 @@ class Swarm(ScriptedSwarm):
             return model
 
         await diagnosis.run(read_model, addresses, door)
-        await transport.close()
         return diagnosis
 
     async def _dial(self, host: str, port: int) -> None:
@@ -114,10 +111,10 @@ class Swarm(ScriptedSwarm):
             await asyncio.Event().wait()
         return self.hail_answer or b""
 
-    async def _join(self, addresses: Sequence[str]) -> Directory:
+    async def _join(self, addresses: Sequence[str]) -> tuple[Transport, Directory]:
         if self.join_error:
             raise self.join_error
-        return self.directory
+        return LoopbackTransport(self.network, "us", self.membership), self.directory
 
     async def _reach(self, addresses: Sequence[str], door: Door) -> Sequence[Reach]:
         if self.reach_error:

@@ -27,15 +27,13 @@ from ...fair_share import FairLimit
 from ...ids import PeerId
 from ...membership.membership import NO_MEMBERSHIP, Membership
 from ..tcp.tcp_listener import HELLO_SECONDS, MAX_DOORSTEP, MAX_STREAMS
-from ..transport import Listener, Stream, StreamServer, end_serving, serve_stream, turn_away
+from ..transport import StreamServer, end_serving, serve_stream, turn_away
 from .libp2p_stream import Libp2pStream
 from .multiaddrs import split_multiaddr
 from .p2p_daemon import (
     connect,
     name_dialler,
     open_byte_stream,
-    start_reading_p2pd,
-    stop_p2pd,
 )
 
 with warnings.catch_warnings():
@@ -138,40 +136,6 @@ class Libp2pTransport:
     def _check_open(self) -> None:
         if self._is_closed:
             raise LocalProtocolError("this transport is closed")
-
-
-class LazyLibp2pTransport:
-    """Only dials; starts a p2pd of its own for the first stream, and ends it on closing.
-
-    For clients that have left the directory and may still want to dial a relayed peer.
-    """
-
-    def __init__(self, membership: Membership | None = None) -> None:
-        self._membership = membership
-        self._started: tuple[P2P, Libp2pTransport] | None = None
-        self._starting = asyncio.Lock()
-        self._is_closed = False
-
-    async def listen(self, host: str, port: int, serve: StreamServer) -> Listener:
-        raise UsageError("this transport only dials")
-
-    async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> Stream:
-        async with self._starting:
-            if self._is_closed:
-                raise LocalProtocolError("this transport is closed")
-            if self._started is None:
-                p2p = await start_reading_p2pd((), None, use_relay=True)
-                self._started = p2p, Libp2pTransport(p2p, self._membership)
-        return await self._started[1].open_stream(endpoint, timeout_seconds)
-
-    async def close(self) -> None:
-        async with self._starting:
-            self._is_closed = True
-            if self._started is not None:
-                p2p, transport = self._started
-                await transport.close()
-                await stop_p2pd(p2p)
-                self._started = None
 
 
 class Libp2pListener:
