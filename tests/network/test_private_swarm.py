@@ -124,15 +124,15 @@ def test_doctor_names_a_wrong_and_a_missing_secret(swarm: LocalSwarm, tiny: Any)
 
 
 @pytest.mark.parametrize(
-    ("membership", "complaint"),
-    [(USER, "only allows using the swarm"), (STRANGER, "wrong secret")],
+    ("membership", "complaint", "exit_code"),
+    [(USER, "only allows using the swarm", 2), (STRANGER, "wrong secret", 1)],
 )
 def test_peer_with_the_wrong_code_does_not_start(
-    swarm: LocalSwarm, tiny: Any, membership: Membership, complaint: str
+    swarm: LocalSwarm, tiny: Any, membership: Membership, complaint: str, exit_code: int
 ) -> None:
     done = run_shoal("serve", str(tiny.directory), "--join", code_of(swarm, membership))
 
-    assert done.returncode == 1
+    assert done.returncode == exit_code
     assert complaint in done.stderr
     assert done.stderr.count("\n") == 1
 
@@ -176,7 +176,7 @@ def test_revoked_peer_is_used_no_more(tiny: Any) -> None:
         refused = run_shoal("revoke", victim, "--join", code_of(swarm, SERVER))
 
         assert json.loads(done.stdout)["revoked"] == [victim]
-        assert refused.returncode == 1
+        assert refused.returncode == 2
         assert "owner's code" in refused.stderr
         with AutoDistributedModelForCausalLM.from_pretrained(
             tiny.directory, join=code_of(swarm, USER)
