@@ -22,16 +22,14 @@ from ...protocol.errors import (
 from ...protocol.ids import ModelId
 from ...protocol.limits import MAX_CLOCK_SKEW_SECONDS
 from ...protocol.membership.membership import Membership, Role
-from ...protocol.net.directory import Directory
 from ...protocol.net.libp2p.multiaddrs import PeerAddress
 from ...protocol.net.tcp.tls import explain
-from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement, PeerState
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span, find_gaps
 from .finding import Finding, FindingStatus
 from .peer_check import FIXES, PeerCheck, check_peer
-from .probes import LIBP2P_GREETING, ModelFacts, Probes
+from .probes import LIBP2P_GREETING, JoinedSwarm, ModelFacts, Probes
 from .reach_check import Door, judge_reach
 
 DIAL_SECONDS = 3.0
@@ -97,12 +95,11 @@ class Diagnosis:
         reachable = await self._check_addresses(addresses)
         joined = await self._join(reachable) if reachable else None
         if joined is not None:
-            transport, directory = joined
             try:
-                await self._check_swarm(model, transport, directory)
+                await self._check_swarm(model, joined)
             finally:
-                await transport.close()
-                await directory.close()
+                await joined.transport.close()
+                await joined.directory.close()
         if door and reachable:
             await self._check_reach(door, reachable)
 
@@ -189,22 +186,20 @@ class Diagnosis:
             "endpoint for sessions",
         )  # fmt: skip
 
-    async def _check_swarm(
-        self, model: ModelFacts | None, transport: Transport, directory: Directory
-    ) -> None:
+    async def _check_swarm(self, model: ModelFacts | None, joined: JoinedSwarm) -> None:
         """Read the directory, and talk to the peers that it names."""
         if model is None:
             self._note("directory", FindingStatus.OK, "joined")
             return
-        self.view = await self._read_directory(model, directory)
+        self.view = await self._read_directory(model, joined)
         if self.view and not self.view.online:
             self.missing = (Span(0, model.num_blocks),)
         elif self.view:
-            await self._check_peers(self.view, transport)
+            await self._check_peers(self.view, joined)
             self._check_clocks()
             self._check_blocks(model)
 
-    async def _join(self, addresses: Sequence[str]) -> tuple[Transport, Directory] | None:
+    async def _join(self, addresses: Sequence[str]) -> JoinedSwarm | None:
         try:
             async with asyncio.timeout(JOIN_SECONDS):
                 return await self.probes.join(addresses)
@@ -225,10 +220,10 @@ class Diagnosis:
         fix = next(fixes, "restart the peer at this address, or use the address of another peer")
         self._note("clock" if "clock" in detail else "directory", FindingStatus.BROKEN, detail, fix)
 
-    async def _read_directory(self, model: ModelFacts, directory: Directory) -> SwarmView | None:
+    async def _read_directory(self, model: ModelFacts, joined: JoinedSwarm) -> SwarmView | None:
         try:
             async with asyncio.timeout(LOOKUP_SECONDS):
-                announcements = await directory.lookup(model.model_id)
+                announcements = await joined.directory.lookup(model.model_id)
         except TimeoutError:
             self._note_directory(f"reading took longer than {LOOKUP_SECONDS:g} s")
             return None
@@ -274,14 +269,14 @@ class Diagnosis:
         finding = judge_reach(door, answers)
         self._note(finding.name, finding.status, finding.detail, finding.fix)
 
-    async def _check_peers(self, view: SwarmView, transport: Transport) -> None:
+    async def _check_peers(self, view: SwarmView, joined: JoinedSwarm) -> None:
         """Talk to the peers that say they are online."""
         asked = sorted(view.online, key=lambda peer: peer.span)[:MAX_PEERS_ASKED]
         turns = asyncio.Semaphore(_PEERS_AT_ONCE)
 
         async def check(peer: Announcement) -> PeerCheck:
             async with turns:
-                return await check_peer(peer, transport, self.probes)
+                return await check_peer(peer, joined.transport, self.probes)
 
         self.checks = list(await asyncio.gather(*(check(peer) for peer in asked)))
         for result in self.checks:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...protocol.endpoints import Endpoint
 from ...protocol.ids import ModelId, make_model_id
@@ -39,6 +40,13 @@ class ModelFacts:
         return cls(name, make_model_id(checkpoint.config, checkpoint.revision), num_blocks)
 
 
+class JoinedSwarm(NamedTuple):
+    """What a client has of a swarm; see Network.connect."""
+
+    transport: Transport
+    directory: Directory
+
+
 @dataclass(frozen=True)
 class Probes:
     """Everything that touches the network or the clock."""
@@ -48,8 +56,8 @@ class Probes:
     """Open and close a TCP connection; raises OSError."""
     hail: Callable[[str, int], Awaitable[bytes]]
     """Greet over TCP as libp2p does and return the answer; raises OSError."""
-    join: Callable[[Sequence[str]], Awaitable[tuple[Transport, Directory]]]
-    """Join through these addresses as a client; see Network.connect."""
+    join: Callable[[Sequence[str]], Awaitable[JoinedSwarm]]
+    """Join through these addresses as a client."""
     check_certificate: Callable[[Endpoint], Awaitable[object]]
     """Raise as `check_certificate` does."""
     reach: Callable[[Sequence[str], Door], Awaitable[Sequence[Reach]]]
@@ -68,8 +76,8 @@ def make_network_probes(membership: Membership | None = None) -> Probes:
 
     clock = SystemClock()
 
-    async def join(addresses: Sequence[str]) -> tuple[Transport, Directory]:
-        return await InternetNetwork(clock, addresses, membership).connect()
+    async def join(addresses: Sequence[str]) -> JoinedSwarm:
+        return JoinedSwarm(*await InternetNetwork(clock, addresses, membership).connect())
 
     async def reach(addresses: Sequence[str], door: Door) -> Sequence[Reach]:
         return await probe(

@@ -11,7 +11,7 @@ from virtual_time import run_virtual
 
 from shoal.client.doctor.diagnosis import Diagnosis
 from shoal.client.doctor.finding import Finding
-from shoal.client.doctor.probes import LIBP2P_GREETING, ModelFacts, Probes
+from shoal.client.doctor.probes import LIBP2P_GREETING, JoinedSwarm, ModelFacts, Probes
 from shoal.client.doctor.reach_check import Door
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, ModelError, ShoalError
@@ -20,9 +20,8 @@ from shoal.protocol.membership.membership import Membership
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Hello, Welcome
 from shoal.protocol.net.addresses import Reach
-from shoal.protocol.net.directory import Directory
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
-from shoal.protocol.net.transport import Stream, Transport
+from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
 from shoal.protocol.wire.codec import decode_frame, encode_frame
@@ -111,10 +110,10 @@ class Swarm(ScriptedSwarm):
             await asyncio.Event().wait()
         return self.hail_answer or b""
 
-    async def _join(self, addresses: Sequence[str]) -> tuple[Transport, Directory]:
+    async def _join(self, addresses: Sequence[str]) -> JoinedSwarm:
         if self.join_error:
             raise self.join_error
-        return LoopbackTransport(self.network, "us", self.membership), self.directory
+        return JoinedSwarm(LoopbackTransport(self.network, "us", self.membership), self.directory)
 
     async def _reach(self, addresses: Sequence[str], door: Door) -> Sequence[Reach]:
         if self.reach_error:
