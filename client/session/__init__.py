@@ -5,8 +5,10 @@ are the best (`routing/`), what a model does with hidden states, passes without 
            │
         session          step, failover, fork, close      observed by: handoff, standby, a trace
      ┌─────┼────────┬───────────┐
-  pipeline exchange push_plan  hops     pieces; a segment; who pushes to whom; find and open
-     └─────┼────────┴───────────┘       (none of the four imports another)
+  pipeline │    push_plan     hops      pieces; who pushes to whom; find and open
+     └─────┤        │           │
+       exchange     │           │       a question to a segment, and its answer
+           └────────┼───────────┘
     state, hop_link      facts, epoch, secrets, network; streams of one hop, its mailbox and log
 
 Read first: session.py.
