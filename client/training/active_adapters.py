@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...protocol.errors import UsageError
 from ...protocol.ids import ADAPTER_ID_BYTES, AdapterId, parse_adapter_id
+from ...protocol.messages.adapters import find_block
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import (
     AdapterVersion,
@@ -24,7 +25,6 @@ from ..adapters.adapter_versions import (
     RowAdapters,
     SentAdapter,
     ShardedVersion,
-    is_in,
 )
 from .lora import LoraAdapter
 
@@ -53,7 +53,7 @@ class ChosenAdapters:
             (version, name, matrix)
             for version, source in self.sources.items()
             for name, matrix in source.named_parameters()
-            if is_in(name, span)
+            if (block := find_block(name)) is not None and block in span
         ]
 
 
