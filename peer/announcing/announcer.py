@@ -30,7 +30,8 @@ class Announcer:
     """Publishes what `describe(state, sequence, now)` returns, signed. Owned by one peer.
 
     Of two announcements a directory keeps the one that expires later. So each expires later than
-    the one before.
+    the one before, and the first one later than what the peer said before a restart, even if it
+    was started with a shorter period.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class Announcer:
         self._clock = clock
         self.period_seconds = period_seconds
         self.state = PeerState.JOINING
-        # Wall time in milliseconds: higher than what the peer has said before a restart.
+        # Wall time in milliseconds: what is higher than before even if nothing can be read back.
         self._sequence = int(clock.wall() * 1000)
         self._expires_at = 0.0
+        self._has_read_back = False
         self._turn = asyncio.Lock()
         self._is_outdated = asyncio.Event()
 
@@ -62,6 +64,8 @@ class Announcer:
         """Publish a state now. Raises DirectoryError when no replica took it."""
         self.state = state
         async with self._turn:  # a renewal under way must not come out behind a newer state
+            if not self._has_read_back:
+                await self._read_back(state)
             self._sequence += 1
             announcement = self._describe(state, self._sequence, self._clock.wall())
             self._expires_at = max(self._expires_at + _GROWTH_SECONDS, announcement.expires_at)
@@ -74,6 +78,15 @@ class Announcer:
     def hurry(self) -> None:
         """Have `run` renew the announcement at once: what it describes has changed."""
         self._is_outdated.set()
+
+    async def _read_back(self, state: PeerState) -> None:
+        """Go on from what the directory still holds of this peer."""
+        draft = self._describe(state, self._sequence, self._clock.wall())
+        for known in await self._directory.lookup(draft.model_id):
+            if known.peer_id == self._identity.peer_id:
+                self._sequence = max(self._sequence, known.sequence)
+                self._expires_at = known.expires_at
+        self._has_read_back = True
 
     async def run(self) -> None:
         """Renew the announcement until cancelled; a directory in trouble is asked again sooner.

@@ -6,16 +6,18 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.announcing.announcer import LIFETIME_PERIODS, Announcer
+from shoal.protocol import limits
 from shoal.protocol.errors import DirectoryError, RevokedError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
-from shoal.protocol.records.announcements import Announcement, PeerState
+from shoal.protocol.records.announcements import Announcement, PeerState, sign_announcement
 from shoal.protocol.spans import Span
 
 IDENTITY = Identity(bytes(32))
@@ -32,6 +34,8 @@ class FlakyDirectory(MemoryDirectory):
         super().__init__(store, VirtualClock())
         self.way_seconds = WAY_SECONDS
         self.num_losses = 0
+        self.num_lookups = 0
+        self.lookup_seconds = 0.0
 
     async def announce(self, record: bytes) -> None:
         await asyncio.sleep(self.way_seconds)
@@ -39,6 +43,11 @@ class FlakyDirectory(MemoryDirectory):
             self.num_losses -= 1
             raise DirectoryError("lost on the way")
         await super().announce(record)
+
+    async def lookup(self, model_id: ModelId) -> list[Announcement]:
+        self.num_lookups += 1
+        await asyncio.sleep(self.lookup_seconds)
+        return await super().lookup(model_id)
 
 
 class Scene:
@@ -153,6 +162,101 @@ def test_sequence_goes_on_after_a_restart() -> None:
     run(test)
 
 
+def test_restart_with_a_shorter_period_is_taken_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(scene: Scene) -> None:
+        clock = VirtualClock()
+        async with scene.renewing(limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS / LIFETIME_PERIODS):
+            before = await scene.look_up()
+        await asyncio.sleep(1.0)
+
+        async with scene.renewing(period_seconds=2.0) as announcer:
+            restarted = await scene.look_up()
+            assert restarted.expires_at > before.expires_at
+            await asyncio.sleep(10.0)
+            await announcer.announce(PeerState.DRAINING)
+            assert (await scene.look_up()).state is PeerState.DRAINING
+            await asyncio.sleep(before.expires_at - clock.wall())
+            announcement = await scene.look_up()
+            lifetime_seconds = announcement.expires_at - announcement.issued_at
+            assert lifetime_seconds == pytest.approx(2.0 * LIFETIME_PERIODS, abs=1.0)
+
+    run(test)
+    assert not caplog.records
+
+
+def test_sequence_goes_on_though_the_clock_was_set_back() -> None:
+    async def test(scene: Scene) -> None:
+        now = VirtualClock().wall()
+        before = make_announcement(PeerState.ONLINE, int((now + 3600) * 1000), now, 90.0)
+        await scene.directory.announce(sign_announcement(IDENTITY, before))
+
+        await scene.make_announcer().announce(PeerState.JOINING)
+
+        announcement = await scene.look_up()
+        assert announcement.state is PeerState.JOINING
+        assert announcement.sequence == before.sequence + 1
+
+    run(test)
+
+
+def test_earlier_announcement_is_continued_as_soon_as_limits_allow() -> None:
+    """Its date may lie ahead by as much as clocks may differ."""
+
+    async def test(scene: Scene) -> None:
+        now = VirtualClock().wall() + limits.MAX_CLOCK_SKEW_SECONDS
+        longest_seconds = limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS
+        before = make_announcement(PeerState.ONLINE, 1, now, longest_seconds)
+        await scene.directory.announce(sign_announcement(IDENTITY, before))
+        announcer = scene.make_announcer()
+
+        with pytest.raises(DirectoryError):
+            await announcer.announce(PeerState.JOINING)
+        await asyncio.sleep(limits.MAX_CLOCK_SKEW_SECONDS)
+        await announcer.announce(PeerState.JOINING)
+
+        assert (await scene.look_up()).state is PeerState.JOINING
+
+    run(test)
+
+
+def test_announcements_of_others_do_not_matter_at_the_start() -> None:
+    async def test(scene: Scene) -> None:
+        other = Identity(b"o" * 32)
+        theirs = replace(
+            make_announcement(PeerState.ONLINE, 2**50, VirtualClock().wall(), 600.0),
+            peer_id=other.peer_id,
+        )
+        await scene.directory.announce(sign_announcement(other, theirs))
+
+        await scene.make_announcer().announce(PeerState.ONLINE)
+
+        ours = next(a for a in await scene.directory.lookup(MODEL_ID) if a != theirs)
+        assert ours.sequence < 2**50
+        assert ours.expires_at - ours.issued_at == LIFETIME_PERIODS * PERIOD_SECONDS
+
+    run(test)
+
+
+def test_announcement_is_fresh_however_long_reading_back_took() -> None:
+    async def test(scene: Scene) -> None:
+        scene.directory.lookup_seconds = 2 * LIFETIME_PERIODS * PERIOD_SECONDS
+        await scene.make_announcer().announce(PeerState.ONLINE)
+
+        scene.directory.lookup_seconds = 0.0
+        assert VirtualClock().wall() - (await scene.look_up()).issued_at == WAY_SECONDS
+
+    run(test)
+
+
+def test_own_announcement_is_read_back_only_once() -> None:
+    async def test(scene: Scene) -> None:
+        async with scene.renewing():
+            await asyncio.sleep(20 * PERIOD_SECONDS)
+        assert scene.directory.num_lookups == 1
+
+    run(test)
+
+
 def test_change_of_state_is_announced_at_once_and_kept() -> None:
     async def test(scene: Scene) -> None:
         async with scene.renewing() as announcer:
@@ -235,8 +339,8 @@ def test_renewal_that_was_cancelled_does_not_stand_in_the_way() -> None:
     run(test)
 
 
-def test_sequence_starts_at_the_time() -> None:
-    """An earlier announcement may still be somewhere."""
+def test_sequence_starts_at_the_time_whatever_is_found() -> None:
+    """An earlier announcement may still be somewhere, though reading back did not find it."""
 
     async def test(scene: Scene) -> None:
         await scene.make_announcer().announce(PeerState.ONLINE)
