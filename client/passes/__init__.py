@@ -1,5 +1,5 @@
-"""Forward and backward passes through remote blocks: microbatches, links, retries.
+"""Forward and backward passes at one hop: microbatches, links to peers, failover to other peers.
 
-Autograd and optimizers are not here (`../training/`), nor is anything with a KV cache
+The way over all hops is `../training/remote_passes.py`. Autograd and optimizers are not here (`../training/`), nor is anything with a KV cache
 (`../session/`). Read first: pass_asking.py.
 """
