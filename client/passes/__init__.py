@@ -1,5 +1,5 @@
 """Forward and backward passes at one hop: microbatches, links to peers, failover to other peers.
 
-The way over all hops is `../training/remote_passes.py`. Autograd and optimizers are not here (`../training/`), nor is anything with a KV cache
-(`../session/`). Read first: pass_asking.py.
+The way over all hops is `../training/remote_passes.py`; autograd and optimizers are there as well.
+Nothing here has a KV cache (`../session/`). Read first: pass_asking.py.
 """
