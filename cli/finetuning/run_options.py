@@ -53,11 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="training texts. jsonl: one object per line with text, or with prompt and completion, "
         "which trains on the completion only; csv: the same as columns; txt: paragraphs",
     )  # fmt: skip
-    parser.add_argument(
-        "--method", choices=_METHODS,
-        help="what to train: a LoRA adapter in PEFT format (lora), a soft prompt (ptune), or that "
-        f"and one more for each block (deep_ptune) (default: {_DEFAULTS['method']})",
-    )  # fmt: skip
+    _add_method_argument(parser)
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR",
         help="output folder for the trained weights, checkpoints and loss plot",
@@ -74,19 +70,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
 
 
-def settle_options(options: argparse.Namespace, recorded: Mapping[str, Any]) -> None:
+def settle_options(options: argparse.Namespace, recorded: Mapping[str, str]) -> None:
     """Fill in missing options: from the record of the resumed run, else with their defaults.
 
-    `recorded` comes from `record_options`. Raises UsageError for options of another method.
+    `recorded` comes from `record_options`. Raises UsageError for options of another method, and for
+    a damaged record.
     """
-    former = dict(recorded)
-    method = options.method or former.get("method") or _DEFAULTS["method"]
+    former = _read_recorded(recorded)
+    method = options.method or former.method or _DEFAULTS["method"]
     _check_method(method, options)
     if options.epochs is not None or options.updates is not None:
-        former["epochs"] = former["updates"] = None
+        former.epochs = former.updates = None
     for name in (*_DEFAULTS, *_WITHOUT_DEFAULT, *_list_own(method)):
         if getattr(options, name) is None:
-            setattr(options, name, former.get(name))
+            setattr(options, name, getattr(former, name))
     for name, default in (_DEFAULTS | _OF_LORA | _OF_PROMPTS).items():
         if getattr(options, name) is None:
             setattr(options, name, default)
@@ -96,18 +93,36 @@ def settle_options(options: argparse.Namespace, recorded: Mapping[str, Any]) -> 
         raise UsageError("--optimizer peers works only with --method lora; leave it out")
 
 
-def record_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the training options of a run in JSON types.
+def record_options(options: argparse.Namespace) -> dict[str, str]:
+    """Return the training options of a run as words of a command line.
 
     >>> options = argparse.Namespace(method="lora", rank=4, target_modules=["q", "v"])
     >>> record_options(options)
-    {'method': 'lora', 'rank': 4, 'target_modules': ['q', 'v']}
+    {'method': 'lora', 'rank': '4', 'target-modules': 'q,v'}
     """
+    given = vars(options)
     names = [*_DEFAULTS, *_WITHOUT_DEFAULT, *_list_own(options.method)]
-    given = {name: getattr(options, name, None) for name in names}
-    if given["updates"]:
-        del given["epochs"]
-    return {name: value for name, value in given.items() if value is not None}
+    if given.get("updates"):
+        names.remove("epochs")
+    values = {name: given.get(name) for name in names}
+    return {
+        name.replace("_", "-"): ",".join(value) if isinstance(value, list) else str(value)
+        for name, value in values.items()
+        if value is not None and value != []
+    }
+
+
+def _read_recorded(recorded: Mapping[str, str]) -> argparse.Namespace:
+    """Return the options of a record; missing ones are None. Raises UsageError for damage."""
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False, add_help=False)
+    _add_method_argument(parser)
+    _add_learning_arguments(parser)
+    _add_method_arguments(parser)
+    words = [f"--{name}={value}" for name, value in recorded.items()]
+    try:
+        return parser.parse_known_args(words)[0]
+    except argparse.ArgumentError as error:
+        raise UsageError(f"the options recorded in the checkpoint are damaged: {error}") from error
 
 
 def _list_own(method: str) -> Mapping[str, Any]:
@@ -125,6 +140,14 @@ def _check_method(method: str, options: argparse.Namespace) -> None:
                 + ("ptune or deep_ptune" if is_lora else "lora")
                 + f", not {method}; leave it out"
             )
+
+
+def _add_method_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--method", choices=_METHODS,
+        help="what to train: a LoRA adapter in PEFT format (lora), a soft prompt (ptune), or that "
+        f"and one more for each block (deep_ptune) (default: {_DEFAULTS['method']})",
+    )  # fmt: skip
 
 
 def _add_learning_arguments(parser: argparse.ArgumentParser) -> None:

@@ -98,8 +98,10 @@ class Diagnosis:
             try:
                 await self._check_swarm(model, joined)
             finally:
-                await joined.transport.close()
-                await joined.directory.close()
+                try:
+                    await joined.transport.close()
+                finally:
+                    await joined.directory.close()
         if door and reachable:
             await self._check_reach(door, reachable)
 

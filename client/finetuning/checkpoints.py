@@ -45,7 +45,7 @@ class RunProgress:
     """Facts of the run, which must be the same when it is resumed."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Its training settings, which may change when the run is resumed."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, str] = field(default_factory=dict[str, str])
     """Options of the caller in JSON types, which are stored and returned unread."""
 
     def to_json(self) -> str:

@@ -14,6 +14,7 @@ from ...protocol.records.announcements import Announcement
 from ...protocol.spans import Span, find_gaps
 from ...protocol.versions import PUBLISH_VERSION
 from ..adapters.adapter_versions import AdapterLeaves
+from ..routing.route import Hop
 
 NUM_HOLDERS = 2
 """Peers that hold each block of a publication: one may be lost. All others fetch from these."""
@@ -99,7 +100,8 @@ class Publication:
     def note_error(self, peer: Announcement, error: HolderError) -> None:
         """Note why a peer does not hold it."""
         self.error = error
-        self.error_text = f"peer …{peer.peer_id[-6:]} (blocks {peer.span}): {error}"
+        is_named = isinstance(error, RefusedError)
+        self.error_text = str(error) if is_named else f"{Hop(peer, peer.span).name}: {error}"
 
     def list_missing(self) -> list[Span]:
         """Return the blocks of the adapter that no peer holds for sure."""

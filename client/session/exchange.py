@@ -143,6 +143,10 @@ class Exchange:
             await first.open_link.send(step, timeout_seconds, note_encoded)
         except _BROKEN as error:
             raise await self._break(segment, _SegmentFault({0: error}), asked) from error
+        except asyncio.CancelledError:
+            # The stream is broken if half of the step was sent. That was not the peer's fault.
+            await self.hang_up(segment[0])
+            raise
 
     async def receive(self, segment: Sequence[LiveHop], question: Question) -> Tensor:
         """Return the checked answer to a question that was sent. Raises BrokenSegmentError."""
@@ -194,7 +198,7 @@ class Exchange:
     def pushing(self, segment: Sequence[LiveHop], num_tokens: int) -> AbstractContextManager[float]:
         """Count tokens as pushed from each hop to the next; gives the seconds that may take.
 
-        How fast the links are, that does not tell: much may have arrived before anybody waits.
+        This does not measure the links: much may have arrived before anybody waits.
         """
         num_bytes = self._state.count_bytes(num_tokens)
         return self._book.links.carry(_list_peers(segment), num_bytes)

@@ -3,7 +3,7 @@
 A standby is another peer that is brought to the state of a hop in use, beside it, while tokens
 go on. It gets what the hop got from the log of the hop before, which then pushes to both, or from
 the client's log where the client sends to the hop itself. Between two steps it takes the place of
-the hop. A hot standby is a standby that stays; see `standby.py`.
+the hop. Hot standbys (`standby.py`) are kept ready in the same way, in case their hops are lost.
 """
 
 from __future__ import annotations
@@ -257,10 +257,13 @@ class Standby:
     async def _hear(self, sequence: int) -> None:
         """Wait for the output of a step; raises LostHopError where something is wrong instead."""
         while self._mailbox.take_output(self.session_id, sequence) is None:
-            error = self._mailbox.trouble(self.session_id)
-            if isinstance(error, UnavailableError | RemoteProtocolError | RefusedError):
-                raise await self._exchange.lose(self.new, error) from error
+            await self._check_sound()
             await self._mailbox.wait()
+
+    async def _check_sound(self) -> None:
+        error = self._mailbox.trouble(self.session_id)
+        if isinstance(error, UnavailableError | RemoteProtocolError | RefusedError):
+            raise await self._exchange.lose(self.new, error) from error
 
     async def catch_up(self) -> None:
         """Wait until the new hop lacks no more than the step under way, while tokens go on."""
@@ -284,6 +287,7 @@ class Standby:
         """
         if self.before is None:
             await self.follow_all()
+            await self._check_sound()
             return True
         try:
             async with WakefulTimeout(_LAST_STEP_SECONDS):

@@ -172,7 +172,7 @@ class Holders:
         except TimeoutError as error:
             raise UnavailableError("a holder did not answer in time") from error
         except RefusedError as error:
-            raise UnavailableError(f"a holder declined: {error}") from error
+            raise UnavailableError(str(error)) from error
         return stream
 
     async def _hear(
@@ -184,7 +184,7 @@ class Holders:
         except TimeoutError as error:
             raise UnavailableError("a holder fell silent") from error
         except RefusedError as error:
-            raise _NotHeldError(f"a holder declined: {error}") from error
+            raise _NotHeldError(str(error)) from error
         if not isinstance(answer, kind):
             raise RemoteProtocolError(f"a holder answered with {answer!r:.80}")
         return answer

@@ -46,6 +46,9 @@ from .wire_passes import (
 
 _logger = logging.getLogger(__name__)
 
+_READING_SECONDS = 10.0
+"""How long a peer that leaves its span waits for adapters that are being read."""
+
 _UPLOAD_SECONDS = 300.0
 """How long the tensors of a pass may be on their way, while the memory for all of them is kept: 85
 MiB, the most in 16 bits, need 286 seconds at 2.5 megabits a second."""
@@ -113,7 +116,7 @@ class PassWorkload(Workload):
     async def close(self) -> None:
         """Keep no adapters any more; those that are being read just now are dropped."""
         if self.readings:
-            await asyncio.wait(self.readings)
+            await asyncio.wait(self.readings, timeout=_READING_SECONDS)
         self.resources.adapter_store.close()
 
     def estimate_wait_seconds(self) -> float:

@@ -253,7 +253,7 @@ class PushLinks:
 
     async def _dial(self, key: Hashable, link: "_PushLink") -> Stream:
         """Try one endpoint after the other; what its askers may not try is not held against it."""
-        failure: ShoalError = UnavailableError(f"{link!r} is not connected any more")
+        failure: ShoalError = UnavailableError(f"{link.name} is not connected any more")
         async with self._budget.take_turn(link.askers) as asker:
             link.askers.clear()
             deadline = asyncio.get_running_loop().time() + _DIAL_SECONDS
@@ -264,7 +264,7 @@ class PushLinks:
                     async with asyncio.timeout_at(deadline):
                         return await self._open_stream(link, endpoint)
                 except TimeoutError:
-                    failure = UnavailableError(f"{link!r} did not answer in time")
+                    failure = UnavailableError(f"{link.name} did not answer in time")
                     break
                 except ShoalError as error:
                     failure = copy(error)
@@ -282,9 +282,9 @@ class PushLinks:
         """Say hello on a stream; closes it when that fails."""
         stream.set_gate(refuse_large_frames)
         try:
-            welcome, rtt_seconds = await greet(stream, repr(link), self._clock)
+            welcome, rtt_seconds = await greet(stream, link.name, self._clock)
             if welcome.peer_id != link.following.peer_id:
-                raise RemoteProtocolError(f"another peer answers for {link!r}")
+                raise RemoteProtocolError(f"another peer answers for {link.name}")
         except BaseException:
             await stream.close()
             raise
@@ -304,7 +304,12 @@ class _PushLink:
         self._refusal_seconds = 0.0
 
     def __repr__(self) -> str:
-        return f"<link to …{self.following.peer_id[-6:]}, {self.lane.value}>"
+        return f"<link to {self.name}, {self.lane.value}>"
+
+    @property
+    def name(self) -> str:
+        """The name of its peer for people."""
+        return f"peer …{self.following.peer_id[-6:]}"
 
     def note_rtt(self, seconds: float) -> None:
         """Note how long a refusal is under way, at least."""

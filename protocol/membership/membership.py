@@ -214,7 +214,7 @@ def make_public(swarm_id: bytes) -> Membership:
 
 
 NO_MEMBERSHIP = Membership(bytes(SWARM_ID_BYTES))
-"""Of who takes every swarm for a public one."""
+"""The membership of a client that was given no swarm; it treats any swarm as public."""
 
 
 def begin_public(first_peer: PeerId) -> Membership:

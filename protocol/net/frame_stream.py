@@ -30,8 +30,8 @@ _LINGER_SECONDS = 5.0
 """How long a closed stream waits for the other end to read what was sent and to close as well."""
 
 _FRAME_SECONDS = 60.0
-"""How long a large frame may take: the largest one needs 54 seconds at 2.5 megabits a second. Who
-stops half-way would keep memory that others need."""
+"""How long a large frame may take: the largest one needs 54 seconds at 2.5 megabits a second. A
+sender that stops half-way would keep memory that others need."""
 
 _MAX_WAITING_BYTES = 64 * 2**10
 """Of frames that nobody has received yet. Beyond it, nothing more is read."""

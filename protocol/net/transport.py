@@ -38,7 +38,7 @@ async def refuse_large_frames(num_bytes: int) -> AsyncGenerator[None]:
     yield
 
 
-def turn_away(endpoint: Endpoint, has_secret: bool) -> NotAMemberError:
+def make_not_a_member_error(endpoint: Endpoint, has_secret: bool) -> NotAMemberError:
     """Return the error that a dialler raises when a peer refuses it as a non-member.
 
     `has_secret` says whether the dialler belongs to a private swarm itself.

@@ -124,7 +124,8 @@ def decode_frame(frame: bytes) -> Message:
 def read_answer(frame: bytes | None, name: str, session: SessionId | None = None) -> Message:
     """Return the message of a frame that a peer answered with; None is the end of the stream.
 
-    Raises UnavailableError for the end, and what `decode_frame` and `Declined.make_error` returns.
+    Raises UnavailableError for the end, RemoteProtocolError for a damaged frame, and the error of a
+    peer that declined.
     """
     if frame is None:
         raise UnavailableError(f"{name} ended the stream")

@@ -1,8 +1,9 @@
 """Quantized blocks on disk, so that a restart reads them in place of quantizing them again.
 
 An entry is a safetensors file with the int8 weights of one block, before any kernel packs them: it
-fits every processor. It is a hint and never trusted. Whatever is missing, damaged, not ours or not
-what the block needs is made anew from the checkpoint.
+fits every processor. It is a hint and never trusted. Whatever is missing, damaged or not what the
+block needs is made anew from the checkpoint, and a directory into which others can write is not
+used.
 """
 
 import contextlib
@@ -44,6 +45,9 @@ def open_block_cache(budget_bytes: int, directory: Path = BLOCKS_DIRECTORY) -> "
     try:
         directory = directory.expanduser()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = directory.stat()
+        if state.st_uid != os.geteuid() or state.st_mode & 0o022:
+            raise OSError(f"others can write into {directory}")
     except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         _warn(error)
         return None

@@ -47,13 +47,13 @@ class MessageFraming(Framing):
         if len(self._rest) < LENGTH.size:
             return False
         (num_bytes,) = LENGTH.unpack_from(self._rest)
+        if num_bytes == 0:  # in the middle of a frame as well: older peers close while they send
+            self._end(Mark.END, "")
+            return False
         if self._num_missing:
             del self._rest[: LENGTH.size]
             self._go_on(num_bytes, self._num_missing)
             return True
-        if num_bytes == 0:
-            self._end(Mark.END, "")
-            return False
         if not self._is_greeted:
             del self._rest[: LENGTH.size]
             if num_bytes > MAX_GREETING_BYTES:
@@ -118,7 +118,7 @@ class Libp2pStream(FrameStream):
         data = await reader.read(MAX_GREETING_BYTES)
         if len(data) == MAX_GREETING_BYTES:
             raise RemoteProtocolError("more than a greeting came first")
-        stream = cls(reader, writer, "the other end", remote_host)
+        stream = cls(reader, writer, f"a dialler at {remote_host}", remote_host)
         stream.data_received(data)
         return stream
 

@@ -27,7 +27,7 @@ from ...fair_share import FairLimit
 from ...ids import PeerId
 from ...membership.membership import NO_MEMBERSHIP, Membership
 from ..tcp.tcp_listener import HELLO_SECONDS, MAX_DOORSTEP, MAX_STREAMS
-from ..transport import StreamServer, end_serving, serve_stream, turn_away
+from ..transport import StreamServer, end_serving, make_not_a_member_error, serve_stream
 from .libp2p_stream import Libp2pStream
 from .multiaddrs import split_multiaddr
 from .p2p_daemon import (
@@ -129,7 +129,7 @@ class Libp2pTransport:
         except UnavailableError as error:
             raise UnavailableError(f"{endpoint} takes no more streams") from error
         if answer == _MEMBERS_ONLY:
-            raise turn_away(endpoint, has_secret=self._membership.is_private)
+            raise make_not_a_member_error(endpoint, has_secret=self._membership.is_private)
         if answer != _ACCEPTED:
             raise RemoteProtocolError(f"{endpoint} answers, but does not speak {PROTOCOL}")
 
@@ -204,7 +204,7 @@ class Libp2pListener:
                 stream.greet(_ACCEPTED)
                 await serve_stream(self._serve, stream, self.endpoint, stream.break_off)
                 await stream.wait_lost()
-        except (ShoalError, TimeoutError) as error:
+        except (TimeoutError, OSError, ShoalError) as error:
             log.debug("refused a connection at %s: %s", self.endpoint, error)
         finally:
             writer.transport.abort()

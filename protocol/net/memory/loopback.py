@@ -27,7 +27,14 @@ from ...errors import (
 )
 from ...limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES
 from ...membership.membership import NO_MEMBERSHIP, Membership
-from ..transport import FrameGate, StreamServer, end_serving, open_gate, serve_stream, turn_away
+from ..transport import (
+    FrameGate,
+    StreamServer,
+    end_serving,
+    make_not_a_member_error,
+    open_gate,
+    serve_stream,
+)
 
 _RETRANSMISSION_SECONDS = 0.2
 """The least time after which a lost frame is sent again (Linux's TCP_RTO_MIN)."""
@@ -239,7 +246,7 @@ class LoopbackTransport:
                 f"the peer at {endpoint} presents another TLS certificate than it announced"
             )
         if answer is Signal.NOT_A_MEMBER:
-            raise turn_away(endpoint, has_secret=self._membership.is_private)
+            raise make_not_a_member_error(endpoint, has_secret=self._membership.is_private)
         raise UnavailableError(f"nobody answers at {endpoint}: connection refused")
 
     async def close(self) -> None:

@@ -13,7 +13,7 @@ from ...endpoints import Endpoint
 from ...errors import LocalProtocolError, RemoteProtocolError, UnavailableError
 from ...membership.membership import NO_MEMBERSHIP, Membership
 from ..frame_stream import FrameStream, Mark
-from ..transport import StreamServer, turn_away
+from ..transport import StreamServer, make_not_a_member_error
 from .tcp_listener import HELLO, TcpListener
 from .tls import (
     TlsIdentity,
@@ -86,7 +86,7 @@ class TcpTransport:
         await stream.send(HELLO + self._membership.prove_to(endpoint.fingerprint))
         answer = await stream.receive()
         if stream.mark is Mark.MEMBERS_ONLY:
-            raise turn_away(endpoint, has_secret=self._membership.is_private)
+            raise make_not_a_member_error(endpoint, has_secret=self._membership.is_private)
         if stream.mark is Mark.TOO_MANY_STREAMS:
             raise UnavailableError(f"{endpoint} has too many streams open")
         if answer != HELLO:

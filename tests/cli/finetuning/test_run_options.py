@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ FIRST = (
 )
 
 
-def settle(line: str, recorded: dict[str, Any] | None = None) -> argparse.Namespace:
+def settle(line: str, recorded: dict[str, str] | None = None) -> argparse.Namespace:
     options = _parse(["finetune", "m", "--data", "d", "--out", "o", *line.split()])
     settle_options(options, recorded or {})
     return options
@@ -35,7 +34,7 @@ def read(options: argparse.Namespace) -> dict[str, Any]:
 def test_run_goes_on_with_its_own_options(line: str) -> None:
     first = settle(line)
 
-    again = settle("--resume", json.loads(json.dumps(record_options(first))))
+    again = settle("--resume", record_options(first))
 
     assert read(again) == read(first)
 
@@ -81,6 +80,12 @@ def test_sizes_of_another_method_are_not_taken_over() -> None:
     assert (again.method, again.pre_seq_len, again.rank) == ("ptune", 16, 8)
     with pytest.raises(UsageError, match=r"--pre-seq-len is for .*, not lora"):
         settle("--resume --pre-seq-len 3", recorded)
+
+
+@pytest.mark.parametrize("recorded", [{"rank": "-1"}, {"method": "magic"}, {"clip": "much"}])
+def test_damaged_record_is_one_sentence(recorded: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="recorded in the checkpoint are damaged: argument --"):
+        settle("--resume", recorded)
 
 
 def test_record_without_options_is_one_of_an_older_run() -> None:

@@ -79,6 +79,13 @@ def test_entry_is_read_as_it_was_written(directory: Path) -> None:
     assert load_file(directory / NAME).keys() > {"up.0.values", "up.0.scales"}
 
 
+def test_directory_into_which_others_can_write_is_not_used(directory: Path) -> None:
+    open_cache(directory).write(NAME, make_block())
+    directory.chmod(0o777)
+
+    assert open_block_cache(BUDGET, directory) is None
+
+
 def test_entry_that_nobody_wrote_is_empty(directory: Path) -> None:
     assert open_cache(directory).read(NAME, MAX_BYTES) == {}
 

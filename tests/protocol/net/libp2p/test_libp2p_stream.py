@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from shoal.protocol.errors import RemoteProtocolError, UnavailableError
-from shoal.protocol.limits import MAX_FRAME_BYTES
+from shoal.protocol.limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES
 from shoal.protocol.net.libp2p.libp2p_stream import Libp2pStream, MessageFraming, pack_message
 
 END = pack_message(b"")
@@ -57,6 +57,19 @@ def test_end_is_told_from_a_break() -> None:
             assert await stream.receive() == b"frame"
             with pytest.raises(UnavailableError):
                 await stream.receive()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("num_bytes", [MAX_PIECE_BYTES + 1, 4 * MAX_PIECE_BYTES])
+def test_end_in_the_middle_of_a_frame_is_an_end_and_no_lie(num_bytes: int) -> None:
+    """An older peer says it when it closes a stream on which it is sending."""
+
+    async def test() -> None:
+        async with stream_and_stranger() as (stream, stranger):
+            stranger.write(next(MessageFraming().pack(bytes(num_bytes))) + END)
+
+            assert await stream.receive() is None
 
     asyncio.run(test())
 
