@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Hashable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Generic, Protocol, TypeVar
-from weakref import WeakValueDictionary
 
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
@@ -98,7 +98,8 @@ class KeyedSemaphores(Generic[Key]):
 
     def __init__(self, limit: int = 1) -> None:
         self._limit = limit
-        self._semaphores = WeakValueDictionary[Key, asyncio.Semaphore]()
+        self._semaphores: dict[Key, asyncio.Semaphore] = {}
+        self._num_users: Counter[Key] = Counter()
 
     def __repr__(self) -> str:
         return f"<KeyedSemaphores, {len(self._semaphores)} in use>"
@@ -109,6 +110,14 @@ class KeyedSemaphores(Generic[Key]):
     @asynccontextmanager
     async def hold(self, key: Key) -> AsyncGenerator[None]:
         """Be one of `limit` holders of a key; the first that waits is the next holder."""
-        semaphore = self._semaphores.setdefault(key, asyncio.Semaphore(self._limit))
-        async with semaphore:
-            yield
+        # Counted, because a released semaphore is not locked until the next holder runs.
+        self._num_users[key] += 1
+        try:
+            if key not in self._semaphores:
+                self._semaphores[key] = asyncio.Semaphore(self._limit)
+            async with self._semaphores[key]:
+                yield
+        finally:
+            self._num_users[key] -= 1
+            if not self._num_users[key]:
+                del self._num_users[key], self._semaphores[key]
