@@ -165,7 +165,6 @@ FIRST, SECOND, *_ = Framing().pack(LARGE)
         ((MAX_FRAME_BYTES + 1).to_bytes(4, "little") + FIRST[4:],),
         (FIRST[:-1],),
         (FIRST + b"x",),
-        (FIRST, b""),
         (FIRST, SECOND[:-1]),
         (FIRST, SECOND + b"x"),
     ],
