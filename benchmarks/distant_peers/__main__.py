@@ -24,8 +24,8 @@ from distant_peers.swarm import DistantSwarm, open_bare_line, start_distant_swar
 from measuring.benchmark_model import BenchmarkModel, make_wide_model, open_bundled_model
 from measuring.clients import Clients, join_swarm, time_prompt, time_step
 from measuring.report import BenchRun, TargetFigure, at_most
-from shoal.cli.figures.figure import Figure, describe_machine
-from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS
+from shoal.cli.benchmarking.figure import Figure, describe_machine
+from shoal.cli.benchmarking.swarm_speed import CONTEXT_TOKENS
 from shoal.client.session.session import RemoteSession
 from shoal.client.trace.trace import AnsweredQuestion, Recorder, StepTaken
 from shoal.protocol.errors import ShoalError, UnavailableError

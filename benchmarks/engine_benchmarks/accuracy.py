@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from measuring.benchmark_model import BenchmarkModel
 from measuring.report import TargetFigure, at_least, at_most
-from shoal.cli.figures.figure import Figure
-from shoal.cli.figures.swarm_speed import make_text_settings
+from shoal.cli.benchmarking.figure import Figure
+from shoal.cli.benchmarking.swarm_speed import make_text_settings
 from shoal.client.model.local_layers import load_config, load_local_layers
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig
 
 from measuring.benchmark_model import make_benchmark_model
-from shoal.cli.figures.figure import describe_machine
+from shoal.cli.benchmarking.figure import describe_machine
 from shoal.client.training.lora import LoraAdapter
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint

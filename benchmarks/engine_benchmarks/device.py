@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from measuring.benchmark_model import BenchmarkModel, make_benchmark_model, open_bundled_model
-from shoal.cli.figures.figure import describe_machine
+from shoal.cli.benchmarking.figure import describe_machine
 from shoal.kernels.linear.quantize import Int8Weight, WeightFormat
 from shoal.kernels.linear.select import choose_int8_kernel, choose_paged_attention
 from shoal.models.checkpoints.checkpoint import Checkpoint

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.cli.figures.figure import describe_machine
+from shoal.cli.benchmarking.figure import describe_machine
 from shoal.kernels.attention.native_attention import (
     PromptAttention,
     TokenBatch,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shoal.cli.figures.swarm_speed import make_hidden
+from shoal.cli.benchmarking.swarm_speed import make_hidden
 from shoal.cli.options.bundled_model import find_model, read_configuration
 from shoal.models.checkpoints.fingerprint import CACHE_DIRECTORY
 

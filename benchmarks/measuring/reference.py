@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from measuring.benchmark_model import BenchmarkModel
-from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS, make_text_settings, time_calls
+from shoal.cli.benchmarking.swarm_speed import CONTEXT_TOKENS, make_text_settings, time_calls
 
 _NUM_THREADS = 2
 _PROBE_TOKENS = 16

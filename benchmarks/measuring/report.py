@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shoal.cli.figures.figure import Figure
+from shoal.cli.benchmarking.figure import Figure
 from shoal.cli.terminal.terminal import Progress, Terminal
 from shoal.protocol.errors import ShoalError
 

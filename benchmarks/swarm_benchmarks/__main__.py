@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from engine_benchmarks import accuracy
 from measuring.report import BenchRun
-from shoal.cli.figures.figure import Figure, describe_machine
+from shoal.cli.benchmarking.figure import Figure, describe_machine
 from shoal.cli.terminal.interrupts import INTERRUPTED, end_in_good_order
 from shoal.protocol.errors import ShoalError
 from swarm_benchmarks import failover, finetune, flood, hop, memory, start

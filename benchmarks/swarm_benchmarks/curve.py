@@ -10,7 +10,7 @@ from matplotlib import rc_context
 
 from measuring.plotting import save_figure
 from measuring.report import Target, TargetFigure, at_least, at_most, compute_percentile
-from shoal.cli.figures.figure import Figure
+from shoal.cli.benchmarking.figure import Figure
 from shoal.cli.finetuning.loss_plot import STYLE
 
 # Told apart without colour: by shade, line and marker.

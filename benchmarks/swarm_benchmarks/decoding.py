@@ -7,8 +7,8 @@ import statistics
 
 from measuring.clients import Clients, SwarmAddress, join_swarm, time_load, time_steps
 from measuring.report import TargetFigure, at_least, compute_percentile
-from shoal.cli.figures.figure import Figure
-from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS, measure_text, time_session
+from shoal.cli.benchmarking.figure import Figure
+from shoal.cli.benchmarking.swarm_speed import CONTEXT_TOKENS, measure_text, time_session
 from shoal.client import AutoDistributedModelForCausalLM
 from swarm_benchmarks.curve import CurvePoint, SessionsCurve
 from swarm_benchmarks.setting import Setting

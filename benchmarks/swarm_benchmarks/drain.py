@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from shoal.cli.figures.figure import describe_machine
+from shoal.cli.benchmarking.figure import describe_machine
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.client.model.causal_lm import DistributedCausalLM
 from shoal.peer.local_swarm.swarm import LocalSwarm

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from measuring.clients import Clients, SwarmAddress, join_swarm, time_steps
 from measuring.report import TargetFigure, at_most
-from shoal.cli.figures.figure import Figure
+from shoal.cli.benchmarking.figure import Figure
 from shoal.peer.local_swarm.swarm import LocalPeer, LocalSwarm
 from swarm_benchmarks.setting import Setting
 

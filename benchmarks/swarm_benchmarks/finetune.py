@@ -21,8 +21,8 @@ from measuring.clients import SwarmAddress, join_swarm, time_load
 from measuring.helper_process import HelperProcess
 from measuring.report import TargetFigure, at_least, at_most, compute_percentile
 from measuring.watched_transport import WatchedNetwork
-from shoal.cli.figures.figure import Figure
-from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS, time_calls
+from shoal.cli.benchmarking.figure import Figure
+from shoal.cli.benchmarking.swarm_speed import CONTEXT_TOKENS, time_calls
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.client.model.remote_blocks import RemoteSequential
 from shoal.client.runtime.client import find_network

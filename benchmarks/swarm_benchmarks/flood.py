@@ -16,8 +16,8 @@ from measuring.benchmark_model import BenchmarkModel
 from measuring.clients import Clients, SwarmAddress, join_swarm, time_load
 from measuring.helper_process import HelperProcess
 from measuring.report import TargetFigure, at_most, compute_percentile
-from shoal.cli.figures.figure import Figure
-from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS
+from shoal.cli.benchmarking.figure import Figure
+from shoal.cli.benchmarking.swarm_speed import CONTEXT_TOKENS
 from shoal.protocol.errors import RefusedError, RouteError, UnavailableError
 from shoal.protocol.ids import ModelId
 from swarm_benchmarks.setting import Setting

@@ -14,8 +14,8 @@ from measuring.clients import SwarmAddress, join_swarm, time_step
 from measuring.grpc_echo import open_echo, start_echo
 from measuring.report import TargetFigure, at_most
 from measuring.watched_transport import WatchedNetwork, WatchedTransport
-from shoal.cli.figures.figure import Figure
-from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS
+from shoal.cli.benchmarking.figure import Figure
+from shoal.cli.benchmarking.swarm_speed import CONTEXT_TOKENS
 from shoal.client.runtime.client import find_network
 from shoal.client.session.session import RemoteSession
 from shoal.client.settings.client_config import ClientConfig

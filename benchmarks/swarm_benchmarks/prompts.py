@@ -10,8 +10,8 @@ import time
 from measuring.benchmark_model import BenchmarkModel
 from measuring.clients import Clients, SwarmAddress, join_swarm, time_prompt
 from measuring.report import TargetFigure, at_least, at_most
-from shoal.cli.figures.figure import Figure
-from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS
+from shoal.cli.benchmarking.figure import Figure
+from shoal.cli.benchmarking.swarm_speed import CONTEXT_TOKENS
 from swarm_benchmarks.setting import Setting
 
 _COMPARED_TOKENS = 512

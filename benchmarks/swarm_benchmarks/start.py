@@ -7,7 +7,7 @@ import time
 
 from measuring.clients import SwarmAddress, join_swarm
 from measuring.report import TargetFigure, at_most
-from shoal.cli.figures.figure import Figure
+from shoal.cli.benchmarking.figure import Figure
 from shoal.peer.local_swarm.swarm import LocalSwarm
 from swarm_benchmarks.setting import Setting
 

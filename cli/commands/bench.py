@@ -5,7 +5,7 @@ import sys
 import time
 
 from ...protocol.errors import UsageError
-from ..figures.figure import describe_machine
+from ..benchmarking.figure import describe_machine
 from ..options.bundled_model import find_model
 from ..options.join_options import add_join_arguments, read_joining
 from ..remote_models.opening import open_model
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         status = text
 
     # It imports torch for seconds; usage errors above must not wait for it.
-    from ..figures.swarm_speed import measure_swarm
+    from ..benchmarking.swarm_speed import measure_swarm
 
     with (
         end_in_good_order(),

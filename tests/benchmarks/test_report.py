@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from measuring.report import BenchRun, TargetFigure, at_least, at_most, compute_percentile
-from shoal.cli.figures.figure import Figure
+from shoal.cli.benchmarking.figure import Figure
 from shoal.protocol.errors import UnavailableError
 
 SEED = 5

@@ -15,9 +15,9 @@ from types import MappingProxyType
 import torch
 import torch.nn.functional as F
 
+from ....kernels.layers.expert_routing import Router
 from ....kernels.layers.gate import gate_silu
 from ....kernels.layers.norm import Norm
-from ....kernels.layers.routing import Router
 from ....kernels.linear.linear import Linear
 from ....models.specs.model_spec import ExpertsSpec, Residual
 from .attention import Attention

@@ -2,7 +2,7 @@
 
 import torch
 
-from ....kernels.layers.routing import Router
+from ....kernels.layers.expert_routing import Router
 from ....kernels.linear.quantize import WeightFormat
 from ....models.checkpoints.checkpoint import Checkpoint
 from ....models.specs.model_spec import ACTIVATIONS, ExpertsSpec, MlpKind, ModelSpec

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shoal.kernels.layers.routing import Router
+from shoal.kernels.layers.expert_routing import Router
 
 
 def draw(*shape: int, seed: int = 6) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.cli.figures.figure import round_to_digits
+from shoal.cli.benchmarking.figure import round_to_digits
 from shoal.cli.main import main
 
 
