@@ -41,7 +41,7 @@ class ModelFacts:
 
 
 class JoinedSwarm(NamedTuple):
-    """What a client has of a swarm; see Network.connect."""
+    """A transport and a directory for a client; see Network.connect."""
 
     transport: Transport
     directory: Directory

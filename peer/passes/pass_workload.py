@@ -147,7 +147,7 @@ class _OpenPass:
 
 
 class PassStreamWork(StreamWork):
-    """What all work on one stream has that shares the account of passes."""
+    """The base of all work on one stream that shares the account of passes."""
 
     def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:
         self._passes = passes

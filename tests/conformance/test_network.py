@@ -1,4 +1,4 @@
-"""What every network must do for a client and for a peer; the same tests for each of them."""
+"""The conformance suite of networks: for a client and for a peer, over each implementation."""
 
 from __future__ import annotations
 
