@@ -58,6 +58,30 @@ def test_late_answer_to_a_question_that_was_given_up_is_not_that_of_the_next_one
     run(test, Link(delay_seconds=0.1))
 
 
+def test_send_that_is_cancelled_costs_the_hop_its_link_and_nobody_is_blamed() -> None:
+    """Half of the step may be on its way, so the stream is broken, which no peer has done."""
+
+    async def test(scene: Scene) -> None:
+        session, hops = await begin(scene)
+        scene.network.pause(scene.names_of(session)[0])
+        questions = [Question(draw(2, 4000, 32), 3, sequence=number) for number in (8, 9, 10)]
+        for question in questions:
+            sending = asyncio.create_task(session.exchange.send(hops[:1], question))
+            await asyncio.wait([sending], timeout=0.1)
+            if not sending.done():
+                break
+        sending.cancel()
+        await asyncio.wait([sending])
+        assert sending.cancelled()
+        scene.network.resume(scene.names_of(session)[0])
+
+        with pytest.raises(BrokenSegmentError, match="lost before"):
+            await session.exchange.ask(hops[:1], Question(draw(4), 3, sequence=11))
+        assert scene.quarantined == []
+
+    run(test)
+
+
 def test_lost_hop_leaves_nothing_on_the_line() -> None:
     async def test(scene: Scene) -> None:
         session, hops = await begin(scene)
