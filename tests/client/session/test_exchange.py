@@ -64,19 +64,22 @@ def test_send_that_is_cancelled_costs_the_hop_its_link_and_nobody_is_blamed() ->
     async def test(scene: Scene) -> None:
         session, hops = await begin(scene)
         scene.network.pause(scene.names_of(session)[0])
-        questions = [Question(draw(2, 4000, 32), 3, sequence=number) for number in (8, 9, 10)]
-        for question in questions:
-            sending = asyncio.create_task(session.exchange.send(hops[:1], question))
-            await asyncio.wait([sending], timeout=0.1)
-            if not sending.done():
-                break
+        exchange = session.exchange
+
+        async def send_more_than_the_window_takes() -> None:
+            for number in (8, 9, 10):
+                question = Question(draw(2, 4000, 32), 3, sequence=number)
+                await exchange.send(hops[:1], question)
+
+        sending = asyncio.create_task(send_more_than_the_window_takes())
+        await asyncio.sleep(0.1)
         sending.cancel()
         await asyncio.wait([sending])
         assert sending.cancelled()
         scene.network.resume(scene.names_of(session)[0])
 
         with pytest.raises(BrokenSegmentError, match="lost before"):
-            await session.exchange.ask(hops[:1], Question(draw(4), 3, sequence=11))
+            await exchange.ask(hops[:1], Question(draw(4), 3, sequence=11))
         assert scene.quarantined == []
 
     run(test)
