@@ -288,7 +288,7 @@ class FinetuneRun:
         ]
 
     def _add_gradients(self, batches: Sequence[Batch]) -> float:
-        """Gather the gradients of all batches; return the mean loss over their tokens.
+        """Accumulate the gradients of all batches; return the mean loss over their tokens.
 
         A loss that is no number is not taken back through the swarm.
         """

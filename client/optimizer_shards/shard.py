@@ -26,7 +26,7 @@ class AppliedUpdate:
 
 @dataclass(frozen=True)
 class LoggedPass:
-    """A backward pass whose gradients a peer has gathered, as it was asked for."""
+    """A backward pass whose gradients a peer has accumulated, as it was asked for."""
 
     span: Span
     texts: Texts
@@ -64,7 +64,7 @@ class Shard:
     name: AdapterId = NO_ADAPTER
     weights: str | None = None
     square_sum: float | None = None
-    """Of the gradients gathered so far; None where they are not measured."""
+    """Of the gradients accumulated so far; None where they are not measured."""
 
     @property
     def held_at(self) -> Hop:
@@ -112,7 +112,7 @@ class Shard:
         return replace(texts, adapters=rows)
 
     def note_pass(self, logged: LoggedPass) -> None:
-        """Note that gradients were gathered."""
+        """Note that gradients were accumulated."""
         self.log[-1].passes.append(logged)
         self.square_sum = None
 

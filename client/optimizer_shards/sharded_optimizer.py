@@ -37,7 +37,7 @@ from ...protocol.messages.adapters import (
     OptimizerSettings,
     make_updated_id,
 )
-from ...protocol.messages.passes import GatherOrder
+from ...protocol.messages.passes import AccumulationOrder
 from ...protocol.spans import Span
 from ...protocol.versions import OPTIMIZER_VERSION
 from ..adapters.adapter_versions import ShardedVersion, find_sharded
@@ -163,7 +163,7 @@ class ShardedOptimizer:
                 continue
 
     async def measure(self) -> float:
-        """Return the norm of all gradients that were gathered for the next update."""
+        """Return the norm of all gradients that were accumulated for the next update."""
         await self._for_all(
             self._measure_shard, lambda one: one.square_sum is None and bool(one.log[-1].passes)
         )
@@ -177,7 +177,7 @@ class ShardedOptimizer:
         if self._applying is None:
             if not any(one.log[-1].passes for one in self._shards):
                 return
-            norm = await self.measure()  # which no peer refuses for what it has gathered
+            norm = await self.measure()  # which no peer refuses for what it has accumulated
             factor = 1.0 if max_norm is None else min(1.0, max_norm / (norm + _LEAST_NORM))
             self._applying = AppliedUpdate(settings, factor)
         wanted, applied = self._num_updates + 1, self._applying
@@ -196,7 +196,7 @@ class ShardedOptimizer:
             await self.fetch()
 
     async def drop_gradients(self) -> None:
-        """Gather gradients from nothing again. Raises UsageError in the middle of an update."""
+        """Accumulate gradients from nothing again. Raises UsageError in the middle of an update."""
         if self._applying is not None:
             raise UsageError("step() did not come to its end; call it again to go on")
         number = next(self._sums)
@@ -269,7 +269,7 @@ class ShardedOptimizer:
     async def _replay(
         self, fresh: Sequence[Shard], logged: LoggedPass, failures: PassFailures
     ) -> None:
-        """Have gradients gathered again, now perhaps by several peers in a row."""
+        """Have gradients accumulated again, now perhaps by several peers in a row."""
         inputs: list[tuple[Shard, Span, Texts]] = []
         rest = logged.texts
         touched = list_stages(fresh, logged.span)
@@ -369,19 +369,19 @@ class ShardedOptimizer:
         """Take gradients back through blocks, whose peer accumulates those of the adapter."""
         hop, named = shard.make_hop(span), shard.name_rows(texts)
         version, log, part = find_sharded(texts.adapters), shard.log[-1], next(self._part_numbers)
-        is_gathered = not shard.is_empty and version is not None and version.is_trained
-        order = GatherOrder(log.number, part) if is_gathered else None
+        is_accumulated = not shard.is_empty and version is not None and version.is_trained
+        order = AccumulationOrder(log.number, part) if is_accumulated else None
         gradients = await self._try(
             shard, failures, lambda: self._asker.ask_once(hop, named, grads_BTH, order)
         )
         if shard.log[-1] is not log or not is_known():
             raise LostShardError  # whoever has it now knows nothing of these gradients
-        if is_gathered:
+        if is_accumulated:
             shard.note_pass(LoggedPass(span, texts, grads_BTH, part))
         return gradients
 
     async def _measure_shard(self, shard: Shard, failures: PassFailures) -> None:
-        """Note how large what was gathered is."""
+        """Note how large what was accumulated is."""
         asked = AdapterMeasure(make_pass_id(), shard.gradients)
         shard.square_sum = await self._try_link(
             shard, failures, lambda link: link.measure(asked, _PATIENCE_SECONDS)

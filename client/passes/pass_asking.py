@@ -27,7 +27,7 @@ from ...protocol.errors import (
 )
 from ...protocol.ids import NO_ADAPTER, AdapterId, PeerId
 from ...protocol.messages.adapters import AdapterHead
-from ...protocol.messages.passes import GatherOrder, PassKind, Slot
+from ...protocol.messages.passes import AccumulationOrder, PassKind, Slot
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement, PeerState
@@ -304,7 +304,7 @@ class PassAsker:
         hop: Hop,
         texts: Texts,
         grads_BTH: Tensor | None = None,
-        order: GatherOrder | None = None,
+        order: AccumulationOrder | None = None,
     ) -> TextGradients:
         """Ask one peer, once: for hidden states, or, given gradients, for those before them.
 
@@ -474,11 +474,13 @@ class PassAsker:
         texts: Texts,
         grads_BTH: Tensor | None,
         is_wanted: Callable[[], bool],
-        gather: GatherOrder | None = None,
+        accumulate: AccumulationOrder | None = None,
     ) -> PassAnswer:
         await cut_apart(list_adapters(texts.adapters), hop.span)
         is_backward, wire_dtype = grads_BTH is not None, self._config.wire_dtype
-        asked = replace(texts.make_pass(hop, wire_dtype, is_backward=is_backward), gather=gather)
+        asked = replace(
+            texts.make_pass(hop, wire_dtype, is_backward=is_backward), accumulate=accumulate
+        )
         num_bytes = texts.count_bytes(asked)
         bandwidth, num_tokens = self._book.bandwidth, texts.num_tokens
         times = self._book.pass_times(hop.peer.peer_id)

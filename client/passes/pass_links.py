@@ -178,7 +178,7 @@ class PassLink:
         return kept.keep_seconds
 
     async def measure(self, asked: AdapterMeasure, patience_seconds: float) -> float:
-        """Return the sum of the squares of gathered gradients; raises what `ask` does."""
+        """Return the sum of the squares of accumulated gradients; raises what `ask` does."""
         answer = await self._ask_about_adapter(asked, patience_seconds)
         return expect(answer, AdapterMeasured, self._name).square_sum
 

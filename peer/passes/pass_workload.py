@@ -39,7 +39,7 @@ from .wire_passes import (
     WireWork,
     check_adapters,
     cut_adapters,
-    find_gathered,
+    find_accumulated,
     find_kept,
     run_pass,
 )
@@ -237,7 +237,7 @@ class PassStream(PassStreamWork):
                 f"the model handles {engine.spec.max_positions} tokens, not {message.num_tokens}",
             )
         kept = find_kept(message, resources.adapter_store, tenant)
-        gathered = find_gathered(message, kept)
+        accumulated = find_accumulated(message, kept)
         adapters = cut_adapters(message, kept)
         num_bytes, work_bytes = self._measure(message, adapters)
         passes.tensors.check_room_for(tenant, num_bytes)
@@ -247,7 +247,7 @@ class PassStream(PassStreamWork):
             resources.adapter_store.use(one, tenant)
         width = engine.spec.hidden_size
         reader = PiecesReader(list_question_slots(message), width)
-        work = WireWork(message, reader.tensors, width, adapters, gathered)
+        work = WireWork(message, reader.tensors, width, adapters, accumulated)
         return _OpenPass(work, tenant, reader, num_bytes, work_bytes, kept.values())
 
     def _measure(self, message: Pass, adapters: Adapters) -> tuple[int, int]:

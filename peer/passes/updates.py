@@ -111,7 +111,7 @@ class UpdateStream(PassStreamWork):
     ) -> None:
         try:
             if isinstance(message, AdapterMeasure):
-                measure = partial(trained.gathered.measure, message.gradients)
+                measure = partial(trained.accumulated.measure, message.gradients)
                 square_sum: float = await self._run(measure, tenant, kept, trained)
                 self._answers.say(AdapterMeasured(message.pass_id, square_sum))
             elif isinstance(message, AdapterUpdate):

@@ -32,7 +32,7 @@ from ...protocol.tensors import WireTensor
 from ...protocol.wire.codec import encode_frame
 from ..engine.adapters.adapter import Adapter
 from ..engine.adapters.adapter_store import AdapterStore, KeptAdapter
-from ..engine.adapters.trained_adapter import GatheredGradients
+from ..engine.adapters.trained_adapter import AccumulatedGradients
 from ..engine.passes.span_passes import PassWork, SpanPasses
 from ..streams.client_stream import check_fits
 
@@ -50,7 +50,7 @@ class WireWork:
     tensors: dict[Slot, list[WireTensor]]
     hidden_size: int
     adapters: Adapters = ()
-    gathered: GatheredGradients | None = None
+    accumulated: AccumulatedGradients | None = None
     """The sum that the gradients of its adapter are added to, if any."""
 
 
@@ -65,18 +65,20 @@ def find_kept(
     return {name: adapter_store.find(name, tenant) for name in names}
 
 
-def find_gathered(message: Pass, kept: Mapping[AdapterId, KeptAdapter]) -> GatheredGradients | None:
+def find_accumulated(
+    message: Pass, kept: Mapping[AdapterId, KeptAdapter]
+) -> AccumulatedGradients | None:
     """Return where the gradients of a pass are added to; None where that is not asked for.
 
     Raises RefusedError unless the peer trains the adapter.
     """
-    if message.gather is None:
+    if message.accumulate is None:
         return None
     (one,) = kept.values()  # check_message made sure
     if one.trained is None:
         detail = "this peer was not asked to train the adapter"
         raise RefusedError(ErrorCode.BAD_VALUES, detail)
-    return one.trained.gathered
+    return one.trained.accumulated
 
 
 def cut_adapters(message: Pass, kept: Mapping[AdapterId, KeptAdapter]) -> Adapters:
@@ -92,7 +94,7 @@ def check_adapters(message: Pass, adapters: Adapters, width: int, most_bytes: in
     take more than `most_bytes`, however few texts there are: on the way there already, if they will
     be asked for.
     """
-    wants_gradients = message.adapter_vectors > 0 or message.gather is not None
+    wants_gradients = message.adapter_vectors > 0 or message.accumulate is not None
     if not wants_gradients and not message.trains_adapters:
         return 0
     num_numbers = sum(adapter.num_numbers for adapter in _list(adapters))
@@ -130,7 +132,7 @@ def run_pass(passes: SpanPasses, asked: WireWork, give_way: GiveWay) -> list[byt
     shape = (message.num_rows, message.num_tokens, asked.hidden_size)
     hidden_BTH = _join(tensors.pop(Slot.HIDDEN), give_way).view(shape)
     prompts = _read_prompts(message, tensors, give_way)
-    wants_adapters = message.adapter_vectors > 0 or asked.gathered is not None
+    wants_adapters = message.adapter_vectors > 0 or asked.accumulated is not None
     work = PassWork(message.span, hidden_BTH, prompts, adapters, wants_adapters)
     if message.kind is PassKind.FORWARD:
         return _encode(message, Slot.HIDDEN, passes.run_forward(work, give_way), give_way)
@@ -139,9 +141,9 @@ def run_pass(passes: SpanPasses, asked: WireWork, give_way: GiveWay) -> list[byt
     frames = _encode(message, Slot.HIDDEN, gradients.hidden_BTH, give_way)
     if gradients.prompts_LBPH is not None:
         frames += _encode(message, Slot.PROMPTS, gradients.prompts_LBPH, give_way)
-    if message.gather is not None and asked.gathered is not None:
+    if message.accumulate is not None and asked.accumulated is not None:
         (found,) = gradients.adapters.values()  # only one is trained
-        asked.gathered.add(message.gather, found, give_way)
+        asked.accumulated.add(message.accumulate, found, give_way)
     elif wants_adapters:
         vectors = _join_gradients(adapters, gradients.adapters, asked.hidden_size)
         frames += _encode(message, Slot.ADAPTERS, vectors, give_way)

@@ -382,7 +382,7 @@ class AdapterWithdrawal(Message):
 
 @dataclass(frozen=True, slots=True)
 class GradientSum(Record):
-    """Gradients that a peer has gathered for an adapter: exactly those of these `parts`.
+    """Gradients that a peer has accumulated for an adapter: exactly those of these `parts`.
 
     A `number` grows with each sum of an adapter; a larger one lets the sum before be forgotten.
     """
@@ -401,13 +401,13 @@ class GradientSum(Record):
 
 @message(26)
 class AdapterMeasure(Message):
-    """Ask how large the gathered gradients of an adapter are; nothing changes."""
+    """Ask how large the accumulated gradients of an adapter are; nothing changes."""
 
     pass_id: HeaderPass
     gradients: Annotated[GradientSum, Body(1)]
 
     def check(self) -> None:
-        """Raise ValueError for gradients that nobody has gathered."""
+        """Raise ValueError for gradients that nobody has accumulated."""
         if not self.gradients.parts:
             raise ValueError("a sum of 0 parts")
 
@@ -427,7 +427,7 @@ class AdapterMeasured(Message):
 
 @message(28)
 class AdapterUpdate(Message):
-    """Ask a peer to make a new adapter of one and its gathered gradients, times `factor`.
+    """Ask a peer to make a new adapter of one and its accumulated gradients, times `factor`.
 
     The new one takes the old one's place, and `make_updated_id` says what it is called: whoever
     asks again is told that it is there. The answer is `AdapterKept`.

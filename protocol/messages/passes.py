@@ -72,7 +72,7 @@ class AdapterRows(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class GatherOrder(Record):
+class AccumulationOrder(Record):
     """Add the gradients of a pass to a sum, times `scale`, as one part, if it is not in there."""
 
     number: Annotated[int, Body(1, "uint64"), count_to(_MOST_NUMBERS, "number of a sum")]
@@ -93,9 +93,9 @@ class Pass(Message):
 
     `adapters` says which rows have which adapter; without, none has one. Backward,
     `adapter_vectors` are those that the gradients of all of them fill; 0: they are not wanted.
-    To `gather` them, of the one adapter that rows have, is for one that the peer trains. Forward,
-    `trains_adapters` says that any of this will be asked for: a peer without memory for it declines
-    before it computes anything.
+    To `accumulate` them, of the one adapter that rows have, is for one that the peer trains.
+    Forward, `trains_adapters` says that any of this will be asked for: a peer without memory for it
+    declines before it computes anything.
     """
 
     pass_id: HeaderPass
@@ -113,7 +113,7 @@ class Pass(Message):
     prompt_tokens: Annotated[int, Body(9, "uint32")] = 0
     adapters: Annotated[tuple[AdapterRows, ...], Body(10)] = ()
     adapter_vectors: Annotated[int, Body(11, "uint32")] = 0
-    gather: Annotated[GatherOrder | None, Body(12)] = None
+    accumulate: Annotated[AccumulationOrder | None, Body(12)] = None
     trains_adapters: Annotated[bool, Body(13, "bool")] = False
 
     def check(self) -> None:
@@ -135,7 +135,7 @@ class Pass(Message):
         if self.trains_adapters and self.kind is not PassKind.FORWARD:
             raise ValueError("that gradients will be asked for is said on the way there")
         if not self.adapters:
-            if self.adapter_vectors or self.gather or self.trains_adapters:
+            if self.adapter_vectors or self.accumulate or self.trains_adapters:
                 raise ValueError("gradients of adapters are asked for, and there are none")
             return
         num_rows = 0
@@ -148,11 +148,11 @@ class Pass(Message):
         if self.adapter_vectors:
             bound = limits.MAX_PASS_ADAPTERS if is_backward else 0
             check_count(self.adapter_vectors, bound, "gradients of adapters")
-        if self.gather is not None:
+        if self.accumulate is not None:
             names = {run.adapter for run in self.adapters if run.adapter}
             if len(names) != 1 or self.adapter_vectors or not is_backward:
                 raise ValueError(
-                    "gradients are gathered of one adapter, on the way back, and not answered"
+                    "gradients are accumulated of one adapter, on the way back, and not answered"
                 )
 
 

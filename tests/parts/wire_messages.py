@@ -38,8 +38,8 @@ from shoal.protocol.messages.adapters import (
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.offers import Offer, Parked
 from shoal.protocol.messages.passes import (
+    AccumulationOrder,
     AdapterRows,
-    GatherOrder,
     Pass,
     Passed,
     PassKind,
@@ -224,8 +224,8 @@ HONEST: list[Message] = [
     AdapterKept(HEAD.upload_id, 300.0),
     replace(HEAD, optimizer=OptimizerKind.ADAMW),
     replace(HEAD, optimizer=OptimizerKind.SGD, num_updates=U32),
-    replace(ADAPTED, gather=GatherOrder(1, 1)),
-    replace(ADAPTED, gather=GatherOrder(2**32, U32, 2.0**-20)),
+    replace(ADAPTED, accumulate=AccumulationOrder(1, 1)),
+    replace(ADAPTED, accumulate=AccumulationOrder(2**32, U32, 2.0**-20)),
     AdapterMeasure(PASS_ID, SUM),
     AdapterMeasured(PASS_ID, 1e300),
     AdapterUpdate(PASS_ID, SUM, ADAMW, 0.25),

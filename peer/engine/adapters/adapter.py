@@ -55,7 +55,7 @@ class AdapterPart:
         return (_multiply_apart(hidden_NR, up_OR.float()) * self.scale).to(hidden_NI.dtype)
 
     def open(self, place: torch.device, has_gradients: bool) -> AdapterPart:
-        """Return the part on a device; with gradients, as float32 copies that gather them."""
+        """Return the part on a device; with gradients, as float32 copies that accumulate them."""
         if not has_gradients:
             return replace(self, down_RI=self.down_RI.to(place), up_OR=self.up_OR.to(place))
         down_RI, up_OR = (
@@ -77,7 +77,7 @@ class Adapter:
         return self.open(place, has_gradients=False)
 
     def open(self, place: torch.device, has_gradients: bool) -> Adapter:
-        """Return the adapter on a device; with gradients, as float32 copies that gather them."""
+        """Return the adapter on a device; with gradients, float32 copies that accumulate them."""
         opened = {
             key: tuple(part.open(place, has_gradients) for part in parts)
             for key, parts in self.parts.items()

@@ -17,7 +17,7 @@ from ....kernels.pauses import GiveWay
 from ....protocol.errors import ErrorCode, RefusedError
 from ....protocol.limits import MAX_GRADIENT_PARTS
 from ....protocol.messages.adapters import GradientSum, OptimizerKind, OptimizerSettings
-from ....protocol.messages.passes import GatherOrder
+from ....protocol.messages.passes import AccumulationOrder
 from .adapter import Adapter, AdapterPart
 from .adapter_file import name_matrices
 
@@ -25,7 +25,7 @@ _NUMBERS_AT_ONCE = 2**18
 """An update goes through six tensors: so many numbers of each take about a millisecond."""
 
 
-class GatheredGradients:
+class AccumulatedGradients:
     """The sum of an adapter's gradients; each backward pass adds its own as one part."""
 
     def __init__(self) -> None:
@@ -34,7 +34,9 @@ class GatheredGradients:
         self._sums: dict[str, Tensor] = {}
         self._num_being_added = 0
 
-    def add(self, order: GatherOrder, gradients: Mapping[str, Tensor], give_way: GiveWay) -> None:
+    def add(
+        self, order: AccumulationOrder, gradients: Mapping[str, Tensor], give_way: GiveWay
+    ) -> None:
         """Add the gradients of one pass, unless they are in the sum already.
 
         Raises RefusedError, and adds nothing, if they are not finite or belong to a sum before.
@@ -101,7 +103,7 @@ class TrainedAdapter:
     kind: OptimizerKind
     moments: tuple[Adapter, ...]
     num_updates: int
-    gathered: GatheredGradients
+    accumulated: AccumulatedGradients
 
     @classmethod
     def begin(
@@ -121,7 +123,7 @@ class TrainedAdapter:
         has_squares = kind is OptimizerKind.ADAMW
         if has_squares and any(bool((matrix < 0).any()) for matrix in _list(moments[1])):
             raise RefusedError(ErrorCode.BAD_VALUES, "second moments are below zero")
-        return cls(adapter, kind, tuple(moments), num_updates, GatheredGradients())
+        return cls(adapter, kind, tuple(moments), num_updates, AccumulatedGradients())
 
     def move_to(self, place: torch.device) -> TrainedAdapter:
         """Return it on a device."""
@@ -135,14 +137,14 @@ class TrainedAdapter:
         factor: float,
         give_way: GiveWay,
     ) -> TrainedAdapter:
-        """Return what an update with its gathered gradients, times `factor`, makes of it.
+        """Return what an update with its accumulated gradients, times `factor`, makes of it.
 
         Matrices of which there are none have gradients of zero. Raises RefusedError if they are
         others than asked for, if it has another optimizer, or if the result is not finite.
         """
         if settings.kind is not self.kind:
             raise RefusedError(ErrorCode.BAD_VALUES, f"the adapter is trained by {self.kind.name}")
-        sums = self.gathered.take(asked)
+        sums = self.accumulated.take(asked)
         number = self.num_updates + 1
         made = [_map(one, torch.empty_like) for one in (self.adapter, *self.moments)]
         befores = zip(*(_name(one) for one in (self.adapter, *self.moments)), strict=True)
@@ -168,7 +170,7 @@ class TrainedAdapter:
                             f"{name:.200} would no longer be finite; lower the learning rate",
                         )
                     target[part] = result
-        return TrainedAdapter(made[0], self.kind, tuple(made[1:]), number, GatheredGradients())
+        return TrainedAdapter(made[0], self.kind, tuple(made[1:]), number, AccumulatedGradients())
 
     def copy_matrices(self, give_way: GiveWay) -> list[dict[str, Tensor]]:
         """Return its matrices and then each of its moments by PEFT's names, on the CPU.

@@ -259,7 +259,7 @@ class SpanPasses:
         ]
 
     def _open_adapters(self, work: PassWork, *, has_gradients: bool) -> dict[Adapter, Adapter]:
-        """Return the adapters of a pass on the device; for gradients, copies that gather them."""
+        """Return a pass's adapters on the device; for gradients, copies that accumulate them."""
         return {
             adapter: adapter.open(self._device.place, has_gradients)
             for adapter in dict.fromkeys(work.adapters)

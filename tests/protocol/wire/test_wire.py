@@ -54,7 +54,7 @@ from shoal.protocol.messages.adapters import (
     PublicationFetch,
 )
 from shoal.protocol.messages.fields import Message
-from shoal.protocol.messages.passes import AdapterRows, GatherOrder, Passed, PassKind
+from shoal.protocol.messages.passes import AccumulationOrder, AdapterRows, Passed, PassKind
 from shoal.protocol.messages.session import (
     Close,
     Declined,
@@ -248,15 +248,15 @@ DISHONEST: list[Message] = [
     PublicationFetch(PASS_ID, NO_ADAPTER, 0, 1),
     PublicationFetch(PASS_ID, ADAPTER, limits.MAX_BLOCKS, 1),
     PublicationFetch(PASS_ID, ADAPTER, 0, limits.MAX_BLOCKS + 1),
-    replace(ADAPTED, gather=GatherOrder(0, 1)),
-    replace(ADAPTED, gather=GatherOrder(1, 0)),
-    replace(ADAPTED, gather=GatherOrder(1, 1, math.nan)),
-    replace(ADAPTED, gather=GatherOrder(1, 1), adapter_vectors=1),
-    replace(ADAPTED, gather=GatherOrder(1, 1), kind=PassKind.FORWARD),
-    replace(ADAPTED, gather=GatherOrder(1, 1), adapters=()),
+    replace(ADAPTED, accumulate=AccumulationOrder(0, 1)),
+    replace(ADAPTED, accumulate=AccumulationOrder(1, 0)),
+    replace(ADAPTED, accumulate=AccumulationOrder(1, 1, math.nan)),
+    replace(ADAPTED, accumulate=AccumulationOrder(1, 1), adapter_vectors=1),
+    replace(ADAPTED, accumulate=AccumulationOrder(1, 1), kind=PassKind.FORWARD),
+    replace(ADAPTED, accumulate=AccumulationOrder(1, 1), adapters=()),
     replace(
         ADAPTED,
-        gather=GatherOrder(1, 1),
+        accumulate=AccumulationOrder(1, 1),
         adapters=(AdapterRows(ADAPTER, 1), AdapterRows(AdapterId(bytes(range(32))), 1)),
     ),
     AdapterMeasure(PASS_ID, replace(SUM, parts=())),

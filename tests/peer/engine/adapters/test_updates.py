@@ -18,7 +18,7 @@ from virtual_time import VirtualClock
 from shoal.peer.engine.adapters.adapter import Adapter, AdapterPart
 from shoal.peer.engine.adapters.adapter_file import read_adapter
 from shoal.peer.engine.adapters.adapter_store import AdapterStore
-from shoal.peer.engine.adapters.trained_adapter import GatheredGradients, TrainedAdapter
+from shoal.peer.engine.adapters.trained_adapter import AccumulatedGradients, TrainedAdapter
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes.span_passes import PassWork
 from shoal.protocol.errors import ErrorCode, RefusedError
@@ -36,7 +36,7 @@ from shoal.protocol.messages.adapters import (
     OptimizerSettings,
     make_updated_id,
 )
-from shoal.protocol.messages.passes import AdapterRows, GatherOrder, Passed, PassKind
+from shoal.protocol.messages.passes import AccumulationOrder, AdapterRows, Passed, PassKind
 from shoal.protocol.messages.session import Queued
 
 ADAMW = OptimizerSettings(OptimizerKind.ADAMW, 0.01, 0.1, 0.0, 0.9, 0.99, 1e-8)
@@ -48,13 +48,15 @@ def make_id(number: int) -> PassId:
     return PassId(SessionId(bytes([number]) * 16))
 
 
-async def gather(talk: Talk, name: AdapterId, number: int, part: int, scale: float = 1.0) -> Any:
+async def accumulate(
+    talk: Talk, name: AdapterId, number: int, part: int, scale: float = 1.0
+) -> Any:
     """Go back through blocks; return the last answer."""
     asked = make_pass(
         part,
         kind=PassKind.BACKWARD,
         adapters=(AdapterRows(name, ROWS),),
-        gather=GatherOrder(number, part, scale),
+        accumulate=AccumulationOrder(number, part, scale),
     )
     with VirtualClock().hold():  # it takes no time
         return (await ask(talk, asked, HIDDEN=TEXTS, GRADIENTS=GRADIENTS))[-1]
@@ -100,15 +102,15 @@ def test_gradients_are_added_once_however_often_they_are_asked_for(engine: Engin
         talk = await greet(peer)
         name = await keep(talk, pack(), **TRAINED)
         for part, scale in ((1, 1.5), (2, 0.5), (1, 1.5), (2, 0.5)):
-            assert isinstance(await gather(talk, name, 1, part, scale), Passed)
+            assert isinstance(await accumulate(talk, name, 1, part, scale), Passed)
         measured = await measure(talk, name, 1, 1, 2)
         assert isinstance(measured, AdapterMeasured)
         assert measured.square_sum == pytest.approx(expected, rel=1e-5)
         for number, parts in ((1, (1,)), (1, (1, 2, 3)), (2, (1, 2))):
             answer = await measure(talk, name, number, *parts)
             assert_declined(answer, ErrorCode.UNKNOWN_ADAPTER)
-        assert isinstance(await gather(talk, name, 2, 3), Passed)  # which forgets the first sum
-        assert_declined(await gather(talk, name, 1, 4), ErrorCode.UNKNOWN_ADAPTER)
+        assert isinstance(await accumulate(talk, name, 2, 3), Passed)  # which forgets the first sum
+        assert_declined(await accumulate(talk, name, 1, 4), ErrorCode.UNKNOWN_ADAPTER)
         assert isinstance(await measure(talk, name, 2, 3), AdapterMeasured)
 
     run(engine, test)
@@ -134,7 +136,7 @@ def test_update_is_that_of_torch_and_is_made_once(
         talk = await greet(peer)
         name = await keep(talk, pack(), optimizer=settings.kind)
         held = peer.service.adapters.shared.used_bytes
-        await gather(talk, name, 1, 7)
+        await accumulate(talk, name, 1, 7)
         asked = AdapterUpdate(make_id(90), GradientSum(name, 1, (7,)), settings, 0.5)
         new = make_updated_id(asked)
         assert isinstance(await say(talk, asked), AdapterKept)
@@ -148,8 +150,8 @@ def test_update_is_that_of_torch_and_is_made_once(
             check_close(files[0][found], matrix.detach())
         assert len(peer.service.adapters) == 1
         assert peer.service.adapters.shared.used_bytes == held
-        assert_declined(await gather(talk, name, 1, 8), ErrorCode.UNKNOWN_ADAPTER)
-        assert isinstance(await gather(talk, new, 1, 8), Passed)
+        assert_declined(await accumulate(talk, name, 1, 8), ErrorCode.UNKNOWN_ADAPTER)
+        assert isinstance(await accumulate(talk, new, 1, 8), Passed)
 
         # Brought to another peer as it is, it goes on where it was.
         data = b"".join(safetensors.torch.save(file) for file in files)
@@ -166,7 +168,7 @@ def test_nobody_else_trains_an_adapter_or_sees_it(engine: Engine) -> None:
         name = await keep(anna, pack(), **TRAINED)
         plain = await keep(anna, pack(draw_matrices(2)), number=2)
         public = await keep(anna, pack(draw_matrices(3)), number=3, is_published=True)
-        await gather(anna, name, 1, 1)
+        await accumulate(anna, name, 1, 1)
         gradients = GradientSum(name, 1, (1,))
         for message in (
             AdapterMeasure(make_id(1), gradients),
@@ -174,9 +176,9 @@ def test_nobody_else_trains_an_adapter_or_sees_it(engine: Engine) -> None:
             AdapterFetch(make_id(1), name),
         ):
             assert_declined(await say(bert, message), ErrorCode.UNKNOWN_ADAPTER)
-        assert_declined(await gather(bert, name, 1, 2), ErrorCode.UNKNOWN_ADAPTER)
+        assert_declined(await accumulate(bert, name, 1, 2), ErrorCode.UNKNOWN_ADAPTER)
         for untrained in (plain, public):
-            answer = await gather(anna, untrained, 1, 3)
+            answer = await accumulate(anna, untrained, 1, 3)
             assert "not asked to train" in assert_declined(answer, ErrorCode.BAD_VALUES).detail
             asked = AdapterUpdate(make_id(1), GradientSum(untrained, 1), ADAMW)
             assert_declined(await say(anna, asked), ErrorCode.BAD_VALUES)
@@ -231,7 +233,7 @@ def test_client_that_goes_in_the_middle_leaves_the_adapter_as_it_was(engine: Eng
     async def test(peer: Peer) -> None:
         talk = await greet(peer)
         name = await keep(talk, pack(), **TRAINED)
-        await gather(talk, name, 1, 1)
+        await accumulate(talk, name, 1, 1)
         asked = AdapterUpdate(make_id(90), GradientSum(name, 1, (1,)), ADAMW)
         await talk.say(asked)
         await talk.stream.close()
@@ -256,7 +258,7 @@ def no_pause() -> None:
 
 
 def test_sum_with_a_part_that_was_broken_off_is_not_used() -> None:
-    gathered, num_calls = GatheredGradients(), 0
+    accumulated, num_calls = AccumulatedGradients(), 0
 
     def break_off() -> None:
         nonlocal num_calls
@@ -265,35 +267,35 @@ def test_sum_with_a_part_that_was_broken_off_is_not_used() -> None:
             raise InterruptedError
 
     gradients = {"a": torch.ones(3), "b": torch.ones(3)}
-    gathered.add(GatherOrder(1, 1), gradients, no_pause)
+    accumulated.add(AccumulationOrder(1, 1), gradients, no_pause)
     with pytest.raises(InterruptedError):
-        gathered.add(GatherOrder(1, 2), gradients, break_off)
+        accumulated.add(AccumulationOrder(1, 2), gradients, break_off)
     with pytest.raises(RefusedError) as refusal:
-        gathered.take(GradientSum(AdapterId(b""), 1, (1,)))
+        accumulated.take(GradientSum(AdapterId(b""), 1, (1,)))
     assert refusal.value.code is ErrorCode.UNKNOWN_ADAPTER
-    gathered.add(GatherOrder(2, 3), gradients, no_pause)
-    assert gathered.measure(GradientSum(AdapterId(b""), 2, (3,)), no_pause) == 6.0
+    accumulated.add(AccumulationOrder(2, 3), gradients, no_pause)
+    assert accumulated.measure(GradientSum(AdapterId(b""), 2, (3,)), no_pause) == 6.0
 
 
 def test_gradients_that_are_not_finite_are_named_and_none_is_added() -> None:
-    gathered = GatheredGradients()
-    gathered.add(GatherOrder(1, 1), {"a": torch.ones(3)}, no_pause)
+    accumulated = AccumulatedGradients()
+    accumulated.add(AccumulationOrder(1, 1), {"a": torch.ones(3)}, no_pause)
     for wrong in (float("nan"), float("inf")):
         broken = {"a": torch.ones(3), "b": torch.tensor([1.0, wrong])}
         with pytest.raises(RefusedError, match="gradients of b are not finite") as refusal:
-            gathered.add(GatherOrder(1, 2), broken, no_pause)
+            accumulated.add(AccumulationOrder(1, 2), broken, no_pause)
         assert refusal.value.code is ErrorCode.BAD_VALUES
-    assert gathered.measure(GradientSum(AdapterId(b""), 1, (1,)), no_pause) == 3.0
+    assert accumulated.measure(GradientSum(AdapterId(b""), 1, (1,)), no_pause) == 3.0
     huge = {"a": torch.full((3,), 1e30)}
-    gathered.add(GatherOrder(2, 3), huge, no_pause)
+    accumulated.add(AccumulationOrder(2, 3), huge, no_pause)
     with pytest.raises(RefusedError, match="not finite"):
-        gathered.measure(GradientSum(AdapterId(b""), 2, (3,)), no_pause)
+        accumulated.measure(GradientSum(AdapterId(b""), 2, (3,)), no_pause)
 
 
 def test_update_that_leads_to_infinity_changes_nothing(engine: Engine) -> None:
     trained = make_trained(engine)
     gradients = {name: torch.full_like(x, 1e18) for name, x in draw_matrices().items()}
-    trained.gathered.add(GatherOrder(1, 1), gradients, no_pause)
+    trained.accumulated.add(AccumulationOrder(1, 1), gradients, no_pause)
     asked = GradientSum(AdapterId(b""), 1, (1,))
     settings = replace(ADAMW, learning_rate=100.0, weight_decay=100.0)
     before = trained.copy_matrices(no_pause)
@@ -302,7 +304,7 @@ def test_update_that_leads_to_infinity_changes_nothing(engine: Engine) -> None:
         current = trained
         for _ in range(20):
             current = current.update(asked, settings, 1.0, no_pause)
-            current.gathered.add(GatherOrder(1, 1), gradients, no_pause)
+            current.accumulated.add(AccumulationOrder(1, 1), gradients, no_pause)
 
     with pytest.raises(RefusedError, match="would no longer be finite; lower"):
         learn()
