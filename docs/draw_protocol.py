@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.protocol import limits
-from shoal.protocol.session import table as session
+from shoal.protocol.session import session_state as session
 from shoal.protocol.wire import codec as wire
 
 DOCUMENT = Path(__file__).with_name("protocol.md")

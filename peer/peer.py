@@ -16,7 +16,7 @@ from functools import partial
 from ..protocol.identity import Identity
 from ..protocol.net.clock import Clock
 from ..protocol.net.network import Network, Presence
-from .announcing.announcer import Announcer, say_goodbye
+from .announcing.announcer import Announcer, announce_offline
 from .announcing.self_description import SelfDescription, make_template, watch_relays
 from .hosting.span_loader import SpanLoader
 from .placement.placer import PlacedModel, Placer
@@ -97,10 +97,10 @@ class Peer:
         template = make_template(config, model.model_id, model.spec.num_blocks, presence)
         description = SelfDescription(template, lag, model.sizes.work, connections.describers)
         announcer = Announcer(directory, identity, description.describe, clock, period_seconds)
-        stack.push_async_callback(say_goodbye, announcer)
+        stack.push_async_callback(announce_offline, announcer)
         tasks = await stack.enter_async_context(BackgroundTasks())
         tasks.begin(lag.run())
-        tasks.begin(connections.delays.run())
+        tasks.begin(connections.round_trip_times.run())
         if connections.reverse is not None:
             tasks.begin(watch_relays(presence, model.model_id, description, announcer, report))
             tasks.begin(connections.reverse.run(partial(_note_parked, announcer, report)))
@@ -114,7 +114,7 @@ class Peer:
         }
         loop = ServingLoop(
             loader,
-            partial(make_service, presence, loader, connections, announcer.hurry, clock),
+            partial(make_service, presence, loader, connections, announcer.renew_now, clock),
             handler,
             announcer,
             description,
@@ -148,5 +148,5 @@ def _describe_start(identity: Identity, loader: SpanLoader) -> dict[str, object]
 
 def _note_parked(announcer: Announcer, report: Report, parked_at: Sequence[str]) -> None:
     """Announce and report which peers can push to us over connections of ours (`parked`)."""
-    announcer.hurry()
+    announcer.renew_now()
     report(PeerEvent("parked", {"parked_at": list(parked_at)}))

@@ -12,7 +12,7 @@ from typing import Any
 from ..protocol.errors import DirectoryError
 from ..protocol.records.announcements import PeerState
 from ..protocol.spans import Span
-from .announcing.announcer import Announcer, say_goodbye
+from .announcing.announcer import Announcer, announce_offline
 from .announcing.self_description import SelfDescription
 from .engine.blocks.batch import HostedBlock
 from .hosting.span_loader import LoadError, ServedSpan, SpanLoader
@@ -135,7 +135,7 @@ class ServingLoop:
             await self._drain(service)
         self.description.end_serving()
         if decision is None:
-            await say_goodbye(self.announcer)
+            await announce_offline(self.announcer)
         self.handler.close()
         return decision
 

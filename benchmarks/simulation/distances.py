@@ -20,7 +20,7 @@ from shoal.client.routing.router import (
     find_cheapest_chain,
     plan_route,
 )
-from shoal.peer.announcing.delays import MAX_TOLD, choose_measured
+from shoal.peer.announcing.round_trip_times import MAX_ANNOUNCED_RTTS, choose_peer_to_measure
 from shoal.protocol.ids import PeerId
 from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.records.coordinates import ORIGIN, Coordinate, settle
@@ -157,7 +157,7 @@ def _measure_each_other(
         for peer_id, rtts in known.items():
             own = announced[peer_id]
             others = [p for p in announced.values() if p.peer_id not in {peer_id, *rtts}]
-            target = choose_measured(own, others, rng)
+            target = choose_peer_to_measure(own, others, rng)
             if target is not None:
                 rtts[target.peer_id] = world.rtt_seconds(peer_id, target.peer_id)
             samples = [(announced[p].coordinate or ORIGIN, rtt) for p, rtt in rtts.items()]
@@ -176,7 +176,7 @@ def _choose_told(
         (rtt, other) for other, rtt in rtts.items()
         if own.span.adjoins(peers[other].span)
     )  # fmt: skip
-    return tuple((other, rtt) for rtt, other in sorted(likely)[:MAX_TOLD])
+    return tuple((other, rtt) for rtt, other in sorted(likely)[:MAX_ANNOUNCED_RTTS])
 
 
 class _Judge:
@@ -281,7 +281,7 @@ def time_decisions(seed: int, num_peers: int, num_blocks: int, num_calls: int) -
 
 
 def _with_delays(peer: Announcement, ids: list[PeerId], rng: random.Random) -> Announcement:
-    told = tuple((other, rng.uniform(0.005, 0.2)) for other in rng.sample(ids, MAX_TOLD))
+    told = tuple((other, rng.uniform(0.005, 0.2)) for other in rng.sample(ids, MAX_ANNOUNCED_RTTS))
     return replace(peer, coordinate=_draw_coordinate(rng), rtts=told)
 
 

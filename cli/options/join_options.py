@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...protocol.errors import UsageError
-from ...protocol.membership.join_code import MAX_CODE_CHARACTERS, JoinCode, find_way_in
+from ...protocol.membership.join_code import MAX_CODE_CHARACTERS, JoinCode, parse_join_arguments
 from ...protocol.membership.membership import Membership
 from .shared_options import add_initial_peers_argument
 
@@ -57,7 +57,7 @@ def read_joining(options: argparse.Namespace, alternative: str = "") -> Joining:
             "no swarm is given: pass --join CODE, the code that `shoal serve --new-swarm` "
             f"printed, or --initial-peers ADDRESS, the address of any peer{alternative}"
         )
-    membership, addresses = find_way_in(join, options.initial_peers)
+    membership, addresses = parse_join_arguments(join, options.initial_peers)
     return Joining(join, tuple(options.initial_peers), membership, addresses)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ...protocol.endpoints import Endpoint
 from ...protocol.ids import ModelId, make_model_id
 from ...protocol.membership.membership import Membership
-from ...protocol.net.addresses import Reach
+from ...protocol.net.addresses import DialBackAnswer
 from ...protocol.net.clock import Clock, SystemClock
 from ...protocol.net.directory import Directory
 from ...protocol.net.transport import Transport
@@ -60,7 +60,7 @@ class Probes:
     """Join through these addresses as a client."""
     check_certificate: Callable[[Endpoint], Awaitable[object]]
     """Raise as `check_certificate` does."""
-    reach: Callable[[Sequence[str], Door], Awaitable[Sequence[Reach]]]
+    reach: Callable[[Sequence[str], Door], Awaitable[Sequence[DialBackAnswer]]]
     """Ask others, through these addresses, to dial a door of this machine."""
 
 
@@ -79,7 +79,7 @@ def make_network_probes(membership: Membership | None = None) -> Probes:
     async def join(addresses: Sequence[str]) -> JoinedSwarm:
         return JoinedSwarm(*await InternetNetwork(clock, addresses, membership).connect())
 
-    async def reach(addresses: Sequence[str], door: Door) -> Sequence[Reach]:
+    async def reach(addresses: Sequence[str], door: Door) -> Sequence[DialBackAnswer]:
         return await probe(
             TcpTransport(), addresses, door.listen_host, door.port, door.announced_host
         )

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...protocol.net.addresses import Reach, is_loopback
+from ...protocol.net.addresses import DialBackAnswer, is_loopback
 from .finding import Finding, FindingStatus
 
 _NAME = "reach"
@@ -24,7 +24,7 @@ class Door:
     announced_host: str
 
 
-def judge_reach(door: Door, answers: Sequence[Reach]) -> Finding:
+def judge_reach(door: Door, answers: Sequence[DialBackAnswer]) -> Finding:
     """Return the meaning of the answers, and advice, for people."""
     host, port = door.announced_host, door.port
     place = f"{host}:{port}" if port else host

@@ -53,7 +53,7 @@ from ...protocol.net.dialling import open_greeted
 from ...protocol.net.transport import Stream, Transport
 from ...protocol.records.announcements import Announcement
 from ...protocol.tensors import WireTensor
-from ...protocol.wire.codec import encode_frame, expect, read_answer
+from ...protocol.wire.codec import check_kind, encode_frame, read_answer
 from ..concurrency.tasks import Closer, KeyedSemaphores
 from ..routing.route import Hop
 
@@ -172,7 +172,7 @@ class PassLink:
 
     def _check_kept(self, asked: SessionId, answer: Message) -> float:
         """Return for how long the peer keeps an adapter, if that is what it has answered."""
-        kept = expect(answer, AdapterKept, self._name)
+        kept = check_kind(answer, AdapterKept, self._name)
         if kept.upload_id != asked:
             raise RemoteProtocolError(f"{self._name} speaks of another adapter")
         return kept.keep_seconds
@@ -180,7 +180,7 @@ class PassLink:
     async def measure(self, asked: AdapterMeasure, patience_seconds: float) -> float:
         """Return the sum of the squares of accumulated gradients; raises what `ask` does."""
         answer = await self._ask_about_adapter(asked, patience_seconds)
-        return expect(answer, AdapterMeasured, self._name).square_sum
+        return check_kind(answer, AdapterMeasured, self._name).square_sum
 
     async def ask_kept(
         self,
@@ -219,13 +219,13 @@ class PassLink:
         async with AnswerTimeout(patience_seconds, f"{self._name} takes too long for an adapter"):
             await self._send(encode_frame(asked), timeout_seconds)
             answer = await self._hear(asked.pass_id, timeout_seconds)
-            head = expect(answer, AdapterHead, self._name)
+            head = check_kind(answer, AdapterHead, self._name)
             if head.num_bytes > most_bytes:
                 raise RemoteProtocolError(f"{self._name} sends an adapter that is too large")
             reader = AdapterReader(head)
             while not reader.is_complete:
                 piece = await self._receive(asked.pass_id, timeout_seconds)
-                reader.take(expect(piece, AdapterPiece, self._name))
+                reader.take(check_kind(piece, AdapterPiece, self._name))
             return head, reader.join()
 
     async def _hear(self, pass_id: SessionId, timeout_seconds: float) -> Message:

@@ -31,7 +31,7 @@ from ...protocol.messages.adapters import (
     PublicationFetch,
     allow_upload_seconds,
 )
-from ...protocol.net.clock import WakefulTimeout
+from ...protocol.net.clock import SuspendAwareTimeout
 from ...protocol.net.retry import Backoff, Backoffs
 from ...protocol.records.announcements import MAX_ADAPTERS, Announcement, shorten_adapter
 from ...protocol.spans import Span
@@ -384,7 +384,7 @@ class Publisher:
         """Have a peer forget publications, in this order; return whether it has none of them."""
         try:
             async with (
-                WakefulTimeout(WITHDRAWAL_SECONDS + carrying_seconds),
+                SuspendAwareTimeout(WITHDRAWAL_SECONDS + carrying_seconds),
                 self._asker.lend(Hop(peer, peer.span), takes_turn=False) as (link, _),
             ):
                 for publication in publications:

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from ...protocol.errors import UsageError
 from ...protocol.ids import ModelId
-from ...protocol.membership.join_code import find_way_in
+from ...protocol.membership.join_code import parse_join_arguments
 from ...protocol.net.clock import Clock, SystemClock
 from ...protocol.net.dht.internet import InternetNetwork
 from ...protocol.net.network import Network
@@ -115,7 +115,7 @@ def find_network(config: ClientConfig) -> Network:
             "no swarm is given: pass join='shoal:…', the code that `shoal serve --new-swarm` "
             "prints, or initial_peers=[...], addresses that `shoal serve` and `shoal swarm` print"
         )
-    membership, addresses = find_way_in(config.join, config.initial_peers)
+    membership, addresses = parse_join_arguments(config.join, config.initial_peers)
     return InternetNetwork(SystemClock(), addresses, membership)
 
 

@@ -25,7 +25,7 @@ from ...protocol.errors import (
 )
 from ...protocol.ids import PeerId, SessionId
 from ...protocol.messages.session import Admit, Mirror, Output, Probe, Redirect, Status, Step
-from ...protocol.net.clock import AnswerTimeout, WakefulTimeout
+from ...protocol.net.clock import AnswerTimeout, SuspendAwareTimeout
 from ...protocol.session.recovery_log import ReplayPiece, group_pieces
 from ..routing.peer_book import FLOOR_SECONDS
 from ..routing.route import LostHopError
@@ -282,7 +282,7 @@ class Exchange:
                 return await self._take_output(segment, session, sequence)
         late_seconds = max(0.0, timeout_seconds - FLOOR_SECONDS) + _LATE_SECONDS
         with contextlib.suppress(TimeoutError):
-            async with WakefulTimeout(late_seconds):
+            async with SuspendAwareTimeout(late_seconds):
                 return await self._take_output(segment, session, sequence)
         timeout_seconds += pushing_seconds
         rest_seconds = timeout_seconds - late_seconds
@@ -524,7 +524,7 @@ def _describe_silence(live: LiveHop, seconds: float) -> str:
 async def _wait_awake(seconds: float) -> None:
     """Let time pass in which this process runs."""
     with contextlib.suppress(TimeoutError):
-        async with WakefulTimeout(seconds):
+        async with SuspendAwareTimeout(seconds):
             await asyncio.get_running_loop().create_future()
 
 

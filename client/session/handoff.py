@@ -25,7 +25,7 @@ from ...protocol.errors import (
 )
 from ...protocol.ids import PeerId, SessionId
 from ...protocol.messages.session import Mirror, NextHop, Status
-from ...protocol.net.clock import WakefulTimeout
+from ...protocol.net.clock import SuspendAwareTimeout
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.versions import HANDOFF_VERSION
 from ..routing.route import Ends, LostHopError
@@ -248,7 +248,7 @@ class Standby:
         try:
             with self._exchange.pushing(pushing, num_tokens) as pushing_seconds:
                 seconds += pushing_seconds
-                async with WakefulTimeout(seconds):
+                async with SuspendAwareTimeout(seconds):
                     await self._hear(sequence)
         except TimeoutError:
             detail = f"no replay arrived within {seconds:.1f} s"
@@ -290,7 +290,7 @@ class Standby:
             await self._check_sound()
             return True
         try:
-            async with WakefulTimeout(_LAST_STEP_SECONDS):
+            async with SuspendAwareTimeout(_LAST_STEP_SECONDS):
                 await self._hear(self.newest_sequence)
         except TimeoutError:
             return False

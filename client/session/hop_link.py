@@ -43,7 +43,7 @@ from ...protocol.net.transport import Stream, Transport
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.spans import Span
 from ...protocol.tensors import WireDtype, WireTensor
-from ...protocol.wire.codec import decode_frame, encode_frame, expect, read_answer
+from ...protocol.wire.codec import check_kind, decode_frame, encode_frame, read_answer
 from ..routing.route import Ends, Hop, LostHopError
 
 _GOODBYE_SECONDS = 1.0
@@ -232,7 +232,7 @@ class HopLink:
                     on_queued(opened.wait_seconds)
                     timeout.restart(opening.max_wait_seconds + timeout_seconds)
                     opened = read_answer(await stream.receive(), link.name, opening.session)
-            if expect(opened, Opened, link.name).session != opening.session:
+            if check_kind(opened, Opened, link.name).session != opening.session:
                 raise RemoteProtocolError(f"{link.name} opened another session")
             undo.pop_all()
             return link, rtt_seconds

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from ...protocol.errors import RouteError, ShoalError, UnavailableError
 from ...protocol.ids import PeerId
-from ...protocol.net.clock import WakefulTimeout
+from ...protocol.net.clock import SuspendAwareTimeout
 from ...protocol.net.retry import Backoff, Retry
 from ..concurrency.tasks import Closer
 from ..routing.route import LostHopError
@@ -145,7 +145,7 @@ class _StandbyKeeper:
         if (standby.after is None) != (missing.after is None):
             return None
         try:
-            async with WakefulTimeout(_CATCH_UP_SECONDS), self._following:
+            async with SuspendAwareTimeout(_CATCH_UP_SECONDS), self._following:
                 await standby.follow_all()
             if not await standby.take_over(missing.after, missing.pending[0]):
                 return None

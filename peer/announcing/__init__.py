@@ -1,4 +1,4 @@
-"""Announcing a peer: the content of its announcements, their times, and delays to other peers.
+"""Announcing a peer: the content of its announcements, when they are sent, and round-trip times.
 
 Nothing here serves a stream or decides on a span. Read first: announcer.py.
 """

@@ -75,7 +75,7 @@ class Announcer:
             )
             await self._directory.announce(sign_announcement(self._identity, announcement))
 
-    def hurry(self) -> None:
+    def renew_now(self) -> None:
         """Have `run` renew the announcement at once: what it describes has changed."""
         self._is_outdated.set()
 
@@ -110,7 +110,7 @@ class Announcer:
                 _logger.warning("could not renew the announcement: %s", error)
 
 
-async def say_goodbye(announcer: Announcer) -> None:
+async def announce_offline(announcer: Announcer) -> None:
     """Announce OFFLINE unless that was done: once a peer has shown itself, others wait for it."""
     if announcer.state is PeerState.OFFLINE:
         return

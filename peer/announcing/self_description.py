@@ -181,7 +181,7 @@ async def watch_relays(
         try:
             if await presence.renew_relays(model_id):
                 description.move_behind(presence.relays)
-                announcer.hurry()
+                announcer.renew_now()
                 report(PeerEvent("relayed", {"relays": [str(relay) for relay in presence.relays]}))
         except DirectoryError as error:
             _logger.warning("could not renew the relays of this peer: %s", error)

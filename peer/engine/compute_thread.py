@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...kernels.pauses import GiveWay
 from ...protocol.errors import ErrorCode, LocalProtocolError, RefusedError, ShoalError
-from ...protocol.session.table import find_rest
+from ...protocol.session.session_state import count_kept_tokens
 from .engine import Engine
 from .pass_queue import Interruption, PassJob, PassQueue
 from .scheduler import (
@@ -86,7 +86,7 @@ class StepJob:
 
     def fail(self) -> None:
         """Take the cache back to what is left after a step that failed."""
-        self.work.cache.fall_back(find_rest(self.work.position, self.work.row_map))
+        self.work.cache.fall_back(count_kept_tokens(self.work.position, self.work.row_map))
 
     def finish(self, now: float) -> ComputedStep | ShoalError:
         """Return the result of the whole step, or an error if there is no memory to join it in."""

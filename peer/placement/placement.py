@@ -18,7 +18,7 @@ import numpy as np
 
 from ...protocol.ids import PeerId
 from ...protocol.spans import Span
-from .supply import LEAST_SPEED, MIN_REPLICAS, Column, Room, Supply, sum_up
+from .supply import LEAST_SPEED, MIN_REPLICAS, Column, Room, Supply, compute_prefix_sums
 
 LOOKS_PER_PERIOD = 2
 """How often a peer decides in one announcement period."""
@@ -169,7 +169,7 @@ def _list_places(candidate: Candidate, num_blocks: int) -> tuple[Column, Column]
     starts, stops = np.arange(num_blocks), candidate.room.find_stops(num_blocks)
     # A span that ends where the span from one block before ends is a part of that one.
     stops_before = np.concatenate(([0], stops))[:-1]
-    num_avoided = sum_up(np.isin(starts, list(candidate.avoided)))
+    num_avoided = compute_prefix_sums(np.isin(starts, list(candidate.avoided)))
     is_place = (stops > np.maximum(starts, stops_before)) & (
         num_avoided[stops] == num_avoided[starts]
     )
@@ -254,7 +254,7 @@ class _Survey:
         self.others = others
         self._candidate = candidate
         self._starts, self._stops = starts, stops
-        self._work = sum_up(others.work)
+        self._work = compute_prefix_sums(others.work)
         # As others see it, for all must go by the same measure.
         self._speed = min(max(candidate.blocks_per_second, LEAST_SPEED), others.fastest)
         self._even = (others.total_blocks_per_second + self._speed) / others.num_blocks
@@ -309,7 +309,7 @@ class _Survey:
         """Return where the spans begin and end that close the largest gap, and their worth."""
         starts, stops = self._starts, self._stops
         for num_hosts in (1, MIN_REPLICAS):
-            sums = sum_up(self.others.num_hosts < num_hosts)
+            sums = compute_prefix_sums(self.others.num_hosts < num_hosts)
             num_lacking = sums[stops] - sums[starts]
             is_best = num_lacking == num_lacking.max()
             starts, stops = starts[is_best], stops[is_best]
@@ -333,7 +333,7 @@ class _Survey:
         it takes: or else speed would gather where blocks are cheap.
         """
         works, which = np.unique(self._work[stops] - self._work[starts], return_inverse=True)
-        sums = sum_up(self.others.work * self._list_losses(works))
+        sums = compute_prefix_sums(self.others.work * self._list_losses(works))
         worth = sums[which, stops] - sums[which, starts]
         return worth * self._find_useful_part(starts, stops)
 

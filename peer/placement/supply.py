@@ -109,7 +109,7 @@ class Supply:
         ]
         starts = np.array([peer.span.start for peer in peers], dtype=int)
         stops = np.array([min(peer.span.stop, view.num_blocks) for peer in peers], dtype=int)
-        sums = sum_up(costs)
+        sums = compute_prefix_sums(costs)
         costs_of_spans = sums[stops] - sums[starts]
         claims = costs_of_spans * np.array([_read_rate(peer) for peer in peers], dtype=float)
         known = claims[~np.isnan(claims)]
@@ -214,7 +214,7 @@ class Supply:
         return int((self.is_counted & self.is_online & ~is_needed).sum())
 
 
-def sum_up(amounts: Column) -> Column:
+def compute_prefix_sums(amounts: Column) -> Column:
     """Return sums of which two make that of a span: the one at its stop less that at its start."""
     zeros = np.zeros((*amounts.shape[:-1], 1))
     return np.concatenate((zeros, np.cumsum(amounts, axis=-1)), axis=-1)

@@ -13,7 +13,7 @@ from ...protocol.net.clock import Clock
 from ...protocol.net.network import Presence
 from ...protocol.net.transport import StreamServer
 from ...protocol.records.announcements import Announcement
-from ..announcing.delays import Delays
+from ..announcing.round_trip_times import RoundTripTimes
 from .parked_streams import ParkedStreams
 from .push_links import PushLinks
 from .reverse_connections import ReverseConnections
@@ -27,7 +27,7 @@ class Connections:
 
     push_links: PushLinks
     parked: ParkedStreams | None
-    delays: Delays
+    round_trip_times: RoundTripTimes
     reverse: ReverseConnections | None
 
     @classmethod
@@ -45,7 +45,7 @@ class Connections:
         time between two announcements.
         """
         transport, directory = presence.transport, presence.directory
-        delays = Delays(directory, transport, clock, period_seconds, rng)
+        round_trip_times = RoundTripTimes(directory, transport, clock, period_seconds, rng)
         reverse = parked = None
         if presence.relays:
             reverse = ReverseConnections(
@@ -54,11 +54,11 @@ class Connections:
         else:
             look = partial(directory.lookup, model_id)
             parked = ParkedStreams(presence.endpoint.fingerprint, look, clock, period_seconds)
-        push_links = PushLinks(transport, clock, delays.note_pushed, parked)
-        return cls(push_links, parked, delays, reverse)
+        push_links = PushLinks(transport, clock, round_trip_times.note_pushed, parked)
+        return cls(push_links, parked, round_trip_times, reverse)
 
     @property
     def describers(self) -> Sequence[Callable[[Announcement], Announcement]]:
-        """The functions that add the peer's delays and parked streams to its announcement."""
+        """The functions that add round-trip times and parked streams to an announcement."""
         reverse = self.reverse
-        return (self.delays.describe, *(() if reverse is None else (reverse.describe,)))
+        return (self.round_trip_times.describe, *(() if reverse is None else (reverse.describe,)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from ...protocol.errors import DirectoryError, ErrorCode, RefusedError, ShoalError, UnavailableError
 from ...protocol.fair_share import BUSY_SECONDS, check_room_for, name_address
 from ...protocol.ids import PeerId
-from ...protocol.messages.offers import Offer, Parked, check_offer
+from ...protocol.messages.reverse_connections import Offer, Parked, check_offer
 from ...protocol.messages.session import Lane
 from ...protocol.net.clock import Clock
 from ...protocol.net.transport import Stream, refuse_large_frames

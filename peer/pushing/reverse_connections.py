@@ -15,7 +15,7 @@ from ...protocol.endpoints import Endpoint
 from ...protocol.errors import DirectoryError, RemoteProtocolError, ShoalError, UnavailableError
 from ...protocol.identity import Identity
 from ...protocol.ids import PeerId
-from ...protocol.messages.offers import Parked, make_offer
+from ...protocol.messages.reverse_connections import Parked, make_offer
 from ...protocol.messages.session import Lane
 from ...protocol.net.clock import Clock
 from ...protocol.net.dialling import dial, greet

@@ -16,7 +16,7 @@ from ...protocol.fair_share import SharedBytes, Tenant, check_room_for_client, m
 from ...protocol.ids import ModelId, SessionId
 from ...protocol.messages.session import Open
 from ...protocol.net.clock import Clock
-from ...protocol.session.table import SessionState
+from ...protocol.session.session_state import SessionState
 from ..engine.adapters.adapter_store import AdapterStore, KeptAdapter
 from ..engine.cache.kv_cache import IDLE_SECONDS, KVCachePool, PrefixCopy, SessionCache
 from ..engine.compute_thread import ComputeThread

@@ -14,7 +14,7 @@ from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.fair_share import Tenant
 from ...protocol.ids import NO_CAPABILITY, Capability, SessionId
 from ...protocol.messages.session import Gap, Open, Opened, Output, Status, Step
-from ...protocol.session.table import SessionState
+from ...protocol.session.session_state import SessionState
 from ...protocol.tensors import WireDtype, WireTensor, compute_num_bytes
 from ...protocol.wire.codec import encode_frame
 from ..engine.adapters.adapter_store import KeptAdapter

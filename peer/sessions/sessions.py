@@ -31,7 +31,7 @@ from ...protocol.messages.session import (
     Step,
 )
 from ...protocol.records.announcements import Announcement
-from ...protocol.session.table import StepAction
+from ...protocol.session.session_state import StepAction
 from ...protocol.versions import HANDOFF_VERSION
 from ..engine.steps import ComputedStep
 from ..streams.client_stream import Answer, ClientStream, Handler, StreamWork, encode_refusal

@@ -31,7 +31,7 @@ from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, Una
 from ...protocol.fair_share import BUSY_SECONDS, SharedBytes, Tenant, name_address
 from ...protocol.ids import OFFER_NONCE_BYTES, ModelId, PeerId, SessionId
 from ...protocol.messages.fields import Message
-from ...protocol.messages.offers import Offer
+from ...protocol.messages.reverse_connections import Offer
 from ...protocol.messages.session import Declined, Hello, Queued, Welcome
 from ...protocol.net.clock import Clock
 from ...protocol.net.transport import Stream, open_gate

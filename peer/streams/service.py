@@ -14,7 +14,7 @@ from typing import Protocol
 from ...protocol import limits
 from ...protocol.errors import ErrorCode, RefusedError, UnavailableError
 from ...protocol.fair_share import BUSY_SECONDS, check_room_for
-from ...protocol.messages.offers import Offer
+from ...protocol.messages.reverse_connections import Offer
 from ...protocol.net.transport import Stream
 from ...protocol.records.announcements import Announcement
 from ..runtime.background import cancel_all

@@ -250,7 +250,9 @@ def _unpack_address(content: _ByteReader) -> str:
     return f"/{form}/{host}/tcp/{port}/p2p/{peer_id}"
 
 
-def find_way_in(code: str, addresses: Sequence[str]) -> tuple[Membership | None, tuple[str, ...]]:
+def parse_join_arguments(
+    code: str, addresses: Sequence[str]
+) -> tuple[Membership | None, tuple[str, ...]]:
     """Return the swarm of a code, and where to join it: addresses that were given come first.
 
     Without a code, "", the swarm is the public one of the addresses. Raises UsageError for a code

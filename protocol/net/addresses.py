@@ -25,7 +25,7 @@ def is_loopback(host: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Reach:
+class DialBackAnswer:
     """The answer of one peer that was asked to dial an endpoint."""
 
     is_reached: bool | None
@@ -33,7 +33,7 @@ class Reach:
     seen_host: str
     """The address that it sees for the asking machine, and dialled. Empty if it did not say."""
 
-    def says_no(self, host: str) -> bool:
+    def denies(self, host: str) -> bool:
         """Return whether it means that others cannot dial this host.
 
         Reached at another one, we are behind a NAT that lets the port through, and would announce

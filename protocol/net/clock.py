@@ -39,7 +39,7 @@ _STANDSTILL_SECONDS = 0.5
 or the machine slept. The answer may have come meanwhile, and nobody has looked."""
 
 
-class WakefulTimeout:
+class SuspendAwareTimeout:
     """A timeout for use in an `async with`; time in which this process stood still does not count.
 
     Like `asyncio.timeout`, it raises TimeoutError. When it finds that it comes far too late, it
@@ -82,7 +82,7 @@ class WakefulTimeout:
             self._timeout.reschedule(now)
 
 
-class AnswerTimeout(WakefulTimeout):
+class AnswerTimeout(SuspendAwareTimeout):
     """The timeout of what a peer has to do: it raises SilentError, with the complaint given."""
 
     def __init__(self, seconds: float, complaint: str) -> None:

@@ -16,7 +16,7 @@ from ..messages.fields import Message
 from ..messages.session import Hello, Welcome
 from ..records.announcements import Announcement
 from ..spans import Span
-from ..wire.codec import encode_frame, expect, read_answer
+from ..wire.codec import check_kind, encode_frame, read_answer
 from .clock import Clock
 from .transport import Stream, Transport, refuse_large_frames
 
@@ -62,7 +62,7 @@ async def greet(
     await stream.send(encode_frame(hello))
     for message in more:
         await stream.send(encode_frame(message))
-    answer = expect(read_answer(await stream.receive(), name), Welcome, name)
+    answer = check_kind(read_answer(await stream.receive(), name), Welcome, name)
     return answer, clock.now() - asked_at
 
 

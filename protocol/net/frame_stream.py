@@ -265,7 +265,7 @@ class FrameStream(asyncio.Protocol):
         """Take frames up to this size from now on."""
         self._framing.max_bytes = max_bytes
 
-    def turn_away(self, mark: Mark) -> None:
+    def hang_up_with(self, mark: Mark) -> None:
         """Tell the other end why it has no stream, and hang up."""
         self._is_closed = True
         self._end()

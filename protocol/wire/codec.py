@@ -34,7 +34,7 @@ from google.protobuf.message_factory import GetMessageClass
 from .. import limits
 from ..errors import LocalProtocolError, RemoteProtocolError, UnavailableError
 from ..ids import NO_SESSION, SessionId
-from ..messages import adapters, offers, passes
+from ..messages import adapters, passes, reverse_connections
 from ..messages import session as sessions
 from ..messages.fields import (
     Body,
@@ -135,7 +135,7 @@ def read_answer(frame: bytes | None, name: str, session: SessionId | None = None
     return message
 
 
-def expect(message: Message, kind: type[Kind], name: str) -> Kind:
+def check_kind(message: Message, kind: type[Kind], name: str) -> Kind:
     """Return a message of the peer of this name if it is of a kind; RemoteProtocolError if not."""
     if not isinstance(message, kind):
         raise RemoteProtocolError(f"{name} answered with {message!r:.80}, not {kind.__name__}")
@@ -394,7 +394,7 @@ def _keep(value: Any) -> Any:
 
 def _list_messages() -> Iterator[type[Message]]:
     """Yield every message that a module of a conversation declares."""
-    for module in (sessions, passes, adapters, offers):
+    for module in (sessions, passes, adapters, reverse_connections):
         for value in vars(module).values():
             is_message = isinstance(value, type) and issubclass(value, Message)
             if is_message and value.__module__ == module.__name__:

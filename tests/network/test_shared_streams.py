@@ -77,7 +77,7 @@ def abort(silent: list[Any]) -> None:
 def test_who_says_nothing_over_libp2p_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     from shoal.protocol.net.libp2p import libp2p_transport
 
-    monkeypatch.setattr(libp2p_transport, "MAX_DOORSTEP", 8)
+    monkeypatch.setattr(libp2p_transport, "MAX_HANDSHAKES", 8)
     monkeypatch.setattr(libp2p_transport, "MAX_STREAMS", 8)
 
     async def test() -> None:

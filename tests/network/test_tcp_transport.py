@@ -346,7 +346,7 @@ def test_streams_beyond_the_limit_are_told_so(monkeypatch: pytest.MonkeyPatch) -
 def test_silent_strangers_leave_room_for_other_addresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tcp_listener, "MAX_DOORSTEP", 4)
+    monkeypatch.setattr(tcp_listener, "MAX_HANDSHAKES", 4)
 
     async def test() -> None:
         transport = TcpTransport()

@@ -19,7 +19,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.membership.membership import Membership
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Hello, Welcome
-from shoal.protocol.net.addresses import Reach
+from shoal.protocol.net.addresses import DialBackAnswer
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcements import Announcement
@@ -43,7 +43,7 @@ class Swarm(ScriptedSwarm):
         self.join_error: DirectoryError | None = None
         self.certificate_errors: dict[str, Exception] = {}
         self.heard: list[Finding] = []
-        self.reach: Sequence[Reach] = ()
+        self.reach: Sequence[DialBackAnswer] = ()
         self.reach_error: ShoalError | None = None
         self.membership: Membership | None = None
 
@@ -115,7 +115,7 @@ class Swarm(ScriptedSwarm):
             raise self.join_error
         return JoinedSwarm(LoopbackTransport(self.network, "us", self.membership), self.directory)
 
-    async def _reach(self, addresses: Sequence[str], door: Door) -> Sequence[Reach]:
+    async def _reach(self, addresses: Sequence[str], door: Door) -> Sequence[DialBackAnswer]:
         if self.reach_error:
             raise self.reach_error
         return self.reach

@@ -27,7 +27,7 @@ from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages.fields import Message
-from shoal.protocol.messages.offers import make_offer
+from shoal.protocol.messages.reverse_connections import make_offer
 from shoal.protocol.messages.session import Close, Declined, Hello, Welcome
 from shoal.protocol.net.frame_stream import Framing
 from shoal.protocol.versions import MAX_VERSION

@@ -20,7 +20,7 @@ from shoal.protocol.errors import ShoalError
 from shoal.protocol.fair_share import Tenant
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
-from shoal.protocol.messages.offers import make_offer
+from shoal.protocol.messages.reverse_connections import make_offer
 from shoal.protocol.messages.session import Hello, Lane, NextHop, Probe, Welcome
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.records.announcements import Announcement

@@ -36,7 +36,6 @@ from shoal.protocol.messages.adapters import (
     PublicationFetch,
 )
 from shoal.protocol.messages.fields import Message
-from shoal.protocol.messages.offers import Offer, Parked
 from shoal.protocol.messages.passes import (
     AccumulationOrder,
     AdapterRows,
@@ -46,6 +45,7 @@ from shoal.protocol.messages.passes import (
     PassPiece,
     Slot,
 )
+from shoal.protocol.messages.reverse_connections import Offer, Parked
 from shoal.protocol.messages.session import (
     Admit,
     Attach,

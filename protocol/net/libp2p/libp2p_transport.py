@@ -26,7 +26,7 @@ from ...errors import (
 from ...fair_share import FairLimit
 from ...ids import PeerId
 from ...membership.membership import NO_MEMBERSHIP, Membership
-from ..tcp.tcp_listener import HELLO_SECONDS, MAX_DOORSTEP, MAX_STREAMS
+from ..tcp.tcp_listener import HELLO_SECONDS, MAX_HANDSHAKES, MAX_STREAMS
 from ..transport import StreamServer, end_serving, make_not_a_member_error, serve_stream
 from .libp2p_stream import Libp2pStream
 from .multiaddrs import split_multiaddr
@@ -154,7 +154,7 @@ class Libp2pListener:
         self._membership = membership
         self._serving: set[asyncio.Task[None]] = set()
         self._streams: set[Libp2pStream] = set()
-        self._doorstep = FairLimit(MAX_DOORSTEP, "strangers")
+        self._handshakes = FairLimit(MAX_HANDSHAKES, "strangers")
         self._limit = FairLimit(MAX_STREAMS, "streams")
         self.is_open = False
 
@@ -189,7 +189,7 @@ class Libp2pListener:
         host, _ = split_multiaddr(str(info.addr))
         tenant = name_dialler(info)
         try:
-            with self._doorstep.hold(tenant):
+            with self._handshakes.hold(tenant):
                 async with asyncio.timeout(HELLO_SECONDS):
                     stream = await Libp2pStream.accept(reader, writer, host or None)
                     self._streams.add(stream)

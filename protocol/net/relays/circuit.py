@@ -118,14 +118,14 @@ async def ask_for_reservation(p2p: P2P, peer_id: PeerId) -> RelayAnswer:
         writer.transport.abort()
 
 
-async def start_until_it_carries(p2p: P2P, start: Callable[[], Awaitable[P2P]]) -> P2P:
+async def start_unlimited_relay(p2p: P2P, start: Callable[[], Awaitable[P2P]]) -> P2P:
     """Return a p2pd that carries whole texts: this one, or one that was started in its place.
 
     When that is interrupted, none is left running.
     """
     try:
         for _ in range(_MAX_STARTS):
-            if await carries_texts(p2p):
+            if await is_unlimited_relay(p2p):
                 return p2p
             log.info("p2pd relays with libp2p's default limits; it is restarted")
             await stop_p2pd(p2p)
@@ -140,7 +140,7 @@ async def start_until_it_carries(p2p: P2P, start: Callable[[], Awaitable[P2P]]) 
     return p2p
 
 
-async def carries_texts(p2p: P2P) -> bool:
+async def is_unlimited_relay(p2p: P2P) -> bool:
     """Return whether a p2pd carries whole texts as a relay, as far as can be found out."""
     try:
         answer = await _ask_as_another(p2p)

@@ -18,7 +18,7 @@ from typing import Any
 from ...endpoints import Endpoint
 from ...errors import ShoalError
 from ...fair_share import FairLimit, name_address
-from ..addresses import Reach
+from ..addresses import DialBackAnswer
 from ..clock import Clock
 from ..libp2p.multiaddrs import PeerAddress, split_multiaddr
 from ..libp2p.p2p_daemon import (
@@ -118,7 +118,7 @@ class DialBack:
         return REACHED
 
 
-_SILENCE = Reach(None, "")
+_SILENCE = DialBackAnswer(None, "")
 
 
 async def can_be_dialled(p2p: P2P, endpoint: Endpoint) -> bool:
@@ -127,7 +127,7 @@ async def can_be_dialled(p2p: P2P, endpoint: Endpoint) -> bool:
     Without a majority against it the answer is yes: so it is for the first peer of a swarm.
     """
     answers = await ask_others(p2p, endpoint)
-    num_against = sum(answer.says_no(endpoint.host) for answer in answers)
+    num_against = sum(answer.denies(endpoint.host) for answer in answers)
     num_for = sum(
         bool(answer.is_reached) and answer.seen_host == endpoint.host for answer in answers
     )
@@ -136,7 +136,7 @@ async def can_be_dialled(p2p: P2P, endpoint: Endpoint) -> bool:
 
 async def probe(
     transport: Transport, addresses: Sequence[str], host: str, port: int, announced_host: str
-) -> list[Reach]:
+) -> list[DialBackAnswer]:
     """Listen for a moment as a peer would, and return whether others can dial that.
 
     Closes the transport.
@@ -155,7 +155,7 @@ async def probe(
         await transport.close()
 
 
-async def ask_others(p2p: P2P, endpoint: Endpoint) -> list[Reach]:
+async def ask_others(p2p: P2P, endpoint: Endpoint) -> list[DialBackAnswer]:
     """Ask some of those that p2pd is connected to whether they can dial our endpoint.
 
     Where nobody had a turn for our host, another peer on it may just have asked: we ask once more.
@@ -181,7 +181,7 @@ async def _hang_up(stream: Stream) -> None:
     return
 
 
-async def _ask(p2p: P2P, peer_id: str, endpoint: Endpoint) -> Reach:
+async def _ask(p2p: P2P, peer_id: str, endpoint: Endpoint) -> DialBackAnswer:
     try:
         async with asyncio.timeout(ANSWER_SECONDS):
             reader, writer = await open_byte_stream(p2p, peer_id, PROTOCOL)
@@ -194,7 +194,7 @@ async def _ask(p2p: P2P, peer_id: str, endpoint: Endpoint) -> Reach:
         log.debug("peer …%s does not say whether it can dial us: %s", peer_id[-6:], error)
         return _SILENCE
     verdict = {REACHED: True, NOT_REACHED: False}.get(answer[:1])
-    return Reach(verdict, answer[1:].decode("ascii", "replace"))
+    return DialBackAnswer(verdict, answer[1:].decode("ascii", "replace"))
 
 
 async def _read_answer(reader: asyncio.StreamReader) -> bytes:

@@ -24,7 +24,7 @@ MAX_STREAMS = 2048
 the others hear why it does not serve them. One address is held to its share, also at a peer that
 still loads and serves nobody."""
 
-MAX_DOORSTEP = 512
+MAX_HANDSHAKES = 512
 """Connections in the handshake. Those of one address are held to their share, so
 that who says nothing keeps nobody else out."""
 
@@ -89,7 +89,7 @@ class TcpListener:
                 continue
             tenant = name_address(address[0])
             try:
-                check_room_for(tenant, self._greeting, MAX_DOORSTEP, "strangers")
+                check_room_for(tenant, self._greeting, MAX_HANDSHAKES, "strangers")
             except RefusedError:
                 accepted.close()
                 continue
@@ -138,7 +138,7 @@ class TcpListener:
                     return True
         except (TimeoutError, OSError, ShoalError) as error:
             log.debug("refused a connection at %s: %s", self.endpoint, error)
-        stream.turn_away(refusal or Mark.END)
+        stream.hang_up_with(refusal or Mark.END)
         return False
 
     def _judge(self, hello: bytes | None, tenant: str) -> Mark | None:

@@ -8,7 +8,7 @@ from diagnosis_scene import Swarm, examine, find
 from shoal.client.doctor.finding import FindingStatus
 from shoal.client.doctor.reach_check import Door, judge_reach
 from shoal.protocol.errors import DirectoryError, UnavailableError, UsageError
-from shoal.protocol.net.addresses import Reach
+from shoal.protocol.net.addresses import DialBackAnswer
 from shoal.protocol.spans import Span
 
 HOME, ROUTER = "192.168.0.2", "203.0.113.5"
@@ -40,7 +40,7 @@ DOOR = Door("0.0.0.0", 7000, HOME)
 def test_answers_come_to_one_finding(
     answers: list[tuple[bool | None, str]], status: FindingStatus, words: str
 ) -> None:
-    finding = judge_reach(DOOR, [Reach(*answer) for answer in answers])
+    finding = judge_reach(DOOR, [DialBackAnswer(*answer) for answer in answers])
 
     assert finding.status is status
     assert words in finding.detail
@@ -50,12 +50,12 @@ def test_answers_come_to_one_finding(
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (Reach(False, HOME), "open TCP port 7000"),
-        (Reach(False, ROUTER), f"--listen 0.0.0.0:7000 --announce-host {ROUTER}"),
-        (Reach(True, ROUTER), f"announce its address with --announce-host {ROUTER}"),
+        (DialBackAnswer(False, HOME), "open TCP port 7000"),
+        (DialBackAnswer(False, ROUTER), f"--listen 0.0.0.0:7000 --announce-host {ROUTER}"),
+        (DialBackAnswer(True, ROUTER), f"announce its address with --announce-host {ROUTER}"),
     ],
 )
-def test_fix_says_what_to_type(answer: Reach, words: str) -> None:
+def test_fix_says_what_to_type(answer: DialBackAnswer, words: str) -> None:
     assert words in judge_reach(DOOR, [answer]).fix
 
 
@@ -63,18 +63,18 @@ def test_port_that_is_not_fixed_is_not_named() -> None:
     door = Door("0.0.0.0", 0, HOME)
     assert (
         "its port (--listen HOST:PORT fixes its number"
-        in judge_reach(door, [Reach(False, HOME)]).fix
+        in judge_reach(door, [DialBackAnswer(False, HOME)]).fix
     )
-    assert "0.0.0.0:PORT" in judge_reach(door, [Reach(False, ROUTER)]).fix
+    assert "0.0.0.0:PORT" in judge_reach(door, [DialBackAnswer(False, ROUTER)]).fix
 
 
 def test_name_may_stand_for_what_others_see() -> None:
-    finding = judge_reach(Door("0.0.0.0", 7000, "peer.example"), [Reach(True, ROUTER)])
+    finding = judge_reach(Door("0.0.0.0", 7000, "peer.example"), [DialBackAnswer(True, ROUTER)])
     assert finding.status is FindingStatus.OK
 
 
 def test_loopback_is_for_this_machine_only() -> None:
-    finding = judge_reach(Door("127.0.0.1", 0, "127.0.0.1"), [Reach(True, "127.0.0.1")])
+    finding = judge_reach(Door("127.0.0.1", 0, "127.0.0.1"), [DialBackAnswer(True, "127.0.0.1")])
     assert finding.status is FindingStatus.WARNING
     assert "--announce-host" in finding.fix
 
@@ -82,7 +82,7 @@ def test_loopback_is_for_this_machine_only() -> None:
 def test_doctor_asks_only_with_a_door_and_tells_what_it_heard() -> None:
     async def build(swarm: Swarm) -> None:
         await swarm.add(Span(0, 8))
-        swarm.reach = [Reach(True, HOME)]
+        swarm.reach = [DialBackAnswer(True, HOME)]
 
     assert all(finding.name != "reach" for finding in examine(build).findings)
     diagnosis = examine(build, door=DOOR)

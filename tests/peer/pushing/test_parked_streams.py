@@ -19,7 +19,7 @@ from shoal.protocol.errors import ErrorCode, UnavailableError
 from shoal.protocol.fair_share import Tenant
 from shoal.protocol.identity import Identity
 from shoal.protocol.limits import MAX_PIECE_BYTES
-from shoal.protocol.messages.offers import Parked, make_offer
+from shoal.protocol.messages.reverse_connections import Parked, make_offer
 from shoal.protocol.messages.session import Attach, Hello, Lane, Probe, Welcome
 from shoal.protocol.net.transport import FrameGate
 from shoal.protocol.spans import Span

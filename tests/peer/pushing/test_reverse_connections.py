@@ -16,7 +16,7 @@ from shoal.peer.pushing.reverse_connections import ReverseConnections, choose_ho
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages.offers import Parked
+from shoal.protocol.messages.reverse_connections import Parked
 from shoal.protocol.messages.session import Attach, Hello, Lane, Welcome
 from shoal.protocol.net.memory.loopback import LoopbackStream, LoopbackTransport
 from shoal.protocol.net.transport import Stream

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.peer.announcing.delays import MAX_TOLD
+from shoal.peer.announcing.round_trip_times import MAX_ANNOUNCED_RTTS
 from shoal.protocol import limits
 from shoal.protocol.endpoints import Endpoint, Libp2pEndpoint, Relay
 from shoal.protocol.errors import LocalProtocolError, RemoteProtocolError
@@ -400,7 +400,7 @@ def test_thousand_announcements_are_no_more_than_a_megabyte(
         decode_steps_per_second=12.35,
         prefill_tokens_per_second=1235.0,
         queue_seconds=0.01235,
-        rtts=((identity_of(2).peer_id, 0.1235),) * MAX_TOLD,
+        rtts=((identity_of(2).peer_id, 0.1235),) * MAX_ANNOUNCED_RTTS,
         coordinate=Coordinate(-0.1235, -0.1235, -0.1235, 0.0123, 0.12),
         software="shoal 0.1.0",
         kernels="int8 avx512-vnni, attention avx512",

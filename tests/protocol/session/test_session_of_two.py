@@ -8,7 +8,7 @@ import pytest
 from session_steps import make_step
 
 from shoal.protocol.messages.session import Step
-from shoal.protocol.session.table import SessionState, StepAction
+from shoal.protocol.session.session_state import SessionState, StepAction
 
 
 @dataclass

@@ -26,8 +26,8 @@ from wire_messages import (
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, RemoteProtocolError
 from shoal.protocol.messages.fields import Message
-from shoal.protocol.messages.offers import Offer, Parked
 from shoal.protocol.messages.passes import PassPiece
+from shoal.protocol.messages.reverse_connections import Offer, Parked
 from shoal.protocol.messages.session import (
     Close,
     Declined,

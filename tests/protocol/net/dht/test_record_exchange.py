@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.peer.announcing.delays import MAX_TOLD
+from shoal.peer.announcing.round_trip_times import MAX_ANNOUNCED_RTTS
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import RemoteProtocolError
 from shoal.protocol.identity import Identity
@@ -124,7 +124,7 @@ def announce_everything(
     announce: Callable[..., Announcement], identity: Identity, rng: random.Random, number: int
 ) -> Entry:
     """Return the record of a peer that tells all that peers tell, in a private swarm."""
-    others = [Identity(rng.randbytes(32)).peer_id for _ in range(MAX_TOLD)]
+    others = [Identity(rng.randbytes(32)).peer_id for _ in range(MAX_ANNOUNCED_RTTS)]
     announcement = announce(
         peer_id=identity.peer_id,
         endpoints=(Endpoint(f"203.0.113.{number % 256}", 1024 + number, rng.randbytes(32).hex()),),

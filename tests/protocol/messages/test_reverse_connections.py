@@ -9,7 +9,7 @@ import pytest
 from shoal.protocol.errors import RemoteProtocolError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import PeerId
-from shoal.protocol.messages.offers import Offer, check_offer, make_offer
+from shoal.protocol.messages.reverse_connections import Offer, check_offer, make_offer
 
 HOME, OTHER = Identity(bytes([1]) * 32), Identity(bytes([2]) * 32)
 FINGERPRINT, NONCE = "a" * 64, bytes(range(32))

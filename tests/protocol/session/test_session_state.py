@@ -8,7 +8,7 @@ from session_steps import make_step
 
 from shoal.protocol.errors import ErrorCode, LocalProtocolError, RefusedError
 from shoal.protocol.messages.session import Step
-from shoal.protocol.session.table import (
+from shoal.protocol.session.session_state import (
     MAX_CACHED_ANSWER_BYTES,
     MAX_CACHED_ANSWERS,
     TRANSITIONS,

@@ -108,13 +108,13 @@ class StepDecision:
     answer: bytes = b""
 
 
-def find_rest(position: int, row_map: Sequence[int] | None) -> int:
+def count_kept_tokens(position: int, row_map: Sequence[int] | None) -> int:
     """Return how many tokens of the prefix stand after a step that failed.
 
     Those before the step; none, if it was to move rows. They may have been moved already, which
     nobody can undo, and moving them once more would mix the prefixes up.
 
-    >>> find_rest(7, None), find_rest(7, (1, 0))
+    >>> count_kept_tokens(7, None), count_kept_tokens(7, (1, 0))
     (7, 0)
     """
     return position if row_map is None else 0
@@ -172,7 +172,7 @@ class SessionState:
         self.epoch = step.epoch
         self.length = step.position + step.hidden.tokens
         self.sequence = step.sequence
-        rest = find_rest(step.position, step.row_map)
+        rest = count_kept_tokens(step.position, step.row_map)
         self._running[step.sequence] = (step.position, self.length, rest)
 
     def complete(self, sequence: int, answer: bytes) -> None:
@@ -191,7 +191,7 @@ class SessionState:
             self._answers.popitem(last=False)
 
     def fail(self, sequence: int) -> None:
-        """Note that an accepted step has no answer: the prefix ends at its `find_rest`.
+        """Note that an accepted step has no answer: the prefix ends at its `count_kept_tokens`.
 
         Steps behind it that need its tokens fail as well; one that rolls back further stands.
         """

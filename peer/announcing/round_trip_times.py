@@ -24,7 +24,7 @@ from ...protocol.records.swarm_view import SwarmView
 
 _logger = logging.getLogger(__name__)
 
-MAX_TOLD = 3
+MAX_ANNOUNCED_RTTS = 3
 """Round trips in an announcement. Each is 60 bytes; with three and a coordinate an announcement has
 less than 1,000, so that a thousand of them are no more than a megabyte for whoever reads them."""
 
@@ -54,7 +54,7 @@ class _Known:
     samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=4))
 
 
-def choose_measured(
+def choose_peer_to_measure(
     own: Announcement,
     others: Collection[Announcement],
     rng: random.Random,
@@ -76,7 +76,7 @@ def _guess_rtt_seconds(own: Announcement, peer: Announcement, rng: random.Random
     return rng.random()
 
 
-class Delays:
+class RoundTripTimes:
     """The round trips of one peer, measured in the background and while it pushes."""
 
     def __init__(
@@ -108,7 +108,9 @@ class Delays:
             if peer_id in self._peers
             if announcement.span.adjoins(self._peers[peer_id].span)
         ]
-        told = tuple((peer_id, round(seconds, 4)) for seconds, peer_id in sorted(likely)[:MAX_TOLD])
+        told = tuple(
+            (peer_id, round(seconds, 4)) for seconds, peer_id in sorted(likely)[:MAX_ANNOUNCED_RTTS]
+        )
         coordinate = self._told_coordinate if self._list_rtts() else None
         return replace(announcement, rtts=told, coordinate=coordinate)
 
@@ -160,7 +162,9 @@ class Delays:
         }
 
     async def _measure_one(self, own: Announcement) -> None:
-        peer = choose_measured(self.describe(own), self._list_unmeasured(own.peer_id), self._rng)
+        peer = choose_peer_to_measure(
+            self.describe(own), self._list_unmeasured(own.peer_id), self._rng
+        )
         if peer is None:
             return
         try:

@@ -30,7 +30,7 @@ class Offer(Message):
     """A peer that cannot be dialled lets the other end use this stream to reach it. The answer is
     `Parked`.
 
-    Nothing else is said on the stream. `signature` shows that it is that peer, see `offers`;
+    Nothing else is said on the stream. `signature` shows that it is that peer, see `make_offer`;
     `is_bulk` says for which frames the stream is.
     """
 

@@ -14,7 +14,11 @@ from announcements import describe_peer
 from service_scene import MODEL_ID
 from virtual_time import VirtualClock, run_virtual
 
-from shoal.peer.announcing.delays import MAX_TOLD, Delays, choose_measured
+from shoal.peer.announcing.round_trip_times import (
+    MAX_ANNOUNCED_RTTS,
+    RoundTripTimes,
+    choose_peer_to_measure,
+)
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError
 from shoal.protocol.identity import Identity
@@ -47,7 +51,7 @@ class SimplePeer:
         self._scene = scene
         self._sequence = 0
         self.transport = LoopbackTransport(scene.network, self.host)
-        self.delays = Delays(
+        self.round_trip_times = RoundTripTimes(
             MemoryDirectory(scene.store, VirtualClock()),
             self.transport,
             VirtualClock(),
@@ -78,7 +82,7 @@ class SimplePeer:
             issued_at=now,
             expires_at=now + 3 * PERIOD_SECONDS,
         )
-        announcement = replace(self.delays.describe(announcement), **changes)
+        announcement = replace(self.round_trip_times.describe(announcement), **changes)
         directory = MemoryDirectory(self._scene.store, VirtualClock())
         await directory.announce(sign_announcement(self.identity, announcement))
         return announcement
@@ -111,7 +115,7 @@ def in_scene(spans: list[tuple[int, int]], story: Callable[[Scene], Awaitable[No
         scene.peers = [SimplePeer(scene, n, Span(*span)) for n, span in enumerate(spans)]
         for peer in scene.peers:
             await peer.listen()
-        running = [run() for peer in scene.peers for run in (peer.renew, peer.delays.run)]
+        running = [run() for peer in scene.peers for run in (peer.renew, peer.round_trip_times.run)]
         tasks = [asyncio.ensure_future(run) for run in running]
         await story(scene)
         for task in tasks:
@@ -135,7 +139,7 @@ def test_peer_tells_the_nearest_of_those_that_a_chain_leads_to_or_from() -> None
         # The last one serves blocks of ours only: no chain has a use for both.
         expected = [(scene.peers[2].peer_id, 0.02), (scene.peers[4].peer_id, 0.04)]
         assert told == (*expected, (scene.peers[1].peer_id, 0.06))
-        assert len(told) == MAX_TOLD
+        assert len(told) == MAX_ANNOUNCED_RTTS
 
     in_scene([(4, 8), (0, 4), (8, 12), (2, 6), (6, 10), (7, 9), (5, 7)], story)
 
@@ -265,9 +269,9 @@ def test_round_trip_of_a_push_counts_for_whoever_announced_that_address() -> Non
         await asyncio.sleep(MEASURED)
         forged = Endpoint("203.0.113.6", 1, "a" * 64)
 
-        me.delays.note_pushed(name(other.peer_id, other.endpoint), 0.0101)
-        me.delays.note_pushed(name(third.peer_id, forged), 0.0)
-        me.delays.note_pushed(name(Identity(b"?" * 32).peer_id, forged), 0.0)
+        me.round_trip_times.note_pushed(name(other.peer_id, other.endpoint), 0.0101)
+        me.round_trip_times.note_pushed(name(third.peer_id, forged), 0.0)
+        me.round_trip_times.note_pushed(name(Identity(b"?" * 32).peer_id, forged), 0.0)
 
         told = dict((await me.announce()).rtts)
         assert told == {other.peer_id: 0.0101, third.peer_id: 0.04}
@@ -298,7 +302,7 @@ def test_nearest_likely_neighbour_is_measured_first_and_now_and_then_anybody() -
     useless = make_peer(3, (4, 8), 0.001)
     rng = random.Random(0)
 
-    chosen = [choose_measured(own, [far, useless, near], rng) for _ in range(400)]
+    chosen = [choose_peer_to_measure(own, [far, useless, near], rng) for _ in range(400)]
 
     counts = [chosen.count(peer) for peer in (near, far, useless)]
     assert counts[0] > 300
@@ -310,7 +314,7 @@ def test_of_neighbours_nobody_knows_each_has_its_turn() -> None:
     others = [make_peer(number, (8, 12), None) for number in range(1, 5)]
     rng = random.Random(0)
 
-    chosen = [choose_measured(own, others, rng) for _ in range(400)]
+    chosen = [choose_peer_to_measure(own, others, rng) for _ in range(400)]
 
     assert min(chosen.count(peer) for peer in others) > 50
-    assert choose_measured(own, [], rng) is None
+    assert choose_peer_to_measure(own, [], rng) is None
