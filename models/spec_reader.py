@@ -17,6 +17,6 @@ def read_spec(config: Mapping[str, object]) -> ModelShape:
     if read is not None:
         read_quantization(config)  # a format that is not supported is refused before anything else
         return read(config)
-    from .shells.shell_opening import read_shape  # transformers takes seconds to import
+    from .shells.shell_opening import open_shell, read_shape  # transformers takes seconds to import
 
-    return read_shape(config)
+    return read_shape(open_shell(config), config)

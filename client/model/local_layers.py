@@ -4,8 +4,7 @@ These are embedding, final norm and head. Only their tensors are read from a che
 without a file in `models/families` use transformers' own modules, without blocks.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -20,14 +19,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ...kernels.layers.norm import Norm, NormKind
 from ...models.checkpoints.checkpoint import Checkpoint
 from ...models.checkpoints.conversion import ConvertedCheckpoint
-from ...models.families.registry import FAMILIES, find_family
-from ...models.shells.shell_opening import open_shell
+from ...models.families.registry import find_family
+from ...models.shells.shell_opening import open_shell, read_shape
 from ...models.shells.step_cache import StepCache
-from ...models.specs.config_reader import DTYPES, MAX_VOCABULARY, limit_to_exact_positions
+from ...models.specs.config_reader import DTYPES
 from ...models.specs.model_spec import ModelSpec
 from ...protocol.errors import ModelError, UsageError
 from ...protocol.ids import make_model_id
-from ...protocol.limits import MAX_BLOCKS, MAX_HIDDEN_SIZE
 
 # Shape suffixes: B rows, T tokens, H hidden size, V vocabulary.
 
@@ -36,14 +34,6 @@ IGNORED = -100
 
 _CHANGING_ROTATIONS = ("longrope", "dynamic")
 """Kinds of rope whose rotation of all tokens changes once a text is long."""
-
-_MAXIMA = {
-    "hidden_size": MAX_HIDDEN_SIZE,
-    "num_hidden_layers": MAX_BLOCKS,
-    "num_attention_heads": MAX_HIDDEN_SIZE,
-    "vocab_size": MAX_VOCABULARY,
-}
-"""The counts in config.json that decide what is allocated here, or divided by."""
 
 _SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The names that the command line and peers use."""
@@ -241,20 +231,22 @@ def open_checkpoint(model: str | Path, revision: str | None) -> tuple[Checkpoint
 
 
 def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """Return transformers' configuration of the checkpoint; ModelError if it is not usable."""
-    model_type = checkpoint.config.get("model_type")
-    is_own = isinstance(model_type, str) and model_type in FAMILIES
-    _check_numbers(checkpoint.config, is_own=is_own)
-    if is_own:
-        config = _read_config(checkpoint, str(model_type))
+    """Return transformers' configuration of the checkpoint, with the positions that peers serve.
+
+    Raises ModelError, with the sentence of the peers, when they could not serve the model.
+    """
+    read_own = find_family(checkpoint.config)
+    if read_own is None:
+        shell = open_shell(checkpoint.config)
+        config, shape = shell.config, read_shape(shell, checkpoint.config)
     else:
-        config = open_shell(checkpoint.config).config
-    _limit_to_exact_positions(config)
+        shape = read_own(checkpoint.config)
+        config = _read_config(checkpoint, shape.family)
+    if getattr(config, "max_position_embeddings", None):
+        config.max_position_embeddings = min(config.max_position_embeddings, shape.max_positions)
     # No attention and no experts run here, and a configuration must not choose code to be fetched.
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
-    # Under the names that all families share, whatever their own are.
-    _check_counts({name: getattr(config, name, None) for name in _MAXIMA})
     return config
 
 
@@ -268,37 +260,6 @@ def _read_config(checkpoint: Checkpoint, model_type: str) -> PreTrainedConfig:
         raise ModelError(
             f"config.json in {checkpoint.directory} is damaged: {reason:.200}"
         ) from error
-
-
-def _check_numbers(config: Mapping[str, object], *, is_own: bool) -> None:
-    """Raise ModelError for a number in config.json that cannot be; missing ones have defaults."""
-    _check_counts({name: config[name] for name in _MAXIMA if name in config})
-    eps = config.get("rms_norm_eps", 1.0)
-    if eps is None and not is_own:
-        return  # another kind of norm, whose number is called otherwise
-    if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 < eps < math.inf:
-        raise ModelError(f"rms_norm_eps in config.json must be a number above 0, got {eps!r}")
-
-
-def _check_counts(counts: Mapping[str, object]) -> None:
-    for name, value in counts.items():
-        maximum = _MAXIMA[name]
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
-            raise ModelError(
-                f"{name} in config.json must be a number from 1 to {maximum}, got {value!r}"
-            )
-
-
-def _limit_to_exact_positions(config: PreTrainedConfig) -> None:
-    """Lower the model's maximum where no peer goes beyond: a long rotation cannot be cached."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    if "rope_type" in rope:
-        # An original length beside these parameters replaces the one among them. Transformers
-        # sees to that when it computes the rotation, which nobody does here.
-        config.standardize_rope_params()
-    if rope.get("rope_type") == "longrope":
-        _, num_exact = limit_to_exact_positions(rope, config.max_position_embeddings)
-        config.max_position_embeddings = num_exact
 
 
 def resolve_dtype(requested: str | torch.dtype | None) -> torch.dtype | None:

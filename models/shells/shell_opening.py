@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ...protocol.errors import ModelError
+from ...protocol.limits import MAX_HIDDEN_SIZE
 from ..families.registry import FAMILIES
 from ..specs.config_reader import MAX_HEADS, MAX_POSITIONS, ConfigReader, limit_to_exact_positions
 from ..specs.model_spec import WrappedShape
@@ -38,9 +39,6 @@ _UNSAFE_FIELDS = frozenset(
     }
 )
 """Fields by which a configuration chooses code, some of it from the Hub."""
-
-_MAX_SIZE = 2**20
-"""Far above any model; bounds what a damaged config.json makes us allocate."""
 
 _SMALL_TABLE_BYTES = 2**24
 """A block may always have tables of this size: masks of 4096 positions."""
@@ -69,9 +67,8 @@ class _UnfitError(Exception):
     """A family cannot run block by block; the message is the second half of a sentence."""
 
 
-def read_shape(config: Mapping[str, object]) -> WrappedShape:
-    """Return the shape of a model of a family that only transformers knows."""
-    shell = open_shell(config)
+def read_shape(shell: Shell, config: Mapping[str, object]) -> WrappedShape:
+    """Return the shape of a model with this shell and `config.json` content."""
     # Under the names that all families share, whatever their own are.
     names = ("num_attention_heads", "max_position_embeddings", "rope_parameters")
     settings = ConfigReader({name: getattr(shell.config, name, None) for name in names})
@@ -249,7 +246,7 @@ def _build(name: str, config: Mapping[str, object]) -> Any:
             raise _UnfitError(
                 f"its text model of type {text_config.model_type!r} is only a part of it"
             )
-        for field, maximum in (("num_hidden_layers", MAX_LAYERS), ("hidden_size", _MAX_SIZE)):
+        for field, maximum in (("num_hidden_layers", MAX_LAYERS), ("hidden_size", MAX_HIDDEN_SIZE)):
             if not 0 < getattr(model_config, field) <= maximum:
                 raise ModelError(f"config.json: {field} must be a number from 1 to {maximum}")
         model_config._attn_implementation = "eager"

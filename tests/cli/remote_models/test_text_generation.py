@@ -91,7 +91,7 @@ def test_damaged_configuration_is_named_before_the_tokenizer_reads_it(
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, name: value}))
 
-    with pytest.raises(ModelError, match=f"^{name} in config.json"):
+    with pytest.raises(ModelError, match=f"^config.json: {name} must be"):
         load_tokenizer(str(directory))
 
 

@@ -161,12 +161,12 @@ def test_layers_outlive_the_file(tiny_models: Any, tmp_path: Path) -> None:
         ({"hidden_size": 0}, {}, "hidden_size"),
         ({"hidden_size": 2**30}, {}, "hidden_size"),
         ({"num_hidden_layers": 0}, {}, "num_hidden_layers"),
-        ({"num_hidden_layers": "8"}, {}, "num_hidden_layers in config.json .* got '8'"),
+        ({"num_hidden_layers": "8"}, {}, "^config.json: num_hidden_layers .* got '8'"),
         ({"num_attention_heads": 0}, {}, "num_attention_heads"),
-        ({"rms_norm_eps": "x"}, {}, "rms_norm_eps in config.json .* got 'x'"),
+        ({"rms_norm_eps": "x"}, {}, "^config.json: rms_norm_eps .* got 'x'"),
         ({"rms_norm_eps": None}, {}, "rms_norm_eps"),
         ({"rms_norm_eps": -1.0}, {}, "rms_norm_eps"),
-        ({"max_position_embeddings": "many"}, {}, "config.json in .* is damaged"),
+        ({"max_position_embeddings": "many"}, {}, "^config.json: max_position_embeddings"),
         ({"vocab_size": "many"}, {}, "vocab_size"),
         ({"vocab_size": 127}, {}, r"embed_tokens.weight' has shape \[128, 64\]"),
         ({}, {"model.norm.weight": torch.ones(65)}, r"norm.weight' has shape \[65\]"),
@@ -190,12 +190,21 @@ def test_unusable_checkpoint_is_named(
         open_layers(checkpoint)
 
 
-@pytest.mark.parametrize("model_type", [None, "nonsense", "ctrl", "nanochat", "mamba", "t5"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"model_type": name} for name in (None, "nonsense", "ctrl", "nanochat", "mamba", "t5")),
+        {"hidden_size": 2**30},
+        {"num_attention_heads": 0},
+        {"rms_norm_eps": "x"},
+    ],
+    ids=str,
+)
 def test_client_and_peers_refuse_a_model_with_the_same_sentence(
-    tiny_models: Any, tmp_path: Path, model_type: str | None
+    tiny_models: Any, tmp_path: Path, change: dict[str, object]
 ) -> None:
     source = tiny_models.get("llama").directory
-    checkpoint = copy_checkpoint(source, tmp_path / "model", {"model_type": model_type}, {})
+    checkpoint = copy_checkpoint(source, tmp_path / "model", change, {})
 
     with pytest.raises(ModelError) as by_client:
         load_config(checkpoint)
