@@ -38,6 +38,7 @@ from .hop_link import (
     Mailbox,
     Question,
     StartOverError,
+    UnaskedOutputsError,
     from_wire,
     to_wire,
 )
@@ -533,7 +534,7 @@ def _is_about_link_behind(error: ShoalError) -> bool:
 
 
 def _is_about_link_before(error: ShoalError) -> bool:
-    if isinstance(error, GapError):
+    if isinstance(error, GapError | UnaskedOutputsError):
         return True
     return isinstance(error, RefusedError) and error.code in _QUESTIONABLE_CODES
 

@@ -31,7 +31,14 @@ from ...protocol.versions import HANDOFF_VERSION
 from ..routing.route import Ends, LostHopError
 from ..trace.trace import Handoff, Observer
 from .exchange import Exchange, merge_pieces
-from .hop_link import BrokenSegmentError, LiveHop, Mailbox, Question, StartOverError
+from .hop_link import (
+    BrokenSegmentError,
+    LiveHop,
+    Mailbox,
+    Question,
+    StartOverError,
+    UnaskedOutputsError,
+)
 from .hops import HopFinder
 from .push_plan import PushPlan, make_next_hop
 from .state import SessionContext
@@ -87,7 +94,7 @@ class Standby:
         self._session = session
         self._state = session.state  # of the session; that of the new hop is another one
         self._twin = self._state.make_twin()
-        self._mailbox = Mailbox()
+        self._mailbox = Mailbox(lambda: session.state.last_sequence)
         self._finder = HopFinder(self._twin, self._mailbox)
         self._exchange = Exchange(self._twin, self._mailbox)
         self._tail: list[Question] = []  # what the live hop was sent and the new one was not
@@ -262,6 +269,8 @@ class Standby:
 
     async def _check_sound(self) -> None:
         error = self._mailbox.trouble(self.session_id)
+        if isinstance(error, UnaskedOutputsError) and self.before is not None:
+            raise LostHopError(self.new.hop, str(error)) from error  # that may have pushed them
         if isinstance(error, UnavailableError | RemoteProtocolError | RefusedError):
             raise await self._exchange.lose(self.new, error) from error
 

@@ -52,9 +52,17 @@ _GOODBYE_SECONDS = 1.0
 _MAX_STATUSES = 8
 """Answers of one hop that are kept: nobody waits any more for those before."""
 
+_MAX_UNASKED = 64
+"""Outputs that a hop may send beyond those that it was asked for: it repeats one where a step
+reaches it again after a failover, and a standby answers what comes before it is told to push."""
+
 
 class GapError(UnavailableError):
     """A hop has not got what stands before a step."""
+
+
+class UnaskedOutputsError(RemoteProtocolError):
+    """A hop goes on answering what it was not asked, or what the hop before makes up."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +74,17 @@ class Arrived:
 
 
 class Mailbox:
-    """Filled by the links of a session, read by tasks that wait for one of its hops."""
+    """Filled by the links of a session, read by tasks that wait for one of its hops.
 
-    def __init__(self) -> None:
+    `newest_step` returns the number of the session's newest step, which no output exceeds.
+    """
+
+    def __init__(self, newest_step: Callable[[], int]) -> None:
+        self._newest_step = newest_step
         self._expected: set[tuple[SessionId, int]] = set()
         self._replays: dict[SessionId, Arrived | None] = {}
         self._outputs: dict[tuple[SessionId, int], Arrived] = {}
+        self._num_unasked: Counter[SessionId] = Counter()  # negative: so many may still come
         self._statuses: dict[tuple[SessionId, int], Status] = {}
         self._num_asked: Counter[SessionId] = Counter()
         self._num_told: Counter[SessionId] = Counter()
@@ -84,6 +97,7 @@ class Mailbox:
     def expect(self, session: SessionId, sequence: int) -> None:
         """Keep the output of a step when it comes; others are dropped."""
         self._expected.add((session, sequence))
+        self._num_unasked[session] -= 1
 
     def newest_expected(self, session: SessionId) -> int:
         """Return the number of the newest step whose output is expected; 0 where there is none."""
@@ -128,7 +142,7 @@ class Mailbox:
         """Drop everything of a hop that is no longer part of the session."""
         self.forgive(session)
         self._replays.pop(session, None)
-        for known in (self._num_asked, self._num_told):
+        for known in (self._num_asked, self._num_told, self._num_unasked):
             known.pop(session, None)
         self._statuses = {key: value for key, value in self._statuses.items() if key[0] != session}
         self._expected = {key for key in self._expected if key[0] != session}
@@ -140,7 +154,10 @@ class Mailbox:
         self._outputs.clear()
 
     def put(self, session: SessionId, name: str, message: Message, num_bytes: int) -> None:
-        """Take in what a hop of this name has said."""
+        """Take in what a hop of this name has said.
+
+        Raises RemoteProtocolError for what no hop may say, after which it is not listened to.
+        """
         if isinstance(message, Declined):
             self.put_trouble(session, message.make_error(name, session))
         elif isinstance(message, Gap) and message.session == session:
@@ -148,18 +165,29 @@ class Mailbox:
         elif isinstance(message, Status) and message.session == session:
             self._num_told[session] += 1
             number = self._num_told[session]
+            if number > self._num_asked[session] + _MAX_STATUSES:
+                raise RemoteProtocolError(f"{name} goes on saying how it is without being asked")
             self._statuses[session, number] = message
             self._statuses.pop((session, number - _MAX_STATUSES), None)
         elif isinstance(message, Output) and message.session == session:
-            key = session, message.sequence
-            if key in self._expected:
-                self._outputs[key] = Arrived(message, num_bytes)
-            elif session in self._replays:
-                self._replays[session] = Arrived(message, num_bytes)
+            self._put_output(session, name, Arrived(message, num_bytes))
         else:
-            error = RemoteProtocolError(f"{name} said {message!r:.80} without being asked")
-            self.put_trouble(session, error)
+            raise RemoteProtocolError(f"{name} said {message!r:.80} without being asked")
         self._news.set()
+
+    def _put_output(self, session: SessionId, name: str, arrived: Arrived) -> None:
+        sequence = arrived.output.sequence
+        if (session, sequence) in self._expected:
+            self._outputs[session, sequence] = arrived
+        elif session in self._replays:
+            newest = self._replays[session]
+            before = 0 if newest is None else newest.output.sequence
+            if before < sequence <= self._newest_step():
+                self._replays[session] = arrived
+                return
+        self._num_unasked[session] += 1
+        if self._num_unasked[session] > _MAX_UNASKED:
+            raise UnaskedOutputsError(f"{name} goes on answering steps that nobody has sent it")
 
     def put_trouble(self, session: SessionId, error: ShoalError) -> None:
         """Note what is wrong at a hop; the first counts, the rest follows from it."""
@@ -189,7 +217,7 @@ class HopLink:
         self._bulk: Stream | None = None
         self._bulk_capability = NO_CAPABILITY  # the one that was shown there
         self._listening: asyncio.Task[None] | None = None
-        self._mailbox = Mailbox()  # of nobody, until `listen`
+        self._mailbox: Mailbox  # since `listen`
         self._sending = asyncio.Lock()
         self.is_leaving = False  # its peer will stop soon, and serves until then
         self.on_leaving: Callable[[], None] = lambda: None

@@ -66,7 +66,7 @@ class RemoteSession:
 
     def __init__(self, state: SessionContext) -> None:
         self.state = state
-        self.mailbox = Mailbox()
+        self.mailbox = Mailbox(lambda: state.last_sequence)
         self.finder = HopFinder(state, self.mailbox)
         self.exchange = Exchange(state, self.mailbox)
         self.plan = PushPlan(state, self.exchange, self.mailbox)

@@ -119,7 +119,7 @@ class Scene:
 
 async def ask(link: HopLink, step: Step, seconds: float = TIMEOUT) -> Output:
     """Return the checked answer to a step, which is looked for as sessions do."""
-    mailbox = Mailbox()
+    mailbox = Mailbox(lambda: step.sequence)
     mailbox.expect(link.session, step.sequence)
     link.listen(mailbox)
     await link.send(step, seconds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -86,12 +86,17 @@ def be_honest(_: Message, answer: Answer) -> Answer:
 
 @dataclass
 class FakePeer:
-    """Serves a span; `mischief` may change any answer, None hangs up."""
+    """Serves a span; `mischief` may change any answer, None hangs up.
+
+    Behind its next output, it sends `num_repeats` of it, which are those to steps `ahead` of it.
+    """
 
     name: str
     identity: Identity
     span: Span
     mischief: Mischief = be_honest
+    num_repeats: int = 0
+    ahead: int = 0
     caches: dict[SessionId, FakeCache] = field(default_factory=dict)
     opens: list[Open] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -107,6 +112,10 @@ class FakePeer:
                 if answer is None:
                     return
                 await stream.send(answer if isinstance(answer, bytes) else encode_frame(answer))
+                while isinstance(answer, Output) and self.num_repeats:
+                    self.num_repeats -= 1
+                    unasked = replace(answer, sequence=answer.sequence + self.ahead)
+                    await stream.send(encode_frame(unasked))
         finally:
             for session in mine:
                 self.caches.pop(session, None)

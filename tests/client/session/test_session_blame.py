@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -94,6 +95,27 @@ def test_peer_that_misbehaves_is_replaced_and_avoided(name: str) -> None:
 
         (failover,) = session.failovers
         assert failover.lost.peer.peer_id == villain.identity.peer_id
+        assert scene.quarantined == [villain.name]
+        assert villain.name not in scene.names_of(session)
+
+    run(test)
+
+
+@pytest.mark.parametrize("ahead", [-1, 0, 1000])
+def test_peer_that_goes_on_answering_unasked_is_replaced_and_avoided(ahead: int) -> None:
+    """Old answers, the same one, or those to steps that nobody has sent."""
+
+    async def test(scene: Scene) -> None:
+        await add_two_rows_of_peers(scene)
+        session, oracle = scene.open_session(), Oracle()
+        for index in range(2):
+            assert torch.equal(await session.step(draw(index)), oracle.step(draw(index)))
+        villain = scene.peer_of(session, 1)
+        villain.num_repeats, villain.ahead = 10**6, ahead
+        for index in range(2, 9):
+            assert torch.equal(await session.step(draw(index)), oracle.step(draw(index)))
+            await asyncio.sleep(0.1)
+
         assert scene.quarantined == [villain.name]
         assert villain.name not in scene.names_of(session)
 
