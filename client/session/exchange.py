@@ -145,8 +145,9 @@ class Exchange:
         except _BROKEN as error:
             raise await self._break(segment, _SegmentFault({0: error}), asked) from error
         except asyncio.CancelledError:
-            # The stream is broken if half of the step was sent. That was not the peer's fault.
-            await self.hang_up(segment[0])
+            # Half of the step may have been sent, which is not the peer's fault.
+            if first.link is not None and first.link.is_torn:
+                await self.hang_up(first)
             raise
 
     async def receive(self, segment: Sequence[LiveHop], question: Question) -> Tensor:

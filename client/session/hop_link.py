@@ -219,6 +219,7 @@ class HopLink:
         self._listening: asyncio.Task[None] | None = None
         self._mailbox: Mailbox  # since `listen`
         self._sending = asyncio.Lock()
+        self.is_torn = False  # a send was cancelled in the middle of its frame
         self.is_leaving = False  # its peer will stop soon, and serves until then
         self.on_leaving: Callable[[], None] = lambda: None
         self.capability = opening.capability
@@ -312,8 +313,12 @@ class HopLink:
             AnswerTimeout(timeout_seconds, f"{self.name} does not read what is sent"),
             self._sending,
         ):
-            stream = await self._choose_stream(lane)
-            await stream.send(frame)
+            try:
+                stream = await self._choose_stream(lane)
+                await stream.send(frame)
+            except asyncio.CancelledError:
+                self.is_torn = True
+                raise
 
     async def close(self) -> None:
         """Tell the peer that the session is over and hang up. Never raises."""

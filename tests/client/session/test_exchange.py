@@ -105,3 +105,26 @@ def test_lost_hop_leaves_nothing_on_the_line() -> None:
             await session.exchange.ask([hops[1]], Question(draw(2), 3, sequence=10))
 
     run(test)
+
+
+def test_send_that_is_cancelled_while_it_waits_for_its_turn_costs_nothing() -> None:
+    async def test(scene: Scene) -> None:
+        session, hops = await begin(scene)
+        scene.network.pause(scene.names_of(session)[0])
+        exchange, step = session.exchange, Question(draw(2, 4000, 32), 3, sequence=8)
+        filling = [asyncio.create_task(exchange.send(hops[:1], step)) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        waiting = asyncio.create_task(exchange.send(hops[:1], Question(draw(4), 3, sequence=9)))
+        await asyncio.sleep(0.1)
+
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+        assert waiting.cancelled()
+        assert hops[0].link is not None
+        for task in filling:
+            task.cancel()
+        await asyncio.wait(filling)
+        assert hops[0].link is None
+
+    run(test)
