@@ -20,10 +20,10 @@ from .announcing.announcer import Announcer, announce_offline
 from .announcing.self_description import SelfDescription, make_template, watch_relays
 from .hosting.span_loader import SpanLoader
 from .placement.placer import PlacedModel, Placer
+from .process.background import BackgroundTasks, LoopLag
+from .process.config import PeerConfig, PeerEvent, Report, ignore
+from .process.identity_file import hold_identity
 from .pushing.connections import Connections
-from .runtime.background import BackgroundTasks, LoopLag
-from .runtime.config import PeerConfig, PeerEvent, Report, ignore
-from .runtime.identity_file import hold_identity
 from .serving_loop import ServingLoop
 from .streams.service import StreamHandler
 from .workloads import make_service

@@ -18,8 +18,8 @@ from .engine.blocks.batch import HostedBlock
 from .hosting.span_loader import LoadError, ServedSpan, SpanLoader
 from .placement.placement import Placement
 from .placement.placer import Placer
-from .runtime.background import BackgroundTasks, cancel_all
-from .runtime.config import PeerEvent, Report
+from .process.background import BackgroundTasks, cancel_all
+from .process.config import PeerEvent, Report
 from .streams.service import Service, StreamHandler
 
 _logger = logging.getLogger(__name__)

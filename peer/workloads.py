@@ -13,8 +13,8 @@ from .engine.passes.pass_memory import PassBudget
 from .hosting.span_loader import ServedSpan, SpanLoader
 from .passes.pass_workload import PassResources, PassWorkload
 from .passes.publications import PublicationWorkload
-from .passes.updates import UpdateStream
-from .passes.uploads import UploadStream
+from .passes.updates import UpdateStreamWork
+from .passes.uploads import UploadStreamWork
 from .pushing.connections import Connections
 from .pushing.session_outputs import PushResources
 from .sessions.admission import Admission, SessionResources
@@ -70,6 +70,6 @@ def make_service(
         PublicationWorkload(passes, presence, announce),
         SessionWorkload(Admission(engine, compute, clock, for_sessions)),
     )
-    attend = partial(UploadStream, passes), partial(UpdateStream, passes)
+    accept = partial(UploadStreamWork, passes), partial(UpdateStreamWork, passes)
     max_streams = _STREAMS_PER_SESSION * config.max_sessions
-    return Service(host, workloads, max_streams, changed, attend)
+    return Service(host, workloads, max_streams, changed, accept)

@@ -63,8 +63,8 @@ class Figure:
 class Clock:
     """Times work on a device, and waits for it."""
 
-    def __init__(self, place: torch.device, capturer: Capturer | None) -> None:
-        self.place = place
+    def __init__(self, torch_device: torch.device, capturer: Capturer | None) -> None:
+        self.torch_device = torch_device
         self._capturer = capturer or CallingCapturer()
 
     def time(self, call: Callable[[], object]) -> float:
@@ -89,20 +89,22 @@ class Clock:
 
     def wait(self) -> None:
         """Wait until the device has nothing to do."""
-        if self.place.type == "cuda":
-            torch.cuda.synchronize(self.place)
+        if self.torch_device.type == "cuda":
+            torch.cuda.synchronize(self.torch_device)
 
 
 def measure_linears(clock: Clock) -> Iterator[Figure]:
     """Measure int8 products of one and two digits beside torch's products."""
     for in_features, out_features in SHAPES:
         num_copies = 2 + CACHE_BYTES // (in_features * out_features)
-        for name, dtype, make in list_products(in_features, out_features, clock.place):
+        for name, dtype, make in list_products(in_features, out_features, clock.torch_device):
             products = [make() for _ in range(num_copies)]
             for num_rows in ROWS:
                 if name == "torch int_mm" and num_rows < LEAST_MM_ROWS:
                     continue
-                rows = (torch.randn(num_rows, in_features, device=clock.place) * 30).to(dtype)
+                rows = (torch.randn(num_rows, in_features, device=clock.torch_device) * 30).to(
+                    dtype
+                )
                 calls = [lambda product=product, rows=rows: product(rows) for product in products]
                 what = f"{in_features} -> {out_features}, rows: {num_rows}"
                 yield Figure(what, name, clock.time_each(calls), "us")
@@ -113,13 +115,13 @@ Product = Callable[[Tensor], object]
 
 
 def list_products(
-    in_features: int, out_features: int, place: torch.device
+    in_features: int, out_features: int, torch_device: torch.device
 ) -> Iterator[tuple[str, torch.dtype, Callable[[], Product]]]:
     """Yield name, dtype of the rows, and what makes one copy of the layer."""
     shape = (out_features, in_features)
-    values_OI = torch.randint(-127, 128, shape, dtype=torch.int8, device=place)
-    scales_O = torch.rand(out_features, device=place)
-    kernel = choose_int8_kernel(place.type)
+    values_OI = torch.randint(-127, 128, shape, dtype=torch.int8, device=torch_device)
+    scales_O = torch.rand(out_features, device=torch_device)
+    kernel = choose_int8_kernel(torch_device.type)
 
     def make_ours(num_digits: int) -> Product:
         product = kernel.pack(Int8Weight(values_OI.clone(), scales_O), None)
@@ -145,25 +147,25 @@ def list_products(
 def measure_attention(clock: Clock) -> Iterator[Figure]:
     """Measure generated tokens over pages beside torch over keys that lie in one piece."""
     for num_sessions, num_tokens in SESSIONS_AND_TOKENS:
-        for name, call in list_attentions(num_sessions, num_tokens, clock.place):
+        for name, call in list_attentions(num_sessions, num_tokens, clock.torch_device):
             what = f"{num_sessions} tokens, keys: {num_tokens}"
             yield Figure(what, name, clock.time_each([call] * 4), "us")
 
 
 def list_attentions(
-    num_sessions: int, num_tokens: int, place: torch.device
+    num_sessions: int, num_tokens: int, torch_device: torch.device
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield name and call for one generated token of each session."""
     attend, scale = choose_paged_attention("cuda"), HEAD_DIM**-0.5
     num_pages = num_tokens // PAGE_TOKENS
     shape = (num_sessions * num_pages, 2, GROUPS, PAGE_TOKENS, HEAD_DIM + 4)
-    pages = torch.randn(shape, device=place)
-    tables = torch.randperm(len(pages), device=place).int().view(num_sessions, num_pages)
-    lengths = torch.full((num_sessions,), num_tokens, dtype=torch.int32, device=place)
-    queries = torch.randn(num_sessions, HEADS, HEAD_DIM, device=place)
+    pages = torch.randn(shape, device=torch_device)
+    tables = torch.randperm(len(pages), device=torch_device).int().view(num_sessions, num_pages)
+    lengths = torch.full((num_sessions,), num_tokens, dtype=torch.int32, device=torch_device)
+    queries = torch.randn(num_sessions, HEADS, HEAD_DIM, device=torch_device)
     yield "ours", lambda: attend(queries, pages, tables, lengths, scale=scale)
     grouped = queries.view(num_sessions, GROUPS, -1, HEAD_DIM)
-    states = torch.randn(2, num_sessions, GROUPS, num_tokens, HEAD_DIM, device=place)
+    states = torch.randn(2, num_sessions, GROUPS, num_tokens, HEAD_DIM, device=torch_device)
     for name, dtype in (("torch fp32", torch.float32), ("torch bf16", torch.bfloat16)):
         keys, values = states.to(dtype).unbind()
         yield (
@@ -200,18 +202,18 @@ def measure_engine(
 def measure_transformers(model: BenchmarkModel, clock: Clock, is_quick: bool) -> Iterator[Figure]:
     """Measure the same with plain transformers."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.bfloat16)
-    loaded.to(clock.place)
+    loaded.to(clock.torch_device)
     num_steps = 8 if is_quick else 64
     settings = {"max_new_tokens": num_steps, "min_new_tokens": num_steps, "do_sample": False}
     for num_rows in (1, 16, 64):
-        tokens_BT = model.make_tokens(num_rows, CONTEXT_TOKENS).to(clock.place)
+        tokens_BT = model.make_tokens(num_rows, CONTEXT_TOKENS).to(clock.torch_device)
         seconds = clock.time(
             lambda tokens_BT=tokens_BT: loaded.generate(tokens_BT, pad_token_id=0, **settings)
         )
         what = f"engine, sessions: {num_rows}"
         yield Figure(what, "transformers", num_steps * num_rows / seconds, "tok/s")
     for num_tokens in (128, 512) if is_quick else (128, 512, 2048):
-        tokens_BT = model.make_tokens(1, num_tokens).to(clock.place)
+        tokens_BT = model.make_tokens(1, num_tokens).to(clock.torch_device)
         seconds = clock.time(lambda tokens_BT=tokens_BT: loaded.model(tokens_BT))
         yield Figure(f"engine, prompt: {num_tokens}", "transformers", num_tokens / seconds, "tok/s")
 
@@ -246,11 +248,11 @@ def main() -> None:
         parser.error(str(error))
     torch.manual_seed(0)
     model = open_bundled_model() if options.quick else make_benchmark_model()
-    clock = Clock(device.place, device.capturer)
+    clock = Clock(device.torch_device, device.capturer)
     figures: list[Figure] = []
     machine = describe_machine()
-    if device.place.type == "cuda":
-        machine = f"{torch.cuda.get_device_name(device.place)}; {machine}"
+    if device.torch_device.type == "cuda":
+        machine = f"{torch.cuda.get_device_name(device.torch_device)}; {machine}"
     with device.running():
         engine = load_engine(
             Checkpoint.open(model.directory), Span(0, model.num_blocks), options.weights,

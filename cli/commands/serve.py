@@ -13,7 +13,7 @@ from typing import Any
 
 import uvloop
 
-from ...peer.runtime.config import PeerConfig, PeerEvent, Report
+from ...peer.process.config import PeerConfig, PeerEvent, Report
 from ...protocol.errors import UsageError
 from ...protocol.membership.join_code import JoinCode
 from ...protocol.membership.membership import Membership

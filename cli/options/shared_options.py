@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from ...peer.engine.devices.device_names import NO_NF4, parse_cuda_number
-from ...peer.runtime.config import WEIGHT_FORMATS, PeerConfig
+from ...peer.process.config import WEIGHT_FORMATS, PeerConfig
 from ...protocol.errors import UsageError
 from .bundled_model import BUNDLED_NAME
 from .quantities import parse_non_negative

@@ -107,7 +107,7 @@ class TokenSegment:
     """The tokens of one session: rows `[first_row, first_row + num_rows * num_tokens)` of N.
 
     `states_LCBGSD` is the session's memory (C: keys, values), whose first block is `first_block`:
-    float32, or int8 with the records of `int8_states` for D;
+    float32, or int8 with the records of `int8_kv` for D;
     tokens are written from `position` on. `cos_TR` and `sin_TR` are the tables of their positions.
     """
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .int8_states import SCALE_BYTES, count_record_bytes
+from .int8_kv import SCALE_BYTES, count_record_bytes
 
 MAX_HEAD_DIM = 256
 """Above, a tile of keys no longer fits into what a multiprocessor has at hand."""
@@ -53,7 +53,7 @@ def paged_attention(
     Token `n` sees the first `lengths_N[n]` keys of its table, its own among them, with a window
     only the last `sliding_window`; a token that sees none, as in an idle row of a captured graph,
     gets zeros. `tables_NM` and `lengths_N` are int32 and trusted: nobody notices a page that is
-    not there. Pages are floats, the first of W, or int8 with the records of `int8_states` for W.
+    not there. Pages are floats, the first of W, or int8 with the records of `int8_kv` for W.
     Raises ValueError for shapes and options that contradict each other.
     """
     is_int8 = pages_PCGSW.dtype is torch.int8

@@ -1,5 +1,5 @@
 /* Keys and values as a cache keeps them: as floats, or as records of 8-bit integers, which
-   ../int8_states.py describes. For a file that includes attention_body.h. */
+   ../int8_kv.py describes. For a file that includes attention_body.h. */
 
 /* A record with less in it is all zeros: the inverse of its scale could be infinite. */
 #define TINY 1e-30f

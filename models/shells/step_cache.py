@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from ...kernels.attention.int8_states import count_record_bytes
+from ...kernels.attention.int8_kv import count_record_bytes
 
 Put = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Writes keys and values [B, G, T, D] at a position; returns all up to them."""

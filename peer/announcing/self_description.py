@@ -16,8 +16,8 @@ from ...protocol.records.announcements import Announcement, ComputeDtype, PeerSt
 from ...protocol.spans import Span
 from ...protocol.versions import MAX_VERSION, MIN_VERSION, SOFTWARE
 from ..engine.devices.device import COMPUTE_DTYPES
-from ..runtime.background import LoopLag
-from ..runtime.config import PeerConfig, PeerEvent, Report
+from ..process.background import LoopLag
+from ..process.config import PeerConfig, PeerEvent, Report
 from .announcer import LIFETIME_PERIODS, Announcer
 
 _logger = logging.getLogger(__name__)

@@ -55,7 +55,7 @@ class Engine:
         self.kernels = describe_kernels(
             numerics.weights,
             [name for block in blocks for name in block.attention_kernels],
-            numerics.device.place.type,
+            numerics.device.torch_device.type,
         )
         can_cut = all(block.is_cut_anywhere for block in blocks)
         self.part_tokens = SHORT_PART_TOKENS if can_cut else PART_TOKENS
@@ -79,7 +79,7 @@ class Engine:
 
     def place_prompts(self, prompts_LBPH: torch.Tensor) -> torch.Tensor:
         """Return deep prompts as a cache of this engine keeps them."""
-        return prompts_LBPH.to(self.device.place, self.dtype)
+        return prompts_LBPH.to(self.device.torch_device, self.dtype)
 
     @torch.inference_mode()
     def execute(

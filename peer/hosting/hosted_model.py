@@ -25,7 +25,7 @@ from ..engine.devices.device import Numerics
 from ..engine.loading.block_tensors import WEIGHT_BYTES, count_block_bytes
 from ..engine.loading.loader import check_span, check_weights
 from ..placement.supply import Room
-from ..runtime.config import PeerConfig, choose_adapter_bytes, choose_pass_bytes
+from ..process.config import PeerConfig, choose_adapter_bytes, choose_pass_bytes
 
 RESERVE_BYTES = 2**30
 """Memory that is left to everything else on the machine, and to torch itself."""

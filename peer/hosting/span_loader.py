@@ -17,7 +17,7 @@ from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
 from ..engine.loading.block_cache import open_block_cache
 from ..engine.loading.engine_loader import load_engine
-from ..runtime.config import PeerConfig
+from ..process.config import PeerConfig
 from .hosted_model import RESERVE_BYTES, HostedModel
 from .throughput import Throughput, measure_throughput
 
@@ -153,7 +153,7 @@ class SpanLoader:
         throughput = await compute.call(lambda: self._measure_if_possible(engine))
         if throughput is None:
             raise LoadError(
-                f"{self.model.numerics.device.place} has memory for blocks {engine.span}, but not "
+                f"{engine.device.torch_device} has memory for blocks {engine.span}, but not "
                 "for steps through them; serve fewer blocks (--num-blocks), or give sessions less "
                 "memory (--kv-memory)",
                 missing,

@@ -20,8 +20,8 @@ from ...protocol.net.memory.memory_network import MemoryNetwork
 from ...protocol.net.transport import StreamServer
 from ...protocol.spans import Span
 from ..peer import Peer
-from ..runtime.background import BackgroundTasks
-from ..runtime.config import PeerConfig, PeerEvent
+from ..process.background import BackgroundTasks
+from ..process.config import PeerConfig, PeerEvent
 from .network_control import NetworkControl
 
 CLIENT_HOST = "client"

@@ -23,7 +23,7 @@ from ..engine.adapters.adapter_file import read_leaves
 from ..engine.adapters.adapter_store import AdapterStore, KeptAdapter, make_unknown
 from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
-from ..runtime.background import cancel_all
+from ..process.background import cancel_all
 from .holders import Holders
 
 _logger = logging.getLogger(__name__)
@@ -216,4 +216,4 @@ async def read_published(
 ) -> Adapter:
     """Return the adapter of leaves, as the engine needs it; raises RefusedError."""
     adapter = await asyncio.to_thread(read_leaves, config, files, engine.spec)
-    return await compute.call(lambda: adapter.move_to(engine.device.place))
+    return await compute.call(lambda: adapter.move_to(engine.device.torch_device))

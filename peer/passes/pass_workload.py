@@ -97,9 +97,9 @@ class PassWorkload(Workload):
         """Whether no pass and no update is there."""
         return not self.num_running
 
-    def attend(self, stream: ClientStream) -> PassStream:
-        """See Workload.attend."""
-        return PassStream(self, stream)
+    def accept(self, stream: ClientStream) -> PassStreamWork:
+        """See Workload.accept."""
+        return PassStreamWork(self, stream)
 
     def begin_draining(self) -> None:
         """Take no more passes and adapters; those that are here come to their end."""
@@ -146,7 +146,7 @@ class _OpenPass:
     job: PassJob | None = None
 
 
-class PassStreamWork(StreamWork):
+class TrainingStreamWork(StreamWork):
     """The base of all work on one stream that shares the account of passes."""
 
     def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:
@@ -161,7 +161,7 @@ class PassStreamWork(StreamWork):
         return self._passes.resources.adapter_store
 
 
-class PassStream(PassStreamWork):
+class PassStreamWork(TrainingStreamWork):
     """Takes one pass at a time from a stream.
 
     The memory that the pass needs on its way is counted as a whole when it is asked for.

@@ -26,7 +26,7 @@ from ..streams.client_stream import ClientStream, Handler, encode_refusal
 from ..streams.service import Workload
 from .fetches import Fetches, read_published
 from .holders import Holders
-from .pass_workload import PassStreamWork, PassWorkload
+from .pass_workload import PassWorkload, TrainingStreamWork
 
 _ANNOUNCE_SECONDS = 5.0
 """Time between two announcements because of publications that clients upload or withdraw."""
@@ -51,9 +51,9 @@ class PublicationWorkload(Workload):
         read = partial(read_published, passes.engine, passes.compute)
         self._fetches = Fetches(holders, self._store, span, read, clock)
 
-    def attend(self, stream: ClientStream) -> PublicationStream:
-        """See Workload.attend."""
-        return PublicationStream(self._passes, stream)
+    def accept(self, stream: ClientStream) -> PublicationStreamWork:
+        """See Workload.accept."""
+        return PublicationStreamWork(self._passes, stream)
 
     def describe(self, announcement: Announcement) -> Announcement:
         """Add which publications are held here for others."""
@@ -79,7 +79,7 @@ class PublicationWorkload(Workload):
         self._announce()
 
 
-class PublicationStream(PassStreamWork):
+class PublicationStreamWork(TrainingStreamWork):
     """Sends the leaves of one publication at a time."""
 
     def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:

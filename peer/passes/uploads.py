@@ -29,7 +29,7 @@ from ..engine.adapters.trained_adapter import TrainedAdapter
 from ..engine.engine import Engine
 from ..streams.client_stream import ClientStream, Handler, encode_refusal
 from .fetches import read_published
-from .pass_workload import PassStreamWork, PassWorkload
+from .pass_workload import PassWorkload, TrainingStreamWork
 from .wire_passes import check_trained
 
 _logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class _IncomingAdapter:
         return len(head.config) + head.num_bytes // head.num_files * num_tensors
 
 
-class UploadStream(PassStreamWork):
+class UploadStreamWork(TrainingStreamWork):
     """Takes one adapter at a time from a stream. Its memory is counted from the head on."""
 
     def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:
@@ -154,7 +154,7 @@ class UploadStream(PassStreamWork):
             return await read_published(passes.engine, passes.compute, head.config, upload.files)
         adapter = await asyncio.to_thread(_read, passes.engine, head, data)
         # Devices belong to the compute thread: it may be capturing what they do.
-        return await passes.compute.call(lambda: adapter.move_to(passes.engine.device.place))
+        return await passes.compute.call(lambda: adapter.move_to(passes.engine.device.torch_device))
 
     def _finish(
         self, upload: _IncomingAdapter, reading: asyncio.Future[Adapter | TrainedAdapter]

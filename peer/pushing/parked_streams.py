@@ -18,7 +18,7 @@ from ...protocol.net.clock import Clock
 from ...protocol.net.transport import Stream, refuse_large_frames
 from ...protocol.records.announcements import Announcement
 from ...protocol.wire.codec import encode_frame
-from ..runtime.background import cancel_all
+from ..process.background import cancel_all
 
 _logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from ...protocol.net.dialling import dial, greet
 from ...protocol.net.retry import Backoff, Backoffs
 from ...protocol.net.transport import Stream, Transport, refuse_large_frames
 from ...protocol.wire.codec import decode_frame, encode_frame
-from ..runtime.background import cancel_all
+from ..process.background import cancel_all
 from .dial_budget import DialBudget
 from .parked_streams import ParkedStreams
 

@@ -120,10 +120,10 @@ class Admission:
             waiter.set()
 
     def may_wait(self, tenant: Tenant) -> bool:
-        """Return whether one more session of a tenant may wait: the queue is shared like places."""
+        """Return whether a tenant may have one more session wait: each gets its share."""
         try:
-            num_places = self.resources.max_sessions
-            check_room_for_client(tenant, list(self._waiting.values()), num_places, "waiting ones")
+            most = self.resources.max_sessions
+            check_room_for_client(tenant, list(self._waiting.values()), most, "waiting ones")
         except RefusedError:
             return False
         return True
@@ -164,7 +164,7 @@ class Admission:
     def estimate_wait_seconds(self) -> float:
         """Estimate how long one more session would have to wait.
 
-        Sessions that live T seconds leave n places every T/n seconds (Little's law).
+        Sessions that live T seconds end every T/n seconds where there are n of them (Little's law).
         """
         now = self.clock.now()
         ages = [now - held.opened_at for held in self.sessions.values()]
@@ -191,7 +191,7 @@ class Admission:
         if parent is not None and parent.adapter is not adapter:
             detail = "a fork must use the adapter of its parent session"
             raise RefusedError(ErrorCode.BAD_VALUES, detail)
-        self._make_place(tenant)
+        self._make_room_for(tenant)
         self._opening[message.session] = tenant
         try:
             cache, free_tokens = await self._open_cache(message, tenant, parent)
@@ -261,7 +261,7 @@ class Admission:
         parent.cache.touch()
         return parent
 
-    def _make_place(self, tenant: Tenant) -> None:
+    def _make_room_for(self, tenant: Tenant) -> None:
         """See that `tenant` may have one more session, if need be in place of an idle one."""
         while True:
             tenants = [*self._opening.values()]
@@ -269,15 +269,15 @@ class Admission:
             sessions = self.sessions.values()
             tenants += [held.tenant for held in sessions if held.cache.is_open]
             try:
-                num_places = self.resources.max_sessions
-                return check_room_for_client(tenant, tenants, num_places, "sessions")
+                most = self.resources.max_sessions
+                return check_room_for_client(tenant, tenants, most, "sessions")
             except RefusedError:
                 session = self._find_idle(tenant, Counter(tenants))
                 if session is None:
                     raise
                 self.close(session, self.sessions[session])
 
-    def _find_idle(self, tenant: Tenant, held_places: Counter[Tenant]) -> SessionId | None:
+    def _find_idle(self, tenant: Tenant, num_held: Counter[Tenant]) -> SessionId | None:
         """Return the session that is idle for longest, of those that `tenant` may displace."""
         idle_since = self.clock.now() - IDLE_SECONDS
         candidates = {
@@ -285,7 +285,7 @@ class Admission:
             for session, held in self.sessions.items()
             if held.used_at <= idle_since
             and not held.running
-            and may_displace(tenant, held.tenant, held_places, 1)
+            and may_displace(tenant, held.tenant, num_held, 1)
         }
         return min(candidates, key=candidates.__getitem__, default=None)
 

@@ -86,7 +86,7 @@ class SessionWorkload(Workload):
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
         self.speed = LoadedSpeed(admission.clock.now)
-        self.streams: set[SessionStream] = set()
+        self.streams: set[SessionStreamWork] = set()
 
     @property
     def is_idle(self) -> bool:
@@ -94,9 +94,9 @@ class SessionWorkload(Workload):
         admission = self.admission
         return not (admission.sessions or admission.num_opening or admission.num_waiting)
 
-    def attend(self, stream: ClientStream) -> SessionStream:
-        """See Workload.attend."""
-        work = SessionStream(self, stream)
+    def accept(self, stream: ClientStream) -> SessionStreamWork:
+        """See Workload.accept."""
+        work = SessionStreamWork(self, stream)
         self.streams.add(work)
         return work
 
@@ -122,7 +122,7 @@ class SessionWorkload(Workload):
         )
 
 
-class SessionStream(StreamWork):
+class SessionStreamWork(StreamWork):
     """The sessions that one stream opened, pushes to, and waits for."""
 
     def __init__(self, workload: SessionWorkload, stream: ClientStream) -> None:

@@ -155,10 +155,10 @@ class ClientStream:
         self,
         host: StreamHost,
         stream: Stream,
-        attend: Sequence[Callable[[ClientStream], StreamWork]],
+        accept: Sequence[Callable[[ClientStream], StreamWork]],
         register: Callable[[ClientStream], None],
     ) -> None:
-        """`attend` makes what takes the messages. `register` is called before the first of them;
+        """`accept` makes what takes the messages. `register` is called before the first of them;
         it raises RefusedError where there are too many streams.
         """
         self.offer: Offer | None = None
@@ -170,7 +170,7 @@ class ClientStream:
         self._stream = stream
         self._register = register
         self._tasks: asyncio.TaskGroup | None = None
-        self._works = [make(self) for make in attend]
+        self._works = [make(self) for make in accept]
         self._handlers: dict[type[Message], list[Handler]] = {}
         for work in self._works:
             for kind, handler in work.handlers.items():

@@ -17,7 +17,7 @@ from ...protocol.fair_share import BUSY_SECONDS, check_room_for
 from ...protocol.messages.reverse_connections import Offer
 from ...protocol.net.transport import Stream
 from ...protocol.records.announcements import Announcement
-from ..runtime.background import cancel_all
+from ..process.background import cancel_all
 from .client_stream import ClientStream, StreamHost, StreamWork, encode_refusal
 
 MAX_PENDING_BYTES = 32 * limits.MAX_FRAME_BYTES
@@ -42,7 +42,7 @@ class Workload(Protocol):
         """
         return True
 
-    def attend(self, stream: ClientStream) -> StreamWork:
+    def accept(self, stream: ClientStream) -> StreamWork:
         """Return the object that handles this workload's messages on a new stream."""
         ...
 
@@ -70,9 +70,9 @@ class Service:
         workloads: Sequence[Workload],
         max_streams: int,
         changed: asyncio.Event,
-        attend: Sequence[Callable[[ClientStream], StreamWork]] = (),
+        accept: Sequence[Callable[[ClientStream], StreamWork]] = (),
     ) -> None:
-        """`changed` is set whenever something ends that `wait_until_empty` may wait for. `attend`
+        """`changed` is set whenever something ends that `wait_until_empty` may wait for. `accept`
         makes the work on a stream that is counted with one of the workloads.
         """
         self.host = host
@@ -81,15 +81,15 @@ class Service:
         self.has_hung_up = False
         self._max_streams = max_streams
         self._changed = changed
-        self._attend = attend
+        self._accept = accept
 
     async def serve(self, stream: Stream) -> Offer | None:
         """Serve one stream until it ends; frees everything that the stream opened.
 
         Returns the offer where it did not end, but was offered: nobody serves it any more.
         """
-        attend = [*(workload.attend for workload in self.workloads), *self._attend]
-        served = ClientStream(self.host, stream, attend, self._register)
+        accept = [*(workload.accept for workload in self.workloads), *self._accept]
+        served = ClientStream(self.host, stream, accept, self._register)
         try:
             await served.run()
         finally:

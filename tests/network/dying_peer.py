@@ -27,7 +27,7 @@ def die_at(point: str, nth: int) -> None:
             os.kill(os.getpid(), signal.Signals[sys.argv[2]])
 
 
-class DyingStream(sessions.SessionStream):
+class DyingStream(sessions.SessionStreamWork):
     async def _open(self, message: Open) -> None:
         die_at("open", 1)
         await super()._open(message)
@@ -44,5 +44,5 @@ class DyingStream(sessions.SessionStream):
 
 
 if __name__ == "__main__":
-    sessions.SessionStream = DyingStream  # type: ignore[misc]
+    sessions.SessionStreamWork = DyingStream  # type: ignore[misc]
     sys.exit(main(sys.argv[3:]))

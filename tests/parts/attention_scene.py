@@ -6,7 +6,7 @@ import kernel_reference as reference
 import torch
 from torch import Tensor
 
-from shoal.kernels.attention.int8_states import quantize_states
+from shoal.kernels.attention.int8_kv import quantize_kv
 from shoal.kernels.attention.native_attention import (
     MAX_HEAD_DIM,
     PromptAttention,
@@ -107,7 +107,7 @@ def make_session(
     states_LCBGSD = torch.randn(shape, generator=draw)
     states_LCBGSD[:, :, :, :, position:] = torch.nan  # nobody has written there
     return Session(
-        quantize_states(states_LCBGSD) if case.is_int8 else states_LCBGSD,
+        quantize_kv(states_LCBGSD) if case.is_int8 else states_LCBGSD,
         torch.randn(num_rows, num_tokens, width, generator=draw),
         position,
         angles_TR.cos(),

@@ -6,7 +6,7 @@ It is here because nothing of the product uses it.
 import torch
 from torch import Tensor
 
-from shoal.kernels.attention.int8_states import dequantize_states
+from shoal.kernels.attention.int8_kv import dequantize_kv
 from shoal.kernels.linear.quantize import Int8Weight
 
 
@@ -123,7 +123,7 @@ def paged_attention(
         states_CGSD = torch.cat(pages_CGSW, dim=2)[:, :, :length]
         head_dim = query_HD.shape[-1]
         if states_CGSD.dtype is torch.int8:
-            states_CGSD = dequantize_states(states_CGSD, head_dim, torch.float32)
+            states_CGSD = dequantize_kv(states_CGSD, head_dim, torch.float32)
         states_CGSD = states_CGSD[..., :head_dim]
         result_NHD[index] = attention(
             query_HD[None, :, None], states_CGSD[:1], states_CGSD[1:], length - 1,

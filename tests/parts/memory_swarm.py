@@ -20,7 +20,7 @@ from shoal.peer.hosting.span_loader import SpanLoader
 from shoal.peer.hosting.throughput import Throughput
 from shoal.peer.passes.pass_workload import PassWorkload
 from shoal.peer.peer import Peer
-from shoal.peer.runtime.config import MOST_ADAPTER_BYTES, MOST_PASS_BYTES, PeerConfig, PeerEvent
+from shoal.peer.process.config import MOST_ADAPTER_BYTES, MOST_PASS_BYTES, PeerConfig, PeerEvent
 from shoal.peer.sessions.sessions import SessionWorkload
 from shoal.peer.streams.service import Service
 from shoal.protocol.endpoints import Endpoint, Relay

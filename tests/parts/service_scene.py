@@ -18,7 +18,7 @@ from shoal.kernels.wire_tensors import DTYPES, decode_tensor, encode_tensor
 from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.steps import StepWork
-from shoal.peer.runtime.config import PeerConfig
+from shoal.peer.process.config import PeerConfig
 from shoal.protocol.errors import ErrorCode, ShoalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import SessionId

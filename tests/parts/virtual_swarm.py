@@ -14,7 +14,7 @@ from shoal.client.runtime.async_client import AsyncClient
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts
 from shoal.client.settings.client_config import ClientConfig
-from shoal.peer.runtime.config import PeerConfig
+from shoal.peer.process.config import PeerConfig
 from shoal.protocol.endpoints import Endpoint, Libp2pEndpoint
 from shoal.protocol.ids import SessionId
 from shoal.protocol.net.memory.loopback import Link, LoopbackStream, LoopbackTransport

@@ -11,7 +11,7 @@ from memory_swarm import look_into
 from story_outputs import assert_same
 
 from shoal.peer.pushing.session_outputs import SessionOutputs
-from shoal.peer.sessions.sessions import SessionStream
+from shoal.peer.sessions.sessions import SessionStreamWork
 from shoal.protocol.messages.session import Output, Step
 
 THREE_HOPS = ((0, 1), (0, 1), (1, 3), (1, 3), (3, 4), (3, 4))
@@ -20,13 +20,13 @@ THREE_HOPS = ((0, 1), (0, 1), (1, 3), (1, 3), (3, 4), (3, 4))
 def test_peers_that_say_in_every_session_that_they_leave_get_none_of_them_back(
     run_story: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    note_opened = SessionStream.note_opened
+    note_opened = SessionStreamWork.note_opened
 
-    def note_and_say_leaving(stream: SessionStream, *opened: Any) -> bytes:
+    def note_and_say_leaving(stream: SessionStreamWork, *opened: Any) -> bytes:
         asyncio.get_running_loop().call_soon(stream.say_leaving)
         return note_opened(stream, *opened)
 
-    monkeypatch.setattr(SessionStream, "note_opened", note_and_say_leaving)
+    monkeypatch.setattr(SessionStreamWork, "note_opened", note_and_say_leaving)
 
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns(num_decoded=80)

@@ -54,12 +54,14 @@ class AdapterPart:
         hidden_NR = _multiply_apart(hidden_NI.float(), self.down_RI.float())
         return (_multiply_apart(hidden_NR, up_OR.float()) * self.scale).to(hidden_NI.dtype)
 
-    def open(self, place: torch.device, has_gradients: bool) -> AdapterPart:
+    def open(self, torch_device: torch.device, has_gradients: bool) -> AdapterPart:
         """Return the part on a device; with gradients, as float32 copies that accumulate them."""
         if not has_gradients:
-            return replace(self, down_RI=self.down_RI.to(place), up_OR=self.up_OR.to(place))
+            return replace(
+                self, down_RI=self.down_RI.to(torch_device), up_OR=self.up_OR.to(torch_device)
+            )
         down_RI, up_OR = (
-            matrix.to(place, torch.float32, copy=True).requires_grad_()
+            matrix.to(torch_device, torch.float32, copy=True).requires_grad_()
             for matrix in (self.down_RI, self.up_OR)
         )
         return replace(self, down_RI=down_RI, up_OR=up_OR)
@@ -72,14 +74,14 @@ class Adapter:
     rank: int
     parts: Mapping[LinearKey, tuple[AdapterPart, ...]]
 
-    def move_to(self, place: torch.device) -> Adapter:
+    def move_to(self, torch_device: torch.device) -> Adapter:
         """Return the adapter on a device."""
-        return self.open(place, has_gradients=False)
+        return self.open(torch_device, has_gradients=False)
 
-    def open(self, place: torch.device, has_gradients: bool) -> Adapter:
+    def open(self, torch_device: torch.device, has_gradients: bool) -> Adapter:
         """Return the adapter on a device; with gradients, float32 copies that accumulate them."""
         opened = {
-            key: tuple(part.open(place, has_gradients) for part in parts)
+            key: tuple(part.open(torch_device, has_gradients) for part in parts)
             for key, parts in self.parts.items()
         }
         return Adapter(self.rank, opened)

@@ -125,10 +125,10 @@ class TrainedAdapter:
             raise RefusedError(ErrorCode.BAD_VALUES, "second moments are below zero")
         return cls(adapter, kind, tuple(moments), num_updates, AccumulatedGradients())
 
-    def move_to(self, place: torch.device) -> TrainedAdapter:
+    def move_to(self, torch_device: torch.device) -> TrainedAdapter:
         """Return it on a device."""
-        moments = tuple(one.move_to(place) for one in self.moments)
-        return replace(self, adapter=self.adapter.move_to(place), moments=moments)
+        moments = tuple(one.move_to(torch_device) for one in self.moments)
+        return replace(self, adapter=self.adapter.move_to(torch_device), moments=moments)
 
     def update(
         self,

@@ -33,7 +33,7 @@ class AttentionOptions:
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, block: int, dtype: torch.dtype, place: torch.device
+        cls, spec: ModelSpec, block: int, dtype: torch.dtype, torch_device: torch.device
     ) -> "AttentionOptions":
         """Return the options of one block of a model; its activations are of `dtype` and there."""
         scale, alibi = spec.attention_scale, spec.alibi
@@ -49,7 +49,7 @@ class AttentionOptions:
             softcap=spec.attention_softcap,
             alibi=None
             if alibi is None
-            else Alibi.build(spec.num_heads, scale=alibi.scale, dtype=alibi.dtype).to(place),
+            else Alibi.build(spec.num_heads, scale=alibi.scale, dtype=alibi.dtype).to(torch_device),
         )
 
 

@@ -96,7 +96,7 @@ class WrappedLoader:
 
     def __init__(self, checkpoint: Checkpoint, numerics: Numerics) -> None:
         self._dtype = numerics.dtype
-        self._place = numerics.device.place
+        self._torch_device = numerics.device.torch_device
         self._shell = open_shell(checkpoint.config)
         self._checkpoint = ConvertedCheckpoint(checkpoint, self._shell.model)
 
@@ -104,18 +104,20 @@ class WrappedLoader:
         """Load one block; a missing or misshapen tensor is a ModelError that names it."""
         self._shell.load_layer(self._checkpoint, index, self._dtype)
         decoder = self._shell.cut([index])
-        _bring(decoder, self._place)
+        _bring(decoder, self._torch_device)
         # All blocks share the decoder's other buffers.
         table_bytes = count_table_bytes(self._shell.layers[index])
         return WrappedBlock(decoder, index, self._shell.kept, table_bytes)
 
 
-def _bring(decoder: PreTrainedModel, place: torch.device) -> None:
+def _bring(decoder: PreTrainedModel, torch_device: torch.device) -> None:
     """Have everything on a device that is more than a shape."""
     for module in decoder.modules():
         for name, weight in module.named_parameters(recurse=False):
             if not weight.is_meta:
-                module._parameters[name] = nn.Parameter(weight.to(place), requires_grad=False)
+                module._parameters[name] = nn.Parameter(
+                    weight.to(torch_device), requires_grad=False
+                )
         for name, buffer in module.named_buffers(recurse=False):
             if not buffer.is_meta:
-                module._buffers[name] = buffer.to(place)
+                module._buffers[name] = buffer.to(torch_device)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ....kernels.attention.int8_states import count_record_bytes, dequantize_states, quantize_states
+from ....kernels.attention.int8_kv import count_record_bytes, dequantize_kv, quantize_kv
 from ....protocol.spans import Span
 from ....protocol.tensors import KVFormat
 
@@ -72,11 +72,11 @@ class Int8Layout:
 
     def pack(self, states_D: torch.Tensor) -> torch.Tensor:
         """Return what is kept of keys or values, [..., W]."""
-        return quantize_states(states_D)
+        return quantize_kv(states_D)
 
     def unpack(self, packed_BGSW: torch.Tensor) -> torch.Tensor:
         """Return what attention reads, [B, G, S, D]."""
-        return dequantize_states(packed_BGSW, self._head_dim, self._float_dtype)
+        return dequantize_kv(packed_BGSW, self._head_dim, self._float_dtype)
 
     def cut(self, num_rows: int, max_tokens: int) -> Iterator[Heads]:
         """Yield which heads of which rows attention should read at once, so that they fit.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 
-from ....kernels.attention.int8_states import count_record_bytes
+from ....kernels.attention.int8_kv import count_record_bytes
 from ....protocol.errors import CacheFullError, LocalProtocolError
 from ....protocol.spans import Span
 from ....protocol.tensors import KVFormat

@@ -50,36 +50,36 @@ class CudaDevice(PagedDevice):
     """A usable CUDA device; int8 linears and the attention of tokens are in Triton."""
 
     def __init__(self, index: int) -> None:
-        place = torch.device("cuda", index)
-        super().__init__(place, choose_paged_attention("cuda"), _GraphCapturer(place))
+        torch_device = torch.device("cuda", index)
+        super().__init__(torch_device, choose_paged_attention("cuda"), _GraphCapturer(torch_device))
 
     def read_free_bytes(self) -> int | None:
         # Memory that torch caches of an earlier span is free as well.
-        reserved_bytes = torch.cuda.memory_reserved(self.place)
-        idle_bytes = reserved_bytes - torch.cuda.memory_allocated(self.place)
-        return torch.cuda.mem_get_info(self.place)[0] + idle_bytes
+        reserved_bytes = torch.cuda.memory_reserved(self.torch_device)
+        idle_bytes = reserved_bytes - torch.cuda.memory_allocated(self.torch_device)
+        return torch.cuda.mem_get_info(self.torch_device)[0] + idle_bytes
 
     def running(self) -> AbstractContextManager[object]:
         # Triton launches on the current device, which every thread has one of.
-        return torch.cuda.device(self.place)
+        return torch.cuda.device(self.torch_device)
 
 
 class _GraphCapturer(Capturer):
     """Captures CUDA graphs, whose memory is shared: one runs at a time."""
 
-    def __init__(self, place: torch.device) -> None:
-        self._place = place
+    def __init__(self, torch_device: torch.device) -> None:
+        self._torch_device = torch_device
         self._pool: Any = None  # torch has no public name for what it is
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         # The first call compiles kernels, which cannot be captured.
-        stream = torch.cuda.Stream(self._place)
-        stream.wait_stream(torch.cuda.current_stream(self._place))
+        stream = torch.cuda.Stream(self._torch_device)
+        stream.wait_stream(torch.cuda.current_stream(self._torch_device))
         with torch.cuda.stream(stream):
             function()
-        torch.cuda.current_stream(self._place).wait_stream(stream)
+        torch.cuda.current_stream(self._torch_device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Another thread may load blocks of the next span meanwhile.
         with torch.cuda.graph(

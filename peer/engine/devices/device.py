@@ -48,7 +48,7 @@ class CallingCapturer(Capturer):
 
 
 class Device(ABC):
-    """A processor with memory of its own: `place` is its name in torch.
+    """A processor with memory of its own: `torch_device` is its name in torch.
 
     `paged_attention` attends over caches in pages, on devices that keep them so. `capturer`
     captures steps of generated tokens; it is None where that brings nothing.
@@ -56,11 +56,11 @@ class Device(ABC):
 
     def __init__(
         self,
-        place: torch.device,
+        torch_device: torch.device,
         paged_attention: PagedAttention | None,
         capturer: Capturer | None,
     ) -> None:
-        self.place = place
+        self.torch_device = torch_device
         self.paged_attention = paged_attention
         self.capturer = capturer
 
@@ -133,12 +133,12 @@ class PagedDevice(Device):
     def open_store(
         self, budget_bytes: int, span: Span, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> KVStore:
-        return PagedStore(budget_bytes, span, num_kv_heads, head_dim, dtype, self.place)
+        return PagedStore(budget_bytes, span, num_kv_heads, head_dim, dtype, self.torch_device)
 
     def bring(self, hidden: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if not hidden:
             return hidden
-        return torch.cat(list(hidden)).to(self.place).split([len(part) for part in hidden])
+        return torch.cat(list(hidden)).to(self.torch_device).split([len(part) for part in hidden])
 
     def fetch(self, hidden: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if not hidden:

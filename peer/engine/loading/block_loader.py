@@ -40,7 +40,7 @@ def load_block(
 
 def _build_block(tensors: BlockTensors, spec: ModelSpec, index: int, numerics: Numerics) -> Block:
     device = numerics.device
-    options = AttentionOptions.of(spec, index, numerics.dtype, device.place)
+    options = AttentionOptions.of(spec, index, numerics.dtype, device.torch_device)
     query_key_value = tensors.load_linear(("query", "key", "value"), spec.has_qkv_bias)
     output = tensors.load_linear(("output",), spec.has_output_bias)
     transform = QueryKeyTransform(options, _load_query_key_norm(tensors, spec))

@@ -68,7 +68,7 @@ class BlockTensors:
         self._index = index
         self._weights = numerics.weights
         self._dtype = numerics.dtype
-        self._place = numerics.device.place
+        self._torch_device = numerics.device.torch_device
         self._known = known or {}
         self._shapes: Mapping[str, tuple[int, ...]] = spec.tensor_shapes(index)
 
@@ -82,24 +82,26 @@ class BlockTensors:
         bias_H = None
         if bias_name in self._shapes:
             bias_H = self.load_floats((bias_name,)).to(self._dtype, copy=True)
-        return Norm(self._spec.norm_kind, weight_H, bias_H, self._spec.norm_eps).to(self._place)
+        return Norm(self._spec.norm_kind, weight_H, bias_H, self._spec.norm_eps).to(
+            self._torch_device
+        )
 
     def load_router(self) -> torch.Tensor:
         """Return the weights that choose among experts."""
-        return self.load_floats(("router",)).to(self._place)
+        return self.load_floats(("router",)).to(self._torch_device)
 
     def load_linear(self, local_names: Sequence[str], has_bias: bool, expert: int = 0) -> Linear:
         """Stack the weights of linears that share an input into one."""
         bias_O = None
         if has_bias:
             bias_O = self.load_floats([f"{name}_bias" for name in local_names], expert)
-            bias_O = bias_O.to(self._place)
+            bias_O = bias_O.to(self._torch_device)
         if self._weights is WeightFormat.INT8:
             weight_OI = self._load_int8(local_names, expert)
         else:
             weight_OI = self.load_floats(local_names, expert)
         try:
-            return make_linear(weight_OI.to(self._place), bias_O, self._weights, self._dtype)
+            return make_linear(weight_OI.to(self._torch_device), bias_O, self._weights, self._dtype)
         except ValueError as error:
             raise self._explain(local_names, expert, error) from error
 

@@ -62,7 +62,7 @@ def load_engine(
             blocks = load_span(checkpoint, spec, span, numerics, on_progress, cache, kept)
     except torch.OutOfMemoryError as error:
         raise UsageError(
-            f"{numerics.device.place} has no memory for blocks {span} and {kv_budget_bytes} "
+            f"{numerics.device.torch_device} has no memory for blocks {span} and {kv_budget_bytes} "
             "bytes of KV cache; serve fewer blocks (--num-blocks), or give sessions less "
             "memory (--kv-memory)"
         ) from error
@@ -73,7 +73,9 @@ def _build_rotary(spec: ModelShape, numerics: Numerics) -> list[RotaryTable]:
     """Return one table for each of the model's ropes."""
     try:
         return [
-            RotaryTable.build(spec.head_dim, spec.max_positions, rope).to(numerics.device.place)
+            RotaryTable.build(spec.head_dim, spec.max_positions, rope).to(
+                numerics.device.torch_device
+            )
             for rope in spec.ropes
         ]
     except (ValueError, TypeError, LookupError) as error:

@@ -261,7 +261,7 @@ class SpanPasses:
     def _open_adapters(self, work: PassWork, *, has_gradients: bool) -> dict[Adapter, Adapter]:
         """Return a pass's adapters on the device; for gradients, copies that accumulate them."""
         return {
-            adapter: adapter.open(self._device.place, has_gradients)
+            adapter: adapter.open(self._device.torch_device, has_gradients)
             for adapter in dict.fromkeys(work.adapters)
             if adapter is not None
         }
@@ -271,7 +271,7 @@ class SpanPasses:
 
     @property
     def _is_on_cpu(self) -> bool:
-        return self._device.place.type == "cpu"
+        return self._device.torch_device.type == "cpu"
 
     @property
     def _tokens_at_once(self) -> int:
@@ -280,7 +280,9 @@ class SpanPasses:
     def _bring(self, hidden_BTH: Tensor, give_way: GiveWay) -> Tensor:
         """Return a copy on the device, [N, H], which autograd may use."""
         hidden_NH = hidden_BTH.reshape(-1, self._spec.hidden_size)
-        brought_NH = torch.empty(hidden_NH.shape, dtype=self._dtype, device=self._device.place)
+        brought_NH = torch.empty(
+            hidden_NH.shape, dtype=self._dtype, device=self._device.torch_device
+        )
         num_vectors = max(1, NUMBERS_AT_ONCE // self._spec.hidden_size)
         for target, source in zip(
             brought_NH.split(num_vectors), hidden_NH.split(num_vectors), strict=True
@@ -291,7 +293,11 @@ class SpanPasses:
 
     def _bring_prompts(self, work: PassWork) -> Tensor | None:
         prompts_LBPH = work.prompts_LBPH
-        return None if prompts_LBPH is None else prompts_LBPH.to(self._device.place, self._dtype)
+        return (
+            None
+            if prompts_LBPH is None
+            else prompts_LBPH.to(self._device.torch_device, self._dtype)
+        )
 
     def _fetch(self, result: Tensor, shape: torch.Size, give_way: GiveWay) -> Tensor:
         if not _has_only_finite(result, give_way):

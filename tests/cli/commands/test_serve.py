@@ -9,7 +9,7 @@ from screens import Screen
 
 from shoal.cli.commands.serve import _make_config, _print_for_people
 from shoal.cli.main import _parse
-from shoal.peer.runtime.config import PeerConfig, PeerEvent
+from shoal.peer.process.config import PeerConfig, PeerEvent
 
 
 @pytest.mark.parametrize(

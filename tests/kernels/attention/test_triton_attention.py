@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton_devices import every_device
 
-from shoal.kernels.attention.int8_states import quantize_states
+from shoal.kernels.attention.int8_kv import quantize_kv
 from shoal.kernels.attention.triton_attention import MAX_HEAD_DIM, PART_TOKENS, paged_attention
 
 pytestmark = pytest.mark.slow  # the interpreter is
@@ -70,7 +70,7 @@ def make_caches(
             states[page, :, :, max(0, length - place * page_tokens) :] = torch.nan
     return Caches(
         torch.randn(len(lengths), heads, head_dim, generator=draw).to(dtype),
-        quantize_states(states) if is_int8 else states,
+        quantize_kv(states) if is_int8 else states,
         tables,
         torch.tensor(lengths, dtype=torch.int32),
     )
@@ -195,7 +195,7 @@ def test_numbers_that_are_not_finite_show_in_the_tokens_that_see_them(
     clean = caches.attend(device)
     page = caches.tables_NM[0, 1]
     states = torch.full((16,), torch.nan)
-    caches.pages_PCGSW[page, kind, 0, 3] = quantize_states(states) if is_int8 else states
+    caches.pages_PCGSW[page, kind, 0, 3] = quantize_kv(states) if is_int8 else states
 
     result = caches.attend(device)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels.attention.int8_states import dequantize_states, quantize_states
+from shoal.kernels.attention.int8_kv import dequantize_kv, quantize_kv
 from shoal.models.shells.step_cache import KeptShape, StepCache
 
 
@@ -73,8 +73,8 @@ class IntegerMemory(Memory):
 
     def put(self, position: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         size = keys.shape[3]
-        records = (quantize_states(states) for states in (keys, values))
-        floats = (dequantize_states(record, size, torch.float32) for record in records)
+        records = (quantize_kv(states) for states in (keys, values))
+        floats = (dequantize_kv(record, size, torch.float32) for record in records)
         return super().put(position, *floats)
 
 

@@ -17,8 +17,8 @@ from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.announcing.self_description import SelfDescription, make_template
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading.engine_loader import load_engine
-from shoal.peer.runtime.background import LoopLag
-from shoal.peer.runtime.config import PeerConfig
+from shoal.peer.process.background import LoopLag
+from shoal.peer.process.config import PeerConfig
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId

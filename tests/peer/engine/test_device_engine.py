@@ -105,7 +105,7 @@ def test_linears_in_int8_have_the_bits_of_the_cpu(
     hidden[0, 3] = 300.0  # a row that keeps two digits in a prompt, too
 
     outputs: list[Tensor] = []
-    for place in (torch.device("cpu"), make_device(device_name).place):
+    for place in (torch.device("cpu"), make_device(device_name).torch_device):
         quantized = quantize_int8(weight).to(place)
         linear = make_linear(quantized, bias.to(place), WeightFormat.INT8, torch.float32)
         outputs.append(linear(hidden.to(place), precision).cpu())

@@ -22,7 +22,7 @@ from shoal.peer.engine.loading import engine_loader
 from shoal.peer.hosting import hosted_model, span_loader
 from shoal.peer.hosting.hosted_model import RESERVE_BYTES, HostedModel
 from shoal.peer.hosting.span_loader import LoadError, SpanLoader
-from shoal.peer.runtime.config import PeerConfig
+from shoal.peer.process.config import PeerConfig
 from shoal.protocol.net.clock import Clock, SystemClock
 from shoal.protocol.spans import Span
 

@@ -28,7 +28,7 @@ from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes import pass_memory
 from shoal.peer.engine.passes.pass_memory import PassBudget
 from shoal.peer.engine.passes.span_passes import PassWork
-from shoal.peer.passes.pass_workload import PassStream
+from shoal.peer.passes.pass_workload import PassStreamWork
 from shoal.peer.streams.client_stream import ClientStream
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
@@ -411,7 +411,7 @@ def test_answer_that_nobody_reads_counts_as_a_pass_and_not_against_steps(engine:
         service, reader, asked = peer.service, SlowReader(), make_pass()
         stream: Any = reader
         client = ClientStream(service.host, stream, (), lambda _: None)
-        answers, passes = client.answers, PassStream(service.training, client)
+        answers, passes = client.answers, PassStreamWork(service.training, client)
         take: Any = passes.handlers
         take[Pass](asked)
         for piece in cut(asked, Slot.HIDDEN, TEXTS):

@@ -36,7 +36,7 @@ from shoal.peer.engine.passes import pass_memory
 from shoal.peer.engine.passes.pass_memory import PassBudget
 from shoal.peer.engine.passes.span_passes import PassWork
 from shoal.peer.passes import uploads
-from shoal.peer.passes.uploads import UploadStream
+from shoal.peer.passes.uploads import UploadStreamWork
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import NO_ADAPTER, AdapterId, UploadId
@@ -442,13 +442,13 @@ def test_adapter_that_comes_slowly_is_read_and_one_that_drips_is_not(
 def test_stream_is_kept_while_an_adapter_comes_and_is_read(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = UploadStream.read
+    read = UploadStreamWork.read
 
-    async def read_slowly(self: UploadStream, upload: Any) -> Any:
+    async def read_slowly(self: UploadStreamWork, upload: Any) -> Any:
         await asyncio.sleep(30.0)
         return await read(self, upload)
 
-    monkeypatch.setattr(UploadStream, "read", read_slowly)
+    monkeypatch.setattr(UploadStreamWork, "read", read_slowly)
 
     async def test(peer: Peer) -> None:
         talk, files = await greet(peer), pack()

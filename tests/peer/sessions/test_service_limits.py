@@ -31,7 +31,7 @@ from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading.engine_loader import load_engine
-from shoal.peer.runtime.config import PeerConfig
+from shoal.peer.process.config import PeerConfig
 from shoal.peer.streams import client_stream
 from shoal.peer.streams.client_stream import PendingBytes
 from shoal.peer.streams.service import MAX_PENDING_BYTES

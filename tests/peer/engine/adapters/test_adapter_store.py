@@ -9,7 +9,7 @@ from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.engine.adapters.adapter import Adapter
 from shoal.peer.engine.adapters.adapter_store import AdapterStore, KeptAdapter
-from shoal.peer.runtime.config import choose_adapter_bytes
+from shoal.peer.process.config import choose_adapter_bytes
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.fair_share import Tenant
 from shoal.protocol.ids import AdapterId

@@ -14,7 +14,7 @@ from shoal.peer.engine.blocks.attention_kernels import MAX_PAGED_HEAD_DIM
 from shoal.peer.engine.devices.cuda_device import choose_device
 from shoal.peer.engine.devices.device import CPU
 from shoal.peer.engine.loading import engine_loader
-from shoal.peer.runtime.config import PeerConfig
+from shoal.peer.process.config import PeerConfig
 from shoal.protocol.errors import UsageError
 from shoal.protocol.spans import Span
 
@@ -44,7 +44,11 @@ def test_auto_is_the_cpu_where_there_is_no_cuda() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_auto_is_the_first_cuda_device() -> None:
-    assert choose_device("auto").place == choose_device("cuda").place == torch.device("cuda", 0)
+    assert (
+        choose_device("auto").torch_device
+        == choose_device("cuda").torch_device
+        == torch.device("cuda", 0)
+    )
     with pytest.raises(UsageError, match="the number of CUDA devices that torch finds is"):
         choose_device("cuda:999")
 

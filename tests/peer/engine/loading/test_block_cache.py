@@ -26,7 +26,7 @@ from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.engine.steps import StepWork
 from shoal.peer.hosting.hosted_model import HostedModel
 from shoal.peer.hosting.span_loader import SpanLoader
-from shoal.peer.runtime.config import PeerConfig
+from shoal.peer.process.config import PeerConfig
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.spans import Span
 
@@ -291,7 +291,7 @@ import sys
 from pathlib import Path
 import torch
 from shoal.kernels.linear.quantize import Int8Weight
-from shoal.peer.runtime.config import PeerConfig
+from shoal.peer.process.config import PeerConfig
 from shoal.peer.engine.loading.block_cache import MIN_ENTRY_BYTES, BlockCache
 
 for turn in range(30):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from virtual_time import run_virtual
 
-from shoal.peer.runtime.background import LoopLag
+from shoal.peer.process.background import LoopLag
 
 
 class LateClock:

@@ -27,7 +27,7 @@ def count_record_bytes(head_dim: int) -> int:
     return SCALE_BYTES + (head_dim + 3) // 4 * 4
 
 
-def quantize_states(states_D: Tensor) -> Tensor:
+def quantize_kv(states_D: Tensor) -> Tensor:
     """Return records [..., R] of keys or values [..., D] of any float dtype.
 
     One that is not finite has a scale that is NaN, so that it shows in whatever is made of it.
@@ -49,7 +49,7 @@ def quantize_states(states_D: Tensor) -> Tensor:
     return records_R
 
 
-def dequantize_states(records_R: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+def dequantize_kv(records_R: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
     """Return the states [B, G, S, D] of records [B, G, S, R].
 
     Takes no memory beside the result but for one head, in float32.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.peer.runtime.config import WEIGHT_FORMATS, PeerConfig
+from shoal.peer.process.config import WEIGHT_FORMATS, PeerConfig
 from shoal.protocol.errors import UsageError
 
 

@@ -17,11 +17,11 @@ from attention_scene import (
 from kernel_reference import round_state
 from torch import Tensor
 
-from shoal.kernels.attention.int8_states import (
+from shoal.kernels.attention.int8_kv import (
     SCALE_BYTES,
     count_record_bytes,
-    dequantize_states,
-    quantize_states,
+    dequantize_kv,
+    quantize_kv,
 )
 from shoal.kernels.attention.native_attention import TokenAttention
 from shoal.kernels.attention.rotary import apply_rotary
@@ -49,7 +49,7 @@ def test_records_are_those_of_the_definition(head_dim: int, dtype: torch.dtype) 
     states_ND[3] *= 1e37
     states_ND[4, 0], states_ND[5, -1] = torch.inf, torch.nan
 
-    records_NR = quantize_states(states_ND)
+    records_NR = quantize_kv(states_ND)
 
     assert records_NR.shape == (40, count_record_bytes(head_dim))
     for state_D, record_R in zip(states_ND, records_NR, strict=True):
@@ -63,11 +63,11 @@ def test_records_are_those_of_the_definition(head_dim: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_states_take_no_memory_on_their_way_back_but_for_one_head(dtype: torch.dtype) -> None:
-    records = quantize_states(draw(4, 8, 50, 64))
+    records = quantize_kv(draw(4, 8, 50, 64))
     expected = records[..., SCALE_BYTES:].float() * records[..., :SCALE_BYTES].view(torch.float32)
 
     with AllocationSizes() as sizes:
-        back = dequantize_states(records, 64, dtype)
+        back = dequantize_kv(records, 64, dtype)
 
     assert torch.equal(back, expected.to(dtype))
     largest, *others = sorted(sizes.found, reverse=True)
@@ -79,7 +79,7 @@ def test_states_take_no_memory_on_their_way_back_but_for_one_head(dtype: torch.d
 def test_states_come_back_within_half_a_scale(dtype: torch.dtype) -> None:
     states_ND = draw(100, 64).to(dtype)
 
-    back_ND = dequantize_states(quantize_states(states_ND), 64, torch.float32)
+    back_ND = dequantize_kv(quantize_kv(states_ND), 64, torch.float32)
 
     half_N1 = states_ND.float().abs().amax(dim=-1, keepdim=True) / 254
     assert ((back_ND - states_ND.float()).abs() <= half_N1 * 1.0001).all()
@@ -90,7 +90,7 @@ def test_state_that_is_not_finite_stays_so(number: float) -> None:
     states_ND = draw(2, 64)
     states_ND[1, 7] = number
 
-    back_ND = dequantize_states(quantize_states(states_ND), 64, torch.float32)
+    back_ND = dequantize_kv(quantize_kv(states_ND), 64, torch.float32)
 
     assert back_ND[0].isfinite().all()
     assert back_ND[1].isnan().all()
@@ -110,7 +110,7 @@ def test_kernels_in_c_write_the_records_of_torch(name: str, kind: type[TokenAtte
 
     written = (..., slice(POSITION, POSITION + 30), slice(None))
     ours_R = ours.states_LCBGSD[1][written]
-    assert torch.equal(ours_R, quantize_states(theirs.states_LCBGSD[1][written]))
+    assert torch.equal(ours_R, quantize_kv(theirs.states_LCBGSD[1][written]))
 
 
 @needs_library
@@ -136,7 +136,7 @@ def attend_kept(case: Case, session: Session) -> Tensor:
         ones_D = torch.ones(case.head_dim)
         heads_BTJD = rms_norm(heads_BTJD, ones_D, 1e-5) * case.norm_JD[: case.num_heads]
     queries = apply_rotary(heads_BTJD.transpose(1, 2), session.cos_TR, session.sin_TR)
-    keys_BGSD, values_BGSD = dequantize_states(
+    keys_BGSD, values_BGSD = dequantize_kv(
         session.states_LCBGSD[1, ..., : POSITION + num_tokens, :], case.head_dim, torch.float32
     )
     attended_BHTD = attention(

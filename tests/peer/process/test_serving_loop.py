@@ -26,8 +26,8 @@ from shoal.peer.hosting.span_loader import LoadError
 from shoal.peer.hosting.throughput import Throughput
 from shoal.peer.placement.placer import PlacedModel, Placer
 from shoal.peer.placement.supply import Room
-from shoal.peer.runtime.background import BackgroundTasks, LoopLag
-from shoal.peer.runtime.config import PeerConfig, PeerEvent
+from shoal.peer.process.background import BackgroundTasks, LoopLag
+from shoal.peer.process.config import PeerConfig, PeerEvent
 from shoal.peer.serving_loop import ServingLoop
 from shoal.peer.streams.service import StreamHandler
 from shoal.protocol.endpoints import Endpoint

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.peer.runtime.identity_file import hold_identity, load_or_create_identity
+from shoal.peer.process.identity_file import hold_identity, load_or_create_identity
 from shoal.protocol.errors import UsageError
 from shoal.protocol.identity import Identity
 

@@ -1,4 +1,0 @@
-"""Used by every part of a peer: its configuration and events, identity file, background tasks.
-
-Nothing here knows of sessions, passes or placement. Read first: config.py.
-"""
