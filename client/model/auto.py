@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedModel
+from typing import Any, Generic, TypeVar
 
 from ..runtime.client import Connect, find_network, make_join
 from ..settings.client_config import make_client_config
+from .base_model import DistributedModel
 from .causal_lm import DistributedCausalLM, SpeculativeCausalLM
 from .headless_model import DistributedSequenceClassifier, HeadlessModel
 from .local_layers import open_checkpoint
 from .remote_blocks import DistributedConfig
+
+Model = TypeVar("Model", bound=DistributedModel)
 
 
 class AutoDistributedConfig:
@@ -40,70 +41,48 @@ class AutoDistributedConfig:
         return DistributedConfig(model_config, client, make_join(connect))
 
 
-class AutoDistributedModelForCausalLM:
-    """Opens causal language models; never instantiated."""
+class _AutoModel(Generic[Model]):
+    """Opens models of one kind; never instantiated."""
 
-    @staticmethod
+    _kind: type[Model]
+
+    @classmethod
     def from_pretrained(
-        model: str | Path, *, connect: Connect = find_network, **options: Any
-    ) -> DistributedCausalLM:
-        """Open a model and join its swarm: see DistributedModel.from_pretrained().
+        cls, model: str | Path, *, connect: Connect = find_network, **options: Any
+    ) -> Model:
+        """Open a model and join its swarm: see from_pretrained() of the class that is returned.
 
         `connect` returns the network; that of `LoopbackSwarm` needs no initial peers.
         """
-        return DistributedCausalLM.from_pretrained(model, join_swarm=make_join(connect), **options)
+        return cls._kind.from_pretrained(model, join_swarm=make_join(connect), **options)
 
 
-class AutoDistributedModelForSequenceClassification:
-    """Opens text classifiers; never instantiated."""
+class AutoDistributedModelForCausalLM(_AutoModel[DistributedCausalLM]):
+    """Opens causal language models."""
 
-    @staticmethod
-    def from_pretrained(
-        model: str | Path, *, connect: Connect = find_network, **options: Any
-    ) -> DistributedSequenceClassifier:
-        """Open a model with a head for `num_labels` classes and join its swarm.
-
-        `problem_type` is one of those of transformers; without it, it is inferred from the labels,
-        as in transformers. `connect` is that of AutoDistributedModelForCausalLM; for everything
-        else see DistributedModel.from_pretrained().
-        """
-        return DistributedSequenceClassifier.from_pretrained(
-            model, join_swarm=make_join(connect), **options
-        )
+    _kind = DistributedCausalLM
 
 
-class AutoDistributedModel:
-    """Opens models without a head; never instantiated."""
+class AutoDistributedModelForSequenceClassification(_AutoModel[DistributedSequenceClassifier]):
+    """Opens text classifiers.
 
-    @staticmethod
-    def from_pretrained(
-        model: str | Path, *, connect: Connect = find_network, **options: Any
-    ) -> HeadlessModel:
-        """Open a model and join its swarm: see DistributedModel.from_pretrained().
+    Their head has `num_labels` classes. `problem_type` is one of those of transformers; without it,
+    it is inferred from the labels, as in transformers.
+    """
 
-        `connect` returns the network; that of `LoopbackSwarm` needs no initial peers.
-        """
-        return HeadlessModel.from_pretrained(model, join_swarm=make_join(connect), **options)
+    _kind = DistributedSequenceClassifier
 
 
-class AutoDistributedSpeculativeModel:
-    """Opens models for speculative decoding with a small local model; never instantiated."""
+class AutoDistributedModel(_AutoModel[HeadlessModel]):
+    """Opens models without a head."""
 
-    @staticmethod
-    def from_pretrained(
-        model: str | Path,
-        *,
-        small_model: PreTrainedModel,
-        connect: Connect = find_network,
-        **options: Any,
-    ) -> SpeculativeCausalLM:
-        """Open a model and join its swarm: see SpeculativeCausalLM.from_pretrained().
+    _kind = HeadlessModel
 
-        `connect` is that of AutoDistributedModelForCausalLM.
-        """
-        return SpeculativeCausalLM.from_pretrained(
-            model, small_model=small_model, join_swarm=make_join(connect), **options
-        )
+
+class AutoDistributedSpeculativeModel(_AutoModel[SpeculativeCausalLM]):
+    """Opens models for speculative decoding with `small_model`, a small local one."""
+
+    _kind = SpeculativeCausalLM
 
 
 DistributedBloomConfig = AutoDistributedConfig

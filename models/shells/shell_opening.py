@@ -50,7 +50,6 @@ _BUILD_ERRORS = (
     AttributeError,
     ImportError,
     LookupError,
-    NotImplementedError,
     RuntimeError,
     TypeError,
     ValueError,
@@ -234,8 +233,8 @@ def _build(name: str, config: Mapping[str, object]) -> Any:
     if name not in CONFIG_MAPPING:
         raise _UnfitError("transformers does not know it")
     fields = {name: value for name, value in config.items() if name not in _UNSAFE_FIELDS}
-    check_bounds(fields)
     try:
+        check_bounds(fields)
         model_config = CONFIG_MAPPING[name].from_dict(fields)
         if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise _UnfitError("it is no causal language model")

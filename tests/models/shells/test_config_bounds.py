@@ -31,26 +31,14 @@ def test_numbers_of_real_models_pass() -> None:
     )
 
 
-def nest(depth: int) -> list:
-    value = []
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
 @pytest.mark.parametrize(
     ("field", "value", "complaint"),
     [
         ("num_layers", 4097, "num_layers must be at most 4096, got 4097"),
         ("num_hidden_layers", 1e10, "num_hidden_layers must be at most 4096"),
-        ("num_labels", 10**9, "num_labels must be at most 65536"),
         ("first_k_dense_replace", 10**9, "first_k_dense_replace must be at most 16777216"),
         ("text", {"inner": {"n_layer": 10**6}}, "n_layer must be at most 4096"),
         ("counts", [1, 10**9], "counts must be at most 16777216"),
-        ("attention_types", [[["global"], 2**23]] * 2, "numbers in attention_types must be at"),
-        ("attention_types", [[["a"] * 100_000, 4000]], "numbers in attention_types must be at"),
-        ("deep", nest(20), "deep has lists in lists that are too deep"),
-        ("long", [0] * (2**20 + 1), "long has more than 1048576 values"),
     ],
 )
 def test_others_are_refused_by_name(field: str, value: object, complaint: str) -> None:
