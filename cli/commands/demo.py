@@ -23,7 +23,7 @@ from ..options.quantities import parse_count, parse_non_negative, parse_whole
 from ..options.shared_options import add_weights_argument
 from ..remote_models.opening import import_client, load_tokenizer, open_model
 from ..remote_models.routes import failover_facts, route_facts
-from ..remote_models.text_generation import Generation, Sampling, TextModel, read_prompt
+from ..remote_models.text_generation import Generation, Sampling, generate_text, read_prompt
 from ..terminal.interrupts import end_in_good_order
 from ..terminal.terminal import Progress, Terminal, WordWrapper
 
@@ -132,19 +132,20 @@ def _run_demo(
             stack.enter_context(swarm)
             importing.join()
             tokenizer = load_tokenizer(model_path)
-            remote_model = open_model(model_path, swarm.initial_peers)
-            model = stack.enter_context(TextModel(remote_model, tokenizer))
+            model = stack.enter_context(open_model(model_path, swarm.initial_peers))
         letters = {peer.peer_id: _LETTERS[i] for i, peer in enumerate(swarm.peers)}
         if screen:
             screen.show_peers(swarm.peers, letters, progress.seconds)
             screen.begin_story(prompt)
         pace = options.pace if screen and screen.terminal.is_terminal else 0.0
         killer = _Killer(swarm, kill_after, pace, letters, screen)
-        disturbed = model.generate(prompt, sampling, killer.on_token, killer.on_session)
+        disturbed = generate_text(
+            model, tokenizer, prompt, sampling, killer.on_token, killer.on_session
+        )
         if screen:
             screen.end_story(disturbed, letters, is_slowed=pace > 0)
         with Progress(Terminal(sys.stderr), lambda: "Generating the same again, undisturbed"):
-            undisturbed = model.generate(prompt, sampling, lambda piece: None)
+            undisturbed = generate_text(model, tokenizer, prompt, sampling, lambda piece: None)
         return DemoResult(disturbed, undisturbed, killer.kill, progress.seconds)
 
 

@@ -15,8 +15,8 @@ from ..options.quantities import parse_count, parse_fraction, parse_non_negative
 from ..options.shared_options import add_model_argument, add_wait_argument
 from ..remote_models.opening import load_tokenizer, open_model
 from ..remote_models.routes import describe_failover, describe_route, failover_facts, route_facts
-from ..remote_models.text_generation import Generation, Sampling, TextModel, read_prompt
-from ..remote_models.tracing import TraceFile, describe_cut_trace, parse_trace_path
+from ..remote_models.text_generation import Generation, Sampling, generate_text, read_prompt
+from ..remote_models.tracing import TraceFile, parse_trace_path
 from ..terminal.interrupts import quitting_at_once
 from ..terminal.terminal import Progress, Terminal
 from ..terminal.text_printer import OutageNotices, TextPrinter
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
                 for line in trace_file.describe():
                     notices.print(line)
     except BaseException:
-        for line in describe_cut_trace(trace_file):
+        for line in trace_file.describe_cut():
             notices.print(line)
         raise
     return 0
@@ -134,7 +134,7 @@ def _generate(
         # into errors of its own.
         with quitting_at_once():
             tokenizer = load_tokenizer(name)
-        remote_model = open_model(
+        model = open_model(
             name,
             joining.initial_peers,
             torch_dtype=options.dtype,
@@ -145,7 +145,6 @@ def _generate(
             standby=options.standby,
             **adapter,
         )
-        model = TextModel(remote_model, tokenizer)
     with model, output.ending_lines(), contextlib.ExitStack() as waiting:
         sessions: list[Any] = []
         _wait(waiting, notices, model, sessions, options.wait)
@@ -167,7 +166,7 @@ def _generate(
             return _describe_wait([sought], options.wait) if sought else ""
 
         with OutageNotices(describe_outage, printer.interrupt):
-            generation = model.generate(prompt, sampling, on_token, on_session)
+            generation = generate_text(model, tokenizer, prompt, sampling, on_token, on_session)
         printer.end()
     return generation
 
@@ -184,7 +183,7 @@ def _read_prompt(text: str) -> str:
 def _wait(
     waiting: contextlib.ExitStack,
     notices: Terminal,
-    model: TextModel,
+    model: Any,
     sessions: Sequence[Any],
     seconds: float,
 ) -> None:

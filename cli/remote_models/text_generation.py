@@ -6,13 +6,11 @@ Imports nothing heavy: torch is loaded when text is generated.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ...protocol.errors import UsageError
-from ...protocol.spans import Span
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from ...client.model.causal_lm import DistributedCausalLM
@@ -140,77 +138,55 @@ class TokenStream:
         self.on_token(piece)
 
 
-class TextModel:
-    """A model over a swarm with its tokenizer; a `with` block closes the model at its end."""
+def generate_text(
+    model: "DistributedCausalLM",
+    tokenizer: "PreTrainedTokenizerBase",
+    prompt: str,
+    sampling: Sampling,
+    on_token: OnToken,
+    on_session: "Callable[[InferenceSession], None]" = lambda session: None,
+) -> Generation:
+    """Continue a prompt; `on_session` gets the session before the first token.
 
-    def __init__(self, model: "DistributedCausalLM", tokenizer: "PreTrainedTokenizerBase") -> None:
-        self._model = model
-        self._tokenizer = tokenizer
+    Raises UsageError for a prompt without tokens or invalid settings, RouteError when blocks are
+    missing. Beam search passes on its text only at the end.
+    """
+    import torch
 
-    @property
-    def missing_blocks(self) -> tuple[Span, ...]:
-        """The blocks that no peer serves, by the newest announcements."""
-        return self._model.missing_blocks
-
-    def __enter__(self) -> "TextModel":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._model.close()
-
-    def generate(
-        self,
-        prompt: str,
-        sampling: Sampling,
-        on_token: OnToken,
-        on_session: "Callable[[InferenceSession], None]" = lambda session: None,
-    ) -> Generation:
-        """Continue a prompt; `on_session` gets the session before the first token.
-
-        Raises UsageError for a prompt without tokens or invalid settings, RouteError when
-        blocks are missing. Beam search passes on its text only at the end.
-        """
-        import torch
-
-        ids_BT = self._tokenizer(prompt, return_tensors="pt").input_ids.long()
-        if not prompt or ids_BT.shape[1] == 0:
-            raise UsageError("the prompt is empty; give some text to continue")
-        stream = TokenStream(TextAssembler(self._tokenizer, ids_BT[0].tolist()), on_token)
-        has_beams = sampling.num_beams > 1
-        if sampling.seed is not None:
-            torch.manual_seed(sampling.seed)
-        num_prompt_tokens = self._model.transformer.num_prompt_tokens  # of a soft prompt
-        max_length = num_prompt_tokens + ids_BT.shape[1] + sampling.max_new_tokens
-        with self._model.inference_session(max_length=max_length) as session:
-            on_session(session)
-            started_at = time.perf_counter()
-            output_BT = self._run(
-                ids_BT, streamer=None if has_beams else stream, **sampling.to_arguments()
-            )
-            seconds = time.perf_counter() - started_at
-            if has_beams:
-                stream.put(ids_BT)
-                stream.put(output_BT[:, ids_BT.shape[1] :])
-                stream.end()
-            first_token_at = started_at + seconds if has_beams else stream.first_token_at
-            return Generation(
-                "".join(stream.pieces),
-                stream.token_ids,
-                seconds,
-                (first_token_at or started_at) - started_at,
-                session.hops,
-                session.failovers,
-                len(stream.token_ids) < sampling.max_new_tokens,
-            )
-
-    def _run(self, ids_BT: "Tensor", **arguments: Any) -> "Tensor":
-        """Call generate(); raises UsageError for settings that transformers refuses."""
+    ids_BT = tokenizer(prompt, return_tensors="pt").input_ids.long()
+    if not prompt or ids_BT.shape[1] == 0:
+        raise UsageError("the prompt is empty; give some text to continue")
+    stream = TokenStream(TextAssembler(tokenizer, ids_BT[0].tolist()), on_token)
+    has_beams = sampling.num_beams > 1
+    if sampling.seed is not None:
+        torch.manual_seed(sampling.seed)
+    num_prompt_tokens = model.transformer.num_prompt_tokens  # of a soft prompt
+    max_length = num_prompt_tokens + ids_BT.shape[1] + sampling.max_new_tokens
+    with model.inference_session(max_length=max_length) as session:
+        on_session(session)
+        started_at = time.perf_counter()
+        streamer: Any = None if has_beams else stream
         try:
-            return cast("Tensor", self._model.generate(ids_BT, **arguments))
+            output_BT: Any = model.generate(ids_BT, streamer=streamer, **sampling.to_arguments())
         except UsageError:
             raise
-        except ValueError as error:
+        except ValueError as error:  # of transformers, which refuses some settings
             raise UsageError(" ".join(str(error).split())) from error
+        seconds = time.perf_counter() - started_at
+        if has_beams:
+            stream.put(ids_BT)
+            stream.put(output_BT[:, ids_BT.shape[1] :])
+            stream.end()
+        first_token_at = started_at + seconds if has_beams else stream.first_token_at
+        return Generation(
+            "".join(stream.pieces),
+            stream.token_ids,
+            seconds,
+            (first_token_at or started_at) - started_at,
+            session.hops,
+            session.failovers,
+            len(stream.token_ids) < sampling.max_new_tokens,
+        )
 
 
 def read_prompt(text: str) -> str:

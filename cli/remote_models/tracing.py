@@ -7,21 +7,15 @@ import argparse
 import json
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ...protocol.errors import UsageError
 from ...protocol.net.clock import SystemClock
 
 if TYPE_CHECKING:
-    from ...client.trace.trace import Recorder
+    from ...client.session.inference_session import InferenceSession
+    from ...client.trace.trace import Recorder, Trace
     from ...client.trace.trace_summary import Summary
-
-
-class Traceable(Protocol):
-    """A session whose events can be recorded."""
-
-    def record(self, recorder: "Recorder | None") -> None:
-        """Record everything that the session does from now on; None stops recording."""
 
 
 def parse_trace_path(text: str) -> Path:
@@ -66,24 +60,20 @@ class TraceFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.path is None or self._recorder is None or not self.has_events:
+        recorded = self._make_trace()
+        if self.path is None or recorded is None:
             return
         from ...client.trace.trace_file import make_trace_json
 
         try:
-            written = json.dumps(make_trace_json(self._recorder.make_trace()))
+            written = json.dumps(make_trace_json(recorded))
             self.path.write_text(written, encoding="utf-8")
             self.is_written = True
         except OSError as failure:
             if error is None:  # otherwise the first error matters more
                 raise self._make_error(failure) from failure
 
-    @property
-    def has_events(self) -> bool:
-        """Whether anything was recorded."""
-        return self._recorder is not None and bool(self._recorder.make_trace().events)
-
-    def watch(self, session: Traceable) -> None:
+    def watch(self, session: "InferenceSession") -> None:
         """Record everything that a session does from now on."""
         if self.path is not None:
             from ...client.trace.trace import Recorder
@@ -93,11 +83,15 @@ class TraceFile:
 
     def summarize(self) -> "Summary | None":
         """Return the summary of the trace; None without one."""
-        if self._recorder is None or not self.has_events:
-            return None
         from ...client.trace.trace_summary import summarize
 
-        return summarize(self._recorder.make_trace())
+        recorded = self._make_trace()
+        return None if recorded is None else summarize(recorded)
+
+    def _make_trace(self) -> "Trace | None":
+        """Return what was recorded; None if that is nothing."""
+        recorded = None if self._recorder is None else self._recorder.make_trace()
+        return recorded if recorded and recorded.events else None
 
     def describe(self) -> list[str]:
         """Return the lines of the summary; none without a trace."""
@@ -105,6 +99,12 @@ class TraceFile:
 
         summary = self.summarize()
         return [] if summary is None else describe_summary(summary)
+
+    def describe_cut(self) -> list[str]:
+        """Return the lines that name the incomplete trace of a cut text, and its summary."""
+        if not self.is_written:
+            return []
+        return [f"the incomplete trace is in {self.path}", *self.describe()]
 
     def make_facts(self) -> dict[str, object]:
         """Return the summary for JSON, under `trace`; nothing without a trace."""
@@ -118,10 +118,3 @@ class TraceFile:
             f"cannot write the trace to {self.path}: {error.strerror or error}; choose another "
             "--trace FILE"
         )
-
-
-def describe_cut_trace(trace_file: TraceFile) -> list[str]:
-    """Return the lines that name the incomplete trace of an interrupted text, and its summary."""
-    if not trace_file.is_written:
-        return []
-    return [f"the incomplete trace is in {trace_file.path}", *trace_file.describe()]

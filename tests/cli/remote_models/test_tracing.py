@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
-from shoal.cli.remote_models.text_generation import Sampling, TextModel
-from shoal.cli.remote_models.tracing import TraceFile, describe_cut_trace
+from shoal.cli.remote_models.text_generation import Sampling, generate_text
+from shoal.cli.remote_models.tracing import TraceFile
 from shoal.client import AutoDistributedModelForCausalLM
+from shoal.client.model.causal_lm import DistributedCausalLM
 from shoal.client.trace.trace_summary import describe_summary
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
 from shoal.protocol.errors import UsageError
 
 
-def open_model(directory: Path, tokenizer: Any) -> TextModel:
+def open_model(directory: Path) -> DistributedCausalLM:
     swarm = LoopbackSwarm(directory, [(0, 2), (2, 4)])
-    model = AutoDistributedModelForCausalLM.from_pretrained(directory, connect=swarm.connect)
-    return TextModel(model, tokenizer)
+    return AutoDistributedModelForCausalLM.from_pretrained(directory, connect=swarm.connect)
 
 
 def read_slices(path: Path) -> list[str]:
@@ -40,14 +40,16 @@ def test_text_that_ends_half_way_leaves_a_trace_of_that_half(
             raise KeyboardInterrupt
 
     with (
-        open_model(byte_model, byte_tokenizer) as model,
+        open_model(byte_model) as model,
         pytest.raises(KeyboardInterrupt),
         TraceFile(path) as trace_file,
     ):
-        model.generate("Once", Sampling(32), stop_after_three, trace_file.watch)
+        generate_text(
+            model, byte_tokenizer, "Once", Sampling(32), stop_after_three, trace_file.watch
+        )
 
     assert read_slices(path).count("compute") == 2 * 3
-    lines = describe_cut_trace(trace_file)
+    lines = trace_file.describe_cut()
     assert lines[0] == f"the incomplete trace is in {path}"
     assert "2 tokens decoded after it, in ms per token:" in lines
 
@@ -55,8 +57,10 @@ def test_text_that_ends_half_way_leaves_a_trace_of_that_half(
 def test_summary_leaves_out_what_comes_behind_the_last_token(
     byte_model: Path, byte_tokenizer: Any, tmp_path: Path
 ) -> None:
-    with open_model(byte_model, byte_tokenizer) as model, TraceFile(tmp_path / "t") as trace_file:
-        model.generate("Once", Sampling(4), lambda piece: None, trace_file.watch)
+    with open_model(byte_model) as model, TraceFile(tmp_path / "t") as trace_file:
+        generate_text(
+            model, byte_tokenizer, "Once", Sampling(4), lambda piece: None, trace_file.watch
+        )
         summary = trace_file.summarize()
 
     assert summary is not None
@@ -71,14 +75,14 @@ def test_session_of_another_number_of_rows_goes_on_being_taken_down(
     path = tmp_path / "trace.json"
     ids_BT = byte_tokenizer("Once", return_tensors="pt").input_ids
     with (
-        open_model(byte_model, byte_tokenizer) as model,
+        open_model(byte_model) as model,
         TraceFile(path) as trace_file,
-        model._model.inference_session(max_length=32) as session,
+        model.inference_session(max_length=32) as session,
     ):
         trace_file.watch(session)
         session.step(torch.zeros(1, 1, 64))
         session.position = 0
-        model._model.generate(ids_BT, max_new_tokens=2, num_beams=2)
+        model.generate(ids_BT, max_new_tokens=2, num_beams=2)
 
     assert read_slices(path).count("open") == 2 * 2
 
@@ -91,14 +95,14 @@ def test_text_that_never_began_leaves_the_file_alone(tmp_path: Path, older: str 
 
     def fail() -> None:
         assert path.exists() == (older is not None)  # Ctrl-C may end the process right here
-        trace_file.watch(SessionWithoutSteps())
+        trace_file.watch(cast("Any", SessionWithoutSteps()))
         raise UsageError("no model")
 
     with pytest.raises(UsageError, match="no model"), TraceFile(path) as trace_file:
         fail()
 
     assert (path.read_text() if path.exists() else None) == older
-    assert describe_cut_trace(trace_file) == []
+    assert trace_file.describe_cut() == []
 
 
 class SessionWithoutSteps:
@@ -110,12 +114,14 @@ def test_file_that_takes_no_more_is_named_unless_something_worse_happened(
     byte_model: Path, byte_tokenizer: Any
 ) -> None:
     def generate(trace_file: TraceFile, error: UsageError | None = None) -> None:
-        model.generate("Once", Sampling(2), lambda piece: None, trace_file.watch)
+        generate_text(
+            model, byte_tokenizer, "Once", Sampling(2), lambda piece: None, trace_file.watch
+        )
         if error is not None:
             raise error
 
     full = "cannot write the trace to /dev/full: No space left"
-    with open_model(byte_model, byte_tokenizer) as model:
+    with open_model(byte_model) as model:
         with pytest.raises(UsageError, match=full), TraceFile(Path("/dev/full")) as trace_file:
             generate(trace_file)
         with pytest.raises(UsageError, match="lost"), TraceFile(Path("/dev/full")) as trace_file:
@@ -124,6 +130,6 @@ def test_file_that_takes_no_more_is_named_unless_something_worse_happened(
 
 def test_without_a_file_nothing_is_taken_down() -> None:
     with TraceFile(None) as trace_file:
-        trace_file.watch(SessionWithoutSteps())
+        trace_file.watch(cast("Any", SessionWithoutSteps()))
 
     assert trace_file.summarize() is None
