@@ -6,7 +6,7 @@ Tensor suffixes: B rows, T tokens, H hidden, L blocks of a span, P tokens of a d
 from __future__ import annotations
 
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from ...protocol.errors import UsageError
 from ...protocol.ids import AdapterId
 from ...protocol.limits import MAX_PASS_TOKENS
 from ...protocol.spans import Span
-from ..adapters.adapter_versions import AdapterLeaves, RowAdapters
+from ..adapters.adapter_versions import AdapterLeaves
 from ..concurrency.portal import Portal
 from ..passes.microbatches import MicrobatchInputs, TextGradients, Texts
 from ..routing.route import Hop, PassFailover
@@ -27,13 +27,9 @@ from .peer_optimizer import OptimizerShards
 
 Result = TypeVar("Result")
 
-_FIRST = CheckpointFunction.forward.__code__
-_AGAIN = CheckpointFunction.backward.__code__
-"""The code of checkpoints that torch calls reentrant, which compute a pass again on their own.
-
-The first time such a checkpoint computes without a graph, and on the way back once more with one,
-wherever backward() was called. Only the stack shows that both are the same pass.
-"""
+_REENTRANT = (CheckpointFunction.forward.__code__, CheckpointFunction.backward.__code__)
+"""The code of checkpoints that torch calls reentrant, which compute a pass again wherever
+backward() was called. They do not tell that both are the same pass."""
 
 _LOST_ADAPTERS = (
     "gradient checkpointing repeated a pass with other adapters than the first time: choose the "
@@ -92,7 +88,11 @@ class PassRunner:
         which are [L, B, P, H] or [L, 1, P, H] and added to the first P inputs of each block. Raises
         what `RemotePasses.run_forward` does; so may the backward pass.
         """
-        _check_same_adapters(adapters.rows)
+        if adapters.rows and _is_in_reentrant_checkpoint():
+            raise UsageError(
+                "adapters need checkpoint(..., use_reentrant=False): the other kind may repeat a "
+                "pass with other adapters"
+            )
         matrices = [matrix for _, _, matrix in adapters.list_parameters(span)]
         output: Tensor = _RemoteBlocks.apply(  # pyright: ignore[reportAssignmentType]
             self, span, adapters, hidden_BTH, prompts_LBPH, *matrices
@@ -186,27 +186,10 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float32, copy=True)
 
 
-def _check_same_adapters(adapters: RowAdapters) -> None:
-    """Note the adapters of a pass in the checkpoints that it is in, the first time.
-
-    When it is computed again, raises UsageError where they are others.
-    """
-    for context, is_again in _find_checkpoints():
-        noted: list[RowAdapters] = context.__dict__.setdefault("adapters_of_passes", [])
-        if not is_again:
-            noted.append(adapters)
-        elif noted:
-            # From the first pass to the last, for each way back.
-            first = noted.pop(0)
-            noted.append(first)
-            if first != adapters:
-                raise UsageError(_LOST_ADAPTERS)
-
-
-def _find_checkpoints() -> Iterator[tuple[Any, bool]]:
-    """Yield the checkpoints that this is called in, and whether each computes again."""
+def _is_in_reentrant_checkpoint() -> bool:
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code in (_FIRST, _AGAIN):
-            yield frame.f_locals["ctx"], frame.f_code is _AGAIN
+        if frame.f_code in _REENTRANT:
+            return True
         frame = frame.f_back
+    return False
