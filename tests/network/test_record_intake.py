@@ -30,8 +30,8 @@ from shoal.protocol.net.dht.gated_node import (
     NUM_FOR_CERTAIN,
     WINDOW_SECONDS,
     GateValidator,
-    Newcomers,
     RecordIntake,
+    distrust,
     make_node_id,
 )
 from shoal.protocol.net.dht.record_gate import Entry
@@ -217,78 +217,33 @@ def test_question_is_answered_for_few_keys_and_without_what_stands_there() -> No
     asyncio.run(main())
 
 
-class Meeting:
-    """A node that keeps records and meets another one, which takes them as nodes do."""
-
-    def __init__(self, node: Node, other: Node) -> None:
-        self.node = node
-        self.other = other
-        self.portions: list[int] = []
-        self.newcomers = Newcomers(node.protocol)
-        node.protocol.get_stub = lambda peer_id: self
-        node.protocol.node_info = dht_pb2.NodeInfo()
-
-    @classmethod
-    async def make(cls, num_records: int) -> Meeting:
-        meeting = cls(await Node.make(), await Node.make())
-        for part in cut(make_entries(num_records)):
-            await meeting.node.store(part)
-        assert meeting.node.num_stored == num_records
-        return meeting
-
-    async def rpc_store(self, request: Any, **_: float) -> Any:
-        self.portions.append(len(request.keys))
-        answer = await self.other.intake.store(request.SerializeToString(), HONEST)
-        return dht_pb2.StoreResponse.FromString(answer)
-
-
-def test_newcomer_is_handed_what_belongs_there_in_portions() -> None:
+def test_node_with_the_id_of_another_one_is_no_neighbour() -> None:
     async def main() -> None:
-        meeting = await Meeting.make(2 * MAX_STORED_AT_ONCE + 1)
+        node = await Node.make()
+        distrust(node.protocol)
+        note: Any = node.protocol.update_routing_table
 
-        for _ in range(2):  # no newcomer the second time
-            await meeting.newcomers.note(make_node_id(GREEDY), GREEDY)
+        await note(DHTID(node.key ^ 1), GREEDY)
+        await note(make_node_id(HONEST), GREEDY)
+        assert not node.protocol.routing_table.uid_to_peer_id
 
-        assert meeting.portions == [MAX_STORED_AT_ONCE, MAX_STORED_AT_ONCE, 1]
-        assert meeting.other.num_stored == meeting.node.num_stored
+        await note(make_node_id(GREEDY), GREEDY)
+        assert list(node.protocol.routing_table.uid_to_peer_id.values()) == [GREEDY]
 
     asyncio.run(main())
 
 
-def test_newcomer_that_takes_nothing_is_handed_no_more() -> None:
+def test_new_node_is_handed_no_records() -> None:
     async def main() -> None:
-        meeting = await Meeting.make(2 * MAX_STORED_AT_ONCE)
-        meeting.other.gate.accept = lambda *record: False
+        node = await Node.make()
+        await node.store(make_entries(1))
+        asked: list[PeerID] = []
+        node.protocol.get_stub = asked.append
+        distrust(node.protocol)
 
-        await meeting.newcomers.note(make_node_id(GREEDY), GREEDY)
+        await node.protocol.update_routing_table(make_node_id(GREEDY), GREEDY)
 
-        assert meeting.portions == [MAX_STORED_AT_ONCE]
-
-    asyncio.run(main())
-
-
-def test_node_with_the_id_of_another_one_is_no_neighbour_and_handed_nothing() -> None:
-    async def main() -> None:
-        meeting = await Meeting.make(1)
-
-        await meeting.newcomers.note(DHTID(meeting.node.key ^ 1), GREEDY)
-        await meeting.newcomers.note(make_node_id(HONEST), GREEDY)
-
-        table = meeting.node.protocol.routing_table
-        assert not meeting.portions
-        assert not table.uid_to_peer_id
-
-    asyncio.run(main())
-
-
-def test_only_the_nearest_of_the_others_hands_on() -> None:
-    async def main() -> None:
-        meeting = await Meeting.make(1)
-        protocol, key = meeting.node.protocol, meeting.node.key
-        protocol.routing_table.add_or_update_node(DHTID(key ^ 1), HONEST)
-
-        await meeting.newcomers.note(make_node_id(GREEDY), GREEDY)
-
-        assert not meeting.portions
+        assert node.num_stored == 1
+        assert not asked
 
     asyncio.run(main())

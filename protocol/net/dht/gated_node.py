@@ -3,19 +3,18 @@
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 """A node of hivemind's DHT that keeps and believes nothing but what passes our gate.
 
-What hivemind leaves open is closed here, one class for each: `GateValidator` asks the gate before
-anything is stored, `RecordIntake` bounds what strangers may have checked and looked up, `Newcomers`
-hands on records in portions, and `_DistrustfulStub` believes no node about the ids of others.
+What hivemind leaves open is closed here: `GateValidator` asks the gate before anything is stored,
+`RecordIntake` bounds what strangers may have checked and looked up, and `distrust` believes no node
+about the ids of others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import re
 import warnings
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
@@ -32,7 +31,6 @@ with warnings.catch_warnings():
     from hivemind.dht.node import DHTNode
     from hivemind.dht.protocol import DHTProtocol, ValidationError
     from hivemind.dht.routing import DHTID
-    from hivemind.dht.storage import DictionaryDHTValue
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
     from hivemind.p2p import P2P, P2PContext, PeerID
     from hivemind.proto import dht_pb2
@@ -64,12 +62,6 @@ _NODE_OPTIONS: dict[str, Any] = {
 _MAX_NAMED = 20
 """Nodes that hivemind names in an answer."""
 
-_MAX_HANDED_ON = 1024
-"""Records for one newcomer. It gets the others when they are renewed, within half a minute."""
-
-_MAX_NEWCOMERS = 8
-"""Newcomers that are handed something."""
-
 WINDOW_SECONDS = 10.0
 """A message in which checking takes 0.2 ms per record, and the sender decides their number."""
 
@@ -84,7 +76,7 @@ costs about as much as these checks."""
 
 MAX_STORED_AT_ONCE = 32
 """Records of one message; it takes 7 ms to check them, and then others get their turn. A peer that
-announces itself sends one, and a node that hands on what it keeps as many messages as it needs."""
+announces itself sends one, and nodes of older versions hand on what they keep in such portions."""
 
 MAX_STORE_BYTES = 128 * 2**10
 """Of one message: more than so many records of the largest size take."""
@@ -96,8 +88,6 @@ MAX_FIND_BYTES = 2**14
 """Of one question: hivemind's own may have more keys than we look up, and is answered still."""
 
 _STORE, _FIND = "DHTProtocol.rpc_store", "DHTProtocol.rpc_find"
-
-_Record = tuple[DHTID, str, bytes, float]
 
 
 class GatedNode(NamedTuple):
@@ -153,7 +143,6 @@ async def start_node(
     gate.when_displaced(forget)
     node.protocol.wait_timeout = _ANSWER_SECONDS
     distrust(node.protocol)
-    Newcomers(node.protocol).watch()
     if not client_mode:
         RecordIntake(node.protocol, gate.wall).open(p2p)
     return GatedNode(node, gate)
@@ -192,10 +181,24 @@ def make_node_id(peer_id: PeerID) -> DHTID:
 def distrust(protocol: DHTProtocol) -> None:
     """From now on drop from what nodes answer: nodes with other ids, and any records.
 
-    Records are asked for in another way (see `Replicas`), so that nobody asked for these.
+    Records are asked for in another way (see `Replicas`), so that nobody asked for these. And none
+    are handed to new nodes, to which hivemind would send whole dictionaries, up to 4 MiB at once,
+    as often as they name themselves by another id: those get what is renewed, within half a minute.
     """
-    get_stub: Any = protocol.get_stub
-    cast(Any, protocol).get_stub = lambda peer_id: _DistrustfulStub(get_stub(peer_id))
+    hivemind: Any = protocol
+    get_stub, update_table = hivemind.get_stub, hivemind.update_routing_table
+
+    async def note_node(node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
+        """Note that a node has answered or asked something, or has not answered."""
+        if not responded:
+            await update_table(node_id, peer_id, responded=False)
+        elif node_id == make_node_id(peer_id):  # nobody asks any other
+            doubtful = protocol.routing_table.add_or_update_node(node_id, peer_id)
+            if doubtful is not None:  # there is a place for somebody new if this one is gone
+                await protocol.call_ping(doubtful[1])
+
+    hivemind.get_stub = lambda peer_id: _DistrustfulStub(get_stub(peer_id))
+    hivemind.update_routing_table = note_node
 
 
 class _DistrustfulStub:
@@ -226,75 +229,6 @@ def _reduce(result: Any) -> Any:
         nearest_node_ids=[node_id for node_id, _ in true],
         nearest_peer_ids=[peer_id for _, peer_id in true],
     )
-
-
-class Newcomers:
-    """Hands on to a new node the records that belong there; stands in for `update_routing_table`.
-
-    hivemind hands on whole dictionaries, up to 4 MiB in one message and as often as a node names
-    itself by another id, and looks through all keys in one go.
-    """
-
-    def __init__(self, protocol: DHTProtocol) -> None:
-        self._protocol = protocol
-        self._note: Callable[..., Coroutine[Any, Any, None]] = protocol.update_routing_table
-        self._num_served = 0
-
-    def watch(self) -> None:
-        """From now on have hivemind tell us whom it meets, each time in a task of its own."""
-        cast(Any, self._protocol).update_routing_table = self.note
-
-    async def note(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
-        """Note that a node has answered or asked something, or has not answered."""
-        table = self._protocol.routing_table
-        if not responded:
-            return await self._note(node_id, peer_id, responded=False)
-        if node_id is None or node_id != make_node_id(peer_id):
-            return  # nobody asks such a node
-        is_new = node_id not in table
-        doubtful = table.add_or_update_node(node_id, peer_id)
-        if doubtful is not None:  # there is a place for somebody new if this one is gone
-            await self._protocol.call_ping(doubtful[1])
-        if is_new and self._num_served < _MAX_NEWCOMERS:
-            self._num_served += 1
-            try:
-                await self._hand_on(node_id, peer_id)
-            finally:
-                self._num_served -= 1
-
-    async def _hand_on(self, node_id: DHTID, peer_id: PeerID) -> None:
-        """Hand on what belongs there, until the newcomer takes no more."""
-        records = await self._list_records(node_id)
-        random.shuffle(records)
-        for start in range(0, min(len(records), _MAX_HANDED_ON), MAX_STORED_AT_ONCE):
-            portion = records[start : start + MAX_STORED_AT_ONCE]
-            keys, subkeys, values, expiries = zip(*portion, strict=True)
-            stored = await self._protocol.call_store(
-                peer_id, keys, values, expiries, subkeys=subkeys
-            )
-            if not stored or not any(stored):
-                return
-
-    async def _list_records(self, node_id: DHTID) -> list[_Record]:
-        records: list[_Record] = []
-        for number, (key, item) in enumerate(list(self._protocol.storage.items()), 1):
-            if isinstance(item.value, DictionaryDHTValue) and self._belongs(key, node_id):
-                records += [(key, subkey, *entry) for subkey, entry in item.value.items()]
-            if number % MAX_STORED_AT_ONCE == 0:
-                await asyncio.sleep(0)
-        return records
-
-    def _belongs(self, key: DHTID, node_id: DHTID) -> bool:
-        """Return whether a newcomer is to have what stands under a key, and that from us.
-
-        Of all that have it, the nearest to the key hands it on.
-        """
-        nearest = self._protocol.routing_table.get_nearest_neighbors(
-            key, self._protocol.num_replicas
-        )
-        near = [found for found, _ in nearest]
-        ours = key ^ self._protocol.node_id
-        return node_id in near and all(ours < key ^ found for found in near if found != node_id)
 
 
 class RecordIntake:

@@ -75,17 +75,13 @@ class RecordGate:
         digest_key: Callable[[str], bytes],
         pack: Callable[[str | bytes], bytes],
         max_records: int = _MAX_RECORDS_PER_KEY,
-        secret: bytes | None = None,
     ) -> None:
-        """Make a gate for a DHT that digests keys and packs subkeys and values like this.
-
-        `secret` decides the lottery of a full book; a fresh one by default.
-        """
+        """Make a gate for a DHT that digests keys and packs subkeys and values like this."""
         self.membership = membership
         self._clock = clock
         self._digest_key = digest_key
         self._pack = pack
-        self._book = AnnouncementBook(max_records, 10 * max_records, secret)
+        self._book = AnnouncementBook(max_records, 10 * max_records)
         self._revocations_record = b""
         self.revocations = Revocations()
         """The newest list that was found."""
