@@ -71,7 +71,7 @@ class Peer:
             handler = StreamHandler()
             presence = await network.serve(identity, handler.serve)
             stack.push_async_callback(presence.close)
-            report(PeerEvent("directory", dict(presence.describe())))
+            report(PeerEvent("directory", dict(presence.facts)))
             yield await cls._compose(stack, config, loader, presence, handler, clock, report)
 
     @classmethod

@@ -4,7 +4,11 @@
 process. A peer and a client are built in the same way over either.
 """
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Protocol
 
 from ..endpoints import Endpoint, Relay
@@ -14,61 +18,46 @@ from .directory import Directory
 from .transport import Listener, StreamServer, Transport
 
 
-class Presence(Protocol):
+@dataclass
+class Presence:
     """A peer that has joined: others can reach it, and it can dial them. Its peer closes it."""
 
-    @property
-    def identity(self) -> Identity:
-        """The key and the id of the peer."""
-        ...
+    identity: Identity
+    transport: Transport
+    """Dials other peers; closed with the presence."""
+    directory: Directory
+    """The directory, joined under the peer's identity; closed with the presence."""
+    listeners: Sequence[Listener]
+    """The listeners; close them before the service of their streams ends."""
+    endpoint: Endpoint
+    """The endpoint that others dial, if the peer can be dialled."""
+    opened: AsyncExitStack
+    """Closes what was opened, the last first."""
+    facts: Mapping[str, object]
+    """How others can join through this peer, for people. Values are plain JSON types."""
+    relays: Sequence[Relay] = ()
+    """The relays that carry streams to the peer, since nobody can dial it; none if others can.
 
-    @property
-    def transport(self) -> Transport:
-        """Dials other peers; closed with the presence."""
-        ...
-
-    @property
-    def directory(self) -> Directory:
-        """The directory, joined under the peer's identity; closed with the presence."""
-        ...
-
-    @property
-    def listeners(self) -> Sequence[Listener]:
-        """The listeners; close them before the service of their streams ends."""
-        ...
-
-    @property
-    def endpoint(self) -> Endpoint:
-        """The endpoint that others dial, if the peer can be dialled."""
-        ...
-
-    @property
-    def relays(self) -> Sequence[Relay]:
-        """The relays that carry streams to the peer, since nobody can dial it; none if others can.
-
-        Empty at first means empty for good.
-        """
-        ...
-
-    @property
-    def relay_port(self) -> int:
-        """The port at which the peer is a relay of others; 0: it is none."""
-        ...
+    Empty at first means empty for good.
+    """
+    relay_port: int = 0
+    """The port at which the peer is a relay of others; 0: it is none."""
+    find_relays: Callable[[ModelId], Awaitable[Sequence[Relay]]] | None = None
+    """Replaces relays that are gone, also by peers of a model; returns those that carry now."""
 
     async def renew_relays(self, model_id: ModelId) -> bool:
         """Replace relays that are gone; return whether they changed. Does nothing without relays.
 
         Raises DirectoryError when no peer can be asked to be one.
         """
-        ...
-
-    def describe(self) -> Mapping[str, object]:
-        """Return how others can join through this peer, for people. Values are plain JSON types."""
-        ...
+        before = self.relays
+        if self.find_relays is not None:
+            self.relays = await self.find_relays(model_id)
+        return self.relays != before
 
     async def close(self) -> None:
         """Leave the directory and break the remaining connections; safe to call twice."""
-        ...
+        await self.opened.aclose()
 
 
 class Network(Protocol):

@@ -38,7 +38,7 @@ def join_in_memory() -> Join:
 
 def join_internet() -> Join:
     def join(first: Presence | None) -> Network:
-        dialled = () if first is None else cast(list[str], first.describe()["dialled"])
+        dialled = () if first is None else cast(list[str], first.facts["dialled"])
         return InternetNetwork(CLOCK, initial_peers=dialled)
 
     return join

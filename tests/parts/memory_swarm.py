@@ -29,7 +29,8 @@ from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import Clock
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
-from shoal.protocol.net.memory.memory_network import MemoryNetwork, MemoryPresence
+from shoal.protocol.net.memory.memory_network import MemoryNetwork
+from shoal.protocol.net.network import Presence
 from shoal.protocol.net.transport import StreamServer
 
 MODEL_ID = ModelId("a" * 32)
@@ -170,7 +171,7 @@ class SceneNetwork:
     async def connect(self) -> tuple[LoopbackTransport, MemoryDirectory]:
         return await self._network.connect()
 
-    async def serve(self, identity: Identity, serve: StreamServer) -> MemoryPresence:
+    async def serve(self, identity: Identity, serve: StreamServer) -> Presence:
         presence = await self._network.serve(identity, serve)
         endpoint = presence.endpoint
         self.endpoints.append(endpoint)

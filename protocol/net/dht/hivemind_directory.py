@@ -111,14 +111,14 @@ class HivemindDirectory:
         """The relays that carry streams to us; none when others can dial us."""
         return () if self._access.keeper is None else self._access.keeper.relays
 
-    async def renew_relays(self, model_id: ModelId) -> bool:
-        """Take other relays for those that are gone; return whether they are not the same now.
+    async def find_relays(self, model_id: ModelId) -> Sequence[Relay]:
+        """Take other relays for those that are gone; return `relays`.
 
         Those who serve the model are asked as well as initial peers. Does nothing without relays.
         """
-        if self._access.keeper is None:
-            return False
-        return await self._access.keeper.look(lambda: self.lookup(model_id))
+        if self._access.keeper is not None:
+            await self._access.keeper.look(lambda: self.lookup(model_id))
+        return self.relays
 
     def make_transport(self) -> Libp2pTransport:
         """Return a transport over the same p2pd; close it before the directory."""

@@ -7,9 +7,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...endpoints import Endpoint, Relay
+from ...endpoints import Endpoint
 from ...identity import Identity
-from ...ids import ModelId
 from ...membership.join_code import make_codes
 from ...membership.membership import Membership
 from ..addresses import check_can_be_dialled, is_loopback
@@ -98,49 +97,27 @@ class InternetNetwork:
                 stack.push_async_callback(behind.close)
                 listeners.append(await behind.listen(where.host, where.directory_port, serve))
             host, port = split_multiaddr(directory.addresses[0])  # that of p2pd
-            return _InternetPresence(
-                network=self,
-                identity=identity,
-                transport=transport,
-                directory=directory,
-                listeners=listeners,
-                endpoint=endpoint,
-                relay_port=0 if directory.relays or is_loopback(host) else port,
+            return Presence(
+                identity,
+                transport,
+                directory,
+                listeners,
+                endpoint,
                 opened=stack.pop_all(),
+                facts=self._describe(directory),
+                relays=directory.relays,
+                relay_port=0 if directory.relays or is_loopback(host) else port,
+                find_relays=directory.find_relays,
             )
 
-
-@dataclass(frozen=True)
-class _InternetPresence:
-    """See Presence. The exit stack closes what was opened, the last first."""
-
-    network: InternetNetwork
-    identity: Identity
-    transport: Transport
-    directory: HivemindDirectory
-    listeners: Sequence[Listener]
-    endpoint: Endpoint
-    relay_port: int
-    opened: AsyncExitStack
-
-    @property
-    def relays(self) -> Sequence[Relay]:
-        return self.directory.relays
-
-    async def renew_relays(self, model_id: ModelId) -> bool:
-        return await self.directory.renew_relays(model_id)
-
-    def describe(self) -> Mapping[str, object]:
+    def _describe(self, directory: HivemindDirectory) -> Mapping[str, object]:
         """Return addresses, and the codes of a swarm that begins here.
 
         Not those of other swarms: a peer that is started by a program should not log secrets.
         """
-        addresses = self.directory.addresses
-        dialled = replace_host(addresses, self.network.listening.announce_host)
+        addresses = directory.addresses
+        dialled = replace_host(addresses, self.listening.announce_host)
         facts: dict[str, object] = {"addresses": list(addresses), "dialled": dialled}
-        if not self.network.initial_peers:
-            facts["join_codes"] = make_codes(self.directory.membership, dialled)
+        if not self.initial_peers:
+            facts["join_codes"] = make_codes(directory.membership, dialled)
         return facts
-
-    async def close(self) -> None:
-        await self.opened.aclose()

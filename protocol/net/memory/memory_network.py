@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
 
-from ...endpoints import Endpoint, Relay
 from ...errors import UnavailableError
 from ...identity import Identity
-from ...ids import ModelId
 from ..clock import Clock
-from ..transport import Listener, Stream, StreamServer
+from ..network import Presence
+from ..transport import Stream, StreamServer
 from .loopback import LoopbackNetwork, LoopbackTransport
 from .memory_directory import MemoryDirectory, MemoryDirectoryStore
 
@@ -34,11 +32,17 @@ class MemoryNetwork:
     async def connect(self) -> tuple[LoopbackTransport, MemoryDirectory]:
         return self.make_transport(), self.make_directory()
 
-    async def serve(self, identity: Identity, serve: StreamServer) -> MemoryPresence:
+    async def serve(self, identity: Identity, serve: StreamServer) -> Presence:
         self.serve_stream = serve
-        transport = self.make_transport()
+        transport, directory = self.make_transport(), self.make_directory()
         listener = await transport.listen(self.host, 0, self._serve_stream)
-        return MemoryPresence(identity, transport, self.make_directory(), listener)
+        opened = contextlib.AsyncExitStack()
+        opened.push_async_callback(transport.close)
+        opened.push_async_callback(directory.close)
+        facts = {"addresses": [], "dialled": []}  # other processes cannot join
+        return Presence(
+            identity, transport, directory, [listener], listener.endpoint, opened, facts
+        )
 
     def make_transport(self) -> LoopbackTransport:
         """Return what this host dials and listens with."""
@@ -50,37 +54,6 @@ class MemoryNetwork:
 
     async def _serve_stream(self, stream: Stream) -> None:
         await self.serve_stream(stream)
-
-
-class MemoryPresence:
-    """A peer at a host that others can dial. Implements Presence."""
-
-    relay_port = 0
-
-    def __init__(
-        self,
-        identity: Identity,
-        transport: LoopbackTransport,
-        directory: MemoryDirectory,
-        listener: Listener,
-    ) -> None:
-        self.identity = identity
-        self.transport = transport
-        self.directory = directory
-        self.listeners: Sequence[Listener] = (listener,)
-        self.endpoint: Endpoint = listener.endpoint
-        self.relays: Sequence[Relay] = ()
-
-    async def renew_relays(self, model_id: ModelId) -> bool:
-        return False
-
-    def describe(self) -> Mapping[str, object]:
-        """See Presence.describe: other processes cannot join."""
-        return {"addresses": [], "dialled": []}
-
-    async def close(self) -> None:
-        await self.directory.close()
-        await self.transport.close()
 
 
 class _HostDirectory(MemoryDirectory):

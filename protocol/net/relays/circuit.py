@@ -19,12 +19,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 from ...endpoints import Relay
 from ...errors import RemoteProtocolError, ShoalError, UnavailableError
 from ...ids import PeerId
+from ...messages.fields import Body, Message, Record
+from ...wire.codec import BodyCodec
 from ..clock import Clock
 from ..libp2p.multiaddrs import PeerAddress
 from ..libp2p.p2p_daemon import (
@@ -46,10 +49,6 @@ _RESERVE = bytes([2, 0x08, 0])
 """Its length, and a HopMessage of which field 1, the type, is 0."""
 
 _OK = 100
-_LIMIT_FIELD = 4
-_STATUS_FIELD = 5
-_MAX_SECONDS_FIELD = 1
-_MAX_BYTES_FIELD = 2
 
 _MAX_ANSWER_BYTES = 4096
 ANSWER_SECONDS = 4.0
@@ -147,8 +146,9 @@ async def is_unlimited_relay(p2p: P2P) -> bool:
     except (ShoalError, OSError, EOFError, TimeoutError) as error:
         log.info("cannot find out the relay limits of this p2pd: %s", error)
         return True
-    is_long = not 0 < answer.max_seconds < _MIN_SECONDS
-    return is_long and not 0 < answer.max_bytes < _MIN_BYTES
+    limit = answer.limit or RelayLimit()
+    is_long = not 0 < limit.max_seconds < _MIN_SECONDS
+    return is_long and not 0 < limit.max_bytes < _MIN_BYTES
 
 
 async def _ask_as_another(p2p: P2P) -> RelayAnswer:
@@ -165,58 +165,32 @@ async def _ask_as_another(p2p: P2P) -> RelayAnswer:
             await stop_p2pd(asking)
 
 
-class RelayAnswer(NamedTuple):
-    """The answer of a relay to a reservation request, and the limits of one connection through it.
+@dataclass(frozen=True, slots=True)
+class RelayLimit(Record):
+    """The limits of one connection through a relay; 0 means none."""
 
-    A limit of 0 means none.
-    """
+    max_seconds: Annotated[int, Body(1, "uint32")] = 0
+    max_bytes: Annotated[int, Body(2, "uint64")] = 0
 
-    status: int
-    max_seconds: int
-    max_bytes: int
+
+@dataclass(frozen=True, slots=True)
+class RelayAnswer(Message):
+    """What we read of the answer of a relay, libp2p's HopMessage; protobuf skips other fields."""
+
+    limit: Annotated[RelayLimit | None, Body(4)] = None
+    status: Annotated[int, Body(5, "uint32")] = 0
+
+
+_ANSWER_CODEC = BodyCodec(RelayAnswer)
 
 
 def read_answer(message: bytes) -> RelayAnswer:
-    """Read the answer of a relay, a message of protobuf.
+    """Read the answer of a relay; raises RemoteProtocolError for what is no message of protobuf.
 
     >>> read_answer(bytes([0x08, 2, 0x1A, 2, 0x08, 1, 0x22, 4, 0x08, 120, 0x10, 99, 0x28, 100]))
-    RelayAnswer(status=100, max_seconds=120, max_bytes=99)
+    RelayAnswer(limit=RelayLimit(max_seconds=120, max_bytes=99), status=100)
     """
-    fields = dict(_read_fields(message))
-    status, limit = fields.get(_STATUS_FIELD, 0), fields.get(_LIMIT_FIELD, b"")
-    if not isinstance(status, int) or not isinstance(limit, bytes):
-        raise RemoteProtocolError("the answer of the relay has fields of other types")
-    limits = dict(_read_fields(limit))
-    seconds, num_bytes = limits.get(_MAX_SECONDS_FIELD, 0), limits.get(_MAX_BYTES_FIELD, 0)
-    if not isinstance(seconds, int) or not isinstance(num_bytes, int):
-        raise RemoteProtocolError("the limit of the relay has fields of other types")
-    return RelayAnswer(status, seconds, num_bytes)
-
-
-def _read_fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield number and value of each field; raises RemoteProtocolError where it makes no sense."""
-    position = 0
     try:
-        while position < len(message):
-            tag, position = _read_varint(message, position)
-            value, position = _read_varint(message, position)
-            if tag & 7 == 2:
-                position += value
-                yield tag >> 3, message[position - value : position]
-            elif tag & 7 == 0:
-                yield tag >> 3, value
-            else:
-                raise RemoteProtocolError("the answer of the relay has unknown fields")
-    except IndexError:
-        raise RemoteProtocolError("the answer of the relay is cut short") from None
-
-
-def _read_varint(message: bytes, position: int) -> tuple[int, int]:
-    """Return a number in seven bits a byte, and where the next one begins; raises IndexError."""
-    number = shift = 0
-    while True:
-        byte = message[position]
-        number |= (byte & 0x7F) << shift
-        position, shift = position + 1, shift + 7
-        if byte < 0x80:
-            return number, position
+        return RelayAnswer.read(_ANSWER_CODEC.read(message))
+    except ValueError as error:
+        raise RemoteProtocolError(f"the answer of the relay is malformed: {error}") from error

@@ -297,9 +297,7 @@ def test_no_more_relays_are_taken_than_are_needed() -> None:
         b"\x28\xff",
         b"\x2b\x01",
         b"\xff" * 40,
-        b"\x2a\x01d",
-        b"\x20\x05",
-        b"\x22\x02\x12\x00",
+        b"\x22\x02\x08",
     ],
 )
 def test_answer_of_a_relay_that_is_malformed_is_refused(answer: bytes) -> None:
@@ -314,4 +312,9 @@ def test_status_is_found_behind_what_we_do_not_read() -> None:
 def test_relay_that_names_no_limit_has_none() -> None:
     answer = read_answer(bytes([0x08, 2, 0x28, 100]))
 
-    assert (answer.max_seconds, answer.max_bytes) == (0, 0)
+    assert answer.limit is None
+
+
+@pytest.mark.parametrize("answer", [b"", b"\x2a\x01d", b"\x20\x05", b"\x22\x02\x12\x00"])
+def test_answer_with_fields_of_other_types_grants_nothing(answer: bytes) -> None:
+    assert read_answer(answer).status == 0
