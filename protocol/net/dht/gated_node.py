@@ -192,7 +192,7 @@ def distrust(protocol: DHTProtocol) -> None:
         """Note that a node has answered or asked something, or has not answered."""
         if not responded:
             await update_table(node_id, peer_id, responded=False)
-        elif node_id == make_node_id(peer_id):  # nobody asks any other
+        elif node_id is not None and node_id == make_node_id(peer_id):  # nobody asks any other
             doubtful = protocol.routing_table.add_or_update_node(node_id, peer_id)
             if doubtful is not None:  # there is a place for somebody new if this one is gone
                 await protocol.call_ping(doubtful[1])
