@@ -73,7 +73,7 @@ async def measure_decoding(
                 say(f"{delivery} of {num_hops}")
                 session = await _begin_decoding(clients, swarm.address.model, num_hops, effort)
                 recorders[num_hops, delivery] = Recorder(SystemClock())
-                session.state.record(recorders[num_hops, delivery])
+                session.state.recorder = recorders[num_hops, delivery]
                 sessions.append(session)
         for number in range(effort.num_steps):
             say(f"step {number + 1} of {effort.num_steps}")

@@ -16,8 +16,8 @@ from ..adapters.adapter_versions import SentAdapter
 from ..concurrency.tasks import Closer
 from ..passes.pass_asking import PassAsker, SessionAdapter
 from ..routing.route_finder import RouteFinder, SwarmModel
+from ..session.replacements import Replacements
 from ..session.session import RemoteSession
-from ..session.standby import prepare_replacements
 from ..session.state import SessionContext, SessionFacts
 from ..settings.client_config import ClientConfig, read_kv_format, read_max_length
 from ..training.remote_passes import RemotePasses
@@ -122,11 +122,7 @@ class AsyncClient:
         state = SessionContext(
             facts, self.swarm, self._transport, self._clock, self._config, self._closer
         )
-        session = kind(state)
-        standbys = prepare_replacements(session)
-        if standbys is not None:
-            session.rely_on(standbys)
-        return session
+        return kind(state, Replacements)
 
     async def close_sessions(self) -> None:
         """Wait until every peer was told which sessions are over."""

@@ -3,7 +3,7 @@ are the best (`routing/`), what a model does with hidden states, passes without 
 
     inference_session    the face: synchronous, for one thread at a time
            │
-        session          step, failover, fork, close      observed by: handoff, standby, a trace
+        session          step, failover, fork, close      beside it: replacements, standby
      ┌─────┼────────┬───────────┐
   pipeline │    push_plan     hops      pieces; who pushes to whom; find and open
      └─────┤        │           │

@@ -408,6 +408,11 @@ class LiveHop:
         assert self.link is not None
         return self.link
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether its peer has said that it will stop soon."""
+        return self.link is not None and self.link.is_leaving
+
 
 @dataclass(frozen=True)
 class MissingHops:

@@ -247,7 +247,7 @@ class HopFinder:
         finally:
             if self._state.waiting is not None and self._state.waiting.hop is hop:
                 self._state.waiting = None  # not that of another hop
-        live.link.on_leaving = self._state.tell_leaving
+        live.link.on_leaving = self._state.on_leaving
         live.link.listen(self._mailbox)
         self._state.book.note_rtt(hop.peer.peer_id, rtt_seconds)
 

@@ -215,7 +215,7 @@ class InferenceSession:
     def record(self, recorder: Recorder | None) -> None:
         """Record everything that the session does from now on; None stops recording."""
         self._recorder = recorder
-        self._remote.state.record(recorder)
+        self._remote.state.recorder = recorder
 
     @contextmanager
     def claim(self) -> Iterator[None]:
@@ -352,7 +352,7 @@ class InferenceSession:
         with self._closing_lock:
             self._check_open()
             self._remote, self._num_rows, self._row_map = self._open_remote(), None, None
-            self._remote.state.record(self._recorder)
+            self._remote.state.recorder = self._recorder
         used = before[0]
         try:
             yield

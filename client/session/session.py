@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate
@@ -48,23 +48,25 @@ _UNKNOWN_SPEED = 1000.0
 
 
 class Reserve(Protocol):
-    """Hops that can take the place of others at once; see `Standbys`."""
+    """Hops that can take the place of others at once; see `Replacements`."""
 
     @property
     def ready(self) -> list[LiveHop]: ...
     async def take_over(self, live: LiveHop, missing: MissingHops) -> LiveHop | None: ...
-    def follow_step(self) -> None: ...
+    def follow_hops(self) -> None: ...
     def drop(self) -> None: ...
+    async def stop(self) -> None: ...
 
 
 class RemoteSession:
     """One generation over the swarm: hidden states of the next tokens in, those behind the last
     block out. Owned by the client's loop; one step at a time.
-
-    The observers of its `state` are told about other events.
     """
 
-    def __init__(self, state: SessionContext) -> None:
+    def __init__(
+        self, state: SessionContext, make_reserve: Callable[[RemoteSession], Reserve]
+    ) -> None:
+        """`make_reserve` returns what replaces hops that leave, and lost ones if it can."""
         self.state = state
         self.mailbox = Mailbox(lambda: state.last_sequence)
         self.finder = HopFinder(state, self.mailbox)
@@ -75,17 +77,14 @@ class RemoteSession:
         self._is_closed = False
         self._in_use = asyncio.Lock()
         self._cutoff: asyncio.Timeout | None = None  # of the step under way
-        self._reserve: Reserve | None = None
+        self._reserve = make_reserve(self)
+        state.on_leaving = self._reserve.follow_hops
         self.failovers: list[Failover] = []
         self.handoffs: list[Handoff] = []
 
     def __repr__(self) -> str:
         spans = ", ".join(str(live.hop.span) for live in self._hops) or "not opened"
         return f"<RemoteSession at {self._position} of {self.state.facts.max_tokens}, hops {spans}>"
-
-    def rely_on(self, reserve: Reserve) -> None:
-        """Take lost hops' replacements from a reserve, as far as it has some."""
-        self._reserve = reserve
 
     @property
     def position(self) -> int:
@@ -105,7 +104,7 @@ class RemoteSession:
     @property
     def standbys(self) -> list[Hop]:
         """The hops for which a hot standby is ready to take over."""
-        return [] if self._reserve is None else [live.hop for live in self._reserve.ready]
+        return [live.hop for live in self._reserve.ready]
 
     @property
     def spans_without_replica(self) -> tuple[Span, ...]:
@@ -204,10 +203,8 @@ class RemoteSession:
         finally:
             self._hops = pipeline.hops
             self.exchange.end_step()
-            if any(live.link is not None and live.link.is_leaving for live in self._hops):
-                self.state.tell_leaving()
-            if self._reserve is not None:
-                self._reserve.follow_step()
+            if self.state.config.standby or any(live.is_leaving for live in self._hops):
+                self._reserve.follow_hops()
 
     def choose_piece_tokens(self) -> int:
         """Return how many tokens per row a piece of a prompt should have over the hops in use."""
@@ -294,7 +291,7 @@ class RemoteSession:
             raise StartOverError
         missing = queue.find_missing(start, stop)
         standby, num_tokens = None, 0
-        if self._reserve is not None and len(lost) == 1:
+        if len(lost) == 1:
             standby = await self._reserve.take_over(lost[0], missing)
         replacements = [] if standby is None else [standby]
         if not replacements:
@@ -323,13 +320,13 @@ class RemoteSession:
     def note_handoff(self, handoff: Handoff, started_at: float) -> None:
         """Note that a hop was moved to another peer, between two steps."""
         self.handoffs.append(handoff)
-        for observer in self.state.observers:
-            observer.note_handoff(handoff, started_at)
+        if self.state.recorder is not None:
+            self.state.recorder.note_handoff(handoff, started_at)
 
     def _note_failover(self, failover: Failover, started_at: float) -> None:
         self.failovers.append(failover)
-        for observer in self.state.observers:
-            observer.note_failover(failover, started_at)
+        if self.state.recorder is not None:
+            self.state.recorder.note_failover(failover, started_at)
         _logger.info(
             "replaced the hop of blocks %s at token %d: %s",
             failover.lost.span,
@@ -468,8 +465,7 @@ class RemoteSession:
 
         A peer cannot undo a row map: every hop that may have applied it gets a replay instead.
         """
-        if self._reserve is not None:
-            self._reserve.drop()
+        self._reserve.drop()
         used, self._hops = self._hops, [live for live, _ in before]
         for live, log in before:
             live.log = log
@@ -505,12 +501,10 @@ class RemoteSession:
         if self._cutoff is not None:
             self._cutoff.reschedule(asyncio.get_running_loop().time())
             self._cutoff = None
-        for observer in list(self.state.observers):
-            await observer.stop()
+        await self._reserve.stop()
         async with self._in_use:
             await self._hang_up()
-            for observer in list(self.state.observers):
-                await observer.stop()  # what the step gave up
+            await self._reserve.stop()  # what the step gave up
 
     async def _hang_up(self) -> None:
         hops, self._hops = self._hops, []

@@ -1,212 +1,317 @@
-"""Hot standbys: for each hop of a session another peer that has all that the hop has, and takes its
-place at once when it is lost.
+"""A peer that is brought to the state of a hop in use, beside it, while tokens go on, to take its
+place: between two steps where the peer of the hop leaves, or at once when the hop is lost.
+
+It gets what the hop got from the log of the hop before, which then pushes to both, or from the
+client's log where the client sends to the hop itself.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import Protocol
 
-from ...protocol.errors import RouteError, ShoalError, UnavailableError
-from ...protocol.ids import PeerId
+from ...protocol.errors import (
+    RefusedError,
+    RemoteProtocolError,
+    UnavailableError,
+)
+from ...protocol.ids import PeerId, SessionId
+from ...protocol.messages.session import Mirror, NextHop, Status
 from ...protocol.net.clock import SuspendAwareTimeout
-from ...protocol.net.retry import Backoff, Retry
-from ..concurrency.tasks import Closer
-from ..routing.route import LostHopError
-from ..trace.trace import Observer
-from .handoff import CannotMoveError, Mover, Standby, SteppedSession, read_failure
-from .hop_link import BrokenSegmentError, LiveHop, MissingHops, StartOverError
+from ...protocol.versions import HANDOFF_VERSION
+from ..routing.route import Ends, LostHopError
+from ..trace.trace import Handoff
+from .exchange import Exchange, merge_pieces
+from .hop_link import (
+    LiveHop,
+    Mailbox,
+    Question,
+    UnaskedOutputsError,
+)
+from .hops import HopFinder
+from .push_plan import PushPlan, make_next_hop
+from .state import SessionContext
 
-_logger = logging.getLogger(__name__)
+_LAST_STEP_SECONDS = 0.25
+"""How long a step may be held up for a standby that lacks the newest one. The hop before pushed
+that to both, so it is about to be done."""
 
-_AGAIN = Backoff(0.1, 10.0)
-"""Between attempts to find a standby: there may be no replica with room."""
-
-_CATCH_UP_SECONDS = 0.5
-"""How long a step may wait for a standby that lacks some steps; a replay is the other way."""
-
-
-def prepare_replacements(session: SteppedSession) -> Standbys | None:
-    """Let a session move from peers that leave; return its standbys, if it is to have any."""
-    state = session.state
-    state.observers.append(Mover(session))
-    if not state.config.standby:
-        return None
-    standbys = Standbys(session)
-    state.observers.append(standbys)
-    return standbys
+_NEVER = 2**63
+"""A sequence that no step reaches: a standby pushes nothing."""
 
 
-class Standbys(Observer):
-    """The standbys of one session, one for each of its hops where there is a replica.
+class SteppedSession(Protocol):
+    """A session, beside whose steps hops are asked and linked; see `RemoteSession`."""
 
-    It begins and ends tasks as the hops change, after each step; `stop` ends all.
+    state: SessionContext
+    exchange: Exchange
+    plan: PushPlan
+    mailbox: Mailbox
+
+    @property
+    def position(self) -> int: ...
+    @property
+    def live_hops(self) -> Sequence[LiveHop]: ...
+    def between_steps(self) -> AbstractAsyncContextManager[list[LiveHop]]: ...
+    def note_handoff(self, handoff: Handoff, started_at: float) -> None: ...
+
+
+class CannotMoveError(UnavailableError):
+    """Nobody can be brought to the state of a hop."""
+
+
+class Standby:
+    """A hop that is not in use yet, `new`, and the hop `live` whose place it is to take.
+
+    `before` pushes to both, or None where the client sends to them itself; the live hop pushes to
+    `after`. Made anew for each attempt; `end` has to be called, and a `new` that is not used is to
+    be hung up on.
     """
 
-    def __init__(self, session: SteppedSession) -> None:
-        self._session = session
-        self._keepers: dict[LiveHop, _StandbyKeeper] = {}
-        self._closer = Closer()
-        self._is_stopped = False
-
-    @property
-    def ready(self) -> list[LiveHop]:
-        """The hops whose standby could take over now."""
-        return [live for live, keeper in self._keepers.items() if keeper.is_ready]
-
-    def follow_step(self) -> None:
-        """Keep a standby for each of the hops that are in use now, and for no others."""
-        if self._is_stopped:
-            return
-        hops = self._session.live_hops
-        known = list(self._keepers.items())
-        for live in [live for live, keeper in known if not keeper.fits(hops)]:
-            self._closer.begin(self._keepers.pop(live))
-        used = {live.hop.peer.peer_id for live in hops}
-        for live in hops:
-            if live not in self._keepers:
-                self._keepers[live] = _StandbyKeeper(self._session, live)
-            self._keepers[live].look(used)
-
-    def drop(self) -> None:
-        """Give all of them up: what they have is not what the hops will have."""
-        self._closer.begin(*self._keepers.values())
-        self._keepers.clear()
-
-    async def take_over(self, live: LiveHop, missing: MissingHops) -> LiveHop | None:
-        """Return the standby of a lost hop, in its place; None: it has none that can.
-
-        Raises BrokenSegmentError when a hop before or after is lost as well.
-        """
-        keeper = self._keepers.pop(live, None)
-        if keeper is None:
-            return None
-        new = None
-        try:
-            new = await keeper.take_over(missing)
-        finally:
-            if new is None:
-                self._closer.begin(keeper)
-        return new
-
-    async def stop(self) -> None:
-        """End all of them, for good."""
-        self._is_stopped = True
-        self.drop()
-        await self._closer.finish()
-
-
-class _StandbyKeeper:
-    """The standby of one hop: looked for, kept up, and looked for again when it is lost."""
-
     def __init__(self, session: SteppedSession, live: LiveHop) -> None:
+        self.live = live
+        self.new = LiveHop(live.hop, None, live.log, is_log_whole=live.is_log_whole)
+        self.before: LiveHop | None = None
+        self.after: LiveHop | None = None
+        self.following: NextHop | None = None
+        """How the hop before knows the new one."""
         self._session = session
-        self._live = live
-        self._used: set[PeerId] = set()
-        self._tried: set[PeerId] = set()
-        self._standby: Standby | None = None  # one that has, or nearly has, all
-        self._is_taken = False
-        self._following = asyncio.Lock()
-        self._news = asyncio.Event()
-        self._retry = Retry(_AGAIN, session.state.clock)
-        self._task = asyncio.create_task(self._run(), name="keeping a standby")
-        self._task.add_done_callback(read_failure)
+        self._state = session.state  # of the session; that of the new hop is another one
+        self._twin = self._state.make_twin()
+        self._mailbox = Mailbox(lambda: session.state.last_sequence)
+        self._finder = HopFinder(self._twin, self._mailbox)
+        self._exchange = Exchange(self._twin, self._mailbox)
+        self._tail: list[Question] = []  # what the live hop was sent and the new one was not
+        self._mirrored_sequence = 0  # the hop before pushes to both what is behind this step
+        self._num_replayed = 0
 
-    @property
-    def is_ready(self) -> bool:
-        """Return whether it could take over now."""
-        return self._standby is not None
+    def _survey(self, hops: Sequence[LiveHop]) -> None:
+        """See who is around the hop and has what it was sent, between two steps.
+
+        Raises CannotMoveError where nobody has, UnavailableError where hops are lost.
+        """
+        live = self.live
+        self._mirrored_sequence = self._state.last_sequence
+        self.before, self.after = self.find_neighbours(hops)
+        if self.before is None:
+            if not live.is_log_whole:
+                raise CannotMoveError("no log holds the steps that it received")
+        elif self.before.hop.peer.max_version < HANDOFF_VERSION:
+            raise CannotMoveError("the hop before it can push to one peer only")
+        live.tails.append(self._tail)
+        self.new.log = live.log.copy()
+
+    def find_neighbours(self, hops: Sequence[LiveHop]) -> tuple[LiveHop | None, LiveHop | None]:
+        """Return the hop that pushes to this one, and its next hop. Raises UnavailableError."""
+        if self.live not in hops:
+            raise UnavailableError("the hop was replaced meanwhile")
+        index = hops.index(self.live)
+        before = hops[index - 1] if index > 0 and hops[index - 1].feeds else None
+        after = hops[index + 1] if self.live.feeds else None
+        if any(live is not None and live.link is None for live in (before, self.live, after)):
+            raise UnavailableError("a hop was lost meanwhile")
+        return before, after
 
     def fits(self, hops: Sequence[LiveHop]) -> bool:
-        """Return whether it may go on, now that these are the hops."""
-        if self._live not in hops:
-            return False
-        return self._standby is None or self._standby.fits(hops)
+        """Return whether who pushes where around the live hop is as it was surveyed.
 
-    def look(self, used: set[PeerId]) -> None:
-        """Go on with what a step has changed; `used` are the peers of all hops."""
-        self._used = used
-        self._news.set()
-
-    async def close(self) -> None:
-        """Give it up, unless it was taken."""
-        self._task.cancel()
-        await asyncio.wait((self._task,))
-
-    async def take_over(self, missing: MissingHops) -> LiveHop | None:
-        """Return the new hop in its place; None where it cannot be had at once.
-
-        Raises BrokenSegmentError when a hop before or after is lost as well.
+        Another hop behind it makes no difference, none, or one for the first time, does.
         """
-        standby = self._standby
-        if standby is None or standby.before is not missing.before or len(missing.pending) != 1:
-            return None
-        if (standby.after is None) != (missing.after is None):
-            return None
         try:
-            async with SuspendAwareTimeout(_CATCH_UP_SECONDS), self._following:
-                await standby.follow_all()
-            if not await standby.take_over(missing.after, missing.pending[0]):
-                return None
-        except (TimeoutError, ShoalError, StartOverError) as error:
-            _logger.info(
-                "the standby of blocks %s failed to take over: %s", self._live.hop.span, error
+            before, after = self.find_neighbours(hops)
+        except UnavailableError:
+            return True  # a step will find replacements
+        return before is self.before and (after is None) == (self.after is None)
+
+    async def prepare(self, exclude: Collection[PeerId]) -> None:
+        """Open a session at another peer and bring it to about the state of the live hop.
+
+        Raises CannotMoveError where it never will work, RouteError where nobody else is there, and
+        LostHopError or BrokenSegmentError where it did not work with that peer, `new.hop.peer`.
+        """
+        async with self._session.between_steps() as hops:
+            self._survey(hops)
+        self.new.hop = await self._finder.find_replica(self.live.hop, exclude, self._ends)
+        self._plan()
+        await self._finder.open_link(self.new, self._state.make_deadline())
+        await self._rehearse()
+
+    @property
+    def _ends(self) -> Ends | None:
+        """The neighbours of the hop in a chain; None in a star."""
+        if not self.live.capability:
+            return None
+        before, after = (live and live.hop.peer for live in (self.before, self.after))
+        return Ends(before, after)
+
+    def end(self) -> None:
+        """Take down nothing more of what the live hop is sent."""
+        tails = self.live.tails
+        self.live.tails = [tail for tail in tails if tail is not self._tail]
+
+    def _plan(self) -> None:
+        """Set up pushing between the hops. Raises LostHopError where they cannot connect."""
+        new, before, after = self.new, self.before, self.after
+        if not self.live.capability:
+            return
+        can_feed = self._session.plan.can_feed
+        if (
+            new.hop.peer.max_version < HANDOFF_VERSION
+            or (before is not None and not can_feed(before.hop, new.hop))
+            or (after is not None and not can_feed(new.hop, after.hop))
+        ):
+            raise LostHopError(new.hop, "the peer cannot connect to the hops before and after it")
+        new.capability = self._twin.make_capability(new.hop.span)
+        if after is not None:
+            new.feeds, new.next = True, make_next_hop(self._twin, after, _NEVER)
+
+    async def _rehearse(self) -> None:
+        """Bring the new hop to about the state of the old one, while tokens go on."""
+        if self.before is None:
+            await self.replay()
+            while self._has_much_to_follow:
+                await self.follow()
+            return
+        self._mailbox.expect_replay(self.session_id)
+        self.following = make_next_hop(self._twin, self.new)
+        status = await self._mirror(self.before, self.following)
+        if status.num_replayed == 0:
+            raise CannotMoveError(
+                "the hop before it no longer has its pushed steps in its sender log"
             )
-            return None
-        self._is_taken = True
+        self._mirrored_sequence = max(self._mirrored_sequence, status.done_sequence)
+        self._num_replayed = status.num_replayed
+        await self.wait_for(self._num_replayed)
+
+    @property
+    def session_id(self) -> SessionId:
+        """The id of the session at the new hop."""
+        return self.new.open_link.session
+
+    @property
+    def _has_much_to_follow(self) -> bool:
+        """Whether what the new hop lacks is more than one token, which it may be given when the
+        next step is held up for it: a piece of a prompt takes long.
+        """
+        return sum(question.hidden_BTH.shape[1] for question in self._tail) > 1
+
+    async def replay(self) -> None:
+        pieces = self.new.log.plan_replay()
+        for question in merge_pieces(pieces, self._state.max_piece_tokens):
+            await self._exchange.ask([self.new], question, is_replay=True)
+
+    async def _mirror(self, before: LiveHop, following: NextHop) -> Status:
+        """Have the hop before push to the new one as well; it is not lost when that fails."""
+        if before.link is None:
+            raise UnavailableError("a hop was lost meanwhile")
+        message = Mirror(before.link.session, self._state.epoch, following)
+        return await self._session.exchange.ask_status(before, message)
+
+    async def follow(self) -> None:
+        """Have the new hop take the oldest step that only the live one has taken."""
+        question = self._tail[0]
+        await self._exchange.ask([self.new], replace(question, last_token_only=True, is_piece=True))
+        hidden_BTH = question.hidden_BTH
+        self.new.log.append(
+            question.position,
+            hidden_BTH.shape[1],
+            hidden_BTH,
+            question.row_map,
+            question.is_decoded,
+        )
+        self._tail.pop(0)
+
+    async def follow_all(self) -> None:
+        """Have the new hop take every step that only the live one has taken."""
+        while self._tail:
+            await self.follow()
+
+    async def wait_for(self, sequence: int) -> None:
+        """Wait until the new hop has done a step that the hop before pushed to it.
+
+        Raises LostHopError. Nobody is blamed where nothing comes: it may be any of the two, and the
+        hop before is in use.
+        """
+        num_tokens = self._state.num_rows * self._session.position
+        seconds = self._exchange.choose_timeout_seconds([self.new], num_tokens)
+        pushing = [] if self.before is None else [self.before, self.new]
         try:
-            await self.close()
-        except asyncio.CancelledError:
-            await self._session.exchange.hang_up(standby.new)
-            raise
-        return standby.new
+            with self._exchange.pushing(pushing, num_tokens) as pushing_seconds:
+                seconds += pushing_seconds
+                async with SuspendAwareTimeout(seconds):
+                    await self._hear(sequence)
+        except TimeoutError:
+            detail = f"no replay arrived within {seconds:.1f} s"
+            raise LostHopError(self.new.hop, detail) from None
 
-    async def _run(self) -> None:
-        while True:
-            try:
-                await self._keep()
-            except CannotMoveError as error:
-                # It may have been for want of room.
-                _logger.info("no standby for blocks %s: %s", self._live.hop.span, error)
-                self._retry.wait_longest()
-            except (ShoalError, BrokenSegmentError, StartOverError) as error:
-                _logger.info("no standby for blocks %s yet: %s", self._live.hop.span, error)
-                if isinstance(error, RouteError):
-                    self._tried.clear()  # one of them may have room by now
-            self._retry.note_failure()
-            await self._retry.pause()
+    async def _hear(self, sequence: int) -> None:
+        """Wait for the output of a step; raises LostHopError where something is wrong instead."""
+        while self._mailbox.take_output(self.session_id, sequence) is None:
+            await self._check_sound()
+            await self._mailbox.wait()
 
-    async def _keep(self) -> None:
-        """Bring a peer to the state of the hop and keep it there; raises what ends that."""
-        standby = Standby(self._session, self._live)
+    async def _check_sound(self) -> None:
+        error = self._mailbox.trouble(self.session_id)
+        if isinstance(error, UnaskedOutputsError) and self.before is not None:
+            raise LostHopError(self.new.hop, str(error)) from error  # that may have pushed them
+        if isinstance(error, UnavailableError | RemoteProtocolError | RefusedError):
+            raise await self._exchange.lose(self.new, error) from error
+
+    async def catch_up(self) -> None:
+        """Wait until the new hop lacks no more than the step under way, while tokens go on."""
+        if self.before is None:
+            return
+        while (last_done := self._state.last_sequence - 1) > self._mirrored_sequence:
+            await self.wait_for(last_done)
+            if last_done == self._state.last_sequence - 1:
+                return
+
+    @property
+    def newest_sequence(self) -> int:
+        """The number under which the new hop does the newest step, or the end of its replay."""
+        newest = self._state.last_sequence
+        return newest if newest > self._mirrored_sequence else self._num_replayed
+
+    async def is_ready(self) -> bool:
+        """Have the new hop do what is left; return whether it has all that the live one has.
+
+        Call it between two steps.
+        """
+        if self.before is None:
+            await self.follow_all()
+            await self._check_sound()
+            return True
         try:
-            self._check_stays()
-            await standby.prepare(self._used | self._tried)
-            self._standby = standby
-            self._retry.reset()
-            await self._follow(standby)
-        except (LostHopError, BrokenSegmentError):
-            self._tried.add(standby.new.hop.peer.peer_id)
-            raise
-        finally:
-            self._standby = None
-            standby.end()
-            if not self._is_taken:
-                await self._session.exchange.hang_up(standby.new)
+            async with SuspendAwareTimeout(_LAST_STEP_SECONDS):
+                await self._hear(self.newest_sequence)
+        except TimeoutError:
+            return False
+        return True
 
-    def _check_stays(self) -> None:
-        """Raise UnavailableError where the hop moves: the one before pushes to one more at most."""
-        if self._live.link is not None and self._live.link.is_leaving:
-            raise UnavailableError("the hop will be moved")
+    @property
+    def is_lost(self) -> bool:
+        """Whether the new hop can take no place any more."""
+        return self.new.link is None or self._mailbox.trouble(self.session_id) is not None
 
-    async def _follow(self, standby: Standby) -> None:
-        """Have the standby take every step that the hop has taken, until something is wrong."""
-        while True:
-            async with self._following:
-                await standby.follow_all()
-            await standby.catch_up()
-            standby.check_stays()
-            self._check_stays()
-            self._news.clear()
-            await self._news.wait()
+    async def take_place(self, after: LiveHop | None, sequence: int, is_under_way: bool) -> bool:
+        """Put the new hop into the place of the live one, from a step on, which may be under way.
+
+        Returns False where the hop before has stopped pushing to it. Raises BrokenSegmentError when
+        one of the hops is lost.
+        """
+        session, new = self._session, self.new
+        new.open_link.listen(session.mailbox)
+        if not new.capability:
+            return True
+        if is_under_way and after is None:
+            session.mailbox.expect(self.session_id, sequence)
+            # It may have answered already: to nobody, until now.
+            newest = self._mailbox.take_output(self.session_id, sequence)
+            if newest is not None:
+                name, num_bytes = new.open_link.name, newest.num_bytes
+                session.mailbox.put(self.session_id, name, newest.output, num_bytes)
+        return await session.plan.put_in_place(
+            new, self.before, self.following, after, sequence, is_under_way
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -32,7 +32,7 @@ from ..concurrency.tasks import Closer
 from ..routing.peer_book import PeerBook
 from ..routing.route import Ends, Hop, Route
 from ..settings.client_config import ClientConfig
-from ..trace.trace import Observer, Recorder
+from ..trace.trace import Recorder
 
 _FLOAT_TOKENS = {KVFormat.FLOAT: 1.0, KVFormat.INT8: 0.5}
 """Tokens of floats that a token takes the room of. Half is true where peers compute in 16 bits."""
@@ -143,20 +143,10 @@ class SessionContext:
         """The peer that has no room for the session yet, and how long it expects that to last."""
         self.sought: Span | None = None
         """The blocks that were lost and that no peer has taken over yet."""
-        self.observers: list[Observer] = []
         self.recorder: Recorder | None = None
+        self.on_leaving: Callable[[], None] = lambda: None
+        """Called when the peer of a hop says that it will stop soon."""
         self._num_twins = 0
-
-    def record(self, recorder: Recorder | None) -> None:
-        """Give the session a trace recorder, or None to stop recording."""
-        others = [observer for observer in self.observers if observer is not self.recorder]
-        self.observers = others if recorder is None else [*others, recorder]
-        self.recorder = recorder
-
-    def tell_leaving(self) -> None:
-        """Let observers know that the peer of a hop will stop soon."""
-        for observer in self.observers:
-            observer.note_leaving()
 
     def make_twin(self) -> SessionContext:
         """Return the state of another session, with other secrets, whose hops are to be used here.
@@ -170,7 +160,7 @@ class SessionContext:
             facts, self.swarm, self.transport, self.clock, self.config, self.closer
         )
         twin.epoch, twin.num_rows, twin.wire_dtype = self.epoch, self.num_rows, self.wire_dtype
-        twin.prompts_LBPH, twin.observers = self.prompts_LBPH, self.observers
+        twin.prompts_LBPH, twin.on_leaving = self.prompts_LBPH, self.on_leaving
         return twin
 
     def begin(self, route: Route) -> None:

@@ -1,4 +1,4 @@
-"""Traces of sessions: events for observers, a recorder, their summary, a file for Perfetto.
+"""Traces of sessions: events, a recorder, their summary, a file for Perfetto.
 
 Nothing here changes what a session does. Read first: trace.py.
 """

@@ -1,4 +1,4 @@
-"""Events of a session and the times of its steps: observers, a recorder, and their trace.
+"""Events of a session and the times of its steps: a recorder, and its trace.
 
 Clocks of peers are not the client's: a peer says only how long a step waited and was computed
 there. Those two durations are put inside of the time between question and answer; what they leave
@@ -57,25 +57,6 @@ class Handoff:
     position: int
     seconds: float
     stall_seconds: float
-
-
-class Observer:
-    """Receives the events of a session, on the client's loop; must not raise.
-
-    An observer overrides what it minds. Handoffs, standbys and traces are observers.
-    """
-
-    def note_leaving(self) -> None:
-        """Note that the peer of a hop will stop soon."""
-
-    def note_failover(self, failover: Failover, started_at: float) -> None:
-        """Note that a lost hop was replaced."""
-
-    def note_handoff(self, handoff: Handoff, started_at: float) -> None:
-        """Note that a hop was moved to another peer."""
-
-    async def stop(self) -> None:
-        """End all background work for good: the session is closed."""
 
 
 class Kind(StrEnum):
@@ -287,8 +268,8 @@ class QuestionWatch:
         )
 
 
-class Recorder(Observer):
-    """Records the events of one session while it is the session's observer.
+class Recorder:
+    """Records the events of one session while that has it.
 
     Filled on the client's loop, one step at a time; read by `make_trace` at any moment.
     """

@@ -363,7 +363,7 @@ def test_trace_tells_who_computed_and_what_the_ways_took(run_story: Any) -> None
         session, turns = world.open(), world.make_turns(num_decoded=2)
         await world.take_all(session, turns[:1])
         recorder = Recorder(SystemClock())
-        session.state.record(recorder)
+        session.state.recorder = recorder
 
         await world.take_all(session, turns[1:])
 

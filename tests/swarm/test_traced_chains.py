@@ -21,7 +21,7 @@ def record_tokens(directory: Any, delivery: str, lost: Sequence[int] = ()) -> Re
 
     async def story(world: World) -> None:
         recorders.append(Recorder(VirtualClock()))
-        world.session.state.record(recorders[0])
+        world.session.state.recorder = recorders[0]
         await world.generate(NUM_TOKENS)
         if lost:
             for index in lost:

@@ -44,7 +44,7 @@ EventKind = TypeVar("EventKind")
 
 def record(session: RemoteSession) -> Recorder:
     recorder = Recorder(VirtualClock())
-    session.state.record(recorder)
+    session.state.recorder = recorder
     return recorder
 
 
@@ -211,7 +211,7 @@ def test_nothing_more_is_taken_down_when_the_recorder_is_gone() -> None:
         await session.step(draw(1))
         before = recorder.make_trace().events
 
-        session.state.record(None)
+        session.state.recorder = None
         await session.step(draw(2))
 
         assert recorder.make_trace().events == before != ()
