@@ -9,6 +9,7 @@ Tensor suffixes: I inputs, O outputs, G groups of inputs.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -107,11 +108,34 @@ def _load_part(
     return tensor
 
 
-def _load_groups(tensors: Tensors, name: str, num_inputs: int, num_groups: int) -> Tensor:
+def _load_groups(tensors: Tensors, name: str, num_inputs: int, group_size: int) -> Tensor:
+    """Return the group of each input: they follow each other unless the checkpoint names them."""
+    if not tensors.has(name):
+        return torch.arange(num_inputs) // group_size
     groups_I = _load_part(tensors, name, (num_inputs,), (torch.int32, torch.int64)).long()
+    num_groups = -(-num_inputs // group_size)
     if bool(((groups_I < 0) | (groups_I >= num_groups)).any()):
         raise ModelError(f"tensor {name} names groups beyond the {num_groups} that there are")
     return groups_I
+
+
+def _load_packed(
+    tensors: Tensors,
+    name: str,
+    shape: tuple[int, int],
+    bits: int,
+    dim: int,
+    order: Sequence[int] | None = None,
+    increment: int = 0,
+) -> Tensor:
+    """Return integers of this shape from 32-bit words along a dimension; see `_unpack`.
+
+    `increment` is added to each word before.
+    """
+    num_words = -(-shape[dim] * bits // _WORD_BITS)
+    stored = (num_words, shape[1]) if dim == 0 else (shape[0], num_words)
+    words = _load_part(tensors, name, stored, (torch.int32,)) + increment
+    return _unpack(words, bits, dim, order).narrow(dim, 0, shape[dim])
 
 
 def _unpack(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:
@@ -129,15 +153,6 @@ def _unpack(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = No
     if order is not None:
         parts = [parts[order.index(number)] for number in places]
     return torch.stack(parts, dim=dim + 1).flatten(dim, dim + 1)
-
-
-def _count_words(num_integers: int, bits: int) -> int:
-    """Return how many 32-bit words hold so many integers.
-
-    >>> _count_words(9, bits=4)
-    2
-    """
-    return -(-num_integers * bits // _WORD_BITS)
 
 
 @dataclass(frozen=True)
@@ -171,15 +186,6 @@ class _GroupedWeight:
         for part_IO, group_of_I in parts:
             part_IO.sub_(zeros_GO[group_of_I]).mul_(scales_GO[group_of_I])
         return weight_IO.t()
-
-
-def _number_groups(num_inputs: int, group_size: int) -> Tensor:
-    """Return the group of each input where groups follow each other.
-
-    >>> _number_groups(5, group_size=2).tolist()
-    [0, 0, 1, 1, 2]
-    """
-    return torch.arange(num_inputs) // group_size
 
 
 _GPTQ_ONES = {4: 0x11111111, 8: 0x01010101}
@@ -221,23 +227,14 @@ class _GptqLinears(QuantizedLinears):
     def load(self, tensors: Tensors, stem: str, shape: tuple[int, int]) -> Tensor | Int8Weight:
         """Return the matrix [out, in]."""
         num_outputs, num_inputs = shape
-        group_size = self._group_size or num_inputs
-        num_groups = -(-num_inputs // group_size)
-        words = (_count_words(num_inputs, self._bits), num_outputs)
-        values = _load_part(tensors, f"{stem}qweight", words, (torch.int32,))
-        words = (num_groups, _count_words(num_outputs, self._bits))
-        zeros = _load_part(tensors, f"{stem}qzeros", words, (torch.int32,))
-        if self._is_first_version:
-            zeros = zeros + _GPTQ_ONES[self._bits]
-        if tensors.has(f"{stem}g_idx"):
-            group_of_I = _load_groups(tensors, f"{stem}g_idx", num_inputs, num_groups)
-        else:
-            group_of_I = _number_groups(num_inputs, group_size)
+        group_size, bits = self._group_size or num_inputs, self._bits
+        groups = (-(-num_inputs // group_size), num_outputs)
+        ones = _GPTQ_ONES[bits] if self._is_first_version else 0
         return _GroupedWeight(
-            _unpack(values, self._bits, dim=0)[:num_inputs],
-            _unpack(zeros, self._bits, dim=1)[:, :num_outputs],
-            _load_part(tensors, f"{stem}scales", (num_groups, num_outputs), _FLOATS),
-            group_of_I,
+            _load_packed(tensors, f"{stem}qweight", (num_inputs, num_outputs), bits, dim=0),
+            _load_packed(tensors, f"{stem}qzeros", groups, bits, dim=1, increment=ones),
+            _load_part(tensors, f"{stem}scales", groups, _FLOATS),
+            _load_groups(tensors, f"{stem}g_idx", num_inputs, group_size),
         ).take_apart()
 
 
@@ -273,15 +270,13 @@ class _AwqLinears(QuantizedLinears):
         """Return the matrix [out, in]."""
         num_outputs, num_inputs = shape
         group_size = self._group_size or num_inputs
-        num_groups, num_words = -(-num_inputs // group_size), _count_words(num_outputs, _AWQ_BITS)
-        integers = (torch.int32,)
-        values = _load_part(tensors, f"{stem}qweight", (num_inputs, num_words), integers)
-        zeros = _load_part(tensors, f"{stem}qzeros", (num_groups, num_words), integers)
+        groups = (-(-num_inputs // group_size), num_outputs)
+        load = partial(_load_packed, tensors, bits=_AWQ_BITS, dim=1, order=_AWQ_ORDER)
         return _GroupedWeight(
-            _unpack(values, _AWQ_BITS, dim=1, order=_AWQ_ORDER)[:, :num_outputs],
-            _unpack(zeros, _AWQ_BITS, dim=1, order=_AWQ_ORDER)[:, :num_outputs],
-            _load_part(tensors, f"{stem}scales", (num_groups, num_outputs), _FLOATS),
-            _number_groups(num_inputs, group_size),
+            load(f"{stem}qweight", (num_inputs, num_outputs)),
+            load(f"{stem}qzeros", groups),
+            _load_part(tensors, f"{stem}scales", groups, _FLOATS),
+            torch.arange(num_inputs) // group_size,
         ).take_apart()
 
 
@@ -343,15 +338,11 @@ class _CompressedLinears(QuantizedLinears):
         stored = (1,) if self._strategy == "tensor" else (num_outputs, num_groups)
         scales = _load_part(tensors, f"{stem}weight_scale", stored, _FLOATS)
         values_OI, zeros = self._load_integers(tensors, stem, shape, stored)
-        if tensors.has(f"{stem}weight_g_idx"):
-            group_of_I = _load_groups(tensors, f"{stem}weight_g_idx", num_inputs, num_groups)
-        else:
-            group_of_I = _number_groups(num_inputs, group_size)
         return _GroupedWeight(
             values_OI.t(),
             zeros.expand(num_outputs, num_groups).t(),
             scales.expand(num_outputs, num_groups).t(),
-            group_of_I,
+            _load_groups(tensors, f"{stem}weight_g_idx", num_inputs, group_size),
         ).take_apart()
 
     def _load_integers(
@@ -371,18 +362,14 @@ class _CompressedLinears(QuantizedLinears):
                 f"tensor {stem}weight_packed stands for shape {tuple(stored.tolist())}, "
                 f"config.json makes it {shape}"
             )
-        words = (shape[0], _count_words(shape[1], bits))
-        packed = _load_part(tensors, f"{stem}weight_packed", words, (torch.int32,))
-        values = _unpack(packed, bits, dim=1)[:, : shape[1]]
+        values = _load_packed(tensors, f"{stem}weight_packed", shape, bits, dim=1)
         if self._is_symmetric:
             return values, torch.full(scales, 1 << (bits - 1), dtype=torch.uint8)
         if self._strategy == "tensor":
             raise ModelError(
                 f"tensor {zero_name}: one packed zero for a whole weight is not supported"
             )
-        words = (_count_words(shape[0], bits), scales[1])
-        packed = _load_part(tensors, zero_name, words, (torch.int32,))
-        return values, _unpack(packed, bits, dim=0)[: shape[0]]
+        return values, _load_packed(tensors, zero_name, (shape[0], scales[1]), bits, dim=0)
 
 
 def _find_weights(settings: _QuantizationSettings) -> _QuantizationSettings:
