@@ -60,7 +60,7 @@ def test_another_rank_is_no_other_alpha() -> None:
     ("first", "given", "expected"),
     [
         ("--updates 12", "--epochs 2", (None, 2.0)),
-        ("--epochs 2", "--updates 12", (12, 3.0)),
+        ("--epochs 2", "--updates 12", (12, None)),
         ("--epochs 2", "", (None, 2.0)),
     ],
 )
@@ -72,12 +72,12 @@ def test_length_of_a_run_is_one_of_two_options(
     assert (again.updates, again.epochs) == expected
 
 
-def test_sizes_of_another_method_are_not_taken_over() -> None:
+def test_sizes_of_another_method_are_refused() -> None:
     recorded = record_options(settle("--method lora --rank 2"))
 
     again = settle("--resume --method ptune", recorded)
 
-    assert (again.method, again.pre_seq_len, again.rank) == ("ptune", 16, 8)
+    assert (again.method, again.pre_seq_len) == ("ptune", 16)
     with pytest.raises(UsageError, match=r"--pre-seq-len is for .*, not lora"):
         settle("--resume --pre-seq-len 3", recorded)
 
