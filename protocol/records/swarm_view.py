@@ -37,19 +37,12 @@ class SwarmView:
     ) -> SwarmView:
         """Return the view of one model at `now` (wall seconds).
 
-        Announcements of other models, expired ones and those superseded by a higher sequence are
-        left out. Peers that disagree about `num_blocks` are left out too: give it when the model's
-        configuration is at hand, else what most peers say is taken (the least on a tie).
+        `announcements` are what a directory knows of that model, one of each peer. Those that have
+        expired are left out. Peers that disagree about `num_blocks` are left out too: give it when
+        the model's configuration is at hand, else what most peers say is taken (the least on a
+        tie).
         """
-        newest: dict[PeerId, Announcement] = {}
-        for announcement in announcements:
-            if announcement.model_id != model_id:
-                continue
-            known = newest.get(announcement.peer_id)
-            if known is None or _age(announcement) > _age(known):
-                newest[announcement.peer_id] = announcement
-        # An expired announcement still supersedes older ones, so it is dropped only here.
-        current = [peer for peer in newest.values() if peer.expires_at > now]
+        current = [peer for peer in announcements if peer.expires_at > now]
         if num_blocks is None:
             votes = Counter(peer.num_blocks for peer in current)
             num_blocks = min(votes, key=lambda count: (-votes[count], count), default=0)
@@ -100,8 +93,3 @@ class SwarmView:
         """Return whether ONLINE peers whose word still holds at `now` serve every block."""
         spans = [peer.span for peer in self.online if peer.expires_at > now]
         return self.num_blocks > 0 and not find_gaps(self.num_blocks, spans)
-
-
-def _age(announcement: Announcement) -> tuple[int, float, float]:
-    """Order announcements of one peer; the times only decide when a peer repeats a sequence."""
-    return announcement.sequence, announcement.issued_at, announcement.expires_at

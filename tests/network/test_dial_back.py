@@ -7,10 +7,8 @@ import socket
 from collections.abc import Awaitable, Callable
 
 import pytest
-from virtual_time import VirtualClock, run_virtual
 
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream
 
@@ -31,12 +29,12 @@ def run(test: Callable[[Ask, Endpoint], Awaitable[None]], num_others: int = 1) -
         start_serving_p2pd,
         stop_p2pd,
     )
-    from shoal.protocol.net.relays.reachability import DialBack, can_be_dialled
+    from shoal.protocol.net.relays.reachability import answer_dial_back, can_be_dialled
 
     async def main() -> None:
         others = [await start_serving_p2pd([], None, "127.0.0.1", 0) for _ in range(num_others)]
         for other in others:
-            await DialBack(SystemClock()).start(other)
+            await answer_dial_back(other)
         addresses = [str((await other.get_visible_maddrs())[0]) for other in others]
         asking = await start_reading_p2pd([PeerAddress.parse(text) for text in addresses], None)
         transport = TcpTransport()
@@ -65,13 +63,7 @@ def test_open_port_is_reached() -> None:
     run(test)
 
 
-def test_closed_port_is_not_reached_also_by_who_has_to_wait_for_a_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from shoal.protocol.net.relays import reachability
-
-    monkeypatch.setattr(reachability, "PAUSE_SECONDS", 1.0)
-
+def test_closed_port_is_not_reached() -> None:
     async def test(ask: Ask, endpoint: Endpoint) -> None:
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
@@ -105,18 +97,3 @@ def test_private_host_that_is_not_the_one_dialled_is_not_reached(host: str, expe
         assert await ask(Endpoint(host, endpoint.port, endpoint.fingerprint)) is expected
 
     run(test)
-
-
-def test_addresses_of_one_customer_have_one_turn() -> None:
-    """They could take the turns of all others, who then take themselves for reachable."""
-    from shoal.protocol.net.relays.reachability import DialBack
-
-    async def main() -> None:
-        others = DialBack(VirtualClock())
-        turns = [others.take_turn(f"2001:db8::{number:x}") for number in range(1, 200)]
-
-        assert turns.count(True) == 1
-        assert others.take_turn("2001:db8:0:1::1")
-        assert others.take_turn("192.0.2.7")
-
-    run_virtual(main())

@@ -11,7 +11,6 @@ import pytest
 from raw_connection import dial_raw
 
 from shoal.protocol.errors import UnavailableError
-from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.tcp import tcp_listener
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream, Transport
@@ -128,7 +127,7 @@ def test_who_asks_nothing_to_be_dialled_back_keeps_few_streams(
 
     async def test() -> None:
         async with server_and_diallers() as (server, (silent, honest)):
-            await reachability.DialBack(SystemClock()).start(server)
+            await reachability.answer_dial_back(server)
             serving = TcpTransport()
             endpoint = (await serving.listen("127.0.0.1", 0, wait)).endpoint
             streams = await open_silent(silent, server, reachability.PROTOCOL)

@@ -23,7 +23,7 @@ from ..libp2p.p2p_daemon import (
 )
 from ..libp2p.swarm_question import answer_questions, find_swarm, make_ask
 from ..relays.circuit import make_keeper, start_unlimited_relay
-from ..relays.reachability import DialBack, can_be_dialled
+from ..relays.reachability import answer_dial_back, can_be_dialled
 from ..relays.relay_keeper import NUM_RELAYS, RelayKeeper, rank_relays
 
 
@@ -65,7 +65,7 @@ async def open_access(
         relays: Sequence[Relay] = ()  # that may be ours
         if endpoint is not None and not is_loopback(listening[0]):
             p2p, relays = await make_reachable(p2p, peers, identity, listening, endpoint)
-            await DialBack(clock).start(p2p)
+            await answer_dial_back(p2p)
         addresses = [str(address) for address in await p2p.get_visible_maddrs()]
         await answer_questions(p2p, membership)
     except BaseException:

@@ -43,30 +43,10 @@ def test_only_online_peers_cover_but_all_are_visible(
     assert str(state) in repr(view)
 
 
-def test_newest_sequence_stands_whatever_the_order(announce: Announce, now: float) -> None:
-    old = announce(sequence=1)
-    new = announce(sequence=2, span=Span(4, 8), state=PeerState.DRAINING)
+def test_expired_announcements_are_left_out(announce: Announce, now: float) -> None:
+    peers = [announce(1), announce(2, issued_at=now - 90, expires_at=now)]
 
-    for order in ([old, new], [new, old]):
-        assert SwarmView.from_announcements(MODEL, order, now).peers == (new,)
-
-
-def test_expired_announcement_does_not_bring_an_older_one_back(
-    announce: Announce, now: float
-) -> None:
-    old = announce(sequence=1, expires_at=now + 90)
-    leave = announce(sequence=2, state=PeerState.OFFLINE, expires_at=now + 10)
-
-    assert SwarmView.from_announcements(MODEL, [old, leave], now + 20).peers == ()
-
-
-def test_other_models_and_expired_announcements_are_left_out(
-    announce: Announce, now: float
-) -> None:
-    other = announce(1, model_id=ModelId("b" * 32))
-    expired = announce(2, expires_at=now + 5)
-
-    assert SwarmView.from_announcements(MODEL, [other, expired], now + 5).peers == ()
+    assert SwarmView.from_announcements(MODEL, peers, now).peers == (announce(1),)
 
 
 def test_num_blocks_is_what_most_peers_say(announce: Announce, now: float) -> None:
