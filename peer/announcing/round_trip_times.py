@@ -7,13 +7,12 @@ that a chain would lead to or from, and now and then to anybody else.
 import asyncio
 import logging
 import random
-from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from ...protocol.errors import DirectoryError, RefusedError, RemoteProtocolError, UnavailableError
 from ...protocol.ids import ModelId, PeerId
-from ...protocol.messages.session import NextHop
 from ...protocol.net.clock import Clock
 from ...protocol.net.dialling import measure_rtt
 from ...protocol.net.directory import Directory
@@ -46,12 +45,11 @@ _STRANGERS_FRACTION = 0.25
 _MEASURING_SECONDS = 5.0
 
 
-@dataclass
-class _Known:
-    """The last round trips to one peer, and when each was; none if it did not answer."""
+class _Measurement(NamedTuple):
+    """The last attempt to measure one peer, and the round trip; None if it did not answer."""
 
-    measured_at: float
-    samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=4))
+    at: float
+    rtt_seconds: float | None
 
 
 def choose_peer_to_measure(
@@ -77,7 +75,7 @@ def _guess_rtt_seconds(own: Announcement, peer: Announcement, rng: random.Random
 
 
 class RoundTripTimes:
-    """The round trips of one peer, measured in the background and while it pushes."""
+    """The round trips of one peer, measured in the background."""
 
     def __init__(
         self,
@@ -93,7 +91,7 @@ class RoundTripTimes:
         self._clock = clock
         self._period_seconds = period_seconds
         self._rng = rng
-        self._known: dict[PeerId, _Known] = {}
+        self._known: dict[PeerId, _Measurement] = {}
         self._coordinate = ORIGIN
         self._told_coordinate = ORIGIN
         self._peers: Mapping[PeerId, Announcement] = {}
@@ -115,27 +113,15 @@ class RoundTripTimes:
         return replace(announcement, rtts=told, coordinate=coordinate)
 
     def _list_rtts(self) -> list[tuple[PeerId, float]]:
-        """Return whom we know the way to, and the least of the last round trips: everything but
-        the way itself makes one longer. An old one says nothing of the way as it is now.
-        """
-        recent = {
-            peer_id: [s for at, s in known.samples if self._age_periods(at) < 2 * _FRESH_PERIODS]
+        """Return the peers with a known round trip. An old one says nothing of the way now."""
+        return [
+            (peer_id, known.rtt_seconds)
             for peer_id, known in self._known.items()
-        }
-        return [(peer_id, min(seconds)) for peer_id, seconds in recent.items() if seconds]
+            if known.rtt_seconds is not None and self._age_periods(known.at) < 2 * _FRESH_PERIODS
+        ]
 
     def _age_periods(self, at: float) -> float:
         return (self._clock.now() - at) / self._period_seconds
-
-    def note_pushed(self, following: NextHop, rtt_seconds: float) -> None:
-        """Note a round trip that came out on the way to a next hop.
-
-        A stranger has named it, and may have named itself: only where the peer has announced that
-        very address is it that peer.
-        """
-        peer = self._peers.get(following.peer_id)
-        if peer is not None and peer.endpoints == following.endpoints:
-            self._note(peer.peer_id, rtt_seconds)
 
     async def run(self) -> None:
         """Measure until cancelled."""
@@ -175,9 +161,8 @@ class RoundTripTimes:
             _logger.debug(
                 "cannot measure the round-trip time to peer …%s: %s", peer.peer_id[-6:], error
             )
-            self._remember(peer.peer_id).samples.clear()
-        else:
-            self._note(peer.peer_id, seconds)
+            seconds = None
+        self._note(peer.peer_id, seconds)
 
     def _list_unmeasured(self, own_id: PeerId) -> list[Announcement]:
         """Return peers that can be measured and were not for a while."""
@@ -186,24 +171,19 @@ class RoundTripTimes:
             for peer_id, peer in self._peers.items()
             if peer_id != own_id and peer.endpoints
             if peer_id not in self._known
-            or self._age_periods(self._known[peer_id].measured_at) >= _FRESH_PERIODS
+            or self._age_periods(self._known[peer_id].at) >= _FRESH_PERIODS
         ]
 
-    def _remember(self, peer_id: PeerId) -> _Known:
-        known = self._known.pop(peer_id, None) or _Known(0.0)
-        known.measured_at = self._clock.now()
-        self._known[peer_id] = known  # behind all others
-        while len(self._known) > _MOST_KNOWN:
+    def _note(self, peer_id: PeerId, rtt_seconds: float | None) -> None:
+        """Take a measurement down, and let all round trips pull at the place of this peer."""
+        self._known.pop(peer_id, None)
+        self._known[peer_id] = _Measurement(self._clock.now(), rtt_seconds)  # behind all others
+        if len(self._known) > _MOST_KNOWN:
             del self._known[next(iter(self._known))]
-        return known
-
-    def _note(self, peer_id: PeerId, rtt_seconds: float) -> None:
-        """Take a round trip down, and let all of them pull at the place of this peer."""
-        known = self._remember(peer_id)
-        known.samples.append((known.measured_at, rtt_seconds))
-        samples = [(self._find_place(other), seconds) for other, seconds in self._list_rtts()]
-        self._coordinate = settle(self._coordinate, samples, 1, self._rng)
-        self._told_coordinate = self._coordinate.rounded()
+        if rtt_seconds is not None:
+            samples = [(self._find_place(other), seconds) for other, seconds in self._list_rtts()]
+            self._coordinate = settle(self._coordinate, samples, 1, self._rng)
+            self._told_coordinate = self._coordinate.rounded()
 
     def _find_place(self, peer_id: PeerId) -> Coordinate:
         peer = self._peers.get(peer_id)

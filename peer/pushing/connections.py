@@ -54,7 +54,7 @@ class Connections:
         else:
             look = partial(directory.lookup, model_id)
             parked = ParkedStreams(presence.endpoint.fingerprint, look, clock, period_seconds)
-        push_links = PushLinks(transport, clock, round_trip_times.note_pushed, parked)
+        push_links = PushLinks(transport, clock, parked)
         return cls(push_links, parked, round_trip_times, reverse)
 
     @property

@@ -123,16 +123,12 @@ class PushLinks:
         self,
         transport: Transport,
         clock: Clock,
-        note_rtt: Callable[[NextHop, float], None] = lambda following, seconds: None,
         parked: ParkedStreams | None = None,
     ) -> None:
-        """`note_rtt` hears of every round trip that is measured on the way. Without `parked` the
-        peer takes no offers: it cannot be dialled itself.
-        """
+        """Without `parked` the peer takes no offers: it cannot be dialled itself."""
         self._parked = parked
         self._transport = transport
         self._clock = clock
-        self._note_rtt = note_rtt
         self._known: dict[Hashable, _PushLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -289,7 +285,6 @@ class PushLinks:
             await stream.close()
             raise
         link.note_rtt(rtt_seconds)
-        self._note_rtt(link.following, rtt_seconds)
 
 
 class _PushLink:

@@ -22,8 +22,8 @@ from shoal.peer.announcing.round_trip_times import (
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError
 from shoal.protocol.identity import Identity
-from shoal.protocol.ids import Capability, PeerId, SessionId
-from shoal.protocol.messages.session import Hello, NextHop, Welcome
+from shoal.protocol.ids import PeerId
+from shoal.protocol.messages.session import Hello, Welcome
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.net.transport import Stream
@@ -257,31 +257,6 @@ def test_peers_go_on_to_measure_once_the_directory_can_be_read_again() -> None:
         assert (await scene.peers[0].announce()).rtts
 
     in_scene([(0, 6), (6, 12)], story)
-
-
-def name(peer_id: PeerId, *endpoints: Endpoint) -> NextHop:
-    return NextHop(peer_id, endpoints, SessionId(b"s" * 16), 1, Capability(b"k" * 16))
-
-
-def test_round_trip_of_a_push_counts_for_whoever_announced_that_address() -> None:
-    async def story(scene: Scene) -> None:
-        me, other, third = scene.peers
-        await asyncio.sleep(MEASURED)
-        forged = Endpoint("203.0.113.6", 1, "a" * 64)
-
-        me.round_trip_times.note_pushed(name(other.peer_id, other.endpoint), 0.0101)
-        me.round_trip_times.note_pushed(name(third.peer_id, forged), 0.0)
-        me.round_trip_times.note_pushed(name(Identity(b"?" * 32).peer_id, forged), 0.0)
-
-        told = dict((await me.announce()).rtts)
-        assert told == {other.peer_id: 0.0101, third.peer_id: 0.04}
-
-    async def with_delays(scene: Scene) -> None:
-        scene.set_delay(0, 1, 0.02)
-        scene.set_delay(0, 2, 0.02)
-        await story(scene)
-
-    in_scene([(0, 6), (6, 12), (6, 12)], with_delays)
 
 
 def make_peer(number: int, span: tuple[int, int], place: float | None) -> Announcement:
