@@ -20,9 +20,9 @@ class AnnouncementBook:
 
     Remembers an announcement until it expires, so that a replay of an older one is recognised.
 
-    A reserved scope, one that this process uses itself, has its room for certain. All others
-    share theirs. Where there is no room, the announcement gives way that was renewed longest ago;
-    why, and what a flood still can do, is in
+    A reserved scope, one that this process uses itself, has its room for certain; in a full one the
+    peers that came first stay. All others share theirs, and the announcement gives way that was
+    renewed longest ago. Why, and what a flood still can do, is in
     docs/decisions/0008-who-stays-when-a-book-is-full.md.
     """
 
@@ -35,9 +35,10 @@ class AnnouncementBook:
         self._max_shared = max_shared
         self.on_displaced: Callable[[str, PeerId], None] = lambda scope, peer_id: None
         """Called with each peer that had to give way to another one."""
-        # Both in the order of renewals, the longest ago first.
+        # In each scope in the order in which peers came; a renewal keeps the place.
         self._scopes: dict[str, dict[PeerId, Announcement]] = {}
-        self._shared: dict[tuple[str, PeerId], None] = {}  # of scopes that are not reserved
+        # Of scopes that are not reserved, in the order of renewals, the longest ago first.
+        self._shared: dict[tuple[str, PeerId], None] = {}
         self._reserved: set[str] = set()
         self._own: set[PeerId] = set()
         # Directories hand in the same record again and again, and a signature takes about 0.1 ms.
@@ -77,10 +78,11 @@ class AnnouncementBook:
             return announcement
         if known is not None and known.expires_at > now and not _supersedes(announcement, known):
             raise RemoteProtocolError("a newer announcement of this peer is already known")
-        self._forget(scope, peer_id)
-        self._make_room(scope)
+        if known is None:
+            self._make_room(scope, now)
         self._scopes.setdefault(scope, {})[peer_id] = announcement
         if scope not in self._reserved:
+            self._shared.pop((scope, peer_id), None)
             self._shared[scope, peer_id] = None
         return announcement
 
@@ -91,11 +93,15 @@ class AnnouncementBook:
                 self._forget(scope, announcement.peer_id)
         return list(self._scopes.get(scope, {}).values())
 
-    def _make_room(self, scope: str) -> None:
+    def _make_room(self, scope: str, now: float) -> None:
         """Make a place for one more peer in a scope, at the cost of another if need be."""
-        peers = self._scopes.get(scope, {})
-        if len(peers) >= self._max_per_scope:
-            displaced = scope, next(peer_id for peer_id in peers if peer_id not in self._own)
+        if len(self._scopes.get(scope, ())) >= self._max_per_scope:
+            current = [announcement.peer_id for announcement in self.list_current(scope, now)]
+            if len(current) < self._max_per_scope:
+                return
+            # Of the half that came last, the one that came first: a flood moves on in this half.
+            younger = current[len(current) // 2 :]
+            displaced = scope, next(peer_id for peer_id in younger if peer_id not in self._own)
         elif scope not in self._reserved and len(self._shared) >= self._max_shared:
             displaced = next(iter(self._shared))
         else:

@@ -100,30 +100,34 @@ class Crowd:
         return [n for n in numbers if make_identity(n).peer_id in known]
 
 
-def test_announcement_that_was_renewed_longest_ago_gives_way(
+def test_half_that_came_first_stays_and_the_next_one_gives_way(
     announce: Announce, now: float
 ) -> None:
     crowd = Crowd(announce, now, max_per_scope=10)
     displaced: list[str] = []
     crowd.book.on_displaced = lambda scope, peer_id: displaced.append(peer_id)
     crowd.come("scope", range(1, 11))
-    crowd.now += 30
-    crowd.come("scope", range(1, 6))
 
-    crowd.come("scope", range(20, 25))
+    crowd.come("scope", range(20, 27))
 
-    assert crowd.find("scope", range(1, 30)) == [*range(1, 6), *range(20, 25)]
-    assert displaced == [make_identity(number).peer_id for number in range(6, 11)]
+    assert crowd.find("scope", range(1, 30)) == [*range(1, 6), *range(22, 27)]
+    gone = [*range(6, 11), 20, 21]
+    assert displaced == [make_identity(number).peer_id for number in gone]
     assert len(crowd.book) == 10
 
 
-def test_record_that_comes_again_is_no_renewal(announce: Announce, now: float) -> None:
-    crowd = Crowd(announce, now, max_per_scope=3)
-    crowd.come("scope", [1, 2, 3, 1])
+def test_renewal_keeps_a_place_and_expired_announcements_give_way_first(
+    announce: Announce, now: float
+) -> None:
+    crowd = Crowd(announce, now, max_per_scope=10)
+    crowd.come("scope", range(1, 11))
+    crowd.now += 60
+    crowd.come("scope", [1, 2, 3, 6, 7])
+    crowd.now += 30
 
-    crowd.come("scope", [4])
+    crowd.come("scope", range(20, 28))
 
-    assert crowd.find("scope", range(1, 5)) == [2, 3, 4]
+    assert crowd.find("scope", range(1, 30)) == [1, 2, 3, 6, 7, *range(23, 28)]
 
 
 def test_flood_that_is_over_leaves_nothing_behind(announce: Announce, now: float) -> None:
@@ -187,4 +191,4 @@ def test_own_announcement_never_gives_way(announce: Announce, now: float) -> Non
     crowd.come("scope", range(100, 160))
 
     assert crowd.find("scope", [500]) == [500]
-    assert crowd.find("scope", range(100, 160)) == list(range(151, 160))
+    assert crowd.find("scope", range(100, 160)) == list(range(155, 160))

@@ -145,5 +145,5 @@ def test_gate_tells_whose_record_had_to_go(
     for number in range(1, 4):
         assert Entry(gate, identity_of(number), announce(number)).is_accepted_by(gate)
 
-    assert gate.list_current(MODEL) == [announce(2), announce(3)]
-    assert gone == [(gate.key_of(MODEL), identity_of(1).peer_id)]
+    assert gate.list_current(MODEL) == [announce(1), announce(3)]
+    assert gone == [(gate.key_of(MODEL), identity_of(2).peer_id)]
