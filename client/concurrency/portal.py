@@ -2,13 +2,14 @@
 
 import asyncio
 import atexit
-import concurrent.futures
 import contextlib
 import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, Generic, TypeVar
+from concurrent.futures import CancelledError, Future, wait
+from functools import partial
+from typing import Any, TypeVar
 
 from ...protocol.errors import UsageError
 
@@ -22,59 +23,6 @@ _FAREWELL_SECONDS = 10.0
 """How long the last coroutine may take; a directory that ends in good order takes four."""
 
 
-class _Run(Generic[Result]):
-    """One coroutine on its way: `outcome` is done when the coroutine has really ended.
-
-    The future of `asyncio.run_coroutine_threadsafe` is done as soon as it is cancelled, while the
-    coroutine still cleans up.
-    """
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Result]
-    ) -> None:
-        self.outcome: concurrent.futures.Future[Result] = concurrent.futures.Future()
-        self._loop = loop
-        self._coroutine = coroutine
-        self.task: asyncio.Task[Result] | None = None
-
-    def start(self) -> None:
-        """Begin, unless cancelled already; called on the loop."""
-        if self.outcome.done():
-            return
-        self.task = self._loop.create_task(self._coroutine)
-        self.task.add_done_callback(self._settle)
-
-    def refuse(self, error: Exception) -> None:
-        """Fail without ever beginning; called instead of `start`, on any thread."""
-        self._coroutine.close()
-        self.outcome.set_exception(error)
-
-    def give_up(self, error: Exception) -> None:
-        """Fail while the coroutine clings to life; called once the loop stands still for good."""
-        if not self.outcome.done():
-            self.outcome.set_exception(error)
-
-    def cancel(self) -> None:
-        """Cancel; called on the loop, also before `start` or instead of it."""
-        if self.task is not None:
-            self.task.cancel()
-        elif not self.outcome.done():
-            self._coroutine.close()
-            self._settle_cancelled()
-
-    def _settle(self, task: asyncio.Task[Result]) -> None:
-        if task.cancelled():
-            self._settle_cancelled()
-        elif (error := task.exception()) is not None:
-            self.outcome.set_exception(error)
-        else:
-            self.outcome.set_result(task.result())
-
-    def _settle_cancelled(self) -> None:
-        self.outcome.cancel()
-        self.outcome.set_running_or_notify_cancel()  # or `wait` would not notice
-
-
 class Portal:
     """Runs coroutines for other threads. Owned by one `Client`; close it to end the thread."""
 
@@ -83,7 +31,8 @@ class Portal:
         self._last_words_seconds = last_words_seconds
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
-        self._runs: set[_Run[Any]] = set()
+        self._running: dict[Future[Any], asyncio.Task[Any]] = {}
+        """The tasks of the callers' coroutines, by what the callers wait for."""
         self._farewell: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._is_closing = False
         self._process = os.getpid()
@@ -120,35 +69,56 @@ class Portal:
         has ended, within reason, before the interrupt goes on. Raises UsageError when the portal
         is closed, before or meanwhile, and in a process that was forked.
         """
-        run = _Run(self._loop, coroutine)
+        # Done when the coroutine has really ended. The future of `run_coroutine_threadsafe` is done
+        # as soon as it is cancelled, while the coroutine still cleans up.
+        outcome: Future[Result] = Future()
         try:
             # Inside, because the interrupt may come as soon as the coroutine is on its way.
-            self._start(run)
-            return run.outcome.result()
-        except concurrent.futures.CancelledError:
+            self._start(coroutine, outcome)
+            return outcome.result()
+        except CancelledError:
             if self._is_closing:
                 raise UsageError(_CLOSED) from None
             raise
         except BaseException:
-            if not run.outcome.done():
+            if not outcome.done():
                 with contextlib.suppress(RuntimeError):  # closed meanwhile
-                    self._loop.call_soon_threadsafe(run.cancel)
-                    concurrent.futures.wait([run.outcome], timeout=self._last_words_seconds)
+                    self._loop.call_soon_threadsafe(self._interrupt, coroutine, outcome)
+                    wait([outcome], timeout=self._last_words_seconds)
             raise
 
-    def _start(self, run: _Run[Any]) -> None:
-        if self._is_forked:
-            return run.refuse(UsageError(_FORKED))  # somebody may have held the lock for ever
-        with self._lock:
-            if self._is_closing:
-                run.refuse(UsageError(_CLOSED))
-            else:
-                self._loop.call_soon_threadsafe(self._begin, run)
+    def _start(self, coroutine: Coroutine[Any, Any, Result], outcome: Future[Result]) -> None:
+        """Put a coroutine on its way, or fail without ever beginning with it."""
+        error = _FORKED
+        if not self._is_forked:  # or else somebody may have held the lock for ever
+            error = _CLOSED
+            with self._lock:
+                if not self._is_closing:
+                    self._loop.call_soon_threadsafe(self._begin, coroutine, outcome)
+                    return
+        coroutine.close()
+        outcome.set_exception(UsageError(error))
 
-    def _begin(self, run: _Run[Any]) -> None:
-        self._runs.add(run)
-        run.outcome.add_done_callback(lambda _: self._runs.discard(run))
-        run.start()
+    def _begin(self, coroutine: Coroutine[Any, Any, Result], outcome: Future[Result]) -> None:
+        task = self._running[outcome] = self._loop.create_task(coroutine)
+        task.add_done_callback(partial(self._settle, outcome))
+
+    def _interrupt(self, coroutine: Coroutine[Any, Any, Any], outcome: Future[Any]) -> None:
+        """Cancel a coroutine that runs, has ended, or never came to begin."""
+        if outcome in self._running:
+            self._running[outcome].cancel()
+        elif not outcome.done():
+            coroutine.close()
+            _settle_cancelled(outcome)
+
+    def _settle(self, outcome: Future[Result], task: asyncio.Task[Result]) -> None:
+        del self._running[outcome]
+        if task.cancelled():
+            _settle_cancelled(outcome)
+        elif (error := task.exception()) is not None:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(task.result())
 
     def close(self) -> None:
         """Cancel what still runs, say the farewell and end the thread; safe to call twice."""
@@ -168,13 +138,13 @@ class Portal:
             self._loop.run_until_complete(self._end())
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:
-            for run in list(self._runs):
-                run.give_up(UsageError(_CLOSED))
+            for outcome in self._running:  # of coroutines that cling to life
+                outcome.set_exception(UsageError(_CLOSED))
             self._loop.close()
 
     async def _end(self) -> None:
         """Cancel the callers' coroutines, say the farewell, cancel what others left behind."""
-        await self._cancel([run.task for run in self._runs])
+        await self._cancel(self._running.values())
         if self._farewell is not None:
             try:
                 async with asyncio.timeout(_FAREWELL_SECONDS):
@@ -183,9 +153,14 @@ class Portal:
                 _logger.debug("the client did not close cleanly: %r", error)
         await self._cancel(asyncio.all_tasks() - {asyncio.current_task()})
 
-    async def _cancel(self, tasks: Iterable[asyncio.Task[Any] | None]) -> None:
+    async def _cancel(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
         """Cancel tasks and wait for their end, within reason."""
-        cancelled = [task for task in tasks if task is not None and task.cancel()]
+        cancelled = [task for task in tasks if task.cancel()]
         if cancelled:
             ending = asyncio.gather(*cancelled, return_exceptions=True)
             await asyncio.wait([ending], timeout=self._last_words_seconds)
+
+
+def _settle_cancelled(outcome: Future[Any]) -> None:
+    outcome.cancel()
+    outcome.set_running_or_notify_cancel()  # or `wait` would not notice
