@@ -107,9 +107,9 @@ class OwnGroupP2P(P2P):
 
 
 async def start_reading_p2pd(
-    initial_peers: Sequence[PeerAddress], identity: Identity | None, *, use_relay: bool = False
+    initial_peers: Sequence[PeerAddress], identity: Identity | None
 ) -> P2P:
-    """Start a p2pd that only asks, through relays where asked or where initial peers are far.
+    """Start a p2pd that only asks, through relays where initial peers are far.
 
     Raises DirectoryError when no initial peer can be reached.
     """
@@ -119,7 +119,7 @@ async def start_reading_p2pd(
         "dht_mode": "client",
         "nat_port_map": False,
         "auto_nat": False,
-        "use_relay": use_relay or not all(peer.is_loopback for peer in initial_peers),
+        "use_relay": not all(peer.is_loopback for peer in initial_peers),
     }
     return await _start(await find_listening(initial_peers, PROBE_SECONDS), identity, options)
 

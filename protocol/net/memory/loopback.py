@@ -15,13 +15,13 @@ from collections import deque
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
-from enum import Enum
 
 from ...endpoints import Endpoint
 from ...errors import (
     LocalProtocolError,
     RefusedError,
     RemoteProtocolError,
+    ShoalError,
     UnavailableError,
     UsageError,
 )
@@ -173,17 +173,20 @@ class LoopbackNetwork:
             port += 1
         return port
 
-    def answer(self, wire: Wire, endpoint: Endpoint, proof: bytes) -> Signal:
-        """Accept or turn down a stream whose request has reached its target."""
+    def accept(self, wire: Wire, endpoint: Endpoint, membership: Membership) -> ShoalError | None:
+        """Accept a stream whose request has reached its target; or return why it is turned down."""
         listener = self.listeners.get((endpoint.host, endpoint.port))
         if listener is None:
-            return Signal.REFUSED
+            return UnavailableError(f"nobody answers at {endpoint}: connection refused")
         if listener.endpoint.fingerprint != endpoint.fingerprint:
-            return Signal.WRONG_CERTIFICATE
-        if not listener.takes(proof):
-            return Signal.NOT_A_MEMBER
+            return RemoteProtocolError(
+                f"the peer at {endpoint} presents another TLS certificate than it announced"
+            )
+        proof = membership.prove_to(endpoint.fingerprint)
+        if not listener.membership.accepts(endpoint.fingerprint, proof):
+            return make_not_a_member_error(endpoint, has_secret=membership.is_private)
         listener.accept(wire)
-        return Signal.ACCEPTED
+        return None
 
     def _stir(self) -> None:
         for wire in list(self.wires):
@@ -223,31 +226,29 @@ class LoopbackTransport:
 
     async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> LoopbackStream:
         self._check_open()
-        proof = self._membership.prove_to(endpoint.fingerprint)
         wire = Wire(self._network, self._host, endpoint.host)
         self._network.wires.add(wire)
+        answers: list[ShoalError | None] = []
+
+        def answer() -> None:
+            refusal = self._network.accept(wire, endpoint, self._membership)
+            wire.back.push(lambda: answers.append(refusal))
+
         try:
             async with asyncio.timeout(timeout_seconds):
-                wire.request(lambda: self._network.answer(wire, endpoint, proof))
-                answer = await wire.back.take()
+                wire.forward.push(answer)
+                await wire.wait_until(lambda: bool(answers))
+            if answers[0] is not None:
+                raise answers[0]
         except BaseException as error:
             wire.break_off("the dialler gave up")
             if isinstance(error, TimeoutError):
                 detail = f"{endpoint} did not answer within {timeout_seconds:g} s"
                 raise UnavailableError(detail) from error
             raise
-        if answer is Signal.ACCEPTED:
-            self._dialled = {wire for wire in self._dialled if not wire.is_over}
-            self._dialled.add(wire)
-            return LoopbackStream(wire, wire.forward, wire.back)
-        wire.break_off("the stream was turned down")
-        if answer is Signal.WRONG_CERTIFICATE:
-            raise RemoteProtocolError(
-                f"the peer at {endpoint} presents another TLS certificate than it announced"
-            )
-        if answer is Signal.NOT_A_MEMBER:
-            raise make_not_a_member_error(endpoint, has_secret=self._membership.is_private)
-        raise UnavailableError(f"nobody answers at {endpoint}: connection refused")
+        self._dialled = {wire for wire in self._dialled if not wire.is_over}
+        self._dialled.add(wire)
+        return LoopbackStream(wire, wire.forward, wire.back)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -275,12 +276,8 @@ class _LoopbackListener:
         self._network = network
         self.endpoint = endpoint
         self._serve = serve
-        self._membership = membership
+        self.membership = membership
         self._tasks: dict[asyncio.Task[None], Wire] = {}
-
-    def takes(self, proof: bytes) -> bool:
-        """Return whether a dialler with this proof may come in."""
-        return self._membership.accepts(self.endpoint.fingerprint, proof)
 
     def accept(self, wire: Wire) -> None:
         """Serve the listening end of a wire in a task of its own."""
@@ -298,15 +295,8 @@ class _LoopbackListener:
         await end_serving(self._tasks, self._tasks.values(), grace_seconds)
 
 
-class Signal(Enum):
-    """Marks that travel between frames."""
-
-    REQUEST = "request"
-    ACCEPTED = "accepted"
-    REFUSED = "refused"
-    WRONG_CERTIFICATE = "wrong certificate"
-    NOT_A_MEMBER = "not a member"
-    END = "end"
+_Item = bytes | None | Callable[[], None]
+"""What travels: a frame, the end of all frames (None), or what is called when it arrives."""
 
 
 class Wire:
@@ -328,11 +318,6 @@ class Wire:
     def is_over(self) -> bool:
         """Whether nothing can happen on it any more."""
         return self.fault is not None or self._num_open_ends == 0
-
-    def request(self, answer: Callable[[], Signal]) -> None:
-        """Send the request; what `answer` returns once it has arrived is sent back."""
-        self.forward.on_request = lambda: self.back.push(answer())
-        self.forward.push(Signal.REQUEST)
 
     def break_off(self, reason: str) -> None:
         """Break the stream at both ends at once, if it is not over."""
@@ -379,19 +364,18 @@ class Pipe:
         self.target = target
         self.busy_until = 0.0
         """When all that was sent so far has left."""
-        self._in_transit: deque[tuple[float, bytes | Signal]] = deque()
-        self._arrived: deque[bytes | Signal] = deque()
+        self._in_transit: deque[tuple[float, _Item]] = deque()
+        self._arrived: deque[bytes | None] = deque()
         self._num_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
-        self.on_request: Callable[[], None] | None = None
         self.has_ended = False
 
     def has_room(self, num_bytes: int) -> bool:
         """Return whether a frame may be pushed."""
         return self._num_bytes == 0 or self._num_bytes + num_bytes <= WINDOW_BYTES
 
-    def push(self, item: bytes | Signal) -> None:
-        """Send a frame or a mark on its way."""
+    def push(self, item: _Item) -> None:
+        """Send something on its way."""
         size = len(item) if isinstance(item, bytes) else 0
         wire = self._wire
         arrival = wire.network.plan_arrival(self, size)
@@ -408,20 +392,17 @@ class Pipe:
 
     @property
     def num_bytes_of_next(self) -> int:
-        """How large the frame is that may be taken; 0 where a mark is next."""
-        item = self._arrived[0]
-        return len(item) if isinstance(item, bytes) else 0
+        """How large the frame is that may be taken; 0 where the end is next."""
+        return len(self._arrived[0] or b"")
 
-    async def take(self) -> bytes | Signal:
-        """Wait for the next frame or mark and remove it. An end is never removed."""
-        await self._wire.wait_until(self.can_take)
-        item = self._arrived[0]
-        if item is not Signal.END:
+    def take(self) -> bytes | None:
+        """Remove the next frame, if `can_take`. The end is never removed."""
+        frame = self._arrived[0]
+        if frame is not None:
             self._arrived.popleft()
-        if isinstance(item, bytes):
-            self._num_bytes -= len(item)
+            self._num_bytes -= len(frame)
             self._wire.changed.set()
-        return item
+        return frame
 
     def deliver(self) -> None:
         """Let everything arrive that is due, unless an obstacle holds it up."""
@@ -431,11 +412,11 @@ class Pipe:
         now = asyncio.get_running_loop().time() + _TIMER_SLACK_SECONDS
         while self._in_transit and self._in_transit[0][0] <= now:
             _, item = self._in_transit.popleft()
-            if item is not Signal.REQUEST:
+            if callable(item):
+                item()
+            else:
                 self._arrived.append(item)
-            elif self.on_request is not None:
-                self.on_request()
-            self.has_ended = self.has_ended or item is Signal.END
+                self.has_ended = item is None
             self._wire.changed.set()
         self._arm()
 
@@ -491,15 +472,14 @@ class LoopbackStream:
         num_bytes = self._incoming.num_bytes_of_next
         if num_bytes > MAX_PIECE_BYTES:
             await self._pass_gate(num_bytes)
-        item = await self._incoming.take()
-        return item if isinstance(item, bytes) else None
+        return self._incoming.take()
 
     async def _pass_gate(self, num_bytes: int) -> None:
         try:
             async with self._gate(num_bytes):
                 pass  # it is here as a whole already
         except RefusedError as refusal:
-            await self._incoming.take()
+            self._incoming.take()
             self._refusal = refusal
             raise
 
@@ -511,7 +491,7 @@ class LoopbackStream:
         if not self._is_closed:
             self._is_closed = True
             if not self._wire.is_over:
-                self._outgoing.push(Signal.END)
+                self._outgoing.push(None)
             self._wire.changed.set()
             self._wire.close_end()
 
