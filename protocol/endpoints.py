@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 
@@ -78,6 +79,14 @@ def _name_address(host: str, port: int) -> str:
         return f"/ip6/{host}/tcp/{port}"
     is_ipv4 = host.replace(".", "").isdecimal()
     return f"/{'ip4' if is_ipv4 else 'dns'}/{host}/tcp/{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether traffic to a host cannot leave this machine."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def check_endpoint(endpoint: Endpoint) -> Endpoint:

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...protocol.net.addresses import DialBackAnswer, is_loopback
+from ...protocol.endpoints import is_loopback
+from ...protocol.net.addresses import DialBackAnswer
 from .finding import Finding, FindingStatus
 
 _NAME = "reach"

@@ -16,14 +16,6 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USE
 what was sent may stay unconfirmed."""
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether traffic to a host cannot leave this machine."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 @dataclass(frozen=True)
 class DialBackAnswer:
     """The answer of one peer that was asked to dial an endpoint."""

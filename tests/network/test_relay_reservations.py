@@ -17,7 +17,7 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
 from shoal.protocol.net.relays import circuit
-from shoal.protocol.net.relays.circuit import P2pdReservations
+from shoal.protocol.net.relays.circuit import RelayReservations
 
 pytestmark = pytest.mark.network
 
@@ -57,7 +57,7 @@ def test_p2pd_that_does_not_say_who_is_connected_has_nobody(
             connector = DaemonConnector(Multiaddr(f"/unix{path}"))
             client = Client(_initialized_with_create=True)
             client.control = await ControlClient.create(connector, use_persistent_conn=False)
-            reservations = P2pdReservations(cast(Any, SimpleNamespace(_client=client)))
+            reservations = RelayReservations(cast(Any, SimpleNamespace(_client=client)))
             async with asyncio.timeout(20.0):
                 assert await reservations.list_connected() == set()
                 await has_ended.wait()

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ...endpoints import Endpoint, Relay
+from ...endpoints import Endpoint, Relay, is_loopback
 from ...identity import Identity
 from ...ids import PeerId
 from ...membership.membership import Membership, begin_public
-from ..addresses import is_loopback
 from ..clock import Clock
 from ..libp2p.multiaddrs import PeerAddress
 from ..libp2p.p2p_daemon import (
@@ -22,9 +21,9 @@ from ..libp2p.p2p_daemon import (
     stop_p2pd,
 )
 from ..libp2p.swarm_question import answer_questions, find_swarm, make_ask
-from ..relays.circuit import make_keeper, start_unlimited_relay
+from ..relays.circuit import RelayReservations, start_unlimited_relay
 from ..relays.reachability import answer_dial_back, can_be_dialled
-from ..relays.relay_keeper import NUM_RELAYS, RelayKeeper, rank_relays
+from ..relays.relay_selection import NUM_RELAYS, RelaySelection, rank_relays
 
 
 class Access(NamedTuple):
@@ -36,8 +35,8 @@ class Access(NamedTuple):
     """Those that were joined through."""
     addresses: Sequence[str]
     """Addresses at which others reach this p2pd; none where it only asks."""
-    keeper: RelayKeeper | None
-    """Keeps reservations at relays, where others cannot dial us."""
+    relay_selection: RelaySelection | None
+    """The relays that carry streams to us, where others cannot dial us."""
 
 
 async def open_access(
@@ -72,8 +71,11 @@ async def open_access(
         if child_of(p2p).returncode is None:
             await stop_p2pd(p2p)
         raise
-    keeper = make_keeper(p2p, clock, relays) if relays else None
-    return Access(p2p, membership, peers, addresses, keeper)
+    selection = None
+    if relays:
+        peer_id = PeerId(str(p2p.peer_id))
+        selection = RelaySelection(RelayReservations(p2p), peer_id, clock, relays)
+    return Access(p2p, membership, peers, addresses, selection)
 
 
 async def make_reachable(

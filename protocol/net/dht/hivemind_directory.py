@@ -109,15 +109,16 @@ class HivemindDirectory:
     @property
     def relays(self) -> Sequence[Relay]:
         """The relays that carry streams to us; none when others can dial us."""
-        return () if self._access.keeper is None else self._access.keeper.relays
+        selection = self._access.relay_selection
+        return () if selection is None else selection.relays
 
     async def find_relays(self, model_id: ModelId) -> Sequence[Relay]:
         """Take other relays for those that are gone; return `relays`.
 
         Those who serve the model are asked as well as initial peers. Does nothing without relays.
         """
-        if self._access.keeper is not None:
-            await self._access.keeper.look(lambda: self.lookup(model_id))
+        if self._access.relay_selection is not None:
+            await self._access.relay_selection.renew(lambda: self.lookup(model_id))
         return self.relays
 
     def make_transport(self) -> Libp2pTransport:

@@ -7,11 +7,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...endpoints import Endpoint
+from ...endpoints import Endpoint, is_loopback
 from ...identity import Identity
 from ...membership.join_code import make_codes
 from ...membership.membership import Membership
-from ..addresses import check_can_be_dialled, is_loopback
+from ..addresses import check_can_be_dialled
 from ..clock import Clock
 from ..directory import Directory
 from ..libp2p.multiaddrs import replace_host, split_multiaddr

@@ -8,10 +8,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...endpoints import is_loopback
 from ...errors import DirectoryError, RemoteProtocolError, UsageError
 from ...identity import peer_id_bytes, public_key_of
 from ...ids import JOIN_CODE_PREFIX, PeerId
-from ..addresses import is_loopback
 
 _HOST_PARTS = frozenset({"ip4", "ip6", "dns", "dns4", "dns6"})
 _PORT_PARTS = frozenset({"tcp", "udp"})

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from ...endpoints import Relay
+from ...endpoints import Relay, is_loopback
 from ...errors import (
     DirectoryError,
     RemoteProtocolError,
@@ -29,7 +29,7 @@ from ...errors import (
 )
 from ...fair_share import Tenant, name_address
 from ...identity import Identity, peer_id_bytes
-from ..addresses import check_can_listen, is_loopback
+from ..addresses import check_can_listen
 from .multiaddrs import (
     PeerAddress,
     find_listening,

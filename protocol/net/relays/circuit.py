@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -28,7 +28,6 @@ from ...errors import RemoteProtocolError, ShoalError, UnavailableError
 from ...ids import PeerId
 from ...messages.fields import Body, Message, Record
 from ...wire.codec import BodyCodec
-from ..clock import Clock
 from ..libp2p.multiaddrs import PeerAddress
 from ..libp2p.p2p_daemon import (
     P2P,
@@ -39,7 +38,6 @@ from ..libp2p.p2p_daemon import (
     start_reading_p2pd,
     stop_p2pd,
 )
-from .relay_keeper import RelayKeeper
 
 log = logging.getLogger(__name__)
 
@@ -63,20 +61,17 @@ _MAX_STARTS = 10
 _ASK_SECONDS = 8.0
 
 
-def make_keeper(p2p: P2P, clock: Clock, relays: Sequence[Relay]) -> RelayKeeper:
-    """Return the keeper of reservations for the peer of a p2pd, first of all at these relays."""
-    return RelayKeeper(P2pdReservations(p2p), PeerId(str(p2p.peer_id)), clock, relays)
-
-
-class P2pdReservations:
-    """Reservations at relays for the peer id of a p2pd. Implements RelayReservations."""
+class RelayReservations:
+    """Reservations at relays for the peer of a p2pd."""
 
     def __init__(self, p2p: P2P) -> None:
         self._p2p = p2p
 
     async def list_connected(self) -> set[PeerId]:
-        """See RelayReservations; empty when p2pd has ended, as whoever uses it next says, or does
-        not answer: the reservations are made again then.
+        """Return the peers that we are connected to without a relay.
+
+        None when p2pd has ended, as whoever uses it next says, or does not answer: the reservations
+        are made again then.
         """
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
@@ -86,6 +81,7 @@ class P2pdReservations:
         return {PeerId(peer_id) for peer_id, address in found if "/p2p-circuit" not in address}
 
     async def reserve(self, relay: Relay) -> None:
+        """Make a reservation at a relay, or renew the one that we have; raises ShoalError."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 address = str(relay).removesuffix(f"/p2p/{relay.peer_id}")

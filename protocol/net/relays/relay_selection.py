@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from typing import Protocol
 
 from ...endpoints import Relay
 from ...errors import DirectoryError, ShoalError
@@ -16,6 +15,7 @@ from ...ids import PeerId
 from ...records.announcements import Announcement
 from ..clock import Clock
 from ..retry import Backoff, Backoffs
+from .circuit import RelayReservations
 
 log = logging.getLogger(__name__)
 
@@ -37,25 +37,15 @@ _MAX_TRIED = 4
 """How many others are tried at a time; each may take seconds to be silent."""
 
 
-class RelayReservations(Protocol):
-    """The interface to relays: finding them, and making reservations there."""
-
-    async def list_connected(self) -> Collection[PeerId]:
-        """Return the peers that we are connected to without a relay."""
-        ...
-
-    async def reserve(self, relay: Relay) -> None:
-        """Make a reservation at a relay, or renew the one that we have; raises ShoalError."""
-        ...
-
-
 Search = Callable[[], Awaitable[Iterable[Announcement]]]
 """Reads the directory."""
 
 
-class RelayKeeper:
-    """Keeps reservations at relays. These are found among the initial peers and those who announce
-    that they are relays, in an order that differs from peer to peer: so many peers spread evenly.
+class RelaySelection:
+    """The relays of one peer, with a reservation at each.
+
+    They are found among the initial peers and the peers that announce to be relays, in an order
+    that differs from peer to peer: so many peers spread evenly.
     """
 
     def __init__(
@@ -76,7 +66,7 @@ class RelayKeeper:
         self.relays = tuple(rank_relays(peer_id, initial)[:NUM_RELAYS])
         """Best first; those of old while there are no others."""
 
-    async def look(self, search: Search) -> bool:
+    async def renew(self, search: Search) -> bool:
         """Leave relays that are gone and take others; return whether they are not the same now."""
         connected = await self._reservations.list_connected()
         kept = [relay for relay in self.relays if await self._holds(relay, connected)]

@@ -14,8 +14,8 @@ from virtual_time import VirtualClock, run_virtual
 from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.errors import DirectoryError, RemoteProtocolError, UnavailableError
 from shoal.protocol.ids import ModelId, PeerId
-from shoal.protocol.net.relays.circuit import read_answer
-from shoal.protocol.net.relays.relay_keeper import NUM_RELAYS, RelayKeeper, rank_relays
+from shoal.protocol.net.relays.circuit import RelayReservations, read_answer
+from shoal.protocol.net.relays.relay_selection import NUM_RELAYS, RelaySelection, rank_relays
 from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
 
@@ -39,7 +39,7 @@ def announce_at(relay: Relay, **facts: Any) -> Announcement:
     )
 
 
-class Relays:
+class Relays(RelayReservations):
     """Relays that live or not, have places or not, and what is announced of them."""
 
     def __init__(self, *numbers: int) -> None:
@@ -80,22 +80,22 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     run_virtual(test())
 
 
-def make_keeper(relays: Relays, *numbers: int) -> RelayKeeper:
-    return RelayKeeper(relays, ME, VirtualClock(), [make_relay(number) for number in numbers])
+def select_among(relays: Relays, *numbers: int) -> RelaySelection:
+    return RelaySelection(relays, ME, VirtualClock(), [make_relay(number) for number in numbers])
 
 
 def test_lost_relay_gives_way_to_one_that_is_announced() -> None:
     async def test() -> None:
         relays = Relays(1, 2)
-        keeper = make_keeper(relays, 1)
-        await keeper.look(relays.search)
-        assert keeper.relays == (make_relay(1),)
+        selection = select_among(relays, 1)
+        await selection.renew(relays.search)
+        assert selection.relays == (make_relay(1),)
 
         relays.announce(make_relay(2))
         relays.kill(make_relay(1))
 
-        assert await keeper.look(relays.search)
-        assert keeper.relays == (make_relay(2),)
+        assert await selection.renew(relays.search)
+        assert selection.relays == (make_relay(2),)
         assert relays.held == {make_relay(2)}
 
     run(test)
@@ -104,16 +104,16 @@ def test_lost_relay_gives_way_to_one_that_is_announced() -> None:
 def test_initial_relays_are_tried_while_the_directory_cannot_be_read() -> None:
     async def test() -> None:
         relays = Relays(1, 2, 3, 4)
-        keeper = make_keeper(relays, 1, 2, 3, 4)
-        await keeper.look(relays.search)
-        first = keeper.relays
+        selection = select_among(relays, 1, 2, 3, 4)
+        await selection.renew(relays.search)
+        first = selection.relays
         relays.is_directory_reachable = False
         for relay in first:
             relays.kill(relay)
 
-        assert await keeper.look(relays.search)
-        assert len(keeper.relays) == NUM_RELAYS
-        assert set(keeper.relays) == relays.held
+        assert await selection.renew(relays.search)
+        assert len(selection.relays) == NUM_RELAYS
+        assert set(selection.relays) == relays.held
 
     run(test)
 
@@ -121,15 +121,15 @@ def test_initial_relays_are_tried_while_the_directory_cannot_be_read() -> None:
 def test_second_relay_is_taken_when_one_appears() -> None:
     async def test() -> None:
         relays = Relays(1, 2)
-        keeper = make_keeper(relays, 1)
-        await keeper.look(relays.search)
+        selection = select_among(relays, 1)
+        await selection.renew(relays.search)
         relays.announce(make_relay(2))
 
-        assert not await keeper.look(relays.search)  # there is one, and nobody hurries
+        assert not await selection.renew(relays.search)  # there is one, and nobody hurries
         await asyncio.sleep(30.0)
 
-        assert await keeper.look(relays.search)
-        assert keeper.relays == (make_relay(1), make_relay(2))
+        assert await selection.renew(relays.search)
+        assert selection.relays == (make_relay(1), make_relay(2))
 
     run(test)
 
@@ -137,14 +137,14 @@ def test_second_relay_is_taken_when_one_appears() -> None:
 def test_relays_of_old_stay_announced_while_there_are_no_others() -> None:
     async def test() -> None:
         relays = Relays(1)
-        keeper = make_keeper(relays, 1)
-        await keeper.look(relays.search)
+        selection = select_among(relays, 1)
+        await selection.renew(relays.search)
         relays.kill(make_relay(1))
 
-        assert not await keeper.look(relays.search)
-        assert keeper.relays == (make_relay(1),)
+        assert not await selection.renew(relays.search)
+        assert selection.relays == (make_relay(1),)
         relays.living.add(make_relay(1))
-        assert not await keeper.look(relays.search)
+        assert not await selection.renew(relays.search)
 
         assert relays.held == {make_relay(1)}
 
@@ -155,13 +155,13 @@ def test_relay_without_a_place_is_passed_by_and_left_alone() -> None:
     async def test() -> None:
         relays = Relays(1, 2, 3)
         relays.full = {make_relay(1), make_relay(2)}
-        keeper = make_keeper(relays, 1, 2, 3)
+        selection = select_among(relays, 1, 2, 3)
 
-        await keeper.look(relays.search)
+        await selection.renew(relays.search)
         asked = dict(relays.asked)
-        await keeper.look(relays.search)
+        await selection.renew(relays.search)
 
-        assert keeper.relays == (make_relay(3),)
+        assert selection.relays == (make_relay(3),)
         assert relays.held == {make_relay(3)}
         assert relays.asked == asked
 
@@ -177,13 +177,13 @@ def test_many_silent_relays_keep_nobody_from_one_that_answers() -> None:
         relays.silent, relays.living = set(ranked[:8]), {ranked[8]}
         for relay in ranked:
             relays.announce(relay)
-        keeper = RelayKeeper(relays, ME, VirtualClock(), [])
+        selection = RelaySelection(relays, ME, VirtualClock(), [])
 
         for _ in range(4):
-            await keeper.look(relays.search)
+            await selection.renew(relays.search)
             await asyncio.sleep(3.0)
 
-        assert keeper.relays == (ranked[8],)
+        assert selection.relays == (ranked[8],)
 
     run(test)
 
@@ -191,20 +191,20 @@ def test_many_silent_relays_keep_nobody_from_one_that_answers() -> None:
 def test_relay_that_fails_is_left_alone_for_longer_each_time_up_to_an_hour() -> None:
     async def test() -> None:
         relays = Relays(1, 2)
-        keeper = make_keeper(relays, 1)
-        await keeper.look(relays.search)
+        selection = select_among(relays, 1)
+        await selection.renew(relays.search)
         relays.announce(make_relay(2))
         relays.full = {make_relay(2)}
 
         for _ in range(6 * 120):
             await asyncio.sleep(30.0)
-            await keeper.look(relays.search)
+            await selection.renew(relays.search)
 
         assert 10 < relays.asked[make_relay(2)] < 15
         relays.full.clear()
         await asyncio.sleep(3600.0)
-        await keeper.look(relays.search)
-        assert make_relay(2) in keeper.relays
+        await selection.renew(relays.search)
+        assert make_relay(2) in selection.relays
 
     run(test)
 
@@ -212,21 +212,21 @@ def test_relay_that_fails_is_left_alone_for_longer_each_time_up_to_an_hour() -> 
 def test_relay_of_ours_that_was_gone_for_a_moment_is_taken_back_soon() -> None:
     async def test() -> None:
         relays = Relays(1, 2)
-        keeper = make_keeper(relays, 1, 2)
-        await keeper.look(relays.search)
+        selection = select_among(relays, 1, 2)
+        await selection.renew(relays.search)
         relays.kill(make_relay(1))
         relays.kill(make_relay(2))
         for _ in range(10):
             await asyncio.sleep(3.0)
-            await keeper.look(relays.search)
+            await selection.renew(relays.search)
 
         relays.living.add(make_relay(1))
-        await keeper.look(relays.search)
+        await selection.renew(relays.search)
         relays.living.add(make_relay(2))
         await asyncio.sleep(60.0)
-        await keeper.look(relays.search)
+        await selection.renew(relays.search)
 
-        assert set(keeper.relays) == {make_relay(1), make_relay(2)}
+        assert set(selection.relays) == {make_relay(1), make_relay(2)}
 
     run(test)
 
@@ -236,9 +236,9 @@ def test_place_is_asked_for_again_while_the_connection_lasts() -> None:
 
     async def test() -> None:
         relays = Relays(1)
-        keeper = make_keeper(relays, 1)
+        selection = select_among(relays, 1)
         for _ in range(40):
-            await keeper.look(relays.search)
+            await selection.renew(relays.search)
             await asyncio.sleep(3.0)
 
         assert relays.asked == {make_relay(1): 2}
@@ -250,9 +250,9 @@ def test_peer_that_does_not_say_that_it_is_a_relay_is_not_asked() -> None:
     async def test() -> None:
         relays = Relays(1, 2)
         relays.announced.append(announce_at(make_relay(2)))
-        keeper = make_keeper(relays, 1)
+        selection = select_among(relays, 1)
 
-        await keeper.look(relays.search)
+        await selection.renew(relays.search)
 
         assert relays.asked == {make_relay(1): 1}
 
@@ -280,12 +280,12 @@ def test_relay_that_goes_moves_only_those_behind_it() -> None:
 def test_no_more_relays_are_taken_than_are_needed() -> None:
     async def test() -> None:
         relays = Relays(1, 2, 3, 4, 5)
-        keeper = make_keeper(relays, 1, 2, 3, 4, 5)
+        selection = select_among(relays, 1, 2, 3, 4, 5)
 
-        await keeper.look(relays.search)
+        await selection.renew(relays.search)
 
         assert len(relays.held) == NUM_RELAYS
-        assert set(keeper.relays) == relays.held
+        assert set(selection.relays) == relays.held
 
     run(test)
 
