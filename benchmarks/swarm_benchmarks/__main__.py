@@ -10,7 +10,7 @@ from typing import NamedTuple
 from engine_benchmarks import accuracy
 from measuring.report import BenchRun
 from shoal.cli.benchmarking.figure import Figure, describe_machine
-from shoal.cli.terminal.interrupts import INTERRUPTED, end_in_good_order
+from shoal.cli.terminal.interrupts import INTERRUPTED, stop_on_sigterm
 from shoal.protocol.errors import ShoalError
 from swarm_benchmarks import failover, finetune, flood, hop, memory, start
 from swarm_benchmarks.curve import draw_curve
@@ -92,7 +92,7 @@ def main() -> int:
     gc.freeze()  # as our commands do; or a step may wait until all modules are looked through
     machine = describe_machine()
     bench = BenchRun(machine, options.quick, options.json)
-    with end_in_good_order(), Setting(options.quick, bench.say) as setting:
+    with stop_on_sigterm(), Setting(options.quick, bench.say) as setting:
         for name in options.parts:
             title, measure = PARTS[name]
             bench.measure(name, title, lambda measure=measure: measure(setting))

@@ -9,7 +9,7 @@ from ..benchmarking.figure import describe_machine
 from ..options.bundled_model import find_model
 from ..options.join_options import add_join_arguments, read_joining
 from ..remote_models.opening import open_model
-from ..terminal.interrupts import end_in_good_order
+from ..terminal.interrupts import stop_on_sigterm
 from ..terminal.terminal import Progress, Terminal
 
 
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     from ..benchmarking.swarm_speed import measure_swarm
 
     with (
-        end_in_good_order(),
+        stop_on_sigterm(),
         Progress(Terminal(sys.stderr), lambda: status),
         open_model(model, joining.initial_peers, join=joining.join) as remote,
     ):

@@ -24,7 +24,7 @@ from ..options.shared_options import add_weights_argument
 from ..remote_models.opening import import_client, load_tokenizer, open_model
 from ..remote_models.routes import failover_facts, route_facts
 from ..remote_models.text_generation import Generation, Sampling, generate_text, read_prompt
-from ..terminal.interrupts import end_in_good_order
+from ..terminal.interrupts import stop_on_sigterm
 from ..terminal.terminal import Progress, Terminal, WordWrapper
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     _check_length(model_path, prompt, options.tokens)
     terminal = Terminal(sys.stdout)
     screen = None if options.json else DemoScreen(terminal)
-    with end_in_good_order(), terminal.ending_lines():
+    with stop_on_sigterm(), terminal.ending_lines():
         result = _run_demo(options, model_path, prompt, kill_after, screen)
     if screen is None:
         Terminal(sys.stdout).print_json(result.to_json())

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
             import_client()
             from ...client.doctor.diagnosis import Diagnosis
             from ...client.doctor.probes import ModelFacts, make_network_probes
-            from ...client.doctor.reach_check import Door
+            from ...client.doctor.reach_check import ListenAddress
 
         def report(finding: "Finding") -> None:
             if screen:
@@ -66,8 +66,8 @@ def run(options: argparse.Namespace) -> int:
         async def examine() -> Diagnosis:
             probes = make_network_probes(joining.membership)
             diagnosis = Diagnosis(probes, report, joining.membership)
-            door = Door(*place) if place else None
-            await diagnosis.run(read_model, joining.addresses, door)
+            listen_address = ListenAddress(*place) if place else None
+            await diagnosis.run(read_model, joining.addresses, listen_address)
             return diagnosis
 
         diagnosis = asyncio.run(examine())

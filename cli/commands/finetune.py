@@ -25,7 +25,7 @@ from ..options.bundled_model import find_model
 from ..options.join_options import Joining, quote_swarm, read_joining
 from ..options.quantities import count_of
 from ..remote_models.opening import import_client, load_tokenizer, open_model
-from ..terminal.interrupts import INTERRUPTED, end_in_good_order, hold_interrupts, quitting_at_once
+from ..terminal.interrupts import INTERRUPTED, hold_interrupts, quitting_at_once, stop_on_sigterm
 from ..terminal.reporter import Reporter
 from ..terminal.terminal import Progress, Terminal
 
@@ -52,14 +52,14 @@ def run(options: argparse.Namespace) -> int:
         settle_options(options, {})
     notices = Terminal(sys.stderr)
     reporter = RunReporter(Reporter(Terminal(sys.stdout), notices, options.json))
-    with end_in_good_order():
+    with stop_on_sigterm():
         with Progress(notices, lambda: f"Reading {options.data.name}"):
             if options.resume:
                 settle_options(options, _read_options(options.out))
             with quitting_at_once():
                 tokenizer = load_tokenizer(name)
             texts = read_texts(name, tokenizer, options)
-        with _holding(options.out):
+        with _locking(options.out):
             with Progress(notices, lambda: "Joining the swarm"):
                 model = _open_model(name, joining, options)
             with model:
@@ -83,7 +83,7 @@ def _check_folder(folder: Path, is_resumed: bool) -> None:
 
 
 @contextlib.contextmanager
-def _holding(folder: Path) -> Iterator[None]:
+def _locking(folder: Path) -> Iterator[None]:
     """Lock a folder against other runs, which would delete the checkpoints of this one.
 
     Raises UsageError if another run holds it, and UnavailableError if it cannot be written, before

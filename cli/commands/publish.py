@@ -14,7 +14,7 @@ from ..options.bundled_model import find_model
 from ..options.join_options import add_join_arguments, join_lines, quote_command, read_joining
 from ..options.shared_options import add_model_argument
 from ..remote_models.opening import import_client, open_model
-from ..terminal.interrupts import end_in_good_order, quitting_at_once
+from ..terminal.interrupts import quitting_at_once, stop_on_sigterm
 from ..terminal.reporter import Reporter
 from ..terminal.terminal import Terminal
 
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     check_lora(options.folder)
     joining, name = read_joining(options), find_model(options.model)
     reporter = Reporter(Terminal(sys.stdout), Terminal(sys.stderr), options.json)
-    with end_in_good_order():
+    with stop_on_sigterm():
         with reporter.showing(lambda: "Opening the model"):
             with quitting_at_once():
                 import_client()

@@ -16,7 +16,7 @@ from ..options.join_options import quote_command
 from ..options.layout import choose_num_replicas, plan_spans
 from ..options.quantities import parse_count, parse_threads
 from ..options.shared_options import add_optional_model_argument, add_weights_argument
-from ..terminal.interrupts import end_in_good_order
+from ..terminal.interrupts import stop_on_sigterm
 from ..terminal.reporter import Reporter
 from ..terminal.terminal import Terminal
 
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     num_threads = options.threads or max(1, (os.cpu_count() or 1) // len(spans))
     swarm = LocalSwarm(model, spans, weights=options.weights, num_threads=num_threads)
     reporter = Reporter(Terminal(sys.stdout), Terminal(sys.stderr), options.json)
-    with end_in_good_order(), contextlib.ExitStack() as stack:
+    with stop_on_sigterm(), contextlib.ExitStack() as stack:
         with reporter.showing(lambda: f"Starting {len(spans)} peers, {swarm.num_online} online"):
             stack.enter_context(swarm)
         with contextlib.suppress(KeyboardInterrupt):

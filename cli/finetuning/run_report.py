@@ -62,7 +62,7 @@ class RunResult:
     """The lines of a command that publishes them; none for prompts."""
 
 
-class Pace:
+class SpeedMeter:
     """The speed of a run, by its recent updates."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -112,7 +112,7 @@ class RunReporter:
     def __init__(self, reporter: Reporter, now: Callable[[], float] = time.monotonic) -> None:
         self._reporter = reporter
         self._now = now
-        self._pace = Pace(now)
+        self._meter = SpeedMeter(now)
         self._facts: RunFacts
         self._number = 0
         self._hops: Sequence[Hop] = ()
@@ -133,7 +133,7 @@ class RunReporter:
             updates_done=num_done,
             notices=list(facts.notices),
         )
-        self._pace = Pace(self._now)
+        self._meter = SpeedMeter(self._now)
 
     def watching(self, missing: Callable[[], Sequence[Span]]) -> AbstractContextManager[None]:
         """Show the progress while inside; `missing` returns the blocks that no peer serves."""
@@ -144,7 +144,7 @@ class RunReporter:
 
     def note_update(self, updated: "Updated", hops: Sequence["Hop"]) -> None:
         """Report an update and the hops that computed it."""
-        self._pace.note(updated)
+        self._meter.note(updated)
         self._number, self._hops = updated.number, hops or self._hops
         self._reporter.tell(
             "updated",
@@ -154,7 +154,7 @@ class RunReporter:
             gradient_norm=_to_json(updated.gradient_norm),
             learning_rate=updated.rate,
             tokens=updated.num_tokens,
-            tokens_per_second=round(self._pace.tokens_per_second, 2),
+            tokens_per_second=round(self._meter.tokens_per_second, 2),
             skipped=updated.is_skipped,
             hops=route_facts(hops),
         )
@@ -173,16 +173,16 @@ class RunReporter:
 
     def note_milestone(self, milestone: "Milestone") -> None:
         """Report a checkpoint and, if there was one, its evaluation."""
-        pace, loss = self._pace, milestone.eval_loss
-        speed = f"{pace.tokens_per_second:,.0f}" if pace.tokens_per_second else "-"
+        meter, loss = self._meter, milestone.eval_loss
+        speed = f"{meter.tokens_per_second:,.0f}" if meter.tokens_per_second else "-"
         row = (
-            f"{milestone.number:>9,} {_format_loss(pace.loss):>9} "
+            f"{milestone.number:>9,} {_format_loss(meter.loss):>9} "
             f"{_format_loss(loss):>12} {speed:>8} {self._describe_rest():>11}"
         )
         self._reporter.tell(
             "saved", [row], update=milestone.number, evaluation_loss=loss and _to_json(loss)
         )
-        pace.pause()
+        meter.pause()
 
     def stop(self, num_updates: int) -> None:
         """Report that the run ended early, and how to continue it."""
@@ -197,13 +197,13 @@ class RunReporter:
         evaluated = list(result.progress.eval_losses.values())
         self._reporter.tell(
             "finished",
-            _describe_result(self._reporter.output, result, self._pace.seconds),
+            _describe_result(self._reporter.output, result, self._meter.seconds),
             adapter=str(result.adapter),
             plot=str(result.plot),
             losses=str(result.table),
             updates=result.progress.num_updates,
             evaluation_loss=_to_json(evaluated[-1]) if evaluated else None,
-            seconds=round(self._pace.seconds, 3),
+            seconds=round(self._meter.seconds, 3),
             use=join_lines(result.use),
         )
 
@@ -212,17 +212,17 @@ class RunReporter:
         missing = ", ".join(map(str, self._missing()))
         if missing:
             return f"update {self._number + 1}: waiting for blocks {missing}"
-        pace, total = self._pace, self._facts.num_updates
-        if pace.loss is None:
+        meter, total = self._meter, self._facts.num_updates
+        if meter.loss is None:
             return f"update {self._number}/{total}"
         line = (
-            f"{self._number}/{total}  loss {_format_loss(pace.loss)}  "
-            f"{pace.tokens_per_second:,.0f} tok/s  {self._describe_rest()} left  "
+            f"{self._number}/{total}  loss {_format_loss(meter.loss)}  "
+            f"{meter.tokens_per_second:,.0f} tok/s  {self._describe_rest()} left  "
         )
         return line + _name_peers([hop.peer.peer_id for hop in self._hops], _MAX_LINE - len(line))
 
     def _describe_rest(self) -> str:
-        seconds = self._pace.expect_seconds(self._facts.num_updates - self._number)
+        seconds = self._meter.expect_seconds(self._facts.num_updates - self._number)
         return "-" if seconds is None else format_roughly(seconds)
 
     def _describe_skipped(self, updated: "Updated") -> Iterator[str]:

@@ -29,8 +29,8 @@ def describe_failover(failover: "Failover") -> str:
 
 def describe_pass_failover(update: int, failover: "PassFailover") -> str:
     """Return a failover in an update of a fine-tuning run in words."""
-    heirs = describe_route(failover.replacements) or "several others"
-    return f"failover at update {update}: {_describe_loss(failover)}, {heirs} took over"
+    replacements = describe_route(failover.replacements) or "several others"
+    return f"failover at update {update}: {_describe_loss(failover)}, {replacements} took over"
 
 
 def _describe_loss(failover: "Failover | PassFailover") -> str:

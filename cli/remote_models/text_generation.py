@@ -73,7 +73,7 @@ class Generation:
         return len(self.token_ids) / self.seconds if self.seconds else 0.0
 
 
-class TextAssembler:
+class Detokenizer:
     """Turns tokens into text one by one; a letter appears when all of its bytes have come."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int]) -> None:
@@ -109,7 +109,7 @@ class TextAssembler:
 class TokenStream:
     """The streamer of transformers' generate(), called in the thread that generates."""
 
-    assembler: TextAssembler
+    detokenizer: Detokenizer
     on_token: OnToken
     token_ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
@@ -125,11 +125,11 @@ class TokenStream:
             self.first_token_at = time.perf_counter()
         for token_id in value.flatten().tolist():
             self.token_ids.append(token_id)
-            self._pass_on(self.assembler.add(token_id))
+            self._pass_on(self.detokenizer.add(token_id))
 
     def end(self) -> None:
         """Pass on the rest of the text."""
-        rest = self.assembler.finish()
+        rest = self.detokenizer.finish()
         if rest:
             self._pass_on(rest)
 
@@ -156,7 +156,7 @@ def generate_text(
     ids_BT = tokenizer(prompt, return_tensors="pt").input_ids.long()
     if not prompt or ids_BT.shape[1] == 0:
         raise UsageError("the prompt is empty; give some text to continue")
-    stream = TokenStream(TextAssembler(tokenizer, ids_BT[0].tolist()), on_token)
+    stream = TokenStream(Detokenizer(tokenizer, ids_BT[0].tolist()), on_token)
     has_beams = sampling.num_beams > 1
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)

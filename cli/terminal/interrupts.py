@@ -32,7 +32,7 @@ def quitting_at_once() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def end_in_good_order() -> Iterator[None]:
+def stop_on_sigterm() -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGTERM and SIGHUP too, so that `with` blocks clean up.
 
     Only for the main thread.

@@ -30,7 +30,7 @@ from ...protocol.spans import Span, find_gaps
 from .finding import Finding, FindingStatus
 from .peer_check import FIXES, PeerCheck, check_peer
 from .probes import LIBP2P_GREETING, JoinedSwarm, ModelFacts, Probes
-from .reach_check import Door, judge_reach
+from .reach_check import ListenAddress, judge_reach
 
 DIAL_SECONDS = 3.0
 JOIN_SECONDS = 15.0
@@ -85,11 +85,11 @@ class Diagnosis:
         self,
         read_model: Callable[[], ModelFacts],
         addresses: Sequence[str],
-        door: Door | None = None,
+        listen_address: ListenAddress | None = None,
     ) -> None:
         """Do all checks that make sense, one after the other. Leaves nothing open.
 
-        With a door, also whether others could dial a peer of this machine there.
+        With a `listen_address`, also whether others could dial a peer of this machine there.
         """
         model = await self._check_model(read_model)
         reachable = await self._check_addresses(addresses)
@@ -102,8 +102,8 @@ class Diagnosis:
                     await joined.transport.close()
                 finally:
                     await joined.directory.close()
-        if door and reachable:
-            await self._check_reach(door, reachable)
+        if listen_address and reachable:
+            await self._check_reach(listen_address, reachable)
 
     def _note(self, name: str, status: FindingStatus, detail: str, fix: str = "") -> None:
         finding = Finding(name, status, detail, fix if status is not FindingStatus.OK else "")
@@ -162,15 +162,15 @@ class Diagnosis:
                 "address", FindingStatus.BROKEN, detail, _advise_dialling(address, error)
             )
         seconds = self.probes.clock.now() - started_at
-        return await self._hail(name, address.host, port) or Finding(
+        return await self._check_speaks_libp2p(name, address.host, port) or Finding(
             "address", FindingStatus.OK, f"{name} accepts connections, {_show(seconds)}"
         )
 
-    async def _hail(self, name: str, host: str, port: int) -> Finding | None:
+    async def _check_speaks_libp2p(self, name: str, host: str, port: int) -> Finding | None:
         """Return the fault of the program that accepts connections at an address."""
         try:
             async with asyncio.timeout(DIAL_SECONDS):
-                answer = await self.probes.hail(host, port)
+                answer = await self.probes.greet_libp2p(host, port)
         except TimeoutError:
             return Finding(
                 "address", FindingStatus.BROKEN,
@@ -256,11 +256,11 @@ class Diagnosis:
         )
         self._note("announcements", FindingStatus.BROKEN, detail, fix)
 
-    async def _check_reach(self, door: Door, addresses: Sequence[str]) -> None:
+    async def _check_reach(self, listen_address: ListenAddress, addresses: Sequence[str]) -> None:
         """Ask others to dial this machine."""
         try:
             async with asyncio.timeout(REACH_SECONDS):
-                answers = await self.probes.reach(addresses, door)
+                answers = await self.probes.reach(addresses, listen_address)
         except (TimeoutError, UnavailableError):
             answers = []
         except ShoalError as error:
@@ -268,7 +268,7 @@ class Diagnosis:
                 "reach", FindingStatus.BROKEN, str(error), "choose another --listen HOST:PORT"
             )
             return
-        finding = judge_reach(door, answers)
+        finding = judge_reach(listen_address, answers)
         self._note(finding.name, finding.status, finding.detail, finding.fix)
 
     async def _check_peers(self, view: SwarmView, joined: JoinedSwarm) -> None:

@@ -12,7 +12,7 @@ from ...protocol.net.addresses import DialBackAnswer
 from ...protocol.net.clock import Clock, SystemClock
 from ...protocol.net.directory import Directory
 from ...protocol.net.transport import Transport
-from .reach_check import Door
+from .reach_check import ListenAddress
 
 LIBP2P_GREETING = b"\x13/multistream/1.0.0\n"
 """The greeting of a libp2p connection (multistream-select: length, text, newline)."""
@@ -54,14 +54,14 @@ class Probes:
     clock: Clock
     dial: Callable[[str, int], Awaitable[None]]
     """Open and close a TCP connection; raises OSError."""
-    hail: Callable[[str, int], Awaitable[bytes]]
+    greet_libp2p: Callable[[str, int], Awaitable[bytes]]
     """Greet over TCP as libp2p does and return the answer; raises OSError."""
     join: Callable[[Sequence[str]], Awaitable[JoinedSwarm]]
     """Join through these addresses as a client."""
     check_certificate: Callable[[Endpoint], Awaitable[object]]
     """Raise as `check_certificate` does."""
-    reach: Callable[[Sequence[str], Door], Awaitable[Sequence[DialBackAnswer]]]
-    """Ask others, through these addresses, to dial a door of this machine."""
+    reach: Callable[[Sequence[str], ListenAddress], Awaitable[Sequence[DialBackAnswer]]]
+    """Ask others, through these addresses, to dial this machine at an address."""
 
 
 def make_network_probes(membership: Membership | None = None) -> Probes:
@@ -79,12 +79,12 @@ def make_network_probes(membership: Membership | None = None) -> Probes:
     async def join(addresses: Sequence[str]) -> JoinedSwarm:
         return JoinedSwarm(*await InternetNetwork(clock, addresses, membership).connect())
 
-    async def reach(addresses: Sequence[str], door: Door) -> Sequence[DialBackAnswer]:
+    async def reach(addresses: Sequence[str], address: ListenAddress) -> Sequence[DialBackAnswer]:
         return await probe(
-            TcpTransport(), addresses, door.listen_host, door.port, door.announced_host
+            TcpTransport(), addresses, address.listen_host, address.port, address.announced_host
         )
 
-    return Probes(clock, _dial, _hail, join, check_certificate, reach)
+    return Probes(clock, _dial, _greet_libp2p, join, check_certificate, reach)
 
 
 async def _dial(host: str, port: int) -> None:
@@ -92,7 +92,7 @@ async def _dial(host: str, port: int) -> None:
     writer.close()
 
 
-async def _hail(host: str, port: int) -> bytes:
+async def _greet_libp2p(host: str, port: int) -> bytes:
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(LIBP2P_GREETING)

@@ -17,7 +17,7 @@ _RELAYED = "Until then a peer here is reached through relays, which is slower"
 
 
 @dataclass(frozen=True)
-class Door:
+class ListenAddress:
     """The address at which a peer of this machine would listen (port 0: any), and announce."""
 
     listen_host: str
@@ -25,9 +25,9 @@ class Door:
     announced_host: str
 
 
-def judge_reach(door: Door, answers: Sequence[DialBackAnswer]) -> Finding:
+def judge_reach(address: ListenAddress, answers: Sequence[DialBackAnswer]) -> Finding:
     """Return the meaning of the answers, and advice, for people."""
-    host, port = door.announced_host, door.port
+    host, port = address.announced_host, address.port
     place = f"{host}:{port}" if port else host
     if is_loopback(host):
         detail = f"{host} is this machine only: other machines cannot dial a peer here"
@@ -46,7 +46,7 @@ def judge_reach(door: Door, answers: Sequence[DialBackAnswer]) -> Finding:
     are_addresses = _is_address(host) and _is_address(seen_host)
     if are_addresses and seen_host != host and 2 * num_seeing > len(known):
         is_let_through = any(a.is_reached for a in known if a.seen_host == seen_host)
-        return _judge_translated(door, seen_host, is_let_through)
+        return _judge_translated(address, seen_host, is_let_through)
     if 2 * num_reaching >= len(known):
         detail = f"{num_reaching} of {len(known)} peers that were asked can dial {place}"
         return Finding(_NAME, FindingStatus.OK, detail)
@@ -60,9 +60,9 @@ def judge_reach(door: Door, answers: Sequence[DialBackAnswer]) -> Finding:
     )
 
 
-def _judge_translated(door: Door, seen_host: str, is_let_through: bool) -> Finding:
+def _judge_translated(address: ListenAddress, seen_host: str, is_let_through: bool) -> Finding:
     """Return what to do where others see another address than the one that would be announced."""
-    host, port = door.announced_host, door.port
+    host, port = address.announced_host, address.port
     detail = f"others see this machine as {seen_host}, not as {host}: it is behind a NAT"
     if is_let_through:
         fix = f"the NAT forwards the port: announce its address with --announce-host {seen_host}"

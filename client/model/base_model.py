@@ -365,7 +365,7 @@ class DistributedModel(PreTrainedModel):
         adapter = read_choice(adapter)
         self.transformer.h.adapters.set_default(adapter)
         self._modules.pop(ADAPTER_NAME, None)
-        part = _make_part(adapter)
+        part = _make_adapter_module(adapter)
         if part is not None:
             self.add_module(ADAPTER_NAME, part)
         # A digest can be written to config.json; a LoraAdapter could not.
@@ -526,7 +526,7 @@ class DistributedModel(PreTrainedModel):
         )
 
 
-def _make_part(choice: AdapterChoice) -> nn.Module | None:
+def _make_adapter_module(choice: AdapterChoice) -> nn.Module | None:
     """Return a module that holds the LoraAdapters of a choice, or None."""
     if isinstance(choice, LoraAdapter):
         return choice

@@ -29,7 +29,7 @@ from ...protocol.net.clock import AnswerTimeout, SuspendAwareTimeout
 from ...protocol.session.recovery_log import ReplayPiece, group_pieces
 from ..routing.peer_book import FLOOR_SECONDS
 from ..routing.route import LostHopError
-from ..trace.trace import Kind, QuestionWatch, choose_kind
+from ..trace.trace import QuestionWatch, StepKind, choose_kind
 from .hop_link import (
     Arrived,
     BrokenSegmentError,
@@ -468,7 +468,7 @@ class Exchange:
         recorder = self._state.recorder
         if recorder is None:
             return None
-        kind = Kind.REPLAY if is_replay else choose_kind(question.is_decoded)
+        kind = StepKind.REPLAY if is_replay else choose_kind(question.is_decoded)
         return recorder.watch(first.hop, kind, question.position, question.hidden_BTH.shape[1])
 
     def choose_timeout_seconds(self, segment: Sequence[LiveHop], num_tokens: int) -> float:

@@ -59,7 +59,7 @@ class Handoff:
     stall_seconds: float
 
 
-class Kind(StrEnum):
+class StepKind(StrEnum):
     """The purpose of a step, or of one question of it."""
 
     PREFILL = "prefill"
@@ -85,7 +85,7 @@ class _Timed:
 class StepTaken(_Timed):
     """One step of the session over all of its hops; `error` says why it failed."""
 
-    kind: Kind
+    kind: StepKind
     position: int
     num_tokens: int
     error: str | None = None
@@ -99,7 +99,7 @@ class AnsweredQuestion(_Timed):
         │  encode    │  network  │ queue │ compute │  network  │   decode   │
     """
 
-    kind: Kind
+    kind: StepKind
     hop: Hop
     position: int
     num_tokens: int
@@ -127,7 +127,7 @@ class AnsweredQuestion(_Timed):
 class UnansweredQuestion(_Timed):
     """A question that cost its hop: the answer was missing or invalid."""
 
-    kind: Kind
+    kind: StepKind
     hop: Hop
     position: int
     error: str
@@ -186,7 +186,7 @@ class QuestionWatch:
 
     _recorder: "Recorder"
     _hop: Hop
-    _kind: Kind
+    _kind: StepKind
     _position: int
     _num_tokens: int
     _started_at: float
@@ -313,7 +313,7 @@ class Recorder:
         ended_at = max([ended_at, *(event.ended_at for event in events)])
         return Trace(self._started_at, ended_at, events)
 
-    def find_outage(self, kind: Kind, started_at: float, ended_at: float) -> Outage:
+    def find_outage(self, kind: StepKind, started_at: float, ended_at: float) -> Outage:
         """Return what the step under way lost of the time between two moments."""
         lost = [
             event
@@ -327,7 +327,7 @@ class Recorder:
         return Outage(seconds, tuple(chain.from_iterable(replaced)))
 
     def taking_step(
-        self, kind: Kind, position: int, num_tokens: int
+        self, kind: StepKind, position: int, num_tokens: int
     ) -> AbstractContextManager[None]:
         """Record the events inside as the session's next step."""
         self.step += 1
@@ -353,12 +353,12 @@ class Recorder:
         finally:
             self.add(make(started_at, self.now(), error))
 
-    def watch(self, hop: Hop, kind: Kind, position: int, num_tokens: int) -> QuestionWatch:
+    def watch(self, hop: Hop, kind: StepKind, position: int, num_tokens: int) -> QuestionWatch:
         """Begin to watch a question, before it is made a frame."""
         return QuestionWatch(self, hop, kind, position, num_tokens, self.now())
 
 
-def is_waiting_for_lost(event: Event, kind: Kind) -> bool:
+def is_waiting_for_lost(event: Event, kind: StepKind) -> bool:
     """Return whether an event is a part of an outage, as questions of that kind see it.
 
     Replays that were lost are part of their failover.
@@ -368,6 +368,6 @@ def is_waiting_for_lost(event: Event, kind: Kind) -> bool:
     return isinstance(event, Replacement)
 
 
-def choose_kind(is_decoded: bool) -> Kind:
+def choose_kind(is_decoded: bool) -> StepKind:
     """Return the kind of a step that is not a replay."""
-    return Kind.DECODE if is_decoded else Kind.PREFILL
+    return StepKind.DECODE if is_decoded else StepKind.PREFILL

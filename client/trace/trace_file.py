@@ -10,10 +10,10 @@ from typing import Any
 from .trace import (
     AnsweredQuestion,
     Event,
-    Kind,
     Move,
     Opening,
     Replacement,
+    StepKind,
     StepTaken,
     Trace,
     UnansweredQuestion,
@@ -113,7 +113,7 @@ class _Drawer:
             yield self._slice(track, name, start, min(stop, event.answered_at))
 
     def _slice(
-        self, track: int, name: str | Kind, start: float, stop: float, facts: Json | None = None
+        self, track: int, name: str | StepKind, start: float, stop: float, facts: Json | None = None
     ) -> Json:
         # Both ends are rounded, and not the length: slices that touch must not overlap.
         first, last = (round((at - self._started_at) * 1e9) for at in (start, stop))

@@ -9,8 +9,8 @@ from ..routing.route import Hop
 from .intervals import measure_covered
 from .trace import (
     AnsweredQuestion,
-    Kind,
     Replacement,
+    StepKind,
     StepTaken,
     Trace,
     UnansweredQuestion,
@@ -19,7 +19,7 @@ from .trace import (
 
 
 @dataclass(frozen=True)
-class Shares:
+class TimeBreakdown:
     """Seconds of exchanges with hops, by what they went to."""
 
     num_exchanges: int
@@ -45,27 +45,27 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class HopShares:
+class HopTime:
     """Seconds that decoding spent at one hop."""
 
     hop: Hop
-    shares: Shares
+    breakdown: TimeBreakdown
 
 
 @dataclass(frozen=True)
 class PrefillTime:
-    """The time of the first token; `shares` may exceed it, since pieces overlap."""
+    """The time of the first token; `breakdown` may exceed it, since pieces overlap."""
 
     num_tokens: int
     seconds: float
     opening_seconds: float
     client_seconds: float
-    shares: Shares
+    breakdown: TimeBreakdown
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The shares of the time; a decoded token has that of its step and of the wait up to the next.
+    """Where the time went; a decoded token has that of its step and of the wait up to the next.
 
     `client_seconds` are embedding, head and whatever else lies between the steps, `other_seconds`
     what is between the hops. `failover_seconds` include the wait for answers that never came, and
@@ -74,7 +74,7 @@ class Summary:
 
     num_decoded_tokens: int
     seconds: float
-    hops: tuple[HopShares, ...]
+    hops: tuple[HopTime, ...]
     client_seconds: float
     other_seconds: float
     failover_seconds: float
@@ -91,9 +91,11 @@ def summarize(trace: Trace) -> Summary:
     after_seconds = {
         step.step: stop - step.ended_at for step, stop in zip(steps, stops, strict=False)
     }
-    decoding = [step for step in steps if step.kind is Kind.DECODE]
+    decoding = [step for step in steps if step.kind is StepKind.DECODE]
     decoded = {step.step for step in decoding if step.error is None}
-    exchanges = [event for event in _find_exchanges(trace, Kind.DECODE) if event.step in decoded]
+    exchanges = [
+        event for event in _find_exchanges(trace, StepKind.DECODE) if event.step in decoded
+    ]
     failovers = tuple(event for event in trace.events if isinstance(event, Replacement))
     in_steps_seconds = sum(step.seconds for step in steps if step.step in decoded)
     client_seconds = sum(after_seconds[step] for step in decoded)
@@ -101,7 +103,7 @@ def summarize(trace: Trace) -> Summary:
     lost = [
         (event.started_at, event.ended_at)
         for event in trace.events
-        if is_waiting_for_lost(event, Kind.DECODE) and event.step in decoded
+        if is_waiting_for_lost(event, StepKind.DECODE) and event.step in decoded
     ]
     # Hops that are lost together share one failover, and others may have gone on meanwhile.
     asked_or_lost_seconds = measure_covered([*asked, *lost])
@@ -112,7 +114,7 @@ def summarize(trace: Trace) -> Summary:
     return Summary(
         len(decoded),
         in_steps_seconds + client_seconds + failed_seconds,
-        tuple(_share_by_hop(exchanges)),
+        tuple(_add_by_hop(exchanges)),
         client_seconds,
         max(0.0, in_steps_seconds - asked_or_lost_seconds),  # below 0 by rounding only
         failover_seconds + failed_seconds,
@@ -122,7 +124,7 @@ def summarize(trace: Trace) -> Summary:
     )
 
 
-def _find_exchanges(trace: Trace, kind: Kind) -> list[AnsweredQuestion]:
+def _find_exchanges(trace: Trace, kind: StepKind) -> list[AnsweredQuestion]:
     return [
         event
         for event in trace.events
@@ -130,17 +132,17 @@ def _find_exchanges(trace: Trace, kind: Kind) -> list[AnsweredQuestion]:
     ]
 
 
-def _share_by_hop(exchanges: Sequence[AnsweredQuestion]) -> Iterable[HopShares]:
+def _add_by_hop(exchanges: Sequence[AnsweredQuestion]) -> Iterable[HopTime]:
     """Return what went to each hop, in the order of the blocks, then of time."""
     by_hop: dict[tuple[str, Span], list[AnsweredQuestion]] = {}
     for event in exchanges:
         by_hop.setdefault((event.hop.peer.peer_id, event.hop.span), []).append(event)
     for key in sorted(by_hop, key=lambda key: key[1].start):
-        yield HopShares(by_hop[key][0].hop, _add(by_hop[key]))
+        yield HopTime(by_hop[key][0].hop, _add(by_hop[key]))
 
 
-def _add(exchanges: Sequence[AnsweredQuestion]) -> Shares:
-    return Shares(
+def _add(exchanges: Sequence[AnsweredQuestion]) -> TimeBreakdown:
+    return TimeBreakdown(
         len(exchanges),
         sum(event.queue_seconds for event in exchanges),
         sum(event.compute_seconds for event in exchanges),
@@ -154,14 +156,14 @@ def _sum_prefill(
 ) -> PrefillTime:
     """Add up the steps of prompts, and what went before the first one of all."""
     before_seconds = (steps[0].started_at if steps else trace.ended_at) - trace.started_at
-    steps = [step for step in steps if step.kind is not Kind.DECODE]
+    steps = [step for step in steps if step.kind is not StepKind.DECODE]
     client_seconds = before_seconds + sum(after_seconds[step.step] for step in steps)
     return PrefillTime(
         sum(step.num_tokens for step in steps if step.error is None),
         client_seconds + sum(step.seconds for step in steps),
         sum(_find_first_question(trace, step) - step.started_at for step in steps),
         client_seconds,
-        _add(_find_exchanges(trace, Kind.PREFILL)),
+        _add(_find_exchanges(trace, StepKind.PREFILL)),
     )
 
 
@@ -182,18 +184,18 @@ def describe_summary(summary: Summary) -> list[str]:
         _line("where the time went", "queue", "compute", "network", "serialization", "total"),
         f"prompt of {_count(prefill.num_tokens)}, in ms:",
         _row("opening the route", prefill.opening_seconds),
-        _shares_row("all hops, added up", prefill.shares, 1),
+        _breakdown_row("all hops, added up", prefill.breakdown, 1),
         _row("client: embedding and head", prefill.client_seconds),
         _row("to the first token", prefill.seconds),
     ]
     if num_tokens == 0:
         return lines
     lines.append(f"{_count(num_tokens)} decoded after it, in ms per token:")
-    for hop, shares in ((part.hop, part.shares) for part in summary.hops):
+    for hop, breakdown in ((part.hop, part.breakdown) for part in summary.hops):
         name = f"…{hop.peer.peer_id[-6:]}[{hop.span}]"
-        is_whole = shares.num_exchanges == num_tokens
-        name += "" if is_whole else f", {_count(shares.num_exchanges)}"
-        lines.append(_shares_row(name, shares, shares.num_exchanges))
+        is_whole = breakdown.num_exchanges == num_tokens
+        name += "" if is_whole else f", {_count(breakdown.num_exchanges)}"
+        lines.append(_breakdown_row(name, breakdown, breakdown.num_exchanges))
     if summary.expected_way_seconds:
         expected = _milliseconds(summary.expected_way_seconds / num_tokens)
         lines.append(_line("  of the network was expected", "", "", expected, "", ""))
@@ -221,8 +223,8 @@ def _row(name: str, seconds: float) -> str:
     return _line(f"  {name}", "", "", "", "", _milliseconds(seconds))
 
 
-def _shares_row(name: str, shares: Shares, num_parts: int) -> str:
-    parts = (*shares.parts.values(), shares.seconds)
+def _breakdown_row(name: str, breakdown: TimeBreakdown, num_parts: int) -> str:
+    parts = (*breakdown.parts.values(), breakdown.seconds)
     return _line(f"  {name}", *(_milliseconds(seconds / num_parts) for seconds in parts))
 
 
@@ -235,7 +237,7 @@ def _count(number: int) -> str:
 
 
 def make_summary_json(summary: Summary) -> dict[str, Any]:
-    """Return a summary as plain JSON types; sums in seconds, not shares of a token."""
+    """Return a summary as plain JSON types; sums in seconds, not times per token."""
     prefill = summary.prefill
     return {
         "prefill": {
@@ -243,7 +245,7 @@ def make_summary_json(summary: Summary) -> dict[str, Any]:
             "seconds": _round(prefill.seconds),
             "opening_seconds": _round(prefill.opening_seconds),
             "client_seconds": _round(prefill.client_seconds),
-            **_shares_json(prefill.shares),
+            **_breakdown_json(prefill.breakdown),
         },
         "decode": {
             "tokens": summary.num_decoded_tokens,
@@ -256,8 +258,8 @@ def make_summary_json(summary: Summary) -> dict[str, Any]:
                 {
                     "peer_id": part.hop.peer.peer_id,
                     "span": str(part.hop.span),
-                    "tokens": part.shares.num_exchanges,
-                    **_shares_json(part.shares),
+                    "tokens": part.breakdown.num_exchanges,
+                    **_breakdown_json(part.breakdown),
                 }
                 for part in summary.hops
             ],
@@ -265,8 +267,8 @@ def make_summary_json(summary: Summary) -> dict[str, Any]:
     }
 
 
-def _shares_json(shares: Shares) -> dict[str, float]:
-    return {name: _round(seconds) for name, seconds in shares.parts.items()}
+def _breakdown_json(breakdown: TimeBreakdown) -> dict[str, float]:
+    return {name: _round(seconds) for name, seconds in breakdown.parts.items()}
 
 
 def _round(seconds: float) -> float:

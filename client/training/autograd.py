@@ -104,7 +104,7 @@ class PassRunner:
         return self._portal.run(coroutine)
 
 
-class _Keepsake(Tensor):
+class _SavedInputs(Tensor):
     """A tensor without numbers, by which autograd keeps the saved inputs of a pass.
 
     How many tensors these have follows from the route. A checkpoint that computes a pass again
@@ -115,15 +115,15 @@ class _Keepsake(Tensor):
     saved: list[MicrobatchInputs]
 
     @staticmethod
-    def __new__(cls, saved: list[MicrobatchInputs]) -> _Keepsake:
-        keepsake = torch.Tensor._make_wrapper_subclass(cls, (0,))  # pyright: ignore
-        keepsake.saved = saved
-        return keepsake
+    def __new__(cls, saved: list[MicrobatchInputs]) -> _SavedInputs:
+        inputs = torch.Tensor._make_wrapper_subclass(cls, (0,))  # pyright: ignore
+        inputs.saved = saved
+        return inputs
 
     @classmethod
     def __torch_dispatch__(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, operation: Any, types: Any, arguments: tuple[Any, ...] = (), options: Any = None
-    ) -> _Keepsake:
+    ) -> _SavedInputs:
         """Keep the inputs in whatever torch makes of the tensor, such as a detached one."""
         return cls(arguments[0].saved)
 
@@ -150,7 +150,7 @@ class _RemoteBlocks(torch.autograd.Function):
         texts = Texts(_copy(hidden_BTH), prompts, is_shared, adapters.rows, adapters.is_trained)
         output_BTH, saved = runner.wait_for(runner.remote.run_forward(span, texts))
         ctx.runner = runner
-        ctx.save_for_backward(_Keepsake(saved))
+        ctx.save_for_backward(_SavedInputs(saved))
         inputs = (hidden_BTH, prompts_LBPH, *matrices)
         ctx.places = [(None, None) if x is None else (x.device, x.dtype) for x in inputs]
         # Names only: whose parameters these are would keep them alive, and they this graph.
@@ -163,12 +163,12 @@ class _RemoteBlocks(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grads_BTH: Tensor
     ) -> tuple[Tensor | None, ...]:
-        (keepsake,) = ctx.saved_tensors
-        computed = [one for batch in keepsake.saved for one in batch.inputs[0].texts.adapters]
+        (inputs,) = ctx.saved_tensors
+        computed = [one for batch in inputs.saved for one in batch.inputs[0].texts.adapters]
         if tuple(computed) != ctx.adapters:  # a checkpoint has computed the pass again
             raise UsageError(_LOST_ADAPTERS)
         runner: PassRunner = ctx.runner
-        back = runner.remote.run_backward(keepsake.saved, _copy(grads_BTH))
+        back = runner.remote.run_backward(inputs.saved, _copy(grads_BTH))
         gradients = runner.wait_for(back)
         matrices = [gradients.adapters.get(version, {}).get(name) for version, name in ctx.names]
         found = (gradients.hidden_BTH, gradients.prompts_LBPH, *matrices)

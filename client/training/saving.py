@@ -41,18 +41,18 @@ def leave_out_of_state_dicts(model: nn.Module, parameters: Iterable[nn.Parameter
         named = model.named_parameters(remove_duplicate=False)
         return tuple(name for name, value in named if value in stored and not value.requires_grad)
 
-    def shorten(model: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: object) -> None:
+    def drop(model: nn.Module, state: dict[str, Tensor], prefix: str, _metadata: object) -> None:
         for name in find_names(model):
             state.pop(prefix + name, None)
 
-    def excuse(model: nn.Module, incompatible: Any) -> None:
+    def ignore(model: nn.Module, incompatible: Any) -> None:
         # A model inside of another one has longer names there.
         names = find_names(model)
         missing = incompatible.missing_keys
         missing[:] = [key for key in missing if not key.endswith(names)]
 
-    model.register_state_dict_post_hook(shorten)
-    model.register_load_state_dict_post_hook(excuse)
+    model.register_state_dict_post_hook(drop)
+    model.register_load_state_dict_post_hook(ignore)
 
 
 def leave_out_adapter(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

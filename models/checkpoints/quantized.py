@@ -168,7 +168,7 @@ class _GroupedWeight:
     scales_GO: Tensor
     group_of_I: Tensor
 
-    def take_apart(self) -> Tensor | Int8Weight:
+    def to_weight(self) -> Tensor | Int8Weight:
         """Return the matrix [out, in]: in int8 if that is the same to the bit, else in float32."""
         if len(self.scales_GO) == 1 and bool((self.scales_GO > 0).all()):
             values_IO = self.values_IO.to(torch.int16) - self.zeros_GO.to(torch.int16)
@@ -235,7 +235,7 @@ class _GptqLinears(QuantizedLinears):
             _load_packed(tensors, f"{stem}qzeros", groups, bits, dim=1, increment=ones),
             _load_part(tensors, f"{stem}scales", groups, _FLOATS),
             _load_groups(tensors, f"{stem}g_idx", num_inputs, group_size),
-        ).take_apart()
+        ).to_weight()
 
 
 _AWQ_BITS = 4
@@ -277,7 +277,7 @@ class _AwqLinears(QuantizedLinears):
             load(f"{stem}qzeros", groups),
             _load_part(tensors, f"{stem}scales", groups, _FLOATS),
             torch.arange(num_inputs) // group_size,
-        ).take_apart()
+        ).to_weight()
 
 
 _PACKED = "pack-quantized"
@@ -343,7 +343,7 @@ class _CompressedLinears(QuantizedLinears):
             zeros.expand(num_outputs, num_groups).t(),
             scales.expand(num_outputs, num_groups).t(),
             _load_groups(tensors, f"{stem}weight_g_idx", num_inputs, group_size),
-        ).take_apart()
+        ).to_weight()
 
     def _load_integers(
         self, tensors: Tensors, stem: str, shape: tuple[int, int], scales: tuple[int, ...]

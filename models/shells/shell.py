@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...protocol.errors import ModelError
 from ..checkpoints.checkpoint import Tensors
-from .step_cache import KeptShape
+from .step_cache import CacheShape
 from .tables import fill_tables
 
 
@@ -29,8 +29,8 @@ class NoPositions(nn.Module):
 class Shell:
     """A causal language model without memory for weights, taken apart at its blocks.
 
-    `kept` is the shape of the keys and values that a block keeps of each token. The output of the
-    embedding is multiplied by `embedding_multiplier` before the first block; the module
+    `cache_shape` is the shape of the keys and values that a block keeps of each token. The output
+    of the embedding is multiplied by `embedding_multiplier` before the first block; the module
     `positions_name`, if there is one, adds positions to it.
     """
 
@@ -38,7 +38,7 @@ class Shell:
     decoder_name: str
     layers_name: str
     norm_name: str
-    kept: KeptShape
+    cache_shape: CacheShape
     positions_name: str | None = None
     embedding_multiplier: float = 1.0
 

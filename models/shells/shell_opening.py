@@ -24,7 +24,7 @@ from ..specs.model_spec import WrappedShape
 from .config_bounds import MAX_LAYERS, check_bounds
 from .shell import Shell
 from .shell_calls import gives_blocks_the_same_alone
-from .step_cache import KeptShape, OtherStateError, Shapes, StepCache
+from .step_cache import CacheShape, OtherStateError, Shapes, StepCache
 from .tables import TableError, count_table_bytes, fill_tables, has_tables
 
 _UNSAFE_FIELDS = frozenset(
@@ -57,7 +57,7 @@ _BUILD_ERRORS = (
 """Errors of transformers for configurations that it cannot use, or not in this way."""
 
 
-_NOT_KNOWN_YET = KeptShape(0, 0)
+_NOT_KNOWN_YET = CacheShape(0, 0)
 
 _NO_LIST = "it is not a list of blocks between an embedding and a norm"
 
@@ -77,11 +77,11 @@ def read_shape(shell: Shell, config: Mapping[str, object]) -> WrappedShape:
         family=str(config["model_type"]),
         hidden_size=shell.config.hidden_size,
         num_blocks=len(shell.layers),
-        num_kv_heads=shell.kept.num_heads,
-        head_dim=shell.kept.head_dim,
+        num_kv_heads=shell.cache_shape.num_heads,
+        head_dim=shell.cache_shape.head_dim,
         max_positions=limit_to_exact_positions(rope, positions)[1],
         dtype=ConfigReader(config).dtype(),
-        num_heads=settings.count("num_attention_heads", MAX_HEADS, shell.kept.num_heads),
+        num_heads=settings.count("num_attention_heads", MAX_HEADS, shell.cache_shape.num_heads),
         block_parameters=tuple(
             sum(weight.numel() for weight in layer.parameters()) for layer in shell.layers
         ),
@@ -163,9 +163,9 @@ def _open(model: PreTrainedModel) -> Shell:
         embedding_multiplier=_take_multiplier(decoder),
     )  # fmt: skip
     others = _check_parts(shell)
-    kept = KeptShape.of([_probe_block(shell, index) for index in range(len(shell.layers))])
+    cache_shape = CacheShape.of([_probe_block(shell, index) for index in range(len(shell.layers))])
     _fill_tables(shell)
-    shell = replace(shell, kept=kept, positions_name=_find_positions(shell, others))
+    shell = replace(shell, cache_shape=cache_shape, positions_name=_find_positions(shell, others))
     if not gives_blocks_the_same_alone(shell):
         raise _UnfitError("its decoder passes other inputs to a single block than to all")
     return shell

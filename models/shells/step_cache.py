@@ -31,7 +31,7 @@ _CUT_HEAD = 32
 
 
 @dataclass(frozen=True)
-class KeptShape:
+class CacheShape:
     """The form in which the KV cache keeps a token in each block: keys and values of these heads.
 
     Keys and values of that shape are kept as they are. All others are joined to one row of numbers,
@@ -44,7 +44,7 @@ class KeptShape:
     head_dim: int
 
     @classmethod
-    def of(cls, shapes: Iterable[Shapes]) -> "KeptShape":
+    def of(cls, shapes: Iterable[Shapes]) -> "CacheShape":
         """Return the smallest form that holds the keys and values of all these blocks."""
         every = set(shapes)
         if len(every) == 1:
@@ -55,8 +55,8 @@ class KeptShape:
         common = gcd(*(shape[3] for pair in every for shape in pair))
         sizes = [common >> power for power in range(3) if common % (_SMALL_HEAD << power) == 0]
         head_dims = sizes or [min(_CUT_HEAD, -(-most // 2))]
-        shapes_kept = [cls(-(-most // (2 * head_dim)), head_dim) for head_dim in head_dims]
-        return min(shapes_kept, key=lambda kept: kept.num_heads * count_record_bytes(kept.head_dim))
+        found = [cls(-(-most // (2 * head_dim)), head_dim) for head_dim in head_dims]
+        return min(found, key=lambda one: one.num_heads * count_record_bytes(one.head_dim))
 
     def put(
         self, put: Put, position: int, keys_BGTD: Tensor, values_BGTD: Tensor
@@ -100,18 +100,19 @@ class StepCache(DynamicCache):
     """Keys and values of one step in one block, for transformers' attention.
 
     `put` writes at `position` of some memory and returns everything up to there; the memory has
-    the form `kept`, or takes any shape if that is None. Without `put`, this only records shapes.
+    the form `cache_shape`, or takes any shape if that is None. Without `put`, this only records
+    shapes.
     """
 
     def __init__(
-        self, position: int, put: Put | None = None, kept: KeptShape | None = None
+        self, position: int, put: Put | None = None, cache_shape: CacheShape | None = None
     ) -> None:
         super().__init__()
         self.layers = _NoLayers()
         self.shapes: list[Shapes] = []
         self._position = position
         self._put = put
-        self._kept = kept
+        self._cache_shape = cache_shape
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -120,9 +121,9 @@ class StepCache(DynamicCache):
         self.shapes.append((key_states.shape, value_states.shape))
         if self._put is None:
             return key_states, value_states
-        if self._kept is None:
+        if self._cache_shape is None:
             return self._put(self._position, key_states, value_states)
-        return self._kept.put(self._put, self._position, key_states, value_states)
+        return self._cache_shape.put(self._put, self._position, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens lie before the step."""

@@ -12,7 +12,7 @@ from virtual_time import run_virtual
 from shoal.client.doctor.diagnosis import Diagnosis
 from shoal.client.doctor.finding import Finding
 from shoal.client.doctor.probes import LIBP2P_GREETING, JoinedSwarm, ModelFacts, Probes
-from shoal.client.doctor.reach_check import Door
+from shoal.client.doctor.reach_check import ListenAddress
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, ModelError, ShoalError
 from shoal.protocol.identity import Identity
@@ -79,12 +79,12 @@ class Swarm(ScriptedSwarm):
         self,
         addresses: Sequence[str] = (ADDRESS,),
         model: ModelFacts | None = MODEL,
-        door: Door | None = None,
+        listen_address: ListenAddress | None = None,
     ) -> Diagnosis:
         probes = Probes(
             self.clock,
             self._dial,
-            self._hail,
+            self._greet_libp2p,
             self._join,
             self._check_certificate,
             self._reach,
@@ -96,7 +96,7 @@ class Swarm(ScriptedSwarm):
                 raise ModelError("there is no model here")
             return model
 
-        await diagnosis.run(read_model, addresses, door)
+        await diagnosis.run(read_model, addresses, listen_address)
         return diagnosis
 
     async def _dial(self, host: str, port: int) -> None:
@@ -105,7 +105,7 @@ class Swarm(ScriptedSwarm):
         if self.dial_error:
             raise self.dial_error
 
-    async def _hail(self, host: str, port: int) -> bytes:
+    async def _greet_libp2p(self, host: str, port: int) -> bytes:
         if self.hail_answer is None:
             await asyncio.Event().wait()
         return self.hail_answer or b""
@@ -115,7 +115,9 @@ class Swarm(ScriptedSwarm):
             raise self.join_error
         return JoinedSwarm(LoopbackTransport(self.network, "us", self.membership), self.directory)
 
-    async def _reach(self, addresses: Sequence[str], door: Door) -> Sequence[DialBackAnswer]:
+    async def _reach(
+        self, addresses: Sequence[str], listen_address: ListenAddress
+    ) -> Sequence[DialBackAnswer]:
         if self.reach_error:
             raise self.reach_error
         return self.reach

@@ -42,7 +42,7 @@ def count_steps_of_the_client(world: Any) -> list[str]:
 
                 async def listen() -> Any:
                     frame = await receive()
-                    if frame is not None and frame[3] == 5:  # Kind.STEP
+                    if frame is not None and frame[3] == 5:  # StepKind.STEP
                         sent_to.append(peer.host)
                     return frame
 

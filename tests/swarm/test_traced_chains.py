@@ -9,7 +9,7 @@ import pytest
 from virtual_route import World, run
 from virtual_time import VirtualClock
 
-from shoal.client.trace.trace import AnsweredQuestion, Kind, Recorder
+from shoal.client.trace.trace import AnsweredQuestion, Recorder, StepKind
 from shoal.client.trace.trace_summary import describe_summary, make_summary_json, summarize
 
 NUM_TOKENS = 3
@@ -64,14 +64,14 @@ def test_time_of_an_outage_counts_once(
 
     trace = recorder.make_trace()
     summary = summarize(trace)
-    hops_seconds = sum(part.shares.seconds for part in summary.hops)
+    hops_seconds = sum(part.breakdown.seconds for part in summary.hops)
     rest_seconds = summary.client_seconds + summary.other_seconds + summary.failover_seconds
     assert len(summary.failovers) == len(lost)
     assert hops_seconds + rest_seconds == pytest.approx(summary.seconds)
     # It is the wait for peers that say nothing: no way takes longer for it.
     assert summary.failover_seconds > 0.9 * summary.seconds > 0.5
     for event in trace.events:
-        if isinstance(event, AnsweredQuestion) and event.kind is Kind.DECODE:
+        if isinstance(event, AnsweredQuestion) and event.kind is StepKind.DECODE:
             assert event.network_seconds < 0.02
 
 

@@ -19,7 +19,7 @@ from ....kernels.linear.linear import Linear
 from ....models.checkpoints.checkpoint import Checkpoint
 from ....models.checkpoints.conversion import ConvertedCheckpoint
 from ....models.shells.shell_opening import open_shell
-from ....models.shells.step_cache import KeptShape, StepCache
+from ....models.shells.step_cache import CacheShape, StepCache
 from ....models.shells.tables import count_table_bytes
 from ..devices.device import Numerics
 from .batch import (
@@ -42,14 +42,14 @@ class WrappedBlock(HostedBlock):
     linears: Mapping[str, Linear] = MappingProxyType({})
 
     def __init__(
-        self, decoder: PreTrainedModel, index: int, kept: KeptShape, table_bytes: int
+        self, decoder: PreTrainedModel, index: int, cache_shape: CacheShape, table_bytes: int
     ) -> None:
         weights = [weight for weight in decoder.parameters() if not weight.is_meta]
         self.num_bytes = sum(weight.nbytes for weight in weights) + table_bytes
         self.num_parameters = sum(weight.numel() for weight in weights)
         self._decoder = decoder
         self._index = index
-        self._kept = kept
+        self._cache_shape = cache_shape
 
     def __call__(
         self, hidden_NH: torch.Tensor, batch: StepBatch, ranges: Sequence[TokenRange]
@@ -83,7 +83,7 @@ class WrappedBlock(HostedBlock):
         parts = [
             self._decoder(
                 inputs_embeds=hidden_BTH[:, first : first + stride],
-                past_key_values=StepCache(step.position + first, put, self._kept),
+                past_key_values=StepCache(step.position + first, put, self._cache_shape),
                 use_cache=True,
             ).last_hidden_state
             for first in range(0, step.num_tokens, stride)
@@ -107,7 +107,7 @@ class WrappedLoader:
         _bring(decoder, self._torch_device)
         # All blocks share the decoder's other buffers.
         table_bytes = count_table_bytes(self._shell.layers[index])
-        return WrappedBlock(decoder, index, self._shell.kept, table_bytes)
+        return WrappedBlock(decoder, index, self._shell.cache_shape, table_bytes)
 
 
 def _bring(decoder: PreTrainedModel, torch_device: torch.device) -> None:

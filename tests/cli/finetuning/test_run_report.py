@@ -14,7 +14,7 @@ import pytest
 from screens import Screen
 
 from shoal.cli.finetuning.loss_plot import draw_losses, save_losses
-from shoal.cli.finetuning.run_report import Pace, RunFacts, RunReporter, RunResult, quote_uses
+from shoal.cli.finetuning.run_report import RunFacts, RunReporter, RunResult, SpeedMeter, quote_uses
 from shoal.cli.terminal.reporter import Reporter
 from shoal.cli.terminal.terminal import Terminal
 from shoal.client.finetuning.checkpoints import RunProgress
@@ -62,18 +62,18 @@ class Seconds:
 
 def test_pace_is_that_of_recent_updates_without_what_came_between() -> None:
     clock = Seconds()
-    pace = Pace(clock)
-    assert (pace.tokens_per_second, pace.loss, pace.expect_seconds(5)) == (0.0, None, None)
+    meter = SpeedMeter(clock)
+    assert (meter.tokens_per_second, meter.loss, meter.expect_seconds(5)) == (0.0, None, None)
 
     for number in range(1, 41):
         clock.now += 100 if number <= 20 else 2
-        pace.note(make_update(number, loss=1.0 if number % 2 else math.nan))
+        meter.note(make_update(number, loss=1.0 if number % 2 else math.nan))
         clock.now += 50  # an evaluation
-        pace.pause()
+        meter.pause()
 
-    assert pace.tokens_per_second == 2048
-    assert pace.expect_seconds(30) == 60
-    assert pace.loss == 1.0
+    assert meter.tokens_per_second == 2048
+    assert meter.expect_seconds(30) == 60
+    assert meter.loss == 1.0
 
 
 @pytest.mark.parametrize("num_hops", [0, 2, 5])

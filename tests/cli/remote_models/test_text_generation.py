@@ -13,7 +13,7 @@ import torch
 
 from shoal.cli.remote_models.opening import load_tokenizer
 from shoal.cli.remote_models.routes import describe_failover, failover_facts
-from shoal.cli.remote_models.text_generation import Sampling, TextAssembler, TokenStream
+from shoal.cli.remote_models.text_generation import Detokenizer, Sampling, TokenStream
 from shoal.client.routing.route import Hop
 from shoal.client.trace.trace import Failover
 from shoal.protocol.errors import ModelError
@@ -27,9 +27,9 @@ TEXT = "Zoë said: “naïve” … 日本, 🦈 and more"
 
 def test_assembler_shows_letters_only_when_all_their_bytes_are_there(byte_tokenizer: Any) -> None:
     ids = byte_tokenizer(TEXT).input_ids
-    assembler = TextAssembler(byte_tokenizer, byte_tokenizer("a prompt: ").input_ids)
+    detokenizer = Detokenizer(byte_tokenizer, byte_tokenizer("a prompt: ").input_ids)
 
-    pieces = [assembler.add(token_id) for token_id in ids] + [assembler.finish()]
+    pieces = [detokenizer.add(token_id) for token_id in ids] + [detokenizer.finish()]
 
     assert len(ids) > len(TEXT)
     assert "".join(pieces) == TEXT
@@ -39,17 +39,17 @@ def test_assembler_shows_letters_only_when_all_their_bytes_are_there(byte_tokeni
 
 def test_assembler_shows_a_letter_cut_short_at_the_end(byte_tokenizer: Any) -> None:
     ids = byte_tokenizer("a🦈").input_ids
-    assembler = TextAssembler(byte_tokenizer, [])
+    detokenizer = Detokenizer(byte_tokenizer, [])
 
-    shown = "".join(assembler.add(token_id) for token_id in ids[:-1])
+    shown = "".join(detokenizer.add(token_id) for token_id in ids[:-1])
 
     assert shown == "a"
-    assert assembler.finish().startswith("\ufffd")
+    assert detokenizer.finish().startswith("\ufffd")
 
 
 def test_stream_leaves_out_the_prompt(byte_tokenizer: Any) -> None:
     shown: list[str] = []
-    stream = TokenStream(TextAssembler(byte_tokenizer, [1, 2]), shown.append)
+    stream = TokenStream(Detokenizer(byte_tokenizer, [1, 2]), shown.append)
 
     stream.put(torch.tensor([[1, 2]]))
     for token_id in byte_tokenizer("hi").input_ids:

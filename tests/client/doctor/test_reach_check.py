@@ -6,13 +6,13 @@ import pytest
 from diagnosis_scene import Swarm, examine, find
 
 from shoal.client.doctor.finding import FindingStatus
-from shoal.client.doctor.reach_check import Door, judge_reach
+from shoal.client.doctor.reach_check import ListenAddress, judge_reach
 from shoal.protocol.errors import DirectoryError, UnavailableError, UsageError
 from shoal.protocol.net.addresses import DialBackAnswer
 from shoal.protocol.spans import Span
 
 HOME, ROUTER = "192.168.0.2", "203.0.113.5"
-DOOR = Door("0.0.0.0", 7000, HOME)
+ADDRESS = ListenAddress("0.0.0.0", 7000, HOME)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ DOOR = Door("0.0.0.0", 7000, HOME)
 def test_answers_come_to_one_finding(
     answers: list[tuple[bool | None, str]], status: FindingStatus, words: str
 ) -> None:
-    finding = judge_reach(DOOR, [DialBackAnswer(*answer) for answer in answers])
+    finding = judge_reach(ADDRESS, [DialBackAnswer(*answer) for answer in answers])
 
     assert finding.status is status
     assert words in finding.detail
@@ -56,25 +56,29 @@ def test_answers_come_to_one_finding(
     ],
 )
 def test_fix_says_what_to_type(answer: DialBackAnswer, words: str) -> None:
-    assert words in judge_reach(DOOR, [answer]).fix
+    assert words in judge_reach(ADDRESS, [answer]).fix
 
 
 def test_port_that_is_not_fixed_is_not_named() -> None:
-    door = Door("0.0.0.0", 0, HOME)
+    listen_address = ListenAddress("0.0.0.0", 0, HOME)
     assert (
         "its port (--listen HOST:PORT fixes its number"
-        in judge_reach(door, [DialBackAnswer(False, HOME)]).fix
+        in judge_reach(listen_address, [DialBackAnswer(False, HOME)]).fix
     )
-    assert "0.0.0.0:PORT" in judge_reach(door, [DialBackAnswer(False, ROUTER)]).fix
+    assert "0.0.0.0:PORT" in judge_reach(listen_address, [DialBackAnswer(False, ROUTER)]).fix
 
 
 def test_name_may_stand_for_what_others_see() -> None:
-    finding = judge_reach(Door("0.0.0.0", 7000, "peer.example"), [DialBackAnswer(True, ROUTER)])
+    finding = judge_reach(
+        ListenAddress("0.0.0.0", 7000, "peer.example"), [DialBackAnswer(True, ROUTER)]
+    )
     assert finding.status is FindingStatus.OK
 
 
 def test_loopback_is_for_this_machine_only() -> None:
-    finding = judge_reach(Door("127.0.0.1", 0, "127.0.0.1"), [DialBackAnswer(True, "127.0.0.1")])
+    finding = judge_reach(
+        ListenAddress("127.0.0.1", 0, "127.0.0.1"), [DialBackAnswer(True, "127.0.0.1")]
+    )
     assert finding.status is FindingStatus.WARNING
     assert "--announce-host" in finding.fix
 
@@ -85,7 +89,7 @@ def test_doctor_asks_only_with_a_door_and_tells_what_it_heard() -> None:
         swarm.reach = [DialBackAnswer(True, HOME)]
 
     assert all(finding.name != "reach" for finding in examine(build).findings)
-    diagnosis = examine(build, door=DOOR)
+    diagnosis = examine(build, listen_address=ADDRESS)
     assert find(diagnosis, "reach").detail == f"1 of 1 peers that were asked can dial {HOME}:7000"
     assert diagnosis.is_well
 
@@ -95,7 +99,7 @@ def test_port_in_use_is_broken() -> None:
         await swarm.add(Span(0, 8))
         swarm.reach_error = UsageError("cannot listen on 0.0.0.0:7000: in use")
 
-    finding = find(examine(build, door=DOOR), "reach")
+    finding = find(examine(build, listen_address=ADDRESS), "reach")
     assert finding.status is FindingStatus.BROKEN
     assert "in use" in finding.detail
 
@@ -108,7 +112,7 @@ def test_directory_in_trouble_is_no_fault_of_the_port(error: UnavailableError) -
         await swarm.add(Span(0, 8))
         swarm.reach_error = error
 
-    diagnosis = examine(build, door=DOOR)
+    diagnosis = examine(build, listen_address=ADDRESS)
 
     finding = find(diagnosis, "reach")
     assert finding.status is FindingStatus.WARNING

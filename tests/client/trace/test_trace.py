@@ -23,10 +23,10 @@ from virtual_time import VirtualClock
 from shoal.client.session.session import RemoteSession
 from shoal.client.trace.trace import (
     AnsweredQuestion,
-    Kind,
     Opening,
     Recorder,
     Replacement,
+    StepKind,
     StepTaken,
     UnansweredQuestion,
 )
@@ -84,7 +84,7 @@ def test_network_time_is_the_delay_of_the_network() -> None:
         exchanges = find(recorder, AnsweredQuestion)
         assert [event.step for event in exchanges] == [1, 1, 2, 2, 3, 3]
         assert [str(event.hop.span) for event in exchanges] == ["0:3", "3:6"] * 3
-        assert [event.kind for event in exchanges] == [Kind.PREFILL] * 2 + [Kind.DECODE] * 4
+        assert [event.kind for event in exchanges] == [StepKind.PREFILL] * 2 + [StepKind.DECODE] * 4
         assert [event.position for event in exchanges] == [0, 0, 5, 5, 6, 6]
         for event in exchanges:
             assert event.network_seconds == pytest.approx(2 * DELAY)
@@ -94,9 +94,9 @@ def test_network_time_is_the_delay_of_the_network() -> None:
             assert min(event.num_bytes_sent, event.num_bytes_received) > 4 * WIDTH
         steps = find(recorder, StepTaken)
         assert [(step.kind, step.position, step.num_tokens) for step in steps] == [
-            (Kind.PREFILL, 0, 5),
-            (Kind.DECODE, 5, 1),
-            (Kind.DECODE, 6, 1),
+            (StepKind.PREFILL, 0, 5),
+            (StepKind.DECODE, 5, 1),
+            (StepKind.DECODE, 6, 1),
         ]
         round_trip_seconds = 2 * DELAY + QUEUE + COMPUTE
         assert steps[2].seconds == pytest.approx(2 * round_trip_seconds)
@@ -163,7 +163,7 @@ def test_failover_is_taken_down_with_its_wait_opening_and_replay() -> None:
         await session.step(draw(3), is_decoded=True)
 
         (silence,) = find(recorder, UnansweredQuestion)
-        assert (silence.hop, silence.step, silence.kind) == (lost, 3, Kind.DECODE)
+        assert (silence.hop, silence.step, silence.kind) == (lost, 3, StepKind.DECODE)
         assert silence.seconds >= 1  # what a peer has to answer, at least
         (replacement,) = find(recorder, Replacement)
         failover = replacement.failover
@@ -173,7 +173,9 @@ def test_failover_is_taken_down_with_its_wait_opening_and_replay() -> None:
         assert replacement.seconds == failover.seconds
         (opening,) = find(recorder, Opening)[3:]
         assert (opening.hop, opening.step, opening.error) == (session.hops[1], 3, None)
-        replays = [event for event in find(recorder, AnsweredQuestion) if event.kind is Kind.REPLAY]
+        replays = [
+            event for event in find(recorder, AnsweredQuestion) if event.kind is StepKind.REPLAY
+        ]
         assert [(event.position, event.num_tokens) for event in replays] == [(0, 5), (5, 1)]
         summary = summarize(recorder.make_trace())
         assert summary.failovers == (replacement,)

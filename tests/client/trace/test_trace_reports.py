@@ -13,9 +13,9 @@ from shoal.client.routing.route import Hop
 from shoal.client.trace.trace import (
     AnsweredQuestion,
     Failover,
-    Kind,
     Opening,
     Replacement,
+    StepKind,
     StepTaken,
     Trace,
     UnansweredQuestion,
@@ -50,7 +50,7 @@ FIRST, SECOND, SPARE = make_hop(1, 0, 100), make_hop(2, 100, 200), make_hop(3, 1
 
 
 def ask(
-    step: int, at: float, hop: Hop, kind: Kind = Kind.DECODE, num_tokens: int = 1
+    step: int, at: float, hop: Hop, kind: StepKind = StepKind.DECODE, num_tokens: int = 1
 ) -> AnsweredQuestion:
     """Ten milliseconds: 1 to encode, 4 of network, 2 of queue, 2 of compute, 1 to decode."""
     started_at = START + at * MS
@@ -71,8 +71,8 @@ def ask(
     )
 
 
-def take(step: int, start: float, stop: float, kind: Kind = Kind.DECODE) -> StepTaken:
-    num_tokens = 1 if kind is Kind.DECODE else 5
+def take(step: int, start: float, stop: float, kind: StepKind = StepKind.DECODE) -> StepTaken:
+    num_tokens = 1 if kind is StepKind.DECODE else 5
     return StepTaken(step, START + start * MS, START + stop * MS, kind, 4 + step, num_tokens)
 
 
@@ -87,16 +87,18 @@ TEXT = Trace(
     (
         Opening(1, START + 5 * MS, START + 20 * MS, SECOND),
         Opening(1, START + 5 * MS, START + 19 * MS, FIRST),
-        ask(1, 20, FIRST, Kind.PREFILL, 5),
-        ask(1, 30, SECOND, Kind.PREFILL, 5),
-        take(1, 5, 40, Kind.PREFILL),
+        ask(1, 20, FIRST, StepKind.PREFILL, 5),
+        ask(1, 30, SECOND, StepKind.PREFILL, 5),
+        take(1, 5, 40, StepKind.PREFILL),
         ask(2, 45, FIRST),
         ask(2, 55, SECOND),
         take(2, 45, 65),
         ask(3, 72, FIRST),
-        UnansweredQuestion(3, START + 82 * MS, START + 92 * MS, Kind.DECODE, SECOND, 7, "it broke"),
+        UnansweredQuestion(
+            3, START + 82 * MS, START + 92 * MS, StepKind.DECODE, SECOND, 7, "it broke"
+        ),
         Opening(3, START + 93 * MS, START + 98 * MS, SPARE),
-        ask(3, 98, SPARE, Kind.REPLAY, 6),
+        ask(3, 98, SPARE, StepKind.REPLAY, 6),
         fail_over(3, 92, 108, SECOND, "it broke"),
         ask(3, 108, SPARE),
         take(3, 72, 120),
@@ -112,17 +114,17 @@ def test_summary_says_where_the_time_of_every_token_went() -> None:
     assert summary.client_seconds == pytest.approx((7 + 30) * MS)
     assert summary.failover_seconds == pytest.approx((10 + 16) * MS)
     assert summary.other_seconds == pytest.approx(2 * MS)
-    assert [(part.hop, part.shares.num_exchanges) for part in summary.hops] == [
+    assert [(part.hop, part.breakdown.num_exchanges) for part in summary.hops] == [
         (FIRST, 2),
         (SECOND, 1),
         (SPARE, 1),
     ]
-    first = summary.hops[0].shares
+    first = summary.hops[0].breakdown
     assert first.queue_seconds == pytest.approx(4 * MS)
     assert first.compute_seconds == pytest.approx(4 * MS)
     assert first.network_seconds == pytest.approx(8 * MS)
     assert first.serialization_seconds == pytest.approx(4 * MS)
-    hops_seconds = sum(part.shares.seconds for part in summary.hops)
+    hops_seconds = sum(part.breakdown.seconds for part in summary.hops)
     known_seconds = hops_seconds + summary.client_seconds + summary.failover_seconds
     assert known_seconds + summary.other_seconds == pytest.approx(summary.seconds)
 
@@ -140,13 +142,15 @@ def test_hops_that_are_lost_together_share_one_failover() -> None:
 def test_steps_that_failed_decoded_nothing() -> None:
     failed = replace(take(4, 150, 170), error="nobody serves them")
     again = (ask(5, 172, FIRST), ask(5, 182, SPARE), take(5, 172, 192))
-    lost = UnansweredQuestion(4, START + 160 * MS, START + 170 * MS, Kind.DECODE, SPARE, 8, "gone")
+    lost = UnansweredQuestion(
+        4, START + 160 * MS, START + 170 * MS, StepKind.DECODE, SPARE, 8, "gone"
+    )
     trace = Trace(START, START + 200 * MS, (*TEXT.events, ask(4, 150, FIRST), lost, failed, *again))
 
     summary, before = summarize(trace), summarize(TEXT)
 
     assert summary.num_decoded_tokens == before.num_decoded_tokens + 1
-    assert summary.hops[0].shares.num_exchanges == 3
+    assert summary.hops[0].breakdown.num_exchanges == 3
     assert summary.seconds == pytest.approx(before.seconds + 50 * MS)
     assert summary.failover_seconds == pytest.approx(before.failover_seconds + 22 * MS)
     assert summary.other_seconds == pytest.approx(before.other_seconds)
@@ -154,8 +158,8 @@ def test_steps_that_failed_decoded_nothing() -> None:
 
 
 def test_prompt_that_failed_and_came_again_counts_once() -> None:
-    failed = replace(take(1, 5, 20, Kind.PREFILL), error="nobody serves them")
-    again = (ask(2, 25, FIRST, Kind.PREFILL, 5), take(2, 25, 40, Kind.PREFILL))
+    failed = replace(take(1, 5, 20, StepKind.PREFILL), error="nobody serves them")
+    again = (ask(2, 25, FIRST, StepKind.PREFILL, 5), take(2, 25, 40, StepKind.PREFILL))
 
     summary = summarize(Trace(START, START + 50 * MS, (failed, *again)))
 
@@ -170,7 +174,7 @@ def test_summary_says_what_the_first_token_took() -> None:
     assert prefill.seconds == pytest.approx(45 * MS)
     assert prefill.opening_seconds == pytest.approx(15 * MS)
     assert prefill.client_seconds == pytest.approx((5 + 5) * MS)
-    assert prefill.shares.seconds == pytest.approx(20 * MS)
+    assert prefill.breakdown.seconds == pytest.approx(20 * MS)
 
 
 def test_summary_is_a_table_of_eighty_columns() -> None:

@@ -15,7 +15,7 @@ from chaos.run import PLANS, Setting, run_chaos
 
 from shoal.cli.options.bundled_model import count_blocks, find_model
 from shoal.cli.options.layout import plan_spans
-from shoal.cli.terminal.interrupts import INTERRUPTED, end_in_good_order
+from shoal.cli.terminal.interrupts import INTERRUPTED, stop_on_sigterm
 from shoal.protocol.errors import ShoalError
 
 
@@ -40,7 +40,7 @@ def main() -> int:
         if options.plan:
             print(*setting.plan(), sep="\n")
             return 0
-        with end_in_good_order():
+        with stop_on_sigterm():
             outcome = run_chaos(setting, lambda line: print(line, flush=True))
     except ShoalError as error:
         print(f"make chaos: {error}", file=sys.stderr)
