@@ -92,7 +92,7 @@ class Peer:
         rng = random.Random(identity.derive_secret("shoal random numbers"))
         lag = LoopLag(clock)
         connections = Connections.make(
-            identity, presence, handler.serve, model.model_id, clock, period_seconds, rng
+            identity, presence, handler.serve, clock, period_seconds, rng
         )
         template = make_template(config, model.model_id, model.spec.num_blocks, presence)
         description = SelfDescription(template, lag, model.sizes.work, connections.describers)

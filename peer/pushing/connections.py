@@ -5,10 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from ...protocol.identity import Identity
-from ...protocol.ids import ModelId
 from ...protocol.net.clock import Clock
 from ...protocol.net.network import Presence
 from ...protocol.net.transport import StreamServer
@@ -36,7 +34,6 @@ class Connections:
         identity: Identity,
         presence: Presence,
         serve: StreamServer,
-        model_id: ModelId,
         clock: Clock,
         period_seconds: float,
         rng: random.Random,
@@ -52,8 +49,7 @@ class Connections:
                 identity, transport, directory, serve, clock, period_seconds
             )
         else:
-            look = partial(directory.lookup, model_id)
-            parked = ParkedStreams(presence.endpoint.fingerprint, look, clock, period_seconds)
+            parked = ParkedStreams(presence.endpoint.fingerprint)
         push_links = PushLinks(transport, clock, parked)
         return cls(push_links, parked, round_trip_times, reverse)
 

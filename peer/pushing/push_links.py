@@ -1,8 +1,8 @@
 """The connections over which a peer pushes: one for each peer and lane, shared by all sessions.
 
-Whom to dial is said by strangers. So every dial has a pinned certificate and a deadline, there is a
-budget for each address that asks, and what failed is left alone for a while. A peer without any
-endpoint is not dialled, but reached over streams that it has parked here.
+Whom to dial is said by strangers. So every dial has a pinned certificate and a deadline, everybody
+who asks has a share of the dials of a minute, and what failed is left alone for a while. A peer
+without any endpoint is not dialled, but reached over streams that it has parked here.
 """
 
 import asyncio
@@ -33,7 +33,6 @@ from ...protocol.net.retry import Backoff, Backoffs
 from ...protocol.net.transport import Stream, Transport, refuse_large_frames
 from ...protocol.wire.codec import decode_frame, encode_frame
 from ..process.background import cancel_all
-from .dial_budget import DialBudget
 from .parked_streams import ParkedStreams
 
 _logger = logging.getLogger(__name__)
@@ -50,6 +49,9 @@ _IDLE_SECONDS = 10.0
 """How long a connection stays that no session uses; the other end waits twice as long for one."""
 
 _SEND_SECONDS = 30.0
+
+_MAX_DIALS_A_MINUTE = 128
+"""Of all tenants; a single one gets 72 of them. Sessions share connections that are open."""
 
 _MAX_REPLAYED_BYTES_A_MINUTE = 2**30
 """Bytes that clients may have pushed again, of all sessions: four times what a peer logs."""
@@ -92,28 +94,26 @@ class _Parcel:
     is_replay: bool = False
 
 
-class RecentBytes:
-    """Bytes that strangers have had a peer send in the last minute, bounded and shared fairly."""
+class RecentShares:
+    """What strangers have had a peer do in the last minute, bounded and shared fairly."""
 
-    def __init__(self, clock: Clock, budget_bytes: int, times_free: int = 1) -> None:
-        """Let nobody have more than `times_free` times what is left to others."""
+    def __init__(self, clock: Clock, budget: int) -> None:
         self._clock = clock
-        self._budget_bytes = budget_bytes
-        self._times_free = times_free
+        self._budget = budget
         self._taken: deque[tuple[float, Tenant, int]] = deque()
 
-    def take(self, tenant: Tenant, num_bytes: int) -> None:
-        """Count bytes of a tenant. Raises RefusedError when that is too much in a minute."""
+    def take(self, tenant: Tenant, amount: int) -> bool:
+        """Count so much for a tenant; False, and nothing is counted, if that is too much."""
         now = self._clock.now()
         while self._taken and now - self._taken[0][0] >= 60.0:
             self._taken.popleft()
         held = Counter[Tenant]()
-        for _, other, num_taken in self._taken:
-            held[other] += num_taken
-        share = compute_share(tenant, held, self._budget_bytes, self._times_free)
-        if held[tenant] + num_bytes > share:
-            raise RefusedError(ErrorCode.LOG_INCOMPLETE, "too much was sent again in this minute")
-        self._taken.append((now, tenant, num_bytes))
+        for _, other, taken in self._taken:
+            held[other] += taken
+        if held[tenant] + amount > compute_share(tenant, held, self._budget, times_free=3):
+            return False
+        self._taken.append((now, tenant, amount))
+        return True
 
 
 class PushLinks:
@@ -132,9 +132,9 @@ class PushLinks:
         self._known: dict[Hashable, _PushLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
-        self._budget = DialBudget(clock)
+        self._dials = RecentShares(clock, _MAX_DIALS_A_MINUTE)
         self._unreached = Backoffs[Hashable](_UNREACHED, clock)
-        self.replayed = RecentBytes(clock, _MAX_REPLAYED_BYTES_A_MINUTE, times_free=3)
+        self.replayed = RecentShares(clock, _MAX_REPLAYED_BYTES_A_MINUTE)
 
     def prepare(self, following: NextHop, sender: Sender) -> None:
         """Dial a next hop before there is anything to push, if that may be."""
@@ -147,7 +147,8 @@ class PushLinks:
 
     def count_replay(self, tenant: Tenant, num_bytes: int) -> None:
         """Count a replay that is to begin. Raises RefusedError when there were too many lately."""
-        self.replayed.take(tenant, max(num_bytes, MAX_PIECE_BYTES))
+        if not self.replayed.take(tenant, max(num_bytes, MAX_PIECE_BYTES)):
+            raise RefusedError(ErrorCode.LOG_INCOMPLETE, "too much was sent again in this minute")
 
     def replay(
         self, following: NextHop, frames: Iterable[bytes], num_bytes: int, sender: Sender
@@ -183,16 +184,13 @@ class PushLinks:
         key = (following.peer_id, following.endpoints, lane)
         known = self._known.get(key)
         if known is not None:
-            if known.askers:
-                known.askers.add(tenant.address)
-                self._budget.look_again()
             return known
         if not self._unreached.may_try(key) and not self._has_parked(following, lane):
             raise RefusedError(
                 ErrorCode.BUSY, "the next hop could not be reached a moment ago", BUSY_SECONDS
             )
-        self._budget.count(tenant.address)
-        link = self._known[key] = _PushLink(following, lane, tenant.address)
+        self._count_dial(tenant)
+        link = self._known[key] = _PushLink(following, lane, tenant)
         task = asyncio.create_task(self._serve(key, link), name=repr(link))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -243,30 +241,33 @@ class PushLinks:
                     "%r does not answer on a parked stream, which is closed: %r", link, error
                 )
             else:
-                link.askers.clear()
                 return stream
         return None
 
     async def _dial(self, key: Hashable, link: "_PushLink") -> Stream:
-        """Try one endpoint after the other; what its askers may not try is not held against it."""
+        """Try one endpoint after the other; what its asker may not try is not held against it."""
         failure: ShoalError = UnavailableError(f"{link.name} is not connected any more")
-        async with self._budget.take_turn(link.askers) as asker:
-            link.askers.clear()
-            deadline = asyncio.get_running_loop().time() + _DIAL_SECONDS
-            for number, endpoint in enumerate(link.following.endpoints):
-                if number > 0:
-                    self._budget.count(asker)
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        return await self._open_stream(link, endpoint)
-                except TimeoutError:
-                    failure = UnavailableError(f"{link.name} did not answer in time")
-                    break
-                except ShoalError as error:
-                    failure = copy(error)
+        deadline = asyncio.get_running_loop().time() + _DIAL_SECONDS
+        for number, endpoint in enumerate(link.following.endpoints):
+            if number > 0:
+                self._count_dial(link.asker)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    return await self._open_stream(link, endpoint)
+            except TimeoutError:
+                failure = UnavailableError(f"{link.name} did not answer in time")
+                break
+            except ShoalError as error:
+                failure = copy(error)
         self._unreached.forget_expired()
         self._unreached.note_failure(key)
         raise failure
+
+    def _count_dial(self, asker: Tenant) -> None:
+        """Count a dial that somebody asks for. Raises RefusedError when there were too many."""
+        if not self._dials.take(asker, 1):
+            detail = "too many connections to other peers were asked for in this minute"
+            raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS)
 
     async def _open_stream(self, link: "_PushLink", endpoint: Endpoint) -> Stream:
         peer_id = link.following.peer_id
@@ -290,10 +291,10 @@ class PushLinks:
 class _PushLink:
     """One connection to another peer, and the sessions that push over it."""
 
-    def __init__(self, following: NextHop, lane: Lane, asker: str) -> None:
+    def __init__(self, following: NextHop, lane: Lane, asker: Tenant) -> None:
         self.following = following
         self.lane = lane
-        self.askers = {asker}  # addresses that wait for it to be dialled; none after that
+        self.asker = asker  # who had it opened first
         self.parcels: asyncio.Queue[_Parcel] = asyncio.Queue()
         self._users: dict[SessionId, tuple[NextHop, Sender]] = {}  # those that are attached
         self._refusal_seconds = 0.0

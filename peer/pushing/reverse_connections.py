@@ -32,6 +32,7 @@ from ...protocol.records.announcements import MAX_PARKED_AT, Announcement, PeerS
 from ...protocol.records.coordinates import ORIGIN, estimate_rtt_seconds
 from ...protocol.versions import REVERSE_VERSION
 from ...protocol.wire.codec import encode_frame, read_answer
+from ..process.background import cancel_all
 
 _logger = logging.getLogger(__name__)
 
@@ -151,7 +152,7 @@ class ReverseConnections:
         for (peer_id, lane), parking in list(self._parking.items()):
             # A restarted peer listens elsewhere and has lost the stream.
             if peer_id not in hosts or hosts[peer_id].endpoints != self._hosts[peer_id].endpoints:
-                await _cancel([parking])
+                await cancel_all([parking])
                 del self._parking[peer_id, lane]
                 self._parked.discard((peer_id, lane))
         self._hosts = hosts
@@ -243,12 +244,12 @@ class ReverseConnections:
             await stream.close()
 
     async def _end(self) -> None:
-        await _cancel(self._parking.values())
+        await cancel_all(self._parking.values())
         for stream in list(self._serving.values()):
             await stream.close()
         if self._serving:
             await asyncio.wait(list(self._serving), timeout=_LAST_WORDS_SECONDS)
-        await _cancel(list(self._serving))
+        await cancel_all(self._serving)
 
 
 class _HeardStream:
@@ -281,10 +282,3 @@ class _HeardStream:
 
 def _name(host: Announcement) -> str:
     return f"peer …{host.peer_id[-6:]}"
-
-
-async def _cancel(tasks: Collection[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)

@@ -63,8 +63,6 @@ class PublicPeer:
     links: PushLinks
     parked: ParkedStreams
     endpoint: Endpoint
-    num_looks: int = 0
-    may_look: asyncio.Event = field(default_factory=asyncio.Event)
 
     def open(self, span: Span) -> Service:
         """Serve a span from now on."""
@@ -132,15 +130,9 @@ def in_scene(story: Callable[[Scene], Awaitable[None]]) -> None:
         transport = scene.make_transport("public")
         endpoint = (await transport.listen("public", 0, handler.serve)).endpoint
 
-        async def look() -> list[Announcement]:
-            public.num_looks += 1
-            await public.may_look.wait()
-            return await scene.directory.lookup(MODEL_ID)
-
-        parked = ParkedStreams(endpoint.fingerprint, look, VirtualClock(), PERIOD_SECONDS)
+        parked = ParkedStreams(endpoint.fingerprint)
         links = PushLinks(transport, VirtualClock(), parked=parked)
         public = PublicPeer(PUBLIC, handler, transport, links, parked, endpoint)
-        public.may_look.set()
         scene.public = public
         public.open(Span(0, 4))
         await scene.announce_public(Span(0, 4))

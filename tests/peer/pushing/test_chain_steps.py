@@ -28,7 +28,7 @@ from virtual_time import VirtualClock
 
 from shoal.kernels.wire_tensors import decode_tensor
 from shoal.peer.engine.engine import Engine
-from shoal.peer.pushing.push_links import RecentBytes
+from shoal.peer.pushing.push_links import RecentShares
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.fair_share import SharedBytes
@@ -409,7 +409,7 @@ def test_redirects_do_not_have_a_log_sent_over_and_over(engine: Engine) -> None:
         following = await start_next(peer)
         links: Any = peer.service.push_links
         # The least that a replay counts is a quarter of a MiB.
-        links.replayed = RecentBytes(VirtualClock(), 2**20, times_free=3)
+        links.replayed = RecentShares(VirtualClock(), 2**20)
         client = await peer.open(capability=KEY, next=following.name())
         await client.say(make_step(1, 0, draw_hidden(1, 1, 3)), make_step(2, 3, draw_hidden(2)))
         await following.wait_for(2)
@@ -564,7 +564,7 @@ def test_stranger_cannot_have_a_peer_dial_whom_it_likes_as_often_as_it_likes(
             await client.say(Close(make_session(number), 1))
 
         links: Any = peer.service.push_links
-        assert len(links._budget._counted) <= 65
+        assert len(links._dials._taken) <= 72
         other = await peer.at_host("other").open(1, capability=KEY, next=victim.name())
         await other.say(make_step(1, 0, draw_hidden(1)))
         await victim.wait_for(1)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from reverse_scene import FRAME, HELLO, HOME, PERIOD_SECONDS, Scene, in_scene, make_welcome, name
+from reverse_scene import FRAME, HELLO, HOME, Scene, in_scene, make_welcome, name
 from service_scene import Peer, Talk, assert_declined
 from service_scene import run as run_service
 
@@ -25,7 +25,6 @@ from shoal.protocol.net.transport import FrameGate
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import REVERSE_VERSION
 
-HOME_SPAN = Span(4, 8)
 STRANGER = Identity(bytes([3]) * 32)
 
 
@@ -56,7 +55,6 @@ async def is_over(talk: Talk) -> bool:
 @pytest.mark.parametrize("is_bulk", [False, True])
 def test_what_is_pushed_goes_over_the_stream_that_was_parked(is_bulk: bool) -> None:
     async def story(scene: Scene) -> None:
-        await scene.announce(HOME, HOME_SPAN)
         talk = await scene.offer(is_bulk=is_bulk)
         assert isinstance(await talk.hear(), Parked)
         await asyncio.sleep(3600 / 8)  # it keeps
@@ -74,7 +72,6 @@ def test_what_is_pushed_goes_over_the_stream_that_was_parked(is_bulk: bool) -> N
 
 def test_stream_of_the_other_lane_is_not_used() -> None:
     async def story(scene: Scene) -> None:
-        await scene.announce(HOME, HOME_SPAN)
         await park(scene)
 
         pusher = scene.public.push(name(), Lane.BULK)
@@ -97,7 +94,6 @@ def test_peer_without_a_parked_stream_and_endpoints_cannot_be_reached() -> None:
 
 def test_stream_that_is_parked_after_a_failure_is_used_at_once() -> None:
     async def story(scene: Scene) -> None:
-        await scene.announce(HOME, HOME_SPAN)
         scene.public.push(name())
         await asyncio.sleep(1)
         talk = await park(scene)
@@ -111,7 +107,6 @@ def test_stream_that_is_parked_after_a_failure_is_used_at_once() -> None:
 
 def test_peer_that_does_not_answer_on_its_newest_stream_may_on_the_other() -> None:
     async def story(scene: Scene) -> None:
-        await scene.announce(HOME, HOME_SPAN)
         older = await park(scene)
         await park(scene)
 
@@ -126,7 +121,6 @@ def test_peer_that_does_not_answer_on_its_newest_stream_may_on_the_other() -> No
 
 def test_another_peer_behind_the_stream_is_not_pushed_to() -> None:
     async def story(scene: Scene) -> None:
-        await scene.announce(HOME, HOME_SPAN)
         talk = await park(scene)
 
         pusher = scene.public.push(name())
@@ -141,7 +135,6 @@ def test_another_peer_behind_the_stream_is_not_pushed_to() -> None:
 
 def test_stream_that_has_ended_is_forgotten() -> None:
     async def story(scene: Scene) -> None:
-        await scene.announce(HOME, HOME_SPAN)
         talk = await park(scene)
         assert scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
 
@@ -155,7 +148,6 @@ def test_stream_that_has_ended_is_forgotten() -> None:
 
 def test_parked_stream_outlives_the_span_that_was_served_and_holds_nothing_of_it() -> None:
     async def story(scene: Scene) -> None:
-        await scene.announce(HOME, HOME_SPAN)
         scene.public.handler.close()
         service = scene.public.open(Span(0, 3))
         talk = await park(scene)
@@ -177,7 +169,6 @@ def test_parked_stream_outlives_the_span_that_was_served_and_holds_nothing_of_it
 
 def test_offer_of_another_peer_is_refused() -> None:
     async def story(scene: Scene) -> None:
-        await scene.announce(HOME, HOME_SPAN)
 
         talk = await scene.offer(STRANGER, peer_id=HOME.peer_id)
 
@@ -190,7 +181,6 @@ def test_offer_of_another_peer_is_refused() -> None:
 
 def test_offer_that_was_made_on_another_stream_is_refused() -> None:
     async def story(scene: Scene) -> None:
-        await scene.announce(HOME, HOME_SPAN)
         heard, replayed = await scene.dial(), await scene.dial("thief")
         welcomes = [await talk.ask(HELLO) for talk in (heard, replayed)]
         assert isinstance(welcomes[0], Welcome)
@@ -207,7 +197,6 @@ def test_offer_that_was_made_on_another_stream_is_refused() -> None:
 @pytest.mark.parametrize("max_version", [1, REVERSE_VERSION - 1])
 def test_who_speaks_an_older_version_has_nothing_to_sign(max_version: int) -> None:
     async def story(scene: Scene) -> None:
-        await scene.announce(HOME, HOME_SPAN)
         talk = await scene.dial()
         welcome = await talk.ask(Hello(1, max_version, "old"))
         assert isinstance(welcome, Welcome)
@@ -234,35 +223,9 @@ def test_peer_that_cannot_be_dialled_takes_no_offers(engine: Engine) -> None:
     run_service(engine, test, is_relayed=True)
 
 
-def test_made_up_peer_is_not_kept_and_has_the_directory_read_once_in_a_while() -> None:
-    async def story(scene: Scene) -> None:
-        for number in range(20):
-            talk = await scene.offer(Identity(bytes([9, number]) * 16), f"host{number}")
-            refusal = assert_declined(await talk.hear(), ErrorCode.BUSY)
-            assert refusal.retry_after_seconds == PERIOD_SECONDS
-            assert await is_over(talk)
-        assert scene.public.num_looks == 1
-
-    in_scene(story)
-
-
-def test_peer_that_came_later_is_found_when_the_directory_is_read_again() -> None:
-    async def story(scene: Scene) -> None:
-        await (await scene.offer()).hear()
-        await scene.announce(HOME, HOME_SPAN)
-        assert_declined(await (await scene.offer()).hear(), ErrorCode.BUSY)
-        await asyncio.sleep(PERIOD_SECONDS)
-
-        await park(scene)
-
-    in_scene(story)
-
-
 def test_one_address_gets_its_share_whatever_peers_it_makes_up() -> None:
     async def story(scene: Scene) -> None:
         made_up = [Identity(bytes([9, number]) * 16) for number in range(200)]
-        for identity in (HOME, *made_up):
-            await scene.announce(identity, HOME_SPAN)
         num_kept = 0
         for number in range(400):
             talk = await scene.offer(made_up[number % 200], "flood", is_bulk=number >= 200)
@@ -275,48 +238,9 @@ def test_one_address_gets_its_share_whatever_peers_it_makes_up() -> None:
     in_scene(story)
 
 
-def test_streams_that_wait_for_the_directory_have_their_share_as_well() -> None:
-    async def story(scene: Scene) -> None:
-        scene.public.may_look.clear()
-        made_up = [Identity(bytes([9, number]) * 16) for number in range(200)]
-        talks = [
-            await scene.offer(made_up[number % 200], "flood", is_bulk=number >= 200)
-            for number in range(258)
-        ]
-        refused = assert_declined(await talks[257].hear(), ErrorCode.BUSY)
-        assert "no room" in refused.detail
-
-        await scene.announce(HOME, HOME_SPAN)
-        talk = await scene.offer()
-        scene.public.may_look.set()
-
-        assert isinstance(await talk.hear(), Parked)
-        assert_declined(await talks[0].hear(), ErrorCode.BUSY)
-
-    in_scene(story)
-
-
-def test_one_peer_is_about_to_park_three_streams_at_most() -> None:
-    async def story(scene: Scene) -> None:
-        scene.public.may_look.clear()
-        await scene.announce(HOME, HOME_SPAN)
-        talks = [await scene.offer(host=f"host{number}") for number in range(4)]
-        assert_declined(await talks[3].hear(), ErrorCode.BUSY)
-
-        scene.public.may_look.set()
-
-        for talk in talks[:3]:
-            assert isinstance(await talk.hear(), Parked)
-        assert await is_over(talks[0])
-
-    in_scene(story)
-
-
 def test_stream_that_is_refused_takes_the_place_of_none() -> None:
     async def story(scene: Scene) -> None:
         made_up = [Identity(bytes([9, number]) * 16) for number in range(200)]
-        for identity in (HOME, *made_up):
-            await scene.announce(identity, HOME_SPAN)
         for _ in range(2):
             await park(scene)
         for number in range(257):
@@ -350,7 +274,6 @@ class DeafStream:
 
 def test_who_does_not_read_that_a_stream_is_kept_has_gone() -> None:
     async def story(scene: Scene) -> None:
-        await scene.announce(HOME, HOME_SPAN)
         offer = make_offer(HOME, scene.public.endpoint.fingerprint, bytes(32), False)
         stream: Any = DeafStream()
 
@@ -365,7 +288,6 @@ def test_who_does_not_read_that_a_stream_is_kept_has_gone() -> None:
 
 def test_one_peer_has_two_streams_of_a_lane_and_the_newest_ones() -> None:
     async def story(scene: Scene) -> None:
-        await scene.announce(HOME, HOME_SPAN)
         talks = [await park(scene) for _ in range(3)]
 
         assert await is_over(talks[0])
@@ -377,7 +299,6 @@ def test_one_peer_has_two_streams_of_a_lane_and_the_newest_ones() -> None:
 
 def test_who_talks_on_a_parked_stream_is_hung_up_on() -> None:
     async def story(scene: Scene) -> None:
-        await scene.announce(HOME, HOME_SPAN)
         talk = await park(scene)
 
         await talk.say(HELLO)
@@ -390,7 +311,6 @@ def test_who_talks_on_a_parked_stream_is_hung_up_on() -> None:
 
 def test_large_frame_on_a_parked_stream_takes_no_memory() -> None:
     async def story(scene: Scene) -> None:
-        await scene.announce(HOME, HOME_SPAN)
         talk = await park(scene)
 
         await talk.stream.send(bytes(MAX_PIECE_BYTES + 1))
@@ -402,7 +322,6 @@ def test_large_frame_on_a_parked_stream_takes_no_memory() -> None:
 
 def test_what_is_said_behind_an_offer_ends_the_stream() -> None:
     async def story(scene: Scene) -> None:
-        await scene.announce(HOME, HOME_SPAN)
         talk = await scene.offer()
         await talk.say(HELLO)
 
@@ -412,26 +331,8 @@ def test_what_is_said_behind_an_offer_ends_the_stream() -> None:
     in_scene(story)
 
 
-def test_stream_of_a_peer_that_is_announced_no_more_is_ended() -> None:
-    async def story(scene: Scene) -> None:
-        await scene.announce(HOME, HOME_SPAN)
-        talk = await park(scene)
-        await asyncio.sleep(500)
-        await scene.announce(HOME, HOME_SPAN)
-        await asyncio.sleep(500)  # longer than the first announcement held
-        assert scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
-
-        async with asyncio.timeout(1000):
-            assert await talk.hear() is None
-
-        assert not scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
-
-    in_scene(story)
-
-
 def test_client_that_makes_endpoints_up_takes_no_stream_away() -> None:
     async def story(scene: Scene) -> None:
-        await scene.announce(HOME, HOME_SPAN)
         await park(scene)
         for number in range(1, 20):
             made_up = Endpoint("nowhere", number, "a" * 64)
@@ -445,7 +346,6 @@ def test_client_that_makes_endpoints_up_takes_no_stream_away() -> None:
 
 def test_client_that_names_the_peer_again_and_again_uses_up_nothing_of_others() -> None:
     async def story(scene: Scene) -> None:
-        await scene.announce(HOME, HOME_SPAN)
         talk = await park(scene)
         pushers = [scene.public.push(name(number=number)) for number in range(1, 200)]
         await answer_hello(talk)
