@@ -12,21 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from ...protocol import limits
-from ...protocol.errors import ErrorCode, RefusedError, UnavailableError
+from ...protocol.errors import ErrorCode, RefusedError, ShoalError, UnavailableError
 from ...protocol.fair_share import BUSY_SECONDS, check_room_for
 from ...protocol.messages.reverse_connections import Offer
-from ...protocol.net.transport import Stream
+from ...protocol.net.transport import Stream, refuse_large_frames
 from ...protocol.records.announcements import Announcement
-from ..process.background import cancel_all
 from .client_stream import ClientStream, StreamHost, StreamWork, encode_refusal
 
 MAX_PENDING_BYTES = 32 * limits.MAX_FRAME_BYTES
 """Frames of all streams that arrive in pieces, steps that wait for the engine, and answers that
 wait for their reader."""
-
-_PATIENCE_SECONDS = 20.0
-"""How long a stream waits for a service: as long as one may stay without a session. Loading may
-take hours, and waiting costs a stranger nothing."""
 
 _RETRY_SECONDS = 10.0
 
@@ -146,27 +141,21 @@ class Service:
 
 
 class StreamHandler:
-    """Leads each stream to the service of the moment; while there is none, streams wait a while.
+    """Leads each stream to the service of the moment; while there is none, refuses it.
 
-    So whoever dials while the last block is being loaded waits for it.
+    Nobody has a reason to dial then: the peer is announced once it serves.
     """
 
     def __init__(self) -> None:
-        self._opened: asyncio.Future[Service] = asyncio.Future()
-
-    @property
-    def service(self) -> Service:
-        """The service of the moment; only while there is one."""
-        return self._opened.result()
+        self.service: Service | None = None
 
     def open(self, service: Service) -> None:
-        """Let this service have the streams that wait, and those that come."""
-        self._opened.set_result(service)
+        """Let this service have the streams that come."""
+        self.service = service
 
     def close(self) -> None:
-        """Let streams that come wait for the next service."""
-        if self._opened.done():
-            self._opened = asyncio.Future()
+        """Refuse streams that come until there is another service."""
+        self.service = None
 
     async def serve(self, stream: Stream) -> None:
         """Serve one stream until it ends, or tell it that there is nothing to be served yet.
@@ -181,8 +170,12 @@ class StreamHandler:
                     await stream.send(encode_refusal(None, 0, refusal))
 
     async def _serve_or_park(self, stream: Stream) -> None:
-        service = await self._wait_for_service(stream)
+        service = self.service
         if service is None:
+            stream.set_gate(refuse_large_frames)
+            with contextlib.suppress(ShoalError, TimeoutError):
+                async with asyncio.timeout(_RETRY_SECONDS):
+                    await stream.receive()  # Hello: unread, it would take the answer with it
             raise RefusedError(ErrorCode.BUSY, "the peer is loading its blocks", _RETRY_SECONDS)
         offer = await service.serve(stream)
         if offer is None:
@@ -191,18 +184,3 @@ class StreamHandler:
         del service
         assert parked is not None  # or it would not have been taken
         await parked.keep(offer, stream)
-
-    async def _wait_for_service(self, stream: Stream) -> Service | None:
-        """Return the service that a stream is for; None once its end or its time has come."""
-        opened = self._opened
-        if not opened.done():
-            ending = asyncio.create_task(stream.wait_over())
-            try:
-                await asyncio.wait(
-                    {opened, ending},
-                    timeout=_PATIENCE_SECONDS,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-            finally:
-                await cancel_all([ending])
-        return opened.result() if opened.done() else None

@@ -356,7 +356,7 @@ def test_blocks_that_both_spans_have_stay_loaded() -> None:
     run(test)
 
 
-def test_streams_find_the_service_that_drains_and_then_wait_for_the_next() -> None:
+def test_streams_find_the_service_that_drains_and_are_refused_until_the_next() -> None:
     async def test(world: World) -> None:
         for span in (Span(0, 4), Span(0, 4), Span(4, 8)):
             world.add(span=span)
@@ -364,7 +364,14 @@ def test_streams_find_the_service_that_drains_and_then_wait_for_the_next() -> No
         peer = world.add()
         peer.loader.drain_seconds = 10.0
         await asyncio.sleep(PERIOD_SECONDS)
-        stream: Any = SimpleNamespace(wait_over=asyncio.Event().wait)
+        said: list[bytes] = []
+
+        async def say(frame: bytes) -> None:
+            said.append(frame)
+
+        stream: Any = SimpleNamespace(
+            set_gate=lambda gate: None, receive=lambda: asyncio.sleep(0), send=say
+        )
         for other in world.peers[:2]:
             await other.kill()
         while not peer.num_moves:
@@ -373,7 +380,12 @@ def test_streams_find_the_service_that_drains_and_then_wait_for_the_next() -> No
 
         await peer.handler.serve(stream)
         assert [service.num_streams for service in peer.loader.services] == [1]
-        while len(peer.loader.loaded) < 2:  # noqa: ASYNC110 - a test on virtual time
+        assert not said
+        while peer.handler.service is not None:  # noqa: ASYNC110 - a test on virtual time
+            await asyncio.sleep(0.1)
+        await peer.handler.serve(stream)
+        assert len(said) == 1
+        while peer.handler.service is None:  # noqa: ASYNC110 - a test on virtual time
             await asyncio.sleep(0.1)
         await peer.handler.serve(stream)
         assert [service.num_streams for service in peer.loader.services] == [1, 1]
