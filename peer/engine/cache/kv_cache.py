@@ -93,12 +93,6 @@ class SessionCache:
         """Bytes that this lease takes from the budget."""
         return self._num_pages * self._page_bytes
 
-    @property
-    def spare_bytes(self) -> int:
-        """Committed bytes above what is in use: rolled back, kept for growing again."""
-        num_spare_pages = self._num_pages - count_pages(self._num_reserved_tokens)
-        return max(0, num_spare_pages) * self._page_bytes
-
     def prepare(
         self,
         position: int,
@@ -181,7 +175,7 @@ class SessionCache:
     def abandon(self) -> None:
         """Drop what was prepared and not committed."""
         self._num_reserved_tokens = self.length
-        self._pool.count_again()
+        self._release_above(count_pages(self.length))
 
     def fall_back(self, position: int) -> None:
         """Forget the tokens from `position` on, and what was prepared: a step was refused.
@@ -199,19 +193,9 @@ class SessionCache:
         self.is_open = False
         self.end_copy()
         self.memory.release()
-        self._pool.give_back(self.committed_bytes)
-        self._pool.forget(self)
         self._num_pages = self._num_reserved_tokens = self.length = 0
+        self._pool.forget(self)
         self._memory = None
-
-    def return_spare_pages(self) -> None:
-        """Give pages above the reserved tokens back to where they came from, and the budget."""
-        if self._memory is None or not self.spare_bytes:
-            return
-        num_pages = count_pages(self._num_reserved_tokens)
-        self._memory.release_above(num_pages * PAGE_TOKENS)
-        self._pool.give_back(self.spare_bytes)
-        self._num_pages = num_pages
 
     def check_integrity(self) -> None:
         """Raise LocalProtocolError if lengths and pages contradict each other (a bug of ours)."""
@@ -245,19 +229,22 @@ class SessionCache:
             )
 
     def _reserve(self, num_tokens: int) -> None:
-        # While others are asked for spare pages, ours are none: they are about to be used.
-        self._num_reserved_tokens, before = num_tokens, self._num_reserved_tokens
-        if num_tokens > self._num_pages * PAGE_TOKENS:
-            num_pages = count_pages(num_tokens)
+        """Have the pages for so many tokens, and no more."""
+        num_pages = count_pages(num_tokens)
+        if num_pages > self._num_pages:
             missing_bytes = (num_pages - self._num_pages) * self._page_bytes
-            try:
-                largest_bytes = num_pages * self._page_bytes
-                self._pool.grow(self, num_pages * PAGE_TOKENS, missing_bytes, largest_bytes)
-            except CacheFullError:
-                self._num_reserved_tokens = before
-                raise
+            largest_bytes = num_pages * self._page_bytes
+            self._pool.grow(self, num_pages * PAGE_TOKENS, missing_bytes, largest_bytes)
             self._num_pages = num_pages
-        if (num_tokens - 1) // PAGE_TOKENS != (before - 1) // PAGE_TOKENS:
+            self._pool.count_again()
+        self._num_reserved_tokens = num_tokens
+        self._release_above(num_pages)
+
+    def _release_above(self, num_pages: int) -> None:
+        """Give back the pages behind the first ones: their tokens were rolled back."""
+        if num_pages < self._num_pages:
+            self.memory.release_above(num_pages * PAGE_TOKENS)
+            self._num_pages = num_pages
             self._pool.count_again()
 
     def _truncate(self, length: int) -> None:
@@ -328,7 +315,7 @@ class PrefixCopy:
 class KVCachePool:
     """The KV memory of one peer: hands out leases to sessions and keeps the account.
 
-    Invariant: the committed bytes of all open caches add up to `used_bytes` <= `budget_bytes`.
+    Invariant: `used_bytes` <= `budget_bytes`.
     """
 
     def __init__(
@@ -340,20 +327,24 @@ class KVCachePool:
         if budget_bytes < 0:
             raise UsageError(f"the KV budget must not be negative, got {budget_bytes}")
         self.budget_bytes = budget_bytes
-        self.used_bytes = 0
         self.dtype = store.dtype
         self._store = store
         self.now = now
         self._caches: set[SessionCache] = set()
         self.free_tokens = self.count_free_tokens(_NEWCOMER)
-        """Tokens of one row, through all blocks, that a tenant without any may have now; pages that
-        rolled back sessions can spare count as free. Any thread may read it."""
+        """Tokens of one row, through all blocks, that a tenant without any may have now. Any thread
+        may read it."""
 
     def __repr__(self) -> str:
         return (
             f"<KVCachePool {self.used_bytes}/{self.budget_bytes} bytes, "
             f"{self.num_sessions} sessions>"
         )
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that all open caches have committed."""
+        return sum(cache.committed_bytes for cache in self._caches)
 
     @property
     def num_sessions(self) -> int:
@@ -412,19 +403,17 @@ class KVCachePool:
 
     def count_free_tokens(self, tenant: Tenant, kv_format: KVFormat = KVFormat.FLOAT) -> int:
         """Return how many more tokens of one row, through all blocks, a tenant may have now."""
-        spare_bytes = sum(cache.spare_bytes for cache in self._caches)
-        free_bytes = self.budget_bytes - self.used_bytes + spare_bytes
         held = self._count_held()
         left_bytes = max(0, self._compute_share(tenant, held) - held[tenant])
         token_bytes = self._store.num_blocks * self._store.layouts[kv_format].token_bytes
+        free_bytes = self.budget_bytes - self.used_bytes
         num_pages = min(free_bytes, left_bytes) // (PAGE_TOKENS * token_bytes)
         return num_pages * PAGE_TOKENS
 
     def check_integrity(self) -> None:
         """Raise LocalProtocolError if the account does not add up (a bug of ours)."""
-        committed_bytes = sum(cache.committed_bytes for cache in self._caches)
-        if committed_bytes != self.used_bytes or self.used_bytes > self.budget_bytes:
-            raise LocalProtocolError(f"{self!r} holds {committed_bytes} committed bytes")
+        if self.used_bytes > self.budget_bytes:
+            raise LocalProtocolError(f"{self!r} has committed more than its budget")
         for cache in self._caches:
             cache.check_integrity()
         self._store.check_integrity()
@@ -438,12 +427,16 @@ class KVCachePool:
         help. Trying again only helps if `largest_bytes`, all that the session needs, fits at all.
         """
         self._make_room(cache.tenant, num_bytes, largest_bytes)
-        self._reserve(cache, num_tokens, num_bytes)
-        self.used_bytes += num_bytes
-
-    def give_back(self, num_bytes: int) -> None:
-        """Strike `num_bytes` of a cache from the account."""
-        self.used_bytes -= num_bytes
+        # If the free pages are not the same ones in all blocks, more sessions have to go.
+        while True:
+            try:
+                cache.memory.reserve(num_tokens)
+                return
+            except CacheFullError:
+                idle = self._find_idle(cache.tenant, num_bytes, cache.span)
+                if idle is None:
+                    raise
+                idle.close()
 
     def forget(self, cache: SessionCache) -> None:
         """Drop a closed cache."""
@@ -451,7 +444,7 @@ class KVCachePool:
         self.count_again()
 
     def count_again(self) -> None:
-        """Note that a cache uses more or fewer of its pages."""
+        """Note that a cache has more or fewer pages."""
         self.free_tokens = self.count_free_tokens(_NEWCOMER)
 
     def _make_room(self, tenant: Tenant | None, num_bytes: int, largest_bytes: int) -> None:
@@ -459,33 +452,12 @@ class KVCachePool:
         while True:
             try:
                 self._check_room(tenant, num_bytes, largest_bytes)
-                break
+                return
             except CacheFullError as refusal:
                 idle = self._find_idle(tenant, num_bytes)
                 if refusal.retry_after_seconds is None or idle is None:
                     raise
                 idle.close()
-        for cache in self._caches:
-            if num_bytes <= self.budget_bytes - self.used_bytes:
-                return
-            cache.return_spare_pages()
-
-    def _reserve(self, cache: SessionCache, num_tokens: int, num_bytes: int) -> None:
-        """Reserve tokens in the memory of a cache, for whose bytes there is room.
-
-        If the free pages are not the same ones in all blocks of the cache, idle sessions are closed
-        as in `_make_room`.
-        """
-        while True:
-            try:
-                cache.memory.reserve(num_tokens)
-                return
-            except CacheFullError:
-                if not self._return_spare_pages():
-                    idle = self._find_idle(cache.tenant, num_bytes, cache.span)
-                    if idle is None:
-                        raise
-                    idle.close()
 
     @property
     def _row_page_bytes(self) -> int:
@@ -495,7 +467,7 @@ class KVCachePool:
         held: Counter[Tenant] = Counter()
         for cache in self._caches:
             if cache.tenant is not None:
-                held[cache.tenant] += cache.committed_bytes - cache.spare_bytes
+                held[cache.tenant] += cache.committed_bytes
         return held
 
     def _compute_share(self, tenant: Tenant, held: Mapping[Tenant, int]) -> int:
@@ -514,13 +486,6 @@ class KVCachePool:
                 "tokens or rows, or keep them in int8 (--kv int8)",
                 RETRY_AFTER_SECONDS if largest_bytes <= most else None,
             )
-
-    def _return_spare_pages(self) -> bool:
-        """Have all caches give back what they do not use; return whether that was anything."""
-        used_bytes = self.used_bytes
-        for cache in self._caches:
-            cache.return_spare_pages()
-        return self.used_bytes < used_bytes
 
     def _find_idle(
         self, tenant: Tenant | None, num_bytes: int, span: Span | None = None
@@ -546,8 +511,6 @@ class KVCachePool:
         if tenant is not None:
             self._check_share(tenant, num_bytes, largest_bytes)
         free_bytes = self.budget_bytes - self.used_bytes
-        if num_bytes > free_bytes:
-            free_bytes += sum(cache.spare_bytes for cache in self._caches)
         if num_bytes > free_bytes:
             can_ever_fit = largest_bytes <= self.budget_bytes
             raise CacheFullError(

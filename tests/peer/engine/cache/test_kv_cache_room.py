@@ -131,19 +131,17 @@ def test_budget_of_a_page_is_for_whoever_comes_first(make_pool: PoolMaker, num_p
     assert pool.used_bytes == make_pool.row_page_bytes
 
 
-def test_rolled_back_pages_are_kept_until_another_session_needs_them(make_pool: PoolMaker) -> None:
+def test_rolled_back_pages_are_given_back_at_once(make_pool: PoolMaker) -> None:
     pool = make_pool(4)
     first, second = pool.open(1, 500, SPAN), pool.open(1, 500, SPAN)
     values = torch.arange(4.0 * PAGE_TOKENS)[None]
     take_step(first, 0, values)
-    take_step(first, 10, torch.ones(1, 1))
-    assert first.committed_bytes == 4 * make_pool.row_page_bytes
-    assert first.spare_bytes == 3 * make_pool.row_page_bytes
-    assert pool.count_free_tokens(Tenant("a")) == 2 * PAGE_TOKENS
 
-    take_step(second, 0, values[:, : 3 * PAGE_TOKENS])
+    take_step(first, 10, torch.ones(1, 1))
 
     assert first.committed_bytes == make_pool.row_page_bytes
+    assert pool.count_free_tokens(Tenant("a")) == 2 * PAGE_TOKENS
+    take_step(second, 0, values[:, : 3 * PAGE_TOKENS])
     assert_holds(first, torch.cat([values[:, :10], torch.ones(1, 1)], dim=1))
     assert_holds(second, values[:, : 3 * PAGE_TOKENS])
     pool.check_integrity()
@@ -163,7 +161,7 @@ def test_pages_of_a_prepared_step_are_not_taken_away(make_pool: PoolMaker) -> No
     pool.check_integrity()
 
 
-def test_reclaiming_leaves_the_pages_of_a_prepared_step(make_pool: PoolMaker) -> None:
+def test_rollback_leaves_the_pages_of_a_prepared_step(make_pool: PoolMaker) -> None:
     pool = make_pool(4)
     first, second = pool.open(1, 500, SPAN), pool.open(1, 500, SPAN)
     values = torch.arange(4.0 * PAGE_TOKENS)[None]

@@ -150,18 +150,6 @@ class Holes:
         self.high[1].close()
 
 
-def test_spare_pages_are_given_back_where_free_ones_do_not_lie_side_by_side() -> None:
-    holes = Holes()
-    holes.high[0].prepare(0, 64)
-    holes.high[0].abandon()
-
-    fill(holes.pool.open(1, 64, SPAN), 64)
-
-    assert holes.high[0].is_open
-    assert holes.high[0].committed_bytes == 0
-    holes.pool.check_integrity()
-
-
 def test_idle_sessions_give_way_where_free_pages_do_not_lie_side_by_side() -> None:
     holes = Holes()
     holes.high[0].used_at -= IDLE_SECONDS
