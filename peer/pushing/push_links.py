@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from ...protocol.endpoints import Endpoint
 from ...protocol.errors import (
     ErrorCode,
     RefusedError,
@@ -189,8 +188,10 @@ class PushLinks:
             raise RefusedError(
                 ErrorCode.BUSY, "the next hop could not be reached a moment ago", BUSY_SECONDS
             )
-        self._count_dial(tenant)
-        link = self._known[key] = _PushLink(following, lane, tenant)
+        if not self._dials.take(tenant, max(1, len(following.endpoints))):
+            detail = "too many connections to other peers were asked for in this minute"
+            raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS)
+        link = self._known[key] = _PushLink(following, lane)
         task = asyncio.create_task(self._serve(key, link), name=repr(link))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -245,35 +246,22 @@ class PushLinks:
         return None
 
     async def _dial(self, key: Hashable, link: "_PushLink") -> Stream:
-        """Try one endpoint after the other; what its asker may not try is not held against it."""
-        failure: ShoalError = UnavailableError(f"{link.name} is not connected any more")
-        deadline = asyncio.get_running_loop().time() + _DIAL_SECONDS
-        for number, endpoint in enumerate(link.following.endpoints):
-            if number > 0:
-                self._count_dial(link.asker)
-            try:
-                async with asyncio.timeout_at(deadline):
-                    return await self._open_stream(link, endpoint)
-            except TimeoutError:
-                failure = UnavailableError(f"{link.name} did not answer in time")
-                break
-            except ShoalError as error:
-                failure = copy(error)
+        failure: ShoalError
+        peer_id, endpoints = link.following.peer_id, link.following.endpoints
+        try:
+            if not endpoints:
+                raise UnavailableError(f"{link.name} is not connected any more")
+            async with asyncio.timeout(_DIAL_SECONDS):
+                stream = await dial(self._transport, peer_id, endpoints, _DIAL_SECONDS)
+                await self._greet(link, stream)
+                return stream
+        except TimeoutError:
+            failure = UnavailableError(f"{link.name} did not answer in time")
+        except ShoalError as error:
+            failure = copy(error)
         self._unreached.forget_expired()
         self._unreached.note_failure(key)
         raise failure
-
-    def _count_dial(self, asker: Tenant) -> None:
-        """Count a dial that somebody asks for. Raises RefusedError when there were too many."""
-        if not self._dials.take(asker, 1):
-            detail = "too many connections to other peers were asked for in this minute"
-            raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS)
-
-    async def _open_stream(self, link: "_PushLink", endpoint: Endpoint) -> Stream:
-        peer_id = link.following.peer_id
-        stream = await dial(self._transport, peer_id, (endpoint,), _DIAL_SECONDS)
-        await self._greet(link, stream)
-        return stream
 
     async def _greet(self, link: "_PushLink", stream: Stream) -> None:
         """Say hello on a stream; closes it when that fails."""
@@ -291,10 +279,9 @@ class PushLinks:
 class _PushLink:
     """One connection to another peer, and the sessions that push over it."""
 
-    def __init__(self, following: NextHop, lane: Lane, asker: Tenant) -> None:
+    def __init__(self, following: NextHop, lane: Lane) -> None:
         self.following = following
         self.lane = lane
-        self.asker = asker  # who had it opened first
         self.parcels: asyncio.Queue[_Parcel] = asyncio.Queue()
         self._users: dict[SessionId, tuple[NextHop, Sender]] = {}  # those that are attached
         self._refusal_seconds = 0.0

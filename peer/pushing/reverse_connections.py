@@ -8,10 +8,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from copy import copy
 from dataclasses import replace
 
-from ...protocol.endpoints import Endpoint
 from ...protocol.errors import DirectoryError, RemoteProtocolError, ShoalError, UnavailableError
 from ...protocol.identity import Identity
 from ...protocol.ids import PeerId
@@ -40,7 +38,7 @@ _LOOK_SECONDS = 3.0
 """How often to see whether streams are parked elsewhere than was announced."""
 
 _OFFER_SECONDS = 10.0
-"""How long it may take to park a stream; the other peer may have to read the directory."""
+"""How long it may take to park a stream."""
 
 _SETTLED_SECONDS = 5.0
 """A peer that keeps a stream for less, or declines it, is offered the next one ever later."""
@@ -196,37 +194,33 @@ class ReverseConnections:
 
     async def _offer(self, host: Announcement, lane: Lane) -> Stream:
         """Return a stream that the other peer keeps from now on. Raises ShoalError."""
-        failure: ShoalError = RemoteProtocolError(f"{_name(host)} announced no endpoint")
-        for endpoint in host.endpoints:
-            try:
-                async with asyncio.timeout(_OFFER_SECONDS):
-                    return await self._offer_at(endpoint, host, lane)
-            except TimeoutError:
-                failure = UnavailableError(f"{_name(host)} did not answer in time")
-            except ShoalError as error:
-                failure = copy(error)
-        raise failure
-
-    async def _offer_at(self, endpoint: Endpoint, host: Announcement, lane: Lane) -> Stream:
-        name = _name(host)
-        stream = await dial(self._transport, host.peer_id, (endpoint,), _OFFER_SECONDS)
-        stream.set_gate(refuse_large_frames)
+        name = f"peer …{host.peer_id[-6:]}"
         try:
-            welcome, _ = await greet(stream, name, self._clock)
-            if welcome.peer_id != host.peer_id:
-                raise RemoteProtocolError(f"another peer answers for {name}")
-            if not welcome.nonce:
-                raise RemoteProtocolError(f"{name} takes no offers")
-            is_bulk = lane is Lane.BULK
-            offer = make_offer(self._identity, endpoint.fingerprint, welcome.nonce, is_bulk)
-            await stream.send(encode_frame(offer))
-            answer = read_answer(await stream.receive(), name)
-            if not isinstance(answer, Parked):
-                raise RemoteProtocolError(f"{name} answered Offer with {type(answer).__name__}")
-        except BaseException:
-            await stream.close()
-            raise
-        return stream
+            async with asyncio.timeout(_OFFER_SECONDS):
+                stream = await dial(self._transport, host.peer_id, host.endpoints, _OFFER_SECONDS)
+                stream.set_gate(refuse_large_frames)
+                try:
+                    await self._agree(stream, host, lane, name)
+                except BaseException:
+                    await stream.close()
+                    raise
+                return stream
+        except TimeoutError:
+            raise UnavailableError(f"{name} did not answer in time") from None
+
+    async def _agree(self, stream: Stream, host: Announcement, lane: Lane, name: str) -> None:
+        """Offer a stream that is open, and hear that it is kept."""
+        welcome, _ = await greet(stream, name, self._clock)
+        if welcome.peer_id != host.peer_id:
+            raise RemoteProtocolError(f"another peer answers for {name}")
+        if not welcome.nonce:
+            raise RemoteProtocolError(f"{name} takes no offers")
+        fingerprint = host.endpoints[0].fingerprint  # all are of the one TLS key of the peer
+        offer = make_offer(self._identity, fingerprint, welcome.nonce, lane is Lane.BULK)
+        await stream.send(encode_frame(offer))
+        answer = read_answer(await stream.receive(), name)
+        if not isinstance(answer, Parked):
+            raise RemoteProtocolError(f"{name} answered Offer with {type(answer).__name__}")
 
     def _begin_serving(self, stream: Stream) -> None:
         task = asyncio.create_task(self._serve_to_end(stream))
@@ -278,7 +272,3 @@ class _HeardStream:
 
     async def close(self) -> None:
         await self._stream.close()
-
-
-def _name(host: Announcement) -> str:
-    return f"peer …{host.peer_id[-6:]}"
