@@ -6,20 +6,30 @@ import logging
 import shlex
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ...protocol.errors import RouteError
 from ..options.adapter_folder import check_lora
 from ..options.bundled_model import find_model
 from ..options.join_options import add_join_arguments, join_lines, quote_command, read_joining
-from ..options.shared_options import add_model_argument
+from ..options.shared_options import add_model_argument, add_wait_argument
 from ..remote_models.opening import import_client, open_model
 from ..terminal.interrupts import quitting_at_once, stop_on_sigterm
 from ..terminal.reporter import Reporter
 from ..terminal.terminal import Terminal
 
+if TYPE_CHECKING:
+    from ...client.model.causal_lm import DistributedCausalLM
+    from ...client.training.lora import LoraAdapter
+
 _CLIENT = "shoal.client"
 """The name that the client's warnings are logged under."""
+
+_LOOK_SECONDS = 1.0
+"""The time between two looks for peers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="LoRA adapter: --out of `shoal finetune --method lora`, or a folder saved by PEFT",
     )  # fmt: skip
     add_join_arguments(parser)
+    add_wait_argument(parser, 0.0)
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
 
 
@@ -56,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
             adapter = LoraAdapter.load(options.folder, model)
             with reporter.showing(lambda: "Sending the adapter to peers"):
-                digest = model.publish_adapter(adapter)
+                digest = _publish(model, adapter, options.wait)
             with contextlib.suppress(KeyboardInterrupt):
                 _report_published(reporter, options, digest, not warnings.has_told)
                 threading.Event().wait()
@@ -64,6 +75,18 @@ def run(options: argparse.Namespace) -> int:
                 model.withdraw_adapter(digest)
     _report_withdrawn(reporter, digest)
     return 0
+
+
+def _publish(model: "DistributedCausalLM", adapter: "LoraAdapter", wait_seconds: float) -> str:
+    """Publish an adapter and return its digest; wait so long for peers that can hold it."""
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            return model.publish_adapter(adapter)
+        except RouteError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(_LOOK_SECONDS)
 
 
 class _Warnings(logging.Handler):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from screens import Screen
@@ -13,6 +14,7 @@ from shoal.cli.commands import publish
 from shoal.cli.main import _parse, main
 from shoal.cli.terminal.reporter import Reporter
 from shoal.cli.terminal.terminal import Terminal
+from shoal.protocol.errors import RouteError
 
 CLOSED = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 DIGEST = "03382acf" * 8
@@ -72,6 +74,27 @@ def test_swarm_that_nobody_is_in_is_one_line(
     assert output.out == ""
     assert output.err.startswith("shoal publish: no initial peer can be reached")
     assert output.err.count("\n") == 1
+
+
+class ModelOfAnEmptySwarm:
+    """A peer joins it after a second call."""
+
+    num_calls = 0
+
+    def publish_adapter(self, adapter: Any) -> str:
+        self.num_calls += 1
+        if self.num_calls < 2:
+            raise RouteError("no peer serves blocks 0:8")
+        return DIGEST
+
+
+@pytest.mark.slow
+def test_it_waits_for_the_first_peer_if_it_is_told_to() -> None:
+    models: list[Any] = [ModelOfAnEmptySwarm(), ModelOfAnEmptySwarm()]
+
+    assert publish._publish(models[0], cast("Any", None), 20.0) == DIGEST
+    with pytest.raises(RouteError, match="no peer serves blocks 0:8"):
+        publish._publish(models[1], cast("Any", None), 0.0)
 
 
 def test_it_tells_how_others_use_it_in_a_terminal() -> None:
