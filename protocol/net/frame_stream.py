@@ -180,8 +180,10 @@ class FrameStream(asyncio.Protocol):
         self._frames: deque[bytes] = deque()
         self._num_waiting_bytes = 0
         self._arrival: asyncio.Future[None] | None = None  # a receive that waits
-        self._entering: asyncio.Task[None] | None = None  # a large frame
-        self._passing: asyncio.Future[None] | None = None  # that frame, until it has come
+        self._large_frame_task: asyncio.Task[None] | None = None  # a large frame
+        self._large_frame_passed: asyncio.Future[None] | None = (
+            None  # that frame, until it has come
+        )
         self._num_ended_before = 0
         self._catching_up: asyncio.Handle | None = None  # with frames beyond those of one go
         self._drained: asyncio.Future[None] | None = None
@@ -229,8 +231,10 @@ class FrameStream(asyncio.Protocol):
                 raise copy(self._fault)
             if self._framing.mark is not None:
                 return None
-            if self._framing.held_bytes and self._entering is None:
-                self._entering = asyncio.create_task(self._let_in(self._framing.held_bytes))
+            if self._framing.held_bytes and self._large_frame_task is None:
+                self._large_frame_task = asyncio.create_task(
+                    self._receive_large_frame(self._framing.held_bytes)
+                )
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
         return None
@@ -282,8 +286,8 @@ class FrameStream(asyncio.Protocol):
     async def wait_lost(self) -> None:
         """Wait until the connection is gone, and what served it."""
         waiting: set[asyncio.Future[None]] = {self.lost} if self._transport is not None else set()
-        if self._entering is not None:
-            waiting.add(self._entering)
+        if self._large_frame_task is not None:
+            waiting.add(self._large_frame_task)
         if waiting:
             await asyncio.wait(waiting)
 
@@ -305,9 +309,9 @@ class FrameStream(asyncio.Protocol):
         except RemoteProtocolError as error:
             self._refuse(error)
         is_past = self._framing.num_ended > self._num_ended_before or self._refusal is not None
-        if self._passing is not None and is_past:
-            self._passing.set_result(None)
-            self._passing = None
+        if self._large_frame_passed is not None and is_past:
+            self._large_frame_passed.set_result(None)
+            self._large_frame_passed = None
         if self._is_closed and self._framing.mark is not None and self._transport is not None:
             self._transport.close()
         self._regulate()
@@ -341,24 +345,24 @@ class FrameStream(asyncio.Protocol):
             raise UnavailableError(f"{self._label}: the other end went away")
         self._transport.write(data)
 
-    async def _let_in(self, num_bytes: int) -> None:
+    async def _receive_large_frame(self, num_bytes: int) -> None:
         """Take a large frame with the gate's consent: a task, for a receive may be cancelled."""
         try:
             async with self._gate(num_bytes):
                 self._framing.admit()
-                await self._let_pass()
+                await self._wait_large_frame()
         except RefusedError as error:
             # A sender that is still busy would not receive the reason.
             self._framing.drop_all()
-            await self._let_pass()
+            await self._wait_large_frame()
             self._refuse(error)
         finally:
-            self._entering = None
+            self._large_frame_task = None
             self._wake()
 
-    async def _let_pass(self) -> None:
+    async def _wait_large_frame(self) -> None:
         """Wait until the large frame has come, or the stream is over."""
-        self._passing = passing = asyncio.get_running_loop().create_future()
+        self._large_frame_passed = passing = asyncio.get_running_loop().create_future()
         self._num_ended_before = self._framing.num_ended
         self.data_received(b"")
         await asyncio.wait(
@@ -367,7 +371,7 @@ class FrameStream(asyncio.Protocol):
         if not passing.done() and not self._over.done():
             detail = f"a frame was begun and not finished within {_FRAME_SECONDS:g} s"
             self._refuse(RemoteProtocolError(detail))
-        self._passing = None
+        self._large_frame_passed = None
 
     def _refuse(self, error: ShoalError) -> None:
         """Receive nothing more, and drop further bytes: a busy sender would not hear the reason."""
@@ -405,8 +409,8 @@ class FrameStream(asyncio.Protocol):
         if not self._over.done():
             self._fault = fault
             self._over.set_result(None)
-            if self._entering is not None:
-                self._entering.cancel()
+            if self._large_frame_task is not None:
+                self._large_frame_task.cancel()
         self._wake()
 
     def _abort(self) -> None:

@@ -31,7 +31,7 @@ from shoal.protocol.net.dht.gated_node import (
     WINDOW_SECONDS,
     GateValidator,
     RecordIntake,
-    distrust,
+    harden,
     make_node_id,
 )
 from shoal.protocol.net.dht.record_gate import Entry
@@ -220,7 +220,7 @@ def test_question_is_answered_for_few_keys_and_without_what_stands_there() -> No
 def test_node_with_the_id_of_another_one_is_no_neighbour() -> None:
     async def main() -> None:
         node = await Node.make()
-        distrust(node.protocol)
+        harden(node.protocol)
         note: Any = node.protocol.update_routing_table
 
         await note(DHTID(node.key ^ 1), GREEDY)
@@ -239,7 +239,7 @@ def test_new_node_is_handed_no_records() -> None:
         await node.store(make_entries(1))
         asked: list[PeerID] = []
         node.protocol.get_stub = asked.append
-        distrust(node.protocol)
+        harden(node.protocol)
 
         await node.protocol.update_routing_table(make_node_id(GREEDY), GREEDY)
 

@@ -19,7 +19,7 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
 from shoal.protocol.net.dht import neighbourhood
-from shoal.protocol.net.dht.gated_node import distrust, make_node_id
+from shoal.protocol.net.dht.gated_node import harden, make_node_id
 from shoal.protocol.net.dht.neighbourhood import Replicas
 from shoal.protocol.net.dht.record_gate import (
     MAX_ANSWER_BYTES,
@@ -207,7 +207,7 @@ def test_nodes_named_with_ids_of_others_and_records_nobody_asked_for_are_dropped
             return "as before"
 
     protocol: Any = SimpleNamespace(get_stub=lambda peer: Stub())
-    distrust(protocol)
+    harden(protocol)
     stub = protocol.get_stub(honest)
     request = dht_pb2.FindRequest(keys=[bytes(20)])
     answer = asyncio.run(stub.rpc_find(request, timeout=1.0))

@@ -4,7 +4,7 @@
 """A node of hivemind's DHT that keeps and believes nothing but what passes our gate.
 
 What hivemind leaves open is closed here: `GateValidator` asks the gate before anything is stored,
-`RecordIntake` bounds what strangers may have checked and looked up, and `distrust` believes no node
+`RecordIntake` bounds what strangers may have checked and looked up, and `harden` believes no node
 about the ids of others.
 """
 
@@ -142,7 +142,7 @@ async def start_node(
 
     gate.when_displaced(forget)
     node.protocol.wait_timeout = _ANSWER_SECONDS
-    distrust(node.protocol)
+    harden(node.protocol)
     if not client_mode:
         RecordIntake(node.protocol, gate.wall).open(p2p)
     return GatedNode(node, gate)
@@ -178,7 +178,7 @@ def make_node_id(peer_id: PeerID) -> DHTID:
     return DHTID.generate(source=peer_id.to_bytes())
 
 
-def distrust(protocol: DHTProtocol) -> None:
+def harden(protocol: DHTProtocol) -> None:
     """From now on drop from what nodes answer: nodes with other ids, and any records.
 
     Records are asked for in another way (see `Replicas`), so that nobody asked for these. And none
@@ -197,11 +197,11 @@ def distrust(protocol: DHTProtocol) -> None:
             if doubtful is not None:  # there is a place for somebody new if this one is gone
                 await protocol.call_ping(doubtful[1])
 
-    hivemind.get_stub = lambda peer_id: _DistrustfulStub(get_stub(peer_id))
+    hivemind.get_stub = lambda peer_id: _CheckingStub(get_stub(peer_id))
     hivemind.update_routing_table = note_node
 
 
-class _DistrustfulStub:
+class _CheckingStub:
     """Through which hivemind asks one node."""
 
     def __init__(self, stub: Any) -> None:

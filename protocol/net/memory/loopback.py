@@ -108,7 +108,7 @@ class LoopbackNetwork:
         timer = self._partitions.pop(frozenset((a, b)), None)
         if timer is not None:
             timer.cancel()
-            self._stir()
+            self._deliver_held_frames()
 
     def kill(self, host: str) -> None:
         """End a host like `kill -9`: its streams break at both ends, its listeners vanish."""
@@ -130,7 +130,7 @@ class LoopbackNetwork:
     def resume(self, host: str) -> None:
         """Let a paused host go on: what was held up arrives now."""
         self._paused.discard(host)
-        self._stir()
+        self._deliver_held_frames()
 
     def fingerprint_of(self, host: str, port: int) -> str:
         """Return the fingerprint that a listener of this host and port shows."""
@@ -188,9 +188,9 @@ class LoopbackNetwork:
         listener.accept(wire)
         return None
 
-    def _stir(self) -> None:
+    def _deliver_held_frames(self) -> None:
         for wire in list(self.wires):
-            wire.stir()
+            wire.deliver_held_frames()
 
     def _give_up(self, pair: frozenset[str]) -> None:
         for wire in [wire for wire in self.wires if wire.hosts == pair]:
@@ -331,7 +331,7 @@ class Wire:
         if self._num_open_ends == 0 and self.fault is None:
             self._finish()
 
-    def stir(self) -> None:
+    def deliver_held_frames(self) -> None:
         """Deliver what an obstacle held up, if the obstacle is gone."""
         self.forward.deliver()
         self.back.deliver()
