@@ -436,7 +436,7 @@ class ShardedOptimizer:
         hop = shard.held_at
 
         async def lend() -> Result:
-            async with self._asker.lend(hop) as (link, _):
+            async with self._asker.lend(hop) as link:
                 return await ask(link)
 
         return await self._try(shard, failures, lend)

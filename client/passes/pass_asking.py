@@ -316,18 +316,18 @@ class PassAsker:
             grads_BTH = scale * grads_BTH
         if order is not None:
             order = replace(order, scale=1 / scale)
-        answer = await self._ask(hop, texts, grads_BTH, lambda: True, order)
+        answer = await self._ask(hop, texts, grads_BTH, accumulate=order)
         self.failovers.note_answer(hop)
         return TextGradients.read(answer.tensors, texts, hop.span).multiply(1 / scale)
 
     @asynccontextmanager
     async def lend(
-        self, hop: Hop, takes_turn: bool = True
-    ) -> AsyncIterator[tuple[PassLink, Bandwidth]]:
-        """Lend a stream to one peer, with its line as far as it has shown."""
-        async with self._links.lend(hop.peer, lambda: True, takes_turn) as link:
+        self, hop: Hop, takes_turn: bool = True, is_wanted: Callable[[], bool] = lambda: True
+    ) -> AsyncIterator[PassLink]:
+        """Lend a stream to one peer; see `PassLinks.lend`."""
+        async with self._links.lend(hop.peer, is_wanted, takes_turn) as link:
             self.failovers.note_reached(hop.peer.peer_id)
-            yield link, self._book.pass_times(hop.peer.peer_id).line
+            yield link
 
     @contextmanager
     def carry(self, peer_id: PeerId, num_bytes: int) -> Iterator[float]:
@@ -363,7 +363,7 @@ class PassAsker:
         """
         await cut_apart([adapter], hop.span)
         if adapter.cut(hop.span) is not None and isinstance(adapter, AdapterVersion):
-            async with self.lend(hop) as (link, _):
+            async with self.lend(hop) as link:
                 await self._bring(link, [adapter], hop.span, is_trained=False)
 
     async def _bring(
@@ -473,7 +473,7 @@ class PassAsker:
         hop: Hop,
         texts: Texts,
         grads_BTH: Tensor | None,
-        is_wanted: Callable[[], bool],
+        is_wanted: Callable[[], bool] = lambda: True,
         accumulate: AccumulationOrder | None = None,
     ) -> PassAnswer:
         await cut_apart(list_adapters(texts.adapters), hop.span)
@@ -488,8 +488,7 @@ class PassAsker:
         expected_seconds = times.expect_seconds(hop, num_tokens, asked.kind)
         patience_seconds = _LEAST_PATIENCE_SECONDS + _PATIENCE * expected_seconds
         with times.count(expected_seconds):
-            async with self._links.lend(hop.peer, is_wanted) as link:
-                self.failovers.note_reached(hop.peer.peer_id)
+            async with self.lend(hop, is_wanted=is_wanted) as link:
                 adapters = list_adapters(texts.adapters)
                 await self._bring(link, adapters, hop.span, texts.trains_adapters)
                 asked_at = self.clock.now()

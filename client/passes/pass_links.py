@@ -107,21 +107,16 @@ class PassLink:
         says anything for too long, UnavailableError when the stream broke, RefusedError when the
         peer declined, RemoteProtocolError for any other answer.
         """
-        async with AnswerTimeout(patience_seconds, f"{self._name} takes too long for a pass"):
-            return await self._ask(asked, tensors, _SILENCE_SECONDS + carrying_seconds)
-
-    async def _ask(
-        self, asked: Pass, tensors: Mapping[Slot, Tensor], timeout_seconds: float
-    ) -> PassAnswer:
-        asked_at = self._clock.now()
-        await self._send(encode_frame(asked), timeout_seconds)
-        for slot, num_vectors in list_question_slots(asked).items():
-            vectors_NH = tensors[slot]
-            for part in cut_vectors(num_vectors, asked.dtype, vectors_NH.shape[1]):
-                frame = _encode(asked, slot, part, vectors_NH[part.start : part.stop])
-                await self._send(frame, timeout_seconds)
+        timeout_seconds, asked_at = _SILENCE_SECONDS + carrying_seconds, self._clock.now()
         reader = PiecesReader(list_answer_slots(asked), tensors[Slot.HIDDEN].shape[1])
-        way_seconds = await self.receive_answer(asked, reader, timeout_seconds) - asked_at
+        async with AnswerTimeout(patience_seconds, f"{self._name} takes too long for a pass"):
+            await self._send(encode_frame(asked), timeout_seconds)
+            for slot, num_vectors in list_question_slots(asked).items():
+                vectors_NH = tensors[slot]
+                for part in cut_vectors(num_vectors, asked.dtype, vectors_NH.shape[1]):
+                    frame = _encode(asked, slot, part, vectors_NH[part.start : part.stop])
+                    await self._send(frame, timeout_seconds)
+            way_seconds = await self.receive_answer(asked, reader, timeout_seconds) - asked_at
         joined = {slot: _join(pieces) for slot, pieces in reader.tensors.items()}
         if not all(map(has_only_finite, joined.values())):
             raise RemoteProtocolError(f"{self._name} answered with NaN or infinity")
@@ -138,36 +133,28 @@ class PassLink:
 
         Takes `patience_seconds` at most, all pieces together. Raises what `ask` does.
         """
+        timeout_seconds = _SILENCE_SECONDS + carrying_seconds
         async with AnswerTimeout(patience_seconds, f"{self._name} takes too long for an adapter"):
-            timeout_seconds = _SILENCE_SECONDS + carrying_seconds
-            return await self.bring_all(head, tensors, timeout_seconds)
-
-    async def bring_all(
-        self,
-        head: AdapterHead,
-        tensors: bytes,
-        timeout_seconds: float,
-    ) -> float:
-        # Read from the beginning: what a peer refuses by its head alone need not go there.
-        hearing = asyncio.create_task(self._listen(head.upload_id))
-        try:
-            await self._send(encode_frame(head), timeout_seconds)
-            for piece in cut_adapter(head.upload_id, tensors):
-                if hearing.done():
-                    break
-                await self._send(encode_frame(piece), timeout_seconds)
-            answer = await self._wait(hearing, timeout_seconds)
-        except UnavailableError:
-            if hearing.done() and not hearing.cancelled():
-                error = hearing.exception()
-                if isinstance(error, RefusedError):
-                    raise error from None  # why the peer hung up
-            raise
-        finally:
-            hearing.cancel()
-            await asyncio.wait([hearing])
-        while isinstance(answer, Queued):
-            answer = await self._receive(head.upload_id, timeout_seconds)
+            # Read from the beginning: what a peer refuses by its head alone need not go there.
+            hearing = asyncio.create_task(self._listen(head.upload_id))
+            try:
+                await self._send(encode_frame(head), timeout_seconds)
+                for piece in cut_adapter(head.upload_id, tensors):
+                    if hearing.done():
+                        break
+                    await self._send(encode_frame(piece), timeout_seconds)
+                answer = await self._wait(hearing, timeout_seconds)
+            except UnavailableError:
+                if hearing.done() and not hearing.cancelled():
+                    error = hearing.exception()
+                    if isinstance(error, RefusedError):
+                        raise error from None  # why the peer hung up
+                raise
+            finally:
+                hearing.cancel()
+                await asyncio.wait([hearing])
+            if isinstance(answer, Queued):
+                answer = await self._hear(head.upload_id, timeout_seconds)
         return self._check_kept(head.upload_id, answer)
 
     def _check_kept(self, asked: SessionId, answer: Message) -> float:

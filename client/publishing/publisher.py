@@ -274,7 +274,7 @@ class Publisher:
         try:
             async with (
                 self._take_turn(len(data)) as until,
-                self._asker.lend(Hop(peer, peer.span), takes_turn=False) as (link, _),
+                self._asker.lend(Hop(peer, peer.span), takes_turn=False) as link,
             ):
                 publication.uploads[peer_id].until = until
                 publication.note(peer_id, may_hold)
@@ -324,7 +324,7 @@ class Publisher:
     ) -> None:
         asked = PublicationFetch(make_pass_id(), publication.name)
         try:
-            async with self._asker.lend(Hop(peer, peer.span), takes_turn=False) as (link, _):
+            async with self._asker.lend(Hop(peer, peer.span), takes_turn=False) as link:
                 seconds = await link.ask_kept(asked, self._expect_carrying_seconds())
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
             if isinstance(error, RefusedError):
@@ -385,7 +385,7 @@ class Publisher:
         try:
             async with (
                 SuspendAwareTimeout(WITHDRAWAL_SECONDS + carrying_seconds),
-                self._asker.lend(Hop(peer, peer.span), takes_turn=False) as (link, _),
+                self._asker.lend(Hop(peer, peer.span), takes_turn=False) as link,
             ):
                 for publication in publications:
                     asked = AdapterWithdrawal(make_pass_id(), publication.name)

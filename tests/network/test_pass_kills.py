@@ -132,14 +132,14 @@ def harm_whoever_is_asked(
 def harm_whoever_is_brought_an_adapter(
     first_block: int, patch: pytest.MonkeyPatch, lose: Callable[[PeerId], None]
 ) -> None:
-    bring = PassLink.bring_all
+    bring = PassLink.bring
 
     async def lose_and_bring(link: PassLink, head: AdapterHead, *arguments: Any) -> Any:
         if link.peer.span.start == first_block:
             lose(link.peer.peer_id)
         return await bring(link, head, *arguments)
 
-    patch.setattr(PassLink, "bring_all", lose_and_bring)
+    patch.setattr(PassLink, "bring", lose_and_bring)
 
 
 @contextmanager
