@@ -100,10 +100,10 @@ class SegmentQueue:
         return self.failures
 
     def find_missing(self, start: int, stop: int) -> MissingHops:
-        """Describe what is missing without the hops of a half-open range, which may be empty."""
+        """Describe what is missing without the hops of a half-open range."""
         before = self.hops[start - 1] if start else None
         after = self.hops[stop] if stop < len(self.hops) else None
-        first, last = self.hops[start], self.hops[max(start, stop - 1)]
+        first, last = self.hops[start], self.hops[stop - 1]
         return MissingHops(
             Span(first.hop.span.start, last.hop.span.stop),
             first.log,

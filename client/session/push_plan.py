@@ -49,7 +49,7 @@ class PushPlan:
         ):
             raise StartOverError
         if missing.after is not None and not hops[-1].feeds:
-            _begin_segment(missing.after, missing)
+            _begin_segment(missing.after, missing.position)
 
     def connect(
         self,
@@ -85,22 +85,27 @@ class PushPlan:
         missing.before.feeds = True
         return status.num_replayed
 
-    async def bridge(self, missing: MissingHops) -> None:
-        """Have the hop before answer us with what it pushed to the hop after, which we send it to.
+    async def bridge(
+        self,
+        before: LiveHop,
+        after: LiveHop,
+        pending: Sequence[int],
+        position: int,
+        newest_sequence: int,
+    ) -> None:
+        """Have a hop answer us with what it pushed to the next one, to which we send that instead.
 
-        They do not reach each other; both are in use, and no hop is missing between them.
+        They do not reach each other. Steps with the sequences `pending` are under way, the first at
+        `position`; the next hop has nothing newer than `newest_sequence`.
         """
-        before, after = missing.before, missing.after
-        assert before is not None
-        assert after is not None
         self.note_cut(before, after)
         self._state.epoch += 1
-        await self._admit(after, missing.newest_sequence)
-        for sequence in missing.pending:
+        await self._admit(after, newest_sequence)
+        for sequence in pending:
             self._mailbox.expect(before.open_link.session, sequence)
-        await self._redirect(before, None, missing.pending)
+        await self._redirect(before, None, pending)
         before.feeds, before.next = False, None
-        _begin_segment(after, missing)
+        _begin_segment(after, position)
 
     async def put_in_place(
         self,
@@ -186,6 +191,6 @@ def make_next_hop(state: SessionContext, following: LiveHop, first_sequence: int
     )
 
 
-def _begin_segment(live: LiveHop, missing: MissingHops) -> None:
-    """Let a hop that was pushed to be sent to; what it got before is not in its log."""
-    live.log, live.is_log_whole = RecoveryLog(), missing.position == 0
+def _begin_segment(live: LiveHop, position: int) -> None:
+    """Let a hop that was pushed to be sent to; what it got before `position` is not in its log."""
+    live.log, live.is_log_whole = RecoveryLog(), position == 0

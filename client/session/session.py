@@ -268,12 +268,12 @@ class RemoteSession:
 
     async def _bridge(self, pipeline: Pipeline, queue: SegmentQueue, cut: int) -> None:
         """Stand between two hops that live and do not reach each other."""
-        missing = queue.find_missing(cut + 1, cut + 1)
-        await self.plan.bridge(missing)
+        before, after = queue.hops[cut : cut + 2]
+        await self.plan.bridge(before, after, queue.pending, queue.position, queue.newest_sequence)
         pipeline.replace(queue, 0, 0, ())
         _logger.info(
             "the client now carries hidden states to blocks from %d on: the hop before cannot push",
-            missing.span.start,
+            after.hop.span.start,
         )
 
     async def _replace(
