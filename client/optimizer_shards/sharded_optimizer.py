@@ -119,7 +119,7 @@ class ShardedOptimizer:
     async def ask_forward(self, span: Span, texts: Texts, weights: str | None = None) -> SpanOutput:
         """Do what `PassAsker.ask_forward` does, at the peer that holds the first block."""
         self._check_version(texts)
-        failures = self._asker.make_failures(span)
+        failures = self._asker.make_failures()
         while True:
             shard = await self._find(span.start, failures)
             if shard is None:
@@ -142,7 +142,7 @@ class ShardedOptimizer:
     ) -> TextGradients | None:
         """Do what `PassAsker.ask_backward` does; the gradients of the adapter stay at the peer."""
         self._check_version(texts)
-        failures = self._asker.make_failures(span)
+        failures = self._asker.make_failures()
         while True:
             shard = await self._find(span.start, failures)
             if shard is None:
@@ -323,7 +323,7 @@ class ShardedOptimizer:
         """Do something at the peer of each shard for which it is not done yet."""
         if not self._shards:
             return
-        failures = self._asker.make_failures(self._shards[0].span)
+        failures = self._asker.make_failures()
 
         async def do(block: int) -> None:
             shard = await self._find(block, failures)

@@ -136,11 +136,9 @@ class PassFailovers:
 class PassFailures(Failures):
     """The failures of one pass so far; its deadline starts with the first one."""
 
-    def __init__(
-        self, span: Span, retry: Retry, now: Callable[[], float], timeout_seconds: float
-    ) -> None:
+    def __init__(self, retry: Retry, now: Callable[[], float], timeout_seconds: float) -> None:
         super().__init__(retry)
-        self.unable: set[PeerId] = set()
+        self.unable: dict[PeerId, RefusedError] = {}
         """Peers that have no memory for it, or that found nobody who has the adapter."""
         self.brought_again: set[PeerId] = set()
         """Peers that had lost an adapter, and got it once more."""
@@ -148,10 +146,9 @@ class PassFailures(Failures):
         """The least protocol version; peers of older versions are not asked."""
         self._lost: list[LostHopError] = []
         self._full_until: dict[PeerId, float] = {}
-        self._span = span
         self._now = now
         self._timeout_seconds = timeout_seconds
-        self._error: PeerFailure | None = None
+        self._error: RefusedError | RouteError | None = None
 
     @property
     def full(self) -> set[PeerId]:
@@ -171,13 +168,18 @@ class PassFailures(Failures):
         """Whether anything went wrong."""
         return self._error is not None
 
-    def note(self, error: PeerFailure) -> None:
-        """Note a failure."""
+    def note(self, error: PeerFailure, span: Span) -> None:
+        """Note a failure at some blocks."""
         if self.is_known:
             self.retry.note_failure()  # the second try comes at once
         else:
             self.retry.deadline = self._now() + self._timeout_seconds
-        self._error = error
+        if isinstance(error, RefusedError | RouteError):
+            self._error = error
+        else:
+            detail = f"no peer accepts passes for blocks {span}: {error}"
+            self._error = RouteError(detail, [span])
+            self._error.__cause__ = error
 
     def note_lost(self, lost: LostHopError) -> None:
         """Note a peer that has failed, for which it was blamed."""
@@ -205,21 +207,19 @@ class PassFailures(Failures):
 
     def raise_refusal(self) -> None:
         """Raise what a peer said against the texts, if one did: nobody else is left to ask."""
-        if self.refusals.first is not None:
-            raise self.refusals.first
-        if self.unable and self._error is not None:
-            raise self._error
+        refusal = self.refusals.first or next(iter(self.unable.values()), None)
+        if refusal is not None:
+            raise refusal
 
     async def pause(self) -> None:
         """Wait before the next try, longer each time; not at all before the first two.
 
-        Raises what to say when the time is up: the newest refusal, or RouteError.
+        Raises what to say when the time is up: what a peer said against the texts, or else the
+        newest failure, as RefusedError or RouteError.
         """
         if self._error is not None and self.retry.remaining_seconds <= 0:
-            if isinstance(self._error, RefusedError | RouteError):
-                raise self._error
-            detail = f"no peer accepts passes for blocks {self._span}: {self._error}"
-            raise RouteError(detail, [self._span]) from self._error
+            self.raise_refusal()
+            raise self._error
         await self.retry.pause()
 
 
@@ -262,7 +262,7 @@ class PassAsker:
         Raises RouteError with the blocks that nobody serves in time, RefusedError when every peer
         declines the texts, or one has too little memory for them; else what the last one did.
         """
-        failures = self.make_failures(span)
+        failures = self.make_failures()
         while True:
             hosts = await self._wait_for_hosts(span, failures, weights)
             hop = self._choose(hosts, span, texts.num_tokens, PassKind.FORWARD)
@@ -279,7 +279,7 @@ class PassAsker:
 
         None when no peer hosts all of it as such weights any more. Raises what `ask_forward` does.
         """
-        failures = self.make_failures(span)
+        failures = self.make_failures()
         scale = choose_scale(grads_BTH) if self._config.wire_dtype == "fp16" else 1.0
         while True:
             hosts = await self._wait_for_hosts(span, failures, weights)
@@ -348,7 +348,7 @@ class PassAsker:
         """Note that a peer did not do what it was asked, with these adapters, and blame it for what
         is its fault.
         """
-        failures.note(error)
+        failures.note(error, hop.span)
         if not isinstance(error, RefusedError) or not self._is_excused(
             error, hop, failures, adapters
         ):
@@ -460,13 +460,13 @@ class PassAsker:
         if may_pass and error.retry_after_seconds is not None:
             failures.note_full(peer_id, error.retry_after_seconds)
         else:
-            failures.unable.add(peer_id)
+            failures.unable[peer_id] = error
         return True
 
-    def make_failures(self, span: Span) -> PassFailures:
-        """Return what to note failures in, of passes through a span."""
+    def make_failures(self) -> PassFailures:
+        """Return what to note the failures of passes in."""
         retry, seconds = Retry(_AGAIN, self.clock), self._config.failover_timeout_seconds
-        return PassFailures(span, retry, self.clock.now, seconds)
+        return PassFailures(retry, self.clock.now, seconds)
 
     async def _ask(
         self,
@@ -546,7 +546,7 @@ class PassAsker:
             hosts = self._find_hosts(span.start, failures, weights)
             if hosts:
                 return hosts
-            failures.note(self.make_route_error(span, weights))
+            failures.note(self.make_route_error(span, weights), span)
 
     async def _refresh(self, max_age_seconds: float) -> None:
         """Read the directory, one for all that ask; where that fails, the last view has to do."""

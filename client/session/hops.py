@@ -73,9 +73,9 @@ class HopFinder:
         """Find hops for missing ones, and have them brought to the state of their log in time.
 
         `preferred` is the weight format of the peer that was lost: its replica computes the
-        same. Raises RouteError with the missing blocks, or the last failure, when time is up, and
-        RefusedError when the peers that are there decline for good; also what `bring_up` raises
-        but LostHopError, after which another route is tried.
+        same. When the time is up, raises RouteError with the missing blocks, or a refusal:
+        RefusedError of a peer that declined for good, also where others could not be reached. Also
+        raises what `bring_up` does but LostHopError, after which another route is tried.
         """
         state = self._state
         if missing.position == 0:  # later, somebody waits for the next token
@@ -105,6 +105,8 @@ class HopFinder:
                 tried.add(lost.hop.peer.peer_id)
                 refusals.note(lost)
                 if retry.remaining_seconds <= 0:
+                    if refusals.first is not None:
+                        raise refusals.first from None
                     if isinstance(lost.__cause__, RefusedError):
                         raise lost.__cause__ from None
                     raise RouteError(

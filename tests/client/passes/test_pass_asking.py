@@ -9,8 +9,19 @@ import pytest
 from pass_peers import WHOLE, add_pass_peer, make_asker, make_texts
 from session_scene import CONFIG, Scene, run
 
-from shoal.client.routing.route import Fault
-from shoal.protocol.errors import RouteError
+from shoal.client.passes.pass_asking import PassFailures
+from shoal.client.routing.route import Fault, PeerFailure
+from shoal.protocol.errors import (
+    ErrorCode,
+    RefusedError,
+    RouteError,
+    ShoalError,
+    UnavailableError,
+)
+from shoal.protocol.ids import PeerId
+from shoal.protocol.net.clock import SystemClock
+from shoal.protocol.net.retry import Backoff, Retry
+from shoal.protocol.spans import Span
 
 HUGE_TEXT = 2**13
 """So many tokens that their bytes say something of the line."""
@@ -93,6 +104,22 @@ def test_gradients_come_through_the_weights_of_the_way_there() -> None:
         assert there.weights == "int8"
 
     run(test)
+
+
+def test_error_names_the_blocks_that_failed_last_or_what_a_peer_said_against_the_texts() -> None:
+    def fail(*failures: PeerFailure) -> ShoalError:
+        noted = PassFailures(Retry(Backoff(0.1, 1.0), SystemClock()), SystemClock().now, 0.0)
+        for number, failure in enumerate(failures):
+            noted.note(failure, Span(number, number + 1))
+            if isinstance(failure, RefusedError):
+                noted.unable[PeerId(str(number))] = failure
+        with pytest.raises(ShoalError) as raised:
+            asyncio.run(noted.pause())
+        return raised.value
+
+    gone, refused = UnavailableError("gone"), RefusedError(ErrorCode.OUT_OF_MEMORY, "too long")
+    assert str(fail(gone, gone)) == "no peer accepts passes for blocks 1:2: gone"
+    assert fail(gone, refused, gone) is refused
 
 
 def test_weights_that_nobody_has_any_more_are_named() -> None:

@@ -179,6 +179,20 @@ def test_what_never_fits_anywhere_is_said_at_once() -> None:
     run(test, config=replace(CONFIG, failover_timeout_seconds=20.0))
 
 
+def test_refusal_of_a_peer_that_lives_is_told_and_not_the_silence_of_one_that_died() -> None:
+    async def test(scene: Scene) -> None:
+        await scene.add("dead", 0, 6)
+        (await scene.add("living", 0, 6)).mischief = decline_when(
+            lambda message: isinstance(message, Open), ErrorCode.CACHE_FULL, None
+        )
+        scene.network.kill("dead")
+
+        with pytest.raises(CacheFullError):
+            await scene.open_session().step(draw(1, 3))
+
+    run(test)
+
+
 def test_blocks_that_nobody_serves_are_named_and_the_session_goes_on_later() -> None:
     async def test(scene: Scene) -> None:
         await scene.add("a", 0, 3)
