@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ _PART_NAME = ".checkpoint.part"
 class RunProgress:
     """The progress of a run, and its losses so far."""
 
-    num_updates: int = 0
+    num_updates: int
     """Updates behind it, those that were skipped as well."""
     losses: list[float | None] = field(default_factory=list)
     """Of each update; None where it was skipped."""
@@ -55,22 +56,18 @@ class RunProgress:
     @classmethod
     def from_json(cls, text: str) -> RunProgress:
         """Return the progress that `to_json` encoded; raises ValueError for anything else."""
-        fields = json.loads(text)
-        if not isinstance(fields, dict):
-            raise ValueError("it holds no JSON object")
         try:
-            fields["eval_losses"] = {
-                int(number): float(loss) for number, loss in fields["eval_losses"].items()
-            }
-            progress = cls(**fields)
-            is_whole = len(progress.losses) == progress.num_updates
-            is_about = isinstance(progress.facts, dict) and isinstance(progress.settings, dict)
-            is_about = is_about and isinstance(progress.options, dict)
-        except (TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"a field is missing or wrong: {error}") from error
-        if not is_whole or not is_about:
+            progress = _PROGRESS.validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from error
+        if len(progress.losses) != progress.num_updates:
             raise ValueError("its fields do not match each other")
         return progress
+
+
+_PROGRESS = TypeAdapter(RunProgress)
 
 
 def name_checkpoint(num_updates: int) -> str:

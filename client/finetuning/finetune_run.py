@@ -154,7 +154,7 @@ class FinetuneRun:
         self._optimizer = learner.make_optimizer(config.learning_rate, config.weight_decay)
         self.checkpoints = Checkpoints(folder)
         self.progress = RunProgress(
-            facts=self._make_facts(), settings=config.list_settings(), options=dict(options)
+            0, facts=self._make_facts(), settings=config.list_settings(), options=dict(options)
         )
         self._num_skipped_in_a_row = 0
 

@@ -159,33 +159,23 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
         # Peers keep the number of rows they were opened with: for others the text is sent again.
         is_of_other_rows = session.num_rows not in (None, plan.num_rows)
         with session.beginning_anew() if is_of_other_rows else nullcontext():
-            return self._run_plan(session, plan, args, kwargs)
-
-    def _run_plan(
-        self,
-        session: InferenceSession,
-        plan: GenerationPlan,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Tensor | ModelOutput:
-        if session.text_length == plan.input_ids_BT.shape[1]:
-            # Everything is cached: the last token goes once more, for its logits.
-            session.rollback(session.position - 1)
-
-        position = session.position
-        try:
-            result = super().generate(  # pyright: ignore[reportAttributeAccessIssue]
-                plan.input_ids_BT,
-                *args,
-                # Without a mask transformers would look for padding in the text.
-                attention_mask=torch.ones_like(plan.input_ids_BT),
-                past_key_values=RemoteCache(session),
-                **kwargs,
-            )
-        except BaseException:
-            self._undo(session, plan, position)
-            raise
-        return self._finish(session, plan, result)
+            if session.text_length == plan.input_ids_BT.shape[1]:
+                # Everything is cached: the last token goes once more, for its logits.
+                session.rollback(session.position - 1)
+            position = session.position
+            try:
+                result = super().generate(  # pyright: ignore[reportAttributeAccessIssue]
+                    plan.input_ids_BT,
+                    *args,
+                    # Without a mask transformers would look for padding in the text.
+                    attention_mask=torch.ones_like(plan.input_ids_BT),
+                    past_key_values=RemoteCache(session),
+                    **kwargs,
+                )
+            except BaseException:
+                self._undo(session, plan, position)
+                raise
+            return self._finish(session, plan, result)
 
     def _finish(self, session: InferenceSession, plan: GenerationPlan, result: Any) -> Any:
         sequences_BT = result if isinstance(result, Tensor) else result.sequences
