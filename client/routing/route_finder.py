@@ -12,8 +12,8 @@ from ...protocol.net.directory import Directory
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.net.transport import Transport
 from ...protocol.spans import Span
+from .own_coordinate import OwnCoordinate
 from .peer_book import NO_DOUBT, PeerBook
-from .position import Position
 from .route import Ends, Fault, Hop, Route
 from .router import RoutingCosts, expect_way_seconds, plan_route
 
@@ -52,7 +52,7 @@ class RouteFinder:
         self._clock = clock
         self._rng = rng
         self.book = PeerBook(directory, model.model_id, model.num_blocks, clock, allowed, blocked)
-        self._position = Position(self.book, clock, rng)
+        self._coordinate = OwnCoordinate(self.book, clock, rng)
 
     def __repr__(self) -> str:
         return f"<RouteFinder {self.book!r}>"
@@ -124,12 +124,12 @@ class RouteFinder:
             block_seconds=self.book.measure_block_seconds(),
             needed_kv_tokens=needed_kv_tokens,
             cuts=self.book.links.cuts,
-            coordinate=self._position.find(),
+            coordinate=self._coordinate.find(),
         )
 
     async def survey(self, transport: Transport) -> None:
         """Find out where the client stands, if that is not known yet."""
-        await self._position.survey(transport)
+        await self._coordinate.survey(transport)
 
     def expect_way_seconds(self, hops: Sequence[Hop]) -> list[float]:
         """Return the ways of a chain: to the first hop, from each to the next, and back."""

@@ -136,7 +136,7 @@ class Standby:
         self.new.hop = await self._finder.find_replica(self.live.hop, exclude, self._ends)
         self._plan()
         await self._finder.open_link(self.new, self._state.make_deadline())
-        await self._rehearse()
+        await self._bring_up()
 
     @property
     def _ends(self) -> Ends | None:
@@ -167,7 +167,7 @@ class Standby:
         if after is not None:
             new.feeds, new.next = True, make_next_hop(self._twin, after, _NEVER)
 
-    async def _rehearse(self) -> None:
+    async def _bring_up(self) -> None:
         """Bring the new hop to about the state of the old one, while tokens go on."""
         if self.before is None:
             await self.replay()

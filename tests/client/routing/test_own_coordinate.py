@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from session_scene import Scene, draw, now, run
 
-from shoal.client.routing.position import LEAST_LANDMARKS, choose_landmarks
+from shoal.client.routing.own_coordinate import LEAST_LANDMARKS, choose_landmarks
 from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.records.coordinates import Coordinate
 

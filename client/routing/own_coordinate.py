@@ -34,8 +34,8 @@ _SETTLING_ROUNDS = 40
 """How often all of them pull until a place is found, from nowhere."""
 
 
-class Position:
-    """The coordinate of a client, as far as its `PeerBook` tells."""
+class OwnCoordinate:
+    """Where a client stands in the network, as far as its `PeerBook` tells."""
 
     def __init__(self, book: PeerBook, clock: Clock, rng: random.Random) -> None:
         self._book = book
