@@ -7,9 +7,11 @@ lose without the peer at a place. Each move makes the swarm better by that measu
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -289,6 +291,7 @@ class _Survey:
         return min(
             ((Span(int(start), int(stop)), float(part)) for start, stop, part in places),
             key=lambda place: (
+                *self._count_pieces(place[0]),
                 self._count_hops(place[0]),
                 self._count_loose_edges(place[0]),
                 -round(place[1], 3),
@@ -353,6 +356,22 @@ class _Survey:
         kept = np.minimum(stops, own.stop) - np.maximum(starts, own.start)
         load_seconds = (stops - starts - kept.clip(min=0)) * self._candidate.load_seconds
         return (1.0 - load_seconds / _HORIZON_SECONDS).clip(min=0.0)
+
+    def _count_pieces(self, span: Span) -> list[int]:
+        """Return how many peers like this one it still takes to close gaps, and to have replicas.
+
+        Spans that begin where others end leave the fewest.
+        """
+        num_hosts = self.others.num_hosts.copy()
+        num_hosts[span.start : span.stop] += 1
+        return [
+            sum(
+                math.ceil(len(list(run)) / len(span))
+                for is_lacking, run in groupby(num_hosts < wanted)
+                if is_lacking
+            )
+            for wanted in (1, MIN_REPLICAS)
+        ]
 
     def _count_hops(self, span: Span) -> int:
         """Return how many hops the shortest route needs; a block that nobody serves is one."""

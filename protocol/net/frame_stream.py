@@ -180,10 +180,8 @@ class FrameStream(asyncio.Protocol):
         self._frames: deque[bytes] = deque()
         self._num_waiting_bytes = 0
         self._arrival: asyncio.Future[None] | None = None  # a receive that waits
-        self._large_frame_task: asyncio.Task[None] | None = None  # a large frame
-        self._large_frame_passed: asyncio.Future[None] | None = (
-            None  # that frame, until it has come
-        )
+        self._large_frame_task: asyncio.Task[None] | None = None  # until the frame is here
+        self._large_frame_passed: asyncio.Future[None] | None = None
         self._num_ended_before = 0
         self._catching_up: asyncio.Handle | None = None  # with frames beyond those of one go
         self._drained: asyncio.Future[None] | None = None

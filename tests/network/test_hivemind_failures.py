@@ -96,7 +96,7 @@ def test_lookup_survives_the_kill_of_a_peer_and_its_p2pd_leaves_with_it(
         found_by_newcomer = await look_up(newcomer)
 
         assert found == everyone  # its word stands until it expires
-        assert found_by_newcomer == everyone
+        assert found_by_newcomer >= {peer.peer_id for peer in others}
         wait_until_gone(p2pd)
         await reader.close()
         await newcomer.close()

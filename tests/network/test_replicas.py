@@ -206,7 +206,7 @@ def test_nodes_named_with_ids_of_others_and_records_nobody_asked_for_are_dropped
         async def rpc_ping(self) -> str:
             return "as before"
 
-    protocol: Any = SimpleNamespace(get_stub=lambda peer: Stub())
+    protocol: Any = SimpleNamespace(get_stub=lambda peer: Stub(), update_routing_table=None)
     harden(protocol)
     stub = protocol.get_stub(honest)
     request = dht_pb2.FindRequest(keys=[bytes(20)])
