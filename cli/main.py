@@ -34,6 +34,16 @@ WRONG_USAGE = 2
 """The exit code where an option, or a file that it names, is wrong; other failures end with 1."""
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Makes the column of the subcommands wide enough: argparse forgets that they are indented."""
+
+    def add_argument(self, action: argparse.Action) -> None:
+        """Add an option, or all subcommands."""
+        super().add_argument(action)
+        if action.nargs == argparse.PARSER:
+            self._action_max_length += self._indent_increment
+
+
 class _Parser(argparse.ArgumentParser):
     """Prints errors of the command line on one line."""
 
@@ -93,6 +103,7 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
         prog="shoal",
         description="Run and fine-tune large language models on volunteers' machines.",
         epilog="Start with `shoal demo`.",
+        formatter_class=_HelpFormatter,
     )
     parser.add_argument("--version", action="version", version=SOFTWARE)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -103,7 +114,15 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
             module = importlib.import_module(f".commands.{name.replace('-', '_')}", __package__)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
-    return parser.parse_args(join_addresses(given))
+    options, unexpected = parser.parse_known_args(join_addresses(given))
+    if unexpected:
+        advice = "; put the prompt in quotes" if _is_unquoted_prompt(options, unexpected) else ""
+        subparsers.choices[options.command].error(f"unexpected argument {unexpected[0]!r}{advice}")
+    return options
+
+
+def _is_unquoted_prompt(options: argparse.Namespace, unexpected: Sequence[str]) -> bool:
+    return options.command == "generate" and not unexpected[0].startswith("-")
 
 
 def _set_up_logging() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...protocol.errors import UsageError
 from ...protocol.net.addresses import check_can_be_dialled
+from ...protocol.net.libp2p.multiaddrs import PeerAddress
 from ..options.bundled_model import find_model
 from ..options.join_options import add_join_arguments, read_joining
 from ..options.quantities import parse_host, parse_listen
@@ -46,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Examine a swarm; return 0 when nothing is broken, else 1."""
     joining = read_joining(options)
+    for address in joining.addresses:
+        PeerAddress.parse(address)
+    name = find_model(options.model)
     place = _read_place(options)
     screen = None if options.json else _Screen(Terminal(sys.stdout))
     with Progress(Terminal(sys.stderr), lambda: "Examining") as progress:
@@ -61,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
                     screen.show_finding(finding)
 
         def read_model() -> ModelFacts:
-            return ModelFacts.read(find_model(options.model), options.model)
+            return ModelFacts.read(name, options.model)
 
         async def examine() -> Diagnosis:
             probes = make_network_probes(joining.membership)
@@ -123,7 +127,7 @@ class _Screen:
                 (
                     f"…{peer.peer_id[-6:]}",
                     str(peer.span),
-                    str(peer.state),
+                    str(check.fault) if check and check.fault else str(peer.state),
                     peer.weights,
                     "-" if speed is None else f"{speed:.0f}",
                     f"{diagnosis.view.taken_at - peer.issued_at:.0f} s",
@@ -132,11 +136,14 @@ class _Screen:
                 )
             )
         self._terminal.print()
+        rows = [tuple(map(self._terminal.fit, row)) for row in rows]  # "…" may take three columns
         columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        cut = self._terminal.fit("…")
         for number, row in enumerate(rows):
             cells = (cell.ljust(width) for cell, width in zip(row, columns, strict=True))
             line = (" " + "  ".join(cells)).rstrip()
-            line = line if len(line) <= self._terminal.width else line[: self._terminal.width]
+            if len(line) > self._terminal.width:
+                line = line[: self._terminal.width - len(cut)] + cut
             self._terminal.print(self._terminal.paint(line, "dim") if number == 0 else line)
         num_more = len(diagnosis.view.peers) - _MAX_ROWS
         if num_more > 0:

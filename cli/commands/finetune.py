@@ -86,15 +86,16 @@ def _check_folder(folder: Path, is_resumed: bool) -> None:
 def _locking(folder: Path) -> Iterator[None]:
     """Lock a folder against other runs, which would delete the checkpoints of this one.
 
-    Raises UsageError if another run holds it, and UnavailableError if it cannot be written, before
-    the swarm computes anything.
+    Raises UsageError if another run holds it or it cannot be written, before the swarm computes
+    anything. A new folder into which nothing was written is removed.
     """
-    from ...client.finetuning.checkpoints import naming_failures
-
-    with naming_failures(folder):
+    is_new = not folder.exists()
+    try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
         descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}: {error.strerror}") from error
     try:
         with contextlib.suppress(OSError):  # some network file systems have no locks
             try:
@@ -106,6 +107,9 @@ def _locking(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+        if is_new:
+            with contextlib.suppress(OSError):  # a run has left something in it
+                folder.rmdir()
 
 
 def _read_options(folder: Path) -> Mapping[str, Any]:

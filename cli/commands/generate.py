@@ -194,7 +194,7 @@ def _wait(
             return f"Waiting for {sessions[0].waiting}"
         return _describe_wait(model.missing_blocks, seconds)
 
-    if model.missing_blocks and seconds and not notices.is_terminal:
+    if model.missing_blocks and seconds and not notices.can_redraw:
         notices.print(describe())
     waiting.enter_context(Progress(notices, describe))
 

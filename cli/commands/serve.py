@@ -271,9 +271,9 @@ def _print_for_people(event: PeerEvent) -> None:
         _print_codes(terminal, facts.get("join_codes", {}))
     elif event.name == "loading":
         is_done = facts["done"] == facts["blocks"]
-        if terminal.is_terminal or is_done:
+        if terminal.can_redraw or is_done:
             end = "\n" if is_done else ""
-            start = "\r" if terminal.is_terminal else ""
+            start = "\r" if terminal.can_redraw else ""
             terminal.write(f"{start}Loading block {facts['done']} of {facts['blocks']}{end}")
     else:
         # A peer runs for days, so its readers need the time of an event.

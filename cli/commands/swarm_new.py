@@ -3,6 +3,7 @@
 import argparse
 import os
 import secrets
+import shlex
 import sys
 from pathlib import Path
 
@@ -54,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print one join code, and on stderr what its holders may do; return 0."""
+    if options.out is None and sys.__stdout__ is None:  # started with `>&-`
+        raise UsageError("there is no stdout to print the code to; use --out FILE")
     code = _make_code(options)
     membership = code.membership
     if options.out is not None:
@@ -70,11 +73,22 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.out is None:
         Terminal(sys.stdout).print(str(code))
-    meaning = _MEANINGS[membership.role] if membership.is_private else "anyone can join with it"
     notices = Terminal(sys.stderr)
-    for line in notices.wrap(f"Join code of {membership}: {meaning}."):
+    for line in notices.wrap(_describe(membership, options.out)):
         notices.print(line)
     return 0
+
+
+def _describe(membership: Membership, path: Path | None) -> str:
+    """Return what was made, and what its holders may do with it."""
+    if path is not None and membership.role is Role.OWN:
+        return (
+            f"Wrote the owner's code of {membership} to {path}. Keep it secret. Start the swarm: "
+            f"shoal serve MODEL --new-swarm --join @{shlex.quote(str(path))}"
+        )
+    what = f"Join code of {membership}" + (f", written to {path}" if path else "")
+    meaning = _MEANINGS[membership.role] if membership.is_private else "anyone can join with it"
+    return f"{what}: {meaning}."
 
 
 def _write(path: Path, code: str) -> None:

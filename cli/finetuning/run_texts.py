@@ -39,6 +39,11 @@ def read_texts(
 
     num_positions = _count_positions(name)
     if options.method != "lora":
+        if num_positions - options.pre_seq_len < 2:
+            raise UsageError(
+                f"--pre-seq-len {options.pre_seq_len} leaves no room for text: the model has "
+                f"{num_positions} positions"
+            )
         num_positions -= options.pre_seq_len
     max_length = options.max_length or min(MAX_LENGTH, num_positions)
     if not 2 <= max_length <= num_positions:

@@ -123,6 +123,9 @@ def join_lines(lines: Sequence[str]) -> str:
 def _read_file(path: Path) -> str:
     try:
         with path.open(encoding="ascii", errors="replace") as file:
-            return file.read(MAX_CODE_CHARACTERS + 1)
+            code = file.read(MAX_CODE_CHARACTERS + 1)
     except OSError as error:
         raise UsageError(f"cannot read a join code from {path}: {error.strerror}") from error
+    if not code.strip():
+        raise UsageError(f"cannot read a join code from {path}: the file is empty")
+    return code

@@ -58,9 +58,9 @@ class Terminal:
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
         self.is_terminal = stream.isatty()
-        self.has_colours = (
-            self.is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        )
+        self.can_redraw = self.is_terminal and os.environ.get("TERM") != "dumb"
+        """Whether a line can be drawn over."""
+        self.has_colours = self.can_redraw and not os.environ.get("NO_COLOR")
         self._is_mid_line = False
         self._encoding = (getattr(stream, "encoding", None) or "ascii").lower()
         self._is_utf8 = self._encoding.replace("-", "").replace("_", "") == "utf8"
@@ -214,7 +214,7 @@ def _columns(letter: str) -> int:
 class Progress:
     """A line on a terminal that describes the work in progress and, if timed, counts its seconds.
 
-    The line is erased at the end. Nothing is shown if the stream is not a terminal.
+    The line is erased at the end. Nothing is shown if the stream is not a terminal, or a dumb one.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Progress:
         self._started_at = time.monotonic()
 
     def __enter__(self) -> "Progress":
-        if self._terminal.is_terminal:
+        if self._terminal.can_redraw:
             self._thread.start()
         return self
 

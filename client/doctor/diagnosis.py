@@ -89,7 +89,8 @@ class Diagnosis:
     ) -> None:
         """Do all checks that make sense, one after the other. Leaves nothing open.
 
-        With a `listen_address`, also whether others could dial a peer of this machine there.
+        With a `listen_address`, also whether others could dial a peer of this machine there. Raises
+        UsageError for an address that is none.
         """
         model = await self._check_model(read_model)
         reachable = await self._check_addresses(addresses)
@@ -131,15 +132,7 @@ class Diagnosis:
         return [text for text, finding in zip(texts, results, strict=True) if finding.ok]
 
     async def _dial_address(self, text: str) -> Finding:
-        try:
-            address = PeerAddress.parse(text)
-        except UsageError as error:
-            return Finding(
-                "address",
-                FindingStatus.BROKEN,
-                str(error),
-                "copy the whole line that the peer printed",
-            )
+        address = PeerAddress.parse(text)
         port = address.tcp_port
         name = f"{Endpoint(address.host, port or 0)} (peer …{address.peer_id[-6:]})"
         if port is None:
@@ -246,7 +239,7 @@ class Diagnosis:
             if (number := sum(peer.state is state for peer in view.peers))
         ]
         if view.online:
-            self._note("announcements", FindingStatus.OK, f"peers: {', '.join(counts)}")
+            self._note("announcements", FindingStatus.OK, f"peers announced: {', '.join(counts)}")
             return
         detail = f"no peer is online for model id {_short(model.model_id)}"
         detail += f" ({', '.join(counts)})" if counts else ""

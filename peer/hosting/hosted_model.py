@@ -17,6 +17,7 @@ from ...kernels.linear.quantize import WeightFormat
 from ...models.checkpoints.checkpoint import Checkpoint
 from ...models.spec_reader import read_spec
 from ...models.specs.model_spec import ModelShape, ModelSpec, WrappedShape
+from ...protocol.errors import UsageError
 from ...protocol.ids import ModelId, make_model_id
 from ...protocol.spans import Span
 from ..engine.cache.kv_cache import check_kv_budget
@@ -91,7 +92,11 @@ class HostedModel:
         """Read what the model is. Raises UsageError for what the peer cannot serve of it."""
         checkpoint = Checkpoint.open(config.model)
         spec = read_spec(checkpoint.config)
-        span = config.span or Span(0, min(config.num_blocks or 1, spec.num_blocks))
+        if config.num_blocks is not None and config.num_blocks > spec.num_blocks:
+            raise UsageError(
+                f"--num-blocks {config.num_blocks} is more than the model has: {spec.num_blocks}"
+            )
+        span = config.span or Span(0, config.num_blocks or 1)
         numerics = Numerics(WeightFormat(config.weights), choose_device(config.device))
         check_span(spec, span)
         check_weights(spec, numerics)

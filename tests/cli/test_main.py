@@ -82,6 +82,12 @@ def run_and_read_error(arguments: list[str], capsys: pytest.CaptureFixture[str])
         (f"generate m p --trace= --initial-peers {PEER}", "'' is not a file"),
         (f"generate m --tell --initial-peers {PEER}", "begins with - after `--`"),
         (f"generate m -hello --initial-peers {PEER}", "begins with - after `--`"),
+        (
+            "generate m hi there you",
+            "generate: unexpected argument 'there'; put the prompt in quotes; see",
+        ),
+        ("generate m hi --tell", "generate: unexpected argument '--tell'; see"),
+        ("serve m n", "serve: unexpected argument 'n'; see"),
     ],
 )
 def test_wrong_arguments_are_one_line(
@@ -175,8 +181,10 @@ def test_words_behind_two_dashes_are_left_as_they_are() -> None:
         (["doctor"], "no swarm is given: pass --join CODE"),
         (["generate", "m", "p", "--join", "shoal:aeaaag"], "the join code was cut short"),
         (["doctor", "--join", PEER], "an address, not a join code"),
+        (["doctor", "--initial-peers", "foo"], "'foo' is not the address of a peer"),
         (["serve", "m", "--join", ""], "begins with shoal:"),
         (["serve", "m", "--new-swarm", "--join", "@no/such"], "cannot read a join code from no/su"),
+        (["serve", "m", "--join", "@/dev/null"], "join code from /dev/null: the file is empty"),
         (["swarm-new", "--public", "--role", "own"], "a public swarm has no roles"),
         (["swarm-new", "--from", PUBLIC, "--initial-peers", "x"], "does not fit into a join code"),
         (["revoke", "12D3Koo", "--initial-peers", PEER], "a peer prints its id"),
@@ -257,6 +265,13 @@ def test_bundled_model_is_found_next_to_the_package() -> None:
         return
 
     assert Path(find_model()) == root / "models" / BUNDLED_NAME
+
+
+def test_summaries_of_commands_are_one_column(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+
+    assert "    swarm-new  create the join code" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["demo", "doctor", "generate", "serve", "swarm"])
@@ -365,6 +380,20 @@ def test_closed_streams_are_no_reason_to_fail(arguments: list[str], closed: str)
 
     assert process.returncode == (0 if arguments == ["--version"] else 2)
     assert process.stderr.count("\n") <= 1, process.stderr
+
+
+@pytest.mark.slow
+def test_code_of_a_new_swarm_is_not_lost_where_stdout_is_closed() -> None:
+    command = [sys.executable, "-P", "-m", "shoal.cli", "swarm-new"]
+
+    process = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *command], stderr=subprocess.PIPE, text=True
+    )
+
+    assert process.returncode == 2
+    assert process.stderr == (
+        "shoal swarm-new: there is no stdout to print the code to; use --out FILE\n"
+    )
 
 
 @pytest.mark.slow

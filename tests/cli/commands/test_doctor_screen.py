@@ -5,10 +5,18 @@ from __future__ import annotations
 import io
 
 import pytest
+from announcements import describe_peer
+from screens import Screen
 
 from shoal.cli.commands.doctor import _Screen  # pyright: ignore[reportPrivateUsage]
 from shoal.cli.terminal.terminal import Terminal
+from shoal.client.doctor.diagnosis import Diagnosis
 from shoal.client.doctor.finding import Finding, FindingStatus
+from shoal.client.doctor.peer_check import PeerCheck, PeerFault
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.ids import ModelId, PeerId
+from shoal.protocol.records.swarm_view import SwarmView
+from shoal.protocol.spans import Span
 
 
 class NarrowTerminal(io.StringIO):
@@ -33,3 +41,51 @@ def test_findings_are_shown_whole_on_every_terminal(
 
     words = stream.getvalue().split()
     assert words == ["✗", "peers", *"nobody is there".split(), "→", *"start two of them".split()]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "columns", "expected"),
+    [
+        (
+            "utf-8",
+            80,
+            [
+                "peer     blocks  state        weights  steps/s  age  rtt     endpoint",
+                "…peer-A  0:4     online       int8     -        5 s  2.0 ms  10.0.0.1:4000",
+                "…peer-B  4:8     closed port  int8     -        5 s  -       10.0.0.1:4000",
+            ],
+        ),
+        (
+            "ascii",
+            40,
+            [
+                "peer       blocks  state        weig...",
+                "...peer-A  0:4     online       int8...",
+                "...peer-B  4:8     closed port  int8...",
+            ],
+        ),
+    ],
+)
+def test_table_names_the_peers_that_do_not_answer_and_marks_what_is_cut(
+    encoding: str, columns: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    peers = [
+        describe_peer(
+            peer_id=PeerId(f"a-peer-{'AB'[start // 4]}"), model_id=ModelId("m"), num_blocks=8,
+            span=Span(start, start + 4), endpoints=(Endpoint("10.0.0.1", 4000),), issued_at=10.0,
+            expires_at=99.0,
+        )
+        for start in (0, 4)
+    ]  # fmt: skip
+    diagnosis = Diagnosis(None)  # pyright: ignore[reportArgumentType] - nothing is examined
+    diagnosis.view = SwarmView(ModelId("m"), 8, 15.0, tuple(peers))
+    diagnosis.checks = [
+        PeerCheck(peers[0], rtt_seconds=0.002), PeerCheck(peers[1], PeerFault.CLOSED_PORT)
+    ]  # fmt: skip
+    stream = Screen(encoding)
+
+    _Screen(Terminal(stream)).show_peers(diagnosis)
+
+    assert [line[1:] for line in stream.text.splitlines()[1:]] == expected

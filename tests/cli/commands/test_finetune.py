@@ -102,7 +102,10 @@ def test_data_that_is_wrong_is_named_before_a_swarm_is_joined(
             ["--method", "ptune", "--max-length", "500"],
             "this model takes 2 to 496 next to a soft prompt of this length",
         ),
-        (["--method", "ptune", "--pre-seq-len", "9999"], "texts of -9487 tokens are not possible"),
+        (
+            ["--method", "ptune", "--pre-seq-len", "9999"],
+            "--pre-seq-len 9999 leaves no room for text: the model has 512 positions",
+        ),
         (["--resume"], "there is no checkpoint in"),
         (
             ["--method", "ptune", "--rank", "4"],
@@ -138,9 +141,19 @@ def test_folder_in_which_another_run_is_at_work_is_refused(
 def test_folder_that_takes_nothing_is_named_before_a_swarm_is_joined(
     byte_model: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sentence = fail(name_run(byte_model, data, data / "out"), capsys, code=1)
+    sentence = fail(name_run(byte_model, data, data / "out"), capsys)
 
     assert sentence == f"shoal finetune: cannot write to {data}/out: Not a directory\n"
+
+
+def test_folder_of_a_run_that_does_not_begin_is_not_left_empty(
+    byte_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+
+    fail(name_run(byte_model, data, out), capsys, code=1)  # nobody listens there
+
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(

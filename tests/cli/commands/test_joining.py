@@ -127,7 +127,10 @@ def test_code_goes_into_a_file_that_others_cannot_read(
 
     assert JoinCode.parse(file.read_text()).membership.role is Role.OWN
     assert file.stat().st_mode & 0o777 == 0o600
-    assert capsys.readouterr().out == ""
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("Wrote the owner's code of private swarm ")
+    assert output.err.endswith(f"shoal serve MODEL --new-swarm --join @{file}\n")
     assert main(["swarm-new", "--out", str(file)]) == 2
     assert "already exists" in capsys.readouterr().err
 

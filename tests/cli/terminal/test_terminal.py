@@ -94,8 +94,12 @@ def test_sentence_is_wrapped_for_people_only(monkeypatch: pytest.MonkeyPatch) ->
     assert Terminal(Screen()).wrap(f"from {address}") == ["from", f"  {address}"]
 
 
-def test_progress_leaves_a_pipe_alone() -> None:
-    screen = Screen(is_terminal=False)
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_progress_leaves_pipes_and_dumb_terminals_alone(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    screen = Screen(is_terminal=is_terminal)
 
     with Progress(Terminal(screen), lambda: "Working"):
         pass

@@ -23,6 +23,7 @@ from shoal.peer.hosting import hosted_model, span_loader
 from shoal.peer.hosting.hosted_model import RESERVE_BYTES, HostedModel
 from shoal.peer.hosting.span_loader import LoadError, SpanLoader
 from shoal.peer.process.config import PeerConfig
+from shoal.protocol.errors import UsageError
 from shoal.protocol.net.clock import Clock, SystemClock
 from shoal.protocol.spans import Span
 
@@ -145,6 +146,11 @@ def test_passes_and_adapters_have_the_memory_that_was_told_or_a_part_of_what_is_
             assert f"/{adapter_bytes}," in repr(peer.adapters.shared)
 
     run_virtual(test())
+
+
+def test_more_blocks_than_the_model_has_are_refused(directory: Path) -> None:
+    with pytest.raises(UsageError, match=r"--num-blocks 99 is more than the model has: \d"):
+        HostedModel.open(PeerConfig(str(directory), num_blocks=99))
 
 
 class SmallDevice(PagedDevice):
