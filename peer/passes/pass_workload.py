@@ -170,7 +170,6 @@ class PassStreamWork(TrainingStreamWork):
     def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:
         super().__init__(passes, stream)
         self._asked: _OpenPass | None = None
-        self._refused: PassId | None = None
         self._timer: asyncio.TimerHandle | None = None  # of the upload's end
 
     @property
@@ -211,7 +210,7 @@ class PassStreamWork(TrainingStreamWork):
         """Take a piece, or return that it is of no pass."""
         asked = self._asked
         if asked is None or piece.pass_id != asked.work.message.pass_id:
-            return piece.pass_id == self._refused
+            return False
         asked.reader.take(piece)
         self._stream.touch()
         if asked.reader.is_complete:
@@ -277,7 +276,6 @@ class PassStreamWork(TrainingStreamWork):
         return num_bytes, work_bytes
 
     def _refuse(self, pass_id: PassId, error: RefusedError) -> None:
-        self._refused = pass_id  # whose pieces are on their way already
         self._answers.put(encode_refusal(pass_id, 0, error))
 
     def _give_up(self, asked: _OpenPass) -> None:

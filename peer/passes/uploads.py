@@ -63,7 +63,6 @@ class UploadStreamWork(TrainingStreamWork):
     def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:
         super().__init__(passes, stream)
         self._upload: _IncomingAdapter | None = None
-        self._unneeded: UploadId | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -95,7 +94,6 @@ class UploadStreamWork(TrainingStreamWork):
             self._refuse(message.upload_id, error)
             return
         if upload is None:
-            self._unneeded = message.upload_id
             self._say_kept(message.upload_id)
             return
         self._wait_for_more(upload)
@@ -126,9 +124,7 @@ class UploadStreamWork(TrainingStreamWork):
     def _take_piece(self, piece: AdapterPiece) -> None:
         upload = self._upload
         if upload is None or piece.upload_id != upload.head.upload_id:
-            if piece.upload_id != self._unneeded:
-                raise RemoteProtocolError("a piece arrived of an adapter that was not announced")
-            return
+            return  # it belongs to one that was refused, or is here already
         upload.reader.take(piece)
         upload.pace.note_piece(len(piece.data), self._clock.now())
         if upload.reader.is_complete:
@@ -210,7 +206,6 @@ class UploadStreamWork(TrainingStreamWork):
         self._answers.say(AdapterKept(upload_id, KEEP_SECONDS))
 
     def _refuse(self, upload_id: UploadId, error: RefusedError) -> None:
-        self._unneeded = upload_id  # whose pieces are on their way already
         self._answers.put(encode_refusal(upload_id, 0, error))
 
     def _forget(self, upload: _IncomingAdapter) -> None:

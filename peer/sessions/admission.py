@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from weakref import WeakValueDictionary
 
 from ...protocol.errors import CacheFullError, ErrorCode, LocalProtocolError, RefusedError
 from ...protocol.fair_share import SharedBytes, Tenant, check_room_for_client, may_displace
@@ -74,7 +73,7 @@ class Admission:
         self.resources = resources
         self._opening: dict[SessionId, Tenant] = {}
         self._waiting: dict[asyncio.Event, Tenant] = {}
-        self._copies = PrefixCopies(compute)
+        self._copying = asyncio.Lock()  # which is taken in order of arrival
         self._lifetime_seconds: float | None = None
 
     @property
@@ -307,7 +306,7 @@ class Admission:
         try:
             opened = await asyncio.shield(opening)
             if opened.copy is not None:
-                await self._copies.finish(opened.copy, tenant)
+                await self._finish_copy(opened.copy)
             return opened.cache, opened.free_tokens
         except BaseException as error:
             # Also when the stream broke while the cache was being opened: nobody will hold it.
@@ -317,6 +316,18 @@ class Admission:
             _logger.exception("a session could not be opened")
             raise RefusedError(ErrorCode.INTERNAL, "the peer failed to open a session") from error
 
+    async def _finish_copy(self, copy: PrefixCopy) -> None:
+        """Bring the copy of a prefix to its end, a piece at a time: forks take turns, and steps go
+        in between. Raises RefusedError when the parent does not last as long.
+
+        Whoever is cancelled here, or gets an error, closes the cache behind it on the compute
+        thread: a piece may be on its way into it.
+        """
+        is_done = False
+        while not is_done:
+            async with self._copying:
+                is_done = await self.compute.call(copy.advance)
+
 
 @dataclass(frozen=True, slots=True)
 class _OpenedCache:
@@ -325,35 +336,6 @@ class _OpenedCache:
     cache: SessionCache
     copy: PrefixCopy | None
     free_tokens: int
-
-
-class PrefixCopies:
-    """Prefixes that forks begin with, which the compute thread copies between two iterations of it.
-
-    However many and long they are, a piece at a time: steps go in between. Addresses take turns, at
-    each its clients, and of each the forks one after the other, so that nobody waits for a flood.
-    Owned by the event loop.
-    """
-
-    def __init__(self, compute: ComputeThread) -> None:
-        self._compute = compute
-        # Locks are taken in order of arrival, so they make the turns.
-        self._locks = WeakValueDictionary[Hashable, asyncio.Lock]()
-
-    async def finish(self, copy: PrefixCopy, tenant: Tenant) -> None:
-        """Bring a copy to its end. Raises RefusedError when its parent does not last as long.
-
-        Whoever is cancelled here, or gets an error, closes the cache behind it on the compute
-        thread: a piece may be on its way into it.
-        """
-        of_client, of_address, of_all = (
-            self._locks.setdefault(key, asyncio.Lock()) for key in (tenant, tenant.address, None)
-        )
-        async with of_client:
-            is_done = False
-            while not is_done:
-                async with of_address, of_all:
-                    is_done = await self._compute.call(copy.advance)
 
 
 class _StillFullError(Exception):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -130,9 +130,7 @@ class SessionStreamWork(StreamWork):
         self._stream = stream
         self._answers = stream.answers
         self._admission = admission = workload.admission
-        self._prompts = SessionPrompts(
-            admission.engine, admission.resources.prompts, stream.answers
-        )
+        self._prompts = SessionPrompts(admission.engine, admission.resources.prompts, self._open)
         self._opened: dict[SessionId, HeldSession] = {}
         self._waiting: dict[SessionId, asyncio.Task[bytes]] = {}  # sessions that have to wait
         self._attached: dict[SessionId, Capability] = {}  # sessions that another peer pushes here
@@ -143,7 +141,7 @@ class SessionStreamWork(StreamWork):
         """See StreamWork.handlers."""
         return {
             Step: self._take_step,
-            Open: self._open,
+            Open: self._take_open,
             Close: self._take_close,
             Attach: self._attach,
             **self._prompts.handlers,
@@ -159,9 +157,9 @@ class SessionStreamWork(StreamWork):
 
     @property
     def is_in_use(self) -> bool:
-        """Whether there is a session."""
+        """Whether there is a session, or one is to be opened."""
         self._forget_closed()
-        return bool(self._used or self._waiting)
+        return bool(self._used or self._waiting or self._prompts)
 
     def _forget_closed(self) -> None:
         """Forget sessions that were closed, maybe on another stream."""
@@ -178,10 +176,9 @@ class SessionStreamWork(StreamWork):
                 self._answers.say(Leaving(session, held.state.epoch))
 
     def stop(self) -> None:
-        """Open nothing more; no more prompts come, and answers wait for them."""
+        """Open nothing more."""
         for waiting in self._waiting.values():
             waiting.cancel()
-        self._prompts.end()
 
     def end(self) -> None:
         """Close every session that was opened here."""
@@ -212,30 +209,38 @@ class SessionStreamWork(StreamWork):
         waiting = self._waiting.get(message.session)
         if waiting is not None:
             waiting.cancel()
+        self._prompts.forget(message.session)
         if (held := self._opened.pop(message.session, None)) is not None:
             self._admission.close(message.session, held)
+
+    def _take_open(self, message: Open) -> Awaitable[None] | None:
+        """Open a session, once its prompts are here if it has any."""
+        try:
+            if message.session in self._waiting:
+                raise RefusedError(ErrorCode.BAD_FRAME, "the session is already waiting")
+            num_sessions = len(self._opened) + len(self._waiting) + len(self._prompts)
+            if num_sessions >= limits.MAX_SESSIONS_PER_STREAM:
+                raise RefusedError(ErrorCode.BUSY, "too many sessions on one stream", BUSY_SECONDS)
+            is_kept_back = self._prompts.expect(message, self._stream.tenant)
+        except RefusedError as error:
+            self._answers.put(encode_refusal(message.session, 0, error))
+            return None
+        return None if is_kept_back else self._open(message)
 
     async def _open(self, message: Open) -> None:
         """Open a session, now or after a wait, or say why not."""
         tenant, admission = self._stream.tenant, self._admission
-        may_wait = message.max_wait_seconds > 0
         try:
-            if message.session in self._waiting:
-                raise RefusedError(ErrorCode.BAD_FRAME, "the session is already waiting")
-            if len(self._opened) + len(self._waiting) >= limits.MAX_SESSIONS_PER_STREAM:
-                may_wait = False
-                raise RefusedError(ErrorCode.BUSY, "too many sessions on one stream", BUSY_SECONDS)
-            self._prompts.expect(message, tenant)
             opened = await admission.open(message, tenant, self._answers.post)
+            frame = self.note_opened(message, *opened)
         except RefusedError as error:
             seconds = error.retry_after_seconds
-            if may_wait and seconds is not None and admission.may_wait(tenant):
+            may_wait = message.max_wait_seconds > 0 and admission.may_wait(tenant)
+            if may_wait and seconds is not None:
                 self._wait_for_session(message, seconds)
-            else:
-                self._prompts.refuse(message.session)
-                self._answers.put(encode_refusal(message.session, 0, error))
-        else:
-            self._prompts.answer(message.session, opened[0], self.note_opened(message, *opened))
+                return
+            frame = self._refuse(message, error)
+        self._answers.put(frame)
 
     def _wait_for_session(self, message: Open, seconds: float) -> None:
         """Leave a session that has to wait to a task, and say about how long that takes."""
@@ -245,11 +250,9 @@ class SessionStreamWork(StreamWork):
                 opened = await self._admission.wait(
                     message, self._stream.tenant, self._answers.post
                 )
+                return self.note_opened(message, *opened)
             except RefusedError as error:
-                self._prompts.refuse(message.session)
-                return encode_refusal(message.session, 0, error)
-            frame = self.note_opened(message, *opened)
-            return await self._prompts.wait(message.session, opened[0], frame)
+                return self._refuse(message, error)
 
         def settle(task: asyncio.Task[bytes]) -> None:
             del self._waiting[message.session]
@@ -263,7 +266,19 @@ class SessionStreamWork(StreamWork):
         self._answers.say(Queued(message.session, message.epoch, seconds))
         self._answers.put(answer)
 
+    def _refuse(self, message: Open, error: RefusedError) -> bytes:
+        self._prompts.forget(message.session)
+        return encode_refusal(message.session, 0, error)
+
     def note_opened(self, message: Open, held: HeldSession, free_tokens: int) -> bytes:
+        """Note a session that is open, and return the answer. Raises RefusedError, and closes it,
+        where its prompts are none.
+        """
+        try:
+            self._prompts.give(message.session, held)
+        except RefusedError:
+            self._admission.close(message.session, held)
+            raise
         self._opened[message.session] = held
         self._used.add(message.session)
         self._stream.touch()

@@ -341,10 +341,8 @@ class ClientStream:
         if isinstance(message, Offer) and not any(work.is_in_use for work in self._works):
             self._take_offer(message)
             return
-        name = type(message).__name__
-        if type(message) in self._handlers:
-            raise RemoteProtocolError(f"a {name} arrived of something that was not announced")
-        raise RemoteProtocolError(f"a client does not send {name}")
+        if type(message) not in self._handlers:  # else it belongs to what was refused or is over
+            raise RemoteProtocolError(f"a client does not send {type(message).__name__}")
 
     def _check_greeted(self) -> None:
         if not self.version:

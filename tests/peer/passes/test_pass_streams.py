@@ -133,14 +133,12 @@ PIECE = next(cut(make_pass(), Slot.HIDDEN, TEXTS))
 @pytest.mark.parametrize(
     "messages",
     [
-        [PIECE],
-        [make_pass(), replace(PIECE, pass_id=make_pass(2).pass_id)],
         [make_pass(), replace(PIECE, slot=Slot.GRADIENTS)],
         [make_pass(), replace(PIECE, offset=1)],
         [make_pass(), make_pass(2)],
         [make_pass(num_rows=1), PIECE],
     ],
-    ids=["unasked", "of another", "wrong slot", "wrong place", "two at once", "too many"],
+    ids=["wrong slot", "wrong place", "two at once", "too many"],
 )
 def test_disorder_ends_the_stream(engine: Engine, messages: list[Any]) -> None:
     async def test(peer: Peer) -> None:
@@ -150,6 +148,18 @@ def test_disorder_ends_the_stream(engine: Engine, messages: list[Any]) -> None:
         assert refusal.session is None
         assert await talk.hear() is None
         await assert_still_serves(peer)
+
+    run(engine, test)
+
+
+def test_pieces_of_no_pass_are_passed_over(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        of_another = replace(PIECE, pass_id=make_pass(2).pass_id)
+        await talk.say(PIECE, make_pass(), of_another, make_pass(2))
+        assert (
+            "one pass at a time" in assert_declined(await talk.hear(), ErrorCode.BAD_FRAME).detail
+        )
 
     run(engine, test)
 
