@@ -5,10 +5,11 @@ Never unpickles anything; what is read from disk is checked before it is used.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -92,13 +93,8 @@ class Checkpoint:
         if name not in self._file_of:
             raise ModelError(f"the checkpoint in {self.directory} has no tensor {name!r}")
         path = self._fetch(self._file_of[name])
-        try:
-            with safe_open(path, framework="pt", device="cpu") as tensors:
-                return tensors.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"tensor {name!r} cannot be read from {path}: {error}; download the file again"
-            ) from error
+        with _opening(path) as tensors:
+            return tensors.get_tensor(name)
 
 
 def _open_directory(directory: Path, cache_directory: Path) -> Checkpoint:
@@ -214,15 +210,21 @@ def _read_index(path: Path) -> dict[str, str]:
     return {name: str(file_name) for name, file_name in file_of.items()}
 
 
-def _read_names(path: Path) -> list[str]:
-    """Read which tensors a safetensors file has; the library checks that the file is complete."""
+@contextmanager
+def _opening(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; the library checks that it is complete. Raises ModelError."""
     try:
-        with safe_open(path, framework="pt") as tensors:
-            return list(tensors.keys())
+        with safe_open(path, framework="pt", device="cpu") as tensors:
+            yield tensors
     except FileNotFoundError as error:
         raise ModelError(f"{path} is missing; download it again") from error
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} is truncated or damaged ({error}); download it again") from error
+
+
+def _read_names(path: Path) -> list[str]:
+    with _opening(path) as tensors:
+        return list(tensors.keys())
 
 
 def _describe_missing_weights(directory: Path) -> str:

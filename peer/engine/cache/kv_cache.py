@@ -175,7 +175,7 @@ class SessionCache:
     def abandon(self) -> None:
         """Drop what was prepared and not committed."""
         self._num_reserved_tokens = self.length
-        self._release_above(count_pages(self.length))
+        self._release_above(self.length)
 
     def fall_back(self, position: int) -> None:
         """Forget the tokens from `position` on, and what was prepared: a step was refused.
@@ -230,19 +230,20 @@ class SessionCache:
 
     def _reserve(self, num_tokens: int) -> None:
         """Have the pages for so many tokens, and no more."""
-        num_pages = count_pages(num_tokens)
-        if num_pages > self._num_pages:
+        if num_tokens > self._num_pages * PAGE_TOKENS:
+            num_pages = count_pages(num_tokens)
             missing_bytes = (num_pages - self._num_pages) * self._page_bytes
             largest_bytes = num_pages * self._page_bytes
             self._pool.grow(self, num_pages * PAGE_TOKENS, missing_bytes, largest_bytes)
             self._num_pages = num_pages
             self._pool.count_again()
         self._num_reserved_tokens = num_tokens
-        self._release_above(num_pages)
+        self._release_above(num_tokens)
 
-    def _release_above(self, num_pages: int) -> None:
-        """Give back the pages behind the first ones: their tokens were rolled back."""
-        if num_pages < self._num_pages:
+    def _release_above(self, num_tokens: int) -> None:
+        """Give back the pages behind the first tokens: those in them were rolled back."""
+        if num_tokens <= (self._num_pages - 1) * PAGE_TOKENS:
+            num_pages = count_pages(num_tokens)
             self.memory.release_above(num_pages * PAGE_TOKENS)
             self._num_pages = num_pages
             self._pool.count_again()

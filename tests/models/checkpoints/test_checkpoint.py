@@ -64,7 +64,7 @@ def test_checkpoint_reports_a_tensor_that_its_shard_lacks(tmp_path: Path) -> Non
     write_sharded(tmp_path, {"first": "model-2.safetensors", "second": "model-2.safetensors"})
     checkpoint = Checkpoint.open(tmp_path)
 
-    with pytest.raises(ModelError, match=r"'first' cannot be read from .*model-2"):
+    with pytest.raises(ModelError, match=r"model-2.* damaged \(.*first"):
         checkpoint.load("first")
 
 
