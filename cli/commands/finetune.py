@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...protocol.errors import RouteError, ShoalError, UsageError
 from ..finetuning.run_options import (
+    LEARNING_RATES,
     MOST_BETWEEN_MILESTONES,
     add_arguments,
     record_options,
@@ -191,13 +192,15 @@ def _fine_tune(
             *describe_limits(texts.dataset, texts.max_length),
             *_describe_few_updates(options, config),
             *changes,
+            *_describe_end(tuning, config, options),
         ],
     )
     reporter.begin(facts, tuning.progress.num_updates)
     try:
         _learn(tuning, model, reporter)
-    except SpoiltRunError:
-        raise
+    except SpoiltRunError as error:
+        default = LEARNING_RATES[options.method]
+        raise SpoiltRunError(f"{error}; the default is {default:g}") from error
     except (KeyboardInterrupt, ShoalError) as error:
         reporter.stop(tuning.save_last_checkpoint())
         if isinstance(error, RouteError) and error.missing:
@@ -227,6 +230,17 @@ def _describe_few_updates(options: argparse.Namespace, config: "RunConfig") -> l
     is_single = config.batch_rows * config.num_accumulated == 1
     advice = "more --epochs" if is_single else "more --epochs or a smaller --batch-size"
     return [f"{count_of(number, 'update')} may be too few; use {advice}"]
+
+
+def _describe_end(
+    tuning: "FinetuneRun", config: "RunConfig", options: argparse.Namespace
+) -> list[str]:
+    """Return advice if the run to resume has made all of its updates."""
+    if tuning.progress.num_updates < config.num_updates:
+        return []
+    return [
+        f"This run is complete; use --{'updates' if options.updates else 'epochs'} to train longer."
+    ]
 
 
 def _learn(tuning: "FinetuneRun", model: "DistributedCausalLM", reporter: RunReporter) -> None:

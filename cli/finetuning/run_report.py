@@ -115,12 +115,14 @@ class RunReporter:
         self._meter = SpeedMeter(now)
         self._facts: RunFacts
         self._number = 0
+        self._is_complete = False
         self._hops: Sequence[Hop] = ()
         self._missing: Callable[[], Sequence[Span]] = tuple
 
     def begin(self, facts: RunFacts, num_done: int) -> None:
         """Report the plan of a run, which continues after `num_done` updates."""
         self._facts, self._number = facts, num_done
+        self._is_complete = num_done >= facts.num_updates
         self._reporter.tell(
             "begun",
             _describe_plan(self._reporter.output, facts, num_done),
@@ -180,7 +182,10 @@ class RunReporter:
             f"{_format_loss(loss):>12} {speed:>8} {self._describe_rest():>11}"
         )
         self._reporter.tell(
-            "saved", [row], update=milestone.number, evaluation_loss=loss and _to_json(loss)
+            "saved",
+            [] if self._is_complete else [row],
+            update=milestone.number,
+            evaluation_loss=loss and _to_json(loss),
         )
         meter.pause()
 
@@ -195,9 +200,10 @@ class RunReporter:
     def finish(self, result: RunResult) -> None:
         """Report the result of a finished run."""
         evaluated = list(result.progress.eval_losses.values())
+        took = "" if self._is_complete else f"Done in {format_seconds(self._meter.seconds)}."
         self._reporter.tell(
             "finished",
-            _describe_result(self._reporter.output, result, self._meter.seconds),
+            _describe_result(self._reporter.output, result, took),
             adapter=str(result.adapter),
             plot=str(result.plot),
             losses=str(result.table),
@@ -236,7 +242,7 @@ class RunReporter:
 def _describe_plan(output: Terminal, facts: RunFacts, num_done: int) -> Iterator[str]:
     title = (
         f"Fine-tuning {facts.model} with {facts.method}: {facts.num_trained:,} trainable "
-        f"parameters, {count_of(facts.num_texts, 'text')}"
+        f"parameters, {count_of(facts.num_texts, 'training text')}"
     )
     for line in output.wrap(title):
         yield output.paint(line, "bold")
@@ -249,11 +255,13 @@ def _describe_plan(output: Terminal, facts: RunFacts, num_done: int) -> Iterator
     updates = count_of(facts.num_updates, "update")
     texts = count_of(facts.texts_per_update, "text")
     yield from output.wrap(f"{updates} of {texts}{done}{kept}.")
+    if num_done >= facts.num_updates:
+        return
     yield ""
     yield output.paint("   update      loss   evaluation    tok/s   time left", "dim")
 
 
-def _describe_result(output: Terminal, result: RunResult, seconds: float) -> Iterator[str]:
+def _describe_result(output: Terminal, result: RunResult, took: str) -> Iterator[str]:
     yield ""
     evaluated = list(result.progress.eval_losses.values())
     change = (
@@ -261,7 +269,7 @@ def _describe_result(output: Terminal, result: RunResult, seconds: float) -> Ite
         if len(evaluated) > 1
         else ""
     )
-    yield from output.wrap(f"Done in {format_seconds(seconds)}.{change}")
+    yield from output.wrap(f"{took}{change}".strip())
     yield from output.wrap(f"Trained weights: {result.adapter}; loss plot: {result.plot}")
     yield ""
     yield output.paint("Use it:", "bold")

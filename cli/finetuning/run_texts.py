@@ -59,7 +59,8 @@ def read_texts(
 
 
 def describe_limits(dataset: "Dataset", max_length: int) -> Iterator[str]:
-    """Yield sentences about texts that were cut or left out."""
+    """Yield sentences about texts that were cut or left out, of all with those for evaluation."""
+    total = len(dataset.training) + len(dataset.evaluation) + dataset.num_left_out
     for number, what in (
         (dataset.num_cut, f"longer than {max_length} tokens and truncated (--max-length)"),
         (
@@ -68,7 +69,8 @@ def describe_limits(dataset: "Dataset", max_length: int) -> Iterator[str]:
         ),
     ):
         if number:
-            yield f"{count_of(number, 'text')} {'is' if number == 1 else 'are'} {what}"
+            verb = "is" if number == 1 else "are"
+            yield f"{number:,} of {count_of(total, 'text')} {verb} {what}"
 
 
 def _choose_prompt(text: "TrainingText") -> str:

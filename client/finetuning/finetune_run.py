@@ -183,11 +183,12 @@ class FinetuneRun:
         self._learner.load(newest)
         has_updates = any(loss is not None for loss in progress.losses)
         load_optimizer(self._optimizer, self._parameters, newest, has_updates)
-        changes = _list_differences(progress.settings, self.progress.settings)
+        former, ours = progress.settings, self.progress.settings
+        changes = [name for name, value in ours.items() if former.get(name) != value]
         self.progress = replace(
             progress, settings=self.progress.settings, options=self.progress.options
         )
-        return [f"This run continues with another {change}." for change in changes]
+        return [f"The {name} was {former.get(name)}; it is now {ours[name]}." for name in changes]
 
     def learn(self) -> Iterator[Updated | Milestone]:
         """Train until the last update; yield each event as it happens.
@@ -214,7 +215,7 @@ class FinetuneRun:
         return (
             f"{what}. The learning rate was too high: "
             + (f"delete {found[-1]}, and " if is_kept else "")
-            + "continue from the last checkpoint with --resume and a --learning-rate below "
+            + "continue from the last checkpoint with --resume and a --learning-rate much below "
             f"{self._config.learning_rate:g}"
         )
 

@@ -230,7 +230,7 @@ class Publisher:
             await self._look()
             for publication in self._publications.values():
                 if publication.claims:
-                    _tell_changed_holders(publication)
+                    _tell_changed_holders(publication, has_peers=bool(self._peers))
                     self._begin_renewing(publication)
                     self._begin_uploads(publication, self._failing.resting)
 
@@ -408,7 +408,7 @@ def _forget_holder(peer_id: PeerId, publications: Sequence[Publication]) -> None
         publication.note(peer_id, None)
 
 
-def _tell_changed_holders(publication: Publication) -> None:
+def _tell_changed_holders(publication: Publication, *, has_peers: bool) -> None:
     """Warn when blocks lose their last holder, and say when all have one again."""
     missing, before = publication.list_missing(), publication.missing
     if before is None:
@@ -416,7 +416,13 @@ def _tell_changed_holders(publication: Publication) -> None:
     publication.missing = missing
     if missing and not before:
         blocks = ", ".join(map(str, missing))
-        _logger.warning("the peers that held the adapter for blocks %s are gone", blocks)
+        advice = ""
+        if not has_peers:
+            advice = (
+                ", and no peer is in reach: unless one of them returns, publish the adapter again "
+                "with the address of a running peer"
+            )
+        _logger.warning("the peers that held the adapter for blocks %s are gone%s", blocks, advice)
     elif before and not missing:
         _logger.warning("peers for all blocks hold the adapter now")
 

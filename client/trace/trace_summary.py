@@ -198,7 +198,8 @@ def describe_summary(summary: Summary) -> list[str]:
         lines.append(_breakdown_row(name, breakdown, breakdown.num_exchanges))
     if summary.expected_way_seconds:
         expected = _milliseconds(summary.expected_way_seconds / num_tokens)
-        lines.append(_line("  of the network was expected", "", "", expected, "", ""))
+        name = "  network, as the peers' distances predict"
+        lines.append(f"{name:<47}{expected:>9}")
     lines.append(_row("client: embedding and head", summary.client_seconds / num_tokens))
     lines.append(_row("client: between the hops", summary.other_seconds / num_tokens))
     if summary.failover_seconds:

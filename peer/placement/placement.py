@@ -317,14 +317,16 @@ class _Survey:
         return starts, stops, self._rate(starts, stops).clip(min=1e-30)
 
     def explain(self, span: Span) -> str:
-        """Return in a sentence why the candidate is wanted at a span."""
+        """Return why the candidate is wanted at a span, in words that follow its name."""
         place, blocks = self.judge(span), slice(span.start, span.stop)
         if place.num_gaps:
-            return f"no peer serves {place.num_gaps} of blocks {span}"
+            which = "them" if place.num_gaps == len(span) else f"{place.num_gaps} of them"
+            return f"no peer serves {which}"
         if place.num_thin:
-            return f"{place.num_thin} of blocks {span} have fewer than {MIN_REPLICAS} other peers"
+            which = "each has" if place.num_thin == len(span) else f"{place.num_thin} of them have"
+            return f"{which} fewer than {MIN_REPLICAS} other peers"
         percent = 100 * float(self.others.steps_per_second[blocks].min()) / self._even
-        return f"the slowest of blocks {span} has {percent:.0f} % of an even share of throughput"
+        return f"the slowest of them has {percent:.0f} % of an even share of throughput"
 
     def _rate(self, starts: Column, stops: Column) -> Column:
         """Return what the candidate is worth at each span.

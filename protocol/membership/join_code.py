@@ -265,8 +265,9 @@ def parse_join_arguments(
     parsed = JoinCode.parse(code)
     if not addresses and not parsed.addresses:
         raise UsageError(
-            "the join code names no address: give one with --initial-peers, or start the swarm of "
-            "this code with `shoal serve MODEL --new-swarm`"
+            "the join code names no address: codes that running peers print name one, the code of "
+            "`shoal swarm-new` does not. Give an address with --initial-peers, or start the swarm "
+            "of this code with `shoal serve MODEL --new-swarm`"
         )
     return parsed.membership, tuple(dict.fromkeys((*addresses, *parsed.addresses)))
 

@@ -50,7 +50,7 @@ def test_trace_of_a_chain_says_what_was_expected_of_its_ways(tiny_models: Any) -
     summary = summarize(recorder.make_trace())
     assert summary.expected_way_seconds == pytest.approx(NUM_TOKENS * 0.012)
     assert make_summary_json(summary)["decode"]["expected_way_seconds"] == pytest.approx(0.036)
-    (line,) = [line for line in describe_summary(summary) if "expected" in line]
+    (line,) = [line for line in describe_summary(summary) if "predict" in line]
     assert line.split()[-1] == "12.00"
     assert all(len(line) <= 80 for line in describe_summary(summary))
 
@@ -79,4 +79,4 @@ def test_trace_of_a_star_expects_nothing(tiny_models: Any) -> None:
     summary = summarize(record_tokens(tiny_models.get().directory, "star").make_trace())
 
     assert summary.expected_way_seconds == 0
-    assert not any("expected" in line for line in describe_summary(summary))
+    assert not any("predict" in line for line in describe_summary(summary))

@@ -361,9 +361,8 @@ def make_unknown(name: AdapterId, retry_after_seconds: float | None = None) -> R
     """Return what to say to a client that names an adapter which is not here."""
     return RefusedError(
         ErrorCode.UNKNOWN_ADAPTER,
-        f"this peer has no adapter {name.hex():.12}… that you may use. A published adapter is "
-        "fetched from the peers that hold it, which takes a moment; if no peer holds it, its "
-        "digest was mistyped, it was withdrawn, or its publisher is gone",
+        f"this peer has no adapter {name.hex():.12}… that you may use: its digest is mistyped, it "
+        "was withdrawn, or its publisher has ended. If it was published just now, try again",
         retry_after_seconds,
     )
 

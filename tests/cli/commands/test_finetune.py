@@ -345,9 +345,7 @@ def test_interrupted_run_goes_on_where_it_stopped(
     begun, *events = read_events(second.stdout)
     assert begun["updates_done"] == stopped["update"]
     assert begun["method"] == "ptune"
-    assert begun["notices"][-1] == (
-        "This run continues with another weight decay: 0.0 there, 1e-12 here."
-    )
+    assert begun["notices"][-1] == "The weight decay was 0.0; it is now 1e-12."
     losses = {event["update"]: event["loss"] for event in events if event["event"] == "updated"}
     expected = {
         event["update"]: event["loss"]

@@ -104,6 +104,20 @@ def test_lines_fit_a_terminal(num_hops: int) -> None:
     assert lines[-1] == begun + expected[num_hops]
 
 
+def test_complete_run_shows_no_table_and_no_time() -> None:
+    screen = Screen()
+    reporter = report_to(screen, Screen())
+
+    reporter.begin(FACTS, 123_456)
+    reporter.note_milestone(Milestone(123_456, None))
+    reporter.finish(make_result())
+
+    assert "time left" not in screen.text
+    assert "Done" not in screen.text
+    assert "\nEvaluation loss: 2.5000 before, 1.2500 after.\n" in screen.text
+    assert "Use it:" in screen.text
+
+
 def test_blocks_that_nobody_serves_are_named() -> None:
     reporter = report_to(Screen(), Screen())
     reporter.begin(FACTS, 0)

@@ -192,7 +192,9 @@ def test_run_without_finite_losses_ends_with_advice_and_can_be_resumed(tmp_path:
     learner.bad_updates = {6, 7, 8}
     run = make_run(tmp_path, learner)
 
-    with pytest.raises(SpoiltRunError, match=r"3 updates in a row .* a --learning-rate below 0.05"):
+    with pytest.raises(
+        SpoiltRunError, match=r"3 updates in a row .* --learning-rate much below 0.05"
+    ):
         list(run.learn())
 
     assert learner.scores.isfinite().all()
@@ -401,12 +403,12 @@ def test_run_whose_updates_were_all_skipped_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"learning_rate": 0.01}, "learning rate: 0.05 there, 0.01 here"),
-        ({"schedule": "linear"}, "schedule: cosine there, linear here"),
-        ({"num_updates": 14}, "number of updates: 12 there, 14 here"),
-        ({"num_warmup_updates": 0}, "number of updates to warm up: 2 there, 0 here"),
-        ({"weight_decay": 0.1}, "weight decay: 0.0 there, 0.1 here"),
-        ({"max_gradient_norm": 2.0}, "limit of gradients: 1.0 there, 2.0 here"),
+        ({"learning_rate": 0.01}, "learning rate was 0.05; it is now 0.01"),
+        ({"schedule": "linear"}, "schedule was cosine; it is now linear"),
+        ({"num_updates": 14}, "number of updates was 12; it is now 14"),
+        ({"num_warmup_updates": 0}, "number of updates to warm up was 2; it is now 0"),
+        ({"weight_decay": 0.1}, "weight decay was 0.0; it is now 0.1"),
+        ({"max_gradient_norm": 2.0}, "limit of gradients was 1.0; it is now 2.0"),
     ],
 )
 def test_resumed_run_says_which_settings_are_others(
@@ -416,7 +418,7 @@ def test_resumed_run_says_which_settings_are_others(
     same, other = make_run(tmp_path), make_run(tmp_path, **changes)
 
     assert same.resume() == []
-    assert other.resume() == [f"This run continues with another {sentence}."]
+    assert other.resume() == [f"The {sentence}."]
 
     other.save_checkpoint()
     assert make_run(tmp_path, **changes).resume() == []

@@ -72,7 +72,7 @@ def test_newcomer_takes_what_nobody_serves() -> None:
     decision = decide([make_peer("a", (0, 4)), make_peer("b", (0, 4))], make_candidate("c"))
 
     assert (decision.action, decision.span) == (PlacementAction.TAKE, Span(4, 8))
-    assert decision.why == "no peer serves 4 of blocks 4:8"
+    assert decision.why == "no peer serves them"
 
 
 def test_newcomer_gives_a_second_replica_before_it_helps_a_slow_span() -> None:
@@ -88,7 +88,7 @@ def test_newcomer_helps_where_speed_is_scarce_once_there_are_replicas() -> None:
     decision = decide(peers, make_candidate("c"))
 
     assert decision.span == Span(4, 8)
-    assert decision.why == "the slowest of blocks 4:8 has 57 % of an even share of throughput"
+    assert decision.why == "the slowest of them has 57 % of an even share of throughput"
 
 
 @pytest.mark.parametrize("num_peers", [2, 4, 6, 8])

@@ -207,9 +207,9 @@ def test_peer_says_of_an_adapter_that_it_does_not_have_no_more_than_it_knows() -
         with pytest.raises(RefusedError) as refusal:
             adapter_store.find(ONE, BERT)
         said = str(refusal.value)
-        assert said.startswith("this peer has no adapter 313131313131… that you may use. ")
+        assert said.startswith("this peer has no adapter 313131313131… that you may use: ")
         assert "nobody" not in said
-        assert "its publisher is gone" in said
+        assert "its publisher has ended" in said
 
     run(test)
 
