@@ -54,10 +54,12 @@ def open_with_peft(tiny_model: Any, adapter: LoraAdapter, folder: Path) -> Any:
     return peft.PeftModel.from_pretrained(reference, folder, is_trainable=True)
 
 
-def assert_close(found: Tensor | None, expected: Tensor | None) -> None:
+def assert_close(
+    found: Tensor | None, expected: Tensor | None, tolerance: float = TOLERANCE
+) -> None:
     assert found is not None
     assert expected is not None
     assert found.shape == expected.shape
     found, expected = found.detach().double(), expected.detach().double()
     error = float((found - expected).norm() / expected.norm())
-    assert error < TOLERANCE, error
+    assert error < tolerance, error

