@@ -2,7 +2,7 @@
 
 `main.py` finds the command and reports its errors; `commands/` has one file for each command. They
 share `options/` (reading the command line), `terminal/` (output and signals) and `remote_models/`
-(opening and using a model over a swarm); `finetuning/` and `figures/` are the parts of two
-commands. Routing, training, serving and web pages are not here: they belong to `client/` and
-`peer/`. Read first: main.py.
+(opening and using a model over a swarm); `finetuning/` and `benchmarking/` are parts of `shoal
+finetune` and `shoal bench`. Routing, training, serving and web pages are not here: they belong to
+`client/` and `peer/`. Read first: main.py.
 """

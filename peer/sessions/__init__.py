@@ -1,5 +1,5 @@
-"""Sessions at a peer: a workload with admission (forks begin with a copy of their parent's cache),
-steps, and the soft prompts that a session brings.
+"""Sessions at a peer: a workload that admits sessions and their forks, and takes their steps and
+deep prompts.
 
 Nothing here belongs to fine-tuning (`../passes/`) or computes (`../engine/`). Read first:
 sessions.py, then held_session.py.

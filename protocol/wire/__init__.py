@@ -1,4 +1,4 @@
-"""Messages as bytes: frames, their protobuf part, and the codec that messages' fields lead to.
+"""Messages as bytes: frames, and the codec, which encodes each message from its declared fields.
 
-Only this room imports protobuf. It knows no message by its fields. Read first: codec.py.
+Only this room imports protobuf. A new message changes nothing here. Read first: codec.py.
 """

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ....kernels.layers.expert_routing import Router
-from ....kernels.layers.gate import gate_silu
+from ....kernels.layers.gated_mlp import gate_silu
 from ....kernels.layers.norm import Norm
 from ....kernels.linear.linear import Linear
 from ....models.specs.model_spec import ExpertsSpec, Residual

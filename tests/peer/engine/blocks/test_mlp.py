@@ -1,7 +1,7 @@
 import torch
 import torch.nn.functional as F
 
-from shoal.kernels.layers.gate import gate_silu
+from shoal.kernels.layers.gated_mlp import gate_silu
 from shoal.kernels.linear.linear import RowPrecision
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.kernels.linear.select import make_linear

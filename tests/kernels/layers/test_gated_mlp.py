@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels.layers.gate import gate_silu
+from shoal.kernels.layers.gated_mlp import gate_silu
 from shoal.kernels.native.library import list_instruction_sets
 
 needs_library = pytest.mark.skipif(
