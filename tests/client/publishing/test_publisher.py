@@ -95,6 +95,25 @@ def test_blocks_without_a_holder_are_named_and_get_one_later(
         run_publisher(test)
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_loss_of_all_holders_is_told_and_whether_any_peer_is_in_reach(
+    caplog: pytest.LogCaptureFixture, is_alone: bool
+) -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        holder = await add_pass_peer(scene, 1.0)
+        await publisher.publish(ONE, WHOLE, "a")
+        if not is_alone:
+            other = await add_pass_peer(scene, 1.0)
+            other.refuses_heads = True
+        await scene.announce_peer(holder, state=PeerState.OFFLINE)
+        await asyncio.sleep(SECONDS)
+        assert "the peers that held the adapter for blocks 0:6 are gone" in caplog.text
+        assert ("no peer is in reach" in caplog.text) is is_alone
+
+    with caplog.at_level(logging.WARNING):
+        run_publisher(test)
+
+
 def test_refusal_by_all_is_raised_and_they_are_asked_again_by_the_next_call() -> None:
     async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
         peer = await add_pass_peer(scene, 1.0)
