@@ -5,7 +5,8 @@ checkpoint is never run. Everything that peers rely on is checked before the she
 """
 
 import copy
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -21,7 +22,6 @@ from ...protocol.limits import MAX_HIDDEN_SIZE
 from ..families.registry import FAMILIES
 from ..specs.config_reader import MAX_HEADS, MAX_POSITIONS, ConfigReader, limit_to_exact_positions
 from ..specs.model_spec import WrappedShape
-from .config_bounds import MAX_LAYERS, check_bounds
 from .shell import Shell
 from .shell_calls import gives_blocks_the_same_alone
 from .step_cache import CacheShape, OtherStateError, Shapes, StepCache
@@ -39,6 +39,18 @@ _UNSAFE_FIELDS = frozenset(
     }
 )
 """Fields by which a configuration chooses code, some of it from the Hub."""
+
+MAX_LAYERS = 4096
+"""Far above any model, like the next one: transformers' configurations build lists as long as some
+of the numbers in a config.json, layer by layer."""
+
+_MAX_NUMBER = 2**24
+"""Positions of the longest texts, sizes of vocabularies."""
+
+_ANY_NUMBER = (
+    "theta", "seed", "position", "length", "token", "param", "flos", "base", "window",
+)  # fmt: skip
+"""In the names of numbers that may be larger, because nothing is counted up to them."""
 
 _SMALL_TABLE_BYTES = 2**24
 """A block may always have tables of this size: masks of 4096 positions."""
@@ -341,3 +353,21 @@ def _probe_block(shell: Shell, index: int) -> Shapes:
     if order != [shell.layers_name, shell.norm_name]:
         raise _UnfitError("its final norm does not run once, after its blocks")
     return cache.shapes[0]
+
+
+def check_bounds(value: object, name: str = "config.json") -> None:
+    """Raise ModelError, which names the field, for a number that no model has."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            check_bounds(part, str(key))
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for part in value:
+            check_bounds(part, name)
+    elif isinstance(value, int | float) and value > (maximum := _find_maximum(name)):
+        raise ModelError(f"config.json: {name:.60} must be at most {maximum}, got {value!s:.60}")
+
+
+def _find_maximum(name: str) -> float:
+    if any(part in name for part in _ANY_NUMBER):
+        return math.inf
+    return MAX_LAYERS if "layer" in name and "size" not in name else _MAX_NUMBER

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.models.shells.config_bounds import check_bounds
+from shoal.models.shells.shell_opening import check_bounds
 from shoal.protocol.errors import ModelError
 
 

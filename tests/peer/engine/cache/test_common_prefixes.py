@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from shoal.peer.engine.cache.common_prefixes import CommonPrefixes
+from shoal.peer.engine.cache.kv_cache import CommonPrefixes
 
 
 def count_common(one: list[int], other: list[int]) -> int:
