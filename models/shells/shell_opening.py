@@ -6,7 +6,7 @@ checkpoint is never run. Everything that peers rely on is checked before the she
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any, cast
 
@@ -43,6 +43,9 @@ _UNSAFE_FIELDS = frozenset(
 MAX_LAYERS = 4096
 """Far above any model, like the next one: transformers' configurations build lists as long as some
 of the numbers in a config.json, layer by layer."""
+
+_MAX_LABELS = 2**16
+"""Transformers makes a name for each label."""
 
 _MAX_NUMBER = 2**24
 """Positions of the longest texts, sizes of vocabularies."""
@@ -363,11 +366,30 @@ def check_bounds(value: object, name: str = "config.json") -> None:
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         for part in value:
             check_bounds(part, name)
+        maximum = max(_MAX_NUMBER, _find_maximum(name))
+        if (num_items := sum(map(_count_repeated, value))) > maximum:
+            raise ModelError(
+                f"config.json: {name:.60} must repeat at most {maximum} items, not {num_items}"
+            )
     elif isinstance(value, int | float) and value > (maximum := _find_maximum(name)):
         raise ModelError(f"config.json: {name:.60} must be at most {maximum}, got {value!s:.60}")
 
 
+def _count_repeated(part: object) -> int:
+    """Return how many items a part of a list stands for, if it is a list and its repeat count.
+
+    GPT-Neo gives the kinds of its blocks in this form: `[[["global", "local"], 12]]`.
+    """
+    match part:
+        case [str() | Sequence() | Mapping() as items, int(count), *_]:
+            return len(cast(Sized, items)) * max(count, 0)
+        case _:
+            return 0
+
+
 def _find_maximum(name: str) -> float:
+    if "label" in name:
+        return _MAX_LABELS
     if any(part in name for part in _ANY_NUMBER):
         return math.inf
     return MAX_LAYERS if "layer" in name and "size" not in name else _MAX_NUMBER

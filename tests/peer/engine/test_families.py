@@ -258,7 +258,7 @@ def test_published_dtype_is_read_in_both_spellings() -> None:
         ({"model_type": "llama4"}, "its text model of type 'llama4_text' is only a part of it"),
         ({"model_type": "stablelm", "num_hidden_layers": 10**9}, "num_hidden_layers must be"),
         ({**NEO, "num_layers": 10**9}, "num_layers must be at most 4096, got 1000000000"),
-        ({"model_type": "stablelm", "num_labels": 10**9}, "num_labels must be at most 16777216"),
+        ({"model_type": "stablelm", "num_labels": 10**9}, "num_labels must be at most 65536"),
         ({"model_type": "stablelm", "quantization_config": {"bits": 4}}, "quantized already"),
         (
             {"model_type": "stablelm", "hidden_act": "tan"},
