@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -71,6 +72,31 @@ def test_closed_port_is_not_reached() -> None:
 
             assert not await ask(closed)
             assert not await ask(closed)
+
+    run(test)
+
+
+def test_peer_asks_once_more_when_nobody_has_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older peers answer a second question of one host with "not tried" for ten seconds."""
+    from shoal.protocol.net.relays import reachability
+
+    verdicts = [reachability.NOT_TRIED, reachability.NOT_REACHED]
+
+    async def answer_as_before(p2p: Any) -> None:
+        async def serve(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+            await reader.readexactly(reachability.QUESTION.size)
+            writer.write(verdicts.pop(0) + b"127.0.0.1")
+            await writer.drain()
+            writer.close()
+
+        await p2p.add_binary_stream_handler(reachability.PROTOCOL, serve)
+
+    monkeypatch.setattr(reachability, "answer_dial_back", answer_as_before)
+    monkeypatch.setattr(reachability, "PAUSE_SECONDS", 0.1)
+
+    async def test(ask: Ask, endpoint: Endpoint) -> None:
+        assert not await ask(endpoint)
+        assert not verdicts
 
     run(test)
 
