@@ -110,7 +110,7 @@ class ServingLoop:
             throughput.prefill_tokens_per_second,
             describe_load,
         )
-        self.handler.open(service)
+        self.handler.service = service
         # A peer that was announced is announced again as soon as the directory can be written.
         await self._announce_if_possible(PeerState.ONLINE)
         self.report(PeerEvent("online", {**self._describe(served), **self.address}))
@@ -136,7 +136,7 @@ class ServingLoop:
         self.description.end_serving()
         if decision is None:
             await announce_offline(self.announcer)
-        self.handler.close()
+        self.handler.service = None
         return decision
 
     async def _turn_back(self, origin: Span, error: LoadError) -> None:

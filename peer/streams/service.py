@@ -143,19 +143,12 @@ class Service:
 class StreamHandler:
     """Leads each stream to the service of the moment; while there is none, refuses it.
 
-    Nobody has a reason to dial then: the peer is announced once it serves.
+    Few dial then: the peer is announced as JOINING, and nobody is routed to it yet.
     """
 
     def __init__(self) -> None:
         self.service: Service | None = None
-
-    def open(self, service: Service) -> None:
-        """Let this service have the streams that come."""
-        self.service = service
-
-    def close(self) -> None:
-        """Refuse streams that come until there is another service."""
-        self.service = None
+        """Gets the streams that come; while it is None, they are refused."""
 
     async def serve(self, stream: Stream) -> None:
         """Serve one stream until it ends, or tell it that there is nothing to be served yet.

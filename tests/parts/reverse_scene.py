@@ -71,7 +71,7 @@ class PublicPeer:
             PendingBytes(MAX_PENDING_BYTES), self.parked,
         )  # fmt: skip
         service = Service(host, (), 32, asyncio.Event())
-        self.handler.open(service)
+        self.handler.service = service
         return service
 
     def push(self, following: NextHop, lane: Lane = Lane.INTERACTIVE) -> Pusher:

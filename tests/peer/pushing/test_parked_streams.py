@@ -148,11 +148,11 @@ def test_stream_that_has_ended_is_forgotten() -> None:
 
 def test_parked_stream_outlives_the_span_that_was_served_and_holds_nothing_of_it() -> None:
     async def story(scene: Scene) -> None:
-        scene.public.handler.close()
+        scene.public.handler.service = None
         service = scene.public.open(Span(0, 3))
         talk = await park(scene)
 
-        scene.public.handler.close()
+        scene.public.handler.service = None
         await service.hang_up()
         old, service = weakref.ref(service), scene.public.open(Span(0, 4))
         gc.collect()

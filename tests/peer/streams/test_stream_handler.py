@@ -64,7 +64,7 @@ def test_stream_is_told_to_come_again_and_served_then() -> None:
         assert assert_declined(await talk.hear(), ErrorCode.BUSY).retry_after_seconds
         await talk.stream.close()
 
-        scene.handler.open(cast(Service, service))
+        scene.handler.service = cast(Service, service)
         talk = await scene.dial()
 
         assert await talk.hear() == HELLO
