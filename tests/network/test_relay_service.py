@@ -62,45 +62,45 @@ def run(test: Callable[[Starts], Awaitable[None]]) -> None:
 
 
 def test_relay_with_the_limits_of_libp2p_carries_no_texts() -> None:
-    from shoal.protocol.net.relays.circuit import is_unlimited_relay
+    from shoal.protocol.net.relays.circuit import is_sufficient_relay
 
     async def test(starts: Starts) -> None:
-        assert not await is_unlimited_relay(await starts.start_with_limits_of_libp2p())
+        assert not await is_sufficient_relay(await starts.start_with_limits_of_libp2p())
 
     run(test)
 
 
 def test_relay_is_started_anew_until_it_carries_texts() -> None:
-    from shoal.protocol.net.relays.circuit import is_unlimited_relay, start_unlimited_relay
+    from shoal.protocol.net.relays.circuit import is_sufficient_relay, start_sufficient_relay
 
     async def test(starts: Starts) -> None:
         poor = await starts.start_with_limits_of_libp2p()
 
-        relay = await start_unlimited_relay(poor, starts.start_public)
+        relay = await start_sufficient_relay(poor, starts.start_public)
 
         assert relay is starts.started[-1] is not poor
-        assert await is_unlimited_relay(relay)
+        assert await is_sufficient_relay(relay)
         assert starts.count_running() == 1
 
     run(test)
 
 
 def test_relay_that_carries_texts_is_kept() -> None:
-    from shoal.protocol.net.relays.circuit import start_unlimited_relay
+    from shoal.protocol.net.relays.circuit import start_sufficient_relay
 
     async def test(starts: Starts) -> None:
         poor = await starts.start_with_limits_of_libp2p()
-        relay = await start_unlimited_relay(poor, starts.start_public)
+        relay = await start_sufficient_relay(poor, starts.start_public)
         num_started = len(starts.started)
 
-        assert await start_unlimited_relay(relay, starts.start_public) is relay
+        assert await start_sufficient_relay(relay, starts.start_public) is relay
         assert len(starts.started) == num_started
 
     run(test)
 
 
 def test_none_is_left_running_when_starting_is_interrupted() -> None:
-    from shoal.protocol.net.relays.circuit import start_unlimited_relay
+    from shoal.protocol.net.relays.circuit import start_sufficient_relay
 
     async def test(starts: Starts) -> None:
         async def start_late() -> Any:
@@ -112,7 +112,7 @@ def test_none_is_left_running_when_starting_is_interrupted() -> None:
 
         poor = await starts.start_with_limits_of_libp2p()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.create_task(start_unlimited_relay(poor, start_late))
+            await asyncio.create_task(start_sufficient_relay(poor, start_late))
 
         assert starts.count_running() == 0
 

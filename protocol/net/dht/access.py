@@ -21,7 +21,7 @@ from ..libp2p.p2p_daemon import (
     stop_p2pd,
 )
 from ..libp2p.swarm_question import answer_questions, find_swarm, make_ask
-from ..relays.circuit import RelayReservations, start_unlimited_relay
+from ..relays.circuit import RelayReservations, start_sufficient_relay
 from ..relays.reachability import answer_dial_back, can_be_dialled
 from ..relays.relay_selection import NUM_RELAYS, RelaySelection, rank_relays
 
@@ -96,6 +96,6 @@ async def make_reachable(
 
     relays = rank_relays(PeerId(str(p2p.peer_id)), list_relays(initial_peers))
     if not relays or await can_be_dialled(p2p, endpoint):
-        return await start_unlimited_relay(p2p, start), ()
+        return await start_sufficient_relay(p2p, start), ()
     await stop_p2pd(p2p)
     return await start(*relays[:NUM_RELAYS]), relays

@@ -70,8 +70,8 @@ class RelayReservations:
     async def list_connected(self) -> set[PeerId]:
         """Return the peers that we are connected to without a relay.
 
-        None when p2pd has ended, as whoever uses it next says, or does not answer: the reservations
-        are made again then.
+        An empty set when p2pd has ended, as whoever uses it next says, or does not answer: the
+        reservations are made again then.
         """
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
@@ -113,14 +113,14 @@ async def ask_for_reservation(p2p: P2P, peer_id: PeerId) -> RelayAnswer:
         writer.transport.abort()
 
 
-async def start_unlimited_relay(p2p: P2P, start: Callable[[], Awaitable[P2P]]) -> P2P:
+async def start_sufficient_relay(p2p: P2P, start: Callable[[], Awaitable[P2P]]) -> P2P:
     """Return a p2pd that carries whole texts: this one, or one that was started in its place.
 
     When that is interrupted, none is left running.
     """
     try:
         for _ in range(_MAX_STARTS):
-            if await is_unlimited_relay(p2p):
+            if await is_sufficient_relay(p2p):
                 return p2p
             log.info("p2pd relays with libp2p's default limits; it is restarted")
             await stop_p2pd(p2p)
@@ -135,7 +135,7 @@ async def start_unlimited_relay(p2p: P2P, start: Callable[[], Awaitable[P2P]]) -
     return p2p
 
 
-async def is_unlimited_relay(p2p: P2P) -> bool:
+async def is_sufficient_relay(p2p: P2P) -> bool:
     """Return whether a p2pd carries whole texts as a relay, as far as can be found out."""
     try:
         answer = await _ask_as_another(p2p)

@@ -66,18 +66,16 @@ class RelaySelection:
         self.relays = tuple(rank_relays(peer_id, initial)[:NUM_RELAYS])
         """Best first; those of old while there are no others."""
 
-    async def renew(self, search: Search) -> bool:
-        """Leave relays that are gone and take others; return whether they are not the same now."""
+    async def renew(self, search: Search) -> None:
+        """Leave relays that are gone and take others."""
         connected = await self._reservations.list_connected()
         kept = [relay for relay in self.relays if await self._holds(relay, connected)]
         is_search_due = self._clock.now() - self._searched_at >= _SEARCH_SECONDS
         if not kept or (len(kept) < NUM_RELAYS and is_search_due):
             self._searched_at = self._clock.now()
             await self._take_others(kept, [*self._initial, *await self._find_announced(search)])
-        if not kept or tuple(kept) == self.relays:
-            return False
-        self.relays = tuple(kept)
-        return True
+        if kept:
+            self.relays = tuple(kept)
 
     async def _find_announced(self, search: Search) -> list[Relay]:
         """Return none when the directory cannot be read, which may be for want of a relay."""
