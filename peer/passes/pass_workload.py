@@ -146,7 +146,7 @@ class _OpenPass:
     job: PassJob | None = None
 
 
-class TrainingStreamWork(StreamWork):
+class AccountedStreamWork(StreamWork):
     """The base of all work on one stream that shares the account of passes."""
 
     def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:
@@ -161,7 +161,7 @@ class TrainingStreamWork(StreamWork):
         return self._passes.resources.adapter_store
 
 
-class PassStreamWork(TrainingStreamWork):
+class PassStreamWork(AccountedStreamWork):
     """Takes one pass at a time from a stream.
 
     The memory that the pass needs on its way is counted as a whole when it is asked for.

@@ -26,7 +26,7 @@ from ..streams.client_stream import ClientStream, Handler, encode_refusal
 from ..streams.service import Workload
 from .fetches import Fetches, read_published
 from .holders import Holders
-from .pass_workload import PassWorkload, TrainingStreamWork
+from .pass_workload import AccountedStreamWork, PassWorkload
 
 _ANNOUNCE_SECONDS = 5.0
 """Time between two announcements because of publications that clients upload or withdraw."""
@@ -79,7 +79,7 @@ class PublicationWorkload(Workload):
         self._announce()
 
 
-class PublicationStreamWork(TrainingStreamWork):
+class PublicationStreamWork(AccountedStreamWork):
     """Sends the leaves of one publication at a time."""
 
     def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:

@@ -30,7 +30,7 @@ from ...protocol.messages.fields import Message
 from ..engine.adapters.adapter_store import KeptAdapter
 from ..engine.adapters.trained_adapter import TrainedAdapter
 from ..streams.client_stream import ClientStream, Handler, encode_refusal
-from .pass_workload import PassWorkload, TrainingStreamWork
+from .pass_workload import AccountedStreamWork, PassWorkload
 
 _logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ _NUMBERS_PER_COST = 2**15
 TrainingMessage = AdapterMeasure | AdapterUpdate | AdapterFetch
 
 
-class UpdateStreamWork(TrainingStreamWork):
+class UpdateStreamWork(AccountedStreamWork):
     """Does one thing at a time for a stream, in turn with passes. A repeated update is one."""
 
     def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:

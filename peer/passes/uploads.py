@@ -29,7 +29,7 @@ from ..engine.adapters.trained_adapter import TrainedAdapter
 from ..engine.engine import Engine
 from ..streams.client_stream import ClientStream, Handler, encode_refusal
 from .fetches import read_published
-from .pass_workload import PassWorkload, TrainingStreamWork
+from .pass_workload import AccountedStreamWork, PassWorkload
 from .wire_passes import check_trained
 
 _logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class _IncomingAdapter:
         return len(head.config) + head.num_bytes // head.num_files * num_tensors
 
 
-class UploadStreamWork(TrainingStreamWork):
+class UploadStreamWork(AccountedStreamWork):
     """Takes one adapter at a time from a stream. Its memory is counted from the head on."""
 
     def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:
