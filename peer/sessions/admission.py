@@ -184,7 +184,7 @@ class Admission:
             raise
 
     async def _open(self, message: Open, tenant: Tenant, post: Post) -> tuple[HeldSession, int]:
-        self._check(message)
+        self.check(message)
         parent = self._find_parent(message, tenant)
         adapter = self._find_adapter(message, tenant, parent)
         if parent is not None and parent.adapter is not adapter:
@@ -196,7 +196,7 @@ class Admission:
             cache, free_tokens = await self._open_cache(message, tenant, parent)
             if self.is_draining:  # by now; nobody would tell the client to leave again
                 self.compute.post(cache.close)
-                self._check(message)
+                self.check(message)
         finally:
             del self._opening[message.session]
             self.resources.note_change()
@@ -216,7 +216,7 @@ class Admission:
             outputs.open(message.next, log, message.prefix_tokens)
         return held, free_tokens
 
-    def _check(self, message: Open) -> None:
+    def check(self, message: Open) -> None:
         """Raise RefusedError for what this peer can never open, or not any more."""
         engine = self.engine
         if self.is_draining:

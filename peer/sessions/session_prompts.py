@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +10,9 @@ from ...kernels.wire_tensors import decode_as, has_only_finite
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.fair_share import SharedBytes, Tenant
 from ...protocol.ids import SessionId
-from ...protocol.messages.fields import Message
 from ...protocol.messages.passes import PassPiece, PiecesReader, Slot
 from ...protocol.messages.session import Open
 from ..engine.engine import Engine
-from ..streams.client_stream import Handler
 from .held_session import HeldSession
 
 _FLOAT_BYTES = 4
@@ -34,12 +31,9 @@ class _Prompts:
 class SessionPrompts:
     """Keeps `Open` back until its prompts are here, so that no step can overtake them."""
 
-    def __init__(
-        self, engine: Engine, memory: SharedBytes, open_session: Callable[[Open], Awaitable[None]]
-    ) -> None:
+    def __init__(self, engine: Engine, memory: SharedBytes) -> None:
         self._engine = engine
         self._memory = memory
-        self._open_session = open_session
         self._prompts: dict[SessionId, _Prompts] = {}
 
     def __len__(self) -> int:
@@ -51,10 +45,10 @@ class SessionPrompts:
 
         Raises RefusedError when there is no room, or when they were announced already.
         """
-        if not message.prompt_tokens:
-            return False
         if message.session in self._prompts:
             raise RefusedError(ErrorCode.BAD_FRAME, "the session is open already")
+        if not message.prompt_tokens:
+            return False
         width = self._engine.spec.hidden_size
         num_vectors = len(message.span) * message.prompt_rows * message.prompt_tokens
         num_bytes = num_vectors * width * _FLOAT_BYTES
@@ -64,13 +58,8 @@ class SessionPrompts:
         self._prompts[message.session] = _Prompts(message, tenant, reader, num_bytes)
         return True
 
-    @property
-    def handlers(self) -> Mapping[type[Message], Handler]:
-        """See StreamWork.handlers."""
-        return {PassPiece: self.take}
-
-    def take(self, piece: PassPiece) -> Awaitable[None] | bool:
-        """Take a piece, or return that it is none of these; behind the last, open the session.
+    def take(self, piece: PassPiece) -> Open | bool:
+        """Take a piece, or return that it is none of these; with the last, the session to open.
 
         Raises RemoteProtocolError when it is not the next one of its session.
         """
@@ -78,7 +67,7 @@ class SessionPrompts:
         if prompts is None:
             return False
         prompts.reader.take(piece)
-        return self._open_session(prompts.message) if prompts.reader.is_complete else True
+        return prompts.message if prompts.reader.is_complete else True
 
     def give(self, session: SessionId, held: HeldSession) -> None:
         """Give a session that is open its prompts; they count until it is closed.

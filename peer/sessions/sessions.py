@@ -18,6 +18,7 @@ from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.fair_share import BUSY_SECONDS
 from ...protocol.ids import NO_CAPABILITY, Capability, SessionId
 from ...protocol.messages.fields import Message
+from ...protocol.messages.passes import PassPiece
 from ...protocol.messages.session import (
     Admit,
     Attach,
@@ -90,9 +91,11 @@ class SessionWorkload(Workload):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no session is held, being opened or waiting."""
+        """Whether no session is held, being opened or waiting, be it for its prompts."""
         admission = self.admission
-        return not (admission.sessions or admission.num_opening or admission.num_waiting)
+        if admission.sessions or admission.num_opening or admission.num_waiting:
+            return False
+        return not any(stream.awaits_prompts for stream in self.streams)
 
     def accept(self, stream: ClientStream) -> SessionStreamWork:
         """See Workload.accept."""
@@ -130,7 +133,7 @@ class SessionStreamWork(StreamWork):
         self._stream = stream
         self._answers = stream.answers
         self._admission = admission = workload.admission
-        self._prompts = SessionPrompts(admission.engine, admission.resources.prompts, self._open)
+        self._prompts = SessionPrompts(admission.engine, admission.resources.prompts)
         self._opened: dict[SessionId, HeldSession] = {}
         self._waiting: dict[SessionId, asyncio.Task[bytes]] = {}  # sessions that have to wait
         self._attached: dict[SessionId, Capability] = {}  # sessions that another peer pushes here
@@ -144,7 +147,7 @@ class SessionStreamWork(StreamWork):
             Open: self._take_open,
             Close: self._take_close,
             Attach: self._attach,
-            **self._prompts.handlers,
+            PassPiece: self._take_prompts,
             **dict.fromkeys((Admit, Redirect, Mirror, Probe), self._control),
         }
 
@@ -160,6 +163,11 @@ class SessionStreamWork(StreamWork):
         """Whether there is a session, or one is to be opened."""
         self._forget_closed()
         return bool(self._used or self._waiting or self._prompts)
+
+    @property
+    def awaits_prompts(self) -> bool:
+        """Whether a session is opened once its prompts are here."""
+        return len(self._prompts) > 0
 
     def _forget_closed(self) -> None:
         """Forget sessions that were closed, maybe on another stream."""
@@ -221,11 +229,17 @@ class SessionStreamWork(StreamWork):
             num_sessions = len(self._opened) + len(self._waiting) + len(self._prompts)
             if num_sessions >= limits.MAX_SESSIONS_PER_STREAM:
                 raise RefusedError(ErrorCode.BUSY, "too many sessions on one stream", BUSY_SECONDS)
+            self._admission.check(message)  # before its prompts come
             is_kept_back = self._prompts.expect(message, self._stream.tenant)
         except RefusedError as error:
             self._answers.put(encode_refusal(message.session, 0, error))
             return None
         return None if is_kept_back else self._open(message)
+
+    def _take_prompts(self, piece: PassPiece) -> Awaitable[None] | bool:
+        """Take a piece of prompts, if it is one; behind the last, open their session."""
+        taken = self._prompts.take(piece)
+        return self._open(taken) if isinstance(taken, Open) else taken
 
     async def _open(self, message: Open) -> None:
         """Open a session, now or after a wait, or say why not."""
@@ -271,12 +285,12 @@ class SessionStreamWork(StreamWork):
         return encode_refusal(message.session, 0, error)
 
     def note_opened(self, message: Open, held: HeldSession, free_tokens: int) -> bytes:
-        """Note a session that is open, and return the answer. Raises RefusedError, and closes it,
-        where its prompts are none.
+        """Note a session that is open, and return the answer. Closes it where it cannot have its
+        prompts: raises RefusedError if they are none.
         """
         try:
             self._prompts.give(message.session, held)
-        except RefusedError:
+        except BaseException:
             self._admission.close(message.session, held)
             raise
         self._opened[message.session] = held

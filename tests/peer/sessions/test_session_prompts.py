@@ -76,6 +76,38 @@ def test_prompts_that_never_come_are_forgotten_with_their_stream(engine: Engine)
     run(engine, test)
 
 
+def test_session_is_not_opened_again_without_the_prompts_that_it_waits_for(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        await talk.say(make_open(prompt_rows=1, prompt_tokens=2))
+
+        assert_declined(await talk.ask(make_open()), ErrorCode.BAD_FRAME)
+        assert not peer.service.admission.sessions
+        assert isinstance(await talk.ask(make_pieces()[0]), Opened)
+
+    run(engine, test)
+
+
+def test_peer_is_not_empty_while_prompts_come(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        await talk.say(make_open(prompt_rows=1, prompt_tokens=2))
+        await (await peer.greet()).wait_until_read()
+
+        assert not await peer.service.wait_until_empty(1.0)
+
+    run(engine, test)
+
+
+def test_session_that_no_peer_could_open_is_refused_before_its_prompts_come(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        too_long = replace(make_open(prompt_rows=1, prompt_tokens=2), max_tokens=10**6)
+
+        assert_declined(await (await peer.greet()).ask(too_long), ErrorCode.TOO_LONG)
+
+    run(engine, test)
+
+
 def test_prompts_of_a_refused_session_are_passed_over(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
         talk = await peer.greet()
