@@ -137,6 +137,7 @@ class Mailbox:
         """Forget what was wrong: it has been seen to."""
         for session in sessions:
             self._troubles.pop(session, None)
+            self._num_unasked[session] = min(0, self._num_unasked[session])
 
     def forget(self, session: SessionId) -> None:
         """Drop everything of a hop that is no longer part of the session."""
@@ -187,7 +188,9 @@ class Mailbox:
                 return
         self._num_unasked[session] += 1
         if self._num_unasked[session] > _MAX_UNASKED:
-            raise UnaskedOutputsError(f"{name} goes on answering steps that nobody has sent it")
+            # It is listened to: it may only answer what the hop before makes up.
+            error = UnaskedOutputsError(f"{name} goes on answering steps that nobody has sent it")
+            self.put_trouble(session, error)
 
     def put_trouble(self, session: SessionId, error: ShoalError) -> None:
         """Note what is wrong at a hop; the first counts, the rest follows from it."""

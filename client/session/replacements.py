@@ -243,11 +243,11 @@ class _StandbyKeeper:
                     seconds, stall_seconds = clock.now() - started_at, clock.now() - held_up_at
                     replacement, position = standby.new.hop, session.position
                     handoff = Handoff(live.hop, replacement, position, seconds, stall_seconds)
+                    session.note_handoff(handoff, started_at)  # a step may end this task from here
                     break
                 newest = standby.newest_sequence
             await standby.wait_for(newest)
         await session.exchange.hang_up(live)
-        session.note_handoff(handoff, started_at)
         self._note_moved()
 
     async def _put_in_place(self, standby: Standby, after: LiveHop | None) -> None:

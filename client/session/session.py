@@ -195,15 +195,17 @@ class RemoteSession:
         A hop that took one and is asked again, after an error of the step, rolls back first.
         """
         pipeline = Pipeline(self.state, self.exchange, self._hops, pieces)
+        may_need_others = self.state.config.standby
         try:
             while broken := await pipeline.run():
+                may_need_others = True
                 for queue, error in broken:
                     await self._mend(pipeline, queue, error)
             return pipeline.outputs
         finally:
             self._hops = pipeline.hops
             self.exchange.end_step()
-            if self.state.config.standby or any(live.is_leaving for live in self._hops):
+            if may_need_others or any(live.is_leaving for live in self._hops):
                 self._reserve.follow_hops()
 
     def choose_piece_tokens(self) -> int:

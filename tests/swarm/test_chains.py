@@ -462,3 +462,31 @@ def test_steps_have_one_number_at_all_hops(run_story: Any) -> None:
             assert held.state.done_sequence == len(turns)
 
     run_story(story, spans=FOUR_HOPS[::2])
+
+
+def test_hop_that_answers_what_another_one_makes_up_is_not_blamed(
+    run_story: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last hop answers all of them, to a client that has asked for none."""
+
+    async def story(world: Any) -> None:
+        session, turns = world.open(), world.make_turns(num_decoded=12)
+        await world.take_all(session, turns[:3])
+        _, liar, honest = world.hosts_of(session)
+        (held,) = look_into(world.peer_on(liar)).sessions.values()
+        push = SessionOutputs.push
+
+        def make_up(outlet: SessionOutputs, step: Step, output: Output) -> None:
+            push(outlet, step, output)
+            if outlet is held.outputs:
+                for ahead in range(1, 100):
+                    push(outlet, replace(step, sequence=step.sequence + ahead), output)
+
+        monkeypatch.setattr(SessionOutputs, "push", make_up)
+        for turn in turns[3:]:
+            await world.take_all(session, [turn])  # of numbers that are no longer right
+            await asyncio.sleep(0.2)
+
+        assert honest not in world.quarantined_hosts
+
+    run_story(story, spans=((0, 1), (0, 1), (1, 3), (1, 3), (3, 4), (3, 4)))
