@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +11,11 @@ from ...kernels.wire_tensors import decode_as, has_only_finite
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.fair_share import SharedBytes, Tenant
 from ...protocol.ids import SessionId
+from ...protocol.messages.fields import Message
 from ...protocol.messages.passes import PassPiece, PiecesReader, Slot
 from ...protocol.messages.session import Open
 from ..engine.engine import Engine
+from ..streams.client_stream import Handler
 from .held_session import HeldSession
 
 _FLOAT_BYTES = 4
@@ -58,16 +61,22 @@ class SessionPrompts:
         self._prompts[message.session] = _Prompts(message, tenant, reader, num_bytes)
         return True
 
-    def take(self, piece: PassPiece) -> Open | bool:
-        """Take a piece, or return that it is none of these; with the last, the session to open.
+    def make_handlers(
+        self, open_session: Callable[[Open], Awaitable[None]]
+    ) -> Mapping[type[Message], Handler]:
+        """Return what takes pieces, and opens a session behind the last of its own.
 
-        Raises RemoteProtocolError when it is not the next one of its session.
+        Raises RemoteProtocolError for a piece that is not the next one of its session.
         """
-        prompts = self._prompts.get(piece.pass_id)
-        if prompts is None:
-            return False
-        prompts.reader.take(piece)
-        return prompts.message if prompts.reader.is_complete else True
+
+        def take(piece: PassPiece) -> Awaitable[None] | bool:
+            prompts = self._prompts.get(piece.pass_id)
+            if prompts is None:
+                return False
+            prompts.reader.take(piece)
+            return open_session(prompts.message) if prompts.reader.is_complete else True
+
+        return {PassPiece: take}
 
     def give(self, session: SessionId, held: HeldSession) -> None:
         """Give a session that is open its prompts; they count until it is closed.

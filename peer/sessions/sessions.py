@@ -18,7 +18,6 @@ from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.fair_share import BUSY_SECONDS
 from ...protocol.ids import NO_CAPABILITY, Capability, SessionId
 from ...protocol.messages.fields import Message
-from ...protocol.messages.passes import PassPiece
 from ...protocol.messages.session import (
     Admit,
     Attach,
@@ -147,7 +146,7 @@ class SessionStreamWork(StreamWork):
             Open: self._take_open,
             Close: self._take_close,
             Attach: self._attach,
-            PassPiece: self._take_prompts,
+            **self._prompts.make_handlers(self._open),
             **dict.fromkeys((Admit, Redirect, Mirror, Probe), self._control),
         }
 
@@ -235,11 +234,6 @@ class SessionStreamWork(StreamWork):
             self._answers.put(encode_refusal(message.session, 0, error))
             return None
         return None if is_kept_back else self._open(message)
-
-    def _take_prompts(self, piece: PassPiece) -> Awaitable[None] | bool:
-        """Take a piece of prompts, if it is one; behind the last, open their session."""
-        taken = self._prompts.take(piece)
-        return self._open(taken) if isinstance(taken, Open) else taken
 
     async def _open(self, message: Open) -> None:
         """Open a session, now or after a wait, or say why not."""

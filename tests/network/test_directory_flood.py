@@ -22,7 +22,12 @@ from shoal.protocol.spans import Span
 pytestmark = pytest.mark.network
 
 MODEL = ModelId("a" * 32)
-EXPIRES_AT = time.time() + 300
+
+
+@pytest.fixture
+def expires_at() -> float:
+    """Each test takes it when it begins: that may be long after they were collected."""
+    return time.time() + 300
 
 
 def make_large_record(number: int, expires_at: float) -> tuple[Announcement, bytes]:
@@ -47,32 +52,34 @@ def make_large_record(number: int, expires_at: float) -> tuple[Announcement, byt
     return announcement, sign_announcement(identity, announcement)
 
 
-def make_records(directory: HivemindDirectory, num_records: int) -> dict[str, bytes]:
+def make_records(
+    directory: HivemindDirectory, num_records: int, expires_at: float
+) -> dict[str, bytes]:
     """Return valid values by sub-key, as they stand under the key of the model."""
-    records = [make_large_record(number, EXPIRES_AT) for number in range(num_records)]
+    records = [make_large_record(number, expires_at) for number in range(num_records)]
     return {
         announcement.peer_id: MSGPackSerializer.dumps(directory._gate.wrap(record))
         for announcement, record in records
     }
 
 
-def fill(directory: HivemindDirectory, records: dict[str, bytes]) -> None:
+def fill(directory: HivemindDirectory, records: dict[str, bytes], expires_at: float) -> None:
     """Have a node store records, of those that pass, as if they had come one by one for long."""
     protocol, gate = directory._node.protocol, directory._gate
     key = DHTID.generate(source=gate.key_of(MODEL))
     for subkey, value in records.items():
-        if gate.accept(key.to_bytes(), MSGPackSerializer.dumps(subkey), value, EXPIRES_AT):
-            protocol.storage.store_subkey(key, subkey, value, EXPIRES_AT)
+        if gate.accept(key.to_bytes(), MSGPackSerializer.dumps(subkey), value, expires_at):
+            protocol.storage.store_subkey(key, subkey, value, expires_at)
 
 
-def test_flooded_node_still_answers() -> None:
+def test_flooded_node_still_answers(expires_at: float) -> None:
     async def main() -> None:
         flooded = await HivemindDirectory.join((), identity=None, clock=SystemClock())
         reader = await HivemindDirectory.join(
             flooded.addresses, identity=None, clock=SystemClock(), client_mode=True
         )
         try:
-            fill(flooded, make_records(flooded, 2000))
+            fill(flooded, make_records(flooded, 2000, expires_at), expires_at)
 
             theirs = await flooded.lookup(MODEL)
             found = await reader.lookup(MODEL)
@@ -90,7 +97,9 @@ def test_flooded_node_still_answers() -> None:
     asyncio.run(main())
 
 
-def test_valid_records_in_large_messages_are_not_stored_and_keep_nobody_from_announcing() -> None:
+def test_valid_records_in_large_messages_are_not_stored_and_keep_nobody_from_announcing(
+    expires_at: float,
+) -> None:
     """Two messages of 1,500 records each: a whole dictionary, and as many keys."""
 
     async def main() -> None:
@@ -98,23 +107,23 @@ def test_valid_records_in_large_messages_are_not_stored_and_keep_nobody_from_ann
         honest = await HivemindDirectory.join((), identity=None, clock=clock)
         stranger = await HivemindDirectory.join(honest.addresses, identity=None, clock=clock)
         try:
-            records = make_records(honest, 1500)
+            records = make_records(honest, 1500, expires_at)
             key = DHTID.generate(source=honest._gate.key_of(MODEL)).to_bytes()
             dictionary = DictionaryDHTValue()
             for subkey, value in records.items():
-                dictionary.store(subkey, value, EXPIRES_AT)
+                dictionary.store(subkey, value, expires_at)
             many = dht_pb2.StoreRequest(
                 keys=[key] * len(records),
                 subkeys=map(MSGPackSerializer.dumps, records),
                 values=records.values(),
-                expiration_time=[EXPIRES_AT] * len(records),
+                expiration_time=[expires_at] * len(records),
                 in_cache=[False] * len(records),
             )
             whole = dht_pb2.StoreRequest(
                 keys=[key],
                 subkeys=[b""],
                 values=[MSGPackSerializer.dumps(dictionary)],
-                expiration_time=[EXPIRES_AT],
+                expiration_time=[expires_at],
                 in_cache=[False],
             )
             assert honest._p2p.peer_id is not None
@@ -124,7 +133,7 @@ def test_valid_records_in_large_messages_are_not_stored_and_keep_nobody_from_ann
 
             assert not any(any(answer.store_ok) for answer in answers)
             assert not await honest.lookup(MODEL)
-            announcement, record = make_large_record(1, EXPIRES_AT)
+            announcement, record = make_large_record(1, expires_at)
             await stranger.announce(record)
             assert honest._gate.list_current(MODEL) == [announcement]
         finally:
