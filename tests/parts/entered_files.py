@@ -52,8 +52,9 @@ _IDLE_SECONDS = 0.75
 _QUIET_SECONDS = 100.0
 """Announcement period of the peers that compute: hardly any announcement meets a step."""
 
-_ANNOUNCE_SECONDS = 0.5
-"""Announcement period of the peer whose announcements are traced."""
+_ANNOUNCE_SECONDS = 1.0
+"""Announcement period of the peer whose announcements are traced. In 20 periods, longer than all
+of this walk takes, it measures the way to each peer once."""
 
 _ANNOUNCING_PROGRAM = (
     "import runpy, sys;"
@@ -237,7 +238,7 @@ def take_announcements(model: Any, steps: Steps) -> None:
     """Wait until a peer has announced itself once more, and read who serves what."""
     for _ in range(_NUM_WARM_UPS + _NUM_ANNOUNCEMENTS):
         with steps.step(ANNOUNCEMENT):
-            time.sleep(1.5 * _ANNOUNCE_SECONDS)
+            time.sleep(1.3 * _ANNOUNCE_SECONDS)
             model.transformer.h.sequence_manager.update()
     del steps.taken[ANNOUNCEMENT][:_NUM_WARM_UPS]
 

@@ -88,7 +88,7 @@ def be_honest(_: Message, answer: Answer) -> Answer:
 class FakePeer:
     """Serves a span; `mischief` may change any answer, None hangs up.
 
-    Behind its next output, it sends `num_repeats` of it, which are those to steps `ahead` of it.
+    Behind each output, it sends `num_repeats` of it, which are those to steps `ahead` of it.
     """
 
     name: str
@@ -112,10 +112,10 @@ class FakePeer:
                 if answer is None:
                     return
                 await stream.send(answer if isinstance(answer, bytes) else encode_frame(answer))
-                while isinstance(answer, Output) and self.num_repeats:
-                    self.num_repeats -= 1
+                if isinstance(answer, Output):
                     unasked = replace(answer, sequence=answer.sequence + self.ahead)
-                    await stream.send(encode_frame(unasked))
+                    for _ in range(self.num_repeats):
+                        await stream.send(encode_frame(unasked))
         finally:
             for session in mine:
                 self.caches.pop(session, None)
