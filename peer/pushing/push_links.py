@@ -94,7 +94,7 @@ class _Parcel:
 
 
 class RecentShares:
-    """What strangers have had a peer do in the last minute, bounded and shared fairly."""
+    """Counts dials or bytes of each tenant in the last minute, and holds it to its fair share."""
 
     def __init__(self, clock: Clock, budget: int) -> None:
         self._clock = clock

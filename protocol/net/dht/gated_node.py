@@ -3,7 +3,7 @@
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 """A node of hivemind's DHT that keeps and believes nothing but what passes our gate.
 
-What hivemind leaves open is closed here: `GateValidator` asks the gate before anything is stored,
+This module adds the checks that hivemind lacks: `GateValidator` asks the gate before storing,
 `RecordIntake` bounds what strangers may have checked and looked up, and `harden` believes no node
 about the ids of others.
 """
