@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..protocol.errors import DirectoryError
+from ..protocol.net.tasks import cancel_all
 from ..protocol.records.announcements import PeerState
 from ..protocol.spans import Span
 from .announcing.announcer import Announcer, announce_offline
@@ -18,7 +19,7 @@ from .engine.blocks.batch import HostedBlock
 from .hosting.span_loader import LoadError, ServedSpan, SpanLoader
 from .placement.placement import Placement
 from .placement.placer import Placer
-from .process.background import BackgroundTasks, cancel_all
+from .process.background import BackgroundTasks
 from .process.config import PeerEvent, Report
 from .streams.service import Service, StreamHandler
 

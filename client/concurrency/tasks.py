@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator, Coroutine, Hashable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
+from ...protocol.net.tasks import cancel_all
+
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
 
@@ -22,15 +24,6 @@ async def run_all(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Res
         return await asyncio.gather(*tasks)
     finally:
         await cancel_all(tasks)
-
-
-async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they have ended."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
 
 
 class Background:

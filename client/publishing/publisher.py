@@ -33,10 +33,11 @@ from ...protocol.messages.adapters import (
 )
 from ...protocol.net.clock import SuspendAwareTimeout
 from ...protocol.net.retry import Backoff, Backoffs
+from ...protocol.net.tasks import cancel_all
 from ...protocol.records.announcements import MAX_ADAPTERS, Announcement, shorten_adapter
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import AdapterLeaves
-from ..concurrency.tasks import Background, KeyedSemaphores, cancel_all, run_all
+from ..concurrency.tasks import Background, KeyedSemaphores, run_all
 from ..passes.microbatches import make_pass_id
 from ..passes.pass_asking import PassAsker
 from ..routing.route import Hop

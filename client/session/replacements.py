@@ -12,6 +12,7 @@ from ...protocol.errors import RouteError, ShoalError, UnavailableError
 from ...protocol.ids import PeerId
 from ...protocol.net.clock import SuspendAwareTimeout
 from ...protocol.net.retry import Backoff, Retry
+from ...protocol.net.tasks import cancel_all
 from ..concurrency.tasks import Closer
 from ..routing.route import LostHopError
 from ..trace.trace import Handoff
@@ -141,8 +142,7 @@ class _StandbyKeeper:
 
     async def close(self) -> None:
         """Give it up, unless it was taken."""
-        self._task.cancel()
-        await asyncio.wait((self._task,))
+        await cancel_all((self._task,))
 
     async def take_over(self, missing: MissingHops) -> LiveHop | None:
         """Return the new hop in its place; None where it cannot be had at once.

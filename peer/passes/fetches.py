@@ -16,6 +16,7 @@ from ...protocol.fair_share import BUSY_SECONDS, Tenant, check_room_for
 from ...protocol.ids import AdapterId, PeerId
 from ...protocol.messages.adapters import KEEP_SECONDS, Manifest
 from ...protocol.net.clock import Clock
+from ...protocol.net.tasks import cancel_all
 from ...protocol.records.announcements import Announcement
 from ...protocol.spans import Span
 from ..engine.adapters.adapter import Adapter
@@ -23,7 +24,6 @@ from ..engine.adapters.adapter_file import read_leaves
 from ..engine.adapters.adapter_store import AdapterStore, KeptAdapter, make_unknown
 from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
-from ..process.background import cancel_all
 from .holders import Holders
 
 _logger = logging.getLogger(__name__)

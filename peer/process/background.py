@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from ...protocol.net.clock import Clock
+from ...protocol.net.tasks import cancel_all
 
 _logger = logging.getLogger(__name__)
 
@@ -50,15 +51,6 @@ class BackgroundTasks:
             return running.result()
         finally:
             await cancel_all([running])
-
-
-async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they have ended, however they do."""
-    cancelled = list(tasks)
-    for task in cancelled:
-        task.cancel()
-    if cancelled:
-        await asyncio.wait(cancelled)
 
 
 class LoopLag:

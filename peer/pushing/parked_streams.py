@@ -13,9 +13,9 @@ from ...protocol.fair_share import check_room_for, name_address
 from ...protocol.ids import PeerId
 from ...protocol.messages.reverse_connections import Offer, Parked, check_offer
 from ...protocol.messages.session import Lane
+from ...protocol.net.tasks import cancel_all
 from ...protocol.net.transport import Stream, refuse_large_frames
 from ...protocol.wire.codec import encode_frame
-from ..process.background import cancel_all
 
 _logger = logging.getLogger(__name__)
 

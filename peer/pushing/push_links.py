@@ -29,9 +29,9 @@ from ...protocol.messages.session import Attach, Declined, Lane, NextHop
 from ...protocol.net.clock import Clock
 from ...protocol.net.dialling import dial, greet
 from ...protocol.net.retry import Backoff, Backoffs
+from ...protocol.net.tasks import cancel_all
 from ...protocol.net.transport import Stream, Transport, refuse_large_frames
 from ...protocol.wire.codec import decode_frame, encode_frame
-from ..process.background import cancel_all
 from .parked_streams import ParkedStreams
 
 _logger = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ from ...protocol.net.clock import Clock
 from ...protocol.net.dialling import dial, greet
 from ...protocol.net.directory import Directory
 from ...protocol.net.retry import Backoff, Retry
+from ...protocol.net.tasks import cancel_all
 from ...protocol.net.transport import (
     FrameGate,
     Stream,
@@ -30,7 +31,6 @@ from ...protocol.records.announcements import MAX_PARKED_AT, Announcement, PeerS
 from ...protocol.records.coordinates import ORIGIN, estimate_rtt_seconds
 from ...protocol.versions import REVERSE_VERSION
 from ...protocol.wire.codec import encode_frame, read_answer
-from ..process.background import cancel_all
 
 _logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from ...limits import MAX_FRAME_BYTES
 from ...membership.membership import Membership
 from ..addresses import open_listening
 from ..frame_stream import FrameStream, Mark
+from ..tasks import cancel_all
 from ..transport import StreamServer, end_serving, serve_stream
 from .tls import SHUTDOWN_SECONDS
 
@@ -67,10 +68,7 @@ class TcpListener:
         self._accepting = [asyncio.create_task(self._accept(opened)) for opened in self._sockets]
 
     async def close(self, grace_seconds: float = 0.0) -> None:
-        for task in self._accepting:
-            task.cancel()
-        if self._accepting:
-            await asyncio.wait(self._accepting)
+        await cancel_all(self._accepting)
         for opened in self._sockets:
             opened.close()
         await end_serving(self._serving, self._streams, grace_seconds)
