@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 from memory_swarm import look_into
 from story_outputs import assert_same
 
-from shoal.client.trace.trace import AnsweredQuestion, Recorder
 from shoal.peer.pushing.session_outputs import SessionOutputs
 from shoal.protocol.fair_share import SharedBytes
 from shoal.protocol.messages.session import Output, Step
-from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.memory.loopback import Link
 
 FOUR_HOPS = ((0, 1), (0, 1), (1, 2), (1, 2), (2, 3), (2, 3), (3, 4), (3, 4))
@@ -116,28 +113,6 @@ def test_prompt_is_carried_whole_where_only_its_last_token_is_wanted(
     run_story(story, spans=FOUR_HOPS[::2])
 
 
-@pytest.mark.parametrize("hops", [(0, 1), (1, 2), (2, 3), (0, 2), (1, 2, 3), (0, 1, 2, 3)])
-def test_hops_that_die_together_are_replaced_together(
-    run_story: Any, hops: tuple[int, ...]
-) -> None:
-    async def story(world: Any) -> None:
-        session, turns = world.open(), world.make_turns(num_rows=2, num_decoded=6)
-        turns[3] = replace(turns[3], row_map=(1, 0))
-        outputs = await world.take_all(session, turns[:4])
-        before = world.hosts_of(session)
-
-        for hop in hops:
-            world.network.kill(before[hop])
-        outputs += await world.take_all(session, turns[4:])
-
-        assert_same(outputs, world.expect(turns))
-        after = world.hosts_of(session)
-        assert {n for n in range(4) if before[n] != after[n]} == set(hops)
-        assert len(session.failovers) == len(hops)
-
-    run_story(story, spans=FOUR_HOPS)
-
-
 @pytest.mark.parametrize("hop", [1, 2, 3])
 def test_tokens_are_sent_through_everything_where_no_log_is_left(run_story: Any, hop: int) -> None:
     async def story(world: Any) -> None:
@@ -204,56 +179,6 @@ def test_hop_that_dies_while_pieces_of_a_prompt_are_under_way(run_story: Any, ho
         assert before[hop] not in world.hosts_of(session)
 
     run_story(story, spans=FOUR_HOPS, max_step_bytes=8 * 64 * 4)
-
-
-def test_session_rolls_back_over_a_lost_hop(run_story: Any) -> None:
-    async def story(world: Any) -> None:
-        session, turns = world.open(), world.make_turns(num_decoded=6)
-        outputs = await world.take_all(session, turns[:5])
-        session.rollback(6)
-        world.network.kill(world.hosts_of(session)[2])
-
-        again = await world.take_all(session, turns[2:])
-
-        assert_same([*outputs[:2], *again], world.expect(turns))
-
-    run_story(story, spans=FOUR_HOPS)
-
-
-def test_fork_of_a_chain_is_a_chain_that_survives(run_story: Any) -> None:
-    async def story(world: Any) -> None:
-        session, turns = world.open(), world.make_turns(num_decoded=6)
-        await world.take_all(session, turns[:4])
-        twin = world.open()
-        await session.fork_into(twin, 7)
-        hosts = world.hosts_of(twin)
-
-        outputs = await world.take_all(twin, turns[3:4])
-        world.network.kill(hosts[2])
-        outputs += await world.take_all(twin, turns[4:])
-        rest = await world.take_all(session, turns[4:])
-
-        assert_same(outputs, world.expect(turns)[3:])
-        assert_same(rest, world.expect(turns)[4:])
-        assert [failover.num_replayed_tokens for failover in twin.failovers] == [8]
-
-    run_story(story, spans=FOUR_HOPS)
-
-
-def test_paused_hop_in_the_middle_is_found_by_asking_everybody(run_story: Any) -> None:
-    async def story(world: Any) -> None:
-        session, turns = world.open(), world.make_turns()
-        outputs = await world.take_all(session, turns[:3])
-        before = world.hosts_of(session)
-
-        world.network.pause(before[1])
-        outputs += await world.take_all(session, turns[3:])
-
-        assert_same(outputs, world.expect(turns))
-        assert world.quarantined_hosts == {before[1]}
-        world.network.resume(before[1])
-
-    run_story(story, spans=FOUR_HOPS)
 
 
 def test_zombie_that_wakes_up_disturbs_nobody(run_story: Any) -> None:
@@ -357,30 +282,6 @@ async def paused_step(world: Any, session: Any, turn: Any, host: str) -> Any:
     return await taking
 
 
-def test_trace_tells_who_computed_and_what_the_ways_took(run_story: Any) -> None:
-    async def story(world: Any) -> None:
-        world.loopback._network.default_link = Link(delay_seconds=0.02)
-        session, turns = world.open(), world.make_turns(num_decoded=2)
-        await world.take_all(session, turns[:1])
-        recorder = Recorder(SystemClock())
-        session.state.recorder = recorder
-
-        await world.take_all(session, turns[1:])
-
-        events = [
-            event for event in recorder.make_trace().events if isinstance(event, AnsweredQuestion)
-        ]
-        assert [event.hop for event in events] == [*session.hops] * 2
-        assert all(event.compute_seconds > 0 for event in events)
-        assert all(event.network_seconds >= 0.01 for event in events)
-        assert sum(event.network_seconds for event in events[:4]) >= 0.1
-        for earlier, later in pairwise(events[:4]):
-            assert earlier.answered_at == later.sent_at
-        assert [event.num_bytes_sent > 0 for event in events[:4]] == [True, False, False, False]
-
-    run_story(story, spans=FOUR_HOPS[::2])
-
-
 def test_pieces_of_a_prompt_overlap(run_story: Any) -> None:
     """The first hop has taken all pieces before the last one has answered any."""
 
@@ -436,32 +337,6 @@ def test_more_pieces_are_under_way_than_there_are_hops(run_story: Any) -> None:
         assert positions == [0, 128, 256, 384]
 
     run_story(story, spans=((0, 2), (2, 4)), kv_budget_bytes=2**26)
-
-
-def test_pieces_stay_small_however_far_the_hops_are(run_story: Any) -> None:
-    async def story(world: Any) -> None:
-        session = world.open()
-        await world.take_all(session, world.make_turns())
-
-        for hop in session.hops:
-            world.swarm.book.note_rtt(hop.peer.peer_id, 9.0)
-
-        assert session.choose_piece_tokens() == 128
-
-    run_story(story, spans=FOUR_HOPS[::2])
-
-
-def test_steps_have_one_number_at_all_hops(run_story: Any) -> None:
-    async def story(world: Any) -> None:
-        session, turns = world.open(), world.make_turns()
-
-        await world.take_all(session, turns)
-
-        for peer in world.loopback.peers:
-            (held,) = look_into(peer).sessions.values()
-            assert held.state.done_sequence == len(turns)
-
-    run_story(story, spans=FOUR_HOPS[::2])
 
 
 def test_hop_that_answers_what_another_one_makes_up_is_not_blamed(

@@ -104,21 +104,26 @@ def test_silent_peer_is_replaced_without_being_blamed_for_long(
     run_story(story)
 
 
-def test_both_hops_lost_between_two_steps_are_both_replaced(run_story: Any) -> None:
+@pytest.mark.parametrize("hops", [(0, 1), (1, 2), (0, 2), (0, 1, 2, 3)])
+def test_hops_that_die_together_are_replaced_together(
+    run_story: Any, hops: tuple[int, ...]
+) -> None:
     async def story(world: Any) -> None:
-        session, turns = world.open(), world.make_turns()
-        outputs = await world.take_all(session, turns[:3])
-        lost = world.hosts_of(session)
+        session, turns = world.open(), world.make_turns(num_rows=2, num_decoded=6)
+        turns[3] = replace(turns[3], row_map=(1, 0))
+        outputs = await world.take_all(session, turns[:4])
+        before = world.hosts_of(session)
 
-        for host in lost:
-            world.network.kill(host)
-        outputs += await world.take_all(session, turns[3:])
+        for hop in hops:
+            world.network.kill(before[hop])
+        outputs += await world.take_all(session, turns[4:])
 
         assert_same(outputs, world.expect(turns))
-        assert set(lost).isdisjoint(world.hosts_of(session))
-        assert len(session.failovers) == 2
+        after = world.hosts_of(session)
+        assert {n for n in range(4) if before[n] != after[n]} == set(hops)
+        assert len(session.failovers) == len(hops)
 
-    run_story(story)
+    run_story(story, spans=FOUR_HOPS)
 
 
 def test_span_of_a_lost_hop_may_be_served_by_several(run_story: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from virtual_route import World, run
+from virtual_route import SPANS, World, run
 from virtual_time import VirtualClock
 
 from shoal.client.trace.trace import AnsweredQuestion, Recorder, StepKind
@@ -43,6 +43,9 @@ def test_trace_of_a_chain_says_what_was_expected_of_its_ways(tiny_models: Any) -
     for there, between, last in zip(*[iter(exchanges)] * 3, strict=True):
         expected = [event.expected_seconds for event in (there, between, last)]
         assert expected == pytest.approx([0.002, 0.004, 0.006])
+        assert there.num_bytes_sent > between.num_bytes_sent == last.num_bytes_sent == 0
+        assert (there.answered_at, between.answered_at) == (between.sent_at, last.sent_at)
+        assert [event.hop.span for event in (there, between, last)] == list(SPANS)
         taken = [event.network_seconds for event in (there, between, last)]
         assert taken[1] == pytest.approx(2 * taken[0])
         assert taken[2] == pytest.approx(3 * taken[0])
