@@ -11,7 +11,7 @@ from chaos.plan import Action, Kind, name_peer
 from shoal.protocol.spans import Span
 
 SPANS = [Span(0, 4), Span(4, 8)] * 4
-SEEDS = range(20)
+SEEDS = range(5)
 
 
 def get_span(plan: list[Action], name: str) -> Span:

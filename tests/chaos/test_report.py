@@ -27,32 +27,19 @@ def test_summary_tells_what_was_done_in_80_columns() -> None:
     assert "cut 1, drain 0, join 0, kill 1, pause 0, reset 0" in text
     assert "12, with 3456 tokens" in text
     assert "3.2 s" in text
+    assert "left out" not in text
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
-def test_summary_says_when_there_was_no_time_for_all_of_the_plan() -> None:
-    outcome = make_outcome()
-    assert "left out" not in describe_outcome(outcome)
-    outcome.num_left_out = 3
-
-    assert "  left out       3 actions: the swarm was not ready" in describe_outcome(outcome)
-
-
-def test_failure_tells_the_plan_so_far_and_the_seed() -> None:
-    outcome = make_outcome()
+def test_failure_tells_the_plan_so_far_and_how_to_see_it_again() -> None:
+    outcome = replace(make_outcome(), setting=replace(SETTING, kind="halves"), num_left_out=3)
     outcome.failures.append("token 5 is 1 instead of 2")
 
-    text = describe_failure(outcome)
+    summary, text = describe_outcome(outcome), describe_failure(outcome)
 
-    assert "FAILED" in describe_outcome(outcome)
-    assert "1    1.0 s  kill   P1" in text
+    assert "FAILED" in summary
+    assert "  left out       3 actions: the swarm was not ready" in summary
     assert "2    2.5 s  cut    P2 from clients" in text
     assert "token 5 is 1 instead of 2" in text
-    settings = "--peers 4 --replicas 2 --clients 5 --weights int8"
+    settings = "--peers 4 --replicas 2 --clients 5 --weights int8 --kind halves"
     assert text.endswith(f'make chaos SEED=31 SECONDS=180 ARGS="{settings}"')
-
-
-def test_failure_names_another_kind_of_plan() -> None:
-    outcome = Outcome(replace(SETTING, kind="halves"))
-
-    assert describe_failure(outcome).endswith('--weights int8 --kind halves"')
