@@ -77,21 +77,6 @@ tests.own.tell()
 
 
 @pytest.mark.network
-def test_notes_begin_anew_with_each_step(tmp_path: Path) -> None:
-    noted = record(
-        tmp_path,
-        """
-from peer import work
-for mark[0] in (1, 2, 0):
-    work.call(work.double)
-""",
-    )
-
-    functions = {"call", "call.<locals>.<listcomp>", "double"}
-    assert noted == {(step, "peer/work.py", name) for step in (1, 2) for name in functions}
-
-
-@pytest.mark.network
 def test_notes_have_the_coroutine_that_goes_on_but_not_the_one_that_waits_for_it(
     tmp_path: Path,
 ) -> None:

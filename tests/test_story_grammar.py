@@ -40,7 +40,7 @@ The {thing} broke[| in two], but the {thing2} did not.
 """
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def stories() -> list:
     teller = grammar.Storyteller("test")
     return [teller.tell() for _ in range(300)]
@@ -118,63 +118,21 @@ def test_story_nats_count_listed_and_invented_names(tmp_path: Path) -> None:
         assert math.exp(-cost) * num_names == pytest.approx(grammar.INVENTED_NAME_FRACTION)
 
 
-def test_story_nats_are_finite_and_their_mean_is_stable() -> None:
-    means = []
-    for seed in range(4):
-        teller = grammar.Storyteller(seed)
-        costs = [teller.tell().nats for _ in range(250)]
-        assert all(0 < cost < 200 for cost in costs)
-        means.append(sum(costs) / len(costs))
-
-    assert max(means) / min(means) < 1.04
-
-
-def test_story_grammar_never_offers_the_same_alternative_twice() -> None:
-    def check(sentence: list) -> None:
-        for node in sentence:
-            if isinstance(node, list):
-                assert len({repr(option) for option in node}) == len(node), node
-                for option in node:
-                    check(option)
-
+def test_story_mentions_only_its_own_people_and_place(stories: list) -> None:
     loaded = grammar.load_grammar()
-
-    for words in loaded.lists.values():
-        assert len(set(words)) == len(words)
-    for sentences in loaded.macros.values():
-        assert len({repr(sentence) for sentence in sentences}) == len(sentences)
-    for paragraphs in [*loaded.plots.values(), list(loaded.macros.values())]:
-        for sentences in paragraphs:
-            for sentence in sentences:
-                check(sentence)
-
-
-def test_story_mentions_only_its_own_people(stories: list) -> None:
-    lists = grammar.load_grammar().lists
-    everybody = {*lists["girl_name"], *lists["boy_name"], *grammar.ELDERS, *grammar.NEIGHBORS}
+    names = {*loaded.lists["girl_name"], *loaded.lists["boy_name"]}
+    everybody = {*names, *grammar.ELDERS, *grammar.NEIGHBORS}
     for story in stories:
         cast = {story.words[role] for role in grammar.PERSON_PREFIXES if role in story.words}
         strangers = {name for name in everybody - cast if re.search(rf"\b{name}\b", story.text)}
-        assert not strangers, story.text
-
-
-def test_story_calls_nobody_he_where_all_are_girls(stories: list) -> None:
-    checked = 0
-    for story in stories:
+        places = [place for home, place in loaded.places.items() if home != story.words["home"]]
+        elsewhere = [spot for place in places for spot in place.spots]
         forms = {story.words.get(prefix + "he") for prefix in grammar.PERSON_PREFIXES.values()}
+
+        assert not strangers, story.text
+        assert not any(spot in story.text for spot in elsewhere), story.text
         if forms <= {"she", None}:
-            checked += 1
             assert not re.search(r"\b([Hh]e|[Hh]is|[Hh]im|himself|boy)\b", story.text), story.text
-    assert checked > 20
-
-
-def test_story_stays_at_one_place(stories: list) -> None:
-    places = grammar.load_grammar().places
-    for story in stories:
-        assert story.words["home"] in story.text.replace(story.text[0], story.text[0].lower(), 1)
-        for home, place in places.items():
-            if home != story.words["home"]:
-                assert not any(spot in story.text for spot in place.spots), story.text
 
 
 @pytest.mark.parametrize(
@@ -187,16 +145,6 @@ def test_story_keeps_its_thing_from_beginning_to_end(stories: list, plot: str, s
         mentioned = {thing for thing in things if re.search(rf"\b{thing}\b", story.text)}
         assert mentioned == {story.words[slot]}, story.text
         assert all(story.words[slot] in part for part in story.text.strip().split("\n\n"))
-    assert told
-
-
-def test_lost_thing_lies_where_the_friend_was_told(stories: list) -> None:
-    told = [story for story in stories if story.plot == "lost"]
-    for story in told:
-        searched, end = story.text.strip().split("\n\n")[1:]
-        assert f"playing {story.words['spot3']}" in searched
-        assert f"look {story.words['spot3']}" in end
-        assert len({story.words[f"spot{number}"] for number in (1, 2, 3)}) == 3
     assert told
 
 

@@ -33,13 +33,6 @@ def test_bytes_that_are_sent_at_once_arrive_one_behind_the_other() -> None:
     assert way.num_bytes == 2000
 
 
-def test_line_that_rested_is_no_faster_afterwards() -> None:
-    way = Way(LineConfig(delay_seconds=2.0, bytes_per_second=1000))
-    way.send(0.0, 1)
-
-    assert [way.send(100.0, 500), way.send(100.0, 500)] == [102.5, 103.0]
-
-
 def test_senders_wait_once_some_of_a_second_is_queued() -> None:
     way = Way(LineConfig(delay_seconds=2.0, bytes_per_second=1000))
     way.send(0.0, 1000)

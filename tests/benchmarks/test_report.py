@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from measuring.report import BenchRun, TargetFigure, at_least, at_most, compute_percentile
-from shoal.cli.benchmarking.figure import Figure
+from shoal.cli.benchmarking.figure import Figure, round_to_digits
 from shoal.protocol.errors import UnavailableError
 
 SEED = 5
@@ -35,6 +35,14 @@ def test_target_is_met_at_its_bound_and_never_by_what_is_no_number() -> None:
     assert TargetFigure("ratio", 3.01, "x", at_most(3)).is_met is False
     assert TargetFigure("ratio", math.nan, "x", at_least(2)).is_met is False
     assert TargetFigure("ratio", math.nan, "x", at_most(2)).is_met is False
+
+
+@pytest.mark.parametrize(
+    ("value", "rounded"),
+    [(0.0, 0.0), (0.0012346, 0.001235), (-12.3456, -12.35), (123456.7, 123457.0)],
+)
+def test_figures_are_rounded_to_digits_that_count(value: float, rounded: float) -> None:
+    assert round_to_digits(value, 4) == rounded
 
 
 def test_lines_of_a_table_stand_below_each_other() -> None:
@@ -90,16 +98,12 @@ def run_parts(is_quick: bool, as_json: bool) -> None:
 
 def test_run_counts_targets_and_names_those_missed(capsys: pytest.CaptureFixture[str]) -> None:
     run_parts(is_quick=False, as_json=False)
-
     assert capsys.readouterr().out.splitlines()[-2:] == [
         "1 of 2 targets are met.",
         "Missed in flood: ratio 2.5, target <= 2",
     ]
 
-
-def test_run_as_json_counts_them_too(capsys: pytest.CaptureFixture[str]) -> None:
     run_parts(is_quick=False, as_json=True)
-
     result: Any = json.loads(capsys.readouterr().out)
     assert (result["num_targets"], result["num_missed"]) == (2, 1)
     assert result["parts"][1]["figures"][0] == {
@@ -108,14 +112,10 @@ def test_run_as_json_counts_them_too(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_quick_run_has_no_targets(capsys: pytest.CaptureFixture[str]) -> None:
-    run_parts(is_quick=True, as_json=True)
+    run_parts(is_quick=True, as_json=False)
+    assert "mean nothing" in capsys.readouterr().out.splitlines()[-1]
 
+    run_parts(is_quick=True, as_json=True)
     result: Any = json.loads(capsys.readouterr().out)
     assert (result["quick"], result["num_targets"]) == (True, 0)
     assert result["parts"][1]["figures"][0] == {"name": "ratio", "value": 2.5, "unit": "x"}
-
-
-def test_quick_run_says_that_it_has_none(capsys: pytest.CaptureFixture[str]) -> None:
-    run_parts(is_quick=True, as_json=False)
-
-    assert "mean nothing" in capsys.readouterr().out.splitlines()[-1]

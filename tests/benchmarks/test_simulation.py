@@ -306,14 +306,6 @@ def test_small_swarm_that_misses_a_target_is_told_whose_targets_they_are() -> No
     assert process.stdout.endswith("The targets are for 1000 peers, not for 1.\n")
 
 
-@pytest.mark.thorough
-def test_script_prints_the_published_table() -> None:
-    process = run_script("published")
-
-    assert process.returncode == 0, process.stderr
-    assert "12 hops,  100 Mbit/s, 100.0 ms" in process.stdout
-
-
 def test_decisions_are_timed_over_peers_that_cover_everything() -> None:
     times = time_decisions(seed=1, num_peers=50, num_blocks=16, num_calls=2)
 

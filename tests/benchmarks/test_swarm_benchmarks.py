@@ -34,14 +34,6 @@ CURVE = SessionsCurve(
 )
 
 
-def test_curve_point_sums_up_its_steps() -> None:
-    point = CurvePoint.of(2, [0.1, 0.2, 0.3, 0.4, 0.5], 1.0)
-
-    assert point.steps_per_second == 5.0
-    assert point.median_seconds == 0.3
-    assert point.p95_seconds == pytest.approx(0.48)
-
-
 def test_curve_compares_one_eight_and_sixteen_sessions() -> None:
     figures = CURVE.to_figures()
     compared = [figure for figure in figures if isinstance(figure, TargetFigure)]
@@ -67,15 +59,6 @@ def test_plot_of_the_same_numbers_is_the_same_file(tmp_path: Path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
     assert "<svg" in svg.read_text()
     assert "<dc:date>" not in svg.read_text()
-
-
-def test_plot_of_other_numbers_is_another_file(tmp_path: Path) -> None:
-    slower = SessionsCurve((CurvePoint(1, 20.0, 0.05, 0.06), *CURVE.points[1:]), {})
-
-    files = [draw_curve(curve, "", tmp_path / str(len(curve.reference_tokens_per_second)))
-             for curve in (CURVE, slower)]  # fmt: skip
-
-    assert files[0][0].read_bytes() != files[1][0].read_bytes()
 
 
 def test_hidden_states_are_never_the_same() -> None:
