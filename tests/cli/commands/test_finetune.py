@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import warm_python
 from safetensors.torch import load_file
-from torch import Tensor
 
 from shoal.cli.commands import finetune
 from shoal.cli.main import main
@@ -204,27 +202,6 @@ def test_out_that_is_a_file_is_refused(
     assert "is a file; --out takes a folder" in fail(name_run(byte_model, data, data), capsys)
 
 
-@pytest.mark.parametrize(
-    ("files", "sentence"),
-    [([], "nor the digest"), (["config.json"], "holds neither an adapter nor prompts")],
-)
-def test_adapter_that_is_none_is_refused(
-    byte_model: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    files: list[str],
-    sentence: str,
-) -> None:
-    folder = tmp_path / "adapter"
-    for file in files:
-        folder.mkdir()
-        (folder / file).write_text("{}")
-
-    command = ["generate", str(byte_model), "a", "--adapter", str(folder)]
-
-    assert sentence in fail([*command, "--initial-peers", CLOSED], capsys)
-
-
 @pytest.fixture(scope="module")
 def story_swarm() -> Iterator[LocalSwarm]:
     """Two peers for the bundled model."""
@@ -234,25 +211,15 @@ def story_swarm() -> Iterator[LocalSwarm]:
 
 @pytest.mark.network
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "rate"),
-    [
-        pytest.param("ptune", "0.1", marks=pytest.mark.thorough),
-        ("deep_ptune", "0.1"),
-        pytest.param("lora", "0.01", marks=pytest.mark.thorough),  # see test_finetune_for_peft.py
-    ],
-)
 def test_run_learns_and_its_result_generates(
-    story_swarm: LocalSwarm,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    method: str,
-    rate: str,
+    story_swarm: LocalSwarm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Of deep prompts; `test_finetune_for_peft.py` does the same with LoRA."""
     out, peer, data = tmp_path / "out", story_swarm.initial_peers[0], tmp_path / "data.csv"
     rows = [f"{name} has a kite., Ahoy!" for name in ("Ella", "Mia", "Tom", "Finn")] * 5
     data.write_text("\n".join(["prompt,completion", *rows]))
-    options = ["--method", method, "--updates", "30", "--learning-rate", rate, "--eval", "0.2"]
+    options = ["--method", "deep_ptune", "--updates", "30", "--learning-rate", "0.1"]
+    options += ["--eval", "0.2"]
 
     assert main([*name_run(BUNDLED_NAME, data, out, *options, peer=peer), "--json"]) == 0
     output = capsys.readouterr()
@@ -284,31 +251,22 @@ def test_run_learns_and_its_result_generates(
 
 @pytest.mark.network
 @pytest.mark.slow
-@pytest.mark.parametrize("is_compared", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_run_with_its_optimizer_at_peers_learns_what_one_at_the_client_does(
+def test_run_with_its_optimizer_at_peers_learns(
     swarm: LocalSwarm,
     byte_model: Path,
     data: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    is_compared: bool,
 ) -> None:
-    losses, learned = list[list[float]](), list[dict[str, Tensor]]()
-    for where in ("peers", "client") if is_compared else ("peers",):
-        out = tmp_path / where
-        options = ["--updates", "3", "--rank", "2", "--optimizer", where, "--json"]
-        command = name_run(byte_model, data, out, *options, peer=swarm.initial_peers[0])
-        assert main(command) == 0
-        events = read_events(capsys.readouterr().out)
-        losses.append([event["loss"] for event in events if event["event"] == "updated"])
-        learned.append(load_file(out / "adapter_model.safetensors"))
+    options = ["--updates", "3", "--rank", "2", "--optimizer", "peers", "--json"]
+    command = name_run(byte_model, data, tmp_path, *options, peer=swarm.initial_peers[0])
 
-    assert len(losses[0]) == 3
-    assert all(matrix.any() for name, matrix in learned[0].items() if "lora_B" in name)
-    assert losses[-1] == pytest.approx(losses[0], rel=1e-4)
-    assert learned[-1].keys() == learned[0].keys()
-    for name, matrix in learned[-1].items():
-        assert torch.allclose(matrix, learned[0][name], rtol=1e-3, atol=1e-4)
+    assert main(command) == 0
+
+    events = read_events(capsys.readouterr().out)
+    learned = load_file(tmp_path / "adapter_model.safetensors")
+    assert len([event["loss"] for event in events if event["event"] == "updated"]) == 3
+    assert all(matrix.any() for name, matrix in learned.items() if "lora_B" in name)
 
 
 @pytest.mark.network

@@ -112,12 +112,13 @@ def test_it_tells_how_others_use_it_in_a_terminal() -> None:
     assert "Press Ctrl-C to withdraw it.\n" in screen.text
 
 
-def test_it_tells_when_it_cannot_be_used_yet() -> None:
+def test_it_tells_when_it_cannot_be_used_yet_and_needs_no_option() -> None:
     screen = Screen()
 
-    tell_published(report_to(screen), "--join", "@own.code", is_complete=False)
+    tell_published(report_to(screen), is_complete=False)
 
     assert "peers for all blocks have it" in screen.text
+    assert f"    --adapter {DIGEST}\n" in screen.text
 
 
 def test_it_tells_programs_the_whole_command_and_no_secret() -> None:
@@ -140,14 +141,6 @@ def test_it_tells_programs_the_whole_command_and_no_secret() -> None:
         {"event": "warning", "text": "no peer keeps it"},
         {"event": "withdrawn", "digest": DIGEST},
     ]
-
-
-def test_swarm_of_the_environment_needs_no_option() -> None:
-    screen = Screen()
-
-    tell_published(report_to(screen))
-
-    assert f"    --adapter {DIGEST}\n" in screen.text
 
 
 def test_warnings_of_the_client_are_sentences_told_once(

@@ -80,29 +80,18 @@ def test_bench_measures_a_swarm_that_runs(
     assert figures["steps"] > 0
 
 
-def test_generate_over_int8_caches_tells_a_text(
-    swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = ["generate", str(byte_model), PROMPT, "--kv", "int8", "--max-new-tokens", "12"]
-
-    code, result = run_json([*command, "--initial-peers", *swarm.initial_peers], capsys)
-
-    assert code == 0
-    assert (result["tokens"], result["kv_format"]) == (12, "int8")
-
-
-def test_generate_with_a_seed_repeats_itself_and_beams_work(
+def test_generate_with_a_seed_repeats_itself_and_beams_over_int8_caches_work(
     swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["generate", str(byte_model), PROMPT, "--max-new-tokens", "6"]
     peers = ["--initial-peers", *swarm.initial_peers]
 
     texts = [run_json([*command, "--seed", "5", *peers], capsys)[1]["text"] for _ in range(2)]
-    code, searched = run_json([*command, "--beams", "2", *peers], capsys)
+    code, searched = run_json([*command, "--beams", "2", "--kv", "int8", *peers], capsys)
 
     assert texts[0] == texts[1]
     assert code == 0
-    assert searched["tokens"] == 6
+    assert (searched["tokens"], searched["kv_format"]) == (6, "int8")
 
 
 def test_generate_streams_text_to_stdout_and_its_report_to_stderr(

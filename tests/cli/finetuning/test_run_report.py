@@ -6,6 +6,7 @@ import json
 import math
 import re
 from argparse import Namespace
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,11 @@ from screens import Screen
 
 from shoal.cli.finetuning.loss_plot import draw_losses, save_losses
 from shoal.cli.finetuning.run_report import RunFacts, RunReporter, RunResult, SpeedMeter, quote_uses
+from shoal.cli.finetuning.run_texts import describe_limits
 from shoal.cli.terminal.reporter import Reporter
 from shoal.cli.terminal.terminal import Terminal
 from shoal.client.finetuning.checkpoints import RunProgress
+from shoal.client.finetuning.dataset import Dataset, Example
 from shoal.client.finetuning.finetune_run import Milestone, Updated
 from shoal.client.routing.route import PassFailover
 from shoal.protocol.identity import Identity
@@ -158,21 +161,6 @@ def test_lost_peers_are_told_within_a_terminal() -> None:
     assert f"{begun}several others took over" in words
 
 
-def test_lost_peers_are_lines_of_json() -> None:
-    screen = Screen(is_terminal=False)
-    reporter = report_to(screen, Screen(), is_json=True)
-    reporter.note_failovers(7, [make_failover(HOPS[1])])
-
-    assert json.loads(screen.text) == {
-        "event": "failover",
-        "update": 7,
-        "peer_id": HOPS[0].peer.peer_id,
-        "span": "0:1",
-        "reason": "peer …x fell silent",
-        "replaced_by": [{"peer_id": HOPS[1].peer.peer_id, "span": "1:2"}],
-    }
-
-
 def test_stopped_run_says_how_to_go_on() -> None:
     screen = Screen()
     reporter = report_to(screen, Screen())
@@ -193,18 +181,38 @@ def test_json_is_one_object_in_each_line() -> None:
     with reporter.watching(lambda: []):
         reporter.note_update(make_update(1), HOPS[:1])
         reporter.note_update(make_update(2, math.nan), [])
+        reporter.note_failovers(2, [make_failover(HOPS[1])])
         reporter.note_milestone(Milestone(2, None))
     reporter.stop(2)
     reporter.finish(make_result())
 
     events: list[dict[str, Any]] = [json.loads(line) for line in screen.text.splitlines()]
     assert [event["event"] for event in events] == [
-        "begun", "updated", "updated", "saved", "stopped", "finished"
+        "begun", "updated", "updated", "failover", "saved", "stopped", "finished"
     ]  # fmt: skip
     assert events[1]["hops"] == [{"peer_id": HOPS[0].peer.peer_id, "span": "0:1"}]
     assert (events[2]["loss"], events[2]["skipped"]) == (None, True)
-    assert events[3]["evaluation_loss"] is None
-    assert (events[5]["evaluation_loss"], events[5]["adapter"]) == (1.25, "out")
+    assert events[3] == {
+        "event": "failover",
+        "update": 2,
+        "peer_id": HOPS[0].peer.peer_id,
+        "span": "0:1",
+        "reason": "peer …x fell silent",
+        "replaced_by": [{"peer_id": HOPS[1].peer.peer_id, "span": "1:2"}],
+    }
+    assert events[4]["evaluation_loss"] is None
+    assert (events[6]["evaluation_loss"], events[6]["adapter"]) == (1.25, "out")
+
+
+def test_texts_that_were_cut_or_skipped_are_counted() -> None:
+    text = Example(array("i", range(8)))
+    dataset = Dataset([text] * 1995, [text] * 5, 0, num_cut=2000, num_left_out=1)
+
+    assert list(describe_limits(dataset, 8)) == [
+        "2,000 of 2,001 texts are longer than 8 tokens and truncated (--max-length)",
+        "1 of 2,001 texts is skipped: the first 8 tokens hold nothing to learn",
+    ]
+    assert not list(describe_limits(Dataset([], [], 0), 8))
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,12 @@ def test_folders_of_prompts_and_of_an_adapter_are_told_apart() -> None:
     assert find_adapter(None) == {}
 
 
-def test_file_is_named_as_such() -> None:
+def test_file_and_folder_without_an_adapter_are_named_as_such() -> None:
     put("adapter/adapter_config.json")
+    put("model/config.json")
+
+    with pytest.raises(UsageError, match=r"^model holds neither an adapter nor prompts"):
+        find_adapter("model")
 
     with pytest.raises(UsageError, match=r"_config\.json is a file; --adapter takes a folder"):
         find_adapter("adapter/adapter_config.json")

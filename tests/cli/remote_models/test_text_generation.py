@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from announcements import describe_peer
 
 from shoal.cli.remote_models.opening import load_tokenizer
 from shoal.cli.remote_models.routes import describe_failover, failover_facts
@@ -19,7 +20,6 @@ from shoal.client.trace.trace import Failover
 from shoal.protocol.errors import ModelError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
-from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.spans import Span
 
 TEXT = "Zoë said: “naïve” … 日本, 🦈 and more"
@@ -95,43 +95,25 @@ def test_damaged_configuration_is_named_before_the_tokenizer_reads_it(
         load_tokenizer(str(directory))
 
 
-def make_hop(number: int, weights: Any) -> Hop:
-    announcement = Announcement(
-        peer_id=Identity(bytes([number]) * 32).peer_id,
-        model_id=ModelId("a" * 32),
-        num_blocks=8,
-        span=Span(0, 8),
-        state=PeerState.ONLINE,
-        endpoints=(),
-        min_version=1,
-        max_version=1,
-        weights=weights,
-        compute_dtype="fp32",
-        sequence=1,
-        issued_at=0.0,
-        expires_at=1.0,
-    )
-    return Hop(announcement, Span(0, 8))
+def make_failover(before: str, after: str) -> Failover:
+    lost, replacement = (
+        describe_peer(
+            peer_id=Identity(bytes([number]) * 32).peer_id, model_id=ModelId("a" * 32),
+            num_blocks=8, span=Span(0, 8), weights=weights, issued_at=0.0, expires_at=1.0,
+        )
+        for number, weights in ((1, before), (2, after))
+    )  # fmt: skip
+    hop = Hop(replacement, Span(0, 8))
+    return Failover(Hop(lost, Span(0, 8)), "it is gone", (hop,), 40, 40, 0.25)
 
 
-def make_failover(before: Any, after: Any) -> Failover:
-    return Failover(make_hop(1, before), "it is gone", (make_hop(2, after),), 40, 40, 0.25)
+def test_failover_is_told_with_the_weights_that_changed_and_whether_the_peer_is_lost() -> None:
+    to_others, to_the_same = make_failover("int8", "fp32"), make_failover("int8", "int8")
+    without_room = replace(to_the_same, what_happened="had no room")
 
-
-def test_failover_to_other_weights_is_said() -> None:
-    sentence = describe_failover(make_failover("int8", "fp32"))
-
-    assert "fp32 weights instead of int8: the text may differ" in sentence
-    assert failover_facts(make_failover("int8", "fp32"))["changed_weights"] == "fp32"
-
-
-def test_failover_to_the_same_weights_promises_the_same_words() -> None:
-    assert describe_failover(make_failover("int8", "int8")).endswith("took over after 0.25 s")
-    assert failover_facts(make_failover("int8", "int8"))["changed_weights"] is None
-
-
-def test_peer_without_room_is_not_called_lost() -> None:
-    failover = replace(make_failover("int8", "int8"), what_happened="had no room")
-
-    assert "[0:8] had no room, …" in describe_failover(failover)
-    assert "[0:8] was lost, …" in describe_failover(make_failover("int8", "int8"))
+    assert "fp32 weights instead of int8: the text may differ" in describe_failover(to_others)
+    assert failover_facts(to_others)["changed_weights"] == "fp32"
+    assert "[0:8] was lost, …" in describe_failover(to_the_same)
+    assert describe_failover(to_the_same).endswith("took over after 0.25 s")
+    assert failover_facts(to_the_same)["changed_weights"] is None
+    assert "[0:8] had no room, …" in describe_failover(without_room)

@@ -24,19 +24,10 @@ DEMO = ("demo", "--tokens", "9", "--kill-after", "3")
 @pytest.mark.parametrize(
     ("module", "command"),
     [
-        pytest.param("shoal.cli.main", SERVE, marks=pytest.mark.thorough),
         ("shoal.cli.commands.serve", SERVE),
         pytest.param("torch.nn.functional", SERVE, marks=pytest.mark.thorough),
-        pytest.param("hivemind.proto.runtime_pb2", SERVE, marks=pytest.mark.thorough),
-        pytest.param("shoal.peer.peer", SERVE, marks=pytest.mark.thorough),
-        pytest.param("torch._C", GENERATE, marks=pytest.mark.thorough),
         ("transformers", GENERATE),
         pytest.param("transformers.models.llama", GENERATE, marks=pytest.mark.thorough),
-        pytest.param(
-            "transformers.tokenization_utils_tokenizers", GENERATE, marks=pytest.mark.thorough
-        ),
-        pytest.param("hivemind", GENERATE, marks=pytest.mark.thorough),
-        pytest.param("transformers", DOCTOR, marks=pytest.mark.thorough),
         ("hivemind", DOCTOR),
         ("shoal.peer.local_swarm.swarm", DEMO),
     ],
