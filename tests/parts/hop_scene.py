@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from announcements import describe_peer
+from coroutine_tests import make_decorator
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.client.routing.route import Hop
@@ -160,6 +161,9 @@ def run(test: Callable[[Scene], Awaitable[None]], link: Link | None = None) -> N
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run_virtual(main())
+
+
+in_scene = make_decorator(run)
 
 
 def change(kind: type[Message], answer: Callable[[Any], Answer]) -> Script:

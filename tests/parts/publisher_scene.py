@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import torch
+from coroutine_tests import make_decorator
 from pass_peers import WHOLE, PassPeer, make_asker
 from session_scene import NUM_BLOCKS, Scene, run
 
 from shoal.client.adapters.adapter_versions import AdapterLeaves, AdapterVersion
-from shoal.client.passes.pass_asking import PassAsker
 from shoal.client.publishing.publisher import Publisher
 from shoal.protocol.ids import AdapterId
 from shoal.protocol.messages.adapters import KEEP_SECONDS, LoraConfig
@@ -45,15 +45,18 @@ def count_uploads(peer: PassPeer) -> Counter[AdapterId]:
 
 
 def run_publisher(
-    test: Callable[[Scene, PassAsker, Publisher], Awaitable[None]], link: Link | None = None
+    test: Callable[[Scene, Publisher], Awaitable[None]], link: Link | None = None
 ) -> None:
     """Run a test with a client that publishes, and close all of it."""
 
     async def main(scene: Scene) -> None:
         asker = make_asker(scene)
         publisher = Publisher(asker)
-        await test(scene, asker, publisher)
+        await test(scene, publisher)
         await publisher.close()
         await asker.close()
 
     run(main, link)
+
+
+with_publisher = make_decorator(run_publisher, 2)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from coroutine_tests import make_decorator
 from scripted_swarm import MODEL_ID, ScriptedSwarm
 from torch import Tensor
 from virtual_time import VirtualClock, run_virtual
@@ -231,6 +232,9 @@ def run(
 
     run_virtual(main())
     assert problems == []
+
+
+in_scene = make_decorator(run)
 
 
 def draw(seed: int, num_tokens: int = 1, num_rows: int = 1) -> Tensor:

@@ -4,6 +4,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from coroutine_tests import make_decorator
 from scripted_swarm import MODEL_ID, ScriptedSwarm
 from virtual_time import run_virtual
 
@@ -61,10 +62,13 @@ class World:
         return [hop.peer.peer_id for hop in route.hops]
 
 
-def in_world(story: Callable[[World], Awaitable[None]]) -> None:
+def run_in_world(story: Callable[[World], Awaitable[None]]) -> None:
     """Run a story in a world of its own, on virtual time that starts at an odd hour."""
 
     async def run() -> None:
         await story(World())
 
     run_virtual(run(), start=1000.0)
+
+
+in_world = make_decorator(run_in_world)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from pass_peers import WHOLE, add_pass_peer, make_asker, make_texts
-from session_scene import CONFIG, Scene, run
+from session_scene import CONFIG, Scene, in_scene
 
 from shoal.client.passes.pass_asking import PassFailures
 from shoal.client.routing.route import Fault, PeerFailure
@@ -27,55 +27,48 @@ HUGE_TEXT = 2**13
 """So many tokens that their bytes say something of the line."""
 
 
-def test_peer_that_says_it_takes_no_time_is_not_asked_for_everything() -> None:
-    async def test(scene: Scene) -> None:
-        slow = await add_pass_peer(scene, 10.0, says_queue_seconds=10.0)
-        fast = await add_pass_peer(scene, 1.0)
-        asker, (texts, _) = make_asker(scene), make_texts()
-        for _ in range(12):
-            await asker.ask_forward(WHOLE, texts)
-        await asker.close()
-
-        assert len(slow.asked) <= 2
-        assert len(fast.asked) >= 10
-
-    run(test)
-
-
-def test_what_a_peer_says_of_its_times_makes_no_line_faster() -> None:
-    async def test(scene: Scene) -> None:
-        await add_pass_peer(scene, 10.0, says_queue_seconds=9.999999)
-        asker, (texts, _) = make_asker(scene), make_texts(HUGE_TEXT)
+@in_scene()
+async def test_peer_that_says_it_takes_no_time_is_not_asked_for_everything(scene: Scene) -> None:
+    slow = await add_pass_peer(scene, 10.0, says_queue_seconds=10.0)
+    fast = await add_pass_peer(scene, 1.0)
+    asker, (texts, _) = make_asker(scene), make_texts()
+    for _ in range(12):
         await asker.ask_forward(WHOLE, texts)
-        await asker.close()
+    await asker.close()
 
-        num_bytes = 2 * 4 * texts.hidden_BTH.numel()
-        assert scene.swarm.book.bandwidth.expect_seconds(num_bytes) == pytest.approx(10.0, abs=0.1)
-
-    run(test)
+    assert len(slow.asked) <= 2
+    assert len(fast.asked) >= 10
 
 
-def test_peer_that_is_crowded_by_others_is_passed_over() -> None:
+@in_scene()
+async def test_what_a_peer_says_of_its_times_makes_no_line_faster(scene: Scene) -> None:
+    await add_pass_peer(scene, 10.0, says_queue_seconds=9.999999)
+    asker, (texts, _) = make_asker(scene), make_texts(HUGE_TEXT)
+    await asker.ask_forward(WHOLE, texts)
+    await asker.close()
+
+    num_bytes = 2 * 4 * texts.hidden_BTH.numel()
+    assert scene.swarm.book.bandwidth.expect_seconds(num_bytes) == pytest.approx(10.0, abs=0.1)
+
+
+@in_scene()
+async def test_peer_that_is_crowded_by_others_is_passed_over(scene: Scene) -> None:
     """That it computes fast once it gets there does not help."""
+    crowded, quiet = await add_pass_peer(scene, 0.5), await add_pass_peer(scene, 1.0)
+    asker, (texts, _) = make_asker(scene), make_texts()
+    for _ in range(4):
+        await asyncio.gather(*(asker.ask_forward(WHOLE, texts) for _ in range(4)))
+    others = await _crowd(scene, crowded.is_free)
+    for _ in range(4):
+        await asker.ask_forward(WHOLE, texts)
+    crowded.asked.clear()
+    quiet.asked.clear()
+    for _ in range(8):
+        await asker.ask_forward(WHOLE, texts)
+    others.cancel()
+    await asker.close()
 
-    async def test(scene: Scene) -> None:
-        crowded, quiet = await add_pass_peer(scene, 0.5), await add_pass_peer(scene, 1.0)
-        asker, (texts, _) = make_asker(scene), make_texts()
-        for _ in range(4):
-            await asyncio.gather(*(asker.ask_forward(WHOLE, texts) for _ in range(4)))
-        others = await _crowd(scene, crowded.is_free)
-        for _ in range(4):
-            await asker.ask_forward(WHOLE, texts)
-        crowded.asked.clear()
-        quiet.asked.clear()
-        for _ in range(8):
-            await asker.ask_forward(WHOLE, texts)
-        others.cancel()
-        await asker.close()
-
-        assert len(crowded.asked) <= 1
-
-    run(test)
+    assert len(crowded.asked) <= 1
 
 
 async def _crowd(scene: Scene, is_free: asyncio.Lock) -> asyncio.Task[None]:
@@ -91,19 +84,17 @@ async def _crowd(scene: Scene, is_free: asyncio.Lock) -> asyncio.Task[None]:
     return crowding
 
 
-def test_gradients_come_through_the_weights_of_the_way_there() -> None:
-    async def test(scene: Scene) -> None:
-        other = await add_pass_peer(scene, 0.1, weights="bf16")
-        same = await add_pass_peer(scene, 5.0, weights="int8")
-        asker, (texts, grads) = make_asker(scene), make_texts()
-        there = await asker.ask_forward(WHOLE, texts, "int8")
-        await asker.ask_backward(WHOLE, texts, grads, there.weights)
-        await asker.close()
+@in_scene()
+async def test_gradients_come_through_the_weights_of_the_way_there(scene: Scene) -> None:
+    other = await add_pass_peer(scene, 0.1, weights="bf16")
+    same = await add_pass_peer(scene, 5.0, weights="int8")
+    asker, (texts, grads) = make_asker(scene), make_texts()
+    there = await asker.ask_forward(WHOLE, texts, "int8")
+    await asker.ask_backward(WHOLE, texts, grads, there.weights)
+    await asker.close()
 
-        assert (len(other.asked), len(same.asked)) == (0, 2)
-        assert there.weights == "int8"
-
-    run(test)
+    assert (len(other.asked), len(same.asked)) == (0, 2)
+    assert there.weights == "int8"
 
 
 def test_error_names_the_blocks_that_failed_last_or_what_a_peer_said_against_the_texts() -> None:
@@ -122,46 +113,41 @@ def test_error_names_the_blocks_that_failed_last_or_what_a_peer_said_against_the
     assert fail(gone, refused, gone) is refused
 
 
-def test_weights_that_nobody_has_any_more_are_named() -> None:
-    async def test(scene: Scene) -> None:
-        await add_pass_peer(scene, 0.1, weights="bf16")
-        asker, (texts, grads) = make_asker(scene), make_texts()
-        with pytest.raises(RouteError, match="with int8 weights"):
-            await asker.ask_backward(WHOLE, texts, grads, "int8")
-        await asker.close()
-
-    run(test, config=replace(CONFIG, failover_timeout_seconds=5.0))
-
-
-def test_peer_of_the_same_weights_is_asked_again_though_others_are_less_in_doubt() -> None:
-    async def test(scene: Scene) -> None:
-        await add_pass_peer(scene, 0.1, weights="bf16")
-        doubted = await add_pass_peer(scene, 0.1, weights="int8")
-        asker, (texts, grads) = make_asker(scene), make_texts()
-        await asker.ask_forward(WHOLE, texts, "int8")
-        announced = scene.swarm.book.view.find(doubted.identity.peer_id)
-        assert announced is not None
-        scene.swarm.book.quarantine(announced, Fault.SILENT)
+@in_scene(config=replace(CONFIG, failover_timeout_seconds=5.0))
+async def test_weights_that_nobody_has_any_more_are_named(scene: Scene) -> None:
+    await add_pass_peer(scene, 0.1, weights="bf16")
+    asker, (texts, grads) = make_asker(scene), make_texts()
+    with pytest.raises(RouteError, match="with int8 weights"):
         await asker.ask_backward(WHOLE, texts, grads, "int8")
-        await asker.close()
-
-        assert len(doubted.asked) == 2
-
-    run(test)
+    await asker.close()
 
 
-def test_streams_that_nobody_uses_any_more_are_hung_up_on() -> None:
+@in_scene()
+async def test_peer_of_the_same_weights_is_asked_again_though_others_are_less_in_doubt(
+    scene: Scene,
+) -> None:
+    await add_pass_peer(scene, 0.1, weights="bf16")
+    doubted = await add_pass_peer(scene, 0.1, weights="int8")
+    asker, (texts, grads) = make_asker(scene), make_texts()
+    await asker.ask_forward(WHOLE, texts, "int8")
+    announced = scene.swarm.book.view.find(doubted.identity.peer_id)
+    assert announced is not None
+    scene.swarm.book.quarantine(announced, Fault.SILENT)
+    await asker.ask_backward(WHOLE, texts, grads, "int8")
+    await asker.close()
+
+    assert len(doubted.asked) == 2
+
+
+@in_scene()
+async def test_streams_that_nobody_uses_any_more_are_hung_up_on(scene: Scene) -> None:
     """Long before the client is closed, and those to peers that it never asks again, too."""
+    for _ in range(3):
+        await add_pass_peer(scene, 1.0)
+    asker, (texts, _) = make_asker(scene), make_texts()
+    await asyncio.gather(*(asker.ask_forward(WHOLE, texts) for _ in range(12)))
+    await asyncio.sleep(30.0)
 
-    async def test(scene: Scene) -> None:
-        for _ in range(3):
-            await add_pass_peer(scene, 1.0)
-        asker, (texts, _) = make_asker(scene), make_texts()
-        await asyncio.gather(*(asker.ask_forward(WHOLE, texts) for _ in range(12)))
-        await asyncio.sleep(30.0)
-
-        assert repr(scene.network).startswith("LoopbackNetwork(streams=0,"), scene.network
-        assert repr(asker) == "<PassAsker, <PassLinks, 0 in use, 0 idle, 0 peers wanted>>"
-        await asker.close()
-
-    run(test)
+    assert repr(scene.network).startswith("LoopbackNetwork(streams=0,"), scene.network
+    assert repr(asker) == "<PassAsker, <PassLinks, 0 in use, 0 idle, 0 peers wanted>>"
+    await asker.close()

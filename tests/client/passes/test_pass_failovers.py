@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from pass_peers import WHOLE, PassPeer, add_pass_peer, make_asker, make_texts
-from session_scene import Scene, run
+from session_scene import Scene, in_scene
 
 from shoal.client.passes.pass_asking import PassAsker
 from shoal.protocol.ids import PeerId
@@ -32,87 +32,77 @@ async def ask(asker: PassAsker) -> None:
     await asker.ask_backward(WHOLE, texts, grads_BTH, output.weights)
 
 
-def test_peer_that_was_gone_before_it_took_part_is_not_told_of() -> None:
-    async def test(scene: Scene) -> None:
-        dead, _ = await add_two(scene)
-        scene.network.kill("pass1")
-        asker = make_asker(scene)
+@in_scene()
+async def test_peer_that_was_gone_before_it_took_part_is_not_told_of(scene: Scene) -> None:
+    dead, _ = await add_two(scene)
+    scene.network.kill("pass1")
+    asker = make_asker(scene)
+    await ask(asker)
+    await asker.close()
+
+    assert list_quarantined(scene) == [dead.identity.peer_id]
+    assert take_lost(asker) == []
+
+
+@in_scene()
+async def test_peer_that_says_nothing_from_the_beginning_is_not_told_of(scene: Scene) -> None:
+    mute, _ = await add_two(scene)
+    scene.network.pause("pass1")
+    asker = make_asker(scene)
+    await ask(asker)
+    await asker.close()
+
+    assert list_quarantined(scene) == [mute.identity.peer_id]
+    assert take_lost(asker) == []
+
+
+@in_scene()
+async def test_peer_that_is_lost_in_its_first_pass_is_told_of(scene: Scene) -> None:
+    dying, heir = await add_two(scene)
+    dying.seconds = 10.0
+    asker = make_asker(scene)
+    asking = asyncio.create_task(ask(asker))
+    await asyncio.sleep(5.0)
+    scene.network.kill("pass1")
+    await asking
+    await asker.close()
+
+    assert len(dying.asked) == 1
+    (failover,) = asker.failovers.take()
+    assert failover.lost.peer.peer_id == dying.identity.peer_id
+    assert failover.what_happened == "was lost"
+    assert [hop.peer.peer_id for hop in failover.replacements] == [heir.identity.peer_id]
+
+
+@in_scene()
+async def test_peer_that_died_is_told_of_once_however_long_it_is_announced(scene: Scene) -> None:
+    dying, _ = await add_two(scene)
+    asker = make_asker(scene)
+    await ask(asker)
+    scene.network.kill("pass1")
+    await ask(asker)
+    assert take_lost(asker) == [dying.identity.peer_id]
+
+    for seconds in (16.0, 31.0, 61.0):  # quarantines
+        await asyncio.sleep(seconds)
+        assert list_quarantined(scene) == []
         await ask(asker)
-        await asker.close()
-
-        assert list_quarantined(scene) == [dead.identity.peer_id]
+        assert list_quarantined(scene) == [dying.identity.peer_id]
         assert take_lost(asker) == []
+    await asker.close()
 
-    run(test)
 
-
-def test_peer_that_says_nothing_from_the_beginning_is_not_told_of() -> None:
-    async def test(scene: Scene) -> None:
-        mute, _ = await add_two(scene)
+@in_scene()
+async def test_peer_that_came_back_and_is_lost_again_is_told_of_again(scene: Scene) -> None:
+    peer, _ = await add_two(scene)
+    asker = make_asker(scene)
+    await ask(asker)
+    for _ in range(2):
         scene.network.pause("pass1")
-        asker = make_asker(scene)
         await ask(asker)
-        await asker.close()
-
-        assert list_quarantined(scene) == [mute.identity.peer_id]
+        assert take_lost(asker) == [peer.identity.peer_id]
+        scene.network.resume("pass1")
+        await asyncio.sleep(100.0)
+        await ask(asker)
         assert take_lost(asker) == []
-
-    run(test)
-
-
-def test_peer_that_is_lost_in_its_first_pass_is_told_of() -> None:
-    async def test(scene: Scene) -> None:
-        dying, heir = await add_two(scene)
-        dying.seconds = 10.0
-        asker = make_asker(scene)
-        asking = asyncio.create_task(ask(asker))
-        await asyncio.sleep(5.0)
-        scene.network.kill("pass1")
-        await asking
-        await asker.close()
-
-        assert len(dying.asked) == 1
-        (failover,) = asker.failovers.take()
-        assert failover.lost.peer.peer_id == dying.identity.peer_id
-        assert failover.what_happened == "was lost"
-        assert [hop.peer.peer_id for hop in failover.replacements] == [heir.identity.peer_id]
-
-    run(test)
-
-
-def test_peer_that_died_is_told_of_once_however_long_it_is_announced() -> None:
-    async def test(scene: Scene) -> None:
-        dying, _ = await add_two(scene)
-        asker = make_asker(scene)
-        await ask(asker)
-        scene.network.kill("pass1")
-        await ask(asker)
-        assert take_lost(asker) == [dying.identity.peer_id]
-
-        for seconds in (16.0, 31.0, 61.0):  # quarantines
-            await asyncio.sleep(seconds)
-            assert list_quarantined(scene) == []
-            await ask(asker)
-            assert list_quarantined(scene) == [dying.identity.peer_id]
-            assert take_lost(asker) == []
-        await asker.close()
-
-    run(test)
-
-
-def test_peer_that_came_back_and_is_lost_again_is_told_of_again() -> None:
-    async def test(scene: Scene) -> None:
-        peer, _ = await add_two(scene)
-        asker = make_asker(scene)
-        await ask(asker)
-        for _ in range(2):
-            scene.network.pause("pass1")
-            await ask(asker)
-            assert take_lost(asker) == [peer.identity.peer_id]
-            scene.network.resume("pass1")
-            await asyncio.sleep(100.0)
-            await ask(asker)
-            assert take_lost(asker) == []
-        await asker.close()
-
-    run(test)
+    await asker.close()

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from session_scene import Scene, draw, now, run
+from session_scene import Scene, draw, in_scene, now
 
 from shoal.client.routing.own_coordinate import LEAST_LANDMARKS, choose_landmarks
 from shoal.protocol.net.memory.loopback import Link
@@ -31,71 +31,61 @@ async def add_landmarks(scene: Scene, **facts: Any) -> None:
     await scene.swarm.book.refresh()
 
 
-def test_client_knows_who_is_near_although_it_has_met_nobody() -> None:
-    async def test(scene: Scene) -> None:
-        await add_landmarks(scene)
-        await scene.swarm.survey(scene.client)
-        for number, place in enumerate((0.15, 0.01, -0.12, -0.18)):
-            await add_peer(scene, f"peer{number}", place)
-        await scene.swarm.book.refresh()
-        session = scene.open_session()
+@in_scene()
+async def test_client_knows_who_is_near_although_it_has_met_nobody(scene: Scene) -> None:
+    await add_landmarks(scene)
+    await scene.swarm.survey(scene.client)
+    for number, place in enumerate((0.15, 0.01, -0.12, -0.18)):
+        await add_peer(scene, f"peer{number}", place)
+    await scene.swarm.book.refresh()
+    session = scene.open_session()
 
-        await session.step(draw(1))
+    await session.step(draw(1))
 
-        assert scene.names_of(session) == ["peer1"]
-
-    run(test)
+    assert scene.names_of(session) == ["peer1"]
 
 
-def test_first_session_measures_and_the_next_one_knows() -> None:
-    async def test(scene: Scene) -> None:
-        await add_landmarks(scene)
+@in_scene()
+async def test_first_session_measures_and_the_next_one_knows(scene: Scene) -> None:
+    await add_landmarks(scene)
 
-        def count_known() -> int:
-            peers = (peer.identity.peer_id for peer in scene.peers.values())
-            return sum(scene.swarm.book.rtt_seconds(peer_id) is not None for peer_id in peers)
+    def count_known() -> int:
+        peers = (peer.identity.peer_id for peer in scene.peers.values())
+        return sum(scene.swarm.book.rtt_seconds(peer_id) is not None for peer_id in peers)
 
-        await scene.open_session().step(draw(1))
-        assert count_known() == NUM_LANDMARKS
-        started_at = now()
-        await scene.swarm.survey(scene.client)
-        assert now() == started_at
-
-    run(test)
+    await scene.open_session().step(draw(1))
+    assert count_known() == NUM_LANDMARKS
+    started_at = now()
+    await scene.swarm.survey(scene.client)
+    assert now() == started_at
 
 
-def test_landmarks_that_do_not_answer_hold_a_route_up_for_a_second() -> None:
-    async def test(scene: Scene) -> None:
-        await add_landmarks(scene)
-        for number in range(1, NUM_LANDMARKS):
-            scene.network.pause(f"landmark{number}")
+@in_scene()
+async def test_landmarks_that_do_not_answer_hold_a_route_up_for_a_second(scene: Scene) -> None:
+    await add_landmarks(scene)
+    for number in range(1, NUM_LANDMARKS):
+        scene.network.pause(f"landmark{number}")
 
-        await scene.swarm.survey(scene.client)
+    await scene.swarm.survey(scene.client)
 
-        assert now() == pytest.approx(1.0)
-        assert scene.quarantined == []
-
-    run(test)
+    assert now() == pytest.approx(1.0)
+    assert scene.quarantined == []
 
 
-def test_nobody_is_asked_where_nobody_knows_a_place() -> None:
-    async def test(scene: Scene) -> None:
-        await add_landmarks(scene, coordinate=Coordinate(error=0.9))
+@in_scene()
+async def test_nobody_is_asked_where_nobody_knows_a_place(scene: Scene) -> None:
+    await add_landmarks(scene, coordinate=Coordinate(error=0.9))
 
-        await scene.swarm.survey(scene.client)
+    await scene.swarm.survey(scene.client)
 
-        assert now() == 0.0
-        assert choose_landmarks(scene.swarm.book.view.online, random.Random(0)) == []
-
-    run(test)
+    assert now() == 0.0
+    assert choose_landmarks(scene.swarm.book.view.online, random.Random(0)) == []
 
 
-def test_a_few_of_many_are_asked() -> None:
-    async def test(scene: Scene) -> None:
-        await add_landmarks(scene)
-        peers = scene.swarm.book.view.online
+@in_scene()
+async def test_a_few_of_many_are_asked(scene: Scene) -> None:
+    await add_landmarks(scene)
+    peers = scene.swarm.book.view.online
 
-        assert len(choose_landmarks(peers * 10, random.Random(0))) == 8
-        assert choose_landmarks(peers[: LEAST_LANDMARKS - 1], random.Random(0)) == []
-
-    run(test)
+    assert len(choose_landmarks(peers * 10, random.Random(0))) == 8
+    assert choose_landmarks(peers[: LEAST_LANDMARKS - 1], random.Random(0)) == []

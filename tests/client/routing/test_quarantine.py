@@ -10,79 +10,77 @@ from shoal.protocol.errors import RouteError
 from shoal.protocol.records.announcements import Announcement
 
 
-def test_quarantine_ends_with_time() -> None:
-    async def story(world: World) -> None:
-        peer = await world.announce(1)
-        await world.swarm.book.refresh()
+@in_world()
+async def test_quarantine_ends_with_time(world: World) -> None:
+    peer = await world.announce(1)
+    await world.swarm.book.refresh()
 
-        world.swarm.book.quarantine(peer, Fault.BROKEN)
+    world.swarm.book.quarantine(peer, Fault.BROKEN)
 
-        assert world.swarm.book.is_quarantined(peer)
-        await asyncio.sleep(FIRST_SECONDS - 0.01)
-        assert world.swarm.book.is_quarantined(peer)
-        await asyncio.sleep(0.02)
-        assert not world.swarm.book.is_quarantined(peer)
-
-    in_world(story)
+    assert world.swarm.book.is_quarantined(peer)
+    await asyncio.sleep(FIRST_SECONDS - 0.01)
+    assert world.swarm.book.is_quarantined(peer)
+    await asyncio.sleep(0.02)
+    assert not world.swarm.book.is_quarantined(peer)
 
 
-def test_quarantine_ends_with_a_newer_announcement_of_a_peer_that_has_worked() -> None:
-    async def story(world: World) -> None:
-        peer = await world.announce(1)
-        await world.swarm.book.refresh()
-        world.note_answer(peer)
-        world.swarm.book.quarantine(peer, Fault.BROKEN)
-        newer = await world.announce(1)
-        await asyncio.sleep(0.1)
+@in_world()
+async def test_quarantine_ends_with_a_newer_announcement_of_a_peer_that_has_worked(
+    world: World,
+) -> None:
+    peer = await world.announce(1)
+    await world.swarm.book.refresh()
+    world.note_answer(peer)
+    world.swarm.book.quarantine(peer, Fault.BROKEN)
+    newer = await world.announce(1)
+    await asyncio.sleep(0.1)
 
-        assert not world.swarm.book.is_quarantined(newer)
-        assert await world.route() == [peer.peer_id]
-
-    in_world(story)
-
-
-def test_newer_announcement_of_a_peer_that_never_worked_ends_no_quarantine() -> None:
-    async def story(world: World) -> None:
-        peer = await world.announce(1)
-        await world.swarm.book.refresh()
-        world.swarm.book.quarantine(peer, Fault.SILENT)
-
-        assert world.swarm.book.is_quarantined(await world.announce(1))
-
-    in_world(story)
+    assert not world.swarm.book.is_quarantined(newer)
+    assert await world.route() == [peer.peer_id]
 
 
-def test_peer_that_failed_and_never_worked_comes_after_all_others_for_good() -> None:
-    async def story(world: World) -> None:
-        hole = await world.announce(1, decode_steps_per_second=1e9)
-        await world.swarm.book.refresh()
-        world.swarm.book.quarantine(hole, Fault.SILENT)
-        await asyncio.sleep(LONGEST_SECONDS)
+@in_world()
+async def test_newer_announcement_of_a_peer_that_never_worked_ends_no_quarantine(
+    world: World,
+) -> None:
+    peer = await world.announce(1)
+    await world.swarm.book.refresh()
+    world.swarm.book.quarantine(peer, Fault.SILENT)
 
-        await world.announce(1, decode_steps_per_second=1e9)
-        slow = await world.announce(2, decode_steps_per_second=0.1)
-        assert {(await world.route())[0] for _ in range(20)} == {slow.peer_id}
-        assert await world.route(exclude={slow.peer_id}) == [hole.peer_id]
-
-    in_world(story)
+    assert world.swarm.book.is_quarantined(await world.announce(1))
 
 
-def test_quarantine_counts_from_the_newest_announcement_that_is_known() -> None:
+@in_world()
+async def test_peer_that_failed_and_never_worked_comes_after_all_others_for_good(
+    world: World,
+) -> None:
+    hole = await world.announce(1, decode_steps_per_second=1e9)
+    await world.swarm.book.refresh()
+    world.swarm.book.quarantine(hole, Fault.SILENT)
+    await asyncio.sleep(LONGEST_SECONDS)
+
+    await world.announce(1, decode_steps_per_second=1e9)
+    slow = await world.announce(2, decode_steps_per_second=0.1)
+    assert {(await world.route())[0] for _ in range(20)} == {slow.peer_id}
+    assert await world.route(exclude={slow.peer_id}) == [hole.peer_id]
+
+
+@in_world()
+async def test_quarantine_counts_from_the_newest_announcement_that_is_known(world: World) -> None:
     """A session that was opened long ago holds an old announcement of its peer."""
+    old = await world.announce(1)
+    newest = await world.announce(1)
+    await world.swarm.book.refresh()
 
-    async def story(world: World) -> None:
-        old = await world.announce(1)
-        newest = await world.announce(1)
-        await world.swarm.book.refresh()
+    world.swarm.book.quarantine(old, Fault.BROKEN)
 
-        world.swarm.book.quarantine(old, Fault.BROKEN)
-
-        assert world.swarm.book.is_quarantined(newest)
-
-    in_world(story)
+    assert world.swarm.book.is_quarantined(newest)
 
 
-def test_quarantine_doubles_each_time_up_to_a_limit_and_success_resets_it() -> None:
+@in_world()
+async def test_quarantine_doubles_each_time_up_to_a_limit_and_success_resets_it(
+    world: World,
+) -> None:
     async def check_lasts(world: World, peer: Announcement, seconds: float) -> None:
         world.swarm.book.quarantine(peer, Fault.BROKEN)
         await asyncio.sleep(seconds - 0.01)
@@ -90,96 +88,81 @@ def test_quarantine_doubles_each_time_up_to_a_limit_and_success_resets_it() -> N
         await asyncio.sleep(0.02)
         assert not world.swarm.book.is_quarantined(peer)
 
-    async def story(world: World) -> None:
-        peer = await world.announce(1)
+    peer = await world.announce(1)
 
-        for seconds in (15.0, 30.0, 60.0, 120.0, 240.0, 480.0, LONGEST_SECONDS, LONGEST_SECONDS):
-            await check_lasts(world, peer, seconds)
-        world.note_answer(peer)
-        await check_lasts(world, peer, FIRST_SECONDS)
-
-    in_world(story)
+    for seconds in (15.0, 30.0, 60.0, 120.0, 240.0, 480.0, LONGEST_SECONDS, LONGEST_SECONDS):
+        await check_lasts(world, peer, seconds)
+    world.note_answer(peer)
+    await check_lasts(world, peer, FIRST_SECONDS)
 
 
-def test_one_failure_told_by_many_sessions_counts_once() -> None:
-    async def story(world: World) -> None:
-        peer = await world.announce(1)
+@in_world()
+async def test_one_failure_told_by_many_sessions_counts_once(world: World) -> None:
+    peer = await world.announce(1)
 
-        for _ in range(10):
-            world.swarm.book.quarantine(peer, Fault.BROKEN)
-
-        await asyncio.sleep(FIRST_SECONDS + 0.01)
-        assert not world.swarm.book.is_quarantined(peer)
-
-    in_world(story)
-
-
-def test_success_ends_a_quarantine() -> None:
-    async def story(world: World) -> None:
-        peer = await world.announce(1)
+    for _ in range(10):
         world.swarm.book.quarantine(peer, Fault.BROKEN)
 
-        world.note_answer(peer)
-
-        assert not world.swarm.book.is_quarantined(peer)
-        assert await world.route() == [peer.peer_id]
-
-    in_world(story)
+    await asyncio.sleep(FIRST_SECONDS + 0.01)
+    assert not world.swarm.book.is_quarantined(peer)
 
 
-def test_quarantine_of_one_peer_does_not_touch_others() -> None:
-    async def story(world: World) -> None:
-        first, second = await world.announce(1), await world.announce(2)
+@in_world()
+async def test_success_ends_a_quarantine(world: World) -> None:
+    peer = await world.announce(1)
+    world.swarm.book.quarantine(peer, Fault.BROKEN)
 
-        for bad, good in ((first, second), (second, first)):
-            world.swarm.book.quarantine(bad, Fault.BROKEN)
-            assert await world.route() == [good.peer_id]
-            world.note_answer(bad)
+    world.note_answer(peer)
 
-    in_world(story)
-
-
-def test_who_did_not_lie_is_a_last_resort_the_silent_first() -> None:
-    async def story(world: World) -> None:
-        silent, other = await world.announce(1), await world.announce(2)
-        world.swarm.book.quarantine(silent, Fault.SILENT)
-
-        assert {(await world.route())[0] for _ in range(20)} == {other.peer_id}
-        world.swarm.book.quarantine(other, Fault.BROKEN)
-        assert await world.route() == [silent.peer_id]
-        assert await world.route(exclude={silent.peer_id}) == [other.peer_id]
-        world.swarm.book.quarantine(other, Fault.LYING)
-        with pytest.raises(RouteError):
-            await world.route(exclude={silent.peer_id})
-
-    in_world(story)
+    assert not world.swarm.book.is_quarantined(peer)
+    assert await world.route() == [peer.peer_id]
 
 
-def test_stale_announcement_is_not_used_and_the_next_one_is() -> None:
-    async def story(world: World) -> None:
-        peer = await world.announce(1)
-        await world.swarm.book.refresh()
-        world.swarm.book.quarantine(peer, Fault.STALE)
-        with pytest.raises(RouteError):
-            await world.route()
+@in_world()
+async def test_quarantine_of_one_peer_does_not_touch_others(world: World) -> None:
+    first, second = await world.announce(1), await world.announce(2)
 
-        newer = await world.announce(1)
-        await asyncio.sleep(0.1)
-        assert await world.route() == [peer.peer_id]
-        world.swarm.book.quarantine(peer, Fault.STALE)  # a session that still has the old one
-        assert not world.swarm.book.is_quarantined(newer)
-
-    in_world(story)
+    for bad, good in ((first, second), (second, first)):
+        world.swarm.book.quarantine(bad, Fault.BROKEN)
+        assert await world.route() == [good.peer_id]
+        world.note_answer(bad)
 
 
-def test_lesser_fault_does_not_make_up_for_a_worse_one() -> None:
-    async def story(world: World) -> None:
-        peer = await world.announce(1)
+@in_world()
+async def test_who_did_not_lie_is_a_last_resort_the_silent_first(world: World) -> None:
+    silent, other = await world.announce(1), await world.announce(2)
+    world.swarm.book.quarantine(silent, Fault.SILENT)
 
-        world.swarm.book.quarantine(peer, Fault.LYING)
-        world.swarm.book.quarantine(peer, Fault.SILENT)
+    assert {(await world.route())[0] for _ in range(20)} == {other.peer_id}
+    world.swarm.book.quarantine(other, Fault.BROKEN)
+    assert await world.route() == [silent.peer_id]
+    assert await world.route(exclude={silent.peer_id}) == [other.peer_id]
+    world.swarm.book.quarantine(other, Fault.LYING)
+    with pytest.raises(RouteError):
+        await world.route(exclude={silent.peer_id})
 
-        with pytest.raises(RouteError):
-            await world.route()
 
-    in_world(story)
+@in_world()
+async def test_stale_announcement_is_not_used_and_the_next_one_is(world: World) -> None:
+    peer = await world.announce(1)
+    await world.swarm.book.refresh()
+    world.swarm.book.quarantine(peer, Fault.STALE)
+    with pytest.raises(RouteError):
+        await world.route()
+
+    newer = await world.announce(1)
+    await asyncio.sleep(0.1)
+    assert await world.route() == [peer.peer_id]
+    world.swarm.book.quarantine(peer, Fault.STALE)  # a session that still has the old one
+    assert not world.swarm.book.is_quarantined(newer)
+
+
+@in_world()
+async def test_lesser_fault_does_not_make_up_for_a_worse_one(world: World) -> None:
+    peer = await world.announce(1)
+
+    world.swarm.book.quarantine(peer, Fault.LYING)
+    world.swarm.book.quarantine(peer, Fault.SILENT)
+
+    with pytest.raises(RouteError):
+        await world.route()

@@ -10,225 +10,195 @@ from shoal.protocol.errors import DirectoryError, RouteError
 from shoal.protocol.spans import Span
 
 
-def test_view_is_read_again_only_when_it_is_too_old() -> None:
-    async def story(world: World) -> None:
-        await world.announce(1)
-        first = await world.swarm.book.refresh(10.0)
-        assert len(first.peers) == 1
-        await world.announce(2)
+@in_world()
+async def test_view_is_read_again_only_when_it_is_too_old(world: World) -> None:
+    await world.announce(1)
+    first = await world.swarm.book.refresh(10.0)
+    assert len(first.peers) == 1
+    await world.announce(2)
 
-        await asyncio.sleep(9.5)
-        assert await world.swarm.book.refresh(10.0) is first
-        assert world.directory.num_lookups == 1
-        await asyncio.sleep(1.0)
-        assert len((await world.swarm.book.refresh(10.0)).peers) == 2
-        assert world.directory.num_lookups == 2
-        await asyncio.sleep(0.5)
-        assert await world.swarm.book.refresh(10.0) is world.swarm.book.view
-        assert world.directory.num_lookups == 2
-
-    in_world(story)
+    await asyncio.sleep(9.5)
+    assert await world.swarm.book.refresh(10.0) is first
+    assert world.directory.num_lookups == 1
+    await asyncio.sleep(1.0)
+    assert len((await world.swarm.book.refresh(10.0)).peers) == 2
+    assert world.directory.num_lookups == 2
+    await asyncio.sleep(0.5)
+    assert await world.swarm.book.refresh(10.0) is world.swarm.book.view
+    assert world.directory.num_lookups == 2
 
 
-def test_old_view_stays_when_the_directory_cannot_be_read() -> None:
-    async def story(world: World) -> None:
-        await world.announce(1)
-        view = await world.swarm.book.refresh()
-        await asyncio.sleep(1)
-        world.store.is_reachable = False
+@in_world()
+async def test_old_view_stays_when_the_directory_cannot_be_read(world: World) -> None:
+    await world.announce(1)
+    view = await world.swarm.book.refresh()
+    await asyncio.sleep(1)
+    world.store.is_reachable = False
 
-        with pytest.raises(DirectoryError):
-            await world.swarm.book.refresh()
+    with pytest.raises(DirectoryError):
+        await world.swarm.book.refresh()
 
-        assert world.swarm.book.view is view
-        world.store.is_reachable = True
-        assert await world.swarm.book.refresh(0.5) is not view
-
-    in_world(story)
+    assert world.swarm.book.view is view
+    world.store.is_reachable = True
+    assert await world.swarm.book.refresh(0.5) is not view
 
 
-def test_peers_of_another_block_count_are_not_seen() -> None:
-    async def story(world: World) -> None:
-        await world.announce(1, num_blocks=5)
+@in_world()
+async def test_peers_of_another_block_count_are_not_seen(world: World) -> None:
+    await world.announce(1, num_blocks=5)
 
-        assert (await world.swarm.book.refresh()).peers == ()
-
-    in_world(story)
+    assert (await world.swarm.book.refresh()).peers == ()
 
 
-def test_format_of_the_weights_is_tried_in_order() -> None:
-    async def story(world: World) -> None:
-        exact = await world.announce(1, weights="fp32", decode_steps_per_second=0.01)
-        quick = await world.announce(2, weights="int8", decode_steps_per_second=1e4)
+@in_world()
+async def test_format_of_the_weights_is_tried_in_order(world: World) -> None:
+    exact = await world.announce(1, weights="fp32", decode_steps_per_second=0.01)
+    quick = await world.announce(2, weights="int8", decode_steps_per_second=1e4)
 
-        assert await world.route(weights=("fp32", None)) == [exact.peer_id]
-        assert await world.route(weights=("bf16", None)) == [quick.peer_id]
-        world.swarm.book.quarantine(quick, Fault.SILENT)
-        # Any sound peer comes before a silent one of the right format.
-        assert await world.route(weights=("int8", None)) == [exact.peer_id]
-
-    in_world(story)
+    assert await world.route(weights=("fp32", None)) == [exact.peer_id]
+    assert await world.route(weights=("bf16", None)) == [quick.peer_id]
+    world.swarm.book.quarantine(quick, Fault.SILENT)
+    # Any sound peer comes before a silent one of the right format.
+    assert await world.route(weights=("int8", None)) == [exact.peer_id]
 
 
-def test_measured_round_trips_decide_between_equal_peers() -> None:
-    async def story(world: World) -> None:
-        near, far = await world.announce(1), await world.announce(2)
-        world.swarm.book.note_rtt(near.peer_id, 9.0)
-        world.swarm.book.note_rtt(near.peer_id, 0.01)
-        world.swarm.book.note_rtt(far.peer_id, 0.5)
+@in_world()
+async def test_measured_round_trips_decide_between_equal_peers(world: World) -> None:
+    near, far = await world.announce(1), await world.announce(2)
+    world.swarm.book.note_rtt(near.peer_id, 9.0)
+    world.swarm.book.note_rtt(near.peer_id, 0.01)
+    world.swarm.book.note_rtt(far.peer_id, 0.5)
 
-        assert {(await world.route())[0] for _ in range(20)} == {near.peer_id}
-
-    in_world(story)
+    assert {(await world.route())[0] for _ in range(20)} == {near.peer_id}
 
 
-def test_answer_times_are_kept_by_peer() -> None:
-    async def story(world: World) -> None:
-        first, second = await world.announce(1), await world.announce(2)
+@in_world()
+async def test_answer_times_are_kept_by_peer(world: World) -> None:
+    first, second = await world.announce(1), await world.announce(2)
 
-        world.swarm.book.times(first.peer_id).note(1, 0.5)
+    world.swarm.book.times(first.peer_id).note(1, 0.5)
 
-        assert list(world.swarm.book.times(first.peer_id).decode_seconds) == [0.5]
-        assert not world.swarm.book.times(second.peer_id).decode_seconds
-
-    in_world(story)
+    assert list(world.swarm.book.times(first.peer_id).decode_seconds) == [0.5]
+    assert not world.swarm.book.times(second.peer_id).decode_seconds
 
 
-def test_peers_that_left_long_ago_are_forgotten_and_others_are_not() -> None:
-    async def story(world: World) -> None:
-        stays = await world.announce(200)
-        for number in range(100):
-            peer = await world.announce(number)
-            await world.swarm.book.refresh()
-            world.swarm.book.note_rtt(peer.peer_id, 0.1)
-            world.swarm.book.times(peer.peer_id)
-            world.swarm.book.quarantine(peer, Fault.BROKEN)
-            world.note_answer(stays)
-            await asyncio.sleep(400)  # an announcement lasts for 500
-            await world.announce(200)
+@in_world()
+async def test_peers_that_left_long_ago_are_forgotten_and_others_are_not(world: World) -> None:
+    stays = await world.announce(200)
+    for number in range(100):
+        peer = await world.announce(number)
+        await world.swarm.book.refresh()
+        world.swarm.book.note_rtt(peer.peer_id, 0.1)
+        world.swarm.book.times(peer.peer_id)
+        world.swarm.book.quarantine(peer, Fault.BROKEN)
+        world.note_answer(stays)
+        await asyncio.sleep(400)  # an announcement lasts for 500
+        await world.announce(200)
 
-        assert len(world.swarm.book.rtts_seconds) < 15
-        assert len(world.swarm.book._records) < 15
-        assert len(world.swarm.book.times(stays.peer_id).decode_seconds) == 64
-
-    in_world(story)
+    assert len(world.swarm.book.rtts_seconds) < 15
+    assert len(world.swarm.book._records) < 15
+    assert len(world.swarm.book.times(stays.peer_id).decode_seconds) == 64
 
 
 # ---- waiting for a route
 
 
-def test_waiting_ends_at_the_deadline_and_names_what_is_missing() -> None:
-    async def story(world: World) -> None:
-        await world.announce(1, span=Span(0, 3))
-        started_at = world.clock.now()
+@in_world()
+async def test_waiting_ends_at_the_deadline_and_names_what_is_missing(world: World) -> None:
+    await world.announce(1, span=Span(0, 3))
+    started_at = world.clock.now()
 
-        with pytest.raises(RouteError) as error:
-            await world.route(patience_seconds=7.3)
+    with pytest.raises(RouteError) as error:
+        await world.route(patience_seconds=7.3)
 
-        assert error.value.missing == (Span(3, 4),)
-        assert world.clock.now() - started_at == pytest.approx(7.3)
-        assert 7 <= world.directory.num_lookups <= 20
-
-    in_world(story)
+    assert error.value.missing == (Span(3, 4),)
+    assert world.clock.now() - started_at == pytest.approx(7.3)
+    assert 7 <= world.directory.num_lookups <= 20
 
 
-def test_deadline_in_the_past_still_allows_one_look() -> None:
-    async def story(world: World) -> None:
-        peer = await world.announce(1)
+@in_world()
+async def test_deadline_in_the_past_still_allows_one_look(world: World) -> None:
+    peer = await world.announce(1)
 
-        assert await world.route(patience_seconds=-5.0) == [peer.peer_id]
-
-    in_world(story)
+    assert await world.route(patience_seconds=-5.0) == [peer.peer_id]
 
 
 @pytest.mark.parametrize("appears_after_seconds", [0.05, 2.0, 9.95])
-def test_peer_that_appears_meanwhile_is_used(appears_after_seconds: float) -> None:
-    async def story(world: World) -> None:
-        started_at = world.clock.now()
-        async with asyncio.TaskGroup() as tasks:
-            waiting = tasks.create_task(world.route(patience_seconds=10.0, max_age_seconds=60.0))
-            await asyncio.sleep(appears_after_seconds)
-            assert not waiting.done()
-            peer = await world.announce(1)
-
-        assert waiting.result() == [peer.peer_id]
-        assert world.clock.now() - started_at <= min(appears_after_seconds + 1.0, 10.0)
-
-    in_world(story)
-
-
-def test_peer_whose_quarantine_ends_meanwhile_is_used() -> None:
-    async def story(world: World) -> None:
+@in_world()
+async def test_peer_that_appears_meanwhile_is_used(
+    world: World, appears_after_seconds: float
+) -> None:
+    started_at = world.clock.now()
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(world.route(patience_seconds=10.0, max_age_seconds=60.0))
+        await asyncio.sleep(appears_after_seconds)
+        assert not waiting.done()
         peer = await world.announce(1)
-        world.swarm.book.quarantine(peer, Fault.LYING)
-        started_at = world.clock.now()
 
-        assert await world.route(patience_seconds=60.0) == [peer.peer_id]
-
-        assert FIRST_SECONDS <= world.clock.now() - started_at <= FIRST_SECONDS + 1.0
-
-    in_world(story)
+    assert waiting.result() == [peer.peer_id]
+    assert world.clock.now() - started_at <= min(appears_after_seconds + 1.0, 10.0)
 
 
-def test_fresh_view_is_not_read_again_for_a_route() -> None:
-    async def story(world: World) -> None:
-        await world.announce(1)
-        for _ in range(5):
-            await world.route(max_age_seconds=30.0)
-            await asyncio.sleep(1)
+@in_world()
+async def test_peer_whose_quarantine_ends_meanwhile_is_used(world: World) -> None:
+    peer = await world.announce(1)
+    world.swarm.book.quarantine(peer, Fault.LYING)
+    started_at = world.clock.now()
 
-        assert world.directory.num_lookups == 1
+    assert await world.route(patience_seconds=60.0) == [peer.peer_id]
 
-    in_world(story)
-
-
-def test_last_view_has_to_do_while_the_directory_is_away() -> None:
-    async def story(world: World) -> None:
-        peer = await world.announce(1)
-        await world.swarm.book.refresh()
-        await asyncio.sleep(5)
-        world.store.is_reachable = False
-
-        assert await world.route() == [peer.peer_id]
-
-    in_world(story)
+    assert FIRST_SECONDS <= world.clock.now() - started_at <= FIRST_SECONDS + 1.0
 
 
-def test_directory_that_stays_away_is_the_reason_given() -> None:
-    async def story(world: World) -> None:
-        world.store.is_reachable = False
-        started_at = world.clock.now()
+@in_world()
+async def test_fresh_view_is_not_read_again_for_a_route(world: World) -> None:
+    await world.announce(1)
+    for _ in range(5):
+        await world.route(max_age_seconds=30.0)
+        await asyncio.sleep(1)
 
-        with pytest.raises(DirectoryError):
-            await world.route(patience_seconds=3.0)
-
-        assert world.clock.now() - started_at == pytest.approx(3.0)
-
-    in_world(story)
+    assert world.directory.num_lookups == 1
 
 
-def test_directory_that_comes_back_ends_the_waiting() -> None:
-    async def story(world: World) -> None:
-        peer = await world.announce(1)
-        world.store.is_reachable = False
+@in_world()
+async def test_last_view_has_to_do_while_the_directory_is_away(world: World) -> None:
+    peer = await world.announce(1)
+    await world.swarm.book.refresh()
+    await asyncio.sleep(5)
+    world.store.is_reachable = False
 
-        async with asyncio.TaskGroup() as tasks:
-            waiting = tasks.create_task(world.route(patience_seconds=10.0))
-            await asyncio.sleep(4)
-            world.store.is_reachable = True
-
-        assert waiting.result() == [peer.peer_id]
-
-    in_world(story)
+    assert await world.route() == [peer.peer_id]
 
 
-def test_swarm_describes_itself() -> None:
-    async def story(world: World) -> None:
-        peer = await world.announce(1)
-        await world.swarm.book.refresh()
-        world.swarm.book.quarantine(peer, Fault.SILENT)
+@in_world()
+async def test_directory_that_stays_away_is_the_reason_given(world: World) -> None:
+    world.store.is_reachable = False
+    started_at = world.clock.now()
 
-        assert "1 online" in repr(world.swarm)
-        assert "1 in quarantine" in repr(world.swarm)
+    with pytest.raises(DirectoryError):
+        await world.route(patience_seconds=3.0)
 
-    in_world(story)
+    assert world.clock.now() - started_at == pytest.approx(3.0)
+
+
+@in_world()
+async def test_directory_that_comes_back_ends_the_waiting(world: World) -> None:
+    peer = await world.announce(1)
+    world.store.is_reachable = False
+
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(world.route(patience_seconds=10.0))
+        await asyncio.sleep(4)
+        world.store.is_reachable = True
+
+    assert waiting.result() == [peer.peer_id]
+
+
+@in_world()
+async def test_swarm_describes_itself(world: World) -> None:
+    peer = await world.announce(1)
+    await world.swarm.book.refresh()
+    world.swarm.book.quarantine(peer, Fault.SILENT)
+
+    assert "1 online" in repr(world.swarm)
+    assert "1 in quarantine" in repr(world.swarm)

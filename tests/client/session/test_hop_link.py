@@ -22,11 +22,11 @@ from hop_scene import (
     ask,
     change,
     decline,
+    in_scene,
     make_bulk_step,
     make_output,
     make_step,
     make_tensor,
-    run,
 )
 from virtual_time import VirtualClock
 
@@ -55,16 +55,14 @@ from shoal.protocol.tensors import WireDtype
 from shoal.protocol.wire.codec import encode_frame
 
 
-def test_step_returns_the_answer_to_it() -> None:
-    async def test(scene: Scene) -> None:
-        link, _ = await scene.open()
-        step = make_step(3, sequence=9)
+@in_scene()
+async def test_step_returns_the_answer_to_it(scene: Scene) -> None:
+    link, _ = await scene.open()
+    step = make_step(3, sequence=9)
 
-        assert await ask(link, step, TIMEOUT) == make_output(step)
+    assert await ask(link, step, TIMEOUT) == make_output(step)
 
-        await link.close()
-
-    run(test)
+    await link.close()
 
 
 @pytest.mark.parametrize(
@@ -107,39 +105,36 @@ def test_step_returns_the_answer_to_it() -> None:
         "hangs up",
     ],
 )
-def test_answer_that_does_not_fit_the_question(
-    answer: Callable[[Step], Answer], error: type[Exception]
+@in_scene()
+async def test_answer_that_does_not_fit_the_question(
+    scene: Scene, answer: Callable[[Step], Answer], error: type[Exception]
 ) -> None:
-    async def test(scene: Scene) -> None:
-        scene.script = change(Step, answer)
-        link, _ = await scene.open()
+    scene.script = change(Step, answer)
+    link, _ = await scene.open()
 
-        with pytest.raises(error) as caught:
-            await ask(link, make_step(3, sequence=9), TIMEOUT)
+    with pytest.raises(error) as caught:
+        await ask(link, make_step(3, sequence=9), TIMEOUT)
 
-        assert type(caught.value) is error
-        await link.close()
-
-    run(test)
+    assert type(caught.value) is error
+    await link.close()
 
 
-def test_last_token_only_expects_one_token() -> None:
-    async def test(scene: Scene) -> None:
-        link, _ = await scene.open()
-        with pytest.raises(RemoteProtocolError):
-            await ask(link, make_step(3, last_token_only=True), TIMEOUT)
-        await link.close()
+@in_scene()
+async def test_last_token_only_expects_one_token(scene: Scene) -> None:
+    link, _ = await scene.open()
+    with pytest.raises(RemoteProtocolError):
+        await ask(link, make_step(3, last_token_only=True), TIMEOUT)
+    await link.close()
 
-        scene.script = change(Step, lambda step: make_output(step, hidden=make_tensor(1)))
-        link, _ = await scene.open()
-        answer = await ask(link, make_step(3, last_token_only=True), TIMEOUT)
-        assert answer.hidden.tokens == 1
-        await link.close()
-
-    run(test)
+    scene.script = change(Step, lambda step: make_output(step, hidden=make_tensor(1)))
+    link, _ = await scene.open()
+    answer = await ask(link, make_step(3, last_token_only=True), TIMEOUT)
+    assert answer.hidden.tokens == 1
+    await link.close()
 
 
-def test_large_steps_of_a_chain_take_a_second_stream() -> None:
+@in_scene()
+async def test_large_steps_of_a_chain_take_a_second_stream(scene: Scene) -> None:
     dialled: list[Endpoint] = []
 
     class NotingTransport(LoopbackTransport):
@@ -147,64 +142,57 @@ def test_large_steps_of_a_chain_take_a_second_stream() -> None:
             dialled.append(endpoint)
             return await super().open_stream(endpoint, timeout_seconds)
 
-    async def test(scene: Scene) -> None:
-        scene.transport = NotingTransport(scene.network, "client")
-        for opening in (OPEN, IN_CHAIN):
-            link, _ = await scene.open(opening=opening)
-            for step in (make_step(), make_bulk_step(), make_bulk_step(), make_step()):
-                await link.send(step, TIMEOUT)
-            await asyncio.sleep(1)
-            await link.close()
+    scene.transport = NotingTransport(scene.network, "client")
+    for opening in (OPEN, IN_CHAIN):
+        link, _ = await scene.open(opening=opening)
+        for step in (make_step(), make_bulk_step(), make_bulk_step(), make_step()):
+            await link.send(step, TIMEOUT)
         await asyncio.sleep(1)
-
-        kinds = [[type(message) for message in heard] for heard in scene.heard]
-        assert kinds == [
-            [Hello, Open, Step, Step, Step, Step, Close],
-            [Hello, Open, Step, Step, Close],
-            [Hello, Attach, Step, Step],
-        ]
-        assert len(dialled) == 3
-
-    run(test)
-
-
-def test_second_stream_has_to_lead_to_the_same_peer() -> None:
-    async def test(scene: Scene) -> None:
-        link, _ = await scene.open(opening=IN_CHAIN)
-        scene.script = change(Hello, lambda _: replace(WELCOME, peer_id=OTHER_ID))
-
-        with pytest.raises(StaleAnnouncementError, match="another peer"):
-            await ask(link, make_bulk_step(), TIMEOUT)
-
         await link.close()
+    await asyncio.sleep(1)
 
-    run(test)
+    kinds = [[type(message) for message in heard] for heard in scene.heard]
+    assert kinds == [
+        [Hello, Open, Step, Step, Step, Step, Close],
+        [Hello, Open, Step, Step, Close],
+        [Hello, Attach, Step, Step],
+    ]
+    assert len(dialled) == 3
 
 
-def test_closing_says_so() -> None:
-    async def test(scene: Scene) -> None:
-        link, _ = await scene.open()
-        await link.close()
-        await link.close()
-        await asyncio.sleep(1)
+@in_scene()
+async def test_second_stream_has_to_lead_to_the_same_peer(scene: Scene) -> None:
+    link, _ = await scene.open(opening=IN_CHAIN)
+    scene.script = change(Hello, lambda _: replace(WELCOME, peer_id=OTHER_ID))
 
-        assert scene.heard[0][-1] == Close(SESSION, 3)
+    with pytest.raises(StaleAnnouncementError, match="another peer"):
+        await ask(link, make_bulk_step(), TIMEOUT)
 
-    run(test)
+    await link.close()
+
+
+@in_scene()
+async def test_closing_says_so(scene: Scene) -> None:
+    link, _ = await scene.open()
+    await link.close()
+    await link.close()
+    await asyncio.sleep(1)
+
+    assert scene.heard[0][-1] == Close(SESSION, 3)
 
 
 @pytest.mark.parametrize("trouble", ["kill", "pause"])
-def test_closing_never_raises_nor_waits_for_a_peer_in_trouble(trouble: str) -> None:
-    async def test(scene: Scene) -> None:
-        link, _ = await scene.open()
-        getattr(scene.network, trouble)("peer")
+@in_scene()
+async def test_closing_never_raises_nor_waits_for_a_peer_in_trouble(
+    scene: Scene, trouble: str
+) -> None:
+    link, _ = await scene.open()
+    getattr(scene.network, trouble)("peer")
 
-        await link.close()
+    await link.close()
 
-        assert VirtualClock().now() < 5
-        scene.network.kill("peer")
-
-    run(test)
+    assert VirtualClock().now() < 5
+    scene.network.kill("peer")
 
 
 class StuckStream:
@@ -229,14 +217,12 @@ class StuckStream:
         self.is_closed = True
 
 
-def test_closing_does_not_wait_for_a_stream_that_is_stuck() -> None:
-    async def test(scene: Scene) -> None:
-        stream = StuckStream()
-        link = HopLink(scene.transport, VirtualClock(), scene.make_hop(), OPEN, CLIENT, stream)
+@in_scene()
+async def test_closing_does_not_wait_for_a_stream_that_is_stuck(scene: Scene) -> None:
+    stream = StuckStream()
+    link = HopLink(scene.transport, VirtualClock(), scene.make_hop(), OPEN, CLIENT, stream)
 
-        await link.close()
+    await link.close()
 
-        assert stream.is_closed
-        assert VirtualClock().now() < 5
-
-    run(test)
+    assert stream.is_closed
+    assert VirtualClock().now() < 5

@@ -23,9 +23,9 @@ from hop_scene import (
     answer_honestly,
     change,
     decline,
+    in_scene,
     make_announcement,
     make_bulk_step,
-    run,
 )
 from virtual_time import VirtualClock
 
@@ -47,40 +47,34 @@ from shoal.protocol.messages.session import Hello, Open, Opened, Queued
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 
 
-def test_opening_asks_for_the_span_of_the_hop_and_takes_the_round_trip() -> None:
-    async def test(scene: Scene) -> None:
-        link, rtt_seconds = await scene.open()
+@in_scene(Link(delay_seconds=0.05))
+async def test_opening_asks_for_the_span_of_the_hop_and_takes_the_round_trip(scene: Scene) -> None:
+    link, rtt_seconds = await scene.open()
 
-        assert rtt_seconds == pytest.approx(0.1)
-        assert scene.heard[0][1] == replace(OPEN, span=SPAN)
-        assert link.session == SESSION
-        await link.close()
-
-    run(test, Link(delay_seconds=0.05))
+    assert rtt_seconds == pytest.approx(0.1)
+    assert scene.heard[0][1] == replace(OPEN, span=SPAN)
+    assert link.session == SESSION
+    await link.close()
 
 
-def test_every_stream_says_under_which_name_it_counts() -> None:
-    async def test(scene: Scene) -> None:
-        link, _ = await scene.open(opening=IN_CHAIN)
-        await link.send(make_bulk_step(), TIMEOUT)
-        await asyncio.sleep(1)
+@in_scene()
+async def test_every_stream_says_under_which_name_it_counts(scene: Scene) -> None:
+    link, _ = await scene.open(opening=IN_CHAIN)
+    await link.send(make_bulk_step(), TIMEOUT)
+    await asyncio.sleep(1)
 
-        hellos = [heard[0] for heard in scene.heard]
-        assert [hello.client for hello in hellos if isinstance(hello, Hello)] == [CLIENT, CLIENT]
-        await link.close()
-
-    run(test)
+    hellos = [heard[0] for heard in scene.heard]
+    assert [hello.client for hello in hellos if isinstance(hello, Hello)] == [CLIENT, CLIENT]
+    await link.close()
 
 
-def test_hello_and_open_take_one_round_trip_together() -> None:
-    async def test(scene: Scene) -> None:
-        link, _ = await scene.open()
+@in_scene(Link(delay_seconds=0.05))
+async def test_hello_and_open_take_one_round_trip_together(scene: Scene) -> None:
+    link, _ = await scene.open()
 
-        # One for the connection, one for the rest.
-        assert VirtualClock().now() == pytest.approx(0.2)
-        await link.close()
-
-    run(test, Link(delay_seconds=0.05))
+    # One for the connection, one for the rest.
+    assert VirtualClock().now() == pytest.approx(0.2)
+    await link.close()
 
 
 @pytest.mark.parametrize(
@@ -121,59 +115,53 @@ def test_hello_and_open_take_one_round_trip_together() -> None:
         "queues who would not wait",
     ],
 )
-def test_opening_that_fails_says_whose_fault_it_is_and_leaves_nothing(
-    script: Script, error: type[Exception]
+@in_scene()
+async def test_opening_that_fails_says_whose_fault_it_is_and_leaves_nothing(
+    scene: Scene, script: Script, error: type[Exception]
 ) -> None:
-    async def test(scene: Scene) -> None:
-        scene.script = script
+    scene.script = script
 
-        with pytest.raises(error) as caught:
-            await scene.open()
+    with pytest.raises(error) as caught:
+        await scene.open()
 
-        assert type(caught.value) is error
-
-    run(test)
+    assert type(caught.value) is error
 
 
 @pytest.mark.parametrize("at", [Hello, Open])
-def test_peer_that_falls_silent_while_opening_is_silent(at: type[Message]) -> None:
-    async def test(scene: Scene) -> None:
-        def pause(message: Message) -> Answer:
-            if type(message) is at:
-                scene.network.pause("peer")
-            return answer_honestly(message)
+@in_scene()
+async def test_peer_that_falls_silent_while_opening_is_silent(
+    scene: Scene, at: type[Message]
+) -> None:
+    def pause(message: Message) -> Answer:
+        if type(message) is at:
+            scene.network.pause("peer")
+        return answer_honestly(message)
 
-        scene.script = pause
-        with pytest.raises(SilentError, match=r"blocks 0:4"):
-            await scene.open()
-        assert VirtualClock().now() == pytest.approx(TIMEOUT)
-        scene.network.resume("peer")
-
-    run(test)
-
-
-def test_opening_that_is_cancelled_leaves_nothing() -> None:
-    async def test(scene: Scene) -> None:
-        for seconds in (0.01, 0.06, 0.11, 0.16):  # dialling, accepted, greeting, opening
-            opening = asyncio.create_task(scene.open())
-            await asyncio.sleep(seconds)
-            opening.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await opening
-
-    run(test, Link(delay_seconds=0.05))
+    scene.script = pause
+    with pytest.raises(SilentError, match=r"blocks 0:4"):
+        await scene.open()
+    assert VirtualClock().now() == pytest.approx(TIMEOUT)
+    scene.network.resume("peer")
 
 
-def test_endpoints_are_tried_in_their_order() -> None:
-    async def test(scene: Scene) -> None:
-        dead = Endpoint("peer", 9)
+@in_scene(Link(delay_seconds=0.05))
+async def test_opening_that_is_cancelled_leaves_nothing(scene: Scene) -> None:
+    for seconds in (0.01, 0.06, 0.11, 0.16):  # dialling, accepted, greeting, opening
+        opening = asyncio.create_task(scene.open())
+        await asyncio.sleep(seconds)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
 
-        link, _ = await scene.open(scene.make_hop(dead, scene.endpoint))
-        await link.close()
-        with pytest.raises(UnavailableError, match="connection refused"):
-            await scene.open(scene.make_hop(dead))
 
-    run(test)
+@in_scene()
+async def test_endpoints_are_tried_in_their_order(scene: Scene) -> None:
+    dead = Endpoint("peer", 9)
+
+    link, _ = await scene.open(scene.make_hop(dead, scene.endpoint))
+    await link.close()
+    with pytest.raises(UnavailableError, match="connection refused"):
+        await scene.open(scene.make_hop(dead))
 
 
 class PickyTransport(LoopbackTransport):
@@ -185,24 +173,22 @@ class PickyTransport(LoopbackTransport):
         return await super().open_stream(endpoint, timeout_seconds)
 
 
-def test_endpoint_that_must_not_be_dialled_is_the_fault_of_its_announcement() -> None:
-    async def test(scene: Scene) -> None:
-        scene.transport = PickyTransport(scene.network, "client")
-        bare = Endpoint("example.org", 80)
+@in_scene()
+async def test_endpoint_that_must_not_be_dialled_is_the_fault_of_its_announcement(
+    scene: Scene,
+) -> None:
+    scene.transport = PickyTransport(scene.network, "client")
+    bare = Endpoint("example.org", 80)
 
-        link, _ = await scene.open(scene.make_hop(bare, scene.endpoint))
-        await link.close()
-        with pytest.raises(RemoteProtocolError, match="cannot be used"):
-            await scene.open(scene.make_hop(bare))
-
-    run(test)
+    link, _ = await scene.open(scene.make_hop(bare, scene.endpoint))
+    await link.close()
+    with pytest.raises(RemoteProtocolError, match="cannot be used"):
+        await scene.open(scene.make_hop(bare))
 
 
-def test_announcement_without_endpoints_is_its_peers_fault() -> None:
-    async def test(scene: Scene) -> None:
-        hop = Hop(make_announcement(()), SPAN)
+@in_scene()
+async def test_announcement_without_endpoints_is_its_peers_fault(scene: Scene) -> None:
+    hop = Hop(make_announcement(()), SPAN)
 
-        with pytest.raises(RemoteProtocolError, match="no endpoint"):
-            await scene.open(hop)
-
-    run(test)
+    with pytest.raises(RemoteProtocolError, match="no endpoint"):
+        await scene.open(hop)

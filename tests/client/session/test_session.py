@@ -21,6 +21,7 @@ from session_scene import (
     add_two_rows_of_peers,
     be_honest,
     draw,
+    in_scene,
     now,
     run,
 )
@@ -36,67 +37,64 @@ from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat, WireDtype
 
 
-def test_steps_rollbacks_and_row_maps_equal_one_machine() -> None:
-    async def test(scene: Scene) -> None:
-        await add_two_rows_of_peers(scene)
-        session, oracle = scene.open_session(), Oracle()
+@in_scene()
+async def test_steps_rollbacks_and_row_maps_equal_one_machine(scene: Scene) -> None:
+    await add_two_rows_of_peers(scene)
+    session, oracle = scene.open_session(), Oracle()
 
-        for index, row_map in enumerate([None, None, (1, 1), None, (0, 0), None]):
-            hidden = draw(index, 1 + 3 * (index == 0), num_rows=2)
-            assert torch.equal(await session.step(hidden, row_map), oracle.step(hidden, row_map))
-        session.rollback(3)
-        oracle.position = 3
-        hidden = draw(9, 2, num_rows=2)
-        output = await session.step(hidden, last_token_only=True)
+    for index, row_map in enumerate([None, None, (1, 1), None, (0, 0), None]):
+        hidden = draw(index, 1 + 3 * (index == 0), num_rows=2)
+        assert torch.equal(await session.step(hidden, row_map), oracle.step(hidden, row_map))
+    session.rollback(3)
+    oracle.position = 3
+    hidden = draw(9, 2, num_rows=2)
+    output = await session.step(hidden, last_token_only=True)
 
-        assert torch.equal(output, oracle.step(hidden)[:, -1:])
-        assert session.position == 5
-        assert session.failovers == []
-        assert [str(hop.span) for hop in session.hops] == ["0:2", "2:4", "4:6"]
-
-    run(test)
+    assert torch.equal(output, oracle.step(hidden)[:, -1:])
+    assert session.position == 5
+    assert session.failovers == []
+    assert [str(hop.span) for hop in session.hops] == ["0:2", "2:4", "4:6"]
 
 
 @pytest.mark.parametrize("row_map", [None, (1, 0)], ids=["plain", "moved rows"])
-def test_step_copies_nothing_of_the_log(row_map: tuple[int, ...] | None) -> None:
+@in_scene()
+async def test_step_copies_nothing_of_the_log(
+    scene: Scene, row_map: tuple[int, ...] | None
+) -> None:
     """What a step costs does not grow with the tokens before it."""
+    peer = await scene.add("a", 0, NUM_BLOCKS)
+    session, num_holders = scene.open_session(), list[int]()
+    await session.step(draw(0, 3, num_rows=2))
+    (piece,) = session._hops[0].log.plan_replay()
+    (oldest,) = (o for o in gc.get_referrers(piece.payload) if isinstance(o, LogEntry))
 
-    async def test(scene: Scene) -> None:
-        peer = await scene.add("a", 0, NUM_BLOCKS)
-        session, num_holders = scene.open_session(), list[int]()
-        await session.step(draw(0, 3, num_rows=2))
-        (piece,) = session._hops[0].log.plan_replay()
-        (oldest,) = (o for o in gc.get_referrers(piece.payload) if isinstance(o, LogEntry))
+    def count_holders(_: Message, answer: Answer) -> Answer:
+        num_holders.append(len(gc.get_referrers(oldest)))
+        return answer
 
-        def count_holders(_: Message, answer: Answer) -> Answer:
-            num_holders.append(len(gc.get_referrers(oldest)))
-            return answer
+    for number in range(20):
+        await session.step(draw(number, num_rows=2), row_map, is_decoded=True)
+    num_between = len(gc.get_referrers(oldest))
+    peer.mischief = count_holders
+    await session.step(draw(20, num_rows=2), row_map, is_decoded=True)
+    peer.mischief = be_honest
 
-        for number in range(20):
-            await session.step(draw(number, num_rows=2), row_map, is_decoded=True)
-        num_between = len(gc.get_referrers(oldest))
-        peer.mischief = count_holders
-        await session.step(draw(20, num_rows=2), row_map, is_decoded=True)
-        peer.mischief = be_honest
-
-        assert num_holders == [num_between]
-
-    run(test)
+    assert num_holders == [num_between]
 
 
 @pytest.mark.parametrize(("num_rows", "expected"), [(1, "near"), (2, "roomy")])
-def test_session_begins_where_its_rows_have_room_to_grow(num_rows: int, expected: str) -> None:
-    async def test(scene: Scene) -> None:
-        roomy = {"free_kv_tokens": 1000, "decode_steps_per_second": 50.0}
-        await scene.add("near", 0, NUM_BLOCKS, free_kv_tokens=100)
-        await scene.add("roomy", 0, NUM_BLOCKS, **roomy)
-        session = scene.open_session(max_tokens=100)
+@in_scene()
+async def test_session_begins_where_its_rows_have_room_to_grow(
+    scene: Scene, num_rows: int, expected: str
+) -> None:
+    roomy = {"free_kv_tokens": 1000, "decode_steps_per_second": 50.0}
+    await scene.add("near", 0, NUM_BLOCKS, free_kv_tokens=100)
+    await scene.add("roomy", 0, NUM_BLOCKS, **roomy)
+    session = scene.open_session(max_tokens=100)
 
-        await session.step(draw(1, 4, num_rows))
+    await session.step(draw(1, 4, num_rows))
 
-        assert scene.names_of(session) == [expected]
-
-    run(test)
+    assert scene.names_of(session) == [expected]
 
 
 def test_session_in_int8_needs_half_the_room() -> None:
@@ -106,35 +104,30 @@ def test_session_in_int8_needs_half_the_room() -> None:
     assert replace(facts, kv_format=KVFormat.INT8).count_kv_tokens(2) == 100
 
 
-def test_long_prompts_travel_in_pieces() -> None:
-    async def test(scene: Scene) -> None:
-        peer = await scene.add("a", 0, NUM_BLOCKS)
-        session, oracle = scene.open_session(), Oracle()
-        prompt = draw(1, 50)
+@in_scene(config=replace(CONFIG, max_step_bytes=16 * WIDTH * 4))
+async def test_long_prompts_travel_in_pieces(scene: Scene) -> None:
+    peer = await scene.add("a", 0, NUM_BLOCKS)
+    session, oracle = scene.open_session(), Oracle()
+    prompt = draw(1, 50)
 
-        assert torch.equal(await session.step(prompt), oracle.step(prompt))
-        assert [step.hidden.tokens for step in peer.steps] == [16, 16, 16, 2]
-        last = await session.step(prompt, last_token_only=True)
-        assert torch.equal(last, oracle.step(prompt)[:, -1:])
-
-    run(test, config=replace(CONFIG, max_step_bytes=16 * WIDTH * 4))
+    assert torch.equal(await session.step(prompt), oracle.step(prompt))
+    assert [step.hidden.tokens for step in peer.steps] == [16, 16, 16, 2]
+    last = await session.step(prompt, last_token_only=True)
+    assert torch.equal(last, oracle.step(prompt)[:, -1:])
 
 
-def test_hops_compute_pieces_of_one_prompt_at_the_same_time() -> None:
-    async def test(scene: Scene) -> None:
-        await add_two_rows_of_peers(scene)
-        session, oracle = scene.open_session(), Oracle()
-        await session.step(draw(0))
-        oracle.step(draw(0))
-        started_at = now()
+@in_scene(Link(delay_seconds=0.05), replace(CONFIG, max_step_bytes=4 * WIDTH * 4))
+async def test_hops_compute_pieces_of_one_prompt_at_the_same_time(scene: Scene) -> None:
+    await add_two_rows_of_peers(scene)
+    session, oracle = scene.open_session(), Oracle()
+    await session.step(draw(0))
+    oracle.step(draw(0))
+    started_at = now()
 
-        assert torch.equal(await session.step(draw(1, 40)), oracle.step(draw(1, 40)))
+    assert torch.equal(await session.step(draw(1, 40)), oracle.step(draw(1, 40)))
 
-        # Ten pieces over three hops with a round trip of 0.1 s each: 12 of them, not 30.
-        assert now() - started_at == pytest.approx(1.2, abs=0.05)
-
-    config = replace(CONFIG, max_step_bytes=4 * WIDTH * 4)
-    run(test, Link(delay_seconds=0.05), config)
+    # Ten pieces over three hops with a round trip of 0.1 s each: 12 of them, not 30.
+    assert now() - started_at == pytest.approx(1.2, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -166,36 +159,32 @@ def test_wire_dtype_follows_the_peers_unless_it_is_set(
     ("versions", "expected"),
     [((3, 3), WireDtype.INT8), ((3, 4), WireDtype.INT8), ((3, 2), WireDtype.BF16)],
 )
-def test_hidden_states_travel_in_int8_where_all_peers_know_it(
-    versions: tuple[int, int], expected: WireDtype
+@in_scene(config=replace(CONFIG, wire_dtype="int8", delivery="star"))
+async def test_hidden_states_travel_in_int8_where_all_peers_know_it(
+    scene: Scene, versions: tuple[int, int], expected: WireDtype
 ) -> None:
-    async def test(scene: Scene) -> None:
-        first = await scene.add("a", 0, 3, weights="int8", max_version=versions[0])
-        await scene.add("b", 3, 6, weights="int8", max_version=versions[1])
+    first = await scene.add("a", 0, 3, weights="int8", max_version=versions[0])
+    await scene.add("b", 3, 6, weights="int8", max_version=versions[1])
 
-        await scene.open_session().step(draw(1, 3))
+    await scene.open_session().step(draw(1, 3))
 
-        assert first.opens[0].dtype is first.steps[0].hidden.dtype is expected
-
-    run(test, config=replace(CONFIG, wire_dtype="int8", delivery="star"))
+    assert first.opens[0].dtype is first.steps[0].hidden.dtype is expected
 
 
-def test_one_peer_may_serve_two_hops_of_a_route() -> None:
-    async def test(scene: Scene) -> None:
-        # Slow with all blocks, so that the fast one is used where it can be.
-        slow = await scene.add("slow", 0, 6, decode_steps_per_second=0.5)
-        await scene.add("fast", 2, 4, decode_steps_per_second=1e5)
-        session, oracle = scene.open_session(), Oracle()
+@in_scene()
+async def test_one_peer_may_serve_two_hops_of_a_route(scene: Scene) -> None:
+    # Slow with all blocks, so that the fast one is used where it can be.
+    slow = await scene.add("slow", 0, 6, decode_steps_per_second=0.5)
+    await scene.add("fast", 2, 4, decode_steps_per_second=1e5)
+    session, oracle = scene.open_session(), Oracle()
 
-        assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
-        assert scene.names_of(session) == ["slow", "fast", "slow"]
-        scene.network.kill("fast")
-        assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
+    assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
+    assert scene.names_of(session) == ["slow", "fast", "slow"]
+    scene.network.kill("fast")
+    assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
 
-        assert scene.names_of(session) == ["slow", "slow", "slow"]
-        assert len({opening.session for opening in slow.opens}) == 3
-
-    run(test)
+    assert scene.names_of(session) == ["slow", "slow", "slow"]
+    assert len({opening.session for opening in slow.opens}) == 3
 
 
 @pytest.mark.slow
@@ -229,76 +218,68 @@ def test_random_life_of_a_session_equals_one_machine() -> None:
         run(test, config=replace(CONFIG, max_step_bytes=3 * WIDTH * 4 * 3))
 
 
-def test_epochs_and_sequences_grow_and_ids_are_apart() -> None:
-    async def test(scene: Scene) -> None:
-        await add_two_rows_of_peers(scene)
-        session, oracle = scene.open_session(), Oracle()
-        for index in range(6):
-            if index in (2, 4):
-                scene.network.kill(scene.peer_of(session, index // 2).name)
-            assert torch.equal(await session.step(draw(index)), oracle.step(draw(index)))
+@in_scene()
+async def test_epochs_and_sequences_grow_and_ids_are_apart(scene: Scene) -> None:
+    await add_two_rows_of_peers(scene)
+    session, oracle = scene.open_session(), Oracle()
+    for index in range(6):
+        if index in (2, 4):
+            scene.network.kill(scene.peer_of(session, index // 2).name)
+        assert torch.equal(await session.step(draw(index)), oracle.step(draw(index)))
 
-        peers = scene.peers.values()
-        ids = [opening.session for peer in peers for opening in peer.opens]
-        assert len(ids) == len(set(ids)) == 5
-        assert SECRET not in ids
-        assert sorted(opening.epoch for peer in peers for opening in peer.opens) == [1, 1, 1, 2, 3]
-        for peer in peers:
-            epochs = [step.epoch for step in peer.steps]
-            sequences = [step.sequence for step in peer.steps]
-            assert epochs == sorted(epochs)
-            assert sequences == sorted(set(sequences))
-
-    run(test)
+    peers = scene.peers.values()
+    ids = [opening.session for peer in peers for opening in peer.opens]
+    assert len(ids) == len(set(ids)) == 5
+    assert SECRET not in ids
+    assert sorted(opening.epoch for peer in peers for opening in peer.opens) == [1, 1, 1, 2, 3]
+    for peer in peers:
+        epochs = [step.epoch for step in peer.steps]
+        sequences = [step.sequence for step in peer.steps]
+        assert epochs == sorted(epochs)
+        assert sequences == sorted(set(sequences))
 
 
-def test_sessions_side_by_side_do_not_meet() -> None:
-    async def test(scene: Scene) -> None:
-        await add_two_rows_of_peers(scene)
+@in_scene(Link(delay_seconds=0.02))
+async def test_sessions_side_by_side_do_not_meet(scene: Scene) -> None:
+    await add_two_rows_of_peers(scene)
 
-        async def live(number: int) -> None:
-            session, oracle = scene.open_session(secret=SessionId(bytes([number]) * 16)), Oracle()
-            for index in range(10):
-                hidden = draw(100 * number + index, 1 + number % 3)
-                assert torch.equal(await session.step(hidden), oracle.step(hidden))
+    async def live(number: int) -> None:
+        session, oracle = scene.open_session(secret=SessionId(bytes([number]) * 16)), Oracle()
+        for index in range(10):
+            hidden = draw(100 * number + index, 1 + number % 3)
+            assert torch.equal(await session.step(hidden), oracle.step(hidden))
 
-        lives = asyncio.gather(*(live(number) for number in range(12)))
-        await asyncio.sleep(0.3)
-        scene.network.kill("b1")
-        scene.network.pause("c2")
-        await lives
-
-    run(test, Link(delay_seconds=0.02))
+    lives = asyncio.gather(*(live(number) for number in range(12)))
+    await asyncio.sleep(0.3)
+    scene.network.kill("b1")
+    scene.network.pause("c2")
+    await lives
 
 
-def test_closing_frees_every_peer_and_ends_the_session() -> None:
-    async def test(scene: Scene) -> None:
-        await add_two_rows_of_peers(scene)
-        session = scene.open_session()
-        await session.step(draw(1, 3))
-        assert sum(len(peer.caches) for peer in scene.peers.values()) == 3
+@in_scene()
+async def test_closing_frees_every_peer_and_ends_the_session(scene: Scene) -> None:
+    await add_two_rows_of_peers(scene)
+    session = scene.open_session()
+    await session.step(draw(1, 3))
+    assert sum(len(peer.caches) for peer in scene.peers.values()) == 3
 
-        await session.close()
-        await session.close()
-        await asyncio.sleep(1)
+    await session.close()
+    await session.close()
+    await asyncio.sleep(1)
 
-        assert sum(len(peer.caches) for peer in scene.peers.values()) == 0
-        assert session.hops == ()
-        with pytest.raises(UsageError, match="closed"):
-            await session.step(draw(2))
-
-    run(test)
+    assert sum(len(peer.caches) for peer in scene.peers.values()) == 0
+    assert session.hops == ()
+    with pytest.raises(UsageError, match="closed"):
+        await session.step(draw(2))
 
 
-def test_link_with_losses_and_delay_changes_nothing() -> None:
-    async def test(scene: Scene) -> None:
-        await add_two_rows_of_peers(scene)
-        session, oracle = scene.open_session(), Oracle()
-        for index in range(30):
-            try:
-                output = await session.step(draw(index))
-            except UnavailableError:
-                output = await session.step(draw(index))
-            assert torch.equal(output, oracle.step(draw(index)))
-
-    run(test, Link(delay_seconds=0.05, loss_fraction=0.1))
+@in_scene(Link(delay_seconds=0.05, loss_fraction=0.1))
+async def test_link_with_losses_and_delay_changes_nothing(scene: Scene) -> None:
+    await add_two_rows_of_peers(scene)
+    session, oracle = scene.open_session(), Oracle()
+    for index in range(30):
+        try:
+            output = await session.step(draw(index))
+        except UnavailableError:
+            output = await session.step(draw(index))
+        assert torch.equal(output, oracle.step(draw(index)))

@@ -20,8 +20,8 @@ from session_scene import (
     be_honest,
     decline_when,
     draw,
+    in_scene,
     now,
-    run,
 )
 from torch import Tensor
 
@@ -82,73 +82,68 @@ MISCHIEF: dict[str, Callable[[Step, Any], Answer]] = {
 
 
 @pytest.mark.parametrize("name", MISCHIEF)
-def test_peer_that_misbehaves_is_replaced_and_avoided(name: str) -> None:
-    async def test(scene: Scene) -> None:
-        await add_two_rows_of_peers(scene)
-        session, oracle = scene.open_session(), Oracle()
-        for index in range(2):
-            assert torch.equal(await session.step(draw(index)), oracle.step(draw(index)))
-        villain = scene.peer_of(session, 1)
-        villain.mischief = next(at_third_step(MISCHIEF[name]))
-        for index in range(2, 9):
-            assert torch.equal(await session.step(draw(index)), oracle.step(draw(index)))
+@in_scene()
+async def test_peer_that_misbehaves_is_replaced_and_avoided(scene: Scene, name: str) -> None:
+    await add_two_rows_of_peers(scene)
+    session, oracle = scene.open_session(), Oracle()
+    for index in range(2):
+        assert torch.equal(await session.step(draw(index)), oracle.step(draw(index)))
+    villain = scene.peer_of(session, 1)
+    villain.mischief = next(at_third_step(MISCHIEF[name]))
+    for index in range(2, 9):
+        assert torch.equal(await session.step(draw(index)), oracle.step(draw(index)))
 
-        (failover,) = session.failovers
-        assert failover.lost.peer.peer_id == villain.identity.peer_id
-        assert scene.quarantined == [villain.name]
-        assert villain.name not in scene.names_of(session)
-
-    run(test)
+    (failover,) = session.failovers
+    assert failover.lost.peer.peer_id == villain.identity.peer_id
+    assert scene.quarantined == [villain.name]
+    assert villain.name not in scene.names_of(session)
 
 
 @pytest.mark.parametrize("ahead", [-1, 0, 1000])
-def test_peer_that_goes_on_answering_unasked_is_replaced_and_avoided(ahead: int) -> None:
+@in_scene()
+async def test_peer_that_goes_on_answering_unasked_is_replaced_and_avoided(
+    scene: Scene, ahead: int
+) -> None:
     """Old answers, the same one, or those to steps that nobody has sent."""
+    await add_two_rows_of_peers(scene)
+    session, oracle = scene.open_session(), Oracle()
+    for index in range(2):
+        assert torch.equal(await session.step(draw(index)), oracle.step(draw(index)))
+    villain = scene.peer_of(session, 1)
+    villain.num_repeats, villain.ahead = 200, ahead
+    for index in range(2, 9):
+        assert torch.equal(await session.step(draw(index)), oracle.step(draw(index)))
+        await asyncio.sleep(0.1)
 
-    async def test(scene: Scene) -> None:
-        await add_two_rows_of_peers(scene)
-        session, oracle = scene.open_session(), Oracle()
-        for index in range(2):
-            assert torch.equal(await session.step(draw(index)), oracle.step(draw(index)))
-        villain = scene.peer_of(session, 1)
-        villain.num_repeats, villain.ahead = 200, ahead
-        for index in range(2, 9):
-            assert torch.equal(await session.step(draw(index)), oracle.step(draw(index)))
-            await asyncio.sleep(0.1)
-
-        assert scene.quarantined == [villain.name]
-        assert villain.name not in scene.names_of(session)
-
-    run(test)
+    assert scene.quarantined == [villain.name]
+    assert villain.name not in scene.names_of(session)
 
 
-def test_peer_that_misbehaves_during_a_replay_is_replaced_as_well() -> None:
-    async def test(scene: Scene) -> None:
-        for name in ("b1", "b2", "b3"):
-            await scene.add(name, 0, 6)
-        session, oracle = scene.open_session(), Oracle()
-        assert torch.equal(await session.step(draw(0, 3)), oracle.step(draw(0, 3)))
-        first = scene.peer_of(session, 0)
-        others = [peer for peer in scene.peers.values() if peer is not first]
-        spoilt: list[str] = []
+@in_scene()
+async def test_peer_that_misbehaves_during_a_replay_is_replaced_as_well(scene: Scene) -> None:
+    for name in ("b1", "b2", "b3"):
+        await scene.add(name, 0, 6)
+    session, oracle = scene.open_session(), Oracle()
+    assert torch.equal(await session.step(draw(0, 3)), oracle.step(draw(0, 3)))
+    first = scene.peer_of(session, 0)
+    others = [peer for peer in scene.peers.values() if peer is not first]
+    spoilt: list[str] = []
 
-        def make_mischief(peer: FakePeer) -> Mischief:
-            def mischief(message: Message, answer: Answer) -> Answer:
-                if isinstance(message, Step) and not spoilt:
-                    spoilt.append(peer.name)
-                    return spoil(float("nan"))(message, answer)
-                return answer
+    def make_mischief(peer: FakePeer) -> Mischief:
+        def mischief(message: Message, answer: Answer) -> Answer:
+            if isinstance(message, Step) and not spoilt:
+                spoilt.append(peer.name)
+                return spoil(float("nan"))(message, answer)
+            return answer
 
-            return mischief
+        return mischief
 
-        for peer in others:
-            peer.mischief = make_mischief(peer)
-        scene.network.kill(first.name)
+    for peer in others:
+        peer.mischief = make_mischief(peer)
+    scene.network.kill(first.name)
 
-        assert torch.equal(await session.step(draw(1)), oracle.step(draw(1)))
-        assert sorted(scene.quarantined) == sorted([first.name, *spoilt])
-
-    run(test)
+    assert torch.equal(await session.step(draw(1)), oracle.step(draw(1)))
+    assert sorted(scene.quarantined) == sorted([first.name, *spoilt])
 
 
 @pytest.mark.parametrize(
@@ -182,48 +177,43 @@ def test_peer_that_misbehaves_during_a_replay_is_replaced_as_well() -> None:
         "rows too many",
     ],
 )
-def test_callers_mistake_is_a_usage_error_and_nobody_else_is_blamed(
-    hidden: Tensor, row_map: tuple[int, ...] | None
+@in_scene()
+async def test_callers_mistake_is_a_usage_error_and_nobody_else_is_blamed(
+    scene: Scene, hidden: Tensor, row_map: tuple[int, ...] | None
 ) -> None:
-    async def test(scene: Scene) -> None:
-        await add_two_rows_of_peers(scene)
-        session, oracle = scene.open_session(), Oracle()
-        assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
+    await add_two_rows_of_peers(scene)
+    session, oracle = scene.open_session(), Oracle()
+    assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
 
+    with pytest.raises(UsageError):
+        await session.step(hidden, row_map)
+
+    assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
+    assert (session.failovers, scene.quarantined) == ([], [])
+
+
+@in_scene()
+async def test_too_many_rows_are_a_usage_error(scene: Scene) -> None:
+    with pytest.raises(UsageError, match="256 rows"):
+        await scene.open_session().step(torch.zeros(257, 1, WIDTH))
+
+
+@in_scene()
+async def test_position_beyond_the_session_is_a_usage_error(scene: Scene) -> None:
+    await scene.add("a", 0, 6)
+    session = scene.open_session()
+    await session.step(draw(1, 3))
+    for position in (-1, 4):
         with pytest.raises(UsageError):
-            await session.step(hidden, row_map)
-
-        assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
-        assert (session.failovers, scene.quarantined) == ([], [])
-
-    run(test)
-
-
-def test_too_many_rows_are_a_usage_error() -> None:
-    async def test(scene: Scene) -> None:
-        with pytest.raises(UsageError, match="256 rows"):
-            await scene.open_session().step(torch.zeros(257, 1, WIDTH))
-
-    run(test)
-
-
-def test_position_beyond_the_session_is_a_usage_error() -> None:
-    async def test(scene: Scene) -> None:
-        await scene.add("a", 0, 6)
-        session = scene.open_session()
-        await session.step(draw(1, 3))
-        for position in (-1, 4):
-            with pytest.raises(UsageError):
-                session.rollback(position)
-        assert session.position == 3
-
-    run(test)
+            session.rollback(position)
+    assert session.position == 3
 
 
 @pytest.mark.parametrize("code", [ErrorCode.BAD_VALUES, ErrorCode.TOO_LONG, ErrorCode.BAD_FRAME])
 @pytest.mark.parametrize("kind", [Open, Step])
-def test_refusal_of_the_question_goes_to_the_caller_and_nobody_is_blamed(
-    kind: type[Open] | type[Step], code: ErrorCode
+@in_scene()
+async def test_refusal_of_the_question_goes_to_the_caller_and_nobody_is_blamed(
+    scene: Scene, kind: type[Open] | type[Step], code: ErrorCode
 ) -> None:
     def decline(message: Message, answer: Answer) -> Answer:
         if isinstance(message, kind):
@@ -231,87 +221,82 @@ def test_refusal_of_the_question_goes_to_the_caller_and_nobody_is_blamed(
             return Declined(message.session, sequence, code, "your fault")
         return answer
 
-    async def test(scene: Scene) -> None:
-        for name in ("a", "b"):
-            (await scene.add(name, 0, 6)).mischief = decline
-        session = scene.open_session()
+    for name in ("a", "b"):
+        (await scene.add(name, 0, 6)).mischief = decline
+    session = scene.open_session()
 
-        with pytest.raises(RefusedError, match="your fault") as caught:
-            await session.step(draw(1, 3))
+    with pytest.raises(RefusedError, match="your fault") as caught:
+        await session.step(draw(1, 3))
 
-        assert caught.value.code is code
-        assert scene.quarantined == []
-        for peer in scene.peers.values():
-            peer.mischief = be_honest
-        assert torch.equal(await session.step(draw(1, 3)), Oracle().step(draw(1, 3)))
-
-    run(test)
+    assert caught.value.code is code
+    assert scene.quarantined == []
+    for peer in scene.peers.values():
+        peer.mischief = be_honest
+    assert torch.equal(await session.step(draw(1, 3)), Oracle().step(draw(1, 3)))
 
 
 @pytest.mark.parametrize("code", [ErrorCode.BAD_VALUES, ErrorCode.TOO_LONG, ErrorCode.BAD_FRAME])
 @pytest.mark.parametrize("kind", [Open, Step])
-def test_one_peer_that_blames_the_question_is_not_believed(
-    kind: type[Message], code: ErrorCode
+@in_scene()
+async def test_one_peer_that_blames_the_question_is_not_believed(
+    scene: Scene, kind: type[Message], code: ErrorCode
 ) -> None:
-    async def test(scene: Scene) -> None:
-        liar = await scene.add("liar", 0, 6, decode_steps_per_second=1e6)
-        await scene.add("honest", 0, 6)
-        session, oracle = scene.open_session(), Oracle()
-        if kind is Step:
-            assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
-            assert scene.names_of(session) == ["liar"]
-        liar.mischief = decline_when(lambda message: isinstance(message, kind), code, None)
-
-        assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
-
-        assert scene.names_of(session) == ["honest"]
-        assert scene.quarantined == (["liar"] if kind is Step else [])
-        assert now() < 1
-
-    run(test)
-
-
-def test_crowd_that_blames_the_question_is_not_believed_either_and_avoided_from_then_on() -> None:
-    async def test(scene: Scene) -> None:
-        crowd = [f"liar{number}" for number in range(5)]
-        for name in crowd:
-            liar = await scene.add(name, 0, 6, decode_steps_per_second=1e6)
-            liar.mischief = decline_when(
-                lambda message: isinstance(message, Step), ErrorCode.BAD_VALUES, None
-            )
-        await scene.add("honest", 0, 6)
-        session, oracle = scene.open_session(), Oracle()
-
+    liar = await scene.add("liar", 0, 6, decode_steps_per_second=1e6)
+    await scene.add("honest", 0, 6)
+    session, oracle = scene.open_session(), Oracle()
+    if kind is Step:
         assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
+        assert scene.names_of(session) == ["liar"]
+    liar.mischief = decline_when(lambda message: isinstance(message, kind), code, None)
 
-        assert scene.names_of(session) == ["honest"]
-        assert now() < 5
-        asked = [name for name in crowd if scene.peers[name].steps]
-        assert len(asked) > 1
-        assert scene.quarantined == asked
-        for index in range(3):
-            session, oracle = scene.open_session(secret=SessionId(bytes([index]) * 16)), Oracle()
-            assert torch.equal(await session.step(draw(2, 3)), oracle.step(draw(2, 3)))
-        assert [name for name in crowd if len(scene.peers[name].steps) > 1] == []
+    assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
 
-    run(test)
+    assert scene.names_of(session) == ["honest"]
+    assert scene.quarantined == (["liar"] if kind is Step else [])
+    assert now() < 1
+
+
+@in_scene()
+async def test_crowd_that_blames_the_question_is_not_believed_either_and_avoided_from_then_on(
+    scene: Scene,
+) -> None:
+    crowd = [f"liar{number}" for number in range(5)]
+    for name in crowd:
+        liar = await scene.add(name, 0, 6, decode_steps_per_second=1e6)
+        liar.mischief = decline_when(
+            lambda message: isinstance(message, Step), ErrorCode.BAD_VALUES, None
+        )
+    await scene.add("honest", 0, 6)
+    session, oracle = scene.open_session(), Oracle()
+
+    assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
+
+    assert scene.names_of(session) == ["honest"]
+    assert now() < 5
+    asked = [name for name in crowd if scene.peers[name].steps]
+    assert len(asked) > 1
+    assert scene.quarantined == asked
+    for index in range(3):
+        session, oracle = scene.open_session(secret=SessionId(bytes([index]) * 16)), Oracle()
+        assert torch.equal(await session.step(draw(2, 3)), oracle.step(draw(2, 3)))
+    assert [name for name in crowd if len(scene.peers[name].steps) > 1] == []
 
 
 @pytest.mark.parametrize("kind", [Open, Step])
-def test_only_peer_that_blames_the_question_is_believed_at_once(kind: type[Message]) -> None:
-    async def test(scene: Scene) -> None:
-        peer = await scene.add("a", 0, 6)
-        peer.mischief = decline_when(
-            lambda message: isinstance(message, kind), ErrorCode.BAD_VALUES, None
-        )
-        session = scene.open_session()
+@in_scene()
+async def test_only_peer_that_blames_the_question_is_believed_at_once(
+    scene: Scene, kind: type[Message]
+) -> None:
+    peer = await scene.add("a", 0, 6)
+    peer.mischief = decline_when(
+        lambda message: isinstance(message, kind), ErrorCode.BAD_VALUES, None
+    )
+    session = scene.open_session()
 
-        with pytest.raises(RefusedError) as caught:
-            await session.step(draw(1, 3))
+    with pytest.raises(RefusedError) as caught:
+        await session.step(draw(1, 3))
 
-        assert caught.value.code is ErrorCode.BAD_VALUES
-        assert now() < 1
-        peer.mischief = be_honest
-        assert torch.equal(await session.step(draw(1, 3)), Oracle().step(draw(1, 3)))
-
-    run(test)
+    assert caught.value.code is ErrorCode.BAD_VALUES
+    assert now() < 1
+    peer.mischief = be_honest
+    assert torch.equal(await session.step(draw(1, 3)), Oracle().step(draw(1, 3)))

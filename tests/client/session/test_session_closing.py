@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 import torch
-from session_scene import Oracle, Scene, add_two_rows_of_peers, draw, run
+from session_scene import Oracle, Scene, add_two_rows_of_peers, draw, in_scene
 
 from shoal.client.routing.route_finder import SwarmModel
 from shoal.client.runtime.client import Client
@@ -25,98 +25,90 @@ SLOW = Link(delay_seconds=0.05)
 # Opening takes two round trips of 0.1 s, and a step one for each of three hops.
 @pytest.mark.parametrize("row_map", [None, (1, 0)], ids=["plain", "rows"])
 @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.12, 0.22, 0.27, 0.32, 0.42])
-def test_closing_ends_the_step_under_way_and_nobody_is_blamed(
-    seconds: float, row_map: tuple[int, ...] | None
+@in_scene(SLOW)
+async def test_closing_ends_the_step_under_way_and_nobody_is_blamed(
+    scene: Scene, seconds: float, row_map: tuple[int, ...] | None
 ) -> None:
-    async def test(scene: Scene) -> None:
-        await add_two_rows_of_peers(scene)
-        session = scene.open_session()
-        step = asyncio.create_task(session.step(draw(1, 3, num_rows=2), row_map))
-        await asyncio.sleep(seconds)
+    await add_two_rows_of_peers(scene)
+    session = scene.open_session()
+    step = asyncio.create_task(session.step(draw(1, 3, num_rows=2), row_map))
+    await asyncio.sleep(seconds)
 
-        await session.close()
+    await session.close()
 
-        with pytest.raises(UsageError, match="closed"):
-            await step
-        assert session.hops == ()
-        assert scene.quarantined == []
-        await asyncio.sleep(1)
-        assert [name for name, peer in scene.peers.items() if peer.caches] == []
-
-    run(test, SLOW)
+    with pytest.raises(UsageError, match="closed"):
+        await step
+    assert session.hops == ()
+    assert scene.quarantined == []
+    await asyncio.sleep(1)
+    assert [name for name, peer in scene.peers.items() if peer.caches] == []
 
 
-def test_closing_during_a_failover_leaves_nothing_anywhere() -> None:
-    async def test(scene: Scene) -> None:
-        await add_two_rows_of_peers(scene)
-        session = scene.open_session()
-        await session.step(draw(1, 3))
-        lost = scene.peer_of(session, 1)
-        scene.network.kill(lost.name)
-        step = asyncio.create_task(session.step(draw(2)))
-        await asyncio.sleep(0.25)
+@in_scene(SLOW)
+async def test_closing_during_a_failover_leaves_nothing_anywhere(scene: Scene) -> None:
+    await add_two_rows_of_peers(scene)
+    session = scene.open_session()
+    await session.step(draw(1, 3))
+    lost = scene.peer_of(session, 1)
+    scene.network.kill(lost.name)
+    step = asyncio.create_task(session.step(draw(2)))
+    await asyncio.sleep(0.25)
 
-        await asyncio.gather(session.close(), session.close())
+    await asyncio.gather(session.close(), session.close())
 
-        with pytest.raises(UsageError, match="closed"):
-            await step
-        assert scene.quarantined == [lost.name]
-        await asyncio.sleep(1)
-        assert [n for n, peer in scene.peers.items() if peer.caches and peer is not lost] == []
-        lost.caches.clear()
-
-    run(test, SLOW)
+    with pytest.raises(UsageError, match="closed"):
+        await step
+    assert scene.quarantined == [lost.name]
+    await asyncio.sleep(1)
+    assert [n for n, peer in scene.peers.items() if peer.caches and peer is not lost] == []
+    lost.caches.clear()
 
 
-def test_step_that_waits_for_its_turn_hears_that_the_session_was_closed() -> None:
-    async def test(scene: Scene) -> None:
-        await add_two_rows_of_peers(scene)
-        session = scene.open_session()
-        steps = [asyncio.create_task(session.step(draw(1))) for _ in range(2)]
-        await asyncio.sleep(0.1)
+@in_scene(SLOW)
+async def test_step_that_waits_for_its_turn_hears_that_the_session_was_closed(scene: Scene) -> None:
+    await add_two_rows_of_peers(scene)
+    session = scene.open_session()
+    steps = [asyncio.create_task(session.step(draw(1))) for _ in range(2)]
+    await asyncio.sleep(0.1)
 
-        await session.close()
+    await session.close()
 
-        for result in await asyncio.gather(*steps, return_exceptions=True):
-            assert isinstance(result, UsageError), result
-
-    run(test, SLOW)
+    for result in await asyncio.gather(*steps, return_exceptions=True):
+        assert isinstance(result, UsageError), result
 
 
-def test_caller_that_is_cancelled_stays_cancelled_when_the_session_is_closed_too() -> None:
-    async def test(scene: Scene) -> None:
-        await add_two_rows_of_peers(scene)
-        session = scene.open_session()
-        step = asyncio.create_task(session.step(draw(1)))
-        await asyncio.sleep(0.25)
+@in_scene(SLOW)
+async def test_caller_that_is_cancelled_stays_cancelled_when_the_session_is_closed_too(
+    scene: Scene,
+) -> None:
+    await add_two_rows_of_peers(scene)
+    session = scene.open_session()
+    step = asyncio.create_task(session.step(draw(1)))
+    await asyncio.sleep(0.25)
 
-        step.cancel()
-        await session.close()
-        await asyncio.wait([step])
+    step.cancel()
+    await session.close()
+    await asyncio.wait([step])
 
-        assert step.cancelled()
-
-    run(test, SLOW)
+    assert step.cancelled()
 
 
-def test_closing_one_session_does_not_touch_another_on_the_same_peers() -> None:
-    async def test(scene: Scene) -> None:
-        for name, start, stop in (("a", 0, 3), ("b", 3, 6)):
-            await scene.add(name, start, stop)
-        mine, oracle = scene.open_session(), Oracle()
-        other = scene.open_session(secret=SessionId(b"another secret.."))
-        assert torch.equal(await mine.step(draw(1)), oracle.step(draw(1)))
-        step = asyncio.create_task(other.step(draw(2)))
-        await asyncio.sleep(0.25)
+@in_scene(SLOW)
+async def test_closing_one_session_does_not_touch_another_on_the_same_peers(scene: Scene) -> None:
+    for name, start, stop in (("a", 0, 3), ("b", 3, 6)):
+        await scene.add(name, start, stop)
+    mine, oracle = scene.open_session(), Oracle()
+    other = scene.open_session(secret=SessionId(b"another secret.."))
+    assert torch.equal(await mine.step(draw(1)), oracle.step(draw(1)))
+    step = asyncio.create_task(other.step(draw(2)))
+    await asyncio.sleep(0.25)
 
-        await other.close()
+    await other.close()
 
-        with pytest.raises(UsageError):
-            await step
-        assert torch.equal(await mine.step(draw(3)), oracle.step(draw(3)))
-        assert mine.failovers == []
-
-    run(test, SLOW)
+    with pytest.raises(UsageError):
+        await step
+    assert torch.equal(await mine.step(draw(3)), oracle.step(draw(3)))
+    assert mine.failovers == []
 
 
 def test_session_that_was_closed_opens_nothing_for_another_number_of_rows() -> None:

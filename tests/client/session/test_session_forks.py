@@ -17,7 +17,7 @@ from session_scene import (
     add_two_rows_of_peers,
     decline_when,
     draw,
-    run,
+    in_scene,
 )
 from session_scene import Answer as FakeAnswer
 
@@ -55,187 +55,173 @@ def ignore_parent(peer: FakePeer, message: Message, answer: FakeAnswer) -> FakeA
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_any_tree_of_forks_equals_machines_of_their_own(seed: int) -> None:
+@in_scene()
+async def test_any_tree_of_forks_equals_machines_of_their_own(scene: Scene, seed: int) -> None:
     rng = random.Random(seed)
 
-    async def test(scene: Scene) -> None:
-        await add_two_rows_of_peers(scene)
-        scene.peers["a1"].mischief = decline_when(
-            lambda message: is_fork(message) and rng.random() < 0.3,
-            ErrorCode.UNKNOWN_SESSION,
-            None,
-        )
-        grown = [(scene.open_session(), Oracle())]
-        for number in range(60):
-            session, oracle = rng.choice(grown)
-            event = rng.random()
-            if event < 0.2:
-                position = rng.randint(0, session.position)
-                twin = open_twin(scene)
-                await session.fork_into(twin, position)
-                assert twin.position == position
-                grown.append((twin, fork_oracle(oracle, position)))
-            elif event < 0.3:
-                position = rng.randint(0, session.position)
-                session.rollback(position)
-                oracle.position = position
-            elif event < 0.35 and len(grown) > 1:
-                grown.remove((session, oracle))
-                await session.close()
-            elif session.position < 80:
-                hidden = draw(number, rng.choice((1, 1, 5)), num_rows=2)
-                row_map = rng.choice((None, None, (1, 0), (1, 1)))
-                output = await session.step(hidden, row_map)
-                assert torch.equal(output, oracle.step(hidden, row_map))
-
-    run(test)
+    await add_two_rows_of_peers(scene)
+    scene.peers["a1"].mischief = decline_when(
+        lambda message: is_fork(message) and rng.random() < 0.3,
+        ErrorCode.UNKNOWN_SESSION,
+        None,
+    )
+    grown = [(scene.open_session(), Oracle())]
+    for number in range(60):
+        session, oracle = rng.choice(grown)
+        event = rng.random()
+        if event < 0.2:
+            position = rng.randint(0, session.position)
+            twin = open_twin(scene)
+            await session.fork_into(twin, position)
+            assert twin.position == position
+            grown.append((twin, fork_oracle(oracle, position)))
+        elif event < 0.3:
+            position = rng.randint(0, session.position)
+            session.rollback(position)
+            oracle.position = position
+        elif event < 0.35 and len(grown) > 1:
+            grown.remove((session, oracle))
+            await session.close()
+        elif session.position < 80:
+            hidden = draw(number, rng.choice((1, 1, 5)), num_rows=2)
+            row_map = rng.choice((None, None, (1, 0), (1, 1)))
+            output = await session.step(hidden, row_map)
+            assert torch.equal(output, oracle.step(hidden, row_map))
 
 
-def test_fork_sends_no_token_again_and_keeps_no_second_log() -> None:
-    async def test(scene: Scene) -> None:
-        await add_two_rows_of_peers(scene)
-        session, twin, oracle = scene.open_session(), open_twin(scene), Oracle()
-        prompt = draw(1, 6)
-        await session.step(prompt)
-        oracle.step(prompt)
+@in_scene()
+async def test_fork_sends_no_token_again_and_keeps_no_second_log(scene: Scene) -> None:
+    await add_two_rows_of_peers(scene)
+    session, twin, oracle = scene.open_session(), open_twin(scene), Oracle()
+    prompt = draw(1, 6)
+    await session.step(prompt)
+    oracle.step(prompt)
 
-        await session.fork_into(twin, 4)
-        oracle.position = 4
-        assert torch.equal(await twin.step(draw(2)), oracle.step(draw(2)))
+    await session.fork_into(twin, 4)
+    oracle.position = 4
+    assert torch.equal(await twin.step(draw(2)), oracle.step(draw(2)))
 
-        assert twin.hops == session.hops
-        assert twin.failovers == []
-        for hop, (live, of_twin) in enumerate(zip(session._hops, twin._hops, strict=True)):
-            steps = scene.peer_of(session, hop).steps
-            assert [(step.position, step.hidden.tokens) for step in steps] == [(0, 6), (4, 1)]
-            pieces = live.log.plan_replay(), of_twin.log.plan_replay()
-            assert pieces[0][0].payload is pieces[1][0].payload
-
-    run(test)
+    assert twin.hops == session.hops
+    assert twin.failovers == []
+    for hop, (live, of_twin) in enumerate(zip(session._hops, twin._hops, strict=True)):
+        steps = scene.peer_of(session, hop).steps
+        assert [(step.position, step.hidden.tokens) for step in steps] == [(0, 6), (4, 1)]
+        pieces = live.log.plan_replay(), of_twin.log.plan_replay()
+        assert pieces[0][0].payload is pieces[1][0].payload
 
 
 @pytest.mark.parametrize("code", list(ErrorCode), ids=lambda code: code.name)
-def test_peer_that_declines_a_fork_gets_a_replay(code: ErrorCode) -> None:
-    async def test(scene: Scene) -> None:
-        for name, start, stop in (("a", 0, 3), ("b", 3, 6)):
-            await scene.add(name, start, stop)
-        session, twin, oracle = scene.open_session(), open_twin(scene), Oracle()
-        await session.step(draw(1, 6))
-        oracle.step(draw(1, 6))
-        scene.peers["b"].mischief = decline_when(is_fork, code, None)
+@in_scene()
+async def test_peer_that_declines_a_fork_gets_a_replay(scene: Scene, code: ErrorCode) -> None:
+    for name, start, stop in (("a", 0, 3), ("b", 3, 6)):
+        await scene.add(name, start, stop)
+    session, twin, oracle = scene.open_session(), open_twin(scene), Oracle()
+    await session.step(draw(1, 6))
+    oracle.step(draw(1, 6))
+    scene.peers["b"].mischief = decline_when(is_fork, code, None)
 
-        await session.fork_into(twin, 6)
-        assert torch.equal(await twin.step(draw(2)), oracle.step(draw(2)))
+    await session.fork_into(twin, 6)
+    assert torch.equal(await twin.step(draw(2)), oracle.step(draw(2)))
 
-        (failover,) = twin.failovers
-        assert (failover.lost.span, failover.num_replayed_tokens) == (session.hops[1].span, 6)
-        assert scene.names_of(twin) == ["a", "b"]
-        assert [step.position for step in scene.peers["a"].steps] == [0, 6]
-
-    run(test)
+    (failover,) = twin.failovers
+    assert (failover.lost.span, failover.num_replayed_tokens) == (session.hops[1].span, 6)
+    assert scene.names_of(twin) == ["a", "b"]
+    assert [step.position for step in scene.peers["a"].steps] == [0, 6]
 
 
-def test_peer_that_forks_without_the_prefix_is_found_out() -> None:
-    async def test(scene: Scene) -> None:
-        await add_two_rows_of_peers(scene)
-        session, twin, oracle = scene.open_session(), open_twin(scene), Oracle()
-        await session.step(draw(1, 6))
-        oracle.step(draw(1, 6))
-        liar = scene.peer_of(session, 1)
-        liar.mischief = lambda message, answer: ignore_parent(liar, message, answer)
+@in_scene()
+async def test_peer_that_forks_without_the_prefix_is_found_out(scene: Scene) -> None:
+    await add_two_rows_of_peers(scene)
+    session, twin, oracle = scene.open_session(), open_twin(scene), Oracle()
+    await session.step(draw(1, 6))
+    oracle.step(draw(1, 6))
+    liar = scene.peer_of(session, 1)
+    liar.mischief = lambda message, answer: ignore_parent(liar, message, answer)
 
-        await session.fork_into(twin, 6)
+    await session.fork_into(twin, 6)
 
-        assert torch.equal(await twin.step(draw(2)), oracle.step(draw(2)))
-        assert "lost the prefix" in twin.failovers[0].reason
-
-    run(test)
+    assert torch.equal(await twin.step(draw(2)), oracle.step(draw(2)))
+    assert "lost the prefix" in twin.failovers[0].reason
 
 
-def test_fork_of_a_session_whose_step_failed_takes_what_was_answered() -> None:
-    async def test(scene: Scene) -> None:
-        await add_two_rows_of_peers(scene)
-        session, twin, oracle = scene.open_session(), open_twin(scene), Oracle()
-        await session.step(draw(1, 6, 2))
-        oracle.step(draw(1, 6, 2))
-        for name in ("c1", "c2"):
-            scene.peers[name].mischief = lambda message, answer: (
-                answer if not hasattr(message, "hidden") else None
-            )
-        with pytest.raises(Exception, match="blocks 4:6"):
-            await session.step(draw(2, 3, 2))
-        for name in ("c1", "c2"):
-            scene.peers[name].mischief = lambda _, answer: answer
+@in_scene()
+async def test_fork_of_a_session_whose_step_failed_takes_what_was_answered(scene: Scene) -> None:
+    await add_two_rows_of_peers(scene)
+    session, twin, oracle = scene.open_session(), open_twin(scene), Oracle()
+    await session.step(draw(1, 6, 2))
+    oracle.step(draw(1, 6, 2))
+    for name in ("c1", "c2"):
+        scene.peers[name].mischief = lambda message, answer: (
+            answer if not hasattr(message, "hidden") else None
+        )
+    with pytest.raises(Exception, match="blocks 4:6"):
+        await session.step(draw(2, 3, 2))
+    for name in ("c1", "c2"):
+        scene.peers[name].mischief = lambda _, answer: answer
 
-        await session.fork_into(twin, 6)
+    await session.fork_into(twin, 6)
 
-        expected = fork_oracle(oracle, 6).step(draw(3, 1, 2), (1, 0))
-        assert torch.equal(await twin.step(draw(3, 1, 2), (1, 0)), expected)
-        assert torch.equal(await session.step(draw(2, 3, 2)), oracle.step(draw(2, 3, 2)))
-
-    run(test)
+    expected = fork_oracle(oracle, 6).step(draw(3, 1, 2), (1, 0))
+    assert torch.equal(await twin.step(draw(3, 1, 2), (1, 0)), expected)
+    assert torch.equal(await session.step(draw(2, 3, 2)), oracle.step(draw(2, 3, 2)))
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.12, 0.17])
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "cancelled"])
-def test_fork_that_is_cut_short_leaves_nothing(seconds: float, is_closed: bool) -> None:
-    async def test(scene: Scene) -> None:
-        await add_two_rows_of_peers(scene)
-        session, twin = scene.open_session(), open_twin(scene)
-        await session.step(draw(1, 6))
-        forking = asyncio.create_task(session.fork_into(twin, 6))
-        await asyncio.sleep(seconds)
+@in_scene(SLOW)
+async def test_fork_that_is_cut_short_leaves_nothing(
+    scene: Scene, seconds: float, is_closed: bool
+) -> None:
+    await add_two_rows_of_peers(scene)
+    session, twin = scene.open_session(), open_twin(scene)
+    await session.step(draw(1, 6))
+    forking = asyncio.create_task(session.fork_into(twin, 6))
+    await asyncio.sleep(seconds)
 
-        if is_closed:
-            await session.close()
-            with pytest.raises(UsageError, match="closed"):
-                await forking
-        else:
-            forking.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await forking
-            await session.close()
-
-        assert (twin.hops, twin.position) == ((), 0)
-        assert scene.quarantined == []
-        await asyncio.sleep(1)
-        assert [name for name, peer in scene.peers.items() if peer.caches] == []
-
-    run(test, SLOW)
-
-
-def test_fork_that_is_cut_short_hangs_up_on_those_who_had_opened_it() -> None:
-    async def test(scene: Scene) -> None:
-        await add_two_rows_of_peers(scene)
-        session, twin = scene.open_session(), open_twin(scene)
-        await session.step(draw(1, 6))
-        *others, silent = (scene.peer_of(session, hop) for hop in range(3))
-        scene.network.pause(silent.name)
-        forking = asyncio.create_task(session.fork_into(twin, 6))
-        await asyncio.sleep(0.3)
-        assert [len(peer.caches) for peer in others] == [2, 2]
-
+    if is_closed:
+        await session.close()
+        with pytest.raises(UsageError, match="closed"):
+            await forking
+    else:
         forking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await forking
+        await session.close()
 
-        await asyncio.sleep(1)
-        assert [len(peer.caches) for peer in others] == [1, 1]
+    assert (twin.hops, twin.position) == ((), 0)
+    assert scene.quarantined == []
+    await asyncio.sleep(1)
+    assert [name for name, peer in scene.peers.items() if peer.caches] == []
 
-    run(test, SLOW)
+
+@in_scene(SLOW)
+async def test_fork_that_is_cut_short_hangs_up_on_those_who_had_opened_it(scene: Scene) -> None:
+    await add_two_rows_of_peers(scene)
+    session, twin = scene.open_session(), open_twin(scene)
+    await session.step(draw(1, 6))
+    *others, silent = (scene.peer_of(session, hop) for hop in range(3))
+    scene.network.pause(silent.name)
+    forking = asyncio.create_task(session.fork_into(twin, 6))
+    await asyncio.sleep(0.3)
+    assert [len(peer.caches) for peer in others] == [2, 2]
+
+    forking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await forking
+
+    await asyncio.sleep(1)
+    assert [len(peer.caches) for peer in others] == [1, 1]
 
 
-def test_sessions_of_a_fork_have_ids_of_their_own() -> None:
-    async def test(scene: Scene) -> None:
-        peer = await scene.add("a", 0, 6)
-        session, twin = scene.open_session(), open_twin(scene)
-        await session.step(draw(1, 6))
+@in_scene()
+async def test_sessions_of_a_fork_have_ids_of_their_own(scene: Scene) -> None:
+    peer = await scene.add("a", 0, 6)
+    session, twin = scene.open_session(), open_twin(scene)
+    await session.step(draw(1, 6))
 
-        await session.fork_into(twin, 5)
+    await session.fork_into(twin, 5)
 
-        first, second = peer.opens
-        assert (second.parent, second.prefix_tokens) == (first.session, 5)
-        assert SECRET not in (first.session, second.session)
-        assert replace(second, session=first.session, parent=None, prefix_tokens=0) == first
-
-    run(test)
+    first, second = peer.opens
+    assert (second.parent, second.prefix_tokens) == (first.session, 5)
+    assert SECRET not in (first.session, second.session)
+    assert replace(second, session=first.session, parent=None, prefix_tokens=0) == first
