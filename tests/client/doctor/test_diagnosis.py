@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from diagnosis_scene import ADDRESS, Swarm, examine, find
@@ -11,6 +13,10 @@ from shoal.protocol.errors import DirectoryError, WrongSwarmError
 from shoal.protocol.membership.membership import Membership, Role, make_owner, make_public
 from shoal.protocol.records.announcements import PeerState
 from shoal.protocol.spans import Span
+
+REFUSED = ConnectionRefusedError(111, "refused")
+UNKNOWN_NAME = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+SEVERAL = "Multiple exceptions: [Errno 111] refused, [Errno 113] no route"
 
 
 def test_sound_swarm_is_well() -> None:
@@ -46,75 +52,68 @@ def test_missing_model_still_lets_the_network_be_checked() -> None:
     assert find(diagnosis, "directory").ok
 
 
-def test_closed_address_is_told() -> None:
+def trouble(**facts: Any) -> Callable[[Swarm], Awaitable[None]]:
+    """Return what has a swarm without peers be as these attributes say."""
+
     async def build(swarm: Swarm) -> None:
-        swarm.dial_error = ConnectionRefusedError(111, "refused")
+        for name, value in facts.items():
+            setattr(swarm, name, value)
 
-    diagnosis = examine(build)
+    return build
 
-    closed = find(diagnosis, "address")
-    assert "10.0.0.1:4001" in closed.detail
-    assert "nobody listens" in closed.detail
-    assert not closed.ok
+
+@pytest.mark.parametrize(
+    ("facts", "detail", "fix"),
+    [
+        ({"dial_error": REFUSED}, "nobody listens", ""),
+        ({"dial_error": UNKNOWN_NAME}, "the host name cannot be resolved", "spelling of the name"),
+        ({"dial_error": UnicodeError()}, "the host name cannot be resolved", "spelling"),
+        ({"dial_error": OSError(SEVERAL)}, ": refused, no route", ""),
+        ({"is_dial_silent": True}, "does not answer within 3 s", "firewall"),
+        ({"hail_answer": None}, "accepts connections and then stays silent", "kill -CONT"),
+        ({"hail_answer": b""}, "does not speak libp2p", ""),
+        ({"hail_answer": b"HTTP/1.1 400 Bad Request"}, "does not speak libp2p", ""),
+    ],
+    ids=[
+        *("closed", "unknown name", "impossible name", "several failures"),
+        *("silent", "paused", "hangs up", "another program"),
+    ],
+)
+def test_address_that_cannot_be_joined_through_is_told(
+    facts: dict[str, Any], detail: str, fix: str
+) -> None:
+    diagnosis = examine(trouble(**facts))
+
+    finding = find(diagnosis, "address")
+    assert not finding.ok
+    assert "10.0.0.1:4001" in finding.detail
+    assert detail in finding.detail
+    assert "Errno" not in finding.detail
+    assert fix in finding.fix
     assert diagnosis.missing is None
     assert len(diagnosis.findings) == 2  # nobody is left to join through
 
 
-def test_silent_address_is_given_up_in_time() -> None:
-    async def build(swarm: Swarm) -> None:
-        swarm.is_dial_silent = True
-
-    diagnosis = examine(build)
-
-    assert "does not answer within 3 s" in find(diagnosis, "address").detail
-    assert "firewall" in find(diagnosis, "address").fix
-
-
-def test_address_that_accepts_and_says_nothing_is_called_paused() -> None:
-    async def build(swarm: Swarm) -> None:
-        swarm.hail_answer = None
-
-    diagnosis = examine(build)
-
-    assert "accepts connections and then stays silent" in find(diagnosis, "address").detail
-    assert "kill -CONT" in find(diagnosis, "address").fix
-    assert len(diagnosis.findings) == 2  # nobody is left to join through
-
-
-@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request"])
-def test_address_of_another_program_is_told(answer: bytes) -> None:
-    async def build(swarm: Swarm) -> None:
-        swarm.hail_answer = answer
-
-    diagnosis = examine(build)
-
-    assert "does not speak libp2p" in find(diagnosis, "address").detail
-
-
 @pytest.mark.parametrize(
-    ("complaint", "advice"),
+    ("error", "name", "fix"),
     [
-        ("no initial peer answers: /ip4/...", "paused"),
-        ("whoever is there is not the peer that the address names", "--identity"),
-        ("the directory is in flames", "restart the peer at this address"),
+        (DirectoryError("no initial peer answers: /ip4/..."), "directory", "paused"),
+        (DirectoryError("it is not the peer that the address names"), "directory", "--identity"),
+        (DirectoryError("it is in flames"), "directory", "restart the peer at this address"),
+        (DirectoryError("the clock of this machine is 9 s ahead"), "clock", "time synchronisation"),
+        (WrongSwarmError("different swarms; give one"), "membership", "addresses of one swarm"),
+        (WrongSwarmError("wrong secret: another swarm"), "membership", "for a join code"),
+        (WrongSwarmError("not a member: it is private"), "membership", "for a join code"),
     ],
+    ids=str,
 )
-def test_advice_fits_the_failure_of_the_join(complaint: str, advice: str) -> None:
-    async def build(swarm: Swarm) -> None:
-        swarm.join_error = DirectoryError(complaint)
+def test_advice_fits_the_failure_of_the_join(error: DirectoryError, name: str, fix: str) -> None:
+    diagnosis = examine(trouble(join_error=error))
 
-    diagnosis = examine(build)
-
-    assert advice in find(diagnosis, "directory").fix
-
-
-def test_failed_join_is_reported_and_a_wrong_clock_has_its_own_advice() -> None:
-    async def build(swarm: Swarm) -> None:
-        swarm.join_error = DirectoryError("the clock of this machine is 9.0 seconds ahead")
-
-    diagnosis = examine(build)
-
-    assert "time synchronisation" in find(diagnosis, "clock").fix
+    finding = find(diagnosis, name)
+    assert not finding.ok
+    assert str(error) in finding.detail
+    assert fix in finding.fix
     assert not diagnosis.is_usable
 
 
@@ -166,63 +165,15 @@ def test_peers_to_start_are_told_how_they_get_in(
     assert ("that allows serving" in finding.fix) == takes_another_code
 
 
-def test_unknown_name_is_told_from_a_closed_port_and_without_numbers() -> None:
-    async def build(swarm: Swarm) -> None:
-        swarm.dial_error = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
-    finding = find(examine(build), "address")
-
-    assert "the host name cannot be resolved" in finding.detail
-    assert "Errno" not in finding.detail
-    assert "the spelling of the name" in finding.fix
-
-
-def test_name_that_cannot_be_is_told_like_an_unknown_one() -> None:
-    async def build(swarm: Swarm) -> None:
-        swarm.dial_error = UnicodeError("label empty or too long")
-
-    finding = find(examine(build), "address")
-
-    assert "the host name cannot be resolved" in finding.detail
-    assert "the spelling of the name" in finding.fix
-
-
 @pytest.mark.parametrize(
     ("address", "is_named"), [(ADDRESS, True), (ADDRESS.replace("10.0.0.1", "127.0.0.1"), False)]
 )
 def test_closed_port_of_another_machine_may_be_shut_by_a_firewall(
     address: str, is_named: bool
 ) -> None:
-    async def build(swarm: Swarm) -> None:
-        swarm.dial_error = ConnectionRefusedError(111, "refused")
+    build = trouble(dial_error=REFUSED)
 
     fix = find(examine(build, addresses=[address]), "address").fix
 
     assert "still runs" in fix
     assert ("a firewall or router there blocks TCP port 4001" in fix) == is_named
-
-
-def test_several_failures_of_one_dial_are_shown_without_numbers() -> None:
-    async def build(swarm: Swarm) -> None:
-        swarm.dial_error = OSError("Multiple exceptions: [Errno 111] refused, [Errno 113] no route")
-
-    assert find(examine(build), "address").detail.endswith(": refused, no route")
-
-
-def test_addresses_of_two_swarms_are_not_a_matter_of_codes() -> None:
-    async def build(swarm: Swarm) -> None:
-        swarm.join_error = WrongSwarmError("the addresses belong to different swarms; give one")
-
-    assert "give addresses of one swarm only" in find(examine(build), "membership").fix
-
-
-@pytest.mark.parametrize("detail", ["wrong secret: another swarm", "not a member: it is private"])
-def test_swarm_of_others_is_told_from_a_broken_directory(detail: str) -> None:
-    async def build(swarm: Swarm) -> None:
-        swarm.join_error = WrongSwarmError(detail)
-
-    finding = find(examine(build), "membership")
-
-    assert not finding.ok
-    assert finding.detail == detail
-    assert "for a join code" in finding.fix
