@@ -12,7 +12,7 @@ from coroutine_tests import make_decorator
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.client.routing.route import Hop
-from shoal.client.session.hop_link import HopLink, Mailbox
+from shoal.client.session.hop_link import HopLink
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
@@ -42,7 +42,7 @@ PEER_ID = Identity(bytes(32)).peer_id
 OTHER_ID = Identity(bytes([1]) * 32).peer_id
 SESSION, OTHER_SESSION = SessionId(b"s" * 16), SessionId(b"t" * 16)
 SPAN = Span(0, 4)
-WIDTH = 8
+WIDTH = 32
 CLIENT = ClientToken(b"c" * 16)
 OPEN = Open(SESSION, 3, MODEL_ID, Span(0, 9), 1, 100, WireDtype.FP32)
 IN_CHAIN = replace(OPEN, capability=Capability(b"k" * CAPABILITY_BYTES))
@@ -59,30 +59,18 @@ def answer_honestly(message: Message) -> Answer:
     if isinstance(message, Open):
         return Opened(message.session, message.epoch, 0.25, 77)
     if isinstance(message, Step):
-        return make_output(message)
+        return Output(message.session, message.epoch, message.sequence, 0, message.hidden)
     return None
 
 
-def make_output(step: Step, **changes: Any) -> Output:
-    output = Output(step.session, step.epoch, step.sequence, step.position, step.hidden)
-    return replace(output, **changes)
-
-
-def make_tensor(
-    tokens: int = 1, rows: int = 1, width: int = WIDTH, dtype: WireDtype = WireDtype.FP32
-) -> WireTensor:
-    size = 4 if dtype is WireDtype.FP32 else 2
-    return WireTensor(dtype, rows, tokens, width, bytes(size * rows * tokens * width))
-
-
-def make_step(tokens: int = 1, **changes: Any) -> Step:
-    return replace(Step(SESSION, 3, 1, 0, make_tensor(tokens)), **changes)
+def make_step(num_tokens: int = 1) -> Step:
+    hidden = WireTensor(WireDtype.FP32, 1, num_tokens, WIDTH, bytes(4 * num_tokens * WIDTH))
+    return Step(SESSION, 3, 1, 0, hidden)
 
 
 def make_bulk_step() -> Step:
     """Return a step that is too large for the first stream."""
-    num_tokens = BULK_FRAME_BYTES // (4 * WIDTH) // 4 + 1
-    return make_step(hidden=make_tensor(num_tokens, width=4 * WIDTH))
+    return make_step(BULK_FRAME_BYTES // (4 * WIDTH) + 1)
 
 
 @dataclass
@@ -116,19 +104,6 @@ class Scene:
         return await HopLink.open(
             self.transport, VirtualClock(), hop or self.make_hop(), opening, CLIENT, TIMEOUT
         )
-
-
-async def ask(link: HopLink, step: Step, seconds: float = TIMEOUT) -> Output:
-    """Return the checked answer to a step, which is looked for as sessions do."""
-    mailbox = Mailbox(lambda: step.sequence)
-    mailbox.expect(link.session, step.sequence)
-    link.listen(mailbox)
-    await link.send(step, seconds)
-    while (arrived := mailbox.take_output(link.session, step.sequence)) is None:
-        if (error := mailbox.trouble(link.session)) is not None:
-            raise error
-        await mailbox.wait()
-    return link.check_output(step, arrived.output)
 
 
 def make_announcement(endpoints: tuple[Endpoint, ...], peer_id: PeerId = PEER_ID) -> Announcement:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -89,7 +89,7 @@ def be_honest(_: Message, answer: Answer) -> Answer:
 class FakePeer:
     """Serves a span; `mischief` may change any answer, None hangs up.
 
-    Behind each output, it sends `num_repeats` of it, which are those to steps `ahead` of it.
+    Behind each output, it sends `num_repeats` of it.
     """
 
     name: str
@@ -97,7 +97,6 @@ class FakePeer:
     span: Span
     mischief: Mischief = be_honest
     num_repeats: int = 0
-    ahead: int = 0
     caches: dict[SessionId, FakeCache] = field(default_factory=dict)
     opens: list[Open] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
@@ -114,9 +113,8 @@ class FakePeer:
                     return
                 await stream.send(answer if isinstance(answer, bytes) else encode_frame(answer))
                 if isinstance(answer, Output):
-                    unasked = replace(answer, sequence=answer.sequence + self.ahead)
                     for _ in range(self.num_repeats):
-                        await stream.send(encode_frame(unasked))
+                        await stream.send(encode_frame(answer))
         finally:
             for session in mine:
                 self.caches.pop(session, None)

@@ -76,9 +76,7 @@ def test_loss_and_gradients_are_those_of_transformers(
         assert names == list(model.state_dict()) == ["score.weight"]
 
 
-@pytest.mark.parametrize(
-    "variant", ["bloom", "gpt2", "gemma2", "wrapped-gpt-neox", "wrapped-stablelm"]
-)
+@pytest.mark.parametrize("variant", ["bloom", "gpt2", "gemma2", "wrapped-gpt-neox"])
 def test_families_have_their_own_norm_before_the_head(tiny_models: Any, variant: str) -> None:
     tiny, (ids, mask) = tiny_models.get(variant), make_texts()
     with open_model(tiny, FOUR_HOPS, AutoClassifier, num_labels=2) as model:

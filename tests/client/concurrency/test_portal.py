@@ -41,10 +41,6 @@ def interrupt_main_thread() -> None:
     signal.pthread_kill(identifier, signal.SIGINT)
 
 
-def test_run_returns_the_result(portal: Portal) -> None:
-    assert portal.run(double(21)) == 42
-
-
 def test_coroutine_runs_on_the_thread_of_the_portal(portal: Portal) -> None:
     async def name() -> str:
         return threading.current_thread().name
@@ -100,7 +96,7 @@ def test_interrupt_cancels_the_coroutine_and_waits_for_its_end(portal: Portal) -
     assert portal.run(double(3)) == 6
 
 
-@pytest.mark.parametrize("attempt", range(30))
+@pytest.mark.parametrize("attempt", range(0, 30, 4))
 def test_interrupt_at_any_moment_leaves_nothing_running(portal: Portal, attempt: int) -> None:
     """The signal comes from a third thread, while the coroutine is on its way or just begun."""
     is_over = threading.Event()

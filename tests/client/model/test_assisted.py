@@ -6,18 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from generation_scene import make_ids
 from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from shoal.client.model.generation import BoundedCandidates
 from shoal.protocol.errors import UsageError
-
-SEED = 1234
-
-
-def make_ids(num_tokens: int, seed: int = SEED) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 128, (1, num_tokens), generator=generator)
 
 
 def make_options(pair: Any, kind: str) -> dict[str, Any]:
@@ -29,7 +23,7 @@ def make_options(pair: Any, kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["lookup", "assistant"])
 @pytest.mark.parametrize("max_length", [100, 22])
 def test_assisted_call_continues_a_session(pair: Any, kind: str, max_length: int) -> None:
-    ids, more_ids = make_ids(5), make_ids(2, seed=5).repeat(1, 2)
+    ids, more_ids = make_ids(1, 5), make_ids(1, 2, seed=5).repeat(1, 2)
     first = pair.reference.generate(ids, max_new_tokens=4)
     second = pair.reference.generate(torch.cat([first, more_ids], dim=1), max_new_tokens=8)
     expected = pair.reference.generate(second, max_new_tokens=2)
@@ -50,7 +44,7 @@ def test_assisted_call_continues_a_session(pair: Any, kind: str, max_length: int
 @pytest.mark.parametrize("max_new_tokens", [5, 6, 7])
 def test_guesses_end_with_the_text(pair: Any, max_new_tokens: int) -> None:
     # What repeats is guessed on, by more tokens than the text may still get.
-    ids = make_ids(4).repeat(1, 4)
+    ids = make_ids(1, 4).repeat(1, 4)
     expected = pair.reference.generate(ids, max_new_tokens=max_new_tokens)
 
     length = ids.shape[1] + max_new_tokens
@@ -91,6 +85,6 @@ def test_assistant_that_looks_into_the_blocks_is_refused() -> None:
 @pytest.mark.parametrize("options", [{"assistant_early_exit": 2}, {"use_mtp": True}], ids=str)
 def test_assistance_from_within_the_model_is_refused(pair: Any, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="does not take"):
-        pair.model.generate(make_ids(3), max_new_tokens=3, **options)
+        pair.model.generate(make_ids(1, 3), max_new_tokens=3, **options)
 
     assert pair.client.sessions == []

@@ -105,17 +105,6 @@ def test_stop_strings_equal_transformers(pair: Any) -> None:
 
 
 @pytest.mark.slow
-def test_prompt_lookup_equals_transformers(pair: Any) -> None:
-    ids = make_ids(1, 5).repeat(1, 3)
-
-    expected = pair.reference.generate(ids, max_new_tokens=14)
-    text = pair.model.generate(ids, max_new_tokens=14, prompt_lookup_num_tokens=3)
-
-    assert torch.equal(text, expected)
-    assert any(step.num_tokens > 1 for step in pair.client.sessions[-1].sent[1:])
-
-
-@pytest.mark.slow
 def test_rows_that_end_early_are_padded_like_transformers(pair: Any) -> None:
     ids = make_ids(3, 6)
     free = pair.reference.generate(ids, max_new_tokens=12)
@@ -126,12 +115,6 @@ def test_rows_that_end_early_are_padded_like_transformers(pair: Any) -> None:
 
     assert torch.equal(pair.model.generate(ids, **options), expected)
     assert (expected == 0).any()
-
-
-def test_max_length_counts_the_prompt(pair: Any) -> None:
-    ids = make_ids(1, 5)
-
-    assert pair.model.generate(ids, max_length=9).shape == (1, 9)
 
 
 def test_configuration_object_and_keyword_input_are_understood(pair: Any) -> None:
@@ -201,12 +184,3 @@ def test_text_that_outgrows_an_exact_rotation_says_so(kind: str) -> None:
 
     with pytest.raises(UsageError, match=f"32 positions here: beyond them its {kind} rope"):
         plan_generation(make_ids(1, 30), None, None, Settings({"max_new_tokens": 3}), config)
-
-
-def test_plan_counts_rows_and_remembered_tokens() -> None:
-    config = LlamaConfig(vocab_size=128, max_position_embeddings=64)
-
-    plan = plan_generation(make_ids(2, 3), None, make_ids(2, 5), Settings({"num_beams": 3}), config)
-
-    assert plan.input_ids_BT.shape == (2, 8)
-    assert (plan.num_remembered, plan.num_rows, plan.max_length) == (5, 6, 28)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from generation_scene import make_ids
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
@@ -20,13 +21,6 @@ from shoal.protocol.errors import ModelError, UsageError
 from shoal.protocol.ids import ModelId
 from shoal.protocol.records.swarm_view import SwarmView
 from shoal.protocol.spans import Span
-
-SEED = 1234
-
-
-def make_ids(num_rows: int, num_tokens: int) -> Tensor:
-    generator = torch.Generator().manual_seed(SEED)
-    return torch.randint(3, 128, (num_rows, num_tokens), generator=generator)
 
 
 def assert_near(actual: Tensor, expected: Tensor) -> None:

@@ -11,20 +11,6 @@ from shoal.protocol.records.announcements import Announcement
 
 
 @in_world()
-async def test_quarantine_ends_with_time(world: World) -> None:
-    peer = await world.announce(1)
-    await world.swarm.book.refresh()
-
-    world.swarm.book.quarantine(peer, Fault.BROKEN)
-
-    assert world.swarm.book.is_quarantined(peer)
-    await asyncio.sleep(FIRST_SECONDS - 0.01)
-    assert world.swarm.book.is_quarantined(peer)
-    await asyncio.sleep(0.02)
-    assert not world.swarm.book.is_quarantined(peer)
-
-
-@in_world()
 async def test_quarantine_ends_with_a_newer_announcement_of_a_peer_that_has_worked(
     world: World,
 ) -> None:

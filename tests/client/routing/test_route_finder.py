@@ -73,16 +73,6 @@ async def test_measured_round_trips_decide_between_equal_peers(world: World) -> 
 
 
 @in_world()
-async def test_answer_times_are_kept_by_peer(world: World) -> None:
-    first, second = await world.announce(1), await world.announce(2)
-
-    world.swarm.book.times(first.peer_id).note(1, 0.5)
-
-    assert list(world.swarm.book.times(first.peer_id).decode_seconds) == [0.5]
-    assert not world.swarm.book.times(second.peer_id).decode_seconds
-
-
-@in_world()
 async def test_peers_that_left_long_ago_are_forgotten_and_others_are_not(world: World) -> None:
     stays = await world.announce(200)
     for number in range(100):
@@ -151,26 +141,6 @@ async def test_peer_whose_quarantine_ends_meanwhile_is_used(world: World) -> Non
 
 
 @in_world()
-async def test_fresh_view_is_not_read_again_for_a_route(world: World) -> None:
-    await world.announce(1)
-    for _ in range(5):
-        await world.route(max_age_seconds=30.0)
-        await asyncio.sleep(1)
-
-    assert world.directory.num_lookups == 1
-
-
-@in_world()
-async def test_last_view_has_to_do_while_the_directory_is_away(world: World) -> None:
-    peer = await world.announce(1)
-    await world.swarm.book.refresh()
-    await asyncio.sleep(5)
-    world.store.is_reachable = False
-
-    assert await world.route() == [peer.peer_id]
-
-
-@in_world()
 async def test_directory_that_stays_away_is_the_reason_given(world: World) -> None:
     world.store.is_reachable = False
     started_at = world.clock.now()
@@ -192,13 +162,3 @@ async def test_directory_that_comes_back_ends_the_waiting(world: World) -> None:
         world.store.is_reachable = True
 
     assert waiting.result() == [peer.peer_id]
-
-
-@in_world()
-async def test_swarm_describes_itself(world: World) -> None:
-    peer = await world.announce(1)
-    await world.swarm.book.refresh()
-    world.swarm.book.quarantine(peer, Fault.SILENT)
-
-    assert "1 online" in repr(world.swarm)
-    assert "1 in quarantine" in repr(world.swarm)

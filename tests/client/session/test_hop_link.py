@@ -1,9 +1,8 @@
-"""One hop on the wire, against scripted peers on the loopback network and virtual time."""
+"""One hop on the wire, against scripted peers: its opening, its two streams, its end."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,122 +14,170 @@ from hop_scene import (
     OTHER_ID,
     OTHER_SESSION,
     SESSION,
+    SPAN,
     TIMEOUT,
     WELCOME,
     Answer,
     Scene,
-    ask,
+    Script,
+    answer_honestly,
     change,
     decline,
     in_scene,
+    make_announcement,
     make_bulk_step,
-    make_output,
     make_step,
-    make_tensor,
 )
 from virtual_time import VirtualClock
 
-from shoal.client.session.hop_link import GapError, HopLink
+from shoal.client.routing.route import Hop
+from shoal.client.session.hop_link import HopLink
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import (
     CacheFullError,
     ErrorCode,
     RefusedError,
     RemoteProtocolError,
+    SilentError,
     StaleAnnouncementError,
     UnavailableError,
+    UsageError,
 )
-from shoal.protocol.messages.session import (
-    Attach,
-    Close,
-    Gap,
-    Hello,
-    Open,
-    Opened,
-    Step,
-)
-from shoal.protocol.net.memory.loopback import LoopbackTransport
+from shoal.protocol.ids import ModelId
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.session import Attach, Close, Hello, Open, Opened, Queued, Step
+from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.net.transport import FrameGate
-from shoal.protocol.tensors import WireDtype
-from shoal.protocol.wire.codec import encode_frame
+
+
+@in_scene(Link(delay_seconds=0.05))
+async def test_opening_asks_for_the_span_of_the_hop_in_one_round_trip(scene: Scene) -> None:
+    link, rtt_seconds = await scene.open()
+
+    assert rtt_seconds == pytest.approx(0.1)
+    # One round trip for the connection, one for the rest.
+    assert VirtualClock().now() == pytest.approx(0.2)
+    assert scene.heard[0][1] == replace(OPEN, span=SPAN)
+    assert link.session == SESSION
+    await link.close()
 
 
 @in_scene()
-async def test_step_returns_the_answer_to_it(scene: Scene) -> None:
-    link, _ = await scene.open()
-    step = make_step(3, sequence=9)
+async def test_every_stream_says_under_which_name_it_counts(scene: Scene) -> None:
+    link, _ = await scene.open(opening=IN_CHAIN)
+    await link.send(make_bulk_step(), TIMEOUT)
+    await asyncio.sleep(1)
 
-    assert await ask(link, step, TIMEOUT) == make_output(step)
-
+    hellos = [heard[0] for heard in scene.heard]
+    assert [hello.client for hello in hellos if isinstance(hello, Hello)] == [CLIENT, CLIENT]
     await link.close()
 
 
 @pytest.mark.parametrize(
-    ("answer", "error"),
+    ("script", "error"),
     [
-        (lambda step: make_output(step, session=OTHER_SESSION), RemoteProtocolError),
-        (lambda step: make_output(step, hidden=make_tensor(2)), RemoteProtocolError),
-        (lambda step: make_output(step, hidden=make_tensor(3, rows=2)), RemoteProtocolError),
-        (lambda step: make_output(step, hidden=make_tensor(3, width=9)), RemoteProtocolError),
+        (change(Hello, lambda _: replace(WELCOME, peer_id=OTHER_ID)), StaleAnnouncementError),
         (
-            lambda step: make_output(step, hidden=make_tensor(3, dtype=WireDtype.BF16)),
-            RemoteProtocolError,
+            change(Hello, lambda _: replace(WELCOME, model_id=ModelId("b" * 32))),
+            StaleAnnouncementError,
         ),
-        (lambda _: Opened(SESSION, 3, 0.0, 0), RemoteProtocolError),
-        (lambda _: WELCOME, RemoteProtocolError),
-        (lambda step: encode_frame(make_output(step))[:-1], RemoteProtocolError),
-        (lambda _: b"\x00" * 60, RemoteProtocolError),
-        (decline(ErrorCode.BAD_VALUES, OTHER_SESSION), RemoteProtocolError),
-        (decline(ErrorCode.BAD_VALUES), RefusedError),
-        (decline(ErrorCode.INTERNAL, None), RefusedError),
-        (decline(ErrorCode.CACHE_FULL), CacheFullError),
-        (lambda step: Gap(step.session, step.epoch, step.sequence, 0), GapError),
-        (lambda _: None, UnavailableError),
+        (change(Hello, lambda _: Opened(SESSION, 3, 0.0, 0)), RemoteProtocolError),
+        (change(Hello, lambda _: b"HTTP/1.1 400 Bad Request"), RemoteProtocolError),
+        (change(Hello, lambda _: None), UnavailableError),
+        (change(Hello, decline(ErrorCode.BAD_VERSION, None)), RefusedError),
+        (change(Open, lambda _: Opened(OTHER_SESSION, 3, 0.0, 0)), RemoteProtocolError),
+        (change(Open, lambda _: WELCOME), RemoteProtocolError),
+        (change(Open, lambda _: b""), RemoteProtocolError),
+        (change(Open, lambda _: None), UnavailableError),
+        (change(Open, decline(ErrorCode.BUSY)), RefusedError),
+        (change(Open, decline(ErrorCode.CACHE_FULL)), CacheFullError),
+        (change(Open, decline(ErrorCode.BUSY, OTHER_SESSION)), RemoteProtocolError),
+        (change(Open, lambda _: Queued(SESSION, 3, 1.0)), RemoteProtocolError),
     ],
     ids=[
-        "session",
-        "tokens",
-        "rows",
-        "width",
-        "dtype",
-        "opened",
-        "welcome",
-        "cut",
-        "zeros",
-        "declines another",
-        "bad values",
-        "declines the stream",
-        "full",
-        "gap",
+        "other peer",
+        "other model",
+        "no welcome",
+        "other protocol",
         "hangs up",
+        "version",
+        "other session",
+        "welcomes twice",
+        "empty",
+        "hangs up later",
+        "busy",
+        "full",
+        "declines another",
+        "queues who would not wait",
     ],
 )
 @in_scene()
-async def test_answer_that_does_not_fit_the_question(
-    scene: Scene, answer: Callable[[Step], Answer], error: type[Exception]
+async def test_opening_that_fails_says_whose_fault_it_is_and_leaves_nothing(
+    scene: Scene, script: Script, error: type[Exception]
 ) -> None:
-    scene.script = change(Step, answer)
-    link, _ = await scene.open()
+    scene.script = script
 
     with pytest.raises(error) as caught:
-        await ask(link, make_step(3, sequence=9), TIMEOUT)
+        await scene.open()
 
     assert type(caught.value) is error
-    await link.close()
+
+
+@pytest.mark.parametrize("at", [Hello, Open])
+@in_scene()
+async def test_peer_that_falls_silent_while_opening_is_silent(
+    scene: Scene, at: type[Message]
+) -> None:
+    def pause(message: Message) -> Answer:
+        if type(message) is at:
+            scene.network.pause("peer")
+        return answer_honestly(message)
+
+    scene.script = pause
+    with pytest.raises(SilentError, match=r"blocks 0:4"):
+        await scene.open()
+    assert VirtualClock().now() == pytest.approx(TIMEOUT)
+    scene.network.resume("peer")
 
 
 @in_scene()
-async def test_last_token_only_expects_one_token(scene: Scene) -> None:
-    link, _ = await scene.open()
-    with pytest.raises(RemoteProtocolError):
-        await ask(link, make_step(3, last_token_only=True), TIMEOUT)
-    await link.close()
+async def test_endpoints_are_tried_in_their_order(scene: Scene) -> None:
+    dead = Endpoint("peer", 9)
 
-    scene.script = change(Step, lambda step: make_output(step, hidden=make_tensor(1)))
-    link, _ = await scene.open()
-    answer = await ask(link, make_step(3, last_token_only=True), TIMEOUT)
-    assert answer.hidden.tokens == 1
+    link, _ = await scene.open(scene.make_hop(dead, scene.endpoint))
     await link.close()
+    with pytest.raises(UnavailableError, match="connection refused"):
+        await scene.open(scene.make_hop(dead))
+
+
+class PickyTransport(LoopbackTransport):
+    """Turns endpoints down like TCP does without a fingerprint."""
+
+    async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> Any:
+        if not endpoint.fingerprint:
+            raise UsageError(f"{endpoint} has no TLS fingerprint and is not a loopback address")
+        return await super().open_stream(endpoint, timeout_seconds)
+
+
+@in_scene()
+async def test_endpoint_that_must_not_be_dialled_is_the_fault_of_its_announcement(
+    scene: Scene,
+) -> None:
+    scene.transport = PickyTransport(scene.network, "client")
+    bare = Endpoint("example.org", 80)
+
+    link, _ = await scene.open(scene.make_hop(bare, scene.endpoint))
+    await link.close()
+    with pytest.raises(RemoteProtocolError, match="cannot be used"):
+        await scene.open(scene.make_hop(bare))
+
+
+@in_scene()
+async def test_announcement_without_endpoints_is_its_peers_fault(scene: Scene) -> None:
+    hop = Hop(make_announcement(()), SPAN)
+
+    with pytest.raises(RemoteProtocolError, match="no endpoint"):
+        await scene.open(hop)
 
 
 @in_scene()
@@ -166,19 +213,9 @@ async def test_second_stream_has_to_lead_to_the_same_peer(scene: Scene) -> None:
     scene.script = change(Hello, lambda _: replace(WELCOME, peer_id=OTHER_ID))
 
     with pytest.raises(StaleAnnouncementError, match="another peer"):
-        await ask(link, make_bulk_step(), TIMEOUT)
+        await link.send(make_bulk_step(), TIMEOUT)
 
     await link.close()
-
-
-@in_scene()
-async def test_closing_says_so(scene: Scene) -> None:
-    link, _ = await scene.open()
-    await link.close()
-    await link.close()
-    await asyncio.sleep(1)
-
-    assert scene.heard[0][-1] == Close(SESSION, 3)
 
 
 @pytest.mark.parametrize("trouble", ["kill", "pause"])

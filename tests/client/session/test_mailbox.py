@@ -174,13 +174,3 @@ def test_first_trouble_counts_until_it_is_seen_to() -> None:
     assert mailbox.trouble(HERE) is first
     mailbox.forgive(HERE)
     assert mailbox.trouble(HERE) is None
-
-
-def test_status_answers_the_question_that_was_asked_before_it() -> None:
-    mailbox = Mailbox(lambda: 100)
-    first, second = mailbox.expect_status(HERE), mailbox.expect_status(HERE)
-
-    mailbox.put(HERE, "peer", Status(HERE, 1, 5, 6), 10)
-
-    assert mailbox.find_status(HERE, first) == Status(HERE, 1, 5, 6)
-    assert mailbox.find_status(HERE, second) is None  # asked later, by somebody else

@@ -32,6 +32,8 @@ from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Declined, Gap, Open, Opened, Step
 from shoal.protocol.wire.codec import encode_frame
 
+OTHER_SESSION = SessionId(b"x" * 16)
+
 # Mischief at the third step that a peer is asked.
 
 
@@ -67,7 +69,7 @@ MISCHIEF: dict[str, Callable[[Step, Any], Answer]] = {
     "wider": resize(1, 1, WIDTH + 1),
     "nan": spoil(float("nan")),
     "infinity": spoil(float("inf")),
-    "other session": lambda _, answer: replace(answer, session=SessionId(b"x" * 16)),
+    "other session": lambda _, answer: replace(answer, session=OTHER_SESSION),
     "other sequence": lambda _, answer: replace(answer, sequence=answer.sequence + 1),
     "other dtype": lambda _, answer: replace(
         answer, hidden=to_wire(from_wire(answer.hidden), type(answer.hidden.dtype).BF16)
@@ -76,6 +78,10 @@ MISCHIEF: dict[str, Callable[[Step, Any], Answer]] = {
     "cut": lambda _, answer: encode_frame(answer)[:-3],
     "welcome": lambda _, answer: Opened(answer.session, 1, 0.0, 0),
     "gap": lambda step, _: Gap(step.session, step.epoch, step.sequence, 0),
+    "declines another": lambda step, _: Declined(
+        OTHER_SESSION, step.sequence, ErrorCode.BUSY, "no"
+    ),
+    "declines the stream": lambda *_: Declined(None, 0, ErrorCode.INTERNAL, "no"),
     "internal": lambda step, _: Declined(step.session, step.sequence, ErrorCode.INTERNAL, "oh"),
     "hangs up": lambda step, _: None,
 }
@@ -99,18 +105,14 @@ async def test_peer_that_misbehaves_is_replaced_and_avoided(scene: Scene, name: 
     assert villain.name not in scene.names_of(session)
 
 
-@pytest.mark.parametrize("ahead", [-1, 0, 1000])
 @in_scene()
-async def test_peer_that_goes_on_answering_unasked_is_replaced_and_avoided(
-    scene: Scene, ahead: int
-) -> None:
-    """Old answers, the same one, or those to steps that nobody has sent."""
+async def test_peer_that_goes_on_answering_unasked_is_replaced_and_avoided(scene: Scene) -> None:
     await add_two_rows_of_peers(scene)
     session, oracle = scene.open_session(), Oracle()
     for index in range(2):
         assert torch.equal(await session.step(draw(index)), oracle.step(draw(index)))
     villain = scene.peer_of(session, 1)
-    villain.num_repeats, villain.ahead = 200, ahead
+    villain.num_repeats = 200
     for index in range(2, 9):
         assert torch.equal(await session.step(draw(index)), oracle.step(draw(index)))
         await asyncio.sleep(0.1)
@@ -215,17 +217,13 @@ async def test_position_beyond_the_session_is_a_usage_error(scene: Scene) -> Non
 async def test_refusal_of_the_question_goes_to_the_caller_and_nobody_is_blamed(
     scene: Scene, kind: type[Open] | type[Step], code: ErrorCode
 ) -> None:
-    def decline(message: Message, answer: Answer) -> Answer:
-        if isinstance(message, kind):
-            sequence = message.sequence if isinstance(message, Step) else 0
-            return Declined(message.session, sequence, code, "your fault")
-        return answer
-
     for name in ("a", "b"):
-        (await scene.add(name, 0, 6)).mischief = decline
+        (await scene.add(name, 0, 6)).mischief = decline_when(
+            lambda message: isinstance(message, kind), code, None
+        )
     session = scene.open_session()
 
-    with pytest.raises(RefusedError, match="your fault") as caught:
+    with pytest.raises(RefusedError, match="not now") as caught:
         await session.step(draw(1, 3))
 
     assert caught.value.code is code
@@ -235,11 +233,10 @@ async def test_refusal_of_the_question_goes_to_the_caller_and_nobody_is_blamed(
     assert torch.equal(await session.step(draw(1, 3)), Oracle().step(draw(1, 3)))
 
 
-@pytest.mark.parametrize("code", [ErrorCode.BAD_VALUES, ErrorCode.TOO_LONG, ErrorCode.BAD_FRAME])
 @pytest.mark.parametrize("kind", [Open, Step])
 @in_scene()
 async def test_one_peer_that_blames_the_question_is_not_believed(
-    scene: Scene, kind: type[Message], code: ErrorCode
+    scene: Scene, kind: type[Message]
 ) -> None:
     liar = await scene.add("liar", 0, 6, decode_steps_per_second=1e6)
     await scene.add("honest", 0, 6)
@@ -247,7 +244,9 @@ async def test_one_peer_that_blames_the_question_is_not_believed(
     if kind is Step:
         assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
         assert scene.names_of(session) == ["liar"]
-    liar.mischief = decline_when(lambda message: isinstance(message, kind), code, None)
+    liar.mischief = decline_when(
+        lambda message: isinstance(message, kind), ErrorCode.BAD_VALUES, None
+    )
 
     assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
 
