@@ -39,9 +39,6 @@ class Route:
 
     hops: tuple[Hop, ...]
 
-    def __str__(self) -> str:
-        return " → ".join(f"{hop.peer.peer_id[-6:]}[{hop.span}]" for hop in self.hops)
-
 
 @dataclass(frozen=True)
 class Ends:
