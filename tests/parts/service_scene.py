@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from memory_swarm import MODEL_ID, Inside, MemorySwarm, SceneLoader
+from scene_tests import Story, make_test
 from torch import Tensor
 from virtual_time import run_virtual
 
@@ -284,6 +285,29 @@ def run(
     gc.collect()
     assert problems == []
     assert not [thread for thread in threading.enumerate() if thread.name == "compute"]
+
+
+def with_peer(
+    *,
+    gate: str | None = None,
+    fails_at: str | None = None,
+    wrap: Callable[[Engine], Any] | None = None,
+    **options: Any,
+) -> Callable[[Story], Callable[..., None]]:
+    """Make a test of a story about a peer, with the options of `run`.
+
+    The peer's engine stops at a gate, fails at a point, or is what `wrap` makes of it.
+    """
+
+    def play(test: Story, engine: Engine) -> None:
+        if gate is not None:
+            run(GatedEngine(engine, gate), test, **options)
+        elif fails_at is not None:
+            run(FailingEngine(engine, fails_at), test, **options)
+        else:
+            run(wrap(engine) if wrap else engine, test, **options)
+
+    return lambda story: make_test(story, play, "engine")
 
 
 def compute_alone(engine: Engine, *parts: Tensor, **options: Any) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from service_scene import Peer, draw_hidden, expect_output, make_step, run
+from service_scene import Peer, draw_hidden, expect_output, make_step, with_peer
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.engine.engine import Engine
@@ -51,19 +51,19 @@ async def announce(peer: Peer) -> Announcement:
     return told
 
 
-def test_peer_announces_how_fast_sessions_decode_while_they_do(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        talk = await peer.open()
-        expect_output(await talk.ask(make_step(1, 0, draw_hidden(1, num_tokens=5))))
-        assert (await announce(peer)).loaded_decode_steps_per_second is None, "no token was decoded"
+@with_peer()
+async def test_peer_announces_how_fast_sessions_decode_while_they_do(
+    peer: Peer, engine: Engine
+) -> None:
+    talk = await peer.open()
+    expect_output(await talk.ask(make_step(1, 0, draw_hidden(1, num_tokens=5))))
+    assert (await announce(peer)).loaded_decode_steps_per_second is None, "no token was decoded"
 
-        expect_output(await talk.ask(make_step(2, 5, draw_hidden(2))))
-        told = await announce(peer)
-        assert told.loaded_decode_steps_per_second
-        # That of the peer alone is what a test says of this engine.
-        assert told.decode_steps_per_second == 100.0
+    expect_output(await talk.ask(make_step(2, 5, draw_hidden(2))))
+    told = await announce(peer)
+    assert told.loaded_decode_steps_per_second
+    # That of the peer alone is what a test says of this engine.
+    assert told.decode_steps_per_second == 100.0
 
-        await asyncio.sleep(60.0)
-        assert (await announce(peer)).loaded_decode_steps_per_second is None
-
-    run(engine, test)
+    await asyncio.sleep(60.0)
+    assert (await announce(peer)).loaded_decode_steps_per_second is None

@@ -14,7 +14,6 @@ from service_scene import (
     MODEL_ID,
     PEER_ID,
     SPAN,
-    GatedEngine,
     Peer,
     assert_declined,
     draw_hidden,
@@ -22,11 +21,10 @@ from service_scene import (
     make_open,
     make_session,
     make_step,
-    run,
+    with_peer,
 )
 from virtual_time import VirtualClock
 
-from shoal.peer.engine.engine import Engine
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import ModelId
@@ -37,16 +35,14 @@ from shoal.protocol.versions import MAX_VERSION
 from shoal.protocol.wire.codec import encode_frame
 
 
-def test_hello_is_answered_with_who_the_peer_is(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        answer = await (await peer.dial()).ask(Hello(0, MAX_VERSION + 4, "from the future"))
+@with_peer()
+async def test_hello_is_answered_with_who_the_peer_is(peer: Peer) -> None:
+    answer = await (await peer.dial()).ask(Hello(0, MAX_VERSION + 4, "from the future"))
 
-        assert isinstance(answer, Welcome)
-        assert (answer.version, answer.peer_id, answer.model_id) == (MAX_VERSION, PEER_ID, MODEL_ID)
-        assert answer.span == SPAN
-        assert answer.wall_seconds == pytest.approx(VirtualClock().wall())
-
-    run(engine, test)
+    assert isinstance(answer, Welcome)
+    assert (answer.version, answer.peer_id, answer.model_id) == (MAX_VERSION, PEER_ID, MODEL_ID)
+    assert answer.span == SPAN
+    assert answer.wall_seconds == pytest.approx(VirtualClock().wall())
 
 
 @pytest.mark.parametrize(
@@ -61,16 +57,14 @@ def test_hello_is_answered_with_who_the_peer_is(engine: Engine) -> None:
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, ErrorCode) else value.name,
 )
-def test_stream_that_begins_wrongly_is_ended_with_the_reason(
-    engine: Engine, first: Message, code: ErrorCode
+@with_peer()
+async def test_stream_that_begins_wrongly_is_ended_with_the_reason(
+    peer: Peer, first: Message, code: ErrorCode
 ) -> None:
-    async def test(peer: Peer) -> None:
-        talk = await peer.dial()
+    talk = await peer.dial()
 
-        assert assert_declined(await talk.ask(first), code).session is None
-        assert await talk.hear() is None
-
-    run(engine, test)
+    assert assert_declined(await talk.ask(first), code).session is None
+    assert await talk.hear() is None
 
 
 @pytest.mark.parametrize(
@@ -83,30 +77,26 @@ def test_stream_that_begins_wrongly_is_ended_with_the_reason(
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_messages_of_a_peer_are_not_taken_from_a_client(engine: Engine, message: Message) -> None:
-    async def test(peer: Peer) -> None:
-        talk = await peer.open()
+@with_peer()
+async def test_messages_of_a_peer_are_not_taken_from_a_client(peer: Peer, message: Message) -> None:
+    talk = await peer.open()
 
-        assert assert_declined(await talk.ask(message), ErrorCode.BAD_FRAME).session is None
-        assert await talk.hear() is None
-        await peer.wait_until_empty()
-
-    run(engine, test)
+    assert assert_declined(await talk.ask(message), ErrorCode.BAD_FRAME).session is None
+    assert await talk.hear() is None
+    await peer.wait_until_empty()
 
 
-def test_damaged_frame_ends_its_stream_and_no_other(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        bystander = await peer.open(1)
-        talk = await peer.open(2)
+@with_peer()
+async def test_damaged_frame_ends_its_stream_and_no_other(peer: Peer) -> None:
+    bystander = await peer.open(1)
+    talk = await peer.open(2)
 
-        await talk.stream.send(b"sh\x01" + bytes(200))
+    await talk.stream.send(b"sh\x01" + bytes(200))
 
-        assert_declined(await talk.hear(), ErrorCode.BAD_FRAME)
-        assert await talk.hear() is None
-        expect_output(await bystander.ask(make_step(1, 0, draw_hidden(1))))
-        assert set(peer.service.sessions) == {make_session(1)}
-
-    run(engine, test)
+    assert_declined(await talk.hear(), ErrorCode.BAD_FRAME)
+    assert await talk.hear() is None
+    expect_output(await bystander.ask(make_step(1, 0, draw_hidden(1))))
+    assert set(peer.service.sessions) == {make_session(1)}
 
 
 @pytest.mark.parametrize(
@@ -121,85 +111,73 @@ def test_damaged_frame_ends_its_stream_and_no_other(engine: Engine) -> None:
     ],
     ids=str,
 )
-def test_open_is_refused_and_the_stream_goes_on(
-    engine: Engine, changes: dict[str, Any], code: ErrorCode
+@with_peer()
+async def test_open_is_refused_and_the_stream_goes_on(
+    peer: Peer, changes: dict[str, Any], code: ErrorCode
 ) -> None:
-    async def test(peer: Peer) -> None:
-        talk = await peer.greet()
+    talk = await peer.greet()
 
-        answer = assert_declined(await talk.ask(make_open(**changes)), code)
+    answer = assert_declined(await talk.ask(make_open(**changes)), code)
 
-        assert (answer.session, answer.sequence) == (make_session(1), 0)
-        assert peer.service.sessions == {}
-        assert isinstance(await talk.ask(make_open()), Opened)
-
-    run(engine, test)
+    assert (answer.session, answer.sequence) == (make_session(1), 0)
+    assert peer.service.sessions == {}
+    assert isinstance(await talk.ask(make_open()), Opened)
 
 
-def test_part_of_the_span_may_be_opened(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        opened = await (await peer.greet()).ask(make_open(span=Span(2, 3), max_tokens=512))
+@with_peer()
+async def test_part_of_the_span_may_be_opened(peer: Peer) -> None:
+    opened = await (await peer.greet()).ask(make_open(span=Span(2, 3), max_tokens=512))
 
-        assert isinstance(opened, Opened)
-        assert opened.free_kv_tokens > 0
-
-    run(engine, test)
+    assert isinstance(opened, Opened)
+    assert opened.free_kv_tokens > 0
 
 
 @pytest.mark.parametrize(
     "rows", [0, limits.MAX_BATCH_ROWS + 1, 2**31], ids=["none", "too many", "absurd"]
 )
-def test_number_of_rows_beyond_the_limits_ends_the_stream(engine: Engine, rows: int) -> None:
-    async def test(peer: Peer) -> None:
-        talk = await peer.greet()
-        # Our own encoder would not let it pass, so one byte string is made of two halves.
-        good = encode_frame(make_open(num_rows=77))
-        at = good.index(b"\x20\x4d")  # field 4, the value 77
-        varint = bytearray()
-        value = rows
-        while value > 0x7F:
-            varint.append(value & 0x7F | 0x80)
-            value >>= 7
-        varint.append(value)
-        control = good[60:at] + b"\x20" + bytes(varint) + good[at + 2 :]
-        frame = good[:52] + len(control).to_bytes(4, "little") + good[56:60] + control
+@with_peer()
+async def test_number_of_rows_beyond_the_limits_ends_the_stream(peer: Peer, rows: int) -> None:
+    talk = await peer.greet()
+    # Our own encoder would not let it pass, so one byte string is made of two halves.
+    good = encode_frame(make_open(num_rows=77))
+    at = good.index(b"\x20\x4d")  # field 4, the value 77
+    varint = bytearray()
+    value = rows
+    while value > 0x7F:
+        varint.append(value & 0x7F | 0x80)
+        value >>= 7
+    varint.append(value)
+    control = good[60:at] + b"\x20" + bytes(varint) + good[at + 2 :]
+    frame = good[:52] + len(control).to_bytes(4, "little") + good[56:60] + control
 
-        await talk.stream.send(frame)
+    await talk.stream.send(frame)
 
-        assert_declined(await talk.hear(), ErrorCode.BAD_FRAME)
-        assert await talk.hear() is None
-
-    run(engine, test)
+    assert_declined(await talk.hear(), ErrorCode.BAD_FRAME)
+    assert await talk.hear() is None
 
 
-def test_session_id_cannot_be_opened_twice(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        owner, other = await peer.open(), await peer.greet()
+@with_peer()
+async def test_session_id_cannot_be_opened_twice(peer: Peer) -> None:
+    owner, other = await peer.open(), await peer.greet()
 
-        assert_declined(await owner.ask(make_open()), ErrorCode.BAD_FRAME)
-        assert_declined(await other.ask(make_open(epoch=9)), ErrorCode.BAD_FRAME)
-        await other.stream.close()
+    assert_declined(await owner.ask(make_open()), ErrorCode.BAD_FRAME)
+    assert_declined(await other.ask(make_open(epoch=9)), ErrorCode.BAD_FRAME)
+    await other.stream.close()
 
-        expect_output(await owner.ask(make_step(1, 0, draw_hidden(1))))
-
-    run(engine, test)
+    expect_output(await owner.ask(make_step(1, 0, draw_hidden(1))))
 
 
-def test_session_id_cannot_be_opened_twice_at_once(engine: Engine) -> None:
-    gated = GatedEngine(engine, "open")
+@with_peer(gate="open")
+async def test_session_id_cannot_be_opened_twice_at_once(peer: Peer) -> None:
+    talks = [await peer.greet(), await peer.greet()]
+    for talk in talks:
+        await talk.say(make_open())
+    await peer.engine.wait_entered()
+    peer.engine.leave.set()
 
-    async def test(peer: Peer) -> None:
-        talks = [await peer.greet(), await peer.greet()]
-        for talk in talks:
-            await talk.say(make_open())
-        await gated.wait_entered()
-        gated.leave.set()
+    answers = [await talk.hear() for talk in talks]
 
-        answers = [await talk.hear() for talk in talks]
-
-        (owner,) = [n for n, answer in enumerate(answers) if isinstance(answer, Opened)]
-        assert_declined(answers[1 - owner], ErrorCode.BAD_FRAME)
-        await talks[1 - owner].stream.close()
-        expect_output(await talks[owner].ask(make_step(1, 0, draw_hidden(1))))
-
-    run(gated, test)
+    (owner,) = [n for n, answer in enumerate(answers) if isinstance(answer, Opened)]
+    assert_declined(answers[1 - owner], ErrorCode.BAD_FRAME)
+    await talks[1 - owner].stream.close()
+    expect_output(await talks[owner].ask(make_step(1, 0, draw_hidden(1))))

@@ -14,8 +14,6 @@ from service_scene import (
     HIDDEN,
     IDLE_SECONDS,
     SPAN,
-    FailingEngine,
-    GatedEngine,
     PatientStream,
     Peer,
     Talk,
@@ -27,6 +25,7 @@ from service_scene import (
     make_session,
     make_step,
     run,
+    with_peer,
 )
 from virtual_time import VirtualClock, run_virtual
 
@@ -58,54 +57,44 @@ def test_hanging_up_on_a_session_is_quiet(engine: Engine, caplog: pytest.LogCapt
     assert caplog.messages == []
 
 
-def test_close_frees_the_pages_and_the_stream_goes_on(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        talk = await peer.open()
-        expect_output(await talk.ask(make_step(1, 0, draw_hidden(1, 1, 90))))
-        assert await peer.count_used_bytes() > 0
+@with_peer()
+async def test_close_frees_the_pages_and_the_stream_goes_on(peer: Peer) -> None:
+    talk = await peer.open()
+    expect_output(await talk.ask(make_step(1, 0, draw_hidden(1, 1, 90))))
+    assert await peer.count_used_bytes() > 0
 
-        await talk.say(Close(make_session(1), 1), Close(make_session(1), 1))
-        answer = await talk.ask(make_step(2, 90, draw_hidden(1)))
+    await talk.say(Close(make_session(1), 1), Close(make_session(1), 1))
+    answer = await talk.ask(make_step(2, 90, draw_hidden(1)))
 
-        assert_declined(answer, ErrorCode.UNKNOWN_SESSION)
-        assert await peer.count_used_bytes() == 0
-        assert isinstance(await talk.ask(make_open(1)), Opened)
-
-    run(engine, test)
+    assert_declined(answer, ErrorCode.UNKNOWN_SESSION)
+    assert await peer.count_used_bytes() == 0
+    assert isinstance(await talk.ask(make_open(1)), Opened)
 
 
-def test_stream_that_breaks_while_a_session_is_opened_leaves_nothing(engine: Engine) -> None:
-    gated = GatedEngine(engine, "open")
+@with_peer(gate="open")
+async def test_stream_that_breaks_while_a_session_is_opened_leaves_nothing(peer: Peer) -> None:
+    talk = await peer.greet()
+    await talk.say(make_open())
+    await peer.engine.wait_entered()
 
-    async def test(peer: Peer) -> None:
-        talk = await peer.greet()
-        await talk.say(make_open())
-        await gated.wait_entered()
+    peer.network.kill("client")
+    peer.engine.leave.set()
 
-        peer.network.kill("client")
-        gated.leave.set()
-
-        await peer.wait_until_empty()
-        peer.network.revive("client")
-
-    run(gated, test)
+    await peer.wait_until_empty()
+    peer.network.revive("client")
 
 
-def test_stream_that_breaks_while_a_step_is_computed_leaves_nothing(engine: Engine) -> None:
-    gated = GatedEngine(engine, "execute")
+@with_peer(gate="execute")
+async def test_stream_that_breaks_while_a_step_is_computed_leaves_nothing(peer: Peer) -> None:
+    talk = await peer.open()
+    await talk.say(make_step(1, 0, draw_hidden(1, 1, 90)), make_step(2, 90, draw_hidden(2)))
+    await peer.engine.wait_entered()
 
-    async def test(peer: Peer) -> None:
-        talk = await peer.open()
-        await talk.say(make_step(1, 0, draw_hidden(1, 1, 90)), make_step(2, 90, draw_hidden(2)))
-        await gated.wait_entered()
+    peer.network.kill("client")
+    peer.engine.leave.set()
 
-        peer.network.kill("client")
-        gated.leave.set()
-
-        await peer.wait_until_empty()
-        peer.network.revive("client")
-
-    run(gated, test)
+    await peer.wait_until_empty()
+    peer.network.revive("client")
 
 
 def test_broken_stream_is_gone_without_a_garbage_collection(engine: Engine) -> None:
@@ -134,217 +123,190 @@ def test_broken_stream_is_gone_without_a_garbage_collection(engine: Engine) -> N
         gc.enable()
 
 
-def test_serving_that_is_cancelled_while_a_session_is_opened_leaves_nothing(
-    engine: Engine,
+@with_peer(gate="open")
+async def test_serving_that_is_cancelled_while_a_session_is_opened_leaves_nothing(
+    peer: Peer,
 ) -> None:
-    gated = GatedEngine(engine, "open")
+    serving = asyncio.create_task(peer.service.serve(PatientStream(HELLO, make_open())))
+    await peer.engine.wait_entered()
+    serving.cancel()
+    await asyncio.wait([serving])
+    peer.engine.leave.set()
 
-    async def test(peer: Peer) -> None:
-        serving = asyncio.create_task(peer.service.serve(PatientStream(HELLO, make_open())))
-        await gated.wait_entered()
-        serving.cancel()
-        await asyncio.wait([serving])
-        gated.leave.set()
-
-        await peer.wait_until_empty()
-
-    run(gated, test)
+    await peer.wait_until_empty()
 
 
-def test_steps_that_wait_when_their_session_is_closed_are_never_computed(engine: Engine) -> None:
-    gated = GatedEngine(engine, "execute")
+@with_peer(gate="execute")
+async def test_steps_that_wait_when_their_session_is_closed_are_never_computed(peer: Peer) -> None:
+    talk = await peer.open()
+    await talk.say(*(make_step(index + 1, index, draw_hidden(index)) for index in range(3)))
+    await peer.engine.wait_entered()
+    await talk.say(Close(make_session(1), 1))
+    assert await peer.service.wait_until_empty(60)
+    await asyncio.wait_for(talk.wait_until_read(), 60)
+    assert peer.service.pending.used_bytes == 3 * draw_hidden(0).nbytes, "still in memory"
+    peer.engine.leave.set()
 
-    async def test(peer: Peer) -> None:
-        talk = await peer.open()
-        await talk.say(*(make_step(index + 1, index, draw_hidden(index)) for index in range(3)))
-        await gated.wait_entered()
-        await talk.say(Close(make_session(1), 1))
-        assert await peer.service.wait_until_empty(60)
-        await asyncio.wait_for(talk.wait_until_read(), 60)
-        assert peer.service.pending.used_bytes == 3 * draw_hidden(0).nbytes, "still in memory"
-        gated.leave.set()
-
-        # None of the three is answered any more; what comes later is.
-        assert isinstance(await talk.ask(make_open(2)), Opened)
-        await peer.count_used_bytes()
-        assert gated.num_steps == 1
-        assert peer.service.pending.used_bytes == 0
-
-    run(gated, test)
+    # None of the three is answered any more; what comes later is.
+    assert isinstance(await talk.ask(make_open(2)), Opened)
+    await peer.count_used_bytes()
+    assert peer.engine.num_steps == 1
+    assert peer.service.pending.used_bytes == 0
 
 
-def test_answers_to_a_client_that_said_its_last_word_still_leave(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        talk = await peer.open()
-        await talk.say(make_step(1, 0, draw_hidden(1)))
+@with_peer()
+async def test_answers_to_a_client_that_said_its_last_word_still_leave(peer: Peer) -> None:
+    talk = await peer.open()
+    await talk.say(make_step(1, 0, draw_hidden(1)))
 
-        await talk.stream.send(encode_frame(Close(make_session(9), 1)))
-        answer = await talk.hear()
-        await talk.stream.close()
+    await talk.stream.send(encode_frame(Close(make_session(9), 1)))
+    answer = await talk.hear()
+    await talk.stream.close()
 
-        expect_output(answer)
-        await peer.wait_until_empty()
-
-    run(engine, test)
+    expect_output(answer)
+    await peer.wait_until_empty()
 
 
-def test_thousand_aborted_sessions_leave_nothing(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        for number in range(1000):
-            client = LoopbackTransport(peer.network, f"client {number}")
-            talk = Talk(await client.open_stream(peer.endpoint))
-            await talk.say(HELLO, make_open(number))
-            if number % 2:
-                await talk.say(make_step(1, 0, draw_hidden(number, 1, 1 + number % 5), number))
-            if number % 3:
-                await talk.hear()
-            peer.network.kill(f"client {number}")
-            await client.close()
+@with_peer(max_sessions=256)
+async def test_thousand_aborted_sessions_leave_nothing(peer: Peer) -> None:
+    for number in range(1000):
+        client = LoopbackTransport(peer.network, f"client {number}")
+        talk = Talk(await client.open_stream(peer.endpoint))
+        await talk.say(HELLO, make_open(number))
+        if number % 2:
+            await talk.say(make_step(1, 0, draw_hidden(number, 1, 1 + number % 5), number))
+        if number % 3:
+            await talk.hear()
+        peer.network.kill(f"client {number}")
+        await client.close()
 
-        await peer.wait_until_empty()
+    await peer.wait_until_empty()
 
-        await peer.open(1)
-
-    run(engine, test, max_sessions=256)
+    await peer.open(1)
 
 
-def test_engine_that_fails_answers_internal_and_goes_on(engine: Engine) -> None:
+@with_peer(fails_at="execute")
+async def test_engine_that_fails_answers_internal_and_goes_on(peer: Peer, engine: Engine) -> None:
     hidden = draw_hidden(1, 1, 3)
     (wanted,) = compute_alone(engine, hidden)
 
-    async def test(peer: Peer) -> None:
-        talk = await peer.open()
+    talk = await peer.open()
 
-        refusal = assert_declined(await talk.ask(make_step(1, 0, hidden)), ErrorCode.INTERNAL)
-        output = expect_output(await talk.ask(make_step(2, 0, hidden)))
+    refusal = assert_declined(await talk.ask(make_step(1, 0, hidden)), ErrorCode.INTERNAL)
+    output = expect_output(await talk.ask(make_step(2, 0, hidden)))
 
-        assert "fire" not in refusal.detail
-        assert torch.equal(output, wanted)
-
-    run(FailingEngine(engine, "execute"), test)
+    assert "fire" not in refusal.detail
+    assert torch.equal(output, wanted)
 
 
-def test_steps_behind_one_whose_answer_fp16_cannot_hold_fall_with_it(engine: Engine) -> None:
-    gated = GatedEngine(engine, "execute")
+@with_peer(gate="execute")
+async def test_steps_behind_one_whose_answer_fp16_cannot_hold_fall_with_it(
+    peer: Peer, engine: Engine
+) -> None:
     first, fourth = draw_hidden(1, 1, 3), draw_hidden(4)
     _, wanted = compute_alone(engine, first, fourth)
 
-    async def test(peer: Peer) -> None:
-        talk = await peer.open(dtype=WireDtype.FP16)
-        await talk.say(
-            make_step(1, 0, first),
-            make_step(2, 3, torch.full((1, 1, HIDDEN), 1e5)),
-            make_step(3, 4, draw_hidden(3)),
-        )
-        await gated.wait_entered()
-        gated.leave.set()
+    talk = await peer.open(dtype=WireDtype.FP16)
+    await talk.say(
+        make_step(1, 0, first),
+        make_step(2, 3, torch.full((1, 1, HIDDEN), 1e5)),
+        make_step(3, 4, draw_hidden(3)),
+    )
+    await peer.engine.wait_entered()
+    peer.engine.leave.set()
 
-        expect_output(await talk.hear())
-        assert_declined(await talk.hear(), ErrorCode.BAD_VALUES)
-        gap = await talk.hear()
-        assert isinstance(gap, Gap)
-        assert (gap.sequence, gap.length) == (3, 3)
-        output = expect_output(await talk.ask(make_step(4, 3, fourth)))
-        assert torch.equal(output, wanted.to(torch.float16))
-
-    run(gated, test)
+    expect_output(await talk.hear())
+    assert_declined(await talk.hear(), ErrorCode.BAD_VALUES)
+    gap = await talk.hear()
+    assert isinstance(gap, Gap)
+    assert (gap.sequence, gap.length) == (3, 3)
+    output = expect_output(await talk.ask(make_step(4, 3, fourth)))
+    assert torch.equal(output, wanted.to(torch.float16))
 
 
-def test_cache_that_cannot_be_opened_answers_internal_and_goes_on(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        talk = await peer.greet()
+@with_peer(fails_at="open")
+async def test_cache_that_cannot_be_opened_answers_internal_and_goes_on(peer: Peer) -> None:
+    talk = await peer.greet()
 
-        refusal = assert_declined(await talk.ask(make_open()), ErrorCode.INTERNAL)
-        answer = await talk.ask(make_open())
+    refusal = assert_declined(await talk.ask(make_open()), ErrorCode.INTERNAL)
+    answer = await talk.ask(make_open())
 
-        assert "fire" not in refusal.detail
-        assert isinstance(answer, Opened)
-
-    run(FailingEngine(engine, "open"), test)
+    assert "fire" not in refusal.detail
+    assert isinstance(answer, Opened)
 
 
-def test_draining_peer_serves_old_sessions_and_takes_no_new_ones(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        talk = await peer.open(1)
-        peer.service.begin_draining()
+@with_peer()
+async def test_draining_peer_serves_old_sessions_and_takes_no_new_ones(peer: Peer) -> None:
+    talk = await peer.open(1)
+    peer.service.begin_draining()
 
-        assert_declined(await talk.ask(make_open(2)), ErrorCode.DRAINING)
-        expect_output(await talk.ask(make_step(1, 0, draw_hidden(1))))
-        assert not await peer.service.wait_until_empty(10)
-        waiting = asyncio.create_task(peer.service.wait_until_empty(1000))
-        await talk.say(Close(make_session(1), 1))
+    assert_declined(await talk.ask(make_open(2)), ErrorCode.DRAINING)
+    expect_output(await talk.ask(make_step(1, 0, draw_hidden(1))))
+    assert not await peer.service.wait_until_empty(10)
+    waiting = asyncio.create_task(peer.service.wait_until_empty(1000))
+    await talk.say(Close(make_session(1), 1))
 
-        assert await waiting
-
-    run(engine, test)
+    assert await waiting
 
 
-def test_session_that_is_being_opened_is_turned_down_by_a_peer_that_drains(engine: Engine) -> None:
-    gated = GatedEngine(engine, "open")
+@with_peer(gate="open")
+async def test_session_that_is_being_opened_is_turned_down_by_a_peer_that_drains(
+    peer: Peer,
+) -> None:
+    talk = await peer.greet()
+    await talk.say(make_open(1))
+    await peer.engine.wait_entered()
+    peer.service.begin_draining()
+    waiting = asyncio.create_task(peer.service.wait_until_empty(1000))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    peer.engine.leave.set()
 
-    async def test(peer: Peer) -> None:
-        talk = await peer.greet()
-        await talk.say(make_open(1))
-        await gated.wait_entered()
-        peer.service.begin_draining()
-        waiting = asyncio.create_task(peer.service.wait_until_empty(1000))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        gated.leave.set()
-
-        assert_declined(await talk.hear(), ErrorCode.DRAINING)
-        assert await waiting
-
-    run(gated, test)
+    assert_declined(await talk.hear(), ErrorCode.DRAINING)
+    assert await waiting
 
 
-def test_peer_that_drains_says_so_in_every_session_to_who_understands_it(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        idle, talk, old = await peer.dial(), await peer.dial(), await peer.open(9)
-        for stream in (idle, talk):
-            hello = Hello(1, HANDOFF_VERSION, "a test", ClientToken(bytes(CLIENT_TOKEN_BYTES)))
-            assert isinstance(await stream.ask(hello), Welcome)
-        for number in (1, 2):
-            await talk.ask(make_open(number, epoch=number))
+@with_peer()
+async def test_peer_that_drains_says_so_in_every_session_to_who_understands_it(peer: Peer) -> None:
+    idle, talk, old = await peer.dial(), await peer.dial(), await peer.open(9)
+    for stream in (idle, talk):
+        hello = Hello(1, HANDOFF_VERSION, "a test", ClientToken(bytes(CLIENT_TOKEN_BYTES)))
+        assert isinstance(await stream.ask(hello), Welcome)
+    for number in (1, 2):
+        await talk.ask(make_open(number, epoch=number))
 
-        peer.service.begin_draining()
+    peer.service.begin_draining()
 
-        heard = [await talk.hear(), await talk.hear()]
-        assert heard == [Leaving(make_session(1), 1), Leaving(make_session(2), 2)]
-        for stream, number in ((talk, 1), (old, 9)):
-            answer = await stream.ask(make_step(1, 0, draw_hidden(1), number))
-            expect_output(answer)  # and nothing before it
-        assert_declined(await idle.ask(make_open(3)), ErrorCode.DRAINING)
-
-    run(engine, test)
+    heard = [await talk.hear(), await talk.hear()]
+    assert heard == [Leaving(make_session(1), 1), Leaving(make_session(2), 2)]
+    for stream, number in ((talk, 1), (old, 9)):
+        answer = await stream.ask(make_step(1, 0, draw_hidden(1), number))
+        expect_output(answer)  # and nothing before it
+    assert_declined(await idle.ask(make_open(3)), ErrorCode.DRAINING)
 
 
-def test_idle_stream_is_ended_and_its_session_freed(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        talk = await peer.open()
-        await asyncio.sleep(IDLE_SECONDS - 1)
-        expect_output(await talk.ask(make_step(1, 0, draw_hidden(1))))
-        opened_at = VirtualClock().now()
+@with_peer()
+async def test_idle_stream_is_ended_and_its_session_freed(peer: Peer) -> None:
+    talk = await peer.open()
+    await asyncio.sleep(IDLE_SECONDS - 1)
+    expect_output(await talk.ask(make_step(1, 0, draw_hidden(1))))
+    opened_at = VirtualClock().now()
 
-        assert_declined(await talk.hear(), ErrorCode.UNKNOWN_SESSION)
+    assert_declined(await talk.hear(), ErrorCode.UNKNOWN_SESSION)
 
-        assert VirtualClock().now() - opened_at == pytest.approx(IDLE_SECONDS)
-        assert await talk.hear() is None
-        await peer.wait_until_empty()
-
-    run(engine, test)
+    assert VirtualClock().now() - opened_at == pytest.approx(IDLE_SECONDS)
+    assert await talk.hear() is None
+    await peer.wait_until_empty()
 
 
-def test_session_that_is_stepped_over_another_stream_is_not_idle(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        talk, bulk = await peer.open(), await peer.greet()
+@with_peer()
+async def test_session_that_is_stepped_over_another_stream_is_not_idle(peer: Peer) -> None:
+    talk, bulk = await peer.open(), await peer.greet()
 
-        for index in range(5):
-            expect_output(await bulk.ask(make_step(index + 1, index, draw_hidden(index))))
-            await asyncio.sleep(0.6 * IDLE_SECONDS)
-        expect_output(await talk.ask(make_step(6, 5, draw_hidden(9))))
-
-    run(engine, test)
+    for index in range(5):
+        expect_output(await bulk.ask(make_step(index + 1, index, draw_hidden(index))))
+        await asyncio.sleep(0.6 * IDLE_SECONDS)
+    expect_output(await talk.ask(make_step(6, 5, draw_hidden(9))))
 
 
 def test_compute_thread_that_stops_declines_what_waits(engine: Engine) -> None:

@@ -17,7 +17,7 @@ from service_scene import (
     make_open,
     make_session,
     make_step,
-    run,
+    with_peer,
 )
 from torch import Tensor
 
@@ -42,131 +42,115 @@ async def step(talk: Talk) -> Tensor:
     return expect_output(await talk.ask(make_step(1, 0, TEXT)))
 
 
-def test_session_is_opened_when_its_prompts_are_here(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
+@with_peer()
+async def test_session_is_opened_when_its_prompts_are_here(peer: Peer, engine: Engine) -> None:
+    talk = await peer.greet()
+    await talk.say(make_open(prompt_rows=1, prompt_tokens=2))
+    other = await peer.greet()
+    await other.wait_until_read()
+    assert peer.service.prompts.used_bytes == PROMPTS.numel() * 4
+
+    assert isinstance(await talk.ask(make_pieces()[0]), Opened)
+    output = await step(talk)
+
+    (without,) = compute_alone(engine, TEXT)
+    assert not torch.allclose(output, without, atol=1e-2)
+    await talk.say(Close(make_session(1), 1))
+    await talk.wait_until_read()
+    assert peer.service.prompts.used_bytes == 0
+
+
+@with_peer()
+async def test_prompts_that_never_come_are_forgotten_with_their_stream(peer: Peer) -> None:
+    talk = await peer.greet()
+    await talk.say(make_open(prompt_rows=1, prompt_tokens=2))
+    await (await peer.greet()).wait_until_read()
+
+    await talk.stream.close()
+    await peer.wait_until_empty()
+
+    assert peer.service.prompts.used_bytes == 0
+
+
+@with_peer()
+async def test_session_is_not_opened_again_without_the_prompts_that_it_waits_for(
+    peer: Peer,
+) -> None:
+    talk = await peer.greet()
+    await talk.say(make_open(prompt_rows=1, prompt_tokens=2))
+
+    assert_declined(await talk.ask(make_open()), ErrorCode.BAD_FRAME)
+    assert not peer.service.admission.sessions
+    assert isinstance(await talk.ask(make_pieces()[0]), Opened)
+
+
+@with_peer()
+async def test_peer_is_not_empty_while_prompts_come(peer: Peer) -> None:
+    talk = await peer.greet()
+    await talk.say(make_open(prompt_rows=1, prompt_tokens=2))
+    await (await peer.greet()).wait_until_read()
+
+    assert not await peer.service.wait_until_empty(1.0)
+
+
+@with_peer()
+async def test_session_that_no_peer_could_open_is_refused_before_its_prompts_come(
+    peer: Peer,
+) -> None:
+    too_long = replace(make_open(prompt_rows=1, prompt_tokens=2), max_tokens=10**6)
+
+    assert_declined(await (await peer.greet()).ask(too_long), ErrorCode.TOO_LONG)
+
+
+@with_peer()
+async def test_prompts_of_a_refused_session_are_passed_over(peer: Peer) -> None:
+    talk = await peer.greet()
+    opening = make_open(prompt_rows=1, prompt_tokens=2, max_tokens=10_000)
+
+    await talk.say(opening, *make_pieces())
+
+    assert_declined(await talk.hear(), ErrorCode.TOO_LONG)
+    await talk.say(make_open(2, prompt_rows=1, prompt_tokens=2), *make_pieces(2))
+    assert isinstance(await talk.hear(), Opened)
+
+
+@with_peer(max_sessions=1)
+async def test_session_that_waits_for_room_keeps_its_prompts(peer: Peer) -> None:
+    first = await peer.at_host("first").open(7)
+    talk = await peer.at_host("second").greet()
+
+    opening = make_open(prompt_rows=1, prompt_tokens=2, max_wait_seconds=100.0)
+    await talk.say(opening, *make_pieces())
+    assert isinstance(await talk.hear(), Queued)
+    await first.say(Close(make_session(7), 1))
+
+    assert isinstance(await talk.hear(), Opened)
+    await step(talk)
+
+
+@with_peer()
+async def test_pieces_that_do_not_belong_there_end_the_stream(peer: Peer) -> None:
+    (piece,) = make_pieces()
+    for wrong in (replace(piece, offset=1), *make_pieces(prompts=PROMPTS[:1])):
         talk = await peer.greet()
-        await talk.say(make_open(prompt_rows=1, prompt_tokens=2))
-        other = await peer.greet()
-        await other.wait_until_read()
-        assert peer.service.prompts.used_bytes == PROMPTS.numel() * 4
-
-        assert isinstance(await talk.ask(make_pieces()[0]), Opened)
-        output = await step(talk)
-
-        (without,) = compute_alone(engine, TEXT)
-        assert not torch.allclose(output, without, atol=1e-2)
-        await talk.say(Close(make_session(1), 1))
-        await talk.wait_until_read()
-        assert peer.service.prompts.used_bytes == 0
-
-    run(engine, test)
-
-
-def test_prompts_that_never_come_are_forgotten_with_their_stream(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        talk = await peer.greet()
-        await talk.say(make_open(prompt_rows=1, prompt_tokens=2))
-        await (await peer.greet()).wait_until_read()
-
+        await talk.say(make_open(prompt_rows=1, prompt_tokens=2), wrong)
+        assert_declined(await talk.hear(), ErrorCode.BAD_FRAME)
         await talk.stream.close()
         await peer.wait_until_empty()
 
-        assert peer.service.prompts.used_bytes == 0
 
-    run(engine, test)
-
-
-def test_session_is_not_opened_again_without_the_prompts_that_it_waits_for(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        talk = await peer.greet()
-        await talk.say(make_open(prompt_rows=1, prompt_tokens=2))
-
-        assert_declined(await talk.ask(make_open()), ErrorCode.BAD_FRAME)
-        assert not peer.service.admission.sessions
-        assert isinstance(await talk.ask(make_pieces()[0]), Opened)
-
-    run(engine, test)
+@with_peer()
+async def test_prompts_that_are_no_numbers_are_refused(peer: Peer) -> None:
+    talk = await peer.greet()
+    await talk.say(make_open(prompt_rows=1, prompt_tokens=2), *make_pieces(prompts=PROMPTS / 0))
+    assert_declined(await talk.hear(), ErrorCode.BAD_VALUES)
 
 
-def test_peer_is_not_empty_while_prompts_come(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        talk = await peer.greet()
-        await talk.say(make_open(prompt_rows=1, prompt_tokens=2))
-        await (await peer.greet()).wait_until_read()
-
-        assert not await peer.service.wait_until_empty(1.0)
-
-    run(engine, test)
-
-
-def test_session_that_no_peer_could_open_is_refused_before_its_prompts_come(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        too_long = replace(make_open(prompt_rows=1, prompt_tokens=2), max_tokens=10**6)
-
-        assert_declined(await (await peer.greet()).ask(too_long), ErrorCode.TOO_LONG)
-
-    run(engine, test)
-
-
-def test_prompts_of_a_refused_session_are_passed_over(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        talk = await peer.greet()
-        opening = make_open(prompt_rows=1, prompt_tokens=2, max_tokens=10_000)
-
-        await talk.say(opening, *make_pieces())
-
-        assert_declined(await talk.hear(), ErrorCode.TOO_LONG)
-        await talk.say(make_open(2, prompt_rows=1, prompt_tokens=2), *make_pieces(2))
-        assert isinstance(await talk.hear(), Opened)
-
-    run(engine, test)
-
-
-def test_session_that_waits_for_room_keeps_its_prompts(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        first = await peer.at_host("first").open(7)
-        talk = await peer.at_host("second").greet()
-
-        opening = make_open(prompt_rows=1, prompt_tokens=2, max_wait_seconds=100.0)
-        await talk.say(opening, *make_pieces())
-        assert isinstance(await talk.hear(), Queued)
-        await first.say(Close(make_session(7), 1))
-
-        assert isinstance(await talk.hear(), Opened)
-        await step(talk)
-
-    run(engine, test, max_sessions=1)
-
-
-def test_pieces_that_do_not_belong_there_end_the_stream(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        (piece,) = make_pieces()
-        for wrong in (replace(piece, offset=1), *make_pieces(prompts=PROMPTS[:1])):
-            talk = await peer.greet()
-            await talk.say(make_open(prompt_rows=1, prompt_tokens=2), wrong)
-            assert_declined(await talk.hear(), ErrorCode.BAD_FRAME)
-            await talk.stream.close()
-            await peer.wait_until_empty()
-
-    run(engine, test)
-
-
-def test_prompts_that_are_no_numbers_are_refused(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        talk = await peer.greet()
-        await talk.say(make_open(prompt_rows=1, prompt_tokens=2), *make_pieces(prompts=PROMPTS / 0))
-        assert_declined(await talk.hear(), ErrorCode.BAD_VALUES)
-
-    run(engine, test)
-
-
-def test_prompts_beyond_the_budget_are_refused(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        peer.service.prompts.count(Tenant("somebody else"), MAX_PROMPT_BYTES)
-        talk = await peer.greet()
-        await talk.say(make_open(prompt_rows=1, prompt_tokens=2), *make_pieces())
-        assert_declined(await talk.hear(), ErrorCode.BUSY)
-        peer.service.prompts.count(Tenant("somebody else"), -MAX_PROMPT_BYTES)
-        await asyncio.sleep(0)
-
-    run(engine, test)
+@with_peer()
+async def test_prompts_beyond_the_budget_are_refused(peer: Peer) -> None:
+    peer.service.prompts.count(Tenant("somebody else"), MAX_PROMPT_BYTES)
+    talk = await peer.greet()
+    await talk.say(make_open(prompt_rows=1, prompt_tokens=2), *make_pieces())
+    assert_declined(await talk.hear(), ErrorCode.BUSY)
+    peer.service.prompts.count(Tenant("somebody else"), -MAX_PROMPT_BYTES)
+    await asyncio.sleep(0)

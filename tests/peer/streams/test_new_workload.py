@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from service_scene import Peer, assert_declined, make_session, run
+from service_scene import Peer, assert_declined, make_session, with_peer
 
-from shoal.peer.engine.engine import Engine
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.messages.session import Queued
 
@@ -29,28 +28,22 @@ def test_how_to_fits_on_a_page() -> None:
     assert len(HOW_TO.read_text().splitlines()) <= 60
 
 
-def test_workload_takes_its_messages_beside_those_of_others(engine: Engine, echo: Any) -> None:
-    async def test(peer: Peer) -> None:
-        peer.service.service.workloads = (*peer.service.service.workloads, echo)
-        talk = await peer.open()
-        said = Queued(make_session(7), 3, 0.5)
+@with_peer()
+async def test_workload_takes_its_messages_beside_those_of_others(peer: Peer, echo: Any) -> None:
+    peer.service.service.workloads = (*peer.service.service.workloads, echo)
+    talk = await peer.open()
+    said = Queued(make_session(7), 3, 0.5)
 
-        assert await talk.ask(said) == said
-        assert await talk.ask(said) == said
+    assert await talk.ask(said) == said
+    assert await talk.ask(said) == said
 
-        assert peer.service.count_work() == {"sessions": 1, "passes": 0, "echoes": 2}
-
-    run(engine, test)
+    assert peer.service.count_work() == {"sessions": 1, "passes": 0, "echoes": 2}
 
 
-def test_message_that_no_workload_takes_ends_the_stream(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        talk = await peer.greet()
+@with_peer()
+async def test_message_that_no_workload_takes_ends_the_stream(peer: Peer) -> None:
+    talk = await peer.greet()
 
-        refusal = assert_declined(
-            await talk.ask(Queued(make_session(7), 3, 0.5)), ErrorCode.BAD_FRAME
-        )
+    refusal = assert_declined(await talk.ask(Queued(make_session(7), 3, 0.5)), ErrorCode.BAD_FRAME)
 
-        assert refusal.detail == "a client does not send Queued"
-
-    run(engine, test)
+    assert refusal.detail == "a client does not send Queued"

@@ -11,7 +11,7 @@ import torch
 from adapter_talk import BOB, bring, draw_matrices, greet, keep, pack
 from pass_scene import check_close
 from pass_talk import GRADIENTS, ROWS, TEXTS, ask, make_pass
-from service_scene import Peer, Talk, assert_declined, run
+from service_scene import Peer, Talk, assert_declined, with_peer
 from torch import Tensor
 from virtual_time import VirtualClock
 
@@ -95,30 +95,31 @@ def compute_gradients(engine: Engine, times: int = 1) -> dict[str, Tensor]:
     return {name: times * gradient for name, gradient in found.items()}
 
 
-def test_gradients_are_added_once_however_often_they_are_asked_for(engine: Engine) -> None:
+@with_peer()
+async def test_gradients_are_added_once_however_often_they_are_asked_for(
+    peer: Peer, engine: Engine
+) -> None:
     expected = sum(float(x.square().sum()) for x in compute_gradients(engine, 2).values())
 
-    async def test(peer: Peer) -> None:
-        talk = await greet(peer)
-        name = await keep(talk, pack(), **TRAINED)
-        for part, scale in ((1, 1.5), (2, 0.5), (1, 1.5), (2, 0.5)):
-            assert isinstance(await accumulate(talk, name, 1, part, scale), Passed)
-        measured = await measure(talk, name, 1, 1, 2)
-        assert isinstance(measured, AdapterMeasured)
-        assert measured.square_sum == pytest.approx(expected, rel=1e-5)
-        for number, parts in ((1, (1,)), (1, (1, 2, 3)), (2, (1, 2))):
-            answer = await measure(talk, name, number, *parts)
-            assert_declined(answer, ErrorCode.UNKNOWN_ADAPTER)
-        assert isinstance(await accumulate(talk, name, 2, 3), Passed)  # which forgets the first sum
-        assert_declined(await accumulate(talk, name, 1, 4), ErrorCode.UNKNOWN_ADAPTER)
-        assert isinstance(await measure(talk, name, 2, 3), AdapterMeasured)
-
-    run(engine, test)
+    talk = await greet(peer)
+    name = await keep(talk, pack(), **TRAINED)
+    for part, scale in ((1, 1.5), (2, 0.5), (1, 1.5), (2, 0.5)):
+        assert isinstance(await accumulate(talk, name, 1, part, scale), Passed)
+    measured = await measure(talk, name, 1, 1, 2)
+    assert isinstance(measured, AdapterMeasured)
+    assert measured.square_sum == pytest.approx(expected, rel=1e-5)
+    for number, parts in ((1, (1,)), (1, (1, 2, 3)), (2, (1, 2))):
+        answer = await measure(talk, name, number, *parts)
+        assert_declined(answer, ErrorCode.UNKNOWN_ADAPTER)
+    assert isinstance(await accumulate(talk, name, 2, 3), Passed)  # which forgets the first sum
+    assert_declined(await accumulate(talk, name, 1, 4), ErrorCode.UNKNOWN_ADAPTER)
+    assert isinstance(await measure(talk, name, 2, 3), AdapterMeasured)
 
 
 @pytest.mark.parametrize("settings", [ADAMW, SGD], ids=["adamw", "sgd"])
-def test_update_is_that_of_torch_and_is_made_once(
-    engine: Engine, settings: OptimizerSettings
+@with_peer()
+async def test_update_is_that_of_torch_and_is_made_once(
+    peer: Peer, engine: Engine, settings: OptimizerSettings
 ) -> None:
     matrices = {name: x.clone().requires_grad_() for name, x in draw_matrices().items()}
     optimizer: torch.optim.Optimizer = torch.optim.SGD(
@@ -132,82 +133,76 @@ def test_update_is_that_of_torch_and_is_made_once(
         matrices[name].grad = 0.5 * gradient
     optimizer.step()
 
-    async def test(peer: Peer) -> None:
-        talk = await greet(peer)
-        name = await keep(talk, pack(), optimizer=settings.kind)
-        held = peer.service.adapters.shared.used_bytes
-        await accumulate(talk, name, 1, 7)
-        asked = AdapterUpdate(make_id(90), GradientSum(name, 1, (7,)), settings, 0.5)
-        new = make_updated_id(asked)
-        assert isinstance(await say(talk, asked), AdapterKept)
-        again = await greet(peer)  # the answer was lost
-        assert isinstance(await say(again, replace(asked, pass_id=make_id(91))), AdapterKept)
+    talk = await greet(peer)
+    name = await keep(talk, pack(), optimizer=settings.kind)
+    held = peer.service.adapters.shared.used_bytes
+    await accumulate(talk, name, 1, 7)
+    asked = AdapterUpdate(make_id(90), GradientSum(name, 1, (7,)), settings, 0.5)
+    new = make_updated_id(asked)
+    assert isinstance(await say(talk, asked), AdapterKept)
+    again = await greet(peer)  # the answer was lost
+    assert isinstance(await say(again, replace(asked, pass_id=make_id(91))), AdapterKept)
 
-        head, files = await fetch(again, new)
-        assert (head.optimizer, head.num_updates) == (settings.kind, 1)
-        assert len(files) == 1 + settings.kind.num_moments
-        for found, matrix in matrices.items():
-            check_close(files[0][found], matrix.detach())
-        assert len(peer.service.adapters) == 1
-        assert peer.service.adapters.shared.used_bytes == held
-        assert_declined(await accumulate(talk, name, 1, 8), ErrorCode.UNKNOWN_ADAPTER)
-        assert isinstance(await accumulate(talk, new, 1, 8), Passed)
+    head, files = await fetch(again, new)
+    assert (head.optimizer, head.num_updates) == (settings.kind, 1)
+    assert len(files) == 1 + settings.kind.num_moments
+    for found, matrix in matrices.items():
+        check_close(files[0][found], matrix.detach())
+    assert len(peer.service.adapters) == 1
+    assert peer.service.adapters.shared.used_bytes == held
+    assert_declined(await accumulate(talk, name, 1, 8), ErrorCode.UNKNOWN_ADAPTER)
+    assert isinstance(await accumulate(talk, new, 1, 8), Passed)
 
-        # Brought to another peer as it is, it goes on where it was.
-        data = b"".join(safetensors.torch.save(file) for file in files)
-        changes = {"optimizer": settings.kind, "num_updates": 1, "number": 5}
-        other = await keep(again, (pack()[0], data), **changes)
-        assert len((await fetch(again, other))[1]) == len(files)
-
-    run(engine, test)
+    # Brought to another peer as it is, it goes on where it was.
+    data = b"".join(safetensors.torch.save(file) for file in files)
+    changes = {"optimizer": settings.kind, "num_updates": 1, "number": 5}
+    other = await keep(again, (pack()[0], data), **changes)
+    assert len((await fetch(again, other))[1]) == len(files)
 
 
-def test_nobody_else_trains_an_adapter_or_sees_it(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        anna, bert = await greet(peer), await greet(peer, BOB)
-        name = await keep(anna, pack(), **TRAINED)
-        plain = await keep(anna, pack(draw_matrices(2)), number=2)
-        public = await keep(anna, pack(draw_matrices(3)), number=3, is_published=True)
-        await accumulate(anna, name, 1, 1)
-        gradients = GradientSum(name, 1, (1,))
-        for message in (
-            AdapterMeasure(make_id(1), gradients),
-            AdapterUpdate(make_id(1), gradients, ADAMW),
-            AdapterFetch(make_id(1), name),
-        ):
-            assert_declined(await say(bert, message), ErrorCode.UNKNOWN_ADAPTER)
-        assert_declined(await accumulate(bert, name, 1, 2), ErrorCode.UNKNOWN_ADAPTER)
-        for untrained in (plain, public):
-            answer = await accumulate(anna, untrained, 1, 3)
-            assert "not asked to train" in assert_declined(answer, ErrorCode.BAD_VALUES).detail
-            asked = AdapterUpdate(make_id(1), GradientSum(untrained, 1), ADAMW)
-            assert_declined(await say(anna, asked), ErrorCode.BAD_VALUES)
-            asked = AdapterFetch(make_id(1), untrained)
-            assert_declined(await say(anna, asked), ErrorCode.BAD_VALUES)
-        answer = await say(anna, AdapterUpdate(make_id(1), gradients, SGD))
-        assert "trained by ADAMW" in assert_declined(answer, ErrorCode.BAD_VALUES).detail
-        assert isinstance(await measure(anna, name, 1, 1), AdapterMeasured)
-
-    run(engine, test)
+@with_peer()
+async def test_nobody_else_trains_an_adapter_or_sees_it(peer: Peer) -> None:
+    anna, bert = await greet(peer), await greet(peer, BOB)
+    name = await keep(anna, pack(), **TRAINED)
+    plain = await keep(anna, pack(draw_matrices(2)), number=2)
+    public = await keep(anna, pack(draw_matrices(3)), number=3, is_published=True)
+    await accumulate(anna, name, 1, 1)
+    gradients = GradientSum(name, 1, (1,))
+    for message in (
+        AdapterMeasure(make_id(1), gradients),
+        AdapterUpdate(make_id(1), gradients, ADAMW),
+        AdapterFetch(make_id(1), name),
+    ):
+        assert_declined(await say(bert, message), ErrorCode.UNKNOWN_ADAPTER)
+    assert_declined(await accumulate(bert, name, 1, 2), ErrorCode.UNKNOWN_ADAPTER)
+    for untrained in (plain, public):
+        answer = await accumulate(anna, untrained, 1, 3)
+        assert "not asked to train" in assert_declined(answer, ErrorCode.BAD_VALUES).detail
+        asked = AdapterUpdate(make_id(1), GradientSum(untrained, 1), ADAMW)
+        assert_declined(await say(anna, asked), ErrorCode.BAD_VALUES)
+        asked = AdapterFetch(make_id(1), untrained)
+        assert_declined(await say(anna, asked), ErrorCode.BAD_VALUES)
+    answer = await say(anna, AdapterUpdate(make_id(1), gradients, SGD))
+    assert "trained by ADAMW" in assert_declined(answer, ErrorCode.BAD_VALUES).detail
+    assert isinstance(await measure(anna, name, 1, 1), AdapterMeasured)
 
 
-def test_moments_and_gradients_count_with_the_adapter(engine: Engine) -> None:
+@with_peer()
+async def test_moments_and_gradients_count_with_the_adapter(peer: Peer) -> None:
     config, tensors = pack()
 
-    async def test(peer: Peer) -> None:
-        talk = await greet(peer)
-        await keep(talk, pack(), **TRAINED)
-        assert peer.service.adapters.shared.used_bytes == len(config) + 4 * len(tensors)
-        peer.service.adapters = AdapterStore(peer.service.clock, 4 * len(tensors))
-        files = pack(draw_matrices(2))
-        answer = await bring(talk, files, number=2, **TRAINED)
-        assert_declined(answer, ErrorCode.NO_ROOM_FOR_ADAPTER)
-        assert peer.service.adapters.shared.used_bytes == 0
-
-    run(engine, test)
+    talk = await greet(peer)
+    await keep(talk, pack(), **TRAINED)
+    assert peer.service.adapters.shared.used_bytes == len(config) + 4 * len(tensors)
+    peer.service.adapters = AdapterStore(peer.service.clock, 4 * len(tensors))
+    files = pack(draw_matrices(2))
+    answer = await bring(talk, files, number=2, **TRAINED)
+    assert_declined(answer, ErrorCode.NO_ROOM_FOR_ADAPTER)
+    assert peer.service.adapters.shared.used_bytes == 0
 
 
-def test_files_that_no_optimizer_has_written_are_refused(engine: Engine) -> None:
+@with_peer()
+async def test_files_that_no_optimizer_has_written_are_refused(peer: Peer) -> None:
     config, tensors = pack()
     negative = safetensors.torch.save(
         {name: -torch.ones_like(x) for name, x in draw_matrices().items()}
@@ -215,33 +210,28 @@ def test_files_that_no_optimizer_has_written_are_refused(engine: Engine) -> None
     halves = safetensors.torch.save({name: x.half() for name, x in draw_matrices().items()})
     fewer = safetensors.torch.save(draw_matrices(1, (1,)))
 
-    async def test(peer: Peer) -> None:
-        talk = await greet(peer)
-        for data in (3 * halves, tensors + tensors + negative, tensors + bytes(2 * len(tensors))):
-            answer = await bring(talk, (config, data), num_updates=1, **TRAINED)
-            assert_declined(answer, ErrorCode.BAD_VALUES)
-        padded = tensors + (fewer + bytes(len(tensors) - len(fewer))) * 2
-        answer = await bring(talk, (config, padded), num_updates=1, **TRAINED)
+    talk = await greet(peer)
+    for data in (3 * halves, tensors + tensors + negative, tensors + bytes(2 * len(tensors))):
+        answer = await bring(talk, (config, data), num_updates=1, **TRAINED)
         assert_declined(answer, ErrorCode.BAD_VALUES)
-        assert len(peer.service.adapters) == 0
-        assert peer.service.adapters.shared.used_bytes == 0
+    padded = tensors + (fewer + bytes(len(tensors) - len(fewer))) * 2
+    answer = await bring(talk, (config, padded), num_updates=1, **TRAINED)
+    assert_declined(answer, ErrorCode.BAD_VALUES)
+    assert len(peer.service.adapters) == 0
+    assert peer.service.adapters.shared.used_bytes == 0
 
-    run(engine, test)
 
-
-def test_client_that_goes_in_the_middle_leaves_the_adapter_as_it_was(engine: Engine) -> None:
-    async def test(peer: Peer) -> None:
-        talk = await greet(peer)
-        name = await keep(talk, pack(), **TRAINED)
-        await accumulate(talk, name, 1, 1)
-        asked = AdapterUpdate(make_id(90), GradientSum(name, 1, (1,)), ADAMW)
-        await talk.say(asked)
-        await talk.stream.close()
-        again = await greet(peer)
-        assert isinstance(await say(again, replace(asked, pass_id=make_id(91))), AdapterKept)
-        assert peer.service.num_passes == 0
-
-    run(engine, test)
+@with_peer()
+async def test_client_that_goes_in_the_middle_leaves_the_adapter_as_it_was(peer: Peer) -> None:
+    talk = await greet(peer)
+    name = await keep(talk, pack(), **TRAINED)
+    await accumulate(talk, name, 1, 1)
+    asked = AdapterUpdate(make_id(90), GradientSum(name, 1, (1,)), ADAMW)
+    await talk.say(asked)
+    await talk.stream.close()
+    again = await greet(peer)
+    assert isinstance(await say(again, replace(asked, pass_id=make_id(91))), AdapterKept)
+    assert peer.service.num_passes == 0
 
 
 # ---- without a stream

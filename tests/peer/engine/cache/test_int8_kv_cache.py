@@ -11,7 +11,7 @@ import pytest
 import torch
 from allocations import AllocationSizes
 from kv_cache_scene import NUM_BLOCKS, NUM_HEADS, SPAN
-from service_scene import Peer, draw_hidden, expect_output, make_open, make_step, run
+from service_scene import Peer, draw_hidden, expect_output, make_open, make_step, with_peer
 from torch import Tensor
 
 from shoal.kernels.attention.native_attention import choose_prompt_instruction_set
@@ -369,7 +369,8 @@ def test_free_tokens_are_those_of_the_format() -> None:
 # ---- opening
 
 
-def test_open_names_the_format_of_the_session(engine: Engine) -> None:
+@with_peer()
+async def test_open_names_the_format_of_the_session(peer: Peer) -> None:
     prompt, token = draw_hidden(1, 1, 70), draw_hidden(2)
 
     async def ask(peer: Peer, kv_format: KVFormat) -> tuple[int, int, list[Tensor]]:
@@ -384,14 +385,11 @@ def test_open_names_the_format_of_the_session(engine: Engine) -> None:
         ]
         return opened.free_kv_tokens, await peer.count_used_bytes() - before, outputs
 
-    async def test(peer: Peer) -> None:
-        free, num_bytes, exact = await ask(peer, KVFormat.FLOAT)
-        free_int8, num_bytes_int8, ours = await ask(peer, KVFormat.INT8)
+    free, num_bytes, exact = await ask(peer, KVFormat.FLOAT)
+    free_int8, num_bytes_int8, ours = await ask(peer, KVFormat.INT8)
 
-        assert free_int8 > 1.5 * free
-        assert num_bytes_int8 < 0.4 * num_bytes
-        for output, wanted in zip(ours, exact, strict=True):
-            assert not torch.equal(output, wanted)
-            torch.testing.assert_close(output, wanted, rtol=0.05, atol=0.05)
-
-    run(engine, test)
+    assert free_int8 > 1.5 * free
+    assert num_bytes_int8 < 0.4 * num_bytes
+    for output, wanted in zip(ours, exact, strict=True):
+        assert not torch.equal(output, wanted)
+        torch.testing.assert_close(output, wanted, rtol=0.05, atol=0.05)
