@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import torch
+from scene_tests import Story, make_test
 from torch import Tensor
 
 from shoal.peer.engine.blocks.batch import PART_TOKENS
@@ -95,6 +96,11 @@ def make_thread(
 ) -> ComputeThread:
     fake: Any = engine
     return ComputeThread(fake, token_budget, now)
+
+
+def on_loop(story: Story) -> Callable[..., None]:
+    """Run a test on an event loop; no error may be left unread and no thread running."""
+    return make_test(story, run, num_scenes=0)
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

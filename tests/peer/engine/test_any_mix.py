@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from compute_thread_scene import run
+from compute_thread_scene import on_loop
 from torch import Tensor
 
 from shoal.kernels.linear.quantize import WeightFormat
@@ -194,7 +194,8 @@ def load(tiny_models: Any) -> Callable[[str, WeightFormat], Engine]:
     ],
     ids=["int8", "int8 experts", "int8 in torch", "fp32 over integers", "fp32"],
 )
-def test_every_session_computes_what_it_does_alone(
+@on_loop
+async def test_every_session_computes_what_it_does_alone(
     load: Any, variant: str, weights: WeightFormat, formats: list[KVFormat], check: Any, seed: int
 ) -> None:
     print("seed", seed)
@@ -202,18 +203,14 @@ def test_every_session_computes_what_it_does_alone(
     dice = random.Random(seed)
     stories = [tell_story(dice, dice.choice(formats)) for _ in range(NUM_STORIES)]
 
-    async def test() -> None:
-        async with ComputeThread(engine, token_budget=64) as compute:
-            expected = [await compute.call(partial(compute_alone, engine, s)) for s in stories]
-            lived = await asyncio.gather(
-                *(live_with_fork(compute, engine, story) for story in stories)
-            )
-            await compute.call(engine.pool.check_integrity)
-        for outputs, alone in zip(lived, expected, strict=True):
-            for one in outputs:
-                assert len(one) == len(alone)
-                for output, right in zip(one, alone, strict=True):
-                    check(output, right)
+    async with ComputeThread(engine, token_budget=64) as compute:
+        expected = [await compute.call(partial(compute_alone, engine, s)) for s in stories]
+        lived = await asyncio.gather(*(live_with_fork(compute, engine, story) for story in stories))
+        await compute.call(engine.pool.check_integrity)
+    for outputs, alone in zip(lived, expected, strict=True):
+        for one in outputs:
+            assert len(one) == len(alone)
+            for output, right in zip(one, alone, strict=True):
+                check(output, right)
 
-    run(test)
     assert engine.pool.used_bytes == 0

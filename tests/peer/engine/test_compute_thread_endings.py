@@ -11,66 +11,62 @@ from compute_thread_scene import (
     assert_refused,
     make_thread,
     make_work,
-    run,
+    on_loop,
 )
 
 from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.protocol.errors import ErrorCode
 
 
-def test_what_comes_after_the_end_is_declined() -> None:
+@on_loop
+async def test_what_comes_after_the_end_is_declined() -> None:
     engine = NotingEngine()
     posted: list[int] = []
 
-    async def test() -> None:
-        async with make_thread(engine) as compute:
-            pass
-        compute.post(lambda: posted.append(1))
-        futures = compute.submit(make_work(FakeCache())), compute.call(lambda: posted.append(2))
-        for result in await asyncio.gather(*futures, return_exceptions=True):
-            assert isinstance(result, BaseException)
-            assert_refused(result, ErrorCode.DRAINING)
+    async with make_thread(engine) as compute:
+        pass
+    compute.post(lambda: posted.append(1))
+    futures = compute.submit(make_work(FakeCache())), compute.call(lambda: posted.append(2))
+    for result in await asyncio.gather(*futures, return_exceptions=True):
+        assert isinstance(result, BaseException)
+        assert_refused(result, ErrorCode.DRAINING)
 
-    run(test)
     assert (engine.order, posted) == ([], [])
 
 
-def test_end_with_work_waiting_declines_it_and_completes_what_runs() -> None:
+@on_loop
+async def test_end_with_work_waiting_declines_it_and_completes_what_runs() -> None:
     engine = NotingEngine()
     running = make_work(FakeCache(), 1)
 
-    async def test() -> None:
-        engine.gate.clear()
-        async with make_thread(engine) as compute:
-            under_way = compute.submit(running)
-            await engine.wait_entered()
-            waiting = [compute.submit(make_work(FakeCache(), 2)), compute.call(lambda: 3)]
-            compute.post(lambda: None)
-            # Runs when the end of the block lets the loop go on: the thread is stopping by then.
-            asyncio.get_running_loop().call_soon(engine.gate.set)
-        assert (await under_way).hidden_BTH[0, 0, 0] == 2
-        for result in await asyncio.gather(*waiting, return_exceptions=True):
-            assert isinstance(result, BaseException)
-            assert_refused(result, ErrorCode.DRAINING)
+    engine.gate.clear()
+    async with make_thread(engine) as compute:
+        under_way = compute.submit(running)
+        await engine.wait_entered()
+        waiting = [compute.submit(make_work(FakeCache(), 2)), compute.call(lambda: 3)]
+        compute.post(lambda: None)
+        # Runs when the end of the block lets the loop go on: the thread is stopping by then.
+        asyncio.get_running_loop().call_soon(engine.gate.set)
+    assert (await under_way).hidden_BTH[0, 0, 0] == 2
+    for result in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(result, BaseException)
+        assert_refused(result, ErrorCode.DRAINING)
 
-    run(test)
     assert engine.order == [running]
 
 
-def test_end_with_work_that_nobody_waits_for_any_more_leaves_no_unread_error() -> None:
+@on_loop
+async def test_end_with_work_that_nobody_waits_for_any_more_leaves_no_unread_error() -> None:
     engine = NotingEngine()
 
-    async def test() -> None:
-        engine.gate.clear()
-        async with make_thread(engine) as compute:
+    engine.gate.clear()
+    async with make_thread(engine) as compute:
+        compute.submit(make_work(FakeCache()))
+        await engine.wait_entered()
+        for _ in range(3):
             compute.submit(make_work(FakeCache()))
-            await engine.wait_entered()
-            for _ in range(3):
-                compute.submit(make_work(FakeCache()))
-                compute.call(lambda: None)
-            asyncio.get_running_loop().call_soon(engine.gate.set)
-
-    run(test)
+            compute.call(lambda: None)
+        asyncio.get_running_loop().call_soon(engine.gate.set)
 
 
 def test_loop_that_is_gone_does_not_disturb_the_thread() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from compute_thread_scene import run
+from compute_thread_scene import on_loop
 from torch import Tensor
 
 from shoal.kernels.linear.quantize import WeightFormat
@@ -147,36 +147,35 @@ class EngineWithArrivals:
 
 
 @pytest.mark.parametrize("kv_format", KVFormat)
-def test_tokens_that_arrive_before_each_block_of_prompts_are_computed_there(
+@on_loop
+async def test_tokens_that_arrive_before_each_block_of_prompts_are_computed_there(
     tiny_models: Any, kv_format: KVFormat
 ) -> None:
     play = Play(load(tiny_models, WeightFormat.INT8), kv_format, seed=7)
     expected = play.compute_alone(*play.make_prompts(), *play.make_tokens())
 
-    async def test() -> None:
-        engine: Any = EngineWithArrivals(play.engine)
-        compute = ComputeThread(engine)  # not entered: the test is the thread
-        compute.budget = YieldingBudget(512, engine.part_tokens, len(WHOLE))
-        tokens = play.make_tokens()
-        prompts = [compute.submit(work, ("prompts", "")) for work in play.make_prompts()]
-        answers: list[Any] = []
-        num_done_meanwhile: list[int] = []
+    engine: Any = EngineWithArrivals(play.engine)
+    compute = ComputeThread(engine)  # not entered: the test is the thread
+    compute.budget = YieldingBudget(512, engine.part_tokens, len(WHOLE))
+    tokens = play.make_tokens()
+    prompts = [compute.submit(work, ("prompts", "")) for work in play.make_prompts()]
+    answers: list[Any] = []
+    num_done_meanwhile: list[int] = []
 
-        def arrive() -> None:
-            if len(answers) < len(tokens):
-                answers.append(compute.submit(tokens[len(answers)], ("decoding", "")))
+    def arrive() -> None:
+        if len(answers) < len(tokens):
+            answers.append(compute.submit(tokens[len(answers)], ("decoding", "")))
 
-        def count() -> None:
-            done = [work for work in tokens if work.cache.length > NUM_TOKENS_BEFORE]
-            num_done_meanwhile.append(len(done))
+    def count() -> None:
+        done = [work for work in tokens if work.cache.length > NUM_TOKENS_BEFORE]
+        num_done_meanwhile.append(len(done))
 
-        engine.arrive, engine.go_on = arrive, count
-        while compute._jobs:
-            compute.step()
+    engine.arrive, engine.go_on = arrive, count
+    while compute._jobs:
+        compute.step()
 
-        results = [(await future).hidden_BTH for future in (*prompts, *answers)]
-        assert_equal(results, expected)
-        assert num_done_meanwhile[:NUM_DECODING] == list(range(1, NUM_DECODING + 1))
+    results = [(await future).hidden_BTH for future in (*prompts, *answers)]
+    assert_equal(results, expected)
+    assert num_done_meanwhile[:NUM_DECODING] == list(range(1, NUM_DECODING + 1))
 
-    run(test)
     play.engine.pool.check_integrity()
