@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from scene_tests import Story, make_test
 from scripted_swarm import ScriptedSwarm
 from service_scene import MODEL_ID, Talk
 from virtual_time import VirtualClock, run_virtual
@@ -122,10 +123,10 @@ def make_welcome(identity: Identity = HOME) -> Welcome:
     return Welcome(MAX_VERSION, "home", identity.peer_id, MODEL_ID, Span(4, 8), 0.0)
 
 
-def in_scene(story: Callable[[Scene], Awaitable[None]]) -> None:
-    """Run a story; in the end nothing is left of any stream."""
+def in_scene(story: Story) -> Callable[..., None]:
+    """Make a test of a story about a scene; in the end nothing is left of any stream."""
 
-    async def main() -> None:
+    async def main(story: Story) -> None:
         scene, handler = Scene(), StreamHandler()
         transport = scene.make_transport("public")
         endpoint = (await transport.listen("public", 0, handler.serve)).endpoint
@@ -141,4 +142,4 @@ def in_scene(story: Callable[[Scene], Awaitable[None]]) -> None:
         await scene.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    run_virtual(main())
+    return make_test(story, lambda story: run_virtual(main(story)))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+from scene_tests import Story, make_test
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.announcing.announcer import LIFETIME_PERIODS, Announcer
@@ -102,12 +103,12 @@ def make_announcement(
     )
 
 
-def run(test: Callable[[Scene], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await test(Scene())
+def in_scene(story: Story) -> Callable[..., None]:
+    async def main(story: Story) -> None:
+        await story(Scene())
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    run_virtual(main())
+    return make_test(story, lambda story: run_virtual(main(story)))
 
 
 async def expect_known(scene: Scene, num_seconds: int) -> list[Announcement]:
@@ -119,250 +120,224 @@ async def expect_known(scene: Scene, num_seconds: int) -> list[Announcement]:
     return seen
 
 
-def test_announcement_is_renewed_long_before_it_expires() -> None:
-    async def test(scene: Scene) -> None:
-        clock = VirtualClock()
+@in_scene
+async def test_announcement_is_renewed_long_before_it_expires(scene: Scene) -> None:
+    clock = VirtualClock()
+    async with scene.renewing():
+        for _ in range(600):
+            await asyncio.sleep(1.0)
+            left_seconds = (await scene.look_up()).expires_at - clock.wall()
+            assert left_seconds > 1.9 * PERIOD_SECONDS
+
+
+@in_scene
+async def test_sequence_and_expiry_grow_with_every_renewal(scene: Scene) -> None:
+    async with scene.renewing():
+        seen = await expect_known(scene, 600)
+    announcements = sorted(set(seen), key=lambda announcement: announcement.sequence)
+    assert len(announcements) >= 600 / (PERIOD_SECONDS + 1)
+    assert list(dict.fromkeys(seen)) == announcements
+    expiries = [announcement.expires_at for announcement in announcements]
+    assert expiries == sorted(set(expiries))
+
+
+@in_scene
+async def test_sequence_goes_on_after_a_restart(scene: Scene) -> None:
+    last = 0
+    for _ in range(3):
         async with scene.renewing():
-            for _ in range(600):
-                await asyncio.sleep(1.0)
-                left_seconds = (await scene.look_up()).expires_at - clock.wall()
-                assert left_seconds > 1.9 * PERIOD_SECONDS
+            await asyncio.sleep(5 * PERIOD_SECONDS)
+        sequence = (await scene.look_up()).sequence
+        assert sequence > last
+        last = sequence
 
-    run(test)
-
-
-def test_sequence_and_expiry_grow_with_every_renewal() -> None:
-    async def test(scene: Scene) -> None:
-        async with scene.renewing():
-            seen = await expect_known(scene, 600)
-        announcements = sorted(set(seen), key=lambda announcement: announcement.sequence)
-        assert len(announcements) >= 600 / (PERIOD_SECONDS + 1)
-        assert list(dict.fromkeys(seen)) == announcements
-        expiries = [announcement.expires_at for announcement in announcements]
-        assert expiries == sorted(set(expiries))
-
-    run(test)
+    await scene.make_announcer().announce(PeerState.JOINING)
+    announcement = await scene.look_up()
+    assert announcement.state is PeerState.JOINING
+    assert announcement.sequence > last
 
 
-def test_sequence_goes_on_after_a_restart() -> None:
-    async def test(scene: Scene) -> None:
-        last = 0
-        for _ in range(3):
-            async with scene.renewing():
-                await asyncio.sleep(5 * PERIOD_SECONDS)
-            sequence = (await scene.look_up()).sequence
-            assert sequence > last
-            last = sequence
+@in_scene
+async def test_restart_with_a_shorter_period_is_taken_at_once(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = VirtualClock()
+    async with scene.renewing(limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS / LIFETIME_PERIODS):
+        before = await scene.look_up()
+    await asyncio.sleep(1.0)
 
-        await scene.make_announcer().announce(PeerState.JOINING)
+    async with scene.renewing(period_seconds=2.0) as announcer:
+        restarted = await scene.look_up()
+        assert restarted.expires_at > before.expires_at
+        await asyncio.sleep(10.0)
+        await announcer.announce(PeerState.DRAINING)
+        assert (await scene.look_up()).state is PeerState.DRAINING
+        await asyncio.sleep(before.expires_at - clock.wall())
         announcement = await scene.look_up()
-        assert announcement.state is PeerState.JOINING
-        assert announcement.sequence > last
+        lifetime_seconds = announcement.expires_at - announcement.issued_at
+        assert lifetime_seconds == pytest.approx(2.0 * LIFETIME_PERIODS, abs=1.0)
 
-    run(test)
-
-
-def test_restart_with_a_shorter_period_is_taken_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    async def test(scene: Scene) -> None:
-        clock = VirtualClock()
-        async with scene.renewing(limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS / LIFETIME_PERIODS):
-            before = await scene.look_up()
-        await asyncio.sleep(1.0)
-
-        async with scene.renewing(period_seconds=2.0) as announcer:
-            restarted = await scene.look_up()
-            assert restarted.expires_at > before.expires_at
-            await asyncio.sleep(10.0)
-            await announcer.announce(PeerState.DRAINING)
-            assert (await scene.look_up()).state is PeerState.DRAINING
-            await asyncio.sleep(before.expires_at - clock.wall())
-            announcement = await scene.look_up()
-            lifetime_seconds = announcement.expires_at - announcement.issued_at
-            assert lifetime_seconds == pytest.approx(2.0 * LIFETIME_PERIODS, abs=1.0)
-
-    run(test)
     assert not caplog.records
 
 
-def test_sequence_goes_on_though_the_clock_was_set_back() -> None:
-    async def test(scene: Scene) -> None:
-        now = VirtualClock().wall()
-        before = make_announcement(PeerState.ONLINE, int((now + 3600) * 1000), now, 90.0)
-        await scene.directory.announce(sign_announcement(IDENTITY, before))
+@in_scene
+async def test_sequence_goes_on_though_the_clock_was_set_back(scene: Scene) -> None:
+    now = VirtualClock().wall()
+    before = make_announcement(PeerState.ONLINE, int((now + 3600) * 1000), now, 90.0)
+    await scene.directory.announce(sign_announcement(IDENTITY, before))
 
-        await scene.make_announcer().announce(PeerState.JOINING)
+    await scene.make_announcer().announce(PeerState.JOINING)
 
-        announcement = await scene.look_up()
-        assert announcement.state is PeerState.JOINING
-        assert announcement.sequence == before.sequence + 1
-
-    run(test)
+    announcement = await scene.look_up()
+    assert announcement.state is PeerState.JOINING
+    assert announcement.sequence == before.sequence + 1
 
 
-def test_earlier_announcement_is_continued_as_soon_as_limits_allow() -> None:
+@in_scene
+async def test_earlier_announcement_is_continued_as_soon_as_limits_allow(scene: Scene) -> None:
     """Its date may lie ahead by as much as clocks may differ."""
 
-    async def test(scene: Scene) -> None:
-        now = VirtualClock().wall() + limits.MAX_CLOCK_SKEW_SECONDS
-        longest_seconds = limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS
-        before = make_announcement(PeerState.ONLINE, 1, now, longest_seconds)
-        await scene.directory.announce(sign_announcement(IDENTITY, before))
-        announcer = scene.make_announcer()
+    now = VirtualClock().wall() + limits.MAX_CLOCK_SKEW_SECONDS
+    longest_seconds = limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS
+    before = make_announcement(PeerState.ONLINE, 1, now, longest_seconds)
+    await scene.directory.announce(sign_announcement(IDENTITY, before))
+    announcer = scene.make_announcer()
 
-        with pytest.raises(DirectoryError):
-            await announcer.announce(PeerState.JOINING)
-        await asyncio.sleep(limits.MAX_CLOCK_SKEW_SECONDS)
+    with pytest.raises(DirectoryError):
         await announcer.announce(PeerState.JOINING)
+    await asyncio.sleep(limits.MAX_CLOCK_SKEW_SECONDS)
+    await announcer.announce(PeerState.JOINING)
 
-        assert (await scene.look_up()).state is PeerState.JOINING
-
-    run(test)
-
-
-def test_announcements_of_others_do_not_matter_at_the_start() -> None:
-    async def test(scene: Scene) -> None:
-        other = Identity(b"o" * 32)
-        theirs = replace(
-            make_announcement(PeerState.ONLINE, 2**50, VirtualClock().wall(), 600.0),
-            peer_id=other.peer_id,
-        )
-        await scene.directory.announce(sign_announcement(other, theirs))
-
-        await scene.make_announcer().announce(PeerState.ONLINE)
-
-        ours = next(a for a in await scene.directory.lookup(MODEL_ID) if a != theirs)
-        assert ours.sequence < 2**50
-        assert ours.expires_at - ours.issued_at == LIFETIME_PERIODS * PERIOD_SECONDS
-
-    run(test)
+    assert (await scene.look_up()).state is PeerState.JOINING
 
 
-def test_announcement_is_fresh_however_long_reading_back_took() -> None:
-    async def test(scene: Scene) -> None:
-        scene.directory.lookup_seconds = 2 * LIFETIME_PERIODS * PERIOD_SECONDS
-        await scene.make_announcer().announce(PeerState.ONLINE)
+@in_scene
+async def test_announcements_of_others_do_not_matter_at_the_start(scene: Scene) -> None:
+    other = Identity(b"o" * 32)
+    theirs = replace(
+        make_announcement(PeerState.ONLINE, 2**50, VirtualClock().wall(), 600.0),
+        peer_id=other.peer_id,
+    )
+    await scene.directory.announce(sign_announcement(other, theirs))
 
-        scene.directory.lookup_seconds = 0.0
-        assert VirtualClock().wall() - (await scene.look_up()).issued_at == WAY_SECONDS
+    await scene.make_announcer().announce(PeerState.ONLINE)
 
-    run(test)
-
-
-def test_own_announcement_is_read_back_only_once() -> None:
-    async def test(scene: Scene) -> None:
-        async with scene.renewing():
-            await asyncio.sleep(20 * PERIOD_SECONDS)
-        assert scene.directory.num_lookups == 1
-
-    run(test)
+    ours = next(a for a in await scene.directory.lookup(MODEL_ID) if a != theirs)
+    assert ours.sequence < 2**50
+    assert ours.expires_at - ours.issued_at == LIFETIME_PERIODS * PERIOD_SECONDS
 
 
-def test_change_of_state_is_announced_at_once_and_kept() -> None:
-    async def test(scene: Scene) -> None:
-        async with scene.renewing() as announcer:
-            await asyncio.sleep(PERIOD_SECONDS / 2)
-            await announcer.announce(PeerState.DRAINING)
-            assert (await scene.look_up()).state is PeerState.DRAINING
-            seen = await expect_known(scene, 200)
-        assert {announcement.state for announcement in seen} == {PeerState.DRAINING}
+@in_scene
+async def test_announcement_is_fresh_however_long_reading_back_took(scene: Scene) -> None:
+    scene.directory.lookup_seconds = 2 * LIFETIME_PERIODS * PERIOD_SECONDS
+    await scene.make_announcer().announce(PeerState.ONLINE)
 
-    run(test)
+    scene.directory.lookup_seconds = 0.0
+    assert VirtualClock().wall() - (await scene.look_up()).issued_at == WAY_SECONDS
 
 
-def test_renewal_under_way_does_not_come_out_behind_a_newer_state(
-    caplog: pytest.LogCaptureFixture,
+@in_scene
+async def test_own_announcement_is_read_back_only_once(scene: Scene) -> None:
+    async with scene.renewing():
+        await asyncio.sleep(20 * PERIOD_SECONDS)
+    assert scene.directory.num_lookups == 1
+
+
+@in_scene
+async def test_change_of_state_is_announced_at_once_and_kept(scene: Scene) -> None:
+    async with scene.renewing() as announcer:
+        await asyncio.sleep(PERIOD_SECONDS / 2)
+        await announcer.announce(PeerState.DRAINING)
+        assert (await scene.look_up()).state is PeerState.DRAINING
+        seen = await expect_known(scene, 200)
+    assert {announcement.state for announcement in seen} == {PeerState.DRAINING}
+
+
+@in_scene
+async def test_renewal_under_way_does_not_come_out_behind_a_newer_state(
+    scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test(scene: Scene) -> None:
-        async with scene.renewing() as announcer:
-            scene.directory.way_seconds = 5.0
-            await asyncio.sleep(PERIOD_SECONDS + 1)  # the renewal is on its way
-            scene.directory.way_seconds = WAY_SECONDS
-            await announcer.announce(PeerState.OFFLINE)
-            assert (await scene.look_up()).state is PeerState.OFFLINE
-            seen = await expect_known(scene, 100)
-        assert {announcement.state for announcement in seen} == {PeerState.OFFLINE}
+    async with scene.renewing() as announcer:
+        scene.directory.way_seconds = 5.0
+        await asyncio.sleep(PERIOD_SECONDS + 1)  # the renewal is on its way
+        scene.directory.way_seconds = WAY_SECONDS
+        await announcer.announce(PeerState.OFFLINE)
+        assert (await scene.look_up()).state is PeerState.OFFLINE
+        seen = await expect_known(scene, 100)
+    assert {announcement.state for announcement in seen} == {PeerState.OFFLINE}
 
-    run(test)
     assert not caplog.records, "no renewal came too late for the directory to take it"
 
 
-def test_state_that_could_not_be_announced_is_made_up_for() -> None:
-    async def test(scene: Scene) -> None:
-        async with scene.renewing() as announcer:
-            scene.store.is_reachable = False
-            with pytest.raises(DirectoryError):
-                await announcer.announce(PeerState.DRAINING)
-            scene.store.is_reachable = True
-            await asyncio.sleep(PERIOD_SECONDS + 1)
-            assert (await scene.look_up()).state is PeerState.DRAINING
-
-    run(test)
+@in_scene
+async def test_state_that_could_not_be_announced_is_made_up_for(scene: Scene) -> None:
+    async with scene.renewing() as announcer:
+        scene.store.is_reachable = False
+        with pytest.raises(DirectoryError):
+            await announcer.announce(PeerState.DRAINING)
+        scene.store.is_reachable = True
+        await asyncio.sleep(PERIOD_SECONDS + 1)
+        assert (await scene.look_up()).state is PeerState.DRAINING
 
 
-def test_announcement_outlives_two_that_were_lost(caplog: pytest.LogCaptureFixture) -> None:
-    async def test(scene: Scene) -> None:
-        async with scene.renewing():
-            scene.directory.num_losses = 2
-            await expect_known(scene, 300)
+@in_scene
+async def test_announcement_outlives_two_that_were_lost(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with scene.renewing():
+        scene.directory.num_losses = 2
+        await expect_known(scene, 300)
 
-    run(test)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     assert "lost on the way" in caplog.text
 
 
-def test_renewals_come_once_a_period_also_after_a_loss() -> None:
-    async def test(scene: Scene) -> None:
-        async with scene.renewing():
-            scene.directory.num_losses = 1
-            seen = await expect_known(scene, int(20 * PERIOD_SECONDS))
-        assert 18 <= len(set(seen)) <= 20
-
-    run(test)
+@in_scene
+async def test_renewals_come_once_a_period_also_after_a_loss(scene: Scene) -> None:
+    async with scene.renewing():
+        scene.directory.num_losses = 1
+        seen = await expect_known(scene, int(20 * PERIOD_SECONDS))
+    assert 18 <= len(set(seen)) <= 20
 
 
-def test_renewal_that_was_cancelled_does_not_stand_in_the_way() -> None:
+@in_scene
+async def test_renewal_that_was_cancelled_does_not_stand_in_the_way(scene: Scene) -> None:
     """A peer cancels it when it leaves, and says goodbye through the same announcer."""
 
-    async def test(scene: Scene) -> None:
-        announcer = scene.make_announcer()
-        await announcer.announce(PeerState.ONLINE)
-        scene.directory.way_seconds = 5.0
-        renewing = asyncio.create_task(announcer.announce(PeerState.ONLINE))
-        await asyncio.sleep(1.0)
-        renewing.cancel()
-        scene.directory.way_seconds = WAY_SECONDS
+    announcer = scene.make_announcer()
+    await announcer.announce(PeerState.ONLINE)
+    scene.directory.way_seconds = 5.0
+    renewing = asyncio.create_task(announcer.announce(PeerState.ONLINE))
+    await asyncio.sleep(1.0)
+    renewing.cancel()
+    scene.directory.way_seconds = WAY_SECONDS
 
-        await announcer.announce(PeerState.OFFLINE)
+    await announcer.announce(PeerState.OFFLINE)
 
-        assert (await scene.look_up()).state is PeerState.OFFLINE
-
-    run(test)
+    assert (await scene.look_up()).state is PeerState.OFFLINE
 
 
-def test_sequence_starts_at_the_time_whatever_is_found() -> None:
+@in_scene
+async def test_sequence_starts_at_the_time_whatever_is_found(scene: Scene) -> None:
     """An earlier announcement may still be somewhere, though reading back did not find it."""
 
-    async def test(scene: Scene) -> None:
-        await scene.make_announcer().announce(PeerState.ONLINE)
+    await scene.make_announcer().announce(PeerState.ONLINE)
 
-        assert (await scene.look_up()).sequence >= VirtualClock().wall() * 1000 - 1000
-
-    run(test)
+    assert (await scene.look_up()).sequence >= VirtualClock().wall() * 1000 - 1000
 
 
-def test_directory_that_is_away_for_long_is_survived() -> None:
-    async def test(scene: Scene) -> None:
-        async with scene.renewing():
-            scene.store.is_reachable = False
-            await asyncio.sleep(100 * PERIOD_SECONDS)
-            scene.store.is_reachable = True
-            await asyncio.sleep(PERIOD_SECONDS + 1)
-            await expect_known(scene, 100)
-
-    run(test)
+@in_scene
+async def test_directory_that_is_away_for_long_is_survived(scene: Scene) -> None:
+    async with scene.renewing():
+        scene.store.is_reachable = False
+        await asyncio.sleep(100 * PERIOD_SECONDS)
+        scene.store.is_reachable = True
+        await asyncio.sleep(PERIOD_SECONDS + 1)
+        await expect_known(scene, 100)
 
 
-def test_peer_that_was_revoked_ends_and_says_no_goodbye() -> None:
+@in_scene
+async def test_peer_that_was_revoked_ends_and_says_no_goodbye(scene: Scene) -> None:
     class RevokingDirectory(FlakyDirectory):
         is_revoked = False
 
@@ -371,29 +346,24 @@ def test_peer_that_was_revoked_ends_and_says_no_goodbye() -> None:
                 raise RevokedError("the owner has revoked this peer")
             await super().announce(record)
 
-    async def test(scene: Scene) -> None:
-        scene.directory = directory = RevokingDirectory(scene.store)
-        announcer = scene.make_announcer()
-        await announcer.announce(PeerState.ONLINE)
-        directory.is_revoked = True
+    scene.directory = directory = RevokingDirectory(scene.store)
+    announcer = scene.make_announcer()
+    await announcer.announce(PeerState.ONLINE)
+    directory.is_revoked = True
 
-        with pytest.raises(RevokedError):
-            await announcer.run()
+    with pytest.raises(RevokedError):
+        await announcer.run()
 
-        assert announcer.state is PeerState.OFFLINE
-
-    run(test)
+    assert announcer.state is PeerState.OFFLINE
 
 
-def test_error_that_is_not_the_directorys_ends_the_renewal() -> None:
+@in_scene
+async def test_error_that_is_not_the_directorys_ends_the_renewal(scene: Scene) -> None:
     """A bug of ours must reach the owner of the task, not vanish in a warning."""
 
-    async def test(scene: Scene) -> None:
-        def describe(*_: object) -> Announcement:
-            raise ZeroDivisionError("on purpose")
+    def describe(*_: object) -> Announcement:
+        raise ZeroDivisionError("on purpose")
 
-        announcer = Announcer(scene.directory, IDENTITY, describe, VirtualClock(), PERIOD_SECONDS)
-        with pytest.raises(ZeroDivisionError):
-            await announcer.run()
-
-    run(test)
+    announcer = Announcer(scene.directory, IDENTITY, describe, VirtualClock(), PERIOD_SECONDS)
+    with pytest.raises(ZeroDivisionError):
+        await announcer.run()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from announcements import describe_peer
+from scene_tests import Story, make_test
 from service_scene import MODEL_ID
 from virtual_time import VirtualClock, run_virtual
 
@@ -107,10 +108,10 @@ class Scene:
             self.network.set_link(f"peer{source}", f"peer{target}", Link(delay_seconds=seconds))
 
 
-def in_scene(spans: list[tuple[int, int]], story: Callable[[Scene], Awaitable[None]]) -> None:
-    """Run a story beside peers that serve these spans, measure and announce."""
+def beside(*spans: tuple[int, int]) -> Callable[[Story], Callable[..., None]]:
+    """Make a test of a story beside peers that serve these spans, measure and announce."""
 
-    async def main() -> None:
+    async def main(story: Story) -> None:
         scene = Scene()
         scene.peers = [SimplePeer(scene, n, Span(*span)) for n, span in enumerate(spans)]
         for peer in scene.peers:
@@ -125,138 +126,124 @@ def in_scene(spans: list[tuple[int, int]], story: Callable[[Scene], Awaitable[No
             await peer.transport.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    run_virtual(main())
+    return lambda story: make_test(story, lambda story: run_virtual(main(story)))
 
 
-def test_peer_tells_the_nearest_of_those_that_a_chain_leads_to_or_from() -> None:
-    async def story(scene: Scene) -> None:
-        for number, delay_seconds in enumerate((0.03, 0.01, 0.05, 0.02, 0.04, 0.001), 1):
-            scene.set_delay(0, number, delay_seconds)
-        await asyncio.sleep(MEASURED)
+@beside((4, 8), (0, 4), (8, 12), (2, 6), (6, 10), (7, 9), (5, 7))
+async def test_peer_tells_the_nearest_of_those_that_a_chain_leads_to_or_from(scene: Scene) -> None:
+    for number, delay_seconds in enumerate((0.03, 0.01, 0.05, 0.02, 0.04, 0.001), 1):
+        scene.set_delay(0, number, delay_seconds)
+    await asyncio.sleep(MEASURED)
 
-        told = (await scene.peers[0].announce()).rtts
+    told = (await scene.peers[0].announce()).rtts
 
-        # The last one serves blocks of ours only: no chain has a use for both.
-        expected = [(scene.peers[2].peer_id, 0.02), (scene.peers[4].peer_id, 0.04)]
-        assert told == (*expected, (scene.peers[1].peer_id, 0.06))
-        assert len(told) == MAX_ANNOUNCED_RTTS
-
-    in_scene([(4, 8), (0, 4), (8, 12), (2, 6), (6, 10), (7, 9), (5, 7)], story)
+    # The last one serves blocks of ours only: no chain has a use for both.
+    expected = [(scene.peers[2].peer_id, 0.02), (scene.peers[4].peer_id, 0.04)]
+    assert told == (*expected, (scene.peers[1].peer_id, 0.06))
+    assert len(told) == MAX_ANNOUNCED_RTTS
 
 
-def test_measuring_is_bounded_and_ends_when_everybody_is_known() -> None:
-    async def story(scene: Scene) -> None:
-        target = scene.peers[0]
-        others = len(scene.peers) - 1
-        await asyncio.sleep(PERIOD_SECONDS)
-        assert sum(peer.num_streams for peer in scene.peers) <= 8 * len(scene.peers)
+@beside(*[(0, 6), (6, 12)] * 4)
+async def test_measuring_is_bounded_and_ends_when_everybody_is_known(scene: Scene) -> None:
+    target = scene.peers[0]
+    others = len(scene.peers) - 1
+    await asyncio.sleep(PERIOD_SECONDS)
+    assert sum(peer.num_streams for peer in scene.peers) <= 8 * len(scene.peers)
 
-        await asyncio.sleep(MEASURED / 2)
-        assert target.num_streams == others
-        await asyncio.sleep(MEASURED)
-        assert target.num_streams <= 3 * others
-
-    in_scene([(0, 6), (6, 12)] * 4, story)
+    await asyncio.sleep(MEASURED / 2)
+    assert target.num_streams == others
+    await asyncio.sleep(MEASURED)
+    assert target.num_streams <= 3 * others
 
 
 @pytest.mark.slow
-def test_coordinates_come_out_of_what_everybody_measures() -> None:
+@beside(*[(0, 6), (6, 12)] * 5)
+async def test_coordinates_come_out_of_what_everybody_measures(scene: Scene) -> None:
     """Five places in a row, 20 ms between two that are side by side."""
 
-    async def story(scene: Scene) -> None:
-        for a in range(10):
-            for b in range(a):
-                scene.set_delay(a, b, 0.001 + 0.01 * abs(a // 2 - b // 2))
-        await asyncio.sleep(10 * MEASURED)
+    for a in range(10):
+        for b in range(a):
+            scene.set_delay(a, b, 0.001 + 0.01 * abs(a // 2 - b // 2))
+    await asyncio.sleep(10 * MEASURED)
 
-        places = [(await peer.announce()).coordinate for peer in scene.peers]
+    places = [(await peer.announce()).coordinate for peer in scene.peers]
 
-        for a in range(10):
-            for b in range(a):
-                one, other = places[a], places[b]
-                assert one is not None
-                assert other is not None
-                assert one.is_settled
-                rtt_seconds = 2 * (0.001 + 0.01 * abs(a // 2 - b // 2))
-                assert estimate_rtt_seconds(one, other) == pytest.approx(rtt_seconds, abs=0.01)
-
-    in_scene([(0, 6), (6, 12)] * 5, story)
+    for a in range(10):
+        for b in range(a):
+            one, other = places[a], places[b]
+            assert one is not None
+            assert other is not None
+            assert one.is_settled
+            rtt_seconds = 2 * (0.001 + 0.01 * abs(a // 2 - b // 2))
+            assert estimate_rtt_seconds(one, other) == pytest.approx(rtt_seconds, abs=0.01)
 
 
-def test_who_has_measured_nothing_says_nothing() -> None:
-    async def story(scene: Scene) -> None:
-        await asyncio.sleep(MEASURED)
+@beside((0, 6))
+async def test_who_has_measured_nothing_says_nothing(scene: Scene) -> None:
+    await asyncio.sleep(MEASURED)
 
-        announcement = await scene.peers[0].announce()
+    announcement = await scene.peers[0].announce()
 
-        assert announcement.rtts == ()
-        assert announcement.coordinate is None
-
-    in_scene([(0, 6)], story)
+    assert announcement.rtts == ()
+    assert announcement.coordinate is None
 
 
 @pytest.mark.parametrize("trouble", ["paused", "gone", "another"])
-def test_peer_that_does_not_answer_is_not_told_and_holds_nobody_up(trouble: str) -> None:
-    async def story(scene: Scene) -> None:
-        broken = scene.peers[1]
-        if trouble == "paused":
-            scene.network.pause(broken.host)
-        elif trouble == "gone":
-            scene.network.kill(broken.host)
-        else:
-            broken.answers_as = scene.peers[2].peer_id
-        await asyncio.sleep(MEASURED)
+@beside((0, 6), (6, 12), (6, 12))
+async def test_peer_that_does_not_answer_is_not_told_and_holds_nobody_up(
+    scene: Scene, trouble: str
+) -> None:
+    broken = scene.peers[1]
+    if trouble == "paused":
+        scene.network.pause(broken.host)
+    elif trouble == "gone":
+        scene.network.kill(broken.host)
+    else:
+        broken.answers_as = scene.peers[2].peer_id
+    await asyncio.sleep(MEASURED)
 
-        told = (await scene.peers[0].announce()).rtts
+    told = (await scene.peers[0].announce()).rtts
 
-        assert [peer_id for peer_id, _ in told] == [scene.peers[2].peer_id]
-
-    in_scene([(0, 6), (6, 12), (6, 12)], story)
+    assert [peer_id for peer_id, _ in told] == [scene.peers[2].peer_id]
 
 
-def test_peer_that_answers_no_more_is_no_longer_told() -> None:
+@beside((0, 6), (6, 12))
+async def test_peer_that_answers_no_more_is_no_longer_told(scene: Scene) -> None:
     """It goes on to announce itself, so that it is tried again and again."""
 
-    async def story(scene: Scene) -> None:
-        me, other = scene.peers
-        await asyncio.sleep(MEASURED)
-        assert [peer_id for peer_id, _ in (await me.announce()).rtts] == [other.peer_id]
+    me, other = scene.peers
+    await asyncio.sleep(MEASURED)
+    assert [peer_id for peer_id, _ in (await me.announce()).rtts] == [other.peer_id]
 
-        scene.network.pause(other.host)
-        await asyncio.sleep(3 * MEASURED)
+    scene.network.pause(other.host)
+    await asyncio.sleep(3 * MEASURED)
 
-        assert (await me.announce()).rtts == ()
-
-    in_scene([(0, 6), (6, 12)], story)
+    assert (await me.announce()).rtts == ()
 
 
-def test_way_that_became_slower_is_told_as_it_is() -> None:
-    async def story(scene: Scene) -> None:
-        me, other = scene.peers
-        scene.set_delay(0, 1, 0.01)
-        await asyncio.sleep(MEASURED)
-        assert (await me.announce()).rtts == ((other.peer_id, 0.02),)
+@beside((0, 6), (6, 12))
+async def test_way_that_became_slower_is_told_as_it_is(scene: Scene) -> None:
+    me, other = scene.peers
+    scene.set_delay(0, 1, 0.01)
+    await asyncio.sleep(MEASURED)
+    assert (await me.announce()).rtts == ((other.peer_id, 0.02),)
 
-        scene.set_delay(0, 1, 0.05)
-        await asyncio.sleep(3 * MEASURED)
+    scene.set_delay(0, 1, 0.05)
+    await asyncio.sleep(3 * MEASURED)
 
-        assert (await me.announce()).rtts == ((other.peer_id, 0.1),)
-
-    in_scene([(0, 6), (6, 12)], story)
+    assert (await me.announce()).rtts == ((other.peer_id, 0.1),)
 
 
-def test_peers_go_on_to_measure_once_the_directory_can_be_read_again() -> None:
-    async def story(scene: Scene) -> None:
-        scene.store.is_reachable = False
-        await asyncio.sleep(MEASURED)
-        assert scene.peers[1].num_streams == 0
+@beside((0, 6), (6, 12))
+async def test_peers_go_on_to_measure_once_the_directory_can_be_read_again(scene: Scene) -> None:
+    scene.store.is_reachable = False
+    await asyncio.sleep(MEASURED)
+    assert scene.peers[1].num_streams == 0
 
-        scene.store.is_reachable = True
-        await asyncio.sleep(MEASURED)
+    scene.store.is_reachable = True
+    await asyncio.sleep(MEASURED)
 
-        assert (await scene.peers[0].announce()).rtts
-
-    in_scene([(0, 6), (6, 12)], story)
+    assert (await scene.peers[0].announce()).rtts
 
 
 def make_peer(number: int, span: tuple[int, int], place: float | None) -> Announcement:

@@ -8,7 +8,7 @@ import hashlib
 import random
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from scene_tests import Story, make_test
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.announcing.announcer import Announcer
@@ -264,206 +265,191 @@ class World:
         await asyncio.wait([peer.running for peer in self.peers])
 
 
-def run(test: Callable[[World], Awaitable[None]]) -> None:
-    async def main() -> None:
+def in_world(story: Story) -> Callable[..., None]:
+    async def main(story: Story) -> None:
         world = World()
         try:
-            await test(world)
+            await story(world)
         finally:
             await world.close()
 
-    gc.disable()  # memory has to be free without it
-    try:
-        run_virtual(main())
-    finally:
-        gc.enable()
+    def play(story: Story) -> None:
+        gc.disable()  # memory has to be free without it
+        try:
+            run_virtual(main(story))
+        finally:
+            gc.enable()
+
+    return make_test(story, play)
 
 
 @pytest.mark.slow
-def test_newcomers_spread_and_stay() -> None:
-    async def test(world: World) -> None:
-        for _ in range(6):
-            world.add()
-        await asyncio.sleep(3 * PERIOD_SECONDS)
-        assert min(await world.count_hosts()) >= 2
+@in_world
+async def test_newcomers_spread_and_stay(world: World) -> None:
+    for _ in range(6):
+        world.add()
+    await asyncio.sleep(3 * PERIOD_SECONDS)
+    assert min(await world.count_hosts()) >= 2
 
-        await asyncio.sleep(3600)
+    await asyncio.sleep(3600)
 
-        assert min(await world.count_hosts()) >= 2
-        assert sum(peer.num_moves for peer in world.peers) <= 2
-
-    run(test)
+    assert min(await world.count_hosts()) >= 2
+    assert sum(peer.num_moves for peer in world.peers) <= 2
 
 
-def test_alone_a_peer_takes_what_it_holds_at_once() -> None:
-    async def test(world: World) -> None:
-        peer = world.add(max_blocks=3)
-        await asyncio.sleep(3 * LOAD_SECONDS + 0.1)
-        assert peer.span == Span(0, 3)
-
-    run(test)
+@in_world
+async def test_alone_a_peer_takes_what_it_holds_at_once(world: World) -> None:
+    peer = world.add(max_blocks=3)
+    await asyncio.sleep(3 * LOAD_SECONDS + 0.1)
+    assert peer.span == Span(0, 3)
 
 
-def test_gap_is_closed_by_one_peer_within_two_periods() -> None:
-    async def test(world: World) -> None:
-        lone = world.add(span=Span(0, 4))
-        others = [world.add(span=None) for _ in range(5)]
-        await asyncio.sleep(3 * PERIOD_SECONDS)
-        at_start = [peer for peer in others if peer.span == Span(0, 4)]
-        for peer in (lone, *at_start):
-            await peer.kill()
-        assert {peer.span for peer in others if peer not in at_start} == {Span(4, 8)}
+@in_world
+async def test_gap_is_closed_by_one_peer_within_two_periods(world: World) -> None:
+    lone = world.add(span=Span(0, 4))
+    others = [world.add(span=None) for _ in range(5)]
+    await asyncio.sleep(3 * PERIOD_SECONDS)
+    at_start = [peer for peer in others if peer.span == Span(0, 4)]
+    for peer in (lone, *at_start):
+        await peer.kill()
+    assert {peer.span for peer in others if peer not in at_start} == {Span(4, 8)}
 
-        await asyncio.sleep(2 * PERIOD_SECONDS + 4 * LOAD_SECONDS)
+    await asyncio.sleep(2 * PERIOD_SECONDS + 4 * LOAD_SECONDS)
 
-        assert [peer.num_moves for peer in others if peer.num_moves] == [1]
-        (mover,) = [peer for peer in others if peer.num_moves]
-        assert mover.span == Span(0, 4)
-        await asyncio.sleep(10 * PERIOD_SECONDS)
-        assert sum(peer.num_moves for peer in world.peers) <= 2  # one may follow as a replica
-
-    run(test)
+    assert [peer.num_moves for peer in others if peer.num_moves] == [1]
+    (mover,) = [peer for peer in others if peer.num_moves]
+    assert mover.span == Span(0, 4)
+    await asyncio.sleep(10 * PERIOD_SECONDS)
+    assert sum(peer.num_moves for peer in world.peers) <= 2  # one may follow as a replica
 
 
-def test_peer_with_given_blocks_never_moves() -> None:
-    async def test(world: World) -> None:
-        first = world.add(span=Span(0, 4))
-        others = [world.add(span=Span(4, 8)) for _ in range(3)]
-        await asyncio.sleep(PERIOD_SECONDS)
-        await first.kill()
-        await asyncio.sleep(10 * PERIOD_SECONDS)
-        assert [peer.num_moves for peer in others] == [0, 0, 0]
-
-    run(test)
+@in_world
+async def test_peer_with_given_blocks_never_moves(world: World) -> None:
+    first = world.add(span=Span(0, 4))
+    others = [world.add(span=Span(4, 8)) for _ in range(3)]
+    await asyncio.sleep(PERIOD_SECONDS)
+    await first.kill()
+    await asyncio.sleep(10 * PERIOD_SECONDS)
+    assert [peer.num_moves for peer in others] == [0, 0, 0]
 
 
-def test_blocks_that_both_spans_have_stay_loaded() -> None:
-    async def test(world: World) -> None:
-        first_two = [world.add(span=Span(0, 2)) for _ in range(2)]
-        world.add(span=Span(2, 8))
-        await asyncio.sleep(PERIOD_SECONDS)
-        peer = world.add(max_blocks=6)
-        await asyncio.sleep(PERIOD_SECONDS)
-        before = peer.span
-        assert before == Span(2, 8)
-        for other in first_two:
-            await other.kill()
-        await asyncio.sleep(3 * PERIOD_SECONDS)
+@in_world
+async def test_blocks_that_both_spans_have_stay_loaded(world: World) -> None:
+    first_two = [world.add(span=Span(0, 2)) for _ in range(2)]
+    world.add(span=Span(2, 8))
+    await asyncio.sleep(PERIOD_SECONDS)
+    peer = world.add(max_blocks=6)
+    await asyncio.sleep(PERIOD_SECONDS)
+    before = peer.span
+    assert before == Span(2, 8)
+    for other in first_two:
+        await other.kill()
+    await asyncio.sleep(3 * PERIOD_SECONDS)
 
-        assert peer.span == Span(0, 6)
-        assert peer.loader.loaded == [set(range(2, 8)), {0, 1}]
-
-    run(test)
+    assert peer.span == Span(0, 6)
+    assert peer.loader.loaded == [set(range(2, 8)), {0, 1}]
 
 
-def test_streams_find_the_service_that_drains_and_are_refused_until_the_next() -> None:
-    async def test(world: World) -> None:
-        for span in (Span(0, 4), Span(0, 4), Span(4, 8)):
-            world.add(span=span)
-        await asyncio.sleep(PERIOD_SECONDS)
-        peer = world.add()
-        peer.loader.drain_seconds = 10.0
-        await asyncio.sleep(PERIOD_SECONDS)
-        said: list[bytes] = []
+@in_world
+async def test_streams_find_the_service_that_drains_and_are_refused_until_the_next(
+    world: World,
+) -> None:
+    for span in (Span(0, 4), Span(0, 4), Span(4, 8)):
+        world.add(span=span)
+    await asyncio.sleep(PERIOD_SECONDS)
+    peer = world.add()
+    peer.loader.drain_seconds = 10.0
+    await asyncio.sleep(PERIOD_SECONDS)
+    said: list[bytes] = []
 
-        async def say(frame: bytes) -> None:
-            said.append(frame)
+    async def say(frame: bytes) -> None:
+        said.append(frame)
 
-        stream: Any = SimpleNamespace(
-            set_gate=lambda gate: None, receive=lambda: asyncio.sleep(0), send=say
-        )
-        for other in world.peers[:2]:
-            await other.kill()
-        while not peer.num_moves:
-            assert not peer.running.done()
-            await asyncio.sleep(0.1)
-
-        await peer.handler.serve(stream)
-        assert [service.num_streams for service in peer.loader.services] == [1]
-        assert not said
-        while peer.handler.service is not None:  # noqa: ASYNC110 - a test on virtual time
-            await asyncio.sleep(0.1)
-        await peer.handler.serve(stream)
-        assert len(said) == 1
-        while peer.handler.service is None:  # noqa: ASYNC110 - a test on virtual time
-            await asyncio.sleep(0.1)
-        await peer.handler.serve(stream)
-        assert [service.num_streams for service in peer.loader.services] == [1, 1]
-
-    run(test)
-
-
-def test_directory_in_trouble_ends_no_peer() -> None:
-    async def test(world: World) -> None:
-        world.add(span=Span(0, 4))
-        await asyncio.sleep(PERIOD_SECONDS)
-        peer = world.add()
-        await asyncio.sleep(PERIOD_SECONDS)
-        peer.directory.is_broken = True
-        await asyncio.sleep(5 * PERIOD_SECONDS)
+    stream: Any = SimpleNamespace(
+        set_gate=lambda gate: None, receive=lambda: asyncio.sleep(0), send=say
+    )
+    for other in world.peers[:2]:
+        await other.kill()
+    while not peer.num_moves:
         assert not peer.running.done()
+        await asyncio.sleep(0.1)
 
-        peer.directory.is_broken = False
-        await peer.leave()
-        states = {announcement.state for announcement in await world.read()}
-        assert states == {PeerState.ONLINE, PeerState.OFFLINE}
+    await peer.handler.serve(stream)
+    assert [service.num_streams for service in peer.loader.services] == [1]
+    assert not said
+    while peer.handler.service is not None:  # noqa: ASYNC110 - a test on virtual time
+        await asyncio.sleep(0.1)
+    await peer.handler.serve(stream)
+    assert len(said) == 1
+    while peer.handler.service is None:  # noqa: ASYNC110 - a test on virtual time
+        await asyncio.sleep(0.1)
+    await peer.handler.serve(stream)
+    assert [service.num_streams for service in peer.loader.services] == [1, 1]
 
-    run(test)
+
+@in_world
+async def test_directory_in_trouble_ends_no_peer(world: World) -> None:
+    world.add(span=Span(0, 4))
+    await asyncio.sleep(PERIOD_SECONDS)
+    peer = world.add()
+    await asyncio.sleep(PERIOD_SECONDS)
+    peer.directory.is_broken = True
+    await asyncio.sleep(5 * PERIOD_SECONDS)
+    assert not peer.running.done()
+
+    peer.directory.is_broken = False
+    await peer.leave()
+    states = {announcement.state for announcement in await world.read()}
+    assert states == {PeerState.ONLINE, PeerState.OFFLINE}
 
 
-def test_move_outlasts_a_directory_in_trouble() -> None:
-    async def test(world: World) -> None:
-        for span in (Span(0, 4), Span(0, 4), Span(4, 8)):
-            world.add(span=span)
-        await asyncio.sleep(PERIOD_SECONDS)
-        peer = world.add()
-        await asyncio.sleep(PERIOD_SECONDS)
-        for other in world.peers[:2]:
-            await other.kill()
-        while not peer.num_moves:
-            assert not peer.running.done()
-            await asyncio.sleep(0.1)
-
-        peer.directory.is_broken = True
-        await asyncio.sleep(PERIOD_SECONDS)
-        peer.directory.is_broken = False
-        await asyncio.sleep(PERIOD_SECONDS)
-
+@in_world
+async def test_move_outlasts_a_directory_in_trouble(world: World) -> None:
+    for span in (Span(0, 4), Span(0, 4), Span(4, 8)):
+        world.add(span=span)
+    await asyncio.sleep(PERIOD_SECONDS)
+    peer = world.add()
+    await asyncio.sleep(PERIOD_SECONDS)
+    for other in world.peers[:2]:
+        await other.kill()
+    while not peer.num_moves:
         assert not peer.running.done()
-        assert await world.count_hosts() == [1] * NUM_BLOCKS
+        await asyncio.sleep(0.1)
 
-    run(test)
+    peer.directory.is_broken = True
+    await asyncio.sleep(PERIOD_SECONDS)
+    peer.directory.is_broken = False
+    await asyncio.sleep(PERIOD_SECONDS)
 
-
-def test_liar_who_is_always_about_to_be_there_too_keeps_nobody_out() -> None:
-    async def test(world: World) -> None:
-        for span in (Span(0, 4), Span(4, 8), Span(0, 4), Span(4, 8)):
-            world.add(span=span)
-        await asyncio.sleep(PERIOD_SECONDS)
-        newcomer = world.add(max_blocks=1)
-        newcomer.directory.has_liar = True
-
-        await asyncio.sleep(3 * PERIOD_SECONDS)
-
-        assert len(newcomer.span) == 1
-
-    run(test)
+    assert not peer.running.done()
+    assert await world.count_hosts() == [1] * NUM_BLOCKS
 
 
-def test_who_is_about_to_serve_for_an_hour_is_not_believed() -> None:
-    async def test(world: World) -> None:
-        world.add(span=Span(4, 8))
-        for _ in range(2):  # they say they come, and never do
-            world.add(span=Span(0, 4)).loader.serve = never_load  # type: ignore[method-assign]
-        watcher = world.add()
-        await asyncio.sleep(2 * PERIOD_SECONDS)
-        assert watcher.span == Span(4, 8)
+@in_world
+async def test_liar_who_is_always_about_to_be_there_too_keeps_nobody_out(world: World) -> None:
+    for span in (Span(0, 4), Span(4, 8), Span(0, 4), Span(4, 8)):
+        world.add(span=span)
+    await asyncio.sleep(PERIOD_SECONDS)
+    newcomer = world.add(max_blocks=1)
+    newcomer.directory.has_liar = True
 
-        await asyncio.sleep(3700)
+    await asyncio.sleep(3 * PERIOD_SECONDS)
 
-        assert watcher.span == Span(0, 4)
+    assert len(newcomer.span) == 1
 
-    run(test)
+
+@in_world
+async def test_who_is_about_to_serve_for_an_hour_is_not_believed(world: World) -> None:
+    world.add(span=Span(4, 8))
+    for _ in range(2):  # they say they come, and never do
+        world.add(span=Span(0, 4)).loader.serve = never_load  # type: ignore[method-assign]
+    watcher = world.add()
+    await asyncio.sleep(2 * PERIOD_SECONDS)
+    assert watcher.span == Span(4, 8)
+
+    await asyncio.sleep(3700)
+
+    assert watcher.span == Span(0, 4)
 
 
 @asynccontextmanager
@@ -491,118 +477,99 @@ async def bring_to_move(world: World) -> Peer:
 
 
 @pytest.mark.parametrize("has_memory_for_two", [False, True])
-def test_peer_goes_back_when_it_cannot_load_where_it_moves(has_memory_for_two: bool) -> None:
-    async def test(world: World) -> None:
-        peer = await bring_to_move(world)
-        peer.loader.broken = {3}
-        peer.loader.has_memory_for_two = has_memory_for_two
+@in_world
+async def test_peer_goes_back_when_it_cannot_load_where_it_moves(
+    world: World, has_memory_for_two: bool
+) -> None:
+    peer = await bring_to_move(world)
+    peer.loader.broken = {3}
+    peer.loader.has_memory_for_two = has_memory_for_two
 
-        await asyncio.sleep(3 * PERIOD_SECONDS)
+    await asyncio.sleep(3 * PERIOD_SECONDS)
 
-        assert peer.list_events() == [
-            "placed",
-            "online",
-            "moving",
-            "drained",
-            "returning",
-            "online",
-        ]
-        assert peer.events[-2].facts == {
-            "target": "4:8", "why": "block 3 cannot be loaded: the disk is full"
-        }  # fmt: skip
-        assert peer.span == Span(4, 8)
-        again = set() if has_memory_for_two else {4, 5, 6, 7}
-        assert peer.loader.loaded == [{4, 5, 6, 7}, {0, 1, 2, 3}, again]
-        assert await world.count_hosts() == [0] * 4 + [2] * 4
-
-    run(test)
+    assert peer.list_events() == ["placed", "online", "moving", "drained", "returning", "online"]
+    assert peer.events[-2].facts == {
+        "target": "4:8", "why": "block 3 cannot be loaded: the disk is full"
+    }  # fmt: skip
+    assert peer.span == Span(4, 8)
+    again = set() if has_memory_for_two else {4, 5, 6, 7}
+    assert peer.loader.loaded == [{4, 5, 6, 7}, {0, 1, 2, 3}, again]
+    assert await world.count_hosts() == [0] * 4 + [2] * 4
 
 
-def test_peer_that_cannot_load_a_block_still_serves_what_is_around_it() -> None:
-    async def test(world: World) -> None:
-        peer = await bring_to_move(world)
-        peer.loader.broken = {2}
+@in_world
+async def test_peer_that_cannot_load_a_block_still_serves_what_is_around_it(world: World) -> None:
+    peer = await bring_to_move(world)
+    peer.loader.broken = {2}
 
-        await asyncio.sleep(4 * PERIOD_SECONDS)
+    await asyncio.sleep(4 * PERIOD_SECONDS)
 
-        assert peer.span == Span(3, 7)
-        assert await world.count_hosts() == [0, 0, 0, 1, 2, 2, 2, 1]
-
-    run(test)
+    assert peer.span == Span(3, 7)
+    assert await world.count_hosts() == [0, 0, 0, 1, 2, 2, 2, 1]
 
 
 @pytest.mark.slow
-def test_place_that_could_not_be_loaded_is_tried_again_later_and_later() -> None:
-    async def test(world: World) -> None:
-        peer = await bring_to_move(world)
-        peer.loader.broken = {3}
-        await asyncio.sleep(9 * 600)
-        assert peer.num_moves == 4  # after 0, 10, 30 and 70 minutes
+@in_world
+async def test_place_that_could_not_be_loaded_is_tried_again_later_and_later(world: World) -> None:
+    peer = await bring_to_move(world)
+    peer.loader.broken = {3}
+    await asyncio.sleep(9 * 600)
+    assert peer.num_moves == 4  # after 0, 10, 30 and 70 minutes
 
-        peer.loader.broken = set()
-        await asyncio.sleep(10 * 600)
+    peer.loader.broken = set()
+    await asyncio.sleep(10 * 600)
 
-        assert peer.span == Span(0, 4)
-        assert peer.num_moves == 5
-
-    run(test)
+    assert peer.span == Span(0, 4)
+    assert peer.num_moves == 5
 
 
-def test_peer_goes_back_when_memory_does_not_hold_where_it_moves() -> None:
-    async def test(world: World) -> None:
-        peer = await bring_to_move(world)
-        peer.loader.has_memory_for_one = False
+@in_world
+async def test_peer_goes_back_when_memory_does_not_hold_where_it_moves(world: World) -> None:
+    peer = await bring_to_move(world)
+    peer.loader.has_memory_for_one = False
 
-        await asyncio.sleep(3 * PERIOD_SECONDS)
+    await asyncio.sleep(3 * PERIOD_SECONDS)
 
-        assert peer.span == Span(4, 8)
-        assert peer.loader.loaded == [{4, 5, 6, 7}, {4, 5, 6, 7}]
-
-    run(test)
+    assert peer.span == Span(4, 8)
+    assert peer.loader.loaded == [{4, 5, 6, 7}, {4, 5, 6, 7}]
 
 
 @pytest.mark.parametrize("span", [None, Span(0, 4)])
-def test_peer_that_cannot_load_its_first_span_says_so(span: Span | None) -> None:
-    async def test(world: World) -> None:
-        peer = world.add(span=span)
-        peer.loader.broken = set(range(NUM_BLOCKS))
-        with pytest.raises(LoadError, match="block 0 cannot be loaded: the disk is full"):
-            await peer.running
-
-    run(test)
-
-
-def test_peer_that_can_load_nothing_any_more_says_so() -> None:
-    async def test(world: World) -> None:
-        peer = await bring_to_move(world)
-        peer.loader.broken = set(range(NUM_BLOCKS))
-        with pytest.raises(LoadError, match="block 4 cannot be loaded: the disk is full"):
-            await peer.running
-
-    run(test)
+@in_world
+async def test_peer_that_cannot_load_its_first_span_says_so(
+    world: World, span: Span | None
+) -> None:
+    peer = world.add(span=span)
+    peer.loader.broken = set(range(NUM_BLOCKS))
+    with pytest.raises(LoadError, match="block 0 cannot be loaded: the disk is full"):
+        await peer.running
 
 
-def test_peer_that_is_stopped_while_it_drains_for_a_move_leaves_at_once() -> None:
-    async def test(world: World) -> None:
-        peer = await bring_to_move(world)
-        peer.loader.drain_seconds = peer.loader.services[0].drain_seconds = 20.0
-        await wait_for_move(peer)
-        began_at = VirtualClock().now()
-
-        await peer.leave()
-
-        assert VirtualClock().now() - began_at < 1.0
-        assert len(peer.loader.loaded) == 1
-        states = sorted(peer.state for peer in await world.read() if peer.span == Span(4, 8))
-        assert states == [PeerState.OFFLINE, PeerState.ONLINE]
-
-    run(test)
+@in_world
+async def test_peer_that_can_load_nothing_any_more_says_so(world: World) -> None:
+    peer = await bring_to_move(world)
+    peer.loader.broken = set(range(NUM_BLOCKS))
+    with pytest.raises(LoadError, match="block 4 cannot be loaded: the disk is full"):
+        await peer.running
 
 
-def test_machine_without_memory_is_told_so() -> None:
-    async def test(world: World) -> None:
-        peer = world.add(max_blocks=0)
-        with pytest.raises(UsageError, match="not even one block"):
-            await peer.running
+@in_world
+async def test_peer_that_is_stopped_while_it_drains_for_a_move_leaves_at_once(world: World) -> None:
+    peer = await bring_to_move(world)
+    peer.loader.drain_seconds = peer.loader.services[0].drain_seconds = 20.0
+    await wait_for_move(peer)
+    began_at = VirtualClock().now()
 
-    run(test)
+    await peer.leave()
+
+    assert VirtualClock().now() - began_at < 1.0
+    assert len(peer.loader.loaded) == 1
+    states = sorted(peer.state for peer in await world.read() if peer.span == Span(4, 8))
+    assert states == [PeerState.OFFLINE, PeerState.ONLINE]
+
+
+@in_world
+async def test_machine_without_memory_is_told_so(world: World) -> None:
+    peer = world.add(max_blocks=0)
+    with pytest.raises(UsageError, match="not even one block"):
+        await peer.running

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
 from reverse_scene import Pusher
+from scene_tests import Story, make_test
 from service_scene import MODEL_ID, SPAN
 from virtual_time import VirtualClock, run_virtual
 
@@ -80,10 +81,10 @@ def no_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
-def in_scene(story: Callable[[Scene], Awaitable[None]]) -> None:
-    """Run a story on virtual time; whoever was dialled is hung up on at its end."""
+def in_scene(story: Story) -> Callable[..., None]:
+    """Make a test of a story on virtual time; whoever was dialled is hung up on at its end."""
 
-    async def main() -> None:
+    async def main(story: Story) -> None:
         network = LoopbackNetwork(link=Link(delay_seconds=DELAY_SECONDS))
         transport = LoopbackTransport(network, "me")
         far = LoopbackTransport(network, "next")
@@ -96,7 +97,7 @@ def in_scene(story: Callable[[Scene], Awaitable[None]]) -> None:
         await far.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    run_virtual(main())
+    return make_test(story, lambda story: run_virtual(main(story)))
 
 
 # ---- dials
@@ -117,176 +118,166 @@ def ask_for_black_holes(scene: Scene, num_dials: int = 100) -> list[Pusher]:
     return sessions
 
 
-def test_address_that_has_black_holes_dialled_leaves_dials_to_others() -> None:
-    async def story(scene: Scene) -> None:
-        ask_for_black_holes(scene)
-        session = Pusher(HONEST)
+@in_scene
+async def test_address_that_has_black_holes_dialled_leaves_dials_to_others(scene: Scene) -> None:
+    ask_for_black_holes(scene)
+    session = Pusher(HONEST)
 
-        scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), session)
-        await asyncio.sleep(1)
+    scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), session)
+    await asyncio.sleep(1)
 
-        assert scene.heard == [make_frame()]
-        await asyncio.sleep(60)
-
-    in_scene(story)
+    assert scene.heard == [make_frame()]
+    await asyncio.sleep(60)
 
 
-def test_every_endpoint_that_is_tried_counts() -> None:
-    async def story(scene: Scene) -> None:
-        tried: list[Endpoint] = []
-        open_stream = scene.transport.open_stream
+@in_scene
+async def test_every_endpoint_that_is_tried_counts(scene: Scene) -> None:
+    tried: list[Endpoint] = []
+    open_stream = scene.transport.open_stream
 
-        async def count(endpoint: Endpoint, timeout_seconds: float) -> Stream:
-            tried.append(endpoint)
-            return await open_stream(endpoint, timeout_seconds)
+    async def count(endpoint: Endpoint, timeout_seconds: float) -> Stream:
+        tried.append(endpoint)
+        return await open_stream(endpoint, timeout_seconds)
 
-        scene.transport.open_stream = count  # type: ignore[method-assign]
-        for number in range(10):
-            endpoints = tuple(Endpoint("nobody", 1 + 8 * number + n, "a" * 64) for n in range(8))
-            scene.links.prepare(replace(scene.name(), endpoints=endpoints), Pusher(GREEDY))
-            await asyncio.sleep(0.5)
-        assert len(tried) == 72
-
-        nowhere = Endpoint("nobody", 1, "b" * 64)
-        following = replace(scene.name(), endpoints=(nowhere, scene.endpoint))
-        scene.links.push(following, Lane.INTERACTIVE, make_frame(), Pusher(HONEST))
+    scene.transport.open_stream = count  # type: ignore[method-assign]
+    for number in range(10):
+        endpoints = tuple(Endpoint("nobody", 1 + 8 * number + n, "a" * 64) for n in range(8))
+        scene.links.prepare(replace(scene.name(), endpoints=endpoints), Pusher(GREEDY))
         await asyncio.sleep(0.5)
-        assert scene.heard == [make_frame()]
+    assert len(tried) == 72
 
-    in_scene(story)
+    nowhere = Endpoint("nobody", 1, "b" * 64)
+    following = replace(scene.name(), endpoints=(nowhere, scene.endpoint))
+    scene.links.push(following, Lane.INTERACTIVE, make_frame(), Pusher(HONEST))
+    await asyncio.sleep(0.5)
+    assert scene.heard == [make_frame()]
 
 
 # ---- endings
 
 
-def test_step_that_comes_while_an_idle_connection_closes_is_pushed_over_a_new_one() -> None:
-    async def story(scene: Scene) -> None:
-        session = Pusher()
-        open_stream = scene.transport.open_stream
+@in_scene
+async def test_step_that_comes_while_an_idle_connection_closes_is_pushed_over_a_new_one(
+    scene: Scene,
+) -> None:
+    session = Pusher()
+    open_stream = scene.transport.open_stream
 
-        async def open_one_that_closes_late(endpoint: Endpoint, timeout_seconds: float) -> Stream:
-            stream = await open_stream(endpoint, timeout_seconds)
-            close = stream.close
+    async def open_one_that_closes_late(endpoint: Endpoint, timeout_seconds: float) -> Stream:
+        stream = await open_stream(endpoint, timeout_seconds)
+        close = stream.close
 
-            async def push_and_close() -> None:
-                scene.transport.open_stream = open_stream  # type: ignore[method-assign]
-                scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), session)
-                await close()
+        async def push_and_close() -> None:
+            scene.transport.open_stream = open_stream  # type: ignore[method-assign]
+            scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), session)
+            await close()
 
-            stream.close = push_and_close  # type: ignore[method-assign]
-            return stream
+        stream.close = push_and_close  # type: ignore[method-assign]
+        return stream
 
-        scene.transport.open_stream = open_one_that_closes_late  # type: ignore[method-assign]
-        scene.links.prepare(scene.name(), session)
-        await asyncio.sleep(15)
+    scene.transport.open_stream = open_one_that_closes_late  # type: ignore[method-assign]
+    scene.links.prepare(scene.name(), session)
+    await asyncio.sleep(15)
 
-        assert len(scene.streams) == 2
-        assert session.losses == []
-        assert scene.heard == [make_frame()]
-
-    in_scene(story)
+    assert len(scene.streams) == 2
+    assert session.losses == []
+    assert scene.heard == [make_frame()]
 
 
-def test_nobody_is_dialled_once_all_were_hung_up_on() -> None:
-    async def story(scene: Scene) -> None:
-        before, after = Pusher(), Pusher()
-        scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), before)
-        await asyncio.sleep(1)
+@in_scene
+async def test_nobody_is_dialled_once_all_were_hung_up_on(scene: Scene) -> None:
+    before, after = Pusher(), Pusher()
+    scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), before)
+    await asyncio.sleep(1)
 
-        await scene.links.close()
-        scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), after)
-        await asyncio.sleep(1)
+    await scene.links.close()
+    scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), after)
+    await asyncio.sleep(1)
 
-        assert len(scene.streams) == 1
-        assert before.losses == ["the peer hung up on the next hop"]
-        assert after.losses == ["this peer is stopping"]
-        assert after.num_bytes_left == len(make_frame())
-
-    in_scene(story)
+    assert len(scene.streams) == 1
+    assert before.losses == ["the peer hung up on the next hop"]
+    assert after.losses == ["this peer is stopping"]
+    assert after.num_bytes_left == len(make_frame())
 
 
 # ---- what next hops say
 
 
 @pytest.mark.parametrize("how", ["breaks", "says what was not asked", "reads nothing"])
-def test_link_that_is_lost_leaves_nothing_in_memory(how: str, no_garbage_collection: None) -> None:
-    async def story(scene: Scene) -> None:
-        scene.links.prepare(scene.name(), Pusher())
-        await asyncio.sleep(1)
-        scene.network.set_link("me", "next", Link(bandwidth_bytes_per_second=1.0))
-        session = Pusher()
-        is_in_memory = weakref.ref(session)
-        for _ in range(3):  # one is on its way, one is being sent, one waits
-            scene.links.push(scene.name(), Lane.INTERACTIVE, bytes(WINDOW_BYTES), session)
-        del session
-        await asyncio.sleep(1)
-        assert is_in_memory()
+@in_scene
+async def test_link_that_is_lost_leaves_nothing_in_memory(
+    scene: Scene, how: str, no_garbage_collection: None
+) -> None:
+    scene.links.prepare(scene.name(), Pusher())
+    await asyncio.sleep(1)
+    scene.network.set_link("me", "next", Link(bandwidth_bytes_per_second=1.0))
+    session = Pusher()
+    is_in_memory = weakref.ref(session)
+    for _ in range(3):  # one is on its way, one is being sent, one waits
+        scene.links.push(scene.name(), Lane.INTERACTIVE, bytes(WINDOW_BYTES), session)
+    del session
+    await asyncio.sleep(1)
+    assert is_in_memory()
 
-        if how == "breaks":
-            scene.network.kill("next")
-        elif how == "says what was not asked":
-            await scene.streams[0].send(make_frame())
-        await asyncio.sleep(60)
+    if how == "breaks":
+        scene.network.kill("next")
+    elif how == "says what was not asked":
+        await scene.streams[0].send(make_frame())
+    await asyncio.sleep(60)
 
-        assert not is_in_memory()
-
-    in_scene(story)
+    assert not is_in_memory()
 
 
-def test_link_that_sends_a_large_frame_is_hung_up_on() -> None:
+@in_scene
+async def test_link_that_sends_a_large_frame_is_hung_up_on(scene: Scene) -> None:
     """Before anything of it is kept: that would be in no account."""
 
-    async def story(scene: Scene) -> None:
-        scene.last_word = bytes(MAX_PIECE_BYTES + 1)
-        session = Pusher()
+    scene.last_word = bytes(MAX_PIECE_BYTES + 1)
+    session = Pusher()
 
-        scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), session)
-        await asyncio.sleep(1)
+    scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), session)
+    await asyncio.sleep(1)
 
-        (loss,) = session.losses
-        assert "an unexpected frame" in loss
-
-    in_scene(story)
+    (loss,) = session.losses
+    assert "an unexpected frame" in loss
 
 
 # ---- replays
 
 
-def test_frames_of_a_replay_are_made_one_by_one_and_the_loop_goes_on_between_them() -> None:
-    async def story(scene: Scene) -> None:
-        session, order = Pusher(), list[str]()
-        loop = asyncio.get_running_loop()
+@in_scene
+async def test_frames_of_a_replay_are_made_one_by_one_and_the_loop_goes_on_between_them(
+    scene: Scene,
+) -> None:
+    session, order = Pusher(), list[str]()
+    loop = asyncio.get_running_loop()
 
-        def make_frames() -> Iterator[bytes]:
-            for number in range(3):
-                order.append("frame")
-                loop.call_soon(order.append, "loop")
-                yield make_frame(number)
+    def make_frames() -> Iterator[bytes]:
+        for number in range(3):
+            order.append("frame")
+            loop.call_soon(order.append, "loop")
+            yield make_frame(number)
 
-        scene.links.replay(scene.name(), make_frames(), 300, session)
-        assert order == []
-        await asyncio.sleep(1)
+    scene.links.replay(scene.name(), make_frames(), 300, session)
+    assert order == []
+    await asyncio.sleep(1)
 
-        assert order == ["frame", "loop"] * 3
-        assert scene.heard == [make_frame(number) for number in range(3)]
-        assert session.num_bytes_left == 300
-
-    in_scene(story)
+    assert order == ["frame", "loop"] * 3
+    assert scene.heard == [make_frame(number) for number in range(3)]
+    assert session.num_bytes_left == 300
 
 
-def test_who_does_not_want_a_replay_is_sent_one_frame_of_it() -> None:
-    async def story(scene: Scene) -> None:
-        session, scene.declines = Pusher(), True
-        frames = (make_frame(number) for number in range(50))
+@in_scene
+async def test_who_does_not_want_a_replay_is_sent_one_frame_of_it(scene: Scene) -> None:
+    session, scene.declines = Pusher(), True
+    frames = (make_frame(number) for number in range(50))
 
-        scene.links.replay(scene.name(), frames, 50, session)
-        await asyncio.sleep(1)
+    scene.links.replay(scene.name(), frames, 50, session)
+    await asyncio.sleep(1)
 
-        assert session.losses == ["no"]
-        assert scene.heard == [make_frame(0)]
-        assert session.num_bytes_left == 50
-
-    in_scene(story)
+    assert session.losses == ["no"]
+    assert scene.heard == [make_frame(0)]
+    assert session.num_bytes_left == 50
 
 
 def test_what_strangers_ask_for_is_shared_and_bounded_for_a_minute() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
 from reverse_scene import FRAME, HOME, PERIOD_SECONDS, PUBLIC, Scene, in_scene, make_welcome, name
+from scene_tests import Story, make_test
 from virtual_time import VirtualClock
 
 from shoal.peer.pushing.reverse_connections import ReverseConnections, choose_hosts
@@ -85,12 +87,17 @@ async def run_home(
         await asyncio.wait([running])
 
 
-def at_home(story: Callable[[Scene, Home], Awaitable[None]]) -> None:
-    async def run(scene: Scene) -> None:
+def at_home(story: Story) -> Callable[..., None]:
+    """Make a test of a story about a scene, and a peer at home in it."""
+
+    async def run(story: Story, scene: Scene) -> None:
         async with run_home(scene) as home:
             await story(scene, home)
 
-    in_scene(run)
+    def play(story: Story) -> None:
+        in_scene(partial(run, story))()
+
+    return make_test(story, play, num_scenes=2)
 
 
 def has_parked(scene: Scene) -> bool:
@@ -117,161 +124,145 @@ def choose(
     return [others.index(host) for host in choose_hosts(own, others, of_kept, of_failing)]
 
 
-def test_streams_are_parked_where_a_chain_may_come_from() -> None:
-    async def story(scene: Scene) -> None:
-        others = [
-            describe(scene, 10, Span(0, 4)),
-            describe(scene, 11, Span(2, 6)),
-            describe(scene, 12, Span(0, 3)),  # does not reach it
-            describe(scene, 13, Span(4, 8)),  # the same blocks
-            describe(scene, 14, Span(5, 8)),  # comes behind
-            describe(scene, 15, Span(0, 4), endpoints=()),  # cannot be dialled either
-            describe(scene, 16, Span(0, 4), max_version=REVERSE_VERSION - 1),
-            describe(scene, 17, Span(0, 4), state=PeerState.JOINING),
-            replace(describe(scene, 18, Span(0, 4)), peer_id=HOME.peer_id),
-        ]
+@in_scene
+async def test_streams_are_parked_where_a_chain_may_come_from(scene: Scene) -> None:
+    others = [
+        describe(scene, 10, Span(0, 4)),
+        describe(scene, 11, Span(2, 6)),
+        describe(scene, 12, Span(0, 3)),  # does not reach it
+        describe(scene, 13, Span(4, 8)),  # the same blocks
+        describe(scene, 14, Span(5, 8)),  # comes behind
+        describe(scene, 15, Span(0, 4), endpoints=()),  # cannot be dialled either
+        describe(scene, 16, Span(0, 4), max_version=REVERSE_VERSION - 1),
+        describe(scene, 17, Span(0, 4), state=PeerState.JOINING),
+        replace(describe(scene, 18, Span(0, 4)), peer_id=HOME.peer_id),
+    ]
 
-        assert set(choose(scene, others)) == {0, 1}
-
-    in_scene(story)
+    assert set(choose(scene, others)) == {0, 1}
 
 
-def test_nearest_are_chosen_of_many_and_those_that_hold_streams_stay() -> None:
-    async def story(scene: Scene) -> None:
-        places = [Coordinate(0.01 * number, 0.0, 0.0, 0.001, 0.1) for number in range(12)]
-        others = [
-            describe(scene, 10 + number, Span(0, 4), coordinate=place)
-            for number, place in enumerate(places)
-        ]
-        others.append(describe(scene, 40, Span(0, 4)))  # nobody knows where
+@in_scene
+async def test_nearest_are_chosen_of_many_and_those_that_hold_streams_stay(scene: Scene) -> None:
+    places = [Coordinate(0.01 * number, 0.0, 0.0, 0.001, 0.1) for number in range(12)]
+    others = [
+        describe(scene, 10 + number, Span(0, 4), coordinate=place)
+        for number, place in enumerate(places)
+    ]
+    others.append(describe(scene, 40, Span(0, 4)))  # nobody knows where
 
-        assert choose(scene, others) == list(range(8))
-        assert choose(scene, others, kept=(11, 12)) == [11, 12, 0, 1, 2, 3, 4, 5]
-        assert choose(scene, others, failing=(0, 1)) == [2, 3, 4, 5, 6, 7, 8, 9]
-        assert choose(scene, others[:3], failing=(0, 1)) == [2, 0, 1]
-
-    in_scene(story)
+    assert choose(scene, others) == list(range(8))
+    assert choose(scene, others, kept=(11, 12)) == [11, 12, 0, 1, 2, 3, 4, 5]
+    assert choose(scene, others, failing=(0, 1)) == [2, 3, 4, 5, 6, 7, 8, 9]
+    assert choose(scene, others[:3], failing=(0, 1)) == [2, 0, 1]
 
 
-def test_nothing_is_parked_before_the_peer_serves() -> None:
-    async def story(scene: Scene) -> None:
-        async with run_home(scene, state=PeerState.JOINING):
-            assert not has_parked(scene)
-
-    in_scene(story)
+@in_scene
+async def test_nothing_is_parked_before_the_peer_serves(scene: Scene) -> None:
+    async with run_home(scene, state=PeerState.JOINING):
+        assert not has_parked(scene)
 
 
 # ---- and for how long
 
 
-def test_parked_streams_are_announced() -> None:
-    async def story(scene: Scene, home: Home) -> None:
-        await asyncio.sleep(5)
+@at_home
+async def test_parked_streams_are_announced(scene: Scene, home: Home) -> None:
+    await asyncio.sleep(5)
 
-        assert has_parked(scene)
-        assert home.num_changes > 0
-        assert home.parked_at == (shorten(PUBLIC.peer_id),)
-        assert replace(home.own, parked_at=home.parked_at).is_parked_at(PUBLIC.peer_id)
-
-    at_home(story)
+    assert has_parked(scene)
+    assert home.num_changes > 0
+    assert home.parked_at == (shorten(PUBLIC.peer_id),)
+    assert replace(home.own, parked_at=home.parked_at).is_parked_at(PUBLIC.peer_id)
 
 
-def test_stream_that_is_used_is_replaced_and_announced_meanwhile() -> None:
-    async def story(scene: Scene, home: Home) -> None:
-        scene.public.push(name())
-        await asyncio.sleep(0.5)
+@at_home
+async def test_stream_that_is_used_is_replaced_and_announced_meanwhile(
+    scene: Scene, home: Home
+) -> None:
+    scene.public.push(name())
+    await asyncio.sleep(0.5)
+    assert home.heard == [FRAME]
+    assert not scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
+    assert home.parked_at == (shorten(PUBLIC.peer_id),)
+
+    await asyncio.sleep(2)
+
+    assert has_parked(scene)
+    assert len(home.streams) == 1
+
+
+@at_home
+async def test_pushes_go_on_over_a_new_stream_when_one_breaks(scene: Scene, home: Home) -> None:
+    scene.public.push(name())
+    await asyncio.sleep(2)
+
+    await home.streams[0].close()
+    await asyncio.sleep(2)
+    scene.public.push(name())
+    await asyncio.sleep(1)
+
+    assert home.heard == [FRAME, FRAME]
+
+
+@at_home
+async def test_peer_that_is_killed_is_announced_no_more(scene: Scene, home: Home) -> None:
+    await asyncio.sleep(5)
+    num_before = home.num_changes
+
+    scene.network.kill("public")
+    await asyncio.sleep(10)
+
+    assert home.num_changes > num_before
+    assert home.parked_at == ()
+
+
+@at_home
+async def test_peer_behind_a_line_that_was_cut_gets_streams_again_when_it_is_whole(
+    scene: Scene, home: Home
+) -> None:
+    scene.network.partition("home", "public")
+    await asyncio.sleep(60)
+    assert home.parked_at == ()
+
+    scene.network.heal("home", "public")
+    await asyncio.sleep(130)
+
+    assert has_parked(scene)
+    assert home.parked_at == (shorten(PUBLIC.peer_id),)
+
+
+@at_home
+async def test_streams_are_taken_away_from_who_serves_something_else_now(
+    scene: Scene, home: Home
+) -> None:
+    await scene.announce_public(Span(4, 8))
+    await asyncio.sleep(PERIOD_SECONDS + 5)
+
+    assert not scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
+    assert home.parked_at == ()
+
+
+@at_home
+async def test_streams_stay_while_the_directory_cannot_be_read(scene: Scene, home: Home) -> None:
+    scene.store.is_reachable = False
+    with pytest.raises(DirectoryError):
+        await scene.directory.lookup(home.own.model_id)
+
+    await asyncio.sleep(3 * PERIOD_SECONDS)
+
+    assert has_parked(scene)
+
+
+@in_scene
+async def test_end_leaves_nothing_behind_even_in_the_middle_of_a_push(scene: Scene) -> None:
+    async with run_home(scene) as home:
+        pusher = scene.public.push(name())
+        await asyncio.sleep(2)
         assert home.heard == [FRAME]
-        assert not scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
-        assert home.parked_at == (shorten(PUBLIC.peer_id),)
+    await asyncio.sleep(1)
 
-        await asyncio.sleep(2)
-
-        assert has_parked(scene)
-        assert len(home.streams) == 1
-
-    at_home(story)
-
-
-def test_pushes_go_on_over_a_new_stream_when_one_breaks() -> None:
-    async def story(scene: Scene, home: Home) -> None:
-        scene.public.push(name())
-        await asyncio.sleep(2)
-
-        await home.streams[0].close()
-        await asyncio.sleep(2)
-        scene.public.push(name())
-        await asyncio.sleep(1)
-
-        assert home.heard == [FRAME, FRAME]
-
-    at_home(story)
-
-
-def test_peer_that_is_killed_is_announced_no_more() -> None:
-    async def story(scene: Scene, home: Home) -> None:
-        await asyncio.sleep(5)
-        num_before = home.num_changes
-
-        scene.network.kill("public")
-        await asyncio.sleep(10)
-
-        assert home.num_changes > num_before
-        assert home.parked_at == ()
-
-    at_home(story)
-
-
-def test_peer_behind_a_line_that_was_cut_gets_streams_again_when_it_is_whole() -> None:
-    async def story(scene: Scene, home: Home) -> None:
-        scene.network.partition("home", "public")
-        await asyncio.sleep(60)
-        assert home.parked_at == ()
-
-        scene.network.heal("home", "public")
-        await asyncio.sleep(130)
-
-        assert has_parked(scene)
-        assert home.parked_at == (shorten(PUBLIC.peer_id),)
-
-    at_home(story)
-
-
-def test_streams_are_taken_away_from_who_serves_something_else_now() -> None:
-    async def story(scene: Scene, home: Home) -> None:
-        await scene.announce_public(Span(4, 8))
-        await asyncio.sleep(PERIOD_SECONDS + 5)
-
-        assert not scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
-        assert home.parked_at == ()
-
-    at_home(story)
-
-
-def test_streams_stay_while_the_directory_cannot_be_read() -> None:
-    async def story(scene: Scene, home: Home) -> None:
-        scene.store.is_reachable = False
-        with pytest.raises(DirectoryError):
-            await scene.directory.lookup(home.own.model_id)
-
-        await asyncio.sleep(3 * PERIOD_SECONDS)
-
-        assert has_parked(scene)
-
-    at_home(story)
-
-
-def test_end_leaves_nothing_behind_even_in_the_middle_of_a_push() -> None:
-    async def story(scene: Scene) -> None:
-        async with run_home(scene) as home:
-            pusher = scene.public.push(name())
-            await asyncio.sleep(2)
-            assert home.heard == [FRAME]
-        await asyncio.sleep(1)
-
-        assert not has_parked(scene)
-        assert len(pusher.losses) == 1
-
-    in_scene(story)
+    assert not has_parked(scene)
+    assert len(pusher.losses) == 1
 
 
 # ---- peers that misbehave
@@ -315,33 +306,29 @@ def make_rogue_welcome(**changes: Any) -> Welcome:
     ],
     ids=["another peer", "no nonce", "no answer", "garbage", "too much"],
 )
-def test_peer_that_does_not_keep_to_the_protocol_is_left_alone(
-    welcome: Welcome, answer: bytes
+@in_scene
+async def test_peer_that_does_not_keep_to_the_protocol_is_left_alone(
+    scene: Scene, welcome: Welcome, answer: bytes
 ) -> None:
-    async def story(scene: Scene) -> None:
-        rogue = Rogue(scene, welcome, answer)
-        await rogue.listen()
-        async with run_home(scene) as home:
-            await asyncio.sleep(500)
+    rogue = Rogue(scene, welcome, answer)
+    await rogue.listen()
+    async with run_home(scene) as home:
+        await asyncio.sleep(500)
 
-            assert home.parked_at == (shorten(PUBLIC.peer_id),)
-            assert 2 <= rogue.num_dialled < 50
-            assert home.streams == []
-
-    in_scene(story)
+        assert home.parked_at == (shorten(PUBLIC.peer_id),)
+        assert 2 <= rogue.num_dialled < 50
+        assert home.streams == []
 
 
-def test_peer_that_listens_elsewhere_now_is_dialled_there() -> None:
-    async def story(scene: Scene, home: Home) -> None:
-        restarted = Rogue(scene, make_rogue_welcome(peer_id=PUBLIC.peer_id), encode_frame(Parked()))
+@at_home
+async def test_peer_that_listens_elsewhere_now_is_dialled_there(scene: Scene, home: Home) -> None:
+    restarted = Rogue(scene, make_rogue_welcome(peer_id=PUBLIC.peer_id), encode_frame(Parked()))
 
-        await restarted.listen(PUBLIC)
-        await asyncio.sleep(PERIOD_SECONDS + 5)
+    await restarted.listen(PUBLIC)
+    await asyncio.sleep(PERIOD_SECONDS + 5)
 
-        assert restarted.num_dialled >= len(Lane)
-        assert not has_parked(scene)
-
-    at_home(story)
+    assert restarted.num_dialled >= len(Lane)
+    assert not has_parked(scene)
 
 
 class FailingTransport(LoopbackTransport):
@@ -356,25 +343,22 @@ class FailingTransport(LoopbackTransport):
         return await super().open_stream(endpoint, timeout_seconds)
 
 
-def test_streams_are_kept_after_an_error_that_nobody_foresaw(
-    caplog: pytest.LogCaptureFixture,
+@in_scene
+async def test_streams_are_kept_after_an_error_that_nobody_foresaw(
+    scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def story(scene: Scene) -> None:
-        async with run_home(scene, FailingTransport(scene.network, "home")):
-            await asyncio.sleep(5)
-            assert has_parked(scene)
+    async with run_home(scene, FailingTransport(scene.network, "home")):
+        await asyncio.sleep(5)
+        assert has_parked(scene)
 
-    in_scene(story)
     assert "on purpose" in caplog.text
 
 
-def test_peer_that_uses_up_every_stream_gets_them_later_and_later() -> None:
-    async def story(scene: Scene) -> None:
-        rogue = Rogue(scene, make_rogue_welcome(), encode_frame(Parked()))
-        await rogue.listen()
-        async with run_home(scene):
-            await asyncio.sleep(500)
+@in_scene
+async def test_peer_that_uses_up_every_stream_gets_them_later_and_later(scene: Scene) -> None:
+    rogue = Rogue(scene, make_rogue_welcome(), encode_frame(Parked()))
+    await rogue.listen()
+    async with run_home(scene):
+        await asyncio.sleep(500)
 
-            assert 2 <= rogue.num_dialled < 50
-
-    in_scene(story)
+        assert 2 <= rogue.num_dialled < 50

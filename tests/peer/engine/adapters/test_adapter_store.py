@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from scene_tests import Story, make_test
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.engine.adapters.adapter import Adapter
@@ -31,111 +32,109 @@ def held(adapter_store: AdapterStore) -> dict[Tenant, int]:
     return dict(adapter_store.shared._held)
 
 
-def run(test: Callable[[AdapterStore], None]) -> None:
-    async def main() -> None:
+def with_store(story: Story) -> Callable[..., None]:
+    async def main(story: Story) -> None:
         adapter_store = AdapterStore(VirtualClock(), 100 * SIZE)
-        test(adapter_store)
+        await story(adapter_store)
         adapter_store.close()
 
-    run_virtual(main())
+    return make_test(story, lambda story: run_virtual(main(story)))
 
 
-def test_published_adapter_that_is_taken_back_is_paid_for_by_those_who_go_on_with_it() -> None:
-    def test(adapter_store: AdapterStore) -> None:
-        put(adapter_store, ONE, ANNA, is_published=True)
-        kept = adapter_store.find(ONE, BERT)
-        for user in (BERT, CARL, CARL):
-            adapter_store.use(kept, user)
-        assert held(adapter_store) == {ANNA: SIZE}
+@with_store
+async def test_published_adapter_that_is_taken_back_is_paid_for_by_those_who_go_on_with_it(
+    adapter_store: AdapterStore,
+) -> None:
+    put(adapter_store, ONE, ANNA, is_published=True)
+    kept = adapter_store.find(ONE, BERT)
+    for user in (BERT, CARL, CARL):
+        adapter_store.use(kept, user)
+    assert held(adapter_store) == {ANNA: SIZE}
 
-        adapter_store.withdraw(ONE, ANNA)
-        assert held(adapter_store) == {BERT: SIZE}
-        adapter_store.leave(kept, BERT)
-        assert held(adapter_store) == {CARL: SIZE}
-        adapter_store.leave(kept, CARL)
-        assert held(adapter_store) == {CARL: SIZE}
-        adapter_store.leave(kept, CARL)
-        assert held(adapter_store) == {}
-
-    run(test)
-
-
-def test_publisher_who_uses_it_himself_pays_to_the_end() -> None:
-    def test(adapter_store: AdapterStore) -> None:
-        put(adapter_store, ONE, ANNA, is_published=True)
-        kept = adapter_store.find(ONE, ANNA)
-        adapter_store.use(kept, BERT)
-        adapter_store.use(kept, ANNA)
-        adapter_store.withdraw(ONE, ANNA)
-        assert held(adapter_store) == {ANNA: SIZE}
-        adapter_store.leave(kept, ANNA)
-        assert held(adapter_store) == {BERT: SIZE}
-        adapter_store.leave(kept, BERT)
-        assert held(adapter_store) == {}
-
-    run(test)
+    adapter_store.withdraw(ONE, ANNA)
+    assert held(adapter_store) == {BERT: SIZE}
+    adapter_store.leave(kept, BERT)
+    assert held(adapter_store) == {CARL: SIZE}
+    adapter_store.leave(kept, CARL)
+    assert held(adapter_store) == {CARL: SIZE}
+    adapter_store.leave(kept, CARL)
+    assert held(adapter_store) == {}
 
 
-def test_copy_that_was_fetched_for_a_client_is_none_that_it_has_brought() -> None:
-    def test(adapter_store: AdapterStore) -> None:
+@with_store
+async def test_publisher_who_uses_it_himself_pays_to_the_end(adapter_store: AdapterStore) -> None:
+    put(adapter_store, ONE, ANNA, is_published=True)
+    kept = adapter_store.find(ONE, ANNA)
+    adapter_store.use(kept, BERT)
+    adapter_store.use(kept, ANNA)
+    adapter_store.withdraw(ONE, ANNA)
+    assert held(adapter_store) == {ANNA: SIZE}
+    adapter_store.leave(kept, ANNA)
+    assert held(adapter_store) == {BERT: SIZE}
+    adapter_store.leave(kept, BERT)
+    assert held(adapter_store) == {}
+
+
+@with_store
+async def test_copy_that_was_fetched_for_a_client_is_none_that_it_has_brought(
+    adapter_store: AdapterStore,
+) -> None:
+    adapter_store.reserve(ANNA, SIZE)
+    copy = KeptAdapter(ONE, Adapter(1, {}), ANNA, SIZE, 0.0, payer=ANNA, until=100.0)
+    adapter_store.put_published(copy)
+    assert adapter_store.find(ONE, ANNA) is copy
+    assert not adapter_store.has(ONE, ANNA, is_published=True)
+
+    put(adapter_store, OTHER, ANNA, is_published=True)
+    assert adapter_store.has(OTHER, ANNA, is_published=True)
+
+
+@with_store
+async def test_publication_that_comes_after_closing_is_not_announced(
+    adapter_store: AdapterStore,
+) -> None:
+    changes: list[bool] = []
+    adapter_store.on_change = lambda: changes.append(True)
+    manifest = Manifest(b"{}", ())
+    for name, num_changes in ((ONE, 1), (OTHER, 1)):
         adapter_store.reserve(ANNA, SIZE)
-        copy = KeptAdapter(ONE, Adapter(1, {}), ANNA, SIZE, 0.0, payer=ANNA, until=100.0)
-        adapter_store.put_published(copy)
-        assert adapter_store.find(ONE, ANNA) is copy
-        assert not adapter_store.has(ONE, ANNA, is_published=True)
-
-        put(adapter_store, OTHER, ANNA, is_published=True)
-        assert adapter_store.has(OTHER, ANNA, is_published=True)
-
-    run(test)
+        kept = KeptAdapter(name, Adapter(1, {}), ANNA, SIZE, 0.0, payer=ANNA, manifest=manifest)
+        adapter_store.put_published(kept)
+        assert len(changes) == num_changes
+        adapter_store.close()
+    assert held(adapter_store) == {}
 
 
-def test_publication_that_comes_after_closing_is_not_announced() -> None:
-    def test(adapter_store: AdapterStore) -> None:
-        changes: list[bool] = []
-        adapter_store.on_change = lambda: changes.append(True)
-        manifest = Manifest(b"{}", ())
-        for name, num_changes in ((ONE, 1), (OTHER, 1)):
-            adapter_store.reserve(ANNA, SIZE)
-            kept = KeptAdapter(name, Adapter(1, {}), ANNA, SIZE, 0.0, payer=ANNA, manifest=manifest)
-            adapter_store.put_published(kept)
-            assert len(changes) == num_changes
-            adapter_store.close()
-        assert held(adapter_store) == {}
-
-    run(test)
-
-
-def test_each_of_two_publishers_pays_and_takes_back_for_himself() -> None:
-    def test(adapter_store: AdapterStore) -> None:
-        for tenant in (ANNA, BERT):
-            put(adapter_store, ONE, tenant, is_published=True)
-        assert held(adapter_store) == {ANNA: SIZE, BERT: SIZE}
-        adapter_store.withdraw(ONE, ANNA)
-        adapter_store.withdraw(ONE, CARL)
-        assert adapter_store.find(ONE, CARL).tenant == BERT
-        adapter_store.withdraw(ONE, BERT)
-        with pytest.raises(RefusedError):
-            adapter_store.find(ONE, CARL)
-        assert held(adapter_store) == {}
-
-    run(test)
+@with_store
+async def test_each_of_two_publishers_pays_and_takes_back_for_himself(
+    adapter_store: AdapterStore,
+) -> None:
+    for tenant in (ANNA, BERT):
+        put(adapter_store, ONE, tenant, is_published=True)
+    assert held(adapter_store) == {ANNA: SIZE, BERT: SIZE}
+    adapter_store.withdraw(ONE, ANNA)
+    adapter_store.withdraw(ONE, CARL)
+    assert adapter_store.find(ONE, CARL).tenant == BERT
+    adapter_store.withdraw(ONE, BERT)
+    with pytest.raises(RefusedError):
+        adapter_store.find(ONE, CARL)
+    assert held(adapter_store) == {}
 
 
-def test_whoever_takes_up_an_adapter_that_was_forgotten_meanwhile_pays_for_it() -> None:
+@with_store
+async def test_whoever_takes_up_an_adapter_that_was_forgotten_meanwhile_pays_for_it(
+    adapter_store: AdapterStore,
+) -> None:
     """Between the two, a session may wait for its cache."""
 
-    def test(adapter_store: AdapterStore) -> None:
-        put(adapter_store, ONE, ANNA)
-        kept = adapter_store.find(ONE, ANNA)
-        adapter_store.give_up(ONE, ANNA)
-        assert held(adapter_store) == {}
-        adapter_store.use(kept, ANNA)
-        assert held(adapter_store) == {ANNA: SIZE}
-        adapter_store.leave(kept, ANNA)
-        assert held(adapter_store) == {}
-
-    run(test)
+    put(adapter_store, ONE, ANNA)
+    kept = adapter_store.find(ONE, ANNA)
+    adapter_store.give_up(ONE, ANNA)
+    assert held(adapter_store) == {}
+    adapter_store.use(kept, ANNA)
+    assert held(adapter_store) == {ANNA: SIZE}
+    adapter_store.leave(kept, ANNA)
+    assert held(adapter_store) == {}
 
 
 def test_closed_store_keeps_what_somebody_holds_until_it_is_let_go() -> None:
@@ -201,17 +200,17 @@ def test_peer_that_keeps_no_adapters_says_so() -> None:
     assert seconds is None
 
 
-def test_peer_says_of_an_adapter_that_it_does_not_have_no_more_than_it_knows() -> None:
-    def test(adapter_store: AdapterStore) -> None:
-        put(adapter_store, ONE, ANNA)
-        with pytest.raises(RefusedError) as refusal:
-            adapter_store.find(ONE, BERT)
-        said = str(refusal.value)
-        assert said.startswith("this peer has no adapter 313131313131… that you may use: ")
-        assert "nobody" not in said
-        assert "its publisher has ended" in said
-
-    run(test)
+@with_store
+async def test_peer_says_of_an_adapter_that_it_does_not_have_no_more_than_it_knows(
+    adapter_store: AdapterStore,
+) -> None:
+    put(adapter_store, ONE, ANNA)
+    with pytest.raises(RefusedError) as refusal:
+        adapter_store.find(ONE, BERT)
+    said = str(refusal.value)
+    assert said.startswith("this peer has no adapter 313131313131… that you may use: ")
+    assert "nobody" not in said
+    assert "its publisher has ended" in said
 
 
 @pytest.mark.parametrize(
