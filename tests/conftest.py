@@ -18,6 +18,8 @@ import warm_python
 
 from shoal.peer.local_swarm.swarm import LocalPeer
 
+pytest_plugins = ["async_tests"]
+
 # A shell that starts the tests in the background has them ignore Ctrl-C, and every process that
 # they start. Some of them are about Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)

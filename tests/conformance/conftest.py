@@ -1,6 +1,9 @@
 """What each seam's tests run against."""
 
+from collections.abc import Iterator
+
 import pytest
+from async_tests import RunAsync
 from transport_seam import Seam
 
 
@@ -11,5 +14,8 @@ from transport_seam import Seam
         pytest.param("libp2p", marks=pytest.mark.network),
     ]
 )
-def seam(request: pytest.FixtureRequest) -> Seam:
-    return Seam(request.param)
+def seam(request: pytest.FixtureRequest, run_async: RunAsync) -> Iterator[Seam]:
+    seam = Seam(request.param)
+    run_async(seam.begin())
+    yield seam
+    run_async(seam.end())

@@ -4,79 +4,61 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from libp2p_parts import connected_p2pds
 
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream
 
-pytestmark = [pytest.mark.network, pytest.mark.slow]
-
-Ask = Callable[[Endpoint], Awaitable[bool]]
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 
 async def never(stream: Stream) -> None:
     raise AssertionError("nobody opens a stream here")
 
 
-def run(test: Callable[[Ask, Endpoint], Awaitable[None]], num_others: int = 1) -> None:
-    """Run a test with a way to ask others, and an endpoint that they can dial."""
-    from shoal.protocol.net.libp2p.multiaddrs import PeerAddress
-    from shoal.protocol.net.libp2p.p2p_daemon import (
-        start_reading_p2pd,
-        start_serving_p2pd,
-        stop_p2pd,
-    )
-    from shoal.protocol.net.relays.reachability import answer_dial_back, can_be_dialled
+@asynccontextmanager
+async def open_scene(num_others: int = 1) -> AsyncGenerator[tuple[Any, Endpoint]]:
+    """Yield the p2pd of who asks others, and an endpoint that they can dial."""
+    from shoal.protocol.net.relays.reachability import answer_dial_back
 
-    async def main() -> None:
-        others = [await start_serving_p2pd([], None, "127.0.0.1", 0) for _ in range(num_others)]
+    transport = TcpTransport()
+    async with connected_p2pds(num_others) as (others, (asking,)):
         for other in others:
             await answer_dial_back(other)
-        addresses = [str((await other.get_visible_maddrs())[0]) for other in others]
-        asking = await start_reading_p2pd([PeerAddress.parse(text) for text in addresses], None)
-        transport = TcpTransport()
-        endpoint = (await transport.listen("127.0.0.1", 0, never)).endpoint
-        try:
-            await test(lambda at: can_be_dialled(asking, at), endpoint)
-        finally:
-            await transport.close()
-            for p2p in (asking, *others):
-                await stop_p2pd(p2p)
-
-    asyncio.run(main())
+        yield asking, (await transport.listen("127.0.0.1", 0, never)).endpoint
+        await transport.close()
 
 
-@pytest.fixture(autouse=True)
-def no_warnings_of_hivemind() -> None:
-    import warnings
+async def test_open_port_is_reached_and_no_other() -> None:
+    """The question has no host, so that no third party can be named: who asks compares."""
+    from shoal.protocol.net.relays.reachability import can_be_dialled
 
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"hivemind\.")
-
-
-def test_open_port_is_reached() -> None:
-    async def test(ask: Ask, endpoint: Endpoint) -> None:
-        assert await ask(endpoint)
-
-    run(test)
-
-
-def test_closed_port_is_not_reached() -> None:
-    async def test(ask: Ask, endpoint: Endpoint) -> None:
+    async with open_scene() as (asking, endpoint):
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
-            closed = Endpoint("127.0.0.1", unused.getsockname()[1], endpoint.fingerprint)
+            closed_port = unused.getsockname()[1]
+            expected = {
+                endpoint: True,
+                Endpoint("127.0.0.1", closed_port, endpoint.fingerprint): False,
+                Endpoint("127.0.0.1", endpoint.port, "0" * 64): False,
+                Endpoint("10.0.0.1", endpoint.port, endpoint.fingerprint): False,
+                Endpoint("peer.example", endpoint.port, endpoint.fingerprint): True,
+            }
 
-            assert not await ask(closed)
-            assert not await ask(closed)
-
-    run(test)
+            assert {at: await can_be_dialled(asking, at) for at in expected} == expected
 
 
-def test_peer_asks_once_more_when_nobody_has_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_peer_asks_once_more_when_nobody_has_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Older peers answer a second question of one host with "not tried" for ten seconds."""
     from shoal.protocol.net.relays import reachability
 
@@ -94,32 +76,13 @@ def test_peer_asks_once_more_when_nobody_has_tried(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(reachability, "answer_dial_back", answer_as_before)
     monkeypatch.setattr(reachability, "PAUSE_SECONDS", 0.1)
 
-    async def test(ask: Ask, endpoint: Endpoint) -> None:
-        assert not await ask(endpoint)
+    async with open_scene() as (asking, endpoint):
+        assert not await reachability.can_be_dialled(asking, endpoint)
         assert not verdicts
 
-    run(test)
 
+async def test_first_peer_of_a_swarm_takes_itself_for_reachable() -> None:
+    from shoal.protocol.net.relays.reachability import can_be_dialled
 
-def test_other_key_at_the_port_is_not_reached() -> None:
-    async def test(ask: Ask, endpoint: Endpoint) -> None:
-        assert not await ask(Endpoint("127.0.0.1", endpoint.port, "0" * 64))
-
-    run(test)
-
-
-def test_first_peer_of_a_swarm_takes_itself_for_reachable() -> None:
-    async def test(ask: Ask, endpoint: Endpoint) -> None:
-        assert await ask(endpoint)
-
-    run(test, num_others=0)
-
-
-@pytest.mark.parametrize(("host", "expected"), [("10.0.0.1", False), ("peer.example", True)])
-def test_private_host_that_is_not_the_one_dialled_is_not_reached(host: str, expected: bool) -> None:
-    """The question has no host, so that no third party can be named: who asks compares."""
-
-    async def test(ask: Ask, endpoint: Endpoint) -> None:
-        assert await ask(Endpoint(host, endpoint.port, endpoint.fingerprint)) is expected
-
-    run(test)
+    async with open_scene(num_others=0) as (asking, endpoint):
+        assert await can_be_dialled(asking, endpoint)

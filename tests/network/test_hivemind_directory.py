@@ -14,20 +14,12 @@ from typing import Any
 
 import pytest
 import warm_python
-from directory_processes import (
-    CLOCK,
-    MODEL,
-    identity_of,
-    intrude,
-    look_up,
-    make_announcement,
-    sign,
-    start,
-)
+from announcements import MODEL, identity_of, sign
+from directory_processes import Directories, announce_now, intrude, look_up, sign_now, start
 from processes import children_of, is_running, kill_if_running
 
 from shoal.protocol.errors import DirectoryError, UsageError, WrongSwarmError
-from shoal.protocol.membership.membership import Membership
+from shoal.protocol.membership.membership import Membership, Role, make_owner
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
 from shoal.protocol.net.dht.record_gate import QUESTION, Entry, encode_answer
 from shoal.protocol.net.libp2p import p2p_daemon, swarm_question
@@ -35,81 +27,72 @@ from shoal.protocol.net.libp2p.multiaddrs import split_multiaddr
 from shoal.protocol.spans import Span
 
 pytestmark = pytest.mark.network
+OWNER = make_owner(bytes(range(16)))
 
 
-def test_node_has_the_peer_id_of_its_identity_and_leaves_no_key_behind(tmp_path: Path) -> None:
-    async def main() -> None:
-        directory = await HivemindDirectory.join([], identity=identity_of(7), clock=CLOCK)
-        (address,) = directory.addresses
-        assert address.startswith("/ip4/127.0.0.1/tcp/")
-        assert address.endswith(f"/p2p/{identity_of(7).peer_id}")
-        (p2pd,) = children_of(os.getpid())
-        await directory.close()
-        assert not is_running(p2pd)
+async def test_node_has_the_peer_id_of_its_identity_and_leaves_no_key_behind(
+    dht: Directories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
 
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TMPDIR", str(tmp_path))
-        environment.setattr("tempfile.tempdir", None)
-        asyncio.run(main())
-    assert list(tmp_path.iterdir()) == []
+    directory = await dht.join([], 7)
+    (address,) = directory.addresses
+    (p2pd,) = children_of(os.getpid())
+    await directory.close()
 
-
-def test_reader_neither_listens_nor_announces() -> None:
-    async def main() -> None:
-        server = await HivemindDirectory.join([], identity=None, clock=CLOCK)
-        reader = await HivemindDirectory.join(
-            server.addresses, identity=None, clock=CLOCK, client_mode=True
-        )
-
-        assert reader.addresses == ()
-        with pytest.raises(UsageError, match="only reads"):
-            await reader.announce(sign(make_announcement(1), 1))
-        await reader.close()
-        await server.close()
-
-    asyncio.run(main())
+    assert address.startswith("/ip4/127.0.0.1/tcp/")
+    assert address.endswith(f"/p2p/{identity_of(7).peer_id}")
+    assert not is_running(p2pd)
+    assert os.listdir(tmp_path) == []
 
 
-def test_cancelled_join_leaves_no_process() -> None:
-    async def main() -> None:
-        for delay_seconds in (0, 0.02, 0.05):  # while it is forked, starts and says hello
-            joining = asyncio.create_task(HivemindDirectory.join([], identity=None, clock=CLOCK))
-            while not children_of(os.getpid()):  # noqa: ASYNC110 - a process sets no event
-                await asyncio.sleep(0)
-            await asyncio.sleep(delay_seconds)
+async def test_reader_neither_listens_nor_announces(dht: Directories) -> None:
+    server = await dht.join()
+    reader = await dht.read(server.addresses)
 
-            joining.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await joining
-
-            assert children_of(os.getpid()) == []
-
-    asyncio.run(main())
+    assert reader.addresses == ()
+    with pytest.raises(UsageError, match="only reads"):
+        await reader.announce(sign_now(1))
 
 
-def test_join_names_the_addresses_that_do_not_answer() -> None:
+async def test_cancelled_join_leaves_no_process(dht: Directories) -> None:
+    for delay_seconds in (0, 0.02, 0.05):  # while it is forked, starts and says hello
+        joining = asyncio.create_task(dht.join())
+        while not children_of(os.getpid()):  # noqa: ASYNC110 - a process sets no event
+            await asyncio.sleep(0)
+        await asyncio.sleep(delay_seconds)
+
+        joining.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await joining
+
+        assert children_of(os.getpid()) == []
+
+
+async def test_join_names_the_addresses_that_do_not_answer(dht: Directories) -> None:
     peer_id = identity_of(1).peer_id
 
-    async def main() -> None:
-        with socket.socket() as silent:
-            silent.bind(("127.0.0.1", 0))
-            silent.listen()
-            busy = silent.getsockname()[1]
-            refused, mute = (f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer_id}" for port in (1, busy))
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        busy = silent.getsockname()[1]
+        refused, mute = (f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer_id}" for port in (1, busy))
 
-            with pytest.raises(DirectoryError, match=refused):
-                await HivemindDirectory.join([refused], identity=None, clock=CLOCK)
-            with pytest.raises(DirectoryError, match=mute):
-                await HivemindDirectory.join([refused, mute], identity=None, clock=CLOCK)
+        with pytest.raises(DirectoryError, match=refused):
+            await dht.join([refused])
+        with pytest.raises(DirectoryError, match=mute):
+            await dht.join([refused, mute])
 
-            with pytest.raises(UsageError, match="in use"):
-                await HivemindDirectory.join([], identity=None, clock=CLOCK, port=busy)
+        with pytest.raises(UsageError, match="in use"):
+            await dht.join(port=busy)
 
-    asyncio.run(main())
     assert children_of(os.getpid()) == []
 
 
-def test_failed_start_waits_for_the_end_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_start_waits_for_the_end_of_the_process(
+    monkeypatch: pytest.MonkeyPatch, dht: Directories
+) -> None:
     """Else its exit may come when the event loop that would read it is gone."""
     last_words = "import os, time; print('no', flush=True); os.close(1); os.close(2); time.sleep(1)"
 
@@ -118,12 +101,9 @@ def test_failed_start_waits_for_the_end_of_the_process(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(p2p_daemon.OwnGroupP2P, "_make_process_args", start_another)
 
-    async def main() -> None:
-        with pytest.raises(DirectoryError, match="cannot start p2pd"):
-            await HivemindDirectory.join([], identity=None, clock=CLOCK)
-        assert children_of(os.getpid()) == []
-
-    asyncio.run(main())
+    with pytest.raises(DirectoryError, match="cannot start p2pd"):
+        await dht.join()
+    assert children_of(os.getpid()) == []
 
 
 @pytest.mark.parametrize(
@@ -135,11 +115,11 @@ def test_failed_start_waits_for_the_end_of_the_process(monkeypatch: pytest.Monke
         ([], {"listen_host": "example.org"}),
     ],
 )
-def test_impossible_join_is_a_usage_error(
-    initial_peers: list[str], options: dict[str, Any]
+async def test_impossible_join_is_a_usage_error(
+    initial_peers: list[str], options: dict[str, Any], dht: Directories
 ) -> None:
     with pytest.raises(UsageError):
-        asyncio.run(HivemindDirectory.join(initial_peers, identity=None, clock=CLOCK, **options))
+        await dht.join(initial_peers, **options)
 
 
 def test_join_says_how_far_the_clock_is_off(peers: contextlib.ExitStack) -> None:
@@ -169,92 +149,87 @@ def test_join_says_how_far_the_clock_is_off(peers: contextlib.ExitStack) -> None
     assert "seconds behind" in behind
 
 
-def test_public_swarms_in_one_dht_do_not_mix() -> None:
-    async def main() -> None:
-        first = await HivemindDirectory.join([], identity=identity_of(1), clock=CLOCK)
-        second = await HivemindDirectory.join([], identity=identity_of(2), clock=CLOCK)
-        await intrude(second, first.addresses)
-        for number, directory in ((1, first), (2, second)):
-            await directory.announce(sign(make_announcement(number), number))
-        reader = await HivemindDirectory.join(
-            second.addresses, identity=None, clock=CLOCK, client_mode=True
-        )
+async def test_public_swarms_in_one_dht_do_not_mix(dht: Directories) -> None:
+    first = await dht.join([], 1)
+    second = await dht.join([], 2)
+    await intrude(second, first.addresses)
+    for number, directory in ((1, first), (2, second)):
+        await directory.announce(sign_now(number))
+    reader = await dht.read(second.addresses)
 
-        assert await find_ids(first) == {identity_of(1).peer_id}
-        assert await find_ids(second) == await find_ids(reader) == {identity_of(2).peer_id}
-        with pytest.raises(WrongSwarmError, match="wrong swarm"):
-            await HivemindDirectory.join(
-                first.addresses, identity=None, clock=CLOCK, membership=second.membership
-            )
-        for directory in (reader, second, first):
-            await directory.close()
-
-    asyncio.run(main())
+    assert await look_up(first) == {identity_of(1).peer_id}
+    assert await look_up(second) == await look_up(reader) == {identity_of(2).peer_id}
+    with pytest.raises(WrongSwarmError, match="wrong swarm"):
+        await dht.join(first.addresses, membership=second.membership)
 
 
-def test_swarm_stays_whole_when_the_peer_that_began_it_begins_it_again() -> None:
+async def test_outsider_in_the_dht_of_a_private_swarm_finds_nobody_and_is_not_found(
+    dht: Directories,
+) -> None:
+    first = await dht.join([], 1, membership=OWNER.as_role(Role.SERVE))
+    outsider = await dht.join([], 3)
+    await intrude(outsider, first.addresses)
+    await first.announce(sign_now(1))
+    await outsider.announce(sign_now(3))
+
+    user = await dht.read(first.addresses, membership=OWNER.as_role(Role.USE))
+
+    assert await look_up(user) == {identity_of(1).peer_id}
+    assert await look_up(outsider) == {identity_of(3).peer_id}
+
+
+async def test_newcomer_joins_through_whoever_of_some_addresses_is_left(dht: Directories) -> None:
+    first = await dht.join([], 1)
+    second = await dht.join(first.addresses, 2)
+    await second.announce(sign_now(2))
+    await first.close()
+
+    third = await dht.join([*first.addresses, *second.addresses], 3)
+
+    assert await look_up(third) == {identity_of(2).peer_id}
+
+
+async def test_swarm_stays_whole_when_the_peer_that_began_it_begins_it_again(
+    dht: Directories,
+) -> None:
     """The others have forgotten it, and know each other; it knows nobody."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    everyone = {identity_of(number).peer_id for number in (1, 2, 3)}
 
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        everyone = {identity_of(number).peer_id for number in (1, 2, 3)}
+    first = await dht.join([], 1, port=port)
+    code = first.membership
+    others = {number: await dht.join(first.addresses, number) for number in (2, 3)}
+    await announce_all(others)
+    await first.close()
+    await announce_all(others)
 
-        async def begin() -> HivemindDirectory:
-            return await HivemindDirectory.join([], identity=identity_of(1), clock=CLOCK, port=port)
+    first = await dht.join([], 1, port=port)
+    everywhere = {1: first, **others}
+    async with asyncio.timeout(60):
+        while any([await look_up(one) != everyone for one in everywhere.values()]):
+            await announce_all(everywhere)
 
-        first = await begin()
-        code = first.membership
-        others = {
-            number: await HivemindDirectory.join(
-                first.addresses, identity=identity_of(number), clock=CLOCK
-            )
-            for number in (2, 3)
-        }
-        await announce_all(others)
-        await first.close()
-        await announce_all(others)
-
-        first = await begin()
-        everywhere = {1: first, **others}
-        async with asyncio.timeout(60):
-            while any([await find_ids(one) != everyone for one in everywhere.values()]):
-                await announce_all(everywhere)
-
-        assert first.membership == code
-        for directory in everywhere.values():
-            await directory.close()
-
-    asyncio.run(main())
+    assert first.membership == code
 
 
-def test_split_swarm_becomes_one_again_without_those_it_was_joined_through() -> None:
+async def test_split_swarm_becomes_one_again_without_those_it_was_joined_through(
+    dht: Directories,
+) -> None:
     """Each part has forgotten the other, and the peer that both had joined through is gone."""
-
-    async def main() -> None:
-        first = await HivemindDirectory.join([], identity=identity_of(1), clock=CLOCK)
-        others = {
-            number: await HivemindDirectory.join(
-                first.addresses, identity=identity_of(number), clock=CLOCK
-            )
-            for number in (2, 3, 4, 5)
-        }
-        for _ in range(2):
-            await announce_all(others)
-        await first.close()
+    first = await dht.join([], 1)
+    others = {number: await dht.join(first.addresses, number) for number in (2, 3, 4, 5)}
+    for _ in range(2):
         await announce_all(others)
+    await first.close()
+    await announce_all(others)
 
-        for number, directory in others.items():
-            away = {identity_of(other).peer_id for other in others if (number < 4) != (other < 4)}
-            forget(directory, away)
-        async with asyncio.timeout(60):
-            while any([await find_spans(one) != {Span(4, 8)} for one in others.values()]):
-                await announce_all(others, span=Span(4, 8))
-
-        for directory in others.values():
-            await directory.close()
-
-    asyncio.run(main())
+    for number, directory in others.items():
+        away = {identity_of(other).peer_id for other in others if (number < 4) != (other < 4)}
+        forget(directory, away)
+    async with asyncio.timeout(60):
+        while any([await find_spans(one) != {Span(4, 8)} for one in others.values()]):
+            await announce_all(others, span=Span(4, 8))
 
 
 def forget(directory: HivemindDirectory, peer_ids: Collection[str]) -> None:
@@ -272,15 +247,12 @@ async def find_spans(directory: HivemindDirectory) -> set[Span]:
 async def announce_all(directories: Mapping[int, HivemindDirectory], **changes: Any) -> None:
     for number, directory in directories.items():
         _, relay_port = split_multiaddr(directory.addresses[0])
-        announcement = make_announcement(number, relay_port=relay_port, **changes)
-        await directory.announce(sign(announcement, number))
+        await directory.announce(sign_now(number, relay_port=relay_port, **changes))
 
 
-async def find_ids(directory: HivemindDirectory) -> set[str]:
-    return {announcement.peer_id for announcement in await directory.lookup(MODEL)}
-
-
-def test_dishonest_node_neither_fills_nor_hides_nor_poisons(peers: contextlib.ExitStack) -> None:
+async def test_dishonest_node_neither_fills_nor_hides_nor_poisons(
+    peers: contextlib.ExitStack, dht: Directories
+) -> None:
     """A node without our checks stores junk and answers with it; honest ones are not impressed."""
     from hivemind.dht.node import DHTNode
     from hivemind.dht.routing import DHTID
@@ -288,71 +260,63 @@ def test_dishonest_node_neither_fills_nor_hides_nor_poisons(peers: contextlib.Ex
 
     from shoal.protocol.net.dht.gated_node import make_node_id
 
-    async def main() -> None:
-        honest = await HivemindDirectory.join([], identity=None, clock=CLOCK)
-        (p2pd,) = children_of(os.getpid())
-        p2p: Any = await P2P.create(initial_peers=list(honest.addresses), nat_port_map=False)
-        liar: Any = await DHTNode.create(
-            p2p=p2p, node_id=make_node_id(p2p.peer_id), initial_peers=list(honest.addresses)
+    honest = await dht.join()
+    (p2pd,) = children_of(os.getpid())
+    p2p: Any = await P2P.create(initial_peers=list(honest.addresses), nat_port_map=False)
+    liar: Any = await DHTNode.create(
+        p2p=p2p, node_id=make_node_id(p2p.peer_id), initial_peers=list(honest.addresses)
+    )
+    await swarm_question.answer_questions(liar.p2p, honest.membership)
+
+    async def say_what_is_stored(question: bytes, _: object) -> bytes:
+        stored = liar.protocol.storage.get(DHTID.from_bytes(question[:20])).value.items()
+        return encode_answer(
+            [Entry(subkey, *entry) for subkey, entry in stored if isinstance(subkey, str)], ()
         )
-        await swarm_question.answer_questions(liar.p2p, honest.membership)
 
-        async def say_what_is_stored(question: bytes, _: object) -> bytes:
-            stored = liar.protocol.storage.get(DHTID.from_bytes(question[:20])).value.items()
-            return encode_answer(
-                [Entry(subkey, *entry) for subkey, entry in stored if isinstance(subkey, str)], ()
-            )
+    await liar.p2p._client.add_unary_handler(QUESTION, say_what_is_stored)
+    victim, bystander = announce_now(1), announce_now(2)
+    everyone = {victim.peer_id, bystander.peer_id}
+    await honest.announce(sign(victim, 1))
+    await honest.announce(sign(bystander, 2))
+    # This reaches into the directory: what is stored is exactly what is in question.
+    gate, storage = honest._gate, honest._node.protocol.storage
+    key, forever = gate.key_of(MODEL), float("inf")
+    genuine = gate.wrap(sign(victim, 1))
+    lies: list[tuple[Any, Any, float]] = [
+        (victim.peer_id, gate.wrap(sign(announce_now(3), 3)), forever),
+        (victim.peer_id, genuine, forever),
+        (identity_of(3).peer_id, genuine, victim.expires_at),
+        (victim.peer_id, b"junk", forever),
+        (victim.peer_id, ["junk"], forever),
+        ("junk", b"junk", forever),
+        (17, b"junk", 1e15),
+        (None, b"junk in place of the dictionary", forever),
+    ]
 
-        await liar.p2p._client.add_unary_handler(QUESTION, say_what_is_stored)
-        victim, bystander = make_announcement(1), make_announcement(2)
-        everyone = {victim.peer_id, bystander.peer_id}
-        await honest.announce(sign(victim, 1))
-        await honest.announce(sign(bystander, 2))
-        # This reaches into the directory: what is stored is exactly what is in question.
-        gate, storage = honest._gate, honest._node.protocol.storage
-        key, forever = gate.key_of(MODEL), float("inf")
-        genuine = gate.wrap(sign(victim, 1))
-        lies: list[tuple[Any, Any, float]] = [
-            (victim.peer_id, gate.wrap(sign(make_announcement(3), 3)), forever),
-            (victim.peer_id, genuine, forever),
-            (identity_of(3).peer_id, genuine, victim.expires_at),
-            (victim.peer_id, b"junk", forever),
-            (victim.peer_id, ["junk"], forever),
-            ("junk", b"junk", forever),
-            (17, b"junk", 1e15),
-            (None, b"junk in place of the dictionary", forever),
-        ]
+    for subkey, value, expires_at in lies:
+        await liar.store(key, value, expires_at, subkey=subkey)
+    await liar.store("another key", genuine, victim.expires_at, subkey=victim.peer_id)
 
-        for subkey, value, expires_at in lies:
-            await liar.store(key, value, expires_at, subkey=subkey)
-        await liar.store("another key", genuine, victim.expires_at, subkey=victim.peer_id)
-
-        assert len(storage) == 1
-        assert await honest.lookup(MODEL) == [victim, bystander]
-        # The liar claims to have a later answer than anyone could have; nobody stops at it.
-        liars_addresses = [str(address) for address in await liar.get_visible_maddrs()]
-        peers.callback(kill_if_running, p2pd)
-        assert await read_once(liars_addresses, honest.membership, slow=p2pd) == everyone
-        # Alone, it can hide the one whose record it replaced, but the rest of its answer counts.
-        await honest.close()
-        assert await read_once(liars_addresses, honest.membership) == {bystander.peer_id}
-        await liar.shutdown()
-        await p2p.shutdown()
-
-    asyncio.run(main())
+    assert len(storage) == 1
+    assert await honest.lookup(MODEL) == [victim, bystander]
+    # The liar claims to have a later answer than anyone could have; nobody stops at it.
+    liars_addresses = [str(address) for address in await liar.get_visible_maddrs()]
+    peers.callback(kill_if_running, p2pd)
+    assert await read_once(dht, liars_addresses, honest.membership, slow=p2pd) == everyone
+    # Alone, it can hide the one whose record it replaced, but the rest of its answer counts.
+    await honest.close()
+    assert await read_once(dht, liars_addresses, honest.membership) == {bystander.peer_id}
+    await liar.shutdown()
+    await p2p.shutdown()
 
 
 async def read_once(
-    addresses: list[str], membership: Membership, slow: int | None = None
+    dht: Directories, addresses: list[str], membership: Membership, slow: int | None = None
 ) -> set[str]:
     """Return whom a newcomer finds; the p2pd `slow` stands still for the start of it."""
-    reader = await HivemindDirectory.join(
-        addresses, identity=None, clock=CLOCK, client_mode=True, membership=membership
-    )
-    try:
-        if slow is not None:
-            os.kill(slow, signal.SIGSTOP)
-            asyncio.get_running_loop().call_later(0.3, os.kill, slow, signal.SIGCONT)
-        return await look_up(reader)
-    finally:
-        await reader.close()
+    reader = await dht.read(addresses, membership=membership)
+    if slow is not None:
+        os.kill(slow, signal.SIGSTOP)
+        asyncio.get_running_loop().call_later(0.3, os.kill, slow, signal.SIGCONT)
+    return await look_up(reader)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from directory_processes import CLOCK, MODEL, identity_of, look_up, start
+from announcements import MODEL, identity_of
+from directory_processes import Directories, look_up, start
 from processes import children_of, is_running, kill_if_running
 
 from shoal.protocol.errors import DirectoryError
@@ -73,120 +74,96 @@ def keep_port() -> Iterator[int]:
         yield keeper.getsockname()[1]
 
 
-def test_lookup_survives_the_kill_of_a_peer_and_its_p2pd_leaves_with_it(
-    peers: contextlib.ExitStack,
+async def test_lookup_survives_the_kill_of_a_peer_and_its_p2pd_leaves_with_it(
+    peers: contextlib.ExitStack, dht: Directories
 ) -> None:
     first = start(peers, 1)
     others = [start(peers, number, first.address) for number in (2, 3)]
     everyone = {peer.peer_id for peer in (first, *others)}
 
-    async def main() -> None:
-        assert all(peer.address for peer in others)
-        reader = await HivemindDirectory.join(
-            [first.address, others[0].address], identity=None, clock=CLOCK, client_mode=True
-        )
-        assert await look_up(reader) == everyone
-        p2pd = first.p2pd
+    assert all(peer.address for peer in others)
+    reader = await dht.read([first.address, others[0].address])
+    assert await look_up(reader) == everyone
+    p2pd = first.p2pd
 
-        first.kill()
-        found = await look_up(reader)
-        newcomer = await HivemindDirectory.join(
-            [first.address, others[0].address], identity=None, clock=CLOCK, client_mode=True
-        )
-        found_by_newcomer = await look_up(newcomer)
+    first.kill()
+    found = await look_up(reader)
+    newcomer = await dht.read([first.address, others[0].address])
+    found_by_newcomer = await look_up(newcomer)
 
-        assert found == everyone  # its word stands until it expires
-        assert found_by_newcomer >= {peer.peer_id for peer in others}
-        wait_until_gone(p2pd)
-        await reader.close()
-        await newcomer.close()
-
-    asyncio.run(main())
+    assert found == everyone  # its word stands until it expires
+    assert found_by_newcomer >= {peer.peer_id for peer in others}
+    wait_until_gone(p2pd)
+    await dht.close()
     assert children_of(os.getpid()) == [peer._process.pid for peer in others]
 
 
-def test_lookup_answers_though_a_peer_fell_silent(
-    peers: contextlib.ExitStack,
+async def test_lookup_answers_though_a_peer_fell_silent(
+    peers: contextlib.ExitStack, dht: Directories
 ) -> None:
     first = start(peers, 1)
     second = start(peers, 2, first.address)
 
-    async def main() -> None:
-        reader = await HivemindDirectory.join(
-            [second.address], identity=None, clock=CLOCK, client_mode=True
-        )
-        assert len(await look_up(reader)) == 2
+    reader = await dht.read([second.address])
+    assert len(await look_up(reader)) == 2
 
-        pause(peers, first.p2pd)
+    pause(peers, first.p2pd)
 
-        assert len(await look_up(reader)) == 2
-        assert len(await look_up(reader)) == 2
-        await reader.close()
-
-    asyncio.run(main())
+    assert len(await look_up(reader)) == 2
+    assert len(await look_up(reader)) == 2
 
 
-def test_reader_says_when_everyone_is_gone_and_finds_back(peers: contextlib.ExitStack) -> None:
+async def test_reader_says_when_everyone_is_gone_and_finds_back(
+    peers: contextlib.ExitStack, dht: Directories
+) -> None:
     port = peers.enter_context(keep_port())
     first = start(peers, 1, port=port)
 
-    async def main() -> None:
-        reader = await HivemindDirectory.join(
-            [first.address], identity=None, clock=CLOCK, client_mode=True
-        )
-        assert len(await reader.lookup(MODEL)) == 1
+    reader = await dht.read([first.address])
+    assert len(await reader.lookup(MODEL)) == 1
 
-        p2pd = first.p2pd
-        first.kill()
-        wait_until_gone(p2pd)  # it holds the port, and the next one needs it
-        with pytest.raises(DirectoryError, match=r"no peer of the directory answers: /ip4/127"):
-            await reader.lookup(MODEL)
+    p2pd = first.p2pd
+    first.kill()
+    wait_until_gone(p2pd)  # it holds the port, and the next one needs it
+    with pytest.raises(DirectoryError, match=r"no peer of the directory answers: /ip4/127"):
+        await reader.lookup(MODEL)
 
-        again = start(peers, 1, port=port)
-        assert again.address == first.address
-        await wait_until_answered(reader)
+    again = start(peers, 1, port=port)
+    assert again.address == first.address
+    await wait_until_answered(reader)
 
-        pause(peers, again.p2pd)
-        with pytest.raises(DirectoryError, match="no peer of the directory answers"):
-            await reader.lookup(MODEL)
-        os.kill(again.p2pd, signal.SIGCONT)
-        await wait_until_answered(reader)
-        await reader.close()
-
-    asyncio.run(main())
+    pause(peers, again.p2pd)
+    with pytest.raises(DirectoryError, match="no peer of the directory answers"):
+        await reader.lookup(MODEL)
+    os.kill(again.p2pd, signal.SIGCONT)
+    await wait_until_answered(reader)
 
 
-def test_reader_finds_back_through_a_peer_that_it_did_not_join_through(
-    peers: contextlib.ExitStack,
+async def test_reader_finds_back_through_a_peer_that_it_did_not_join_through(
+    peers: contextlib.ExitStack, dht: Directories
 ) -> None:
     """It has read where that one carries streams to others, and remembers."""
     port = peers.enter_context(keep_port())
     first = start(peers, 1)
     second = start(peers, 2, first.address, port=port)
 
-    async def main() -> None:
-        assert second.address
-        reader = await HivemindDirectory.join(
-            [first.address], identity=None, clock=CLOCK, client_mode=True
-        )
-        assert len(await reader.lookup(MODEL)) == 2
+    assert second.address
+    reader = await dht.read([first.address])
+    assert len(await reader.lookup(MODEL)) == 2
 
-        p2pd = second.p2pd
-        for peer in (first, second):
-            peer.kill()
-        wait_until_gone(p2pd)
-        with pytest.raises(DirectoryError, match="no peer of the directory answers"):
-            await reader.lookup(MODEL)
+    p2pd = second.p2pd
+    for peer in (first, second):
+        peer.kill()
+    wait_until_gone(p2pd)
+    with pytest.raises(DirectoryError, match="no peer of the directory answers"):
+        await reader.lookup(MODEL)
 
-        start(peers, 2, port=port)
-        await wait_until_answered(reader, 2)
-        await reader.close()
-
-    asyncio.run(main())
+    start(peers, 2, port=port)
+    await wait_until_answered(reader, 2)
 
 
-def test_initial_peer_that_dies_while_one_joins_leaves_no_socket_behind(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+async def test_initial_peer_that_dies_while_one_joins_leaves_no_socket_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dht: Directories
 ) -> None:
     from shoal.protocol.net.libp2p.p2p_daemon import P2P
 
@@ -195,13 +172,11 @@ def test_initial_peer_that_dies_while_one_joins_leaves_no_socket_behind(
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
-    async def main() -> None:
-        dying = await asyncio.start_server(hang_up, "127.0.0.1", 0)
-        port = dying.sockets[0].getsockname()[1]
-        address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity_of(1).peer_id}"
-        with pytest.raises(DirectoryError):
-            await HivemindDirectory.join([address], identity=None, clock=CLOCK)
-        dying.close()
+    dying = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    port = dying.sockets[0].getsockname()[1]
+    address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity_of(1).peer_id}"
+    with pytest.raises(DirectoryError):
+        await dht.join([address])
+    dying.close()
 
-    asyncio.run(main())
-    assert list(tmp_path.glob("*.sock")) == []
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".sock")]

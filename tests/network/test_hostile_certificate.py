@@ -69,7 +69,7 @@ def to_pem(der: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("make", [name_of_an_unknown_kind, extension_twice, unknown_version])
-def test_unreadable_certificate_is_the_peers_fault(make, tmp_path: Path) -> None:
+async def test_unreadable_certificate_is_the_peers_fault(make, tmp_path: Path) -> None:
     private_key = KEY.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
@@ -81,23 +81,20 @@ def test_unreadable_certificate_is_the_peers_fault(make, tmp_path: Path) -> None
     chain = tmp_path / "chain.pem"
     chain.write_bytes(to_pem(make()) + private_key)
 
-    async def test() -> None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(chain)
-        context.set_alpn_protocols([ALPN])
-        server = await asyncio.start_server(
-            lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context
-        )
-        port = server.sockets[0].getsockname()[1]
-        endpoint = Endpoint("127.0.0.1", port, hashlib.sha256(public_key).hexdigest())
-        transport = TcpTransport()
-        try:
-            async with asyncio.timeout(10):
-                # What cannot be read beside the key does not matter, and nobody speaks here.
-                with pytest.raises((RemoteProtocolError, UnavailableError)):
-                    await transport.open_stream(endpoint)
-        finally:
-            await transport.close()
-            server.close()
-
-    asyncio.run(test())
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(chain)
+    context.set_alpn_protocols([ALPN])
+    server = await asyncio.start_server(
+        lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context
+    )
+    port = server.sockets[0].getsockname()[1]
+    endpoint = Endpoint("127.0.0.1", port, hashlib.sha256(public_key).hexdigest())
+    transport = TcpTransport()
+    try:
+        async with asyncio.timeout(10):
+            # What cannot be read beside the key does not matter, and nobody speaks here.
+            with pytest.raises((RemoteProtocolError, UnavailableError)):
+                await transport.open_stream(endpoint)
+    finally:
+        await transport.close()
+        server.close()

@@ -26,29 +26,26 @@ def encode(message: Any) -> bytes:
 
 
 @pytest.mark.parametrize("late", [{"callUnaryResponse": ANSWER}, {"daemonError": FAILURE}])
-def test_answer_to_one_who_gives_up_just_now_deafens_nobody(late: dict[str, Any]) -> None:
-    async def main() -> None:
-        p2p: Any = await start_reading_p2pd([], None)
-        try:
-            control = p2p._client.control
-            reader = asyncio.StreamReader()
-            reading = asyncio.create_task(control._read_from_persistent_conn(reader))
-            asking = asyncio.create_task(control.call_unary_handler(SOMEBODY, "nothing", b""))
-            while not control._pending_calls:  # noqa: ASYNC110 - hivemind sets no event
-                await asyncio.sleep(0)
-            (call_id,) = control._pending_calls
+async def test_answer_to_one_who_gives_up_just_now_deafens_nobody(late: dict[str, Any]) -> None:
+    p2p: Any = await start_reading_p2pd([], None)
+    try:
+        control = p2p._client.control
+        reader = asyncio.StreamReader()
+        reading = asyncio.create_task(control._read_from_persistent_conn(reader))
+        asking = asyncio.create_task(control.call_unary_handler(SOMEBODY, "nothing", b""))
+        while not control._pending_calls:  # noqa: ASYNC110 - hivemind sets no event
+            await asyncio.sleep(0)
+        (call_id,) = control._pending_calls
 
-            reader.feed_data(
-                encode(p2pd_pb2.PersistentConnectionResponse(callId=call_id.bytes, **late))
-            )
-            asking.cancel()  # before anybody has read that
+        reader.feed_data(
+            encode(p2pd_pb2.PersistentConnectionResponse(callId=call_id.bytes, **late))
+        )
+        asking.cancel()  # before anybody has read that
 
-            with pytest.raises(asyncio.CancelledError):
-                await asking
-            assert not reading.done()
-            reader.feed_eof()
-            await reading
-        finally:
-            await stop_p2pd(p2p)
-
-    asyncio.run(main())
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert not reading.done()
+        reader.feed_eof()
+        await reading
+    finally:
+        await stop_p2pd(p2p)

@@ -38,7 +38,7 @@ async def hang_up(writer: asyncio.StreamWriter) -> None:
 
 
 @pytest.mark.parametrize("answer", [refuse, stay_silent, hang_up])
-def test_p2pd_that_does_not_say_who_is_connected_has_nobody(
+async def test_p2pd_that_does_not_say_who_is_connected_has_nobody(
     answer: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(circuit, "ANSWER_SECONDS", 0.2)
@@ -52,14 +52,11 @@ def test_p2pd_that_does_not_say_who_is_connected_has_nobody(
         await writer.wait_closed()
         has_ended.set()
 
-    async def main() -> None:
-        async with await asyncio.start_unix_server(serve, path):
-            connector = DaemonConnector(Multiaddr(f"/unix{path}"))
-            client = Client(_initialized_with_create=True)
-            client.control = await ControlClient.create(connector, use_persistent_conn=False)
-            reservations = RelayReservations(cast(Any, SimpleNamespace(_client=client)))
-            async with asyncio.timeout(20.0):
-                assert await reservations.list_connected() == set()
-                await has_ended.wait()
-
-    asyncio.run(main())
+    async with await asyncio.start_unix_server(serve, path):
+        connector = DaemonConnector(Multiaddr(f"/unix{path}"))
+        client = Client(_initialized_with_create=True)
+        client.control = await ControlClient.create(connector, use_persistent_conn=False)
+        reservations = RelayReservations(cast(Any, SimpleNamespace(_client=client)))
+        async with asyncio.timeout(20.0):
+            assert await reservations.list_connected() == set()
+            await has_ended.wait()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from async_tests import RunAsync
 
-pytestmark = [pytest.mark.network, pytest.mark.slow]
-
-
-@pytest.fixture(autouse=True)
-def no_warnings_of_hivemind() -> None:
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"hivemind\.")
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 
 class Starts:
@@ -39,81 +38,52 @@ class Starts:
         self.started.append(p2p)
         return p2p
 
-    def count_running(self) -> int:
+    def list_running(self) -> list[Any]:
         from shoal.protocol.net.libp2p.p2p_daemon import child_of
 
-        return sum(child_of(p2p).returncode is None for p2p in self.started)
+        return [p2p for p2p in self.started if child_of(p2p).returncode is None]
+
+    async def stop(self) -> None:
+        from shoal.protocol.net.libp2p.p2p_daemon import stop_p2pd
+
+        for p2p in self.list_running():
+            await stop_p2pd(p2p)
 
 
-def run(test: Callable[[Starts], Awaitable[None]]) -> None:
-    """Run a test, and end what it started."""
-    from shoal.protocol.net.libp2p.p2p_daemon import child_of, stop_p2pd
-
-    async def main() -> None:
-        starts = Starts()
-        try:
-            await test(starts)
-        finally:
-            for p2p in starts.started:
-                if child_of(p2p).returncode is None:
-                    await stop_p2pd(p2p)
-
-    asyncio.run(main())
+@pytest.fixture
+def starts(run_async: RunAsync) -> Iterator[Starts]:
+    starts = Starts()
+    yield starts
+    run_async(starts.stop())
 
 
-def test_relay_with_the_limits_of_libp2p_carries_no_texts() -> None:
-    from shoal.protocol.net.relays.circuit import is_sufficient_relay
-
-    async def test(starts: Starts) -> None:
-        assert not await is_sufficient_relay(await starts.start_with_limits_of_libp2p())
-
-    run(test)
-
-
-def test_relay_is_started_anew_until_it_carries_texts() -> None:
+async def test_relay_is_started_anew_until_it_carries_texts_and_kept_then(starts: Starts) -> None:
     from shoal.protocol.net.relays.circuit import is_sufficient_relay, start_sufficient_relay
 
-    async def test(starts: Starts) -> None:
-        poor = await starts.start_with_limits_of_libp2p()
+    poor = await starts.start_with_limits_of_libp2p()
+    assert not await is_sufficient_relay(poor)
 
-        relay = await start_sufficient_relay(poor, starts.start_public)
+    relay = await start_sufficient_relay(poor, starts.start_public)
 
-        assert relay is starts.started[-1] is not poor
-        assert await is_sufficient_relay(relay)
-        assert starts.count_running() == 1
+    assert relay is starts.started[-1] is not poor
+    assert await is_sufficient_relay(relay)
+    assert starts.list_running() == [relay]
+    assert await start_sufficient_relay(relay, starts.start_public) is relay
+    assert starts.started[-1] is relay
 
-    run(test)
 
-
-def test_relay_that_carries_texts_is_kept() -> None:
+async def test_none_is_left_running_when_starting_is_interrupted(starts: Starts) -> None:
     from shoal.protocol.net.relays.circuit import start_sufficient_relay
 
-    async def test(starts: Starts) -> None:
-        poor = await starts.start_with_limits_of_libp2p()
-        relay = await start_sufficient_relay(poor, starts.start_public)
-        num_started = len(starts.started)
+    async def start_late() -> Any:
+        p2p = await starts.start_with_limits_of_libp2p()
+        current = asyncio.current_task()
+        assert current is not None
+        current.cancel()
+        return p2p
 
-        assert await start_sufficient_relay(relay, starts.start_public) is relay
-        assert len(starts.started) == num_started
+    poor = await starts.start_with_limits_of_libp2p()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.create_task(start_sufficient_relay(poor, start_late))
 
-    run(test)
-
-
-def test_none_is_left_running_when_starting_is_interrupted() -> None:
-    from shoal.protocol.net.relays.circuit import start_sufficient_relay
-
-    async def test(starts: Starts) -> None:
-        async def start_late() -> Any:
-            p2p = await starts.start_with_limits_of_libp2p()
-            current = asyncio.current_task()
-            assert current is not None
-            current.cancel()
-            return p2p
-
-        poor = await starts.start_with_limits_of_libp2p()
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.create_task(start_sufficient_relay(poor, start_late))
-
-        assert starts.count_running() == 0
-
-    run(test)
+    assert starts.list_running() == []

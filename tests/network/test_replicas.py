@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from announcements import MODEL
 from dht_records import make_entries, make_gate, number_peer
-from directory_processes import MODEL
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage
 from hivemind.p2p import PeerID
@@ -105,23 +105,20 @@ def test_what_does_not_fit_into_one_answer_comes_with_the_next(
     assert world.num_asked > 1
 
 
-def test_what_came_counts_while_another_node_is_still_silent(
+async def test_what_came_counts_while_another_node_is_still_silent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def main() -> None:
-        nodes = [be_gone, be_gone, hold(make_entries(1)), be_silent]
-        world = World(monkeypatch, nodes)
-        searching = asyncio.create_task(world.replicas.search([world.key]))
+    nodes = [be_gone, be_gone, hold(make_entries(1)), be_silent]
+    world = World(monkeypatch, nodes)
+    searching = asyncio.create_task(world.replicas.search([world.key]))
 
-        for _ in range(100):
-            await asyncio.sleep(0)
-        searching.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await searching
+    for _ in range(100):
+        await asyncio.sleep(0)
+    searching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await searching
 
-        assert world.num_found == 1
-
-    asyncio.run(main())
+    assert world.num_found == 1
 
 
 def test_node_that_sends_much_of_no_use_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,26 +130,22 @@ def test_node_that_sends_much_of_no_use_is_asked_once(monkeypatch: pytest.Monkey
     assert (world.num_asked, world.num_found) == (1, 0)
 
 
-def test_others_get_their_turn_while_many_records_are_checked(
+async def test_others_get_their_turn_while_many_records_are_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A signature takes 0.1 ms, and a peer serves sessions meanwhile."""
+    entries = make_entries(200)
+    world = World(monkeypatch, [hold(entries)])
+    steps: list[int] = []
+    searching = asyncio.create_task(world.replicas.search([world.key]))
 
-    async def main() -> None:
-        entries = make_entries(200)
-        world = World(monkeypatch, [hold(entries)])
-        steps: list[int] = []
-        searching = asyncio.create_task(world.replicas.search([world.key]))
+    while not searching.done():
+        before = world.num_found
+        await asyncio.sleep(0)
+        steps.append(world.num_found - before)
 
-        while not searching.done():
-            before = world.num_found
-            await asyncio.sleep(0)
-            steps.append(world.num_found - before)
-
-        assert world.num_found == 200
-        assert max(steps) <= 50
-
-    asyncio.run(main())
+    assert world.num_found == 200
+    assert max(steps) <= 50
 
 
 def test_made_up_nodes_do_not_hide_those_that_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

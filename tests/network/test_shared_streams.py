@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
+from libp2p_parts import connected_p2pds
 from raw_connection import dial_raw
 
 from shoal.protocol.errors import UnavailableError
@@ -15,14 +14,11 @@ from shoal.protocol.net.tcp import tcp_listener
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream, Transport
 
-pytestmark = [pytest.mark.network, pytest.mark.slow]
-
-
-@pytest.fixture(autouse=True)
-def no_warnings_of_hivemind() -> None:
-    import warnings
-
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"hivemind\.")
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
 
 async def wait(stream: Stream) -> None:
@@ -41,26 +37,6 @@ async def open_many(transport: Transport, endpoint: Any, number: int) -> list[St
     return streams
 
 
-@asynccontextmanager
-async def server_and_diallers() -> AsyncGenerator[tuple[Any, list[Any]]]:
-    """Yield a p2pd that listens, and two that are connected to it."""
-    from shoal.protocol.net.libp2p.multiaddrs import PeerAddress
-    from shoal.protocol.net.libp2p.p2p_daemon import (
-        start_reading_p2pd,
-        start_serving_p2pd,
-        stop_p2pd,
-    )
-
-    async with AsyncExitStack() as stack:
-        server = await start_serving_p2pd([], None, "127.0.0.1", 0)
-        stack.push_async_callback(stop_p2pd, server)
-        address = PeerAddress.parse(str((await server.get_visible_maddrs())[0]))
-        diallers = [await start_reading_p2pd([address], None) for _ in range(2)]
-        for dialler in diallers:
-            stack.push_async_callback(stop_p2pd, dialler)
-        yield server, diallers
-
-
 async def open_silent(dialler: Any, server: Any, protocol: str) -> list[Any]:
     from shoal.protocol.net.libp2p.p2p_daemon import open_byte_stream
 
@@ -73,112 +49,101 @@ def abort(silent: list[Any]) -> None:
         writer.transport.abort()
 
 
-def test_who_says_nothing_over_libp2p_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_says_nothing_over_libp2p_keeps_nobody_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from shoal.protocol.net.libp2p import libp2p_transport
 
     monkeypatch.setattr(libp2p_transport, "MAX_HANDSHAKES", 8)
     monkeypatch.setattr(libp2p_transport, "MAX_STREAMS", 8)
 
-    async def test() -> None:
-        async with server_and_diallers() as (server, (silent, honest)):
-            serving = libp2p_transport.Libp2pTransport(server)
-            dialling = libp2p_transport.Libp2pTransport(honest)
-            endpoint = (await serving.listen("127.0.0.1", 0, wait)).endpoint
-            streams = await open_silent(silent, server, libp2p_transport.PROTOCOL)
+    async with connected_p2pds(1, 2) as ((server,), (silent, honest)):
+        serving = libp2p_transport.Libp2pTransport(server)
+        dialling = libp2p_transport.Libp2pTransport(honest)
+        endpoint = (await serving.listen("127.0.0.1", 0, wait)).endpoint
+        streams = await open_silent(silent, server, libp2p_transport.PROTOCOL)
 
-            stream = await dialling.open_stream(endpoint)
+        stream = await dialling.open_stream(endpoint)
 
-            await stream.close()
-            abort(streams)
-            for transport in (dialling, serving):
-                await transport.close()
-
-    asyncio.run(test())
+        await stream.close()
+        abort(streams)
+        for transport in (dialling, serving):
+            await transport.close()
 
 
-def test_who_holds_many_streams_over_libp2p_keeps_nobody_out(
+async def test_who_holds_many_streams_over_libp2p_keeps_nobody_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from shoal.protocol.net.libp2p import libp2p_transport
 
     monkeypatch.setattr(libp2p_transport, "MAX_STREAMS", 8)
 
-    async def test() -> None:
-        async with server_and_diallers() as (server, p2ps):
-            serving = libp2p_transport.Libp2pTransport(server)
-            greedy, other = (libp2p_transport.Libp2pTransport(p2p) for p2p in p2ps)
-            endpoint = (await serving.listen("127.0.0.1", 0, wait)).endpoint
+    async with connected_p2pds(1, 2) as ((server,), p2ps):
+        serving = libp2p_transport.Libp2pTransport(server)
+        greedy, other = (libp2p_transport.Libp2pTransport(p2p) for p2p in p2ps)
+        endpoint = (await serving.listen("127.0.0.1", 0, wait)).endpoint
 
-            assert len(await open_many(greedy, endpoint, 12)) == 3
-            assert await open_many(other, endpoint, 1)
+        assert len(await open_many(greedy, endpoint, 12)) == 3
+        assert await open_many(other, endpoint, 1)
 
-            for transport in (greedy, other, serving):
-                await transport.close()
-
-    asyncio.run(test())
+        for transport in (greedy, other, serving):
+            await transport.close()
 
 
-def test_who_asks_nothing_to_be_dialled_back_keeps_few_streams(
+async def test_who_asks_nothing_to_be_dialled_back_keeps_few_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from shoal.protocol.net.relays import reachability
 
     monkeypatch.setattr(reachability, "MAX_QUESTIONS", 8)
 
-    async def test() -> None:
-        async with server_and_diallers() as (server, (silent, honest)):
-            await reachability.answer_dial_back(server)
-            serving = TcpTransport()
-            endpoint = (await serving.listen("127.0.0.1", 0, wait)).endpoint
-            streams = await open_silent(silent, server, reachability.PROTOCOL)
+    async with connected_p2pds(1, 2) as ((server,), (silent, honest)):
+        await reachability.answer_dial_back(server)
+        serving = TcpTransport()
+        endpoint = (await serving.listen("127.0.0.1", 0, wait)).endpoint
+        streams = await open_silent(silent, server, reachability.PROTOCOL)
 
-            async with asyncio.timeout(reachability.ANSWER_SECONDS / 2):
-                assert await streams[-1][0].read() == b""
-            assert await reachability.can_be_dialled(honest, endpoint)
+        async with asyncio.timeout(reachability.ANSWER_SECONDS / 2):
+            assert await streams[-1][0].read() == b""
+        assert await reachability.can_be_dialled(honest, endpoint)
 
-            abort(streams)
-            await serving.close()
-
-    asyncio.run(test())
+        abort(streams)
+        await serving.close()
 
 
-def test_one_address_leaves_streams_over_tcp_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_address_leaves_streams_over_tcp_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nobody else counts them while a peer loads its blocks."""
     monkeypatch.setattr(tcp_listener, "MAX_STREAMS", 8)
 
-    async def test() -> None:
-        serving, greedy = TcpTransport(), TcpTransport()
-        endpoint = (await serving.listen("127.0.0.1", 0, wait)).endpoint
+    serving, greedy = TcpTransport(), TcpTransport()
+    endpoint = (await serving.listen("127.0.0.1", 0, wait)).endpoint
 
-        assert len(await open_many(greedy, endpoint, 12)) == 5
-        async with dial_raw(endpoint, from_host="127.0.0.2"):
-            assert len(await open_many(greedy, endpoint, 1)) == 0
+    assert len(await open_many(greedy, endpoint, 12)) == 5
+    async with dial_raw(endpoint, from_host="127.0.0.2"):
+        assert len(await open_many(greedy, endpoint, 1)) == 0
 
-        for transport in (greedy, serving):
-            await transport.close()
-
-    asyncio.run(test())
+    for transport in (greedy, serving):
+        await transport.close()
 
 
-def test_large_hello_over_libp2p_is_refused_before_it_has_come(
+async def test_large_hello_over_libp2p_is_refused_before_it_has_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from shoal.protocol.net.libp2p import libp2p_transport
 
     monkeypatch.setattr(libp2p_transport, "HELLO_SECONDS", 60.0)
 
-    async def main() -> None:
-        async with server_and_diallers() as (server, (stranger, _)):
-            serving = libp2p_transport.Libp2pTransport(server)
-            await serving.listen("127.0.0.1", 0, wait)
-            streams = await open_silent(stranger, server, libp2p_transport.PROTOCOL)
-            reader, writer = streams[0]
+    async with connected_p2pds(1, 2) as ((server,), (stranger, _)):
+        serving = libp2p_transport.Libp2pTransport(server)
+        await serving.listen("127.0.0.1", 0, wait)
+        streams = await open_silent(stranger, server, libp2p_transport.PROTOCOL)
+        reader, writer = streams[0]
 
-            writer.write((64 * 2**10).to_bytes(4, "little"))
+        writer.write((64 * 2**10).to_bytes(4, "little"))
 
-            async with asyncio.timeout(10):
-                assert await reader.read() == b""
-            abort(streams)
-            await serving.close()
-
-    asyncio.run(main())
+        async with asyncio.timeout(10):
+            assert await reader.read() == b""
+        abort(streams)
+        await serving.close()

@@ -16,7 +16,6 @@ from shoal.protocol.errors import (
     RemoteProtocolError,
     UnavailableError,
 )
-from shoal.protocol.identity import Identity
 from shoal.protocol.limits import MAX_FRAME_BYTES
 from shoal.protocol.net.tcp import tcp_listener
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
@@ -41,20 +40,6 @@ async def main():
 asyncio.run(main())
 """
 
-
-WAITING_PROCESS = """
-import asyncio, sys
-from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.net.tcp.tcp_transport import TcpTransport
-
-async def main():
-    endpoint = Endpoint("127.0.0.1", int(sys.argv[1]), sys.argv[2])
-    stream = await TcpTransport().open_stream(endpoint)
-    await stream.send(b"here")
-    await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
 
 FORGETFUL_PROCESS = """
 import asyncio, sys
@@ -98,85 +83,51 @@ async def echo_process() -> AsyncGenerator[tuple[asyncio.subprocess.Process, End
         await process.wait()
 
 
-def test_killed_process_breaks_its_streams_promptly() -> None:
-    async def test() -> None:
-        client = TcpTransport()
-        async with echo_process() as (process, endpoint):
-            stream = await client.open_stream(endpoint)
-            await stream.send(b"alive")
-            assert await stream.receive() == b"alive"
-            waiting = asyncio.create_task(stream.receive())
+async def test_killed_process_breaks_its_streams_promptly() -> None:
+    client = TcpTransport()
+    async with echo_process() as (process, endpoint):
+        stream = await client.open_stream(endpoint)
+        await stream.send(b"alive")
+        assert await stream.receive() == b"alive"
+        waiting = asyncio.create_task(stream.receive())
 
-            process.send_signal(signal.SIGKILL)
+        process.send_signal(signal.SIGKILL)
 
-            with pytest.raises(UnavailableError):
-                async with asyncio.timeout(2):
-                    await waiting
-            with pytest.raises(UnavailableError):
-                await stream.send(b"anyone?")
+        with pytest.raises(UnavailableError):
+            async with asyncio.timeout(2):
+                await waiting
+        with pytest.raises(UnavailableError):
+            await stream.send(b"anyone?")
+        await stream.close()
+        with pytest.raises(UnavailableError):
+            async with asyncio.timeout(2):
+                await client.open_stream(endpoint)
+    await client.close()
+
+
+async def test_stopped_process_is_silent_and_the_callers_timeout_works() -> None:
+    client = TcpTransport()
+    async with echo_process() as (process, endpoint):
+        stream = await client.open_stream(endpoint)
+        process.send_signal(signal.SIGSTOP)
+        await stream.send(b"hello?")
+
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await stream.receive()
+        with pytest.raises(UnavailableError, match=r"0\.3 s"):
+            await client.open_stream(endpoint, timeout_seconds=0.3)
+
+        process.send_signal(signal.SIGCONT)
+        async with asyncio.timeout(5):
+            assert await stream.receive() == b"hello?"
+        process.send_signal(signal.SIGSTOP)
+        async with asyncio.timeout(5):
             await stream.close()
-            with pytest.raises(UnavailableError):
-                async with asyncio.timeout(2):
-                    await client.open_stream(endpoint)
-        await client.close()
-
-    asyncio.run(test())
+            await client.close()
 
 
-def test_stopped_process_is_silent_and_the_callers_timeout_works() -> None:
-    async def test() -> None:
-        client = TcpTransport()
-        async with echo_process() as (process, endpoint):
-            stream = await client.open_stream(endpoint)
-            process.send_signal(signal.SIGSTOP)
-            await stream.send(b"hello?")
-
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.3):
-                    await stream.receive()
-            with pytest.raises(UnavailableError, match=r"0\.3 s"):
-                await client.open_stream(endpoint, timeout_seconds=0.3)
-
-            process.send_signal(signal.SIGCONT)
-            async with asyncio.timeout(5):
-                assert await stream.receive() == b"hello?"
-            process.send_signal(signal.SIGSTOP)
-            async with asyncio.timeout(5):
-                await stream.close()
-                await client.close()
-
-    asyncio.run(test())
-
-
-def test_killed_client_process_frees_the_server() -> None:
-    async def test() -> None:
-        arrived = asyncio.Event()
-        outcome: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-
-        async def serve(stream: Stream) -> None:
-            assert await stream.receive() == b"here"
-            arrived.set()
-            try:
-                outcome.set_result(await stream.receive())
-            except UnavailableError as error:
-                outcome.set_result(error)
-
-        server = TcpTransport()
-        endpoint = (await server.listen("127.0.0.1", 0, serve)).endpoint
-        process = await start_python(WAITING_PROCESS, str(endpoint.port), endpoint.fingerprint)
-        async with asyncio.timeout(30):
-            await arrived.wait()
-        process.kill()
-        await process.wait()
-
-        async with asyncio.timeout(2):
-            assert isinstance(await outcome, UnavailableError)
-        await server.close()
-
-    asyncio.run(test())
-
-
-def test_random_bytes_on_the_port_disturb_nobody() -> None:
+async def test_random_bytes_on_the_port_disturb_nobody() -> None:
     generator = random.Random(11)
 
     async def throw(endpoint: Endpoint) -> None:
@@ -189,208 +140,161 @@ def test_random_bytes_on_the_port_disturb_nobody() -> None:
         finally:
             writer.transport.abort()
 
-    async def test() -> None:
-        transport = TcpTransport()
-        endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
-        stream = await transport.open_stream(endpoint)
-        for turn in range(20):
-            await throw(endpoint)
-            await stream.send(bytes([turn]))
-            assert await stream.receive() == bytes([turn])
-        fresh = await transport.open_stream(endpoint)
-        await fresh.close()
-        await stream.close()
-        await transport.close()
-
-    asyncio.run(test())
+    transport = TcpTransport()
+    endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
+    stream = await transport.open_stream(endpoint)
+    for turn in range(20):
+        await throw(endpoint)
+        await stream.send(bytes([turn]))
+        assert await stream.receive() == bytes([turn])
+    fresh = await transport.open_stream(endpoint)
+    await fresh.close()
+    await stream.close()
+    await transport.close()
 
 
-def test_frame_beyond_the_limit_breaks_only_the_strangers_stream() -> None:
-    async def test() -> None:
-        transport = TcpTransport()
-        endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
-        honest = await transport.open_stream(endpoint)
+async def test_frame_beyond_the_limit_breaks_only_the_strangers_stream() -> None:
+    transport = TcpTransport()
+    endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
+    honest = await transport.open_stream(endpoint)
 
-        async with dial_raw(endpoint) as (reader, writer):
-            writer.write((MAX_FRAME_BYTES + 1).to_bytes(4, "little") + b"x" * 1000)
-            assert await reader.read() == b""
+    async with dial_raw(endpoint) as (reader, writer):
+        writer.write((MAX_FRAME_BYTES + 1).to_bytes(4, "little") + b"x" * 1000)
+        assert await reader.read() == b""
 
-        await honest.send(b"fine")
-        assert await honest.receive() == b"fine"
-        await honest.close()
-        await transport.close()
-
-    asyncio.run(test())
+    await honest.send(b"fine")
+    assert await honest.receive() == b"fine"
+    await honest.close()
+    await transport.close()
 
 
 @pytest.mark.parametrize("greeting", [b"", b"220 mail.example\r\n", bytes(100), b"\xff" * 8])
-def test_server_of_something_else_is_a_protocol_error(greeting: bytes) -> None:
+async def test_server_of_something_else_is_a_protocol_error(greeting: bytes) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(greeting)
         await reader.read(100)
         writer.close()
 
-    async def test() -> None:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1], "1" * 64)
-        transport = TcpTransport()
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1], "1" * 64)
+    transport = TcpTransport()
 
-        with pytest.raises(RemoteProtocolError if greeting else UnavailableError):
-            await transport.open_stream(endpoint)
-        await transport.close()
-        server.close()
-
-    asyncio.run(test())
+    with pytest.raises(RemoteProtocolError if greeting else UnavailableError):
+        await transport.open_stream(endpoint)
+    await transport.close()
+    server.close()
 
 
-def test_other_certificate_after_a_restart_is_noticed() -> None:
-    async def test() -> None:
-        first = TcpTransport()
-        listener = await first.listen("127.0.0.1", 0, echo)
-        announced = listener.endpoint
-        client = TcpTransport()
-        await (await client.open_stream(announced)).close()
-        await first.close()
-        impostor = TcpTransport()
-        await impostor.listen("127.0.0.1", announced.port, echo)
+async def test_other_certificate_after_a_restart_is_noticed() -> None:
+    first = TcpTransport()
+    listener = await first.listen("127.0.0.1", 0, echo)
+    announced = listener.endpoint
+    client = TcpTransport()
+    await (await client.open_stream(announced)).close()
+    await first.close()
+    impostor = TcpTransport()
+    await impostor.listen("127.0.0.1", announced.port, echo)
 
-        with pytest.raises(RemoteProtocolError, match="another TLS certificate"):
-            await client.open_stream(announced)
-        await client.close()
-        await impostor.close()
-
-    asyncio.run(test())
+    with pytest.raises(RemoteProtocolError, match="another TLS certificate"):
+        await client.open_stream(announced)
+    await client.close()
+    await impostor.close()
 
 
-def test_given_identity_keeps_its_fingerprint_over_restarts() -> None:
-    async def test() -> None:
-        client = TcpTransport()
-        endpoint = Endpoint("127.0.0.1", 0)
-        for _ in range(2):
-            identity = make_tls_identity(Identity(bytes(32)).derive_secret("a test"))
-            assert "PRIVATE" not in repr(identity)
-            transport = TcpTransport(identity)
-            listener = await transport.listen("127.0.0.1", endpoint.port, echo)
-            endpoint = endpoint if endpoint.fingerprint else listener.endpoint
-            await (await client.open_stream(endpoint)).close()
-            await transport.close()
-        await client.close()
+async def test_closing_a_transport_ends_a_dial_in_progress() -> None:
+    arrived = asyncio.Event()
 
-    asyncio.run(test())
+    async def keep_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        arrived.set()
+        await reader.read()
+        writer.close()
 
+    identity = make_tls_identity()
+    context = make_server_context(identity)
+    silent = await asyncio.start_server(keep_silent, "127.0.0.1", 0, ssl=context)
+    port = silent.sockets[0].getsockname()[1]
+    endpoint = Endpoint("127.0.0.1", port, identity.fingerprint)
+    client = TcpTransport()
+    dialling = asyncio.create_task(client.open_stream(endpoint))
+    await arrived.wait()
 
-def test_closing_a_transport_ends_a_dial_in_progress() -> None:
-    async def test() -> None:
-        arrived = asyncio.Event()
+    await client.close()
 
-        async def keep_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            arrived.set()
-            await reader.read()
-            writer.close()
-
-        identity = make_tls_identity()
-        context = make_server_context(identity)
-        silent = await asyncio.start_server(keep_silent, "127.0.0.1", 0, ssl=context)
-        port = silent.sockets[0].getsockname()[1]
-        endpoint = Endpoint("127.0.0.1", port, identity.fingerprint)
-        client = TcpTransport()
-        dialling = asyncio.create_task(client.open_stream(endpoint))
-        await arrived.wait()
-
-        await client.close()
-
-        with pytest.raises((LocalProtocolError, UnavailableError)):
-            async with asyncio.timeout(2):
-                await dialling
-        silent.close()
-
-    asyncio.run(test())
+    with pytest.raises((LocalProtocolError, UnavailableError)):
+        async with asyncio.timeout(2):
+            await dialling
+    silent.close()
 
 
-def test_endpoint_without_a_fingerprint_is_not_dialled() -> None:
-    async def test() -> None:
-        with pytest.raises(RemoteProtocolError, match="fingerprint"):
-            await TcpTransport().open_stream(Endpoint("192.0.2.1", 1))
-
-    asyncio.run(test())
+async def test_endpoint_without_a_fingerprint_is_not_dialled() -> None:
+    with pytest.raises(RemoteProtocolError, match="fingerprint"):
+        await TcpTransport().open_stream(Endpoint("192.0.2.1", 1))
 
 
-def test_streams_beyond_the_limit_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_streams_beyond_the_limit_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_listener, "MAX_STREAMS", 4)
 
-    async def test() -> None:
-        server, client = TcpTransport(), TcpTransport()
-        endpoint = (await server.listen("127.0.0.1", 0, echo)).endpoint
-        streams = [await client.open_stream(endpoint) for _ in range(3)]
+    server, client = TcpTransport(), TcpTransport()
+    endpoint = (await server.listen("127.0.0.1", 0, echo)).endpoint
+    streams = [await client.open_stream(endpoint) for _ in range(3)]
 
-        with pytest.raises(UnavailableError, match="too many streams"):
-            await client.open_stream(endpoint)
-        await streams.pop().close()
-        async with asyncio.timeout(5):
-            while True:
-                try:
-                    streams.append(await client.open_stream(endpoint))
-                    break
-                except UnavailableError:
-                    await asyncio.sleep(0.01)
+    with pytest.raises(UnavailableError, match="too many streams"):
+        await client.open_stream(endpoint)
+    await streams.pop().close()
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                streams.append(await client.open_stream(endpoint))
+                break
+            except UnavailableError:
+                await asyncio.sleep(0.01)
 
-        for stream in streams:
-            await stream.send(b"x")
-            assert await stream.receive() == b"x"
-        await client.close()
-        await server.close()
-
-    asyncio.run(test())
+    for stream in streams:
+        await stream.send(b"x")
+        assert await stream.receive() == b"x"
+    await client.close()
+    await server.close()
 
 
-def test_silent_strangers_leave_room_for_other_addresses(
+async def test_silent_strangers_leave_room_for_other_addresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tcp_listener, "MAX_HANDSHAKES", 4)
 
-    async def test() -> None:
-        transport = TcpTransport()
-        endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
+    transport = TcpTransport()
+    endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
 
-        async def connect(host: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-            return await asyncio.open_connection("127.0.0.1", endpoint.port, local_addr=(host, 0))
+    async def connect(host: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", endpoint.port, local_addr=(host, 0))
 
-        silent = [await connect("127.0.0.2") for _ in range(4)]
+    silent = [await connect("127.0.0.2") for _ in range(4)]
 
-        async with asyncio.timeout(5):
-            assert await silent[-1][0].read() == b""
-            stream = await transport.open_stream(endpoint)  # from elsewhere
-            await stream.close()
-        for _, writer in silent:
-            writer.transport.abort()
-        await transport.close()
-
-    asyncio.run(test())
+    async with asyncio.timeout(5):
+        assert await silent[-1][0].read() == b""
+        stream = await transport.open_stream(endpoint)  # from elsewhere
+        await stream.close()
+    for _, writer in silent:
+        writer.transport.abort()
+    await transport.close()
 
 
-def test_strangers_who_say_nothing_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_strangers_who_say_nothing_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_listener, "HELLO_SECONDS", 0.2)
 
-    async def test() -> None:
-        transport = TcpTransport()
-        endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
-        reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
-        async with asyncio.timeout(5):
-            await reader.read()
-        writer.transport.abort()
-        await transport.close()
-
-    asyncio.run(test())
+    transport = TcpTransport()
+    endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
+    reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+    async with asyncio.timeout(5):
+        await reader.read()
+    writer.transport.abort()
+    await transport.close()
 
 
-def test_client_process_that_exits_without_closing_is_quiet() -> None:
-    async def test() -> None:
-        server = TcpTransport()
-        endpoint = (await server.listen("127.0.0.1", 0, echo)).endpoint
-        process = await start_python(FORGETFUL_PROCESS, str(endpoint.port), endpoint.fingerprint)
-        async with asyncio.timeout(30):
-            out, err = await process.communicate()
-        assert (out, err, process.returncode) == (b"x\n", b"", 0)
-        await server.close()
-
-    asyncio.run(test())
+async def test_client_process_that_exits_without_closing_is_quiet() -> None:
+    server = TcpTransport()
+    endpoint = (await server.listen("127.0.0.1", 0, echo)).endpoint
+    process = await start_python(FORGETFUL_PROCESS, str(endpoint.port), endpoint.fingerprint)
+    async with asyncio.timeout(30):
+        out, err = await process.communicate()
+    assert (out, err, process.returncode) == (b"x\n", b"", 0)
+    await server.close()

@@ -2,7 +2,38 @@
 
 from typing import Any
 
-from shoal.protocol.records.announcements import Announcement, PeerState
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.identity import Identity
+from shoal.protocol.ids import ModelId
+from shoal.protocol.records.announcements import Announcement, PeerState, sign_announcement
+from shoal.protocol.spans import Span
+
+MODEL = ModelId("a" * 32)
+NOW = 1_800_000_000.0
+
+
+def identity_of(number: int) -> Identity:
+    return Identity(bytes([number]) * 32)
+
+
+def make_announcement(number: int = 1, now: float = NOW, **changes: Any) -> Announcement:
+    """Return what peer `number` announces: ONLINE with blocks 0:4 of 8, for 90 s."""
+    usual: dict[str, Any] = {
+        "peer_id": identity_of(number).peer_id,
+        "model_id": MODEL,
+        "num_blocks": 8,
+        "span": Span(0, 4),
+        "endpoints": (Endpoint("127.0.0.1", 4000 + number, "c" * 64),),
+        "max_version": 2,
+        "compute_dtype": "bf16",
+        "issued_at": now,
+        "expires_at": now + 90,
+    }
+    return describe_peer(**(usual | changes))
+
+
+def sign(announcement: Announcement, number: int = 1) -> bytes:
+    return sign_announcement(identity_of(number), announcement)
 
 
 def describe_peer(**facts: Any) -> Announcement:

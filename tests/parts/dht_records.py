@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from directory_processes import CLOCK, make_announcement
+from directory_processes import CLOCK, announce_now
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
@@ -33,7 +33,7 @@ def make_entries(num_entries: int) -> list[Entry]:
     gate, entries = make_gate(), list[Entry]()
     for number in range(num_entries):
         identity = number_identity(number)
-        announcement = make_announcement(1, peer_id=identity.peer_id)
+        announcement = announce_now(1, peer_id=identity.peer_id)
         value = gate.wrap(sign_announcement(identity, announcement))
         packed = MSGPackSerializer.dumps(value)
         entries.append(Entry(identity.peer_id, packed, announcement.expires_at))

@@ -11,49 +11,52 @@ from pathlib import Path
 from typing import Any
 
 import warm_python
+from announcements import MODEL, identity_of, make_announcement, sign
 from processes import children_of
 
-from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.identity import Identity
-from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
 from shoal.protocol.net.dht.neighbourhood import Neighbourhood
 from shoal.protocol.net.libp2p.multiaddrs import PeerAddress, split_multiaddr
-from shoal.protocol.records.announcements import Announcement, PeerState, sign_announcement
-from shoal.protocol.spans import Span
+from shoal.protocol.records.announcements import Announcement
 
-MODEL = ModelId("a" * 32)
 CLOCK = SystemClock()
 HERE = Path(__file__)
 
 
-def identity_of(number: int) -> Identity:
-    return Identity(bytes([number]) * 32)
-
-
-def make_announcement(number: int, **changes: Any) -> Announcement:
+def announce_now(number: int, **changes: Any) -> Announcement:
+    """Return what a peer announces whose announcements before were older."""
     now = CLOCK.wall()
-    fields: dict[str, Any] = {
-        "peer_id": identity_of(number).peer_id,
-        "model_id": MODEL,
-        "num_blocks": 8,
-        "span": Span(0, 4),
-        "state": PeerState.ONLINE,
-        "endpoints": (Endpoint("127.0.0.1", 4000, "c" * 64),),
-        "min_version": 1,
-        "max_version": 1,
-        "weights": "int8",
-        "compute_dtype": "fp32",
-        "sequence": int(now * 1000),
-        "issued_at": now,
-        "expires_at": now + 90,
-    }
-    return Announcement(**(fields | changes))
+    return make_announcement(number, now, **({"sequence": int(now * 1000)} | changes))
 
 
-def sign(announcement: Announcement, number: int) -> bytes:
-    return sign_announcement(identity_of(number), announcement)
+def sign_now(number: int, **changes: Any) -> bytes:
+    return sign(announce_now(number, **changes), number)
+
+
+class Directories:
+    """Directories of one test in this process; all are closed at its end."""
+
+    def __init__(self) -> None:
+        self._joined: list[HivemindDirectory] = []
+
+    async def join(
+        self, addresses: Sequence[str] = (), number: int | None = None, **options: Any
+    ) -> HivemindDirectory:
+        """Join as the peer of a number, or with an identity that nobody has had."""
+        identity = None if number is None else identity_of(number)
+        directory = await HivemindDirectory.join(
+            addresses, identity=identity, clock=CLOCK, **options
+        )
+        self._joined.append(directory)
+        return directory
+
+    async def read(self, addresses: Sequence[str], **options: Any) -> HivemindDirectory:
+        return await self.join(addresses, client_mode=True, **options)
+
+    async def close(self) -> None:
+        for directory in reversed(self._joined):
+            await directory.close()
 
 
 async def serve(number: int, port: int, initial_peers: list[str]) -> None:
@@ -63,7 +66,7 @@ async def serve(number: int, port: int, initial_peers: list[str]) -> None:
     )
     address = directory.addresses[0]
     _, relay_port = split_multiaddr(address)
-    await directory.announce(sign(make_announcement(number, relay_port=relay_port), number))
+    await directory.announce(sign_now(number, relay_port=relay_port))
     print(address, flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import warnings
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from shoal.protocol.endpoints import Endpoint
@@ -45,3 +47,27 @@ class OwnLibp2pTransport:
                     self._p2p = await start_reading_p2pd([], None)
                 self._transport = Libp2pTransport(self._p2p)
         return self._transport
+
+
+@asynccontextmanager
+async def connected_p2pds(
+    num_serving: int = 1, num_reading: int = 1
+) -> AsyncGenerator[tuple[list[Any], list[Any]]]:
+    """Yield p2pds that listen, and others that are connected to them."""
+    from shoal.protocol.net.libp2p.multiaddrs import PeerAddress
+    from shoal.protocol.net.libp2p.p2p_daemon import (
+        start_reading_p2pd,
+        start_serving_p2pd,
+        stop_p2pd,
+    )
+
+    async with AsyncExitStack() as stack:
+        serving, addresses = list[Any](), list[PeerAddress]()
+        for _ in range(num_serving):
+            serving.append(await start_serving_p2pd([], None, "127.0.0.1", 0))
+            stack.push_async_callback(stop_p2pd, serving[-1])
+            addresses.append(PeerAddress.parse(str((await serving[-1].get_visible_maddrs())[0])))
+        reading = [await start_reading_p2pd(addresses, None) for _ in range(num_reading)]
+        for p2p in reading:
+            stack.push_async_callback(stop_p2pd, p2p)
+        yield serving, reading

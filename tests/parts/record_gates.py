@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
-from shoal.protocol.identity import Identity
-from shoal.protocol.ids import ModelId
-from shoal.protocol.records.announcements import Announcement
+from announcements import NOW
 
-MODEL = ModelId("a" * 32)
-
-Announce = Callable[..., Announcement]
-IdentityOf = Callable[[int], Identity]
-"""Fixtures of `tests/protocol/conftest.py`."""
+from shoal.protocol.membership.membership import Membership
+from shoal.protocol.net.dht.record_gate import RecordGate
 
 
 class StoppedClock:
@@ -26,6 +21,10 @@ class StoppedClock:
 
     def wall(self) -> float:
         return self.wall_seconds
+
+
+def make_gate(membership: Membership, **options: Any) -> RecordGate:
+    return RecordGate(membership, StoppedClock(NOW), digest, pack, **options)
 
 
 def digest(key: str) -> bytes:

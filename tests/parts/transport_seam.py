@@ -2,24 +2,27 @@
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from libp2p_parts import OwnLibp2pTransport
-from virtual_time import run_virtual
 
 from shoal.protocol.endpoints import Endpoint, Libp2pEndpoint
 from shoal.protocol.errors import UnavailableError
 from shoal.protocol.identity import Identity
+from shoal.protocol.membership.membership import Membership
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Listener, Stream, StreamServer, Transport
 
 
 class Seam:
-    """Makes transports of one kind, runs a test on them, and tidies up."""
+    """Makes transports of one kind, and closes them.
+
+    Nothing may be left behind that asyncio has to complain about.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -27,21 +30,21 @@ class Seam:
         self._transports: list[Transport] = []
         self._complaints: list[dict[str, Any]] = []
 
-    def transport(self, host: str = "server") -> Transport:
+    def transport(self, host: str = "server", membership: Membership | None = None) -> Transport:
         if self.name == "loopback":
-            made: Transport = LoopbackTransport(self._network, host)
+            made: Transport = LoopbackTransport(self._network, host, membership)
         elif self.name == "libp2p":
             made = OwnLibp2pTransport(is_listening=host == "server")
         else:
-            made = TcpTransport()
+            made = TcpTransport(membership=membership)
         self._transports.append(made)
         return made
 
     def host(self) -> str:
         return "server" if self.name == "loopback" else "127.0.0.1"
 
-    async def listen(self, serve: StreamServer) -> Listener:
-        return await self.transport().listen(self.host(), 0, serve)
+    async def listen(self, serve: StreamServer, membership: Membership | None = None) -> Listener:
+        return await self.transport("server", membership).listen(self.host(), 0, serve)
 
     @property
     def num_idle_tasks(self) -> int:
@@ -58,25 +61,16 @@ class Seam:
             return replace(endpoint, peer_id=Identity(bytes(32)).peer_id)
         return replace(endpoint, fingerprint="0" * 64)
 
-    def run(self, test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a test; nothing may be left behind that asyncio has to complain about."""
-        run: Callable[[Coroutine[Any, Any, None]], None] = (
-            run_virtual if self.name == "loopback" else asyncio.run
-        )
-        run(self._run(test))
-        gc.collect()
-        assert self._complaints == []
-
-    async def _run(self, test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def begin(self) -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: self._complaints.append(context))
-        try:
-            async with asyncio.timeout(60):
-                await test()
-        finally:
-            for transport in self._transports:
-                await transport.close()
+
+    async def end(self) -> None:
+        for transport in self._transports:
+            await transport.close()
         await wait_until(lambda: len(asyncio.all_tasks()) == 1)
+        gc.collect()
+        assert self._complaints == []
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import pytest
-from virtual_time import run_virtual
 
 from shoal.protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
 from shoal.protocol.limits import MAX_PIECE_BYTES
@@ -23,72 +22,60 @@ def hear(stream: FrameStream, *frames: bytes) -> None:
             stream.data_received(piece)
 
 
-def test_stream_that_ends_within_a_frame_is_broken() -> None:
-    async def test() -> None:
-        stream = FrameStream("peer")
-        stream.data_received(FIRST)
-        receiving = asyncio.create_task(stream.receive())
-        await asyncio.sleep(0)
-        stream.connection_lost(None)
-        with pytest.raises(UnavailableError):
-            await receiving
-
-    run_virtual(test())
+async def test_stream_that_ends_within_a_frame_is_broken() -> None:
+    stream = FrameStream("peer")
+    stream.data_received(FIRST)
+    receiving = asyncio.create_task(stream.receive())
+    await asyncio.sleep(0)
+    stream.connection_lost(None)
+    with pytest.raises(UnavailableError):
+        await receiving
 
 
-def test_frame_that_was_begun_and_is_not_finished_ends_the_stream() -> None:
-    async def test() -> None:
-        stream = FrameStream("peer")
-        stream.data_received(FIRST + SECOND)
-        with pytest.raises(RemoteProtocolError, match="not finished"):
-            await stream.receive()
-        assert 20 < asyncio.get_running_loop().time() < 120
-        over = asyncio.create_task(stream.wait_over())
-        await asyncio.sleep(0)
-        assert not over.done(), "the answer to it still has to leave"
-        over.cancel()
-
-    run_virtual(test())
+async def test_frame_that_was_begun_and_is_not_finished_ends_the_stream() -> None:
+    stream = FrameStream("peer")
+    stream.data_received(FIRST + SECOND)
+    with pytest.raises(RemoteProtocolError, match="not finished"):
+        await stream.receive()
+    assert 20 < asyncio.get_running_loop().time() < 120
+    over = asyncio.create_task(stream.wait_over())
+    await asyncio.sleep(0)
+    assert not over.done(), "the answer to it still has to leave"
+    over.cancel()
 
 
-def test_gate_is_asked_about_large_frames_before_they_are_taken() -> None:
-    async def test() -> None:
-        log: list[object] = []
+async def test_gate_is_asked_about_large_frames_before_they_are_taken() -> None:
+    log: list[object] = []
 
-        @asynccontextmanager
-        async def gate(num_bytes: int) -> AsyncGenerator[None]:
-            log.append(num_bytes)
-            yield
-            log.append("complete")
+    @asynccontextmanager
+    async def gate(num_bytes: int) -> AsyncGenerator[None]:
+        log.append(num_bytes)
+        yield
+        log.append("complete")
 
-        stream = FrameStream("peer")
-        stream.set_gate(gate)
-        hear(stream, b"small", LARGE)
-        assert log == []
+    stream = FrameStream("peer")
+    stream.set_gate(gate)
+    hear(stream, b"small", LARGE)
+    assert log == []
 
-        assert await stream.receive() == b"small"
-        assert await stream.receive() == LARGE
-        await asyncio.sleep(1)
-        assert log == [len(LARGE), "complete"]
-
-    run_virtual(test())
+    assert await stream.receive() == b"small"
+    assert await stream.receive() == LARGE
+    await asyncio.sleep(1)
+    assert log == [len(LARGE), "complete"]
 
 
-def test_rest_of_a_refused_frame_is_read_and_dropped() -> None:
+async def test_rest_of_a_refused_frame_is_read_and_dropped() -> None:
     """Or its sender, who is busy sending, would not hear why."""
 
-    async def test() -> None:
-        @asynccontextmanager
-        async def gate(num_bytes: int) -> AsyncGenerator[None]:
-            raise RefusedError(ErrorCode.BUSY, "no room")
-            yield
+    @asynccontextmanager
+    async def gate(num_bytes: int) -> AsyncGenerator[None]:
+        raise RefusedError(ErrorCode.BUSY, "no room")
+        yield
 
-        stream = FrameStream("peer")
-        stream.set_gate(gate)
-        hear(stream, LARGE, b"next")
+    stream = FrameStream("peer")
+    stream.set_gate(gate)
+    hear(stream, LARGE, b"next")
 
-        for _ in range(2):
-            with pytest.raises(RefusedError, match="no room"):
-                await stream.receive()
-
-    run_virtual(test())
+    for _ in range(2):
+        with pytest.raises(RefusedError, match="no room"):
+            await stream.receive()

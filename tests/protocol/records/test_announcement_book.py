@@ -1,68 +1,59 @@
 """Which of two announcements stands, and that a flood of them ends somewhere."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Iterable
 from functools import cache
 
 import pytest
+from announcements import NOW, make_announcement, sign
 
 from shoal.protocol.errors import RemoteProtocolError
 from shoal.protocol.identity import Identity
 from shoal.protocol.records.announcement_book import AnnouncementBook
-from shoal.protocol.records.announcements import Announcement, sign_announcement
-
-Announce = Callable[..., Announcement]
-IdentityOf = Callable[[int], Identity]
+from shoal.protocol.records.announcements import sign_announcement
 
 
-def test_newer_replaces_older_and_never_the_other_way(
-    announce: Announce, identity_of: IdentityOf, now: float
-) -> None:
-    book, identity = AnnouncementBook(), identity_of(1)
-    old = sign_announcement(identity, announce(sequence=1))
-    new = sign_announcement(identity, announce(sequence=2, expires_at=now + 91))
+def test_newer_replaces_older_and_never_the_other_way() -> None:
+    book = AnnouncementBook()
+    old = sign(make_announcement(sequence=1))
+    new = sign(make_announcement(sequence=2, expires_at=NOW + 91))
 
-    book.add("scope", old, now)
-    book.add("scope", new, now)
-    book.add("scope", new, now)
+    book.add("scope", old, NOW)
+    book.add("scope", new, NOW)
+    book.add("scope", new, NOW)
     with pytest.raises(RemoteProtocolError, match="newer"):
-        book.add("scope", old, now)
+        book.add("scope", old, NOW)
 
-    assert [a.sequence for a in book.list_current("scope", now)] == [2]
+    assert [a.sequence for a in book.list_current("scope", NOW)] == [2]
     assert len(book) == 1
 
 
 @pytest.mark.parametrize(("sequence", "lifetime_seconds"), [(1, 95), (3, 89), (2, 90)])
-def test_sequence_and_expiry_must_both_grow(
-    announce: Announce, identity_of: IdentityOf, now: float, sequence: int, lifetime_seconds: float
-) -> None:
-    book, identity = AnnouncementBook(), identity_of(1)
-    book.add("scope", sign_announcement(identity, announce(sequence=2)), now)
-    other = announce(sequence=sequence, expires_at=now + lifetime_seconds, queue_seconds=1)
+def test_sequence_and_expiry_must_both_grow(sequence: int, lifetime_seconds: float) -> None:
+    book = AnnouncementBook()
+    book.add("scope", sign(make_announcement(sequence=2)), NOW)
+    other = make_announcement(sequence=sequence, expires_at=NOW + lifetime_seconds, queue_seconds=1)
 
     with pytest.raises(RemoteProtocolError, match="newer"):
-        book.add("scope", sign_announcement(identity, other), now)
+        book.add("scope", sign(other), NOW)
 
 
-def test_expired_announcement_no_longer_stands_in_the_way(
-    announce: Announce, identity_of: IdentityOf, now: float
-) -> None:
-    book, identity = AnnouncementBook(), identity_of(1)
-    book.add("scope", sign_announcement(identity, announce(sequence=9)), now)
-    restarted = announce(sequence=1, issued_at=now + 90, expires_at=now + 180)
+def test_expired_announcement_no_longer_stands_in_the_way() -> None:
+    book = AnnouncementBook()
+    book.add("scope", sign(make_announcement(sequence=9)), NOW)
+    restarted = make_announcement(sequence=1, issued_at=NOW + 90, expires_at=NOW + 180)
 
-    book.add("scope", sign_announcement(identity, restarted), now + 90)
+    book.add("scope", sign(restarted), NOW + 90)
 
-    assert [a.sequence for a in book.list_current("scope", now + 90)] == [1]
-    assert book.list_current("scope", now + 180) == []
+    assert [a.sequence for a in book.list_current("scope", NOW + 90)] == [1]
+    assert book.list_current("scope", NOW + 180) == []
     assert len(book) == 0
 
 
-def test_scopes_do_not_mix(announce: Announce, identity_of: IdentityOf, now: float) -> None:
+def test_scopes_do_not_mix() -> None:
     book = AnnouncementBook()
-    book.add("one", sign_announcement(identity_of(1), announce()), now)
+    book.add("one", sign(make_announcement()), NOW)
 
-    assert book.list_current("two", now) == []
+    assert book.list_current("two", NOW) == []
 
 
 # ---- too many
@@ -76,18 +67,16 @@ def make_identity(number: int) -> Identity:
 class Crowd:
     """Peers that come to one book, each with records that grow newer."""
 
-    def __init__(
-        self, announce: Announce, now: float, max_per_scope: int = 100, max_shared: int = 100
-    ) -> None:
+    def __init__(self, max_per_scope: int = 100, max_shared: int = 100) -> None:
         self.book = AnnouncementBook(max_per_scope, max_shared)
-        self.now = now
-        self._announce = announce
+        self.now = NOW
 
     def make_record(self, number: int) -> bytes:
-        times = {"issued_at": self.now, "expires_at": self.now + 90}
-        announcement = self._announce(sequence=int(self.now), **times)
         identity = make_identity(number)
-        return sign_announcement(identity, replace(announcement, peer_id=identity.peer_id))
+        announcement = make_announcement(
+            1, self.now, sequence=int(self.now), peer_id=identity.peer_id
+        )
+        return sign_announcement(identity, announcement)
 
     def come(self, scope: str, numbers: Iterable[int]) -> None:
         """Let peers announce themselves in a scope, in this order."""
@@ -100,10 +89,8 @@ class Crowd:
         return [n for n in numbers if make_identity(n).peer_id in known]
 
 
-def test_half_that_came_first_stays_and_the_next_one_gives_way(
-    announce: Announce, now: float
-) -> None:
-    crowd = Crowd(announce, now, max_per_scope=10)
+def test_half_that_came_first_stays_and_the_next_one_gives_way() -> None:
+    crowd = Crowd(max_per_scope=10)
     displaced: list[str] = []
     crowd.book.on_displaced = lambda scope, peer_id: displaced.append(peer_id)
     crowd.come("scope", range(1, 11))
@@ -116,10 +103,8 @@ def test_half_that_came_first_stays_and_the_next_one_gives_way(
     assert len(crowd.book) == 10
 
 
-def test_renewal_keeps_a_place_and_expired_announcements_give_way_first(
-    announce: Announce, now: float
-) -> None:
-    crowd = Crowd(announce, now, max_per_scope=10)
+def test_renewal_keeps_a_place_and_expired_announcements_give_way_first() -> None:
+    crowd = Crowd(max_per_scope=10)
     crowd.come("scope", range(1, 11))
     crowd.now += 60
     crowd.come("scope", [1, 2, 3, 6, 7])
@@ -130,8 +115,8 @@ def test_renewal_keeps_a_place_and_expired_announcements_give_way_first(
     assert crowd.find("scope", range(1, 30)) == [1, 2, 3, 6, 7, *range(23, 28)]
 
 
-def test_flood_that_is_over_leaves_nothing_behind(announce: Announce, now: float) -> None:
-    crowd = Crowd(announce, now, max_per_scope=10, max_shared=10)
+def test_flood_that_is_over_leaves_nothing_behind() -> None:
+    crowd = Crowd(max_per_scope=10, max_shared=10)
     for number in range(100):
         crowd.come(f"scope {number}", [number + 1])
         crowd.now += 10
@@ -141,10 +126,8 @@ def test_flood_that_is_over_leaves_nothing_behind(announce: Announce, now: float
     assert crowd.book._verify.cache_info().currsize <= 20
 
 
-def test_flood_of_other_scopes_displaces_nobody_who_renews_in_time(
-    announce: Announce, now: float
-) -> None:
-    crowd = Crowd(announce, now, max_per_scope=50, max_shared=100)
+def test_flood_of_other_scopes_displaces_nobody_who_renews_in_time() -> None:
+    crowd = Crowd(max_per_scope=50, max_shared=100)
     crowd.come("early", range(1, 21))
 
     for turn in range(5):
@@ -156,10 +139,8 @@ def test_flood_of_other_scopes_displaces_nobody_who_renews_in_time(
     assert len(crowd.book) <= 100
 
 
-def test_reserved_scope_has_its_room_whatever_happens_in_others(
-    announce: Announce, now: float
-) -> None:
-    crowd = Crowd(announce, now, max_per_scope=30, max_shared=20)
+def test_reserved_scope_has_its_room_whatever_happens_in_others() -> None:
+    crowd = Crowd(max_per_scope=30, max_shared=20)
     crowd.come("ours", range(1, 11))
     crowd.book.reserve("ours")
     for number in range(100):
@@ -172,8 +153,8 @@ def test_reserved_scope_has_its_room_whatever_happens_in_others(
     assert len(crowd.book) == 50
 
 
-def test_reserved_scope_takes_no_room_from_others(announce: Announce, now: float) -> None:
-    crowd = Crowd(announce, now, max_per_scope=30, max_shared=20)
+def test_reserved_scope_takes_no_room_from_others() -> None:
+    crowd = Crowd(max_per_scope=30, max_shared=20)
     crowd.book.reserve("ours")
     crowd.come("ours", range(1, 31))
 
@@ -183,11 +164,11 @@ def test_reserved_scope_takes_no_room_from_others(announce: Announce, now: float
     assert crowd.find("others", range(100, 120)) == list(range(100, 120))
 
 
-def test_own_announcement_never_gives_way(announce: Announce, now: float) -> None:
-    crowd = Crowd(announce, now, max_per_scope=10, max_shared=10)
+def test_own_announcement_never_gives_way() -> None:
+    crowd = Crowd(max_per_scope=10, max_shared=10)
     crowd.come("scope", [500, *range(1, 60)])
 
-    crowd.book.add_own("scope", crowd.make_record(500), now)
+    crowd.book.add_own("scope", crowd.make_record(500), NOW)
     crowd.come("scope", range(100, 160))
 
     assert crowd.find("scope", [500]) == [500]

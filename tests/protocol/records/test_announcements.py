@@ -3,10 +3,10 @@
 import contextlib
 import json
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from announcements import NOW, identity_of, make_announcement, sign
 
 from shoal.peer.announcing.round_trip_times import MAX_ANNOUNCED_RTTS
 from shoal.protocol import limits
@@ -27,9 +27,9 @@ from shoal.protocol.records.announcements import (
 from shoal.protocol.records.coordinates import Coordinate
 from shoal.protocol.spans import Span
 
-Announce = Callable[..., Announcement]
-IdentityOf = Callable[[int], Identity]
 HEADER_BYTES = 65
+NOT_A_NUMBER = float("nan")
+SOMEBODY = identity_of(2).peer_id
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 CONTEXT = b"shoal announcement 2\0"
 
@@ -44,8 +44,14 @@ def read_body(record: bytes) -> Any:
     return json.loads(unpack(record[HEADER_BYTES:], limits.MAX_ANNOUNCEMENT_TEXT_BYTES))
 
 
-def make_full(announce: Announce, identity_of: IdentityOf) -> Announcement:
-    return announce(
+def resign(**changes: Any) -> bytes:
+    """Return a record with other values in some fields, well signed."""
+    body = read_body(sign(make_announcement())) | changes
+    return sign_body(identity_of(1), json.dumps(body).encode())
+
+
+def make_full() -> Announcement:
+    return make_announcement(
         endpoints=(Endpoint("peer-1.example.org", 1, "0" * 64), Endpoint("2001:db8::1", 65535)),
         weights="nf4",
         compute_dtype="fp32",
@@ -57,167 +63,127 @@ def make_full(announce: Announce, identity_of: IdentityOf) -> Announcement:
         prefill_tokens_per_second=1e-9,
         loaded_decode_steps_per_second=0.1,
         queue_seconds=0.25,
-        rtts=((identity_of(2).peer_id, 0.012345678901234567),),
+        rtts=((SOMEBODY, 0.012345678901234567),),
         coordinate=Coordinate(0.1, -0.2, 0.0, 0.003, 0.25),
         software="shoal 0.1",
-        relays=(Relay("192.0.2.7", 4001, identity_of(2).peer_id),),
+        relays=(Relay("192.0.2.7", 4001, SOMEBODY),),
     )
 
 
-def test_record_carries_every_field_exactly(
-    announce: Announce, identity_of: IdentityOf, now: float
-) -> None:
-    full = make_full(announce, identity_of)
+def test_record_carries_every_field_exactly() -> None:
+    full = make_full()
 
-    record = sign_announcement(identity_of(1), full)
+    record = sign(full)
 
-    assert read_announcement(record, now) == full
+    assert read_announcement(record, NOW) == full
 
 
-def test_unknown_fields_of_newer_writers_are_ignored(
-    announce: Announce, identity_of: IdentityOf, now: float
-) -> None:
-    plain = announce()
-    body = read_body(sign_announcement(identity_of(1), plain))
+def test_unknown_fields_of_newer_writers_are_ignored() -> None:
+    plain = make_announcement()
+    body = read_body(sign(plain))
     body |= {"colour": "green", "nested": {"deep": [1, 2]}}
     body["span"]["step"] = 2
     body["endpoints"][0]["protocol"] = "quic"
 
     record = sign_body(identity_of(1), json.dumps(body).encode())
 
-    assert read_announcement(record, now) == plain
+    assert read_announcement(record, NOW) == plain
 
 
-def test_nobody_speaks_for_another_peer(
-    announce: Announce, identity_of: IdentityOf, now: float
-) -> None:
-    packed = sign_announcement(identity_of(1), announce(1))[HEADER_BYTES:]
+def test_nobody_speaks_for_another_peer() -> None:
+    packed = sign(make_announcement(1))[HEADER_BYTES:]
     body = unpack(packed, limits.MAX_ANNOUNCEMENT_TEXT_BYTES)
 
     with pytest.raises(RemoteProtocolError, match="not signed by the peer"):
-        read_announcement(sign_body(identity_of(2), body), now)
+        read_announcement(sign_body(identity_of(2), body), NOW)
     with pytest.raises(LocalProtocolError, match="cannot speak for"):
-        sign_announcement(identity_of(2), announce(1))
+        sign_announcement(identity_of(2), make_announcement(1))
 
 
-def test_signature_made_for_another_purpose_is_refused(
-    announce: Announce, identity_of: IdentityOf, now: float
-) -> None:
-    body = sign_announcement(identity_of(1), announce())[HEADER_BYTES:]
+def test_signature_made_for_another_purpose_is_refused() -> None:
+    body = sign(make_announcement())[HEADER_BYTES:]
 
     with pytest.raises(RemoteProtocolError, match="not signed"):
-        read_announcement(b"\x02" + identity_of(1).sign(body) + body, now)
+        read_announcement(b"\x02" + identity_of(1).sign(body) + body, NOW)
 
 
-def test_announcement_holds_from_issue_to_expiry(
-    announce: Announce, identity_of: IdentityOf, now: float
-) -> None:
-    record = sign_announcement(identity_of(1), announce(expires_at=now + 90))
+def test_announcement_holds_from_issue_to_expiry() -> None:
+    record = sign(make_announcement(expires_at=NOW + 90))
 
-    read_announcement(record, now - limits.MAX_CLOCK_SKEW_SECONDS)
-    read_announcement(record, now + 89.9)
+    read_announcement(record, NOW - limits.MAX_CLOCK_SKEW_SECONDS)
+    read_announcement(record, NOW + 89.9)
     with pytest.raises(RemoteProtocolError, match="in the future"):
-        read_announcement(record, now - limits.MAX_CLOCK_SKEW_SECONDS - 0.1)
+        read_announcement(record, NOW - limits.MAX_CLOCK_SKEW_SECONDS - 0.1)
     with pytest.raises(RemoteProtocolError, match="expired"):
-        read_announcement(record, now + 90)
+        read_announcement(record, NOW + 90)
 
 
-NOT_A_NUMBER = float("nan")
 BAD_FIELDS = [
     ("peer_id", "12D3KooW"),
-    ("peer_id", None),
     ("model_id", "A" * 32),
     ("model_id", "a" * 32 + "\n"),
     ("num_blocks", 0),
     ("num_blocks", limits.MAX_BLOCKS + 1),
     ("num_blocks", True),
     ("num_blocks", "8"),
-    ("num_blocks", 8.0),
-    ("num_blocks", 10**40),
     ("span", {"start": 4, "stop": 4}),
     ("span", {"start": -1, "stop": 4}),
     ("span", {"start": 0, "stop": 9}),
     ("span", {"start": 0.0, "stop": 4}),
     ("span", {"start": 0}),
-    ("span", [0, 4]),
     ("state", "asleep"),
-    ("state", 1),
     ("endpoints", "127.0.0.1:80"),
     ("endpoints", [{"host": "127.0.0.1", "port": 80}] * (limits.MAX_ENDPOINTS + 1)),
     ("endpoints", [{"host": "", "port": 80}]),
     ("endpoints", [{"host": "a" * 254, "port": 80}]),
-    ("endpoints", [{"host": "a b", "port": 80}]),
     ("endpoints", [{"host": "a\n", "port": 80}]),
-    ("endpoints", [{"host": "a", "port": 0}]),
     ("endpoints", [{"host": "a", "port": 65536}]),
-    ("endpoints", [{"host": "a", "port": "80"}]),
     ("endpoints", [{"host": "a", "port": 80, "fingerprint": "C" * 64}]),
-    ("endpoints", [{"host": "a", "port": 80, "fingerprint": "c" * 63}]),
     ("min_version", 3),
-    ("min_version", -1),
     ("max_version", 65536),
     ("weights", "int7"),
     ("weights", ["int8"]),
     ("compute_dtype", "float32"),
-    ("sequence", -1),
     ("sequence", 2**53),
     ("issued_at", NOT_A_NUMBER),
-    ("expires_at", float("inf")),
-    ("expires_at", -1),
     ("expires_at", "soon"),
     ("adapters", ["0123456789abcdef"] * (MAX_ADAPTERS + 1)),
     ("adapters", ["../../etc"]),
     ("free_kv_tokens", -1),
-    ("free_kv_tokens", 1.5),
     ("decode_steps_per_second", -0.1),
-    ("decode_steps_per_second", NOT_A_NUMBER),
     ("prefill_tokens_per_second", float("inf")),
     ("loaded_decode_steps_per_second", "fast"),
     ("queue_seconds", None),
     ("rtts", [["nobody", 0.1]]),
     ("rtts", [[0.1]]),
-    ("rtts", {}),
-    ("rtts", [[Identity(bytes(32)).peer_id, NOT_A_NUMBER]]),
-    ("rtts", [[Identity(bytes(32)).peer_id, -0.1]]),
+    ("rtts", [[SOMEBODY, -0.1]]),
+    ("rtts", [[SOMEBODY, 0.1]] * (MAX_RTTS + 1)),
     ("coordinate", {"x": NOT_A_NUMBER}),
-    ("coordinate", {"y": float("inf")}),
     ("coordinate", {"z": -1e300}),
     ("coordinate", {"height": -0.001}),
     ("coordinate", {"error": 1.5}),
     ("coordinate", [0.0, 0.0, 0.0]),
     ("relays", [{"host": "192.0.2.7", "port": 4001, "peer_id": "nobody"}]),
     ("relays", [{"host": "192.0.2.7", "port": 4001}]),
-    ("relays", [{"host": "a/p2p/b", "port": 4001, "peer_id": Identity(bytes(32)).peer_id}]),
-    ("relays", [{"host": "192.0.2.7", "port": 0, "peer_id": Identity(bytes(32)).peer_id}]),
-    (
-        "relays",
-        [{"host": "a", "port": 1, "peer_id": Identity(bytes(32)).peer_id}] * (MAX_RELAYS + 1),
-    ),
+    ("relays", [{"host": "a/p2p/b", "port": 4001, "peer_id": SOMEBODY}]),
+    ("relays", [{"host": "a", "port": 1, "peer_id": SOMEBODY}] * (MAX_RELAYS + 1)),
     ("software", "x" * 65),
-    ("software", 1),
 ]
 
 
 @pytest.mark.parametrize(("field", "value"), BAD_FIELDS)
-def test_bad_field_is_refused_although_well_signed(
-    announce: Announce, identity_of: IdentityOf, now: float, field: str, value: Any
-) -> None:
-    body = read_body(sign_announcement(identity_of(1), announce()))
-    body[field] = value
-
+def test_bad_field_is_refused_although_well_signed(field: str, value: Any) -> None:
     with pytest.raises(RemoteProtocolError) as caught:
-        read_announcement(sign_body(identity_of(1), json.dumps(body).encode()), now)
+        read_announcement(resign(**{field: value}), NOW)
 
     assert len(str(caught.value)) < limits.MAX_TEXT_CHARACTERS
 
 
-def test_peer_is_dialled_itself_first_and_then_through_its_relays(
-    announce: Announce, identity_of: IdentityOf
-) -> None:
+def test_peer_is_dialled_itself_first_and_then_through_its_relays() -> None:
     own = Endpoint("192.0.2.1", 7000, "0" * 64)
-    relay = Relay("192.0.2.7", 4001, identity_of(2).peer_id)
+    relay = Relay("192.0.2.7", 4001, SOMEBODY)
 
-    found = announce(endpoints=(own,), relays=(relay,)).all_endpoints
+    found = make_announcement(endpoints=(own,), relays=(relay,)).all_endpoints
 
     assert found[0] == own
     assert found[1] == Libp2pEndpoint(
@@ -225,11 +191,9 @@ def test_peer_is_dialled_itself_first_and_then_through_its_relays(
     )
 
 
-def test_reader_that_knows_no_relays_reads_the_rest(
-    announce: Announce, identity_of: IdentityOf, now: float
-) -> None:
+def test_reader_that_knows_no_relays_reads_the_rest() -> None:
     """Relays are no kind of endpoint: who does not know them would refuse the whole record."""
-    record = sign_announcement(identity_of(1), make_full(announce, identity_of))
+    record = sign(make_full())
 
     body = read_body(record)
 
@@ -241,36 +205,21 @@ def test_reader_that_knows_no_relays_reads_the_rest(
     assert len(body["relays"]) == 1
 
 
-def test_too_many_rtts_are_refused(announce: Announce, identity_of: IdentityOf, now: float) -> None:
-    body = read_body(sign_announcement(identity_of(1), announce()))
-    body["rtts"] = [[identity_of(2).peer_id, 0.1]] * (MAX_RTTS + 1)
-
-    with pytest.raises(RemoteProtocolError, match="rtts"):
-        read_announcement(sign_body(identity_of(1), json.dumps(body).encode()), now)
-
-
 @pytest.mark.parametrize("field", ["peer_id", "span", "state", "weights", "expires_at"])
-def test_missing_field_is_named(
-    announce: Announce, identity_of: IdentityOf, now: float, field: str
-) -> None:
-    body = read_body(sign_announcement(identity_of(1), announce()))
+def test_missing_field_is_named(field: str) -> None:
+    body = read_body(sign(make_announcement()))
     del body[field]
 
     with pytest.raises(RemoteProtocolError, match=field):
-        read_announcement(sign_body(identity_of(1), json.dumps(body).encode()), now)
+        read_announcement(sign_body(identity_of(1), json.dumps(body).encode()), NOW)
 
 
 @pytest.mark.parametrize("lifetime_seconds", [0, -1, limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS + 1])
-def test_lifetime_is_bounded(
-    announce: Announce, identity_of: IdentityOf, now: float, lifetime_seconds: float
-) -> None:
-    body = read_body(sign_announcement(identity_of(1), announce()))
-    body["expires_at"] = now + lifetime_seconds
-
+def test_lifetime_is_bounded(lifetime_seconds: float) -> None:
     with pytest.raises(RemoteProtocolError, match="lifetime"):
-        read_announcement(sign_body(identity_of(1), json.dumps(body).encode()), now)
+        read_announcement(resign(expires_at=NOW + lifetime_seconds), NOW)
     with pytest.raises(ValueError, match="lifetime"):
-        announce(expires_at=now + lifetime_seconds)
+        make_announcement(expires_at=NOW + lifetime_seconds)
 
 
 @pytest.mark.parametrize(
@@ -278,58 +227,46 @@ def test_lifetime_is_bounded(
     [
         b"",
         b"{}",
-        b"null",
         b"[" * 3000,
-        b'{"a":' * 700,
         b"\xff\xfe",
         b'{"peer_id": "\\ud800"}',
         b"9" * 3000,
-        b'"' + b"x" * 3000,
-        b"NaN",
     ],
 )
-def test_signed_nonsense_is_refused(identity_of: IdentityOf, now: float, body: bytes) -> None:
+def test_signed_nonsense_is_refused(body: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
-        read_announcement(sign_body(identity_of(1), body), now)
+        read_announcement(sign_body(identity_of(1), body), NOW)
 
 
-def test_size_is_checked_before_anything_else(now: float) -> None:
+def test_size_is_checked_before_anything_else() -> None:
     with pytest.raises(RemoteProtocolError, match="too large"):
-        read_announcement(bytes(limits.MAX_ANNOUNCEMENT_BYTES + 1), now)
+        read_announcement(bytes(limits.MAX_ANNOUNCEMENT_BYTES + 1), NOW)
 
 
-def test_unknown_version_is_refused(
-    announce: Announce, identity_of: IdentityOf, now: float
-) -> None:
-    record = sign_announcement(identity_of(1), announce())
+def test_unknown_version_is_refused() -> None:
+    record = sign(make_announcement())
 
     with pytest.raises(RemoteProtocolError, match="version 1"):
-        read_announcement(b"\x01" + record[1:], now)
+        read_announcement(b"\x01" + record[1:], NOW)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"queue_seconds": NOT_A_NUMBER},
-        {"decode_steps_per_second": float("inf")},
-        {"free_kv_tokens": -1},
         {"weights": "int7"},
         {"sequence": "1"},
         {"endpoints": (Endpoint("a" * 250, 80, "c" * 64),) * (limits.MAX_ENDPOINTS + 1)},
         {"software": "x" * 65},
     ],
 )
-def test_our_own_mistake_is_found_before_it_is_published(
-    announce: Announce, identity_of: IdentityOf, changes: dict[str, Any]
-) -> None:
+def test_our_own_mistake_is_found_before_it_is_published(changes: dict[str, Any]) -> None:
     with pytest.raises(LocalProtocolError):
-        sign_announcement(identity_of(1), announce(**changes))
+        sign(make_announcement(**changes))
 
 
-def test_our_own_announcement_beyond_the_limit_is_found(
-    announce: Announce, identity_of: IdentityOf
-) -> None:
-    huge = announce(
+def test_our_own_announcement_beyond_the_limit_is_found() -> None:
+    huge = make_announcement(
         endpoints=tuple(
             Endpoint("".join(random.Random(n).choices(LETTERS, k=250)), 80, "c" * 64)
             for n in range(limits.MAX_ENDPOINTS)
@@ -338,32 +275,30 @@ def test_our_own_announcement_beyond_the_limit_is_found(
     )
 
     with pytest.raises(LocalProtocolError, match="too large"):
-        sign_announcement(identity_of(1), huge)
+        sign(huge)
 
 
-def test_inconsistent_announcement_cannot_be_made(announce: Announce) -> None:
+def test_inconsistent_announcement_cannot_be_made() -> None:
     with pytest.raises(ValueError, match="beyond"):
-        announce(span=Span(4, 9))
+        make_announcement(span=Span(4, 9))
     with pytest.raises(ValueError, match="version"):
-        announce(min_version=3)
+        make_announcement(min_version=3)
 
 
-def test_mutated_records_are_only_ever_refused(
-    announce: Announce, identity_of: IdentityOf, now: float
-) -> None:
+def test_mutated_records_are_only_ever_refused() -> None:
     seed = 20260108
     print(f"seed {seed}")
     generator = random.Random(seed)
-    record = sign_announcement(identity_of(1), make_full(announce, identity_of))
-    assert read_announcement(record, now)
+    record = sign(make_full())
+    assert read_announcement(record, NOW)
 
     for _ in range(1000):
         with pytest.raises(RemoteProtocolError):
-            read_announcement(mutate(record, generator), now)
+            read_announcement(mutate(record, generator), NOW)
         # The same behind a good signature: it may be valid, but nothing else may come out.
         resigned = sign_body(identity_of(1), mutate(record[HEADER_BYTES:], generator))
         with contextlib.suppress(RemoteProtocolError):
-            read_announcement(resigned, now)
+            read_announcement(resigned, NOW)
 
 
 def mutate(data: bytes, generator: random.Random) -> bytes:
@@ -385,11 +320,9 @@ def mutate(data: bytes, generator: random.Random) -> bytes:
     return bytes(mutated) if bytes(mutated) != data else data + b"\0"
 
 
-def test_thousand_announcements_are_no_more_than_a_megabyte(
-    announce: Announce, identity_of: IdentityOf
-) -> None:
+def test_thousand_announcements_are_no_more_than_a_megabyte() -> None:
     """With all that a peer says of itself and its neighbours; a client reads them all."""
-    usual = announce(
+    usual = make_announcement(
         num_blocks=126,
         span=Span(101, 126),
         endpoints=(Endpoint("203.0.113.177", 40404, "f" * 64),),
@@ -400,10 +333,10 @@ def test_thousand_announcements_are_no_more_than_a_megabyte(
         decode_steps_per_second=12.35,
         prefill_tokens_per_second=1235.0,
         queue_seconds=0.01235,
-        rtts=((identity_of(2).peer_id, 0.1235),) * MAX_ANNOUNCED_RTTS,
+        rtts=((SOMEBODY, 0.1235),) * MAX_ANNOUNCED_RTTS,
         coordinate=Coordinate(-0.1235, -0.1235, -0.1235, 0.0123, 0.12),
         software="shoal 0.1.0",
         kernels="int8 avx512-vnni, attention avx512",
     )
 
-    assert len(sign_announcement(identity_of(1), usual)) <= 1000
+    assert len(sign(usual)) <= 1000

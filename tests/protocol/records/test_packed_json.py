@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import zlib
 
@@ -26,9 +27,9 @@ def test_dictionary_is_that_of_the_announcements_out_there() -> None:
 
 def test_text_that_is_too_long_is_not_unpacked() -> None:
     assert unpack(pack(bytes(LIMIT)), LIMIT) == bytes(LIMIT)
-    bomb = pack(bytes(100_000_000))
+    bomb = pack(bytes(10_000_000))
 
-    assert len(bomb) < 200_000
+    assert len(bomb) < 20_000
     with pytest.raises(RemoteProtocolError, match="longer than 1000"):
         unpack(bomb, LIMIT)
 
@@ -43,15 +44,12 @@ def test_every_cut_and_every_tail_is_refused() -> None:
         unpack(packed + b"x", LIMIT)
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_random_bytes_end_in_nothing_but_a_protocol_error(seed: int) -> None:
-    junk = random.Random(seed).randbytes(60)
+def test_random_bytes_end_in_nothing_but_a_protocol_error() -> None:
+    rng = random.Random(1)
 
-    try:
-        text = unpack(junk, LIMIT)
-    except RemoteProtocolError:
-        return
-    assert len(text) <= LIMIT
+    for _ in range(200):
+        with contextlib.suppress(RemoteProtocolError):
+            assert len(unpack(rng.randbytes(60), LIMIT)) <= LIMIT
 
 
 def test_other_formats_of_the_same_method_are_refused() -> None:

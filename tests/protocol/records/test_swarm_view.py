@@ -1,22 +1,17 @@
 """The snapshot of a swarm: who counts, who covers, and what is missing."""
 
-from collections.abc import Callable
-
 import pytest
+from announcements import MODEL, NOW, make_announcement
 
-from shoal.protocol.ids import ModelId
-from shoal.protocol.records.announcements import Announcement, PeerState
+from shoal.protocol.records.announcements import PeerState
 from shoal.protocol.records.swarm_view import SwarmView
 from shoal.protocol.spans import Span
 
-Announce = Callable[..., Announcement]
-MODEL = ModelId("a" * 32)
 
+def test_view_tells_who_serves_each_block() -> None:
+    first, second = make_announcement(1, span=Span(0, 4)), make_announcement(2, span=Span(3, 6))
 
-def test_view_tells_who_serves_each_block(announce: Announce, now: float) -> None:
-    first, second = announce(1, span=Span(0, 4)), announce(2, span=Span(3, 6))
-
-    view = SwarmView.from_announcements(MODEL, [first, second], now)
+    view = SwarmView.from_announcements(MODEL, [first, second], NOW)
 
     assert view.num_blocks == 8
     assert view.serving(0) == (first,)
@@ -29,48 +24,46 @@ def test_view_tells_who_serves_each_block(announce: Announce, now: float) -> Non
 
 
 @pytest.mark.parametrize("state", [PeerState.JOINING, PeerState.DRAINING, PeerState.OFFLINE])
-def test_only_online_peers_cover_but_all_are_visible(
-    announce: Announce, now: float, state: PeerState
-) -> None:
-    whole = announce(1, span=Span(0, 8), state=state)
+def test_only_online_peers_cover_but_all_are_visible(state: PeerState) -> None:
+    whole = make_announcement(1, span=Span(0, 8), state=state)
 
-    view = SwarmView.from_announcements(MODEL, [whole], now)
+    view = SwarmView.from_announcements(MODEL, [whole], NOW)
 
     assert view.peers == (whole,)
     assert view.online == ()
     assert view.gaps == (Span(0, 8),)
-    assert not view.is_usable(now)
+    assert not view.is_usable(NOW)
     assert str(state) in repr(view)
 
 
-def test_expired_announcements_are_left_out(announce: Announce, now: float) -> None:
-    peers = [announce(1), announce(2, issued_at=now - 90, expires_at=now)]
+def test_expired_announcements_are_left_out() -> None:
+    peers = [make_announcement(1), make_announcement(2, issued_at=NOW - 90, expires_at=NOW)]
 
-    assert SwarmView.from_announcements(MODEL, peers, now).peers == (announce(1),)
+    assert SwarmView.from_announcements(MODEL, peers, NOW).peers == (make_announcement(1),)
 
 
-def test_num_blocks_is_what_most_peers_say(announce: Announce, now: float) -> None:
-    honest = [announce(number) for number in (1, 2)]
-    liar = announce(3, num_blocks=4000, span=Span(0, 4000))
+def test_num_blocks_is_what_most_peers_say() -> None:
+    honest = [make_announcement(number) for number in (1, 2)]
+    liar = make_announcement(3, num_blocks=4000, span=Span(0, 4000))
 
-    view = SwarmView.from_announcements(MODEL, [*honest, liar], now)
+    view = SwarmView.from_announcements(MODEL, [*honest, liar], NOW)
 
     assert view.num_blocks == 8
     assert set(view.peers) == set(honest)
 
 
-def test_num_blocks_from_the_configuration_overrules_peers(announce: Announce, now: float) -> None:
-    honest = announce(1)
-    liars = [announce(number, num_blocks=16) for number in (2, 3)]
+def test_num_blocks_from_the_configuration_overrules_peers() -> None:
+    honest = make_announcement(1)
+    liars = [make_announcement(number, num_blocks=16) for number in (2, 3)]
 
-    view = SwarmView.from_announcements(MODEL, [honest, *liars], now, num_blocks=8)
+    view = SwarmView.from_announcements(MODEL, [honest, *liars], NOW, num_blocks=8)
 
     assert view.peers == (honest,)
 
 
-def test_view_without_peers_has_the_gaps_they_leave(announce: Announce, now: float) -> None:
-    peers = [announce(1, span=Span(0, 8)), announce(2, span=Span(0, 4))]
-    view = SwarmView.from_announcements(MODEL, peers, now)
+def test_view_without_peers_has_the_gaps_they_leave() -> None:
+    peers = [make_announcement(1, span=Span(0, 8)), make_announcement(2, span=Span(0, 4))]
+    view = SwarmView.from_announcements(MODEL, peers, NOW)
 
     smaller = view.without({peers[0].peer_id})
 
@@ -79,22 +72,22 @@ def test_view_without_peers_has_the_gaps_they_leave(announce: Announce, now: flo
     assert smaller.peers == (peers[1],)
 
 
-def test_view_is_usable_until_a_needed_peer_expires(announce: Announce, now: float) -> None:
+def test_view_is_usable_until_a_needed_peer_expires() -> None:
     peers = [
-        announce(1, span=Span(0, 4), expires_at=now + 30),
-        announce(2, span=Span(4, 8), expires_at=now + 60),
+        make_announcement(1, span=Span(0, 4), expires_at=NOW + 30),
+        make_announcement(2, span=Span(4, 8), expires_at=NOW + 60),
     ]
-    view = SwarmView.from_announcements(MODEL, peers, now)
+    view = SwarmView.from_announcements(MODEL, peers, NOW)
 
-    assert view.is_usable(now)
-    assert view.is_usable(now + 29.9)
-    assert not view.is_usable(now + 30)
+    assert view.is_usable(NOW)
+    assert view.is_usable(NOW + 29.9)
+    assert not view.is_usable(NOW + 30)
 
 
-def test_empty_view_is_not_usable(now: float) -> None:
-    view = SwarmView.from_announcements(MODEL, [], now)
+def test_empty_view_is_not_usable() -> None:
+    view = SwarmView.from_announcements(MODEL, [], NOW)
 
     assert view.num_blocks == 0
     assert view.gaps == ()
-    assert not view.is_usable(now)
-    assert SwarmView.from_announcements(MODEL, [], now, num_blocks=4).gaps == (Span(0, 4),)
+    assert not view.is_usable(NOW)
+    assert SwarmView.from_announcements(MODEL, [], NOW, num_blocks=4).gaps == (Span(0, 4),)

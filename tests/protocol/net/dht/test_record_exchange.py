@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
 
 import pytest
+from announcements import make_announcement
 
 from shoal.peer.announcing.round_trip_times import MAX_ANNOUNCED_RTTS
 from shoal.protocol.endpoints import Endpoint
@@ -24,7 +24,7 @@ from shoal.protocol.net.dht.record_gate import (
     encode_question,
     may_be_cut,
 )
-from shoal.protocol.records.announcements import Announcement, sign_announcement
+from shoal.protocol.records.announcements import sign_announcement
 from shoal.protocol.records.coordinates import Coordinate
 
 SEED = 7
@@ -97,12 +97,12 @@ def test_every_cut_of_an_answer_is_refused_or_has_fewer_entries() -> None:
         assert len(found) < 3
 
 
-@pytest.mark.parametrize("seed", range(100))
-def test_random_answers_end_in_nothing_but_a_protocol_error(seed: int) -> None:
-    rng = random.Random(seed)
+def test_random_answers_end_in_nothing_but_a_protocol_error() -> None:
+    rng = random.Random(SEED)
 
-    with contextlib.suppress(RemoteProtocolError):
-        decode_answer(bytes(rng.choices((0, 1, 200, 255), k=200)))
+    for _ in range(100):
+        with contextlib.suppress(RemoteProtocolError):
+            decode_answer(bytes(rng.choices((0, 1, 200, 255), k=200)))
 
 
 @pytest.mark.parametrize("expires_at", [float("nan"), float("inf"), -float("inf")])
@@ -120,12 +120,10 @@ def test_too_large_an_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         decode_answer(answer)
 
 
-def announce_everything(
-    announce: Callable[..., Announcement], identity: Identity, rng: random.Random, number: int
-) -> Entry:
+def announce_everything(identity: Identity, rng: random.Random, number: int) -> Entry:
     """Return the record of a peer that tells all that peers tell, in a private swarm."""
     others = [Identity(rng.randbytes(32)).peer_id for _ in range(MAX_ANNOUNCED_RTTS)]
-    announcement = announce(
+    announcement = make_announcement(
         peer_id=identity.peer_id,
         endpoints=(Endpoint(f"203.0.113.{number % 256}", 1024 + number, rng.randbytes(32).hex()),),
         free_kv_tokens=rng.randrange(10**6),
@@ -145,13 +143,11 @@ def announce_everything(
 
 
 @pytest.mark.slow
-def test_refresh_of_a_thousand_peers_is_below_a_megabyte(
-    announce: Callable[..., Announcement],
-) -> None:
+def test_refresh_of_a_thousand_peers_is_below_a_megabyte() -> None:
     """Ten nodes are asked every ten seconds; a third of the peers announce anew meanwhile."""
     rng = random.Random(SEED)
     identities = [Identity(rng.randbytes(32)) for _ in range(NUM_PEERS)]
-    entries = [announce_everything(announce, one, rng, n) for n, one in enumerate(identities)]
+    entries = [announce_everything(one, rng, n) for n, one in enumerate(identities)]
     known: set[bytes] = set()
 
     def refresh() -> int:
@@ -169,13 +165,9 @@ def test_refresh_of_a_thousand_peers_is_below_a_megabyte(
 
     assert refresh() < MEGABYTE
     third = NUM_PEERS // 3
-    entries[:third] = [
-        announce_everything(announce, one, rng, n) for n, one in enumerate(identities[:third])
-    ]
+    entries[:third] = [announce_everything(one, rng, n) for n, one in enumerate(identities[:third])]
     assert refresh() < 0.4 * MEGABYTE
     # A minute on, each peer is known by three announcements that would still hold.
     known |= {rng.randbytes(8) for _ in range(3 * NUM_PEERS - len(known))}
-    entries[:third] = [
-        announce_everything(announce, one, rng, n) for n, one in enumerate(identities[:third])
-    ]
+    entries[:third] = [announce_everything(one, rng, n) for n, one in enumerate(identities[:third])]
     assert refresh() < 0.6 * MEGABYTE

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from announcements import describe_peer
-from virtual_time import VirtualClock, run_virtual
+from virtual_time import VirtualClock
 
 from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.errors import DirectoryError, RemoteProtocolError, UnavailableError
@@ -76,189 +76,153 @@ class Relays(RelayReservations):
         self.held.add(relay)
 
 
-def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    run_virtual(test())
-
-
 def select_among(relays: Relays, *numbers: int) -> RelaySelection:
     return RelaySelection(relays, ME, VirtualClock(), [make_relay(number) for number in numbers])
 
 
-def test_lost_relay_gives_way_to_one_that_is_announced() -> None:
-    async def test() -> None:
-        relays = Relays(1, 2)
-        selection = select_among(relays, 1)
-        await selection.renew(relays.search)
-        assert selection.relays == (make_relay(1),)
+async def test_lost_relay_gives_way_to_one_that_is_announced() -> None:
+    relays = Relays(1, 2)
+    selection = select_among(relays, 1)
+    await selection.renew(relays.search)
+    assert selection.relays == (make_relay(1),)
 
-        relays.announce(make_relay(2))
-        relays.kill(make_relay(1))
+    relays.announce(make_relay(2))
+    relays.kill(make_relay(1))
 
-        await selection.renew(relays.search)
-        assert selection.relays == (make_relay(2),)
-        assert relays.held == {make_relay(2)}
-
-    run(test)
+    await selection.renew(relays.search)
+    assert selection.relays == (make_relay(2),)
+    assert relays.held == {make_relay(2)}
 
 
-def test_initial_relays_are_tried_while_the_directory_cannot_be_read() -> None:
-    async def test() -> None:
-        relays = Relays(1, 2, 3, 4)
-        selection = select_among(relays, 1, 2, 3, 4)
-        await selection.renew(relays.search)
-        first = selection.relays
-        relays.is_directory_reachable = False
-        for relay in first:
-            relays.kill(relay)
+async def test_initial_relays_are_tried_while_the_directory_cannot_be_read() -> None:
+    relays = Relays(1, 2, 3, 4)
+    selection = select_among(relays, 1, 2, 3, 4)
+    await selection.renew(relays.search)
+    first = selection.relays
+    relays.is_directory_reachable = False
+    for relay in first:
+        relays.kill(relay)
 
-        await selection.renew(relays.search)
-        assert len(selection.relays) == NUM_RELAYS
-        assert set(selection.relays) == relays.held
-
-    run(test)
+    await selection.renew(relays.search)
+    assert len(selection.relays) == NUM_RELAYS
+    assert set(selection.relays) == relays.held
 
 
-def test_second_relay_is_taken_when_one_appears() -> None:
-    async def test() -> None:
-        relays = Relays(1, 2)
-        selection = select_among(relays, 1)
-        await selection.renew(relays.search)
-        relays.announce(make_relay(2))
+async def test_second_relay_is_taken_when_one_appears() -> None:
+    relays = Relays(1, 2)
+    selection = select_among(relays, 1)
+    await selection.renew(relays.search)
+    relays.announce(make_relay(2))
 
-        await selection.renew(relays.search)
-        assert selection.relays == (make_relay(1),)  # there is one, and nobody hurries
-        await asyncio.sleep(30.0)
+    await selection.renew(relays.search)
+    assert selection.relays == (make_relay(1),)  # there is one, and nobody hurries
+    await asyncio.sleep(30.0)
 
-        await selection.renew(relays.search)
-        assert selection.relays == (make_relay(1), make_relay(2))
-
-    run(test)
+    await selection.renew(relays.search)
+    assert selection.relays == (make_relay(1), make_relay(2))
 
 
-def test_relays_of_old_stay_announced_while_there_are_no_others() -> None:
-    async def test() -> None:
-        relays = Relays(1)
-        selection = select_among(relays, 1)
-        await selection.renew(relays.search)
-        relays.kill(make_relay(1))
+async def test_relays_of_old_stay_announced_while_there_are_no_others() -> None:
+    relays = Relays(1)
+    selection = select_among(relays, 1)
+    await selection.renew(relays.search)
+    relays.kill(make_relay(1))
 
-        await selection.renew(relays.search)
-        assert selection.relays == (make_relay(1),)
-        relays.living.add(make_relay(1))
-        await selection.renew(relays.search)
+    await selection.renew(relays.search)
+    assert selection.relays == (make_relay(1),)
+    relays.living.add(make_relay(1))
+    await selection.renew(relays.search)
 
-        assert selection.relays == (make_relay(1),)
-        assert relays.held == {make_relay(1)}
-
-    run(test)
+    assert selection.relays == (make_relay(1),)
+    assert relays.held == {make_relay(1)}
 
 
-def test_relay_without_a_place_is_passed_by_and_left_alone() -> None:
-    async def test() -> None:
-        relays = Relays(1, 2, 3)
-        relays.full = {make_relay(1), make_relay(2)}
-        selection = select_among(relays, 1, 2, 3)
+async def test_relay_without_a_place_is_passed_by_and_left_alone() -> None:
+    relays = Relays(1, 2, 3)
+    relays.full = {make_relay(1), make_relay(2)}
+    selection = select_among(relays, 1, 2, 3)
 
-        await selection.renew(relays.search)
-        asked = dict(relays.asked)
-        await selection.renew(relays.search)
+    await selection.renew(relays.search)
+    asked = dict(relays.asked)
+    await selection.renew(relays.search)
 
-        assert selection.relays == (make_relay(3),)
-        assert relays.held == {make_relay(3)}
-        assert relays.asked == asked
-
-    run(test)
+    assert selection.relays == (make_relay(3),)
+    assert relays.held == {make_relay(3)}
+    assert relays.asked == asked
 
 
-def test_many_silent_relays_keep_nobody_from_one_that_answers() -> None:
+async def test_many_silent_relays_keep_nobody_from_one_that_answers() -> None:
     """Ids can be made up until they come first in the order of one peer."""
+    ranked = rank_relays(ME, [make_relay(number) for number in range(1, 10)])
+    relays = Relays()
+    relays.silent, relays.living = set(ranked[:8]), {ranked[8]}
+    for relay in ranked:
+        relays.announce(relay)
+    selection = RelaySelection(relays, ME, VirtualClock(), [])
 
-    async def test() -> None:
-        ranked = rank_relays(ME, [make_relay(number) for number in range(1, 10)])
-        relays = Relays()
-        relays.silent, relays.living = set(ranked[:8]), {ranked[8]}
-        for relay in ranked:
-            relays.announce(relay)
-        selection = RelaySelection(relays, ME, VirtualClock(), [])
-
-        for _ in range(4):
-            await selection.renew(relays.search)
-            await asyncio.sleep(3.0)
-
-        assert selection.relays == (ranked[8],)
-
-    run(test)
-
-
-def test_relay_that_fails_is_left_alone_for_longer_each_time_up_to_an_hour() -> None:
-    async def test() -> None:
-        relays = Relays(1, 2)
-        selection = select_among(relays, 1)
+    for _ in range(4):
         await selection.renew(relays.search)
-        relays.announce(make_relay(2))
-        relays.full = {make_relay(2)}
+        await asyncio.sleep(3.0)
 
-        for _ in range(6 * 120):
-            await asyncio.sleep(30.0)
-            await selection.renew(relays.search)
-
-        assert 10 < relays.asked[make_relay(2)] < 15
-        relays.full.clear()
-        await asyncio.sleep(3600.0)
-        await selection.renew(relays.search)
-        assert make_relay(2) in selection.relays
-
-    run(test)
+    assert selection.relays == (ranked[8],)
 
 
-def test_relay_of_ours_that_was_gone_for_a_moment_is_taken_back_soon() -> None:
-    async def test() -> None:
-        relays = Relays(1, 2)
-        selection = select_among(relays, 1, 2)
-        await selection.renew(relays.search)
-        relays.kill(make_relay(1))
-        relays.kill(make_relay(2))
-        for _ in range(10):
-            await asyncio.sleep(3.0)
-            await selection.renew(relays.search)
+async def test_relay_that_fails_is_left_alone_for_longer_each_time_up_to_an_hour() -> None:
+    relays = Relays(1, 2)
+    selection = select_among(relays, 1)
+    await selection.renew(relays.search)
+    relays.announce(make_relay(2))
+    relays.full = {make_relay(2)}
 
-        relays.living.add(make_relay(1))
-        await selection.renew(relays.search)
-        relays.living.add(make_relay(2))
-        await asyncio.sleep(60.0)
+    for _ in range(6 * 120):
+        await asyncio.sleep(30.0)
         await selection.renew(relays.search)
 
-        assert set(selection.relays) == {make_relay(1), make_relay(2)}
+    assert 10 < relays.asked[make_relay(2)] < 15
+    relays.full.clear()
+    await asyncio.sleep(3600.0)
+    await selection.renew(relays.search)
+    assert make_relay(2) in selection.relays
 
-    run(test)
+
+async def test_relay_of_ours_that_was_gone_for_a_moment_is_taken_back_soon() -> None:
+    relays = Relays(1, 2)
+    selection = select_among(relays, 1, 2)
+    await selection.renew(relays.search)
+    relays.kill(make_relay(1))
+    relays.kill(make_relay(2))
+    for _ in range(10):
+        await asyncio.sleep(3.0)
+        await selection.renew(relays.search)
+
+    relays.living.add(make_relay(1))
+    await selection.renew(relays.search)
+    relays.living.add(make_relay(2))
+    await asyncio.sleep(60.0)
+    await selection.renew(relays.search)
+
+    assert set(selection.relays) == {make_relay(1), make_relay(2)}
 
 
-def test_place_is_asked_for_again_while_the_connection_lasts() -> None:
+async def test_place_is_asked_for_again_while_the_connection_lasts() -> None:
     """A relay that was restarted has forgotten it, and p2pd may have come back unnoticed."""
-
-    async def test() -> None:
-        relays = Relays(1)
-        selection = select_among(relays, 1)
-        for _ in range(40):
-            await selection.renew(relays.search)
-            await asyncio.sleep(3.0)
-
-        assert relays.asked == {make_relay(1): 2}
-
-    run(test)
-
-
-def test_peer_that_does_not_say_that_it_is_a_relay_is_not_asked() -> None:
-    async def test() -> None:
-        relays = Relays(1, 2)
-        relays.announced.append(announce_at(make_relay(2)))
-        selection = select_among(relays, 1)
-
+    relays = Relays(1)
+    selection = select_among(relays, 1)
+    for _ in range(40):
         await selection.renew(relays.search)
+        await asyncio.sleep(3.0)
 
-        assert relays.asked == {make_relay(1): 1}
+    assert relays.asked == {make_relay(1): 2}
 
-    run(test)
+
+async def test_peer_that_does_not_say_that_it_is_a_relay_is_not_asked() -> None:
+    relays = Relays(1, 2)
+    relays.announced.append(announce_at(make_relay(2)))
+    selection = select_among(relays, 1)
+
+    await selection.renew(relays.search)
+
+    assert relays.asked == {make_relay(1): 1}
 
 
 def test_many_peers_spread_over_the_relays() -> None:
@@ -279,17 +243,14 @@ def test_relay_that_goes_moves_only_those_behind_it() -> None:
         assert rank_relays(peer_id, [r for r in relays if r != ranked[-1]]) == ranked[:-1]
 
 
-def test_no_more_relays_are_taken_than_are_needed() -> None:
-    async def test() -> None:
-        relays = Relays(1, 2, 3, 4, 5)
-        selection = select_among(relays, 1, 2, 3, 4, 5)
+async def test_no_more_relays_are_taken_than_are_needed() -> None:
+    relays = Relays(1, 2, 3, 4, 5)
+    selection = select_among(relays, 1, 2, 3, 4, 5)
 
-        await selection.renew(relays.search)
+    await selection.renew(relays.search)
 
-        assert len(relays.held) == NUM_RELAYS
-        assert set(selection.relays) == relays.held
-
-    run(test)
+    assert len(relays.held) == NUM_RELAYS
+    assert set(selection.relays) == relays.held
 
 
 @pytest.mark.parametrize(
