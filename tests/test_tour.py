@@ -47,37 +47,6 @@ def test_trace_finds_the_same_files_in_every_half_of_a_walk(
 
 
 @pytest.mark.parametrize("name", WALKS)
-def test_trace_finds_files_of_client_peer_and_protocol(walks: dict[str, Walk], name: str) -> None:
-    folders = {file.split("/")[0] for file in walks[name].files}
-
-    assert folders >= {"client", "peer", "protocol"}
-
-
-def test_trace_finds_the_kernels_where_something_is_computed(walks: dict[str, Walk]) -> None:
-    computing = {name: [f for f in walks[name].files if f.startswith("kernels/")] for name in WALKS}
-
-    assert computing[DECODE]
-    assert set(computing[GRADIENT]) - set(computing[DECODE]), "gradients have kernels of their own"
-    assert not computing[ANNOUNCEMENT]
-
-
-@pytest.mark.parametrize("name", [DECODE, GRADIENT])
-def test_trace_leads_from_the_client_to_the_peers(walks: dict[str, Walk], name: str) -> None:
-    walk = walks[name]
-    first_of_peer = next(file for file in walk.files if file.startswith("peer/"))
-
-    assert walk.files[0].startswith("client/")
-    assert walk.is_before(walk.files[0], first_of_peer)
-
-
-def test_trace_leads_from_the_announcing_peer_to_the_client(walks: dict[str, Walk]) -> None:
-    files = walks[ANNOUNCEMENT].files
-
-    assert files[0].startswith("peer/")
-    assert not files[-1].startswith("peer/")
-
-
-@pytest.mark.parametrize("name", WALKS)
 def test_walk_enters_few_files(walks: dict[str, Walk], name: str) -> None:
     assert len(walks[name].files) <= MOST_FILES[name]
 
