@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
-from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
 from memory_swarm import Inside
-from virtual_swarm import RelayedTransport, Scene, draw
-from virtual_time import VirtualClock, run_virtual
+from virtual_swarm import RelayedTransport, Scene, draw, run_scene
+from virtual_time import VirtualClock
 
 from shoal.client.session.session import RemoteSession
 from shoal.client.settings.client_config import ClientConfig
@@ -58,30 +57,23 @@ def run(
 ) -> None:
     """Run a story; hops whose numbers are in `relayed` cannot be dialled, nor their replicas."""
 
-    async def main() -> None:
-        scene = Scene(str(directory), ClientConfig(seed=0, delivery=delivery, **settings), LINK)
-        async with AsyncExitStack() as stack:
-            services = {
-                f"peer{number}": await stack.enter_async_context(
-                    scene.serve(
-                        f"peer{number}", SPANS[number // 2], is_relayed=number // 2 in relayed
-                    )
-                )
-                for number in range(2 * len(SPANS))
-            }
-            await asyncio.sleep(PARKING_SECONDS if relayed else 0.0)
-            transport = RelayedTransport(scene.network, "client")
-            stack.push_async_callback(transport.close)
-            open_session = partial(scene.open_session, transport, 512, CLIENT)
-            session = await open_session()
-            stack.push_async_callback(session.close)
-            await session.step(draw(0, 5))
-            world = World(scene, session, services)
-            world.open_session = open_session
-            await story(world)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
+    async def main(scene: Scene) -> None:
+        services: dict[str, Inside] = {}
+        for number in range(2 * len(SPANS)):
+            hop, host = number // 2, f"peer{number}"
+            services[host] = await scene.add(host, SPANS[hop], is_relayed=hop in relayed)
+        await asyncio.sleep(PARKING_SECONDS if relayed else 0.0)
+        transport = RelayedTransport(scene.network, "client")
+        scene.stack.push_async_callback(transport.close)
+        open_session = partial(scene.open_session, transport, 512, CLIENT)
+        session = await open_session()
+        scene.stack.push_async_callback(session.close)
+        await session.step(draw(0, 5))
+        world = World(scene, session, services)
+        world.open_session = open_session
+        await story(world)
 
-    run_virtual(main())
+    run_scene(directory, ClientConfig(seed=0, delivery=delivery, **settings), main, LINK)
 
 
 def delay_steps(service: Inside, seconds: float) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 
 import torch
 from memory_swarm import MODEL_ID, Inside, MemorySwarm
 from torch import Tensor
-from virtual_time import VirtualClock
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.client.routing.route_finder import SwarmModel
 from shoal.client.runtime.async_client import AsyncClient
@@ -39,7 +41,10 @@ class RelayedTransport(LoopbackTransport):
 
 
 class Scene:
-    """A network on which a test runs peers of a model of 4 blocks, and sessions of clients."""
+    """A network on which a test runs peers of a model of 4 blocks, and sessions of clients.
+
+    What is added, joined or put on its stack is closed when the test is over.
+    """
 
     def __init__(self, directory: str, config: ClientConfig, link: Link | None = None) -> None:
         self._swarm = MemorySwarm(link)
@@ -47,17 +52,27 @@ class Scene:
         self._config = config
         self._num_sessions = 0
         self._model = directory
+        self.stack = AsyncExitStack()
 
-    def serve(
+    async def add(
         self, host: str, span: Span = WHOLE, max_sessions: int = 8, *, is_relayed: bool = False
-    ) -> AbstractAsyncContextManager[Inside]:
-        """Be a peer, from when it is online to its end; one that is relayed parks streams."""
+    ) -> Inside:
+        """Start a peer and wait until it is online; one that is relayed parks streams."""
         config = PeerConfig(
             self._model, span, weights="fp32", kv_budget_bytes=2**22, block_cache_bytes=0,
             max_sessions=max_sessions, session_idle_seconds=600.0, drain_seconds=0.0,
             announce_period_seconds=PERIOD_SECONDS,
         )  # fmt: skip
-        return self._swarm.serve(host, config, is_relayed=is_relayed)
+        peer = self._swarm.serve(host, config, is_relayed=is_relayed)
+        return await self.stack.enter_async_context(peer)
+
+    async def join(self, host: str) -> RemoteSession:
+        """Return a session of a client on a host of its own."""
+        transport = RelayedTransport(self.network, host)
+        self.stack.push_async_callback(transport.close)
+        session = await self.open_session(transport)
+        self.stack.push_async_callback(session.close)
+        return session
 
     def make_client(self, transport: LoopbackTransport) -> AsyncClient:
         """Return a client, which closes the transport when it is closed."""
@@ -76,6 +91,23 @@ class Scene:
             MODEL_ID, WHOLE, HIDDEN, max_length, client or name, session=SessionId(name)
         )
         return joined.open_session_as(facts)
+
+
+def run_scene(
+    directory: object,
+    config: ClientConfig,
+    story: Callable[[Scene], Awaitable[None]],
+    link: Link | None = None,
+) -> None:
+    """Run a story on virtual time; no task is left when it is over."""
+
+    async def main() -> None:
+        scene = Scene(str(directory), config, link)
+        async with scene.stack:
+            await story(scene)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(main())
 
 
 def draw(seed: int, num_tokens: int) -> Tensor:

@@ -13,9 +13,7 @@ import pytest
 from memory_swarm import look_into
 from story_outputs import assert_same
 
-from shoal.peer.pushing.session_outputs import SessionOutputs
 from shoal.protocol.fair_share import SharedBytes
-from shoal.protocol.messages.session import Output, Step
 from shoal.protocol.net.memory.loopback import Link
 
 FOUR_HOPS = ((0, 1), (0, 1), (1, 2), (1, 2), (2, 3), (2, 3), (3, 4), (3, 4))
@@ -199,78 +197,6 @@ def test_zombie_that_wakes_up_disturbs_nobody(run_story: Any) -> None:
     run_story(story, spans=FOUR_HOPS)
 
 
-@pytest.mark.parametrize("hop", [0, 1])
-@pytest.mark.parametrize("what", ["epoch", "sequence"])
-def test_numbers_that_a_hop_makes_up_do_not_outlive_it(
-    run_story: Any, what: str, hop: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It pushes under an epoch, or a step more than it was asked to, far ahead of the client's."""
-
-    async def story(world: Any) -> None:
-        session, turns = world.open(), world.make_turns(num_decoded=6)
-        outputs = await world.take_all(session, turns[:3])
-        bad = world.hosts_of(session)[hop]
-        held: Any
-        (held,) = look_into(world.peer_on(bad)).sessions.values()
-        push = held.outputs.push
-
-        def lie(step: Step, output: Output) -> None:
-            if what == "epoch":
-                held.outputs.next = replace(held.outputs.next, epoch=2**32 - 1)
-            push(step, output)
-            if what == "sequence":
-                push(replace(step, position=step.position + 1, sequence=2**62), output)
-
-        monkeypatch.setattr(held.outputs, "push", lie)
-        outputs += await world.take_all(session, turns[3:4])
-        behind = [world.peer_on(host) for host in world.hosts_of(session)[hop + 1 :]]
-        if what == "sequence":
-            await wait_for_sequence(behind, 2**62)
-
-        world.network.kill(bad)
-        outputs += await world.take_all(session, turns[4:])
-
-        assert_same(outputs, world.expect(turns))
-        assert world.quarantined_hosts == {bad}
-
-    run_story(story, spans=(*FOUR_HOPS[:4], (2, 4), (2, 4)))
-
-
-@pytest.mark.parametrize("hop", [0, 1])
-def test_no_other_is_blamed_for_the_numbers_that_a_hop_goes_on_making_up(
-    run_story: Any, hop: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The hops behind say that they are done with all that the client may ever send."""
-
-    async def story(world: Any) -> None:
-        session, turns = world.open(), world.make_turns(num_decoded=6)
-        outputs = await world.take_all(session, turns[:3])
-        bad = world.hosts_of(session)[hop]
-        push = SessionOutputs.push
-
-        def lie(outlet: SessionOutputs, step: Step, output: Output) -> None:
-            push(outlet, step, output)
-            if outlet in {held.outputs for held in look_into(world.peer_on(bad)).sessions.values()}:
-                extra = replace(step, position=step.position + 1, sequence=2**62)
-                push(outlet, extra, output)
-
-        monkeypatch.setattr(SessionOutputs, "push", lie)
-        outputs += await world.take_all(session, turns[3:])
-
-        assert_same(outputs, world.expect(turns))
-        assert world.quarantined_hosts <= {bad}
-
-    run_story(story, spans=(*FOUR_HOPS[:4], (2, 4), (2, 4)))
-
-
-async def wait_for_sequence(peers: list[Any], sequence: int) -> None:
-    """Wait until all peers have done a step of the only session that they hold."""
-    for peer in peers:
-        (held,) = look_into(peer).sessions.values()
-        while held.state.done_sequence < sequence:  # noqa: ASYNC110 - a few turns
-            await asyncio.sleep(0)
-
-
 async def paused_step(world: Any, session: Any, turn: Any, host: str) -> Any:
     """Take a step while a host gets it and can say nothing more."""
     taking = asyncio.create_task(world.take(session, turn))
@@ -337,33 +263,3 @@ def test_more_pieces_are_under_way_than_there_are_hops(run_story: Any) -> None:
         assert positions == [0, 128, 256, 384]
 
     run_story(story, spans=((0, 2), (2, 4)), kv_budget_bytes=2**26)
-
-
-def test_hop_that_answers_what_another_one_makes_up_is_not_blamed(
-    run_story: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last hop answers all of them, to a client that has asked for none."""
-
-    async def story(world: Any) -> None:
-        session, turns = world.open(), world.make_turns()
-        await world.take_all(session, turns[:3])
-        _, liar, honest = world.hosts_of(session)
-        (held,) = look_into(world.peer_on(liar)).sessions.values()
-        push = SessionOutputs.push
-
-        def make_up(outlet: SessionOutputs, step: Step, output: Output) -> None:
-            push(outlet, step, output)
-            if outlet is held.outputs:
-                for ahead in range(1, 100):
-                    push(outlet, replace(step, sequence=step.sequence + ahead), output)
-
-        monkeypatch.setattr(SessionOutputs, "push", make_up)
-        await world.take(session, turns[3])
-        (answering,) = look_into(world.peer_on(honest)).sessions
-        while session.mailbox.trouble(answering) is None:  # noqa: ASYNC110 - more of them come
-            await asyncio.sleep(0)
-        await world.take_all(session, turns[4:])  # of numbers that are no longer right
-
-        assert honest not in world.quarantined_hosts
-
-    run_story(story, spans=((0, 1), (0, 1), (1, 3), (1, 3), (3, 4), (3, 4)))

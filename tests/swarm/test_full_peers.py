@@ -4,45 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from virtual_swarm import Scene, draw
-from virtual_time import VirtualClock, run_virtual
+from virtual_swarm import Scene, draw, run_scene
+from virtual_time import VirtualClock
 
 from shoal.client.session.session import RemoteSession
 from shoal.client.settings.client_config import ClientConfig
 from shoal.protocol.errors import ErrorCode, RefusedError
-from shoal.protocol.net.memory.loopback import LoopbackTransport
 
 CONFIG = ClientConfig(seed=0, failover_timeout_seconds=8.0)
 
-Open = Callable[[str], Awaitable[RemoteSession]]
 
-
-def run(
-    directory: Any, hosts: dict[str, int], story: Callable[[Scene, Open], Awaitable[None]]
-) -> None:
+def run(directory: Any, hosts: dict[str, int], story: Callable[[Scene], Awaitable[None]]) -> None:
     """Tell a story of clients and of peers that hold so many sessions each."""
 
-    async def main() -> None:
-        scene = Scene(str(directory), CONFIG)
-        async with AsyncExitStack() as stack:
-            for host, max_sessions in hosts.items():
-                await stack.enter_async_context(scene.serve(host, max_sessions=max_sessions))
+    async def main(scene: Scene) -> None:
+        for host, max_sessions in hosts.items():
+            await scene.add(host, max_sessions=max_sessions)
+        await story(scene)
 
-            async def open_session(client: str) -> RemoteSession:
-                transport = LoopbackTransport(scene.network, client)
-                stack.push_async_callback(transport.close)
-                session = await scene.open_session(transport)
-                stack.push_async_callback(session.close)
-                return session
-
-            await story(scene, open_session)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run_virtual(main())
+    run_scene(directory, CONFIG, main)
 
 
 async def keep_busy(session: RemoteSession, seconds: float) -> None:
@@ -54,8 +37,8 @@ async def keep_busy(session: RemoteSession, seconds: float) -> None:
 
 
 def test_client_waits_in_the_queue_of_a_full_peer_and_says_so(tiny_models: Any) -> None:
-    async def story(scene: Scene, open_session: Open) -> None:
-        first, second = await open_session("first"), await open_session("second")
+    async def story(scene: Scene) -> None:
+        first, second = await scene.join("first"), await scene.join("second")
         await first.step(draw(1, 5))
         started_at = VirtualClock().now()
         async with asyncio.TaskGroup() as tasks:
@@ -73,8 +56,8 @@ def test_client_waits_in_the_queue_of_a_full_peer_and_says_so(tiny_models: Any) 
 
 
 def test_client_takes_another_peer_instead_of_waiting(tiny_models: Any) -> None:
-    async def story(scene: Scene, open_session: Open) -> None:
-        sessions = [await open_session(f"client {number}") for number in range(2)]
+    async def story(scene: Scene) -> None:
+        sessions = [await scene.join(f"client {number}") for number in range(2)]
         started_at = VirtualClock().now()
         for session in sessions:
             await session.step(draw(1, 5))
@@ -87,8 +70,8 @@ def test_client_takes_another_peer_instead_of_waiting(tiny_models: Any) -> None:
 
 
 def test_client_is_told_when_the_queue_was_too_long(tiny_models: Any) -> None:
-    async def story(scene: Scene, open_session: Open) -> None:
-        first, second = await open_session("first"), await open_session("second")
+    async def story(scene: Scene) -> None:
+        first, second = await scene.join("first"), await scene.join("second")
         await first.step(draw(1, 5))
         started_at = VirtualClock().now()
         async with asyncio.TaskGroup() as tasks:
@@ -106,13 +89,13 @@ def test_client_is_told_when_the_queue_was_too_long(tiny_models: Any) -> None:
 
 
 def test_session_that_lost_its_place_while_idle_goes_on_by_replay(tiny_models: Any) -> None:
-    async def story(scene: Scene, open_session: Open) -> None:
-        idle, other = await open_session("idle"), await open_session("other")
-        undisturbed = await open_session("undisturbed")
+    async def story(scene: Scene) -> None:
+        idle, other = await scene.join("idle"), await scene.join("other")
+        undisturbed = await scene.join("undisturbed")
         outputs = [await undisturbed.step(draw(1, 5)), await undisturbed.step(draw(2, 1))]
         await undisturbed.close()
         await idle.step(draw(1, 5))
-        also = await open_session("idle")
+        also = await scene.join("idle")
         await also.step(draw(7, 2))
         await asyncio.sleep(15)
 

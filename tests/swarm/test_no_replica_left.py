@@ -6,19 +6,16 @@ and no machine's speed.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from virtual_swarm import Scene, draw
-from virtual_time import VirtualClock, run_virtual
+from virtual_swarm import Scene, draw, run_scene
+from virtual_time import VirtualClock
 
-from shoal.client.session.session import RemoteSession
 from shoal.client.settings.client_config import ClientConfig
 from shoal.protocol.errors import RouteError
-from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory.loopback import LoopbackNetwork
 from shoal.protocol.spans import Span
 
 SPANS = {"first": Span(0, 2), "last": Span(2, 4)}
@@ -28,29 +25,16 @@ SLACK_SECONDS = 2 * CONFIG.connect_timeout_seconds
 """The attempt that is under way when the time is over may end, at the network and at the DHT."""
 
 
-def run(directory: Any, story: Callable[[Scene, RemoteSession], Awaitable[None]]) -> None:
-    async def main() -> None:
-        scene = Scene(str(directory), CONFIG)
-        async with AsyncExitStack() as stack:
-            for host, span in SPANS.items():
-                await stack.enter_async_context(scene.serve(host, span))
-            transport = LoopbackTransport(scene.network, "client")
-            stack.push_async_callback(transport.close)
-            session = await scene.open_session(transport)
-            stack.push_async_callback(session.close)
-            await story(scene, session)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run_virtual(main())
-
-
 @pytest.mark.parametrize("host", SPANS)
 @pytest.mark.parametrize("trouble", [LoopbackNetwork.kill, LoopbackNetwork.pause])
 @pytest.mark.parametrize("num_tokens", [1, 9], ids=["token", "prompt"])
 def test_last_replica_that_is_gone_is_named_in_time(
     tiny_models: Any, host: str, trouble: Callable[[LoopbackNetwork, str], None], num_tokens: int
 ) -> None:
-    async def story(scene: Scene, session: RemoteSession) -> None:
+    async def story(scene: Scene) -> None:
+        for name, span in SPANS.items():
+            await scene.add(name, span)
+        session = await scene.join("client")
         await session.step(draw(1, 5))
         trouble(scene.network, host)
         asked_at = VirtualClock().now()
@@ -63,4 +47,4 @@ def test_last_replica_that_is_gone_is_named_in_time(
         assert caught.value.missing == (SPANS[host],)
         assert session.position == 5
 
-    run(tiny_models.get().directory, story)
+    run_scene(tiny_models.get().directory, CONFIG, story)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -14,8 +14,7 @@ from adapter_scene import assert_close, make_adapter, swarm_of
 from adapter_talk import make_leaves
 from memory_swarm import MODEL_ID, Inside, look_into
 from torch import Tensor
-from virtual_swarm import WHOLE, RelayedTransport, Scene
-from virtual_time import run_virtual
+from virtual_swarm import WHOLE, RelayedTransport, Scene, run_scene
 
 from shoal.client.publishing.publisher import Publisher
 from shoal.client.settings.client_config import ClientConfig
@@ -33,30 +32,15 @@ TOKENS = torch.arange(40).view(2, 20) % 128
 CONFIG = ClientConfig(seed=1)
 
 
-class Publishing(Scene):
-    """Real peers on virtual time, and a client that publishes."""
-
-    def __init__(self, directory: str) -> None:
-        super().__init__(directory, CONFIG)
-        self.stack = AsyncExitStack()
-
-    async def add(self, host: str, span: Span = WHOLE, **options: Any) -> Inside:
-        return await self.stack.enter_async_context(self.serve(host, span, **options))
-
-    @asynccontextmanager
-    async def join(self) -> AsyncGenerator[Publisher]:
-        """Be a client for a while; what it has published is withdrawn at the end."""
-        async with self.make_client(RelayedTransport(self.network, "client")) as client:
-            yield client.passes.publisher
+@asynccontextmanager
+async def publishing(scene: Scene) -> AsyncGenerator[Publisher]:
+    """Be a client for a while; what it has published is withdrawn at the end."""
+    async with scene.make_client(RelayedTransport(scene.network, "client")) as client:
+        yield client.passes.publisher
 
 
-def run_scene(tiny_models: Any, test: Callable[[Publishing], Awaitable[None]]) -> None:
-    async def main() -> None:
-        scene = Publishing(tiny_models.get().directory)
-        async with scene.stack:
-            await test(scene)
-
-    run_virtual(main())
+def run(tiny_models: Any, story: Callable[[Scene], Awaitable[None]]) -> None:
+    run_scene(tiny_models.get().directory, CONFIG, story)
 
 
 def hold(peer: Inside) -> list[AdapterId]:
@@ -89,9 +73,9 @@ def test_peer_that_joins_later_fetches_its_own_blocks_and_serves_nobody(tiny_mod
     leaves = make_leaves(0, 1, 2, 3)
     name = leaves.manifest.name
 
-    async def test(scene: Publishing) -> None:
+    async def test(scene: Scene) -> None:
         halves = [await scene.add(f"half{n}", span) for n, span in enumerate(BOTH_HALVES)]
-        async with scene.join() as publisher:
+        async with publishing(scene) as publisher:
             await publisher.publish(leaves, WHOLE, "a")
             assert [hold(peer) for peer in halves] == [[name], [name]]
             late = await scene.add("late", Span(1, 3))
@@ -115,31 +99,31 @@ def test_peer_that_joins_later_fetches_its_own_blocks_and_serves_nobody(tiny_mod
                 (shorten_adapter(name),), (shorten_adapter(name),), ()
             ]  # fmt: skip
 
-    run_scene(tiny_models, test)
+    run(tiny_models, test)
 
 
 def test_peer_whose_blocks_an_adapter_does_not_change_learns_its_name(tiny_models: Any) -> None:
     leaves = make_leaves(0, 1)
 
-    async def test(scene: Publishing) -> None:
+    async def test(scene: Scene) -> None:
         first, second = [await scene.add(f"half{n}", s) for n, s in enumerate(BOTH_HALVES)]
-        async with scene.join() as publisher:
+        async with publishing(scene) as publisher:
             await publisher.publish(leaves, WHOLE, "a")
             assert (len(hold(first)), len(hold(second))) == (1, 0)
             kept = await find(second, leaves.manifest.name)
             assert kept is not None
             assert not kept.adapter.parts
 
-    run_scene(tiny_models, test)
+    run(tiny_models, test)
 
 
 def test_each_block_has_two_holders_and_a_lost_one_is_replaced(tiny_models: Any) -> None:
     leaves = make_leaves(0, 1, 2, 3)
     name = leaves.manifest.name
 
-    async def test(scene: Publishing) -> None:
+    async def test(scene: Scene) -> None:
         peers = {f"peer{n}": await scene.add(f"peer{n}") for n in range(4)}
-        async with scene.join() as publisher:
+        async with publishing(scene) as publisher:
             await publisher.publish(leaves, WHOLE, "a")
             holders = [host for host, peer in peers.items() if hold(peer)]
             assert len(holders) == 2
@@ -151,16 +135,16 @@ def test_each_block_has_two_holders_and_a_lost_one_is_replaced(tiny_models: Any)
             alive = [host for host, peer in peers.items() if hold(peer)]
             assert len(set(alive) - {holders[0]}) == 2
 
-    run_scene(tiny_models, test)
+    run(tiny_models, test)
 
 
 def test_peer_that_fetched_it_for_its_publisher_becomes_a_holder(tiny_models: Any) -> None:
     leaves = make_leaves(0, 1, 2, 3)
     name = leaves.manifest.name
 
-    async def test(scene: Publishing) -> None:
+    async def test(scene: Scene) -> None:
         peers = {f"peer{n}": await scene.add(f"peer{n}") for n in range(3)}
-        async with scene.join() as publisher:
+        async with publishing(scene) as publisher:
             await publisher.publish(leaves, WHOLE, "a")
             (other,) = [peer for peer in peers.values() if not hold(peer)]
             token = make_client_token(bytes(16), other.peer_id).hex()
@@ -170,16 +154,16 @@ def test_peer_that_fetched_it_for_its_publisher_becomes_a_holder(tiny_models: An
             await asyncio.sleep(KEEP_SECONDS)
             assert hold(other) == [name]
 
-    run_scene(tiny_models, test)
+    run(tiny_models, test)
 
 
 def test_wrong_bytes_are_refused_by_digest_and_another_holder_is_asked(tiny_models: Any) -> None:
     leaves = make_leaves(0, 1, 2, 3)
     name = leaves.manifest.name
 
-    async def test(scene: Publishing) -> None:
+    async def test(scene: Scene) -> None:
         peers = [await scene.add(f"peer{n}") for n in range(3)]
-        async with scene.join() as publisher:
+        async with publishing(scene) as publisher:
             await publisher.publish(leaves, WHOLE, "a")
             liar, honest = [peer for peer in peers if hold(peer)]
             (victim,) = [peer for peer in peers if not hold(peer)]
@@ -195,16 +179,16 @@ def test_wrong_bytes_are_refused_by_digest_and_another_holder_is_asked(tiny_mode
             assert await find(late, name) is None
             assert late.adapters.shared.used_bytes == 0
 
-    run_scene(tiny_models, test)
+    run(tiny_models, test)
 
 
 def test_withdrawal_reaches_copies_within_a_minute(tiny_models: Any) -> None:
     leaves = make_leaves(0, 1, 2, 3)
     name = leaves.manifest.name
 
-    async def test(scene: Publishing) -> None:
+    async def test(scene: Scene) -> None:
         peers = [await scene.add(f"peer{n}") for n in range(3)]
-        async with scene.join() as publisher:
+        async with publishing(scene) as publisher:
             await publisher.publish(leaves, WHOLE, "a")
             assert all([await find(peer, name) for peer in peers])
             assert await publisher.withdraw(name) == 0
@@ -213,7 +197,7 @@ def test_withdrawal_reaches_copies_within_a_minute(tiny_models: Any) -> None:
             assert [len(peer.adapters) for peer in peers] == [0, 0, 0]
             assert await find(peers[0], name) is None
 
-    run_scene(tiny_models, test)
+    run(tiny_models, test)
 
 
 def test_publication_is_kept_while_it_is_renewed_and_expires_with_its_publisher(
@@ -222,9 +206,9 @@ def test_publication_is_kept_while_it_is_renewed_and_expires_with_its_publisher(
     leaves = make_leaves(0, 1, 2, 3)
     name = leaves.manifest.name
 
-    async def test(scene: Publishing) -> None:
+    async def test(scene: Scene) -> None:
         peers = [await scene.add(f"peer{n}") for n in range(3)]
-        async with scene.join() as publisher:
+        async with publishing(scene) as publisher:
             await publisher.publish(leaves, WHOLE, "a")
             for _ in range(10):
                 await asyncio.sleep(KEEP_SECONDS / 2)
@@ -238,7 +222,7 @@ def test_publication_is_kept_while_it_is_renewed_and_expires_with_its_publisher(
             assert asyncio.get_running_loop().time() - gone_at < 1.1 * KEEP_SECONDS
             scene.network.resume("client")
 
-    run_scene(tiny_models, test)
+    run(tiny_models, test)
 
 
 def test_peer_that_others_reach_over_a_relay_only_is_a_holder_where_there_is_no_other(
@@ -246,20 +230,20 @@ def test_peer_that_others_reach_over_a_relay_only_is_a_holder_where_there_is_no_
 ) -> None:
     leaves = make_leaves(0, 1, 2, 3)
 
-    async def test(scene: Publishing) -> None:
+    async def test(scene: Scene) -> None:
         relayed = await scene.add("relayed", is_relayed=True)
         dialable = [await scene.add(f"peer{n}") for n in range(2)]
-        async with scene.join() as publisher:
+        async with publishing(scene) as publisher:
             await publisher.publish(leaves, WHOLE, "a")
             assert hold(relayed) == []
             assert all(hold(peer) for peer in dialable)
             assert await find(relayed, leaves.manifest.name)  # it can dial
 
-    run_scene(tiny_models, test)
+    run(tiny_models, test)
 
 
 def test_adapter_that_nobody_holds_is_refused_after_the_last_attempt(tiny_models: Any) -> None:
-    async def test(scene: Publishing) -> None:
+    async def test(scene: Scene) -> None:
         peer = await scene.add("peer")
         name = AdapterId(bytes(32))
         for seconds in (1.0, None):
@@ -268,11 +252,11 @@ def test_adapter_that_nobody_holds_is_refused_after_the_last_attempt(tiny_models
             assert refusal.value.retry_after_seconds == seconds
             await asyncio.sleep(5.0)
 
-    run_scene(tiny_models, test)
+    run(tiny_models, test)
 
 
 def test_stranger_who_names_many_digests_makes_a_peer_fetch_few(tiny_models: Any) -> None:
-    async def test(scene: Publishing) -> None:
+    async def test(scene: Scene) -> None:
         peer = await scene.add("peer")
         names = [AdapterId(number.to_bytes(32, "big")) for number in range(1000)]
         for name in names:
@@ -282,7 +266,7 @@ def test_stranger_who_names_many_digests_makes_a_peer_fetch_few(tiny_models: Any
         await asyncio.sleep(60.0)
         assert peer.adapters.shared.used_bytes == 0
 
-    run_scene(tiny_models, test)
+    run(tiny_models, test)
 
 
 @pytest.mark.slow
