@@ -26,20 +26,21 @@ WHOLE = Span(0, 4)
 Load = Callable[..., Engine]
 """Called with a variant and weights."""
 
-every_device = pytest.mark.parametrize(
-    "device_name",
-    [
-        "paged",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-            ],
-        ),
-    ],
+_DEVICES = (
+    "paged",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
 )
+every_device = pytest.mark.parametrize("device_name", _DEVICES)
 """Runs a test with the CPU in the place of a device, and on a device if there is one."""
+
+every_place = pytest.mark.parametrize("device_name", ["cpu", *_DEVICES])
+"""Runs it on the CPU as such, too."""
 
 
 def attend_slowly(queries_NHD: Tensor, *arguments: Any, **options: Any) -> Tensor:

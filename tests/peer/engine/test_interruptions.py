@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from compute_thread_scene import on_loop
+from engine_devices import WHOLE, draw_hidden
 from torch import Tensor
 
 from shoal.kernels.linear.quantize import WeightFormat
@@ -26,15 +27,8 @@ from shoal.protocol.errors import ShoalError
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
 
-HIDDEN = 64
-WHOLE = Span(0, 4)
 NUM_DECODING = 6
 NUM_TOKENS_BEFORE = 20
-
-
-def draw_hidden(seed: int, num_rows: int, num_tokens: int) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_rows, num_tokens, HIDDEN, generator=generator)
 
 
 @dataclass
@@ -85,33 +79,6 @@ def assert_equal(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 def load(tiny_models: Any, weights: WeightFormat) -> Engine:
     checkpoint = Checkpoint.open(tiny_models.get().directory)
     return load_engine(checkpoint, WHOLE, weights, kv_budget_bytes=2**24)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kv_format", KVFormat)
-@pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.INT8])
-def test_sessions_go_on_in_the_midst_of_a_batch(
-    tiny_models: Any, weights: WeightFormat, kv_format: KVFormat
-) -> None:
-    engine = load(tiny_models, weights)
-    for seed in range(5):
-        play = Play(engine, kv_format, seed)
-        expected = [expect_tensor(result) for result in engine.execute(play.make_prompts())]
-        expected_tokens = play.compute_alone(*play.make_tokens())
-        waiting, answers = play.make_tokens(), list[Tensor]()
-
-        def interrupt(
-            play: Play = play, waiting: list[StepWork] = waiting, answers: list[Tensor] = answers
-        ) -> None:
-            if waiting:
-                answers.extend(play.compute_alone(waiting.pop(0)))
-
-        results = engine.execute(play.make_prompts(), interrupt)
-
-        assert len(answers) >= len(WHOLE)
-        assert_equal([expect_tensor(result) for result in results], expected)
-        assert_equal(answers, expected_tokens[: len(answers)])
-        engine.pool.check_integrity()
 
 
 class YieldingBudget(IterationBudget):

@@ -17,20 +17,13 @@ from kv_cache_scene import (
     take_step,
 )
 
-from shoal.kernels.linear.quantize import WeightFormat
-from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.cache import kv_cache
 from shoal.peer.engine.cache.kv_cache import IDLE_SECONDS
 from shoal.peer.engine.cache.kv_memory import PAGE_TOKENS
-from shoal.peer.engine.loading.engine_loader import load_engine
-from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
 from shoal.protocol.fair_share import Tenant
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
-
-HIDDEN = 64
-WHOLE = Span(0, 4)
 
 
 def count(num_rows: int, num_tokens: int, start: float = 0.0) -> torch.Tensor:
@@ -229,28 +222,3 @@ def test_fork_that_is_closed_half_way_leaves_nothing(
     assert not parent._copies_of_us
     with pytest.raises(RefusedError, match="the fork was closed"):
         copy.advance()
-
-
-@pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.INT8])
-@pytest.mark.parametrize("kv_format", KVFormat)
-@pytest.mark.parametrize("position", [9, 5])
-def test_fork_computes_to_the_bit_what_the_session_would(
-    tiny_models: Any, weights: WeightFormat, kv_format: KVFormat, position: int
-) -> None:
-    checkpoint = Checkpoint.open(tiny_models.get().directory)
-    engine = load_engine(checkpoint, WHOLE, weights, kv_budget_bytes=2**24)
-    generator = torch.Generator().manual_seed(7)
-    prompt = torch.randn(2, 9, HIDDEN, generator=generator)
-    token = torch.randn(2, 1, HIDDEN, generator=generator)
-    parent, alone, fork = (engine.pool.open(2, 50, WHOLE, kv_format=kv_format) for _ in range(3))
-    engine.execute([StepWork(cache, 0, prompt) for cache in (parent, alone)])
-
-    copy_prefix(parent, fork, position)
-    results = engine.execute(
-        [StepWork(cache, position, token, row_map=(1, 0), decoded=True) for cache in (alone, fork)]
-    )
-
-    expected, output = results
-    assert isinstance(expected, torch.Tensor)
-    assert isinstance(output, torch.Tensor)
-    assert torch.equal(output, expected)
