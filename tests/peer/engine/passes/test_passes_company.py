@@ -15,8 +15,6 @@ from shoal.peer.engine.passes import span_passes
 from shoal.peer.engine.passes.span_passes import PassWork
 from shoal.peer.engine.steps import StepWork
 
-VARIANTS = ["llama", "qwen3", "gemma2", "qwen3-moe", "falcon-alibi", "wrapped-stablelm"]
-
 
 @pytest.fixture(autouse=True)
 def many_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,13 +53,19 @@ class Company:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.INT8])
+@pytest.mark.parametrize(
+    ("variant", "weights"),
+    [
+        ("llama", WeightFormat.INT8),
+        ("gemma2", WeightFormat.INT8),
+        ("qwen3-moe", WeightFormat.FP32),
+        ("falcon-alibi", WeightFormat.FP32),
+        ("wrapped-stablelm", WeightFormat.FP32),
+    ],
+)
 def test_steps_in_the_middle_of_a_pass_change_no_bit_of_either(
     tiny_models, variant: str, weights: WeightFormat
 ) -> None:
-    if variant.startswith("wrapped") and weights is WeightFormat.INT8:
-        pytest.skip("wrapped blocks have float weights")
     engine = load_engine(tiny_models.get(variant), weights)
     size = engine.spec.hidden_size
     work = PassWork(engine.span, draw(2, 60, size), draw(4, 1, 5, size, seed=2))
@@ -87,12 +91,9 @@ def test_steps_in_the_middle_of_a_pass_change_no_bit_of_either(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.INT8])
-def test_passes_in_the_middle_of_another_one_change_no_bit_of_either(
-    tiny_models, weights: WeightFormat
-) -> None:
+def test_passes_in_the_middle_of_another_one_change_no_bit_of_either(tiny_models) -> None:
     """Backward in the middle of backward: autograd has one queue for all of a thread."""
-    engine = load_engine(tiny_models.get("llama"), weights)
+    engine = load_engine(tiny_models.get("llama"), WeightFormat.INT8)
     size = engine.spec.hidden_size
     long, short = PassWork(engine.span, draw(2, 60, size)), PassWork(engine.span, draw(1, 9, size))
     long_grads, short_grads = draw(2, 60, size, seed=3), draw(1, 9, size, seed=4)
