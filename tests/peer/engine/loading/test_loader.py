@@ -261,8 +261,6 @@ NAME = "model.layers.2.mlp.up_proj.weight"
     [
         (None, f"no tensor '{NAME}'"),
         (torch.zeros(96, 63), rf"{NAME} has shape \(96, 63\), config.json makes it \(96, 64\)"),
-        (torch.zeros(64, 96), rf"{NAME} has shape \(64, 96\)"),
-        (torch.zeros(96 * 64), rf"{NAME} has shape \(6144,\)"),
         (torch.zeros(96, 64, dtype=torch.int8), f"{NAME} is stored as torch.int8"),
         (torch.full((96, 64), float("nan")), f"{NAME} cannot be used"),
     ],
@@ -280,19 +278,6 @@ def test_other_blocks_load_beside_a_damaged_one(tiny_models, tmp_path: Path) -> 
     directory = copy_model(tiny_models.get(), tmp_path / "model", **{NAME: None})
 
     assert load_engine(directory, WeightFormat.INT8, Span(0, 2)).span == Span(0, 2)
-
-
-def test_truncated_and_pickled_checkpoints_are_model_errors(tiny_models, tmp_path: Path) -> None:
-    directory = copy_model(tiny_models.get(), tmp_path / "model")
-    weights = directory / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-
-    with pytest.raises(ModelError, match=r"model\.safetensors is truncated or damaged"):
-        Checkpoint.open(directory)
-
-    weights.rename(directory / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="convert it to safetensors"):
-        Checkpoint.open(directory)
 
 
 def test_a_file_that_shrinks_after_opening_is_a_model_error(tiny_models, tmp_path: Path) -> None:
