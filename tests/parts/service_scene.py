@@ -159,6 +159,15 @@ class PatientStream:
         return
 
 
+class DeafStream(PatientStream):
+    """A stream of a client that says something and never reads a word."""
+
+    remote_host = "deaf"
+
+    async def send(self, frame: bytes) -> None:
+        await asyncio.Future[None]()
+
+
 @dataclass
 class Peer:
     """A peer that is online, and the network around it."""

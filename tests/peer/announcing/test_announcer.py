@@ -327,16 +327,6 @@ async def test_sequence_starts_at_the_time_whatever_is_found(scene: Scene) -> No
 
 
 @in_scene
-async def test_directory_that_is_away_for_long_is_survived(scene: Scene) -> None:
-    async with scene.renewing():
-        scene.store.is_reachable = False
-        await asyncio.sleep(100 * PERIOD_SECONDS)
-        scene.store.is_reachable = True
-        await asyncio.sleep(PERIOD_SECONDS + 1)
-        await expect_known(scene, 100)
-
-
-@in_scene
 async def test_peer_that_was_revoked_ends_and_says_no_goodbye(scene: Scene) -> None:
     class RevokingDirectory(FlakyDirectory):
         is_revoked = False

@@ -14,6 +14,7 @@ from service_scene import (
     HIDDEN,
     SPAN,
     Peer,
+    Talk,
     assert_declined,
     draw_hidden,
     expect_output,
@@ -101,8 +102,10 @@ async def test_pass_that_cannot_be_is_refused_and_its_pieces_are_passed_over(
     await assert_still_serves(peer)
 
 
-@pytest.mark.parametrize("slot", ["HIDDEN", "GRADIENTS", "PROMPTS"])
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("slot", "number"),
+    [("HIDDEN", float("nan")), ("GRADIENTS", float("inf")), ("PROMPTS", float("nan"))],
+)
 @with_peer()
 async def test_numbers_that_are_none_are_refused(peer: Peer, slot: str, number: float) -> None:
     talk = await peer.greet()
@@ -245,11 +248,25 @@ class SlowEngine:
         assert await asyncio.to_thread(event.wait, 30)
 
 
-@with_peer(wrap=SlowEngine)
-async def test_client_that_disappears_has_its_pass_dropped(peer: Peer) -> None:
+async def begin_pass(peer: Peer) -> Talk:
+    """Return a stream whose pass the engine is about."""
     talk = await peer.greet()
     await talk.say(make_pass(), *cut(make_pass(), Slot.HIDDEN, TEXTS))
     await peer.engine.wait(peer.engine.entered)
+    return talk
+
+
+async def hear_end(talk: Talk) -> None:
+    answer = await talk.hear()
+    while isinstance(answer, Queued):
+        answer = await talk.hear()
+    assert isinstance(answer, PassPiece)
+    assert isinstance(await talk.hear(), Passed)
+
+
+@with_peer(wrap=SlowEngine)
+async def test_client_that_disappears_has_its_pass_dropped(peer: Peer) -> None:
+    talk = await begin_pass(peer)
     assert peer.service.passes.used_bytes > 0
     await talk.stream.close()
     await peer.engine.wait(peer.engine.dropped)
@@ -258,9 +275,7 @@ async def test_client_that_disappears_has_its_pass_dropped(peer: Peer) -> None:
 
 @with_peer(wrap=SlowEngine)
 async def test_passes_that_are_dropped_while_another_one_runs_leave_nothing(peer: Peer) -> None:
-    running = await peer.greet()
-    await running.say(make_pass(), *cut(make_pass(), Slot.HIDDEN, TEXTS))
-    await peer.engine.wait(peer.engine.entered)
+    running = await begin_pass(peer)
     of_one = peer.service.passes.used_bytes
     for number in range(2, 12):
         talk = await peer.greet()
@@ -278,9 +293,7 @@ async def test_passes_that_are_dropped_while_another_one_runs_leave_nothing(peer
 @with_peer(wrap=SlowEngine)
 async def test_way_back_is_charged_as_three_ways_there(peer: Peer) -> None:
     there, back = make_pass(2), make_pass(3, kind=PassKind.BACKWARD)
-    talk = await peer.greet()
-    await talk.say(make_pass(), *cut(make_pass(), Slot.HIDDEN, TEXTS))
-    await peer.engine.wait(peer.engine.entered)
+    talk = await begin_pass(peer)
     talks = [await peer.greet() for _ in range(2)]
     await talks[0].say(there, *cut(there, Slot.HIDDEN, TEXTS))
     await talks[1].say(back, *cut(back, Slot.HIDDEN, TEXTS))
@@ -313,9 +326,7 @@ async def test_signs_say_how_long_passes_wait(peer: Peer) -> None:
 
 @with_peer(wrap=SlowEngine)
 async def test_pass_that_a_draining_peer_has_taken_comes_to_its_end(peer: Peer) -> None:
-    talk = await peer.greet()
-    await talk.say(make_pass(), *cut(make_pass(), Slot.HIDDEN, TEXTS))
-    await peer.engine.wait(peer.engine.entered)
+    talk = await begin_pass(peer)
     peer.service.begin_draining()
     late = await peer.greet()
     (refusal,) = await ask(late, make_pass(2), HIDDEN=TEXTS)
@@ -324,11 +335,7 @@ async def test_pass_that_a_draining_peer_has_taken_comes_to_its_end(peer: Peer) 
 
     peer.engine.leave.set()
 
-    answer = await talk.hear()
-    while isinstance(answer, Queued):
-        answer = await talk.hear()
-    assert isinstance(answer, PassPiece)
-    assert isinstance(await talk.hear(), Passed)
+    await hear_end(talk)
     assert await peer.service.wait_until_empty(10.0)
 
 
@@ -402,19 +409,13 @@ async def test_answer_that_nobody_reads_counts_as_a_pass_and_not_against_steps(p
 async def test_sessions_go_on_and_the_client_hears_every_second_that_its_pass_does(
     peer: Peer,
 ) -> None:
-    talk = await peer.greet()
-    await talk.say(make_pass(), *cut(make_pass(), Slot.HIDDEN, TEXTS))
-    await peer.engine.wait(peer.engine.entered)
+    talk = await begin_pass(peer)
     signs = [await talk.hear() for _ in range(45)]
     assert all(isinstance(sign, Queued) for sign in signs)
     other = await peer.open(9)
     expect_output(await other.ask(make_step(1, 0, draw_hidden(5, 1, 3), 9)))
     peer.engine.leave.set()
-    answer = await talk.hear()
-    while isinstance(answer, Queued):
-        answer = await talk.hear()
-    assert isinstance(answer, PassPiece)
-    assert isinstance(await talk.hear(), Passed)
+    await hear_end(talk)
     await other.stream.close()
 
 

@@ -50,7 +50,7 @@ def test_file_is_made_once_and_read_from_then_on(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == [path.name]
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+@pytest.mark.parametrize("umask", [0o000, 0o077])
 def test_new_file_is_for_its_owner_only(tmp_path: Path, umask: int) -> None:
     previous = os.umask(umask)
     try:
@@ -69,7 +69,7 @@ def test_private_file_is_read(tmp_path: Path, mode: int) -> None:
     assert load_or_create_identity(path).peer_id == Identity(bytes(32)).peer_id
 
 
-@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o601])
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o601])
 def test_file_that_others_may_use_is_refused_and_kept(tmp_path: Path, mode: int) -> None:
     path = tmp_path / "peer.key"
     write_key(path, mode=mode)
@@ -113,17 +113,13 @@ def test_error_does_not_show_the_key(tmp_path: Path) -> None:
     assert repr(secret[4:12])[2:-1] not in str(caught.value)
 
 
-def test_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="name a file"):
-        load_or_create_identity(tmp_path)
+def test_folder_and_pipe_are_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe, 0o600)
 
-
-def test_named_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
-    path = tmp_path / "pipe"
-    os.mkfifo(path, 0o600)
-
-    with pytest.raises(UsageError, match="name a file"):
-        load_or_create_identity(path)
+    for path in (tmp_path, pipe):
+        with pytest.raises(UsageError, match="name a file"):
+            load_or_create_identity(path)
 
 
 def test_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +205,7 @@ def test_full_disk_leaves_no_partial_file(tmp_path: Path) -> None:
     load_or_create_identity(tmp_path / "peer.key")
 
 
-@pytest.mark.parametrize("attempt", range(10))
+@pytest.mark.parametrize("attempt", range(3))
 def test_creators_that_race_end_with_one_identity(tmp_path: Path, attempt: int) -> None:
     path = tmp_path / "peer.key"
     start = threading.Barrier(NUM_CREATORS)

@@ -283,18 +283,24 @@ def in_world(story: Story) -> Callable[..., None]:
     return make_test(story, play)
 
 
-@pytest.mark.slow
-@in_world
-async def test_newcomers_spread_and_stay(world: World) -> None:
-    for _ in range(6):
-        world.add()
-    await asyncio.sleep(3 * PERIOD_SECONDS)
-    assert min(await world.count_hosts()) >= 2
+async def wait_for_move(peer: Peer) -> None:
+    while not peer.num_moves:
+        assert not peer.running.done()
+        await asyncio.sleep(0.1)
 
-    await asyncio.sleep(3600)
 
-    assert min(await world.count_hosts()) >= 2
-    assert sum(peer.num_moves for peer in world.peers) <= 2
+async def bring_to_move(world: World, drain_seconds: float = 0.0) -> Peer:
+    """Return a peer that serves 4:8 beside another one, and that nobody serves 0:4 any more."""
+    for span in (Span(0, 4), Span(0, 4), Span(4, 8)):
+        world.add(span=span)
+    await asyncio.sleep(PERIOD_SECONDS)
+    peer = world.add()
+    peer.loader.drain_seconds = drain_seconds
+    await asyncio.sleep(PERIOD_SECONDS)
+    assert peer.span == Span(4, 8)
+    for other in world.peers[:2]:
+        await other.kill()
+    return peer
 
 
 @in_world
@@ -354,12 +360,7 @@ async def test_blocks_that_both_spans_have_stay_loaded(world: World) -> None:
 async def test_streams_find_the_service_that_drains_and_are_refused_until_the_next(
     world: World,
 ) -> None:
-    for span in (Span(0, 4), Span(0, 4), Span(4, 8)):
-        world.add(span=span)
-    await asyncio.sleep(PERIOD_SECONDS)
-    peer = world.add()
-    peer.loader.drain_seconds = 10.0
-    await asyncio.sleep(PERIOD_SECONDS)
+    peer = await bring_to_move(world, drain_seconds=10.0)
     said: list[bytes] = []
 
     async def say(frame: bytes) -> None:
@@ -368,11 +369,7 @@ async def test_streams_find_the_service_that_drains_and_are_refused_until_the_ne
     stream: Any = SimpleNamespace(
         set_gate=lambda gate: None, receive=lambda: asyncio.sleep(0), send=say
     )
-    for other in world.peers[:2]:
-        await other.kill()
-    while not peer.num_moves:
-        assert not peer.running.done()
-        await asyncio.sleep(0.1)
+    await wait_for_move(peer)
 
     await peer.handler.serve(stream)
     assert [service.num_streams for service in peer.loader.services] == [1]
@@ -405,16 +402,8 @@ async def test_directory_in_trouble_ends_no_peer(world: World) -> None:
 
 @in_world
 async def test_move_outlasts_a_directory_in_trouble(world: World) -> None:
-    for span in (Span(0, 4), Span(0, 4), Span(4, 8)):
-        world.add(span=span)
-    await asyncio.sleep(PERIOD_SECONDS)
-    peer = world.add()
-    await asyncio.sleep(PERIOD_SECONDS)
-    for other in world.peers[:2]:
-        await other.kill()
-    while not peer.num_moves:
-        assert not peer.running.done()
-        await asyncio.sleep(0.1)
+    peer = await bring_to_move(world)
+    await wait_for_move(peer)
 
     peer.directory.is_broken = True
     await asyncio.sleep(PERIOD_SECONDS)
@@ -456,24 +445,6 @@ async def test_who_is_about_to_serve_for_an_hour_is_not_believed(world: World) -
 async def never_load(*_: object) -> AsyncGenerator[Any]:
     await asyncio.Future[None]()
     yield
-
-
-async def wait_for_move(peer: Peer) -> None:
-    while not peer.num_moves:  # noqa: ASYNC110 - a test on virtual time
-        await asyncio.sleep(0.1)
-
-
-async def bring_to_move(world: World) -> Peer:
-    """Return a peer that serves 4:8 beside another one, and that nobody serves 0:4 any more."""
-    for span in (Span(0, 4), Span(0, 4), Span(4, 8)):
-        world.add(span=span)
-    await asyncio.sleep(PERIOD_SECONDS)
-    peer = world.add()
-    await asyncio.sleep(PERIOD_SECONDS)
-    assert peer.span == Span(4, 8)
-    for other in world.peers[:2]:
-        await other.kill()
-    return peer
 
 
 @pytest.mark.parametrize("has_memory_for_two", [False, True])

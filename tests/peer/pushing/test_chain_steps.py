@@ -17,7 +17,6 @@ from service_scene import (
     compute_alone,
     draw_hidden,
     expect_output,
-    make_open,
     make_session,
     make_step,
     with_peer,
@@ -38,14 +37,12 @@ from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import (
     Admit,
     Attach,
-    Close,
     Declined,
     Gap,
     Hello,
     HopSeconds,
     Mirror,
     NextHop,
-    Opened,
     Output,
     Probe,
     Redirect,
@@ -499,31 +496,6 @@ async def test_break_of_a_connection_is_told_to_every_session_on_it(peer: Peer) 
     for talk in talks:
         assert_declined(await talk.hear(), ErrorCode.NEXT_UNREACHABLE)
     peer.network.revive("next")
-
-
-@with_peer()
-async def test_stranger_cannot_have_a_peer_dial_whom_it_likes_as_often_as_it_likes(
-    peer: Peer,
-) -> None:
-    victim = await start_next(peer, "victim")
-    client = await peer.greet()
-    for number in range(300):
-        # Another fingerprint each time, so that no failure is remembered.
-        endpoint = replace(victim.endpoint, fingerprint=f"{number:064x}")
-        following = victim.name(endpoints=(endpoint,))
-        opening = make_open(number, capability=KEY, next=following)
-        assert isinstance(await client.ask(opening), Opened)
-        await client.say(make_step(1, 0, draw_hidden(1), number))
-        refusal = await client.hear()
-        assert isinstance(refusal, Declined)
-        assert refusal.code is ErrorCode.NEXT_UNREACHABLE
-        await client.say(Close(make_session(number), 1))
-
-    links: Any = peer.service.push_links
-    assert len(links._dials._taken) <= 72
-    other = await peer.at_host("other").open(1, capability=KEY, next=victim.name())
-    await other.say(make_step(1, 0, draw_hidden(1)))
-    await victim.wait_for(1)
 
 
 @with_peer()

@@ -8,12 +8,10 @@ import weakref
 
 import pytest
 import torch
-from memory_swarm import HoldingComputeThread
 from service_scene import (
     HELLO,
     HIDDEN,
     IDLE_SECONDS,
-    SPAN,
     PatientStream,
     Peer,
     Talk,
@@ -27,11 +25,10 @@ from service_scene import (
     run,
     with_peer,
 )
-from virtual_time import VirtualClock, run_virtual
+from virtual_time import VirtualClock
 
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.steps import StepWork
-from shoal.protocol.errors import ErrorCode, RefusedError
+from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import CLIENT_TOKEN_BYTES, ClientToken
 from shoal.protocol.messages.session import Close, Gap, Hello, Leaving, Opened, Welcome
 from shoal.protocol.net.memory.loopback import LoopbackTransport
@@ -307,16 +304,3 @@ async def test_session_that_is_stepped_over_another_stream_is_not_idle(peer: Pee
         expect_output(await bulk.ask(make_step(index + 1, index, draw_hidden(index))))
         await asyncio.sleep(0.6 * IDLE_SECONDS)
     expect_output(await talk.ask(make_step(6, 5, draw_hidden(9))))
-
-
-def test_compute_thread_that_stops_declines_what_waits(engine: Engine) -> None:
-    async def main() -> None:
-        async with HoldingComputeThread(engine) as compute:
-            cache = await compute.call(lambda: engine.pool.open(1, 10, SPAN))
-        future = compute.submit(StepWork(cache, 0, draw_hidden(1)))
-        with pytest.raises(RefusedError) as caught:
-            await future
-        assert caught.value.code is ErrorCode.DRAINING
-        cache.close()
-
-    run_virtual(main())

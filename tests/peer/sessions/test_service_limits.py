@@ -13,7 +13,7 @@ from service_scene import (
     HELLO,
     HIDDEN,
     SPAN,
-    PatientStream,
+    DeafStream,
     Peer,
     assert_declined,
     compute_alone,
@@ -306,31 +306,6 @@ async def test_stream_lives_on_when_its_session_is_closed(peer: Peer) -> None:
     await asyncio.sleep(15)
 
     assert isinstance(await talk.ask(make_open(2)), Opened)
-
-
-@pytest.mark.slow
-@with_peer(idle_seconds=60.0)
-async def test_client_that_never_reads_its_answers_is_dropped(peer: Peer) -> None:
-    talk = await peer.open(max_tokens=256, num_rows=16)
-    hidden = draw_hidden(1, 16, 256)  # 1 MB each way; the network holds 4 MB
-
-    async def flood() -> None:
-        for sequence in range(1, 100):
-            await talk.say(make_step(sequence, 0, hidden))
-
-    with pytest.raises(UnavailableError):
-        await flood()
-
-    await peer.wait_until_empty()
-
-
-class DeafStream(PatientStream):
-    """A stream of a client that says something and never reads a word."""
-
-    remote_host = "deaf"
-
-    async def send(self, frame: bytes) -> None:
-        await asyncio.Future[None]()
 
 
 @with_peer(max_sessions=40)
