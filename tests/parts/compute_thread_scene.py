@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import torch
-from scene_tests import Story, make_test
+from coroutine_tests import make_decorator
 from torch import Tensor
 
 from shoal.peer.engine.blocks.batch import PART_TOKENS
@@ -98,11 +98,6 @@ def make_thread(
     return ComputeThread(fake, token_budget, now)
 
 
-def on_loop(story: Story) -> Callable[..., None]:
-    """Run a test on an event loop; no error may be left unread and no thread running."""
-    return make_test(story, run, num_scenes=0)
-
-
 def run(test: Callable[[], Awaitable[None]]) -> None:
     """Run a test on a loop; no error may be left unread and no thread running."""
     problems: list[dict[str, Any]] = []
@@ -119,6 +114,9 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     gc.collect()
     assert problems == []
     assert not [thread for thread in threading.enumerate() if thread.name == "compute"]
+
+
+on_loop = make_decorator(run, 0)
 
 
 def assert_refused(error: BaseException | None, code: ErrorCode) -> None:

@@ -11,27 +11,40 @@ Options = ParamSpec("Options")
 Story = Callable[..., Awaitable[None]]
 
 
+def make_test(
+    story: Story, run: Callable[..., None], *fixtures: str, num_given: int = 1
+) -> Callable[..., None]:
+    """Return a test for pytest of a coroutine function, to which `run` gives the first arguments.
+
+    The others are fixtures and parameters. `run` itself gets the fixtures that are named.
+    """
+    ours = list(inspect.signature(story).parameters.values())[num_given:]
+    names = [parameter.name for parameter in ours]
+    ours += [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        for name in fixtures
+        if name not in names
+    ]
+
+    @functools.wraps(story)
+    def test(**arguments: Any) -> None:
+        told = {name: arguments[name] for name in names}
+        run(functools.partial(story, **told), *(arguments[name] for name in fixtures))
+
+    test.__signature__ = inspect.Signature(ours)  # pyright: ignore[reportAttributeAccessIssue]
+    return test
+
+
 def make_decorator(
     run: Callable[Concatenate[Story, Options], None], num_given: int = 1
 ) -> Callable[Options, Callable[[Story], Callable[..., None]]]:
-    """Return a decorator that has `run` run a test, to which it gives the first arguments.
-
-    The other arguments of the test are those of pytest: fixtures and parameters.
-    """
+    """Return a decorator, with the options of `run`, that makes a test of a coroutine function."""
 
     def decorate_with(
         *args: Options.args, **options: Options.kwargs
     ) -> Callable[[Story], Callable[..., None]]:
-        def decorate(test: Story) -> Callable[..., None]:
-            @functools.wraps(test)
-            def run_test(**arguments: Any) -> None:
-                run(functools.partial(test, **arguments), *args, **options)
-
-            signature = inspect.signature(test)
-            ours = list(signature.parameters.values())[num_given:]
-            run_test.__signature__ = signature.replace(parameters=ours)  # pyright: ignore[reportAttributeAccessIssue]
-            return run_test
-
-        return decorate
+        return lambda story: make_test(
+            story, lambda told: run(told, *args, **options), num_given=num_given
+        )
 
     return decorate_with

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from scene_tests import Story, make_test
+from coroutine_tests import Story, make_decorator
 from scripted_swarm import ScriptedSwarm
 from service_scene import MODEL_ID, Talk
 from virtual_time import VirtualClock, run_virtual
@@ -123,10 +122,10 @@ def make_welcome(identity: Identity = HOME) -> Welcome:
     return Welcome(MAX_VERSION, "home", identity.peer_id, MODEL_ID, Span(4, 8), 0.0)
 
 
-def in_scene(story: Story) -> Callable[..., None]:
-    """Make a test of a story about a scene; in the end nothing is left of any stream."""
+def run_in_scene(story: Story) -> None:
+    """Run a story; in the end nothing is left of any stream."""
 
-    async def main(story: Story) -> None:
+    async def main() -> None:
         scene, handler = Scene(), StreamHandler()
         transport = scene.make_transport("public")
         endpoint = (await transport.listen("public", 0, handler.serve)).endpoint
@@ -142,4 +141,7 @@ def in_scene(story: Story) -> Callable[..., None]:
         await scene.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    return make_test(story, lambda story: run_virtual(main(story)))
+    run_virtual(main())
+
+
+in_scene = make_decorator(run_in_scene)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from coroutine_tests import Story, make_test
 from memory_swarm import MODEL_ID, Inside, MemorySwarm, SceneLoader
-from scene_tests import Story, make_test
 from torch import Tensor
 from virtual_time import run_virtual
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from scene_tests import Story, make_test
+from coroutine_tests import Story, make_decorator
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.announcing.announcer import LIFETIME_PERIODS, Announcer
@@ -103,12 +103,15 @@ def make_announcement(
     )
 
 
-def in_scene(story: Story) -> Callable[..., None]:
-    async def main(story: Story) -> None:
+def run(story: Story) -> None:
+    async def main() -> None:
         await story(Scene())
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    return make_test(story, lambda story: run_virtual(main(story)))
+    run_virtual(main())
+
+
+in_scene = make_decorator(run)
 
 
 async def expect_known(scene: Scene, num_seconds: int) -> list[Announcement]:
@@ -120,7 +123,7 @@ async def expect_known(scene: Scene, num_seconds: int) -> list[Announcement]:
     return seen
 
 
-@in_scene
+@in_scene()
 async def test_announcement_is_renewed_long_before_it_expires(scene: Scene) -> None:
     clock = VirtualClock()
     async with scene.renewing():
@@ -130,7 +133,7 @@ async def test_announcement_is_renewed_long_before_it_expires(scene: Scene) -> N
             assert left_seconds > 1.9 * PERIOD_SECONDS
 
 
-@in_scene
+@in_scene()
 async def test_sequence_and_expiry_grow_with_every_renewal(scene: Scene) -> None:
     async with scene.renewing():
         seen = await expect_known(scene, 600)
@@ -141,7 +144,7 @@ async def test_sequence_and_expiry_grow_with_every_renewal(scene: Scene) -> None
     assert expiries == sorted(set(expiries))
 
 
-@in_scene
+@in_scene()
 async def test_sequence_goes_on_after_a_restart(scene: Scene) -> None:
     last = 0
     for _ in range(3):
@@ -157,7 +160,7 @@ async def test_sequence_goes_on_after_a_restart(scene: Scene) -> None:
     assert announcement.sequence > last
 
 
-@in_scene
+@in_scene()
 async def test_restart_with_a_shorter_period_is_taken_at_once(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -180,7 +183,7 @@ async def test_restart_with_a_shorter_period_is_taken_at_once(
     assert not caplog.records
 
 
-@in_scene
+@in_scene()
 async def test_sequence_goes_on_though_the_clock_was_set_back(scene: Scene) -> None:
     now = VirtualClock().wall()
     before = make_announcement(PeerState.ONLINE, int((now + 3600) * 1000), now, 90.0)
@@ -193,7 +196,7 @@ async def test_sequence_goes_on_though_the_clock_was_set_back(scene: Scene) -> N
     assert announcement.sequence == before.sequence + 1
 
 
-@in_scene
+@in_scene()
 async def test_earlier_announcement_is_continued_as_soon_as_limits_allow(scene: Scene) -> None:
     """Its date may lie ahead by as much as clocks may differ."""
 
@@ -211,7 +214,7 @@ async def test_earlier_announcement_is_continued_as_soon_as_limits_allow(scene: 
     assert (await scene.look_up()).state is PeerState.JOINING
 
 
-@in_scene
+@in_scene()
 async def test_announcements_of_others_do_not_matter_at_the_start(scene: Scene) -> None:
     other = Identity(b"o" * 32)
     theirs = replace(
@@ -227,7 +230,7 @@ async def test_announcements_of_others_do_not_matter_at_the_start(scene: Scene) 
     assert ours.expires_at - ours.issued_at == LIFETIME_PERIODS * PERIOD_SECONDS
 
 
-@in_scene
+@in_scene()
 async def test_announcement_is_fresh_however_long_reading_back_took(scene: Scene) -> None:
     scene.directory.lookup_seconds = 2 * LIFETIME_PERIODS * PERIOD_SECONDS
     await scene.make_announcer().announce(PeerState.ONLINE)
@@ -236,14 +239,14 @@ async def test_announcement_is_fresh_however_long_reading_back_took(scene: Scene
     assert VirtualClock().wall() - (await scene.look_up()).issued_at == WAY_SECONDS
 
 
-@in_scene
+@in_scene()
 async def test_own_announcement_is_read_back_only_once(scene: Scene) -> None:
     async with scene.renewing():
         await asyncio.sleep(20 * PERIOD_SECONDS)
     assert scene.directory.num_lookups == 1
 
 
-@in_scene
+@in_scene()
 async def test_change_of_state_is_announced_at_once_and_kept(scene: Scene) -> None:
     async with scene.renewing() as announcer:
         await asyncio.sleep(PERIOD_SECONDS / 2)
@@ -253,7 +256,7 @@ async def test_change_of_state_is_announced_at_once_and_kept(scene: Scene) -> No
     assert {announcement.state for announcement in seen} == {PeerState.DRAINING}
 
 
-@in_scene
+@in_scene()
 async def test_renewal_under_way_does_not_come_out_behind_a_newer_state(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -269,7 +272,7 @@ async def test_renewal_under_way_does_not_come_out_behind_a_newer_state(
     assert not caplog.records, "no renewal came too late for the directory to take it"
 
 
-@in_scene
+@in_scene()
 async def test_state_that_could_not_be_announced_is_made_up_for(scene: Scene) -> None:
     async with scene.renewing() as announcer:
         scene.store.is_reachable = False
@@ -280,7 +283,7 @@ async def test_state_that_could_not_be_announced_is_made_up_for(scene: Scene) ->
         assert (await scene.look_up()).state is PeerState.DRAINING
 
 
-@in_scene
+@in_scene()
 async def test_announcement_outlives_two_that_were_lost(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -292,7 +295,7 @@ async def test_announcement_outlives_two_that_were_lost(
     assert "lost on the way" in caplog.text
 
 
-@in_scene
+@in_scene()
 async def test_renewals_come_once_a_period_also_after_a_loss(scene: Scene) -> None:
     async with scene.renewing():
         scene.directory.num_losses = 1
@@ -300,7 +303,7 @@ async def test_renewals_come_once_a_period_also_after_a_loss(scene: Scene) -> No
     assert 18 <= len(set(seen)) <= 20
 
 
-@in_scene
+@in_scene()
 async def test_renewal_that_was_cancelled_does_not_stand_in_the_way(scene: Scene) -> None:
     """A peer cancels it when it leaves, and says goodbye through the same announcer."""
 
@@ -317,7 +320,7 @@ async def test_renewal_that_was_cancelled_does_not_stand_in_the_way(scene: Scene
     assert (await scene.look_up()).state is PeerState.OFFLINE
 
 
-@in_scene
+@in_scene()
 async def test_sequence_starts_at_the_time_whatever_is_found(scene: Scene) -> None:
     """An earlier announcement may still be somewhere, though reading back did not find it."""
 
@@ -326,7 +329,7 @@ async def test_sequence_starts_at_the_time_whatever_is_found(scene: Scene) -> No
     assert (await scene.look_up()).sequence >= VirtualClock().wall() * 1000 - 1000
 
 
-@in_scene
+@in_scene()
 async def test_peer_that_was_revoked_ends_and_says_no_goodbye(scene: Scene) -> None:
     class RevokingDirectory(FlakyDirectory):
         is_revoked = False
@@ -347,7 +350,7 @@ async def test_peer_that_was_revoked_ends_and_says_no_goodbye(scene: Scene) -> N
     assert announcer.state is PeerState.OFFLINE
 
 
-@in_scene
+@in_scene()
 async def test_error_that_is_not_the_directorys_ends_the_renewal(scene: Scene) -> None:
     """A bug of ours must reach the owner of the task, not vanish in a warning."""
 

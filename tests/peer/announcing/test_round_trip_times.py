@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from announcements import describe_peer
-from scene_tests import Story, make_test
+from coroutine_tests import Story, make_decorator
 from service_scene import MODEL_ID
 from virtual_time import VirtualClock, run_virtual
 
@@ -108,10 +107,10 @@ class Scene:
             self.network.set_link(f"peer{source}", f"peer{target}", Link(delay_seconds=seconds))
 
 
-def beside(*spans: tuple[int, int]) -> Callable[[Story], Callable[..., None]]:
-    """Make a test of a story beside peers that serve these spans, measure and announce."""
+def run(story: Story, *spans: tuple[int, int]) -> None:
+    """Run a story beside peers that serve these spans, measure and announce."""
 
-    async def main(story: Story) -> None:
+    async def main() -> None:
         scene = Scene()
         scene.peers = [SimplePeer(scene, n, Span(*span)) for n, span in enumerate(spans)]
         for peer in scene.peers:
@@ -126,7 +125,10 @@ def beside(*spans: tuple[int, int]) -> Callable[[Story], Callable[..., None]]:
             await peer.transport.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    return lambda story: make_test(story, lambda story: run_virtual(main(story)))
+    run_virtual(main())
+
+
+beside = make_decorator(run)
 
 
 @beside((4, 8), (0, 4), (8, 12), (2, 6), (6, 10), (7, 9), (5, 7))

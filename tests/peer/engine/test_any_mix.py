@@ -194,7 +194,7 @@ def load(tiny_models: Any) -> Callable[[str, WeightFormat], Engine]:
     ],
     ids=["int8", "int8 experts", "int8 in torch", "fp32 over integers", "fp32"],
 )
-@on_loop
+@on_loop()
 async def test_every_session_computes_what_it_does_alone(
     load: Any, variant: str, weights: WeightFormat, formats: list[KVFormat], check: Any, seed: int
 ) -> None:

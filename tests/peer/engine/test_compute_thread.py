@@ -20,7 +20,7 @@ from shoal.peer.engine.scheduler import DECODED_TOKENS, IterationBudget
 from shoal.peer.engine.steps import StepWork
 
 
-@on_loop
+@on_loop()
 async def test_step_is_answered_with_its_own_result() -> None:
     engine = NotingEngine()
 
@@ -32,14 +32,14 @@ async def test_step_is_answered_with_its_own_result() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
-@on_loop
+@on_loop()
 async def test_event_loops_come_before_the_thread_that_computes() -> None:
     async with make_thread(NotingEngine()) as compute:
         niceness = await compute.call(lambda: os.getpriority(os.PRIO_PROCESS, 0))
     assert niceness > os.getpriority(os.PRIO_PROCESS, 0)
 
 
-@on_loop
+@on_loop()
 async def test_steps_of_a_session_are_computed_one_by_one_in_their_order() -> None:
     engine = NotingEngine()
     caches = [FakeCache(), FakeCache(), FakeCache()]
@@ -59,7 +59,7 @@ async def test_steps_of_a_session_are_computed_one_by_one_in_their_order() -> No
         assert len({id(work.cache) for work in batch}) == len(batch)
 
 
-@on_loop
+@on_loop()
 async def test_cancelled_step_that_waits_is_never_computed() -> None:
     engine = NotingEngine()
     first, dropped, last = (make_work(FakeCache(), position) for position in range(3))
@@ -76,7 +76,7 @@ async def test_cancelled_step_that_waits_is_never_computed() -> None:
     assert engine.order == [first, last]
 
 
-@on_loop
+@on_loop()
 async def test_step_that_is_cancelled_while_it_is_computed_disturbs_nobody() -> None:
     engine = NotingEngine()
 
@@ -102,7 +102,7 @@ class LateCondition(threading.Condition):
         return super().__enter__()
 
 
-@on_loop
+@on_loop()
 async def test_no_step_is_lost_that_comes_while_a_batch_is_chosen() -> None:
     engine, wake = NotingEngine(), LateCondition()
 
@@ -134,7 +134,7 @@ class PatientBudget(IterationBudget):
 FLOOD, ONE = ("home", "flood"), ("home", "one")
 
 
-@on_loop
+@on_loop()
 async def test_flood_fills_while_others_are_urgent() -> None:
     """With iterations that are much longer than what is recent without them."""
 
@@ -187,7 +187,7 @@ async def compute_while_filling(
 
 
 @pytest.mark.parametrize("gives_way", [True, False])
-@on_loop
+@on_loop()
 async def test_urgent_step_is_computed_in_the_midst_of_a_prompt(gives_way: bool) -> None:
     engine = NotingEngine()
     prompt, token = make_work(FakeCache(), 7, PART_TOKENS), make_work(FakeCache(), 3)
@@ -201,7 +201,7 @@ async def test_urgent_step_is_computed_in_the_midst_of_a_prompt(gives_way: bool)
     assert engine.finished == ([[token], [prompt]] if gives_way else [[prompt], [token]])
 
 
-@on_loop
+@on_loop()
 async def test_flood_gives_way_to_others_and_not_to_itself() -> None:
     engine = NotingEngine()
     flood = [make_work(FakeCache(), position) for position in range(3)]
@@ -214,7 +214,7 @@ async def test_flood_gives_way_to_others_and_not_to_itself() -> None:
     assert engine.finished == [[other], flood]
 
 
-@on_loop
+@on_loop()
 async def test_next_step_of_a_session_waits_for_the_prompt_that_is_running() -> None:
     engine = NotingEngine()
     cache = FakeCache()
@@ -225,7 +225,7 @@ async def test_next_step_of_a_session_waits_for_the_prompt_that_is_running() -> 
     assert engine.finished == [[prompt], [token]]
 
 
-@on_loop
+@on_loop()
 async def test_time_of_an_interruption_counts_as_waiting() -> None:
     engine = NotingEngine()
     budget = PatientBudget()
@@ -235,7 +235,7 @@ async def test_time_of_an_interruption_counts_as_waiting() -> None:
     assert interrupted.result().queue_seconds >= urgent.result().compute_seconds
 
 
-@on_loop
+@on_loop()
 async def test_waiting_time_grows_with_those_who_wait_and_is_told_to_each_step() -> None:
     engine = NotingEngine()
 
@@ -264,13 +264,13 @@ async def test_waiting_time_grows_with_those_who_wait_and_is_told_to_each_step()
             assert later.queue_seconds > earlier.compute_seconds
 
 
-@on_loop
+@on_loop()
 async def test_call_returns_what_the_function_returns_on_the_thread() -> None:
     async with make_thread(NotingEngine()) as compute:
         assert await compute.call(lambda: threading.current_thread().name) == "compute"
 
 
-@on_loop
+@on_loop()
 async def test_calls_and_posts_run_in_their_order() -> None:
     done: list[int] = []
 
@@ -283,7 +283,7 @@ async def test_calls_and_posts_run_in_their_order() -> None:
     assert done == list(range(20))
 
 
-@on_loop
+@on_loop()
 async def test_calls_that_keep_coming_leave_room_for_steps() -> None:
     is_over = threading.Event()
 
@@ -298,7 +298,7 @@ async def test_calls_that_keep_coming_leave_room_for_steps() -> None:
         is_over.set()
 
 
-@on_loop
+@on_loop()
 async def test_prompt_is_computed_in_parts_between_which_others_decode() -> None:
     engine = NotingEngine()
     num_tokens = 2 * PART_TOKENS + 10
@@ -333,7 +333,7 @@ async def test_prompt_is_computed_in_parts_between_which_others_decode() -> None
     assert (await behind).hidden_BTH[0, 0, 0] == 6 + num_tokens
 
 
-@on_loop
+@on_loop()
 async def test_prompt_of_which_one_token_is_asked_answers_with_that() -> None:
     engine = NotingEngine()
 
@@ -344,7 +344,7 @@ async def test_prompt_of_which_one_token_is_asked_answers_with_that() -> None:
     assert answer.hidden_BTH.shape[1] == engine.order[-1].num_tokens
 
 
-@on_loop
+@on_loop()
 async def test_rest_of_a_cancelled_prompt_is_not_computed() -> None:
     engine = NotingEngine()
 

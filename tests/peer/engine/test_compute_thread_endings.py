@@ -18,7 +18,7 @@ from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.protocol.errors import ErrorCode
 
 
-@on_loop
+@on_loop()
 async def test_what_comes_after_the_end_is_declined() -> None:
     engine = NotingEngine()
     posted: list[int] = []
@@ -34,7 +34,7 @@ async def test_what_comes_after_the_end_is_declined() -> None:
     assert (engine.order, posted) == ([], [])
 
 
-@on_loop
+@on_loop()
 async def test_end_with_work_waiting_declines_it_and_completes_what_runs() -> None:
     engine = NotingEngine()
     running = make_work(FakeCache(), 1)
@@ -55,7 +55,7 @@ async def test_end_with_work_waiting_declines_it_and_completes_what_runs() -> No
     assert engine.order == [running]
 
 
-@on_loop
+@on_loop()
 async def test_end_with_work_that_nobody_waits_for_any_more_leaves_no_unread_error() -> None:
     engine = NotingEngine()
 

@@ -25,7 +25,7 @@ from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import ErrorCode, RefusedError, ShoalError
 
 
-@on_loop
+@on_loop()
 async def test_refused_step_of_a_batch_is_the_only_one_that_fails() -> None:
     engine = NotingEngine()
     good, bad = make_work(FakeCache()), make_work(FakeCache())
@@ -39,7 +39,7 @@ async def test_refused_step_of_a_batch_is_the_only_one_that_fails() -> None:
     assert_refused(results[1], ErrorCode.BAD_VALUES)
 
 
-@on_loop
+@on_loop()
 async def test_engine_that_loses_a_result_fails_the_steps_and_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -56,7 +56,7 @@ async def test_engine_that_loses_a_result_fails_the_steps_and_goes_on(
     assert "1 steps got 0 results" in caplog.text
 
 
-@on_loop
+@on_loop()
 async def test_step_that_makes_the_engine_fail_takes_none_of_its_batch_along(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -84,7 +84,7 @@ async def test_step_that_makes_the_engine_fail_takes_none_of_its_batch_along(
 
 
 @pytest.mark.parametrize(("row_map", "rest"), [(None, 7), ((0,), 0)])
-@on_loop
+@on_loop()
 async def test_failed_step_takes_the_cache_back_to_what_is_certain(
     row_map: tuple[int, ...] | None, rest: int
 ) -> None:
@@ -101,7 +101,7 @@ async def test_failed_step_takes_the_cache_back_to_what_is_certain(
     assert cache.falls == [rest]
 
 
-@on_loop
+@on_loop()
 async def test_step_whose_parts_cannot_be_joined_fails_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -134,7 +134,7 @@ async def test_step_whose_parts_cannot_be_joined_fails_alone(
     assert cache.falls == [0]
 
 
-@on_loop
+@on_loop()
 async def test_step_that_makes_the_engine_fail_alone_is_not_tried_again() -> None:
     engine = NotingEngine()
     deadly = make_work(FakeCache())
@@ -149,7 +149,7 @@ async def test_step_that_makes_the_engine_fail_alone_is_not_tried_again() -> Non
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@on_loop
+@on_loop()
 async def test_thread_that_dies_leaves_nobody_waiting() -> None:
     engine = NotingEngine()
 
@@ -172,7 +172,7 @@ async def test_thread_that_dies_leaves_nobody_waiting() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@on_loop
+@on_loop()
 async def test_thread_that_dies_in_the_engine_answers_the_steps_in_its_hands() -> None:
     class DeadlyEngine(NotingEngine):
         def execute(
@@ -193,7 +193,7 @@ async def test_thread_that_dies_in_the_engine_answers_the_steps_in_its_hands() -
             assert_refused(result, ErrorCode.DRAINING)
 
 
-@on_loop
+@on_loop()
 async def test_error_of_a_call_reaches_its_caller_and_no_other() -> None:
     def fail() -> None:
         raise ZeroDivisionError("on purpose")
@@ -206,7 +206,7 @@ async def test_error_of_a_call_reaches_its_caller_and_no_other() -> None:
         await compute.submit(make_work(FakeCache()))
 
 
-@on_loop
+@on_loop()
 async def test_error_of_a_posted_function_is_logged_and_nothing_else(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -221,7 +221,7 @@ async def test_error_of_a_posted_function_is_logged_and_nothing_else(
     assert "on purpose" in caplog.text
 
 
-@on_loop
+@on_loop()
 async def test_refused_part_ends_its_prompt() -> None:
     engine = NotingEngine()
     engine.refused_positions.add(PART_TOKENS)
@@ -235,7 +235,7 @@ async def test_refused_part_ends_its_prompt() -> None:
     assert [work.position for work in engine.order] == [0, PART_TOKENS, 0]
 
 
-@on_loop
+@on_loop()
 async def test_urgent_step_that_fails_leaves_the_prompt_it_interrupted_alone() -> None:
     engine = NotingEngine()
     prompt, deadly = make_work(FakeCache(), 0, PART_TOKENS), make_work(FakeCache(), 1)

@@ -114,7 +114,7 @@ class EngineWithArrivals:
 
 
 @pytest.mark.parametrize("kv_format", KVFormat)
-@on_loop
+@on_loop()
 async def test_tokens_that_arrive_before_each_block_of_prompts_are_computed_there(
     tiny_models: Any, kv_format: KVFormat
 ) -> None:

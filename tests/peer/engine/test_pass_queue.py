@@ -73,7 +73,7 @@ def run_beside(company: Company, clock: FakeClock, num_seconds: int) -> Computed
     return done
 
 
-@on_loop
+@on_loop()
 async def test_pass_has_as_much_time_as_prompts_and_a_quarter_of_what_tokens_have() -> None:
     clock = FakeClock()
     prompts = Company(clock, PROMPTS=6)
@@ -88,7 +88,7 @@ async def test_pass_has_as_much_time_as_prompts_and_a_quarter_of_what_tokens_hav
     assert [when for when, _ in tokens.noted] == [1, 11, 21]
 
 
-@on_loop
+@on_loop()
 async def test_tokens_do_not_wait_for_what_a_pass_is_owed_by_prompts() -> None:
     clock = FakeClock()
     company = Company(clock, PROMPTS=6, TOKENS=2)
@@ -101,14 +101,14 @@ async def test_tokens_do_not_wait_for_what_a_pass_is_owed_by_prompts() -> None:
     ]  # fmt: skip
 
 
-@on_loop
+@on_loop()
 async def test_pass_beside_which_nothing_waits_is_not_held_up() -> None:
     clock = FakeClock()
     done = run_beside(Company(clock), clock, 5)
     assert (done.queue_seconds, done.compute_seconds) == (0, 5)
 
 
-@on_loop
+@on_loop()
 async def test_short_passes_of_others_are_computed_in_the_middle_of_a_long_one() -> None:
     queue, order = PassQueue(float), []
 
@@ -142,7 +142,7 @@ async def test_short_passes_of_others_are_computed_in_the_middle_of_a_long_one()
     assert len(queue.jobs) == 3
 
 
-@on_loop
+@on_loop()
 async def test_queue_is_the_rest_of_what_runs_and_one_pass_of_each_holder() -> None:
     clock = FakeClock()
     queue = PassQueue(clock.now)
@@ -166,7 +166,7 @@ async def test_queue_is_the_rest_of_what_runs_and_one_pass_of_each_holder() -> N
     assert queue.queue_seconds == 20
 
 
-@on_loop
+@on_loop()
 async def test_holders_take_turns_by_the_tokens_they_had() -> None:
     queue = PassQueue(float)
     for name, sizes in {"greedy": [100] * 3, "modest": [10] * 12}.items():
@@ -179,7 +179,7 @@ async def test_holders_take_turns_by_the_tokens_they_had() -> None:
     assert sorted(order) == ["greedy"] * 3 + ["modest"] * 12
 
 
-@on_loop
+@on_loop()
 async def test_cancelled_pass_is_never_begun() -> None:
     queue = PassQueue(float)
     dropped, other = make_job(bool), make_job(bool)
@@ -193,7 +193,7 @@ async def test_cancelled_pass_is_never_begun() -> None:
 
 
 @pytest.mark.parametrize(("max_bytes", "num_guests"), [(9, 0), (10, 1), (14, 1), (15, 2)])
-@on_loop
+@on_loop()
 async def test_interruptions_find_room_in_the_memory_that_is_left(
     max_bytes: int, num_guests: int
 ) -> None:
@@ -229,7 +229,7 @@ async def test_interruptions_find_room_in_the_memory_that_is_left(
 # ---- on the thread
 
 
-@on_loop
+@on_loop()
 async def test_short_pass_is_answered_while_a_long_one_of_another_client_goes_on() -> None:
     async with make_thread(NotingEngine()) as compute:
         loop = asyncio.get_running_loop()
@@ -247,7 +247,7 @@ async def test_short_pass_is_answered_while_a_long_one_of_another_client_goes_on
         assert done.result == "long"
 
 
-@on_loop
+@on_loop()
 async def test_pass_that_is_dropped_beneath_another_is_not_released_before_it_ends() -> None:
     may_end, guest_begun = threading.Event(), asyncio.Event()
     async with make_thread(NotingEngine()) as compute:
@@ -275,7 +275,7 @@ async def test_pass_that_is_dropped_beneath_another_is_not_released_before_it_en
         await long.released
 
 
-@on_loop
+@on_loop()
 async def test_steps_are_computed_while_a_pass_goes_on() -> None:
     engine = NotingEngine()
     order: list[str] = []
@@ -302,7 +302,7 @@ async def test_steps_are_computed_while_a_pass_goes_on() -> None:
     assert order == ["pass 0", "step", "pass 1", "step", "pass 2", "step"]
 
 
-@on_loop
+@on_loop()
 async def test_calls_are_answered_while_a_pass_goes_on() -> None:
     """A session that opens or closes must not wait for the end of a pass."""
 
@@ -320,7 +320,7 @@ async def test_calls_are_answered_while_a_pass_goes_on() -> None:
         await compute.submit_pass(compute_pass, 1).future
 
 
-@on_loop
+@on_loop()
 async def test_cancelled_pass_ends_at_its_next_pause_and_leaves_nothing() -> None:
     class Tensor:
         """Stands for what a pass holds on to."""
@@ -348,7 +348,7 @@ async def test_cancelled_pass_ends_at_its_next_pause_and_leaves_nothing() -> Non
 
 
 @pytest.mark.parametrize("has_begun", [True, False])
-@on_loop
+@on_loop()
 async def test_thread_that_stops_refuses_its_passes(has_begun: bool) -> None:
     begun = asyncio.Event()
     async with make_thread(NotingEngine()) as compute:
@@ -370,7 +370,7 @@ async def test_thread_that_stops_refuses_its_passes(has_begun: bool) -> None:
         assert_refused(refusal.value, ErrorCode.DRAINING)
 
 
-@on_loop
+@on_loop()
 async def test_pass_that_fails_is_refused_and_the_next_one_is_computed(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

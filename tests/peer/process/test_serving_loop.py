@@ -8,7 +8,7 @@ import hashlib
 import random
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from scene_tests import Story, make_test
+from coroutine_tests import Story, make_decorator
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.announcing.announcer import Announcer
@@ -265,22 +265,22 @@ class World:
         await asyncio.wait([peer.running for peer in self.peers])
 
 
-def in_world(story: Story) -> Callable[..., None]:
-    async def main(story: Story) -> None:
+def run(story: Story) -> None:
+    async def main() -> None:
         world = World()
         try:
             await story(world)
         finally:
             await world.close()
 
-    def play(story: Story) -> None:
-        gc.disable()  # memory has to be free without it
-        try:
-            run_virtual(main(story))
-        finally:
-            gc.enable()
+    gc.disable()  # memory has to be free without it
+    try:
+        run_virtual(main())
+    finally:
+        gc.enable()
 
-    return make_test(story, play)
+
+in_world = make_decorator(run)
 
 
 async def wait_for_move(peer: Peer) -> None:
@@ -303,14 +303,14 @@ async def bring_to_move(world: World, drain_seconds: float = 0.0) -> Peer:
     return peer
 
 
-@in_world
+@in_world()
 async def test_alone_a_peer_takes_what_it_holds_at_once(world: World) -> None:
     peer = world.add(max_blocks=3)
     await asyncio.sleep(3 * LOAD_SECONDS + 0.1)
     assert peer.span == Span(0, 3)
 
 
-@in_world
+@in_world()
 async def test_gap_is_closed_by_one_peer_within_two_periods(world: World) -> None:
     lone = world.add(span=Span(0, 4))
     others = [world.add(span=None) for _ in range(5)]
@@ -329,7 +329,7 @@ async def test_gap_is_closed_by_one_peer_within_two_periods(world: World) -> Non
     assert sum(peer.num_moves for peer in world.peers) <= 2  # one may follow as a replica
 
 
-@in_world
+@in_world()
 async def test_peer_with_given_blocks_never_moves(world: World) -> None:
     first = world.add(span=Span(0, 4))
     others = [world.add(span=Span(4, 8)) for _ in range(3)]
@@ -339,7 +339,7 @@ async def test_peer_with_given_blocks_never_moves(world: World) -> None:
     assert [peer.num_moves for peer in others] == [0, 0, 0]
 
 
-@in_world
+@in_world()
 async def test_blocks_that_both_spans_have_stay_loaded(world: World) -> None:
     first_two = [world.add(span=Span(0, 2)) for _ in range(2)]
     world.add(span=Span(2, 8))
@@ -356,7 +356,7 @@ async def test_blocks_that_both_spans_have_stay_loaded(world: World) -> None:
     assert peer.loader.loaded == [set(range(2, 8)), {0, 1}]
 
 
-@in_world
+@in_world()
 async def test_streams_find_the_service_that_drains_and_are_refused_until_the_next(
     world: World,
 ) -> None:
@@ -384,7 +384,7 @@ async def test_streams_find_the_service_that_drains_and_are_refused_until_the_ne
     assert [service.num_streams for service in peer.loader.services] == [1, 1]
 
 
-@in_world
+@in_world()
 async def test_directory_in_trouble_ends_no_peer(world: World) -> None:
     world.add(span=Span(0, 4))
     await asyncio.sleep(PERIOD_SECONDS)
@@ -400,7 +400,7 @@ async def test_directory_in_trouble_ends_no_peer(world: World) -> None:
     assert states == {PeerState.ONLINE, PeerState.OFFLINE}
 
 
-@in_world
+@in_world()
 async def test_move_outlasts_a_directory_in_trouble(world: World) -> None:
     peer = await bring_to_move(world)
     await wait_for_move(peer)
@@ -414,7 +414,7 @@ async def test_move_outlasts_a_directory_in_trouble(world: World) -> None:
     assert await world.count_hosts() == [1] * NUM_BLOCKS
 
 
-@in_world
+@in_world()
 async def test_liar_who_is_always_about_to_be_there_too_keeps_nobody_out(world: World) -> None:
     for span in (Span(0, 4), Span(4, 8), Span(0, 4), Span(4, 8)):
         world.add(span=span)
@@ -427,7 +427,7 @@ async def test_liar_who_is_always_about_to_be_there_too_keeps_nobody_out(world: 
     assert len(newcomer.span) == 1
 
 
-@in_world
+@in_world()
 async def test_who_is_about_to_serve_for_an_hour_is_not_believed(world: World) -> None:
     world.add(span=Span(4, 8))
     for _ in range(2):  # they say they come, and never do
@@ -448,7 +448,7 @@ async def never_load(*_: object) -> AsyncGenerator[Any]:
 
 
 @pytest.mark.parametrize("has_memory_for_two", [False, True])
-@in_world
+@in_world()
 async def test_peer_goes_back_when_it_cannot_load_where_it_moves(
     world: World, has_memory_for_two: bool
 ) -> None:
@@ -468,7 +468,7 @@ async def test_peer_goes_back_when_it_cannot_load_where_it_moves(
     assert await world.count_hosts() == [0] * 4 + [2] * 4
 
 
-@in_world
+@in_world()
 async def test_peer_that_cannot_load_a_block_still_serves_what_is_around_it(world: World) -> None:
     peer = await bring_to_move(world)
     peer.loader.broken = {2}
@@ -480,7 +480,7 @@ async def test_peer_that_cannot_load_a_block_still_serves_what_is_around_it(worl
 
 
 @pytest.mark.slow
-@in_world
+@in_world()
 async def test_place_that_could_not_be_loaded_is_tried_again_later_and_later(world: World) -> None:
     peer = await bring_to_move(world)
     peer.loader.broken = {3}
@@ -494,7 +494,7 @@ async def test_place_that_could_not_be_loaded_is_tried_again_later_and_later(wor
     assert peer.num_moves == 5
 
 
-@in_world
+@in_world()
 async def test_peer_goes_back_when_memory_does_not_hold_where_it_moves(world: World) -> None:
     peer = await bring_to_move(world)
     peer.loader.has_memory_for_one = False
@@ -506,7 +506,7 @@ async def test_peer_goes_back_when_memory_does_not_hold_where_it_moves(world: Wo
 
 
 @pytest.mark.parametrize("span", [None, Span(0, 4)])
-@in_world
+@in_world()
 async def test_peer_that_cannot_load_its_first_span_says_so(
     world: World, span: Span | None
 ) -> None:
@@ -516,7 +516,7 @@ async def test_peer_that_cannot_load_its_first_span_says_so(
         await peer.running
 
 
-@in_world
+@in_world()
 async def test_peer_that_can_load_nothing_any_more_says_so(world: World) -> None:
     peer = await bring_to_move(world)
     peer.loader.broken = set(range(NUM_BLOCKS))
@@ -524,7 +524,7 @@ async def test_peer_that_can_load_nothing_any_more_says_so(world: World) -> None
         await peer.running
 
 
-@in_world
+@in_world()
 async def test_peer_that_is_stopped_while_it_drains_for_a_move_leaves_at_once(world: World) -> None:
     peer = await bring_to_move(world)
     peer.loader.drain_seconds = peer.loader.services[0].drain_seconds = 20.0
@@ -539,7 +539,7 @@ async def test_peer_that_is_stopped_while_it_drains_for_a_move_leaves_at_once(wo
     assert states == [PeerState.OFFLINE, PeerState.ONLINE]
 
 
-@in_world
+@in_world()
 async def test_machine_without_memory_is_told_so(world: World) -> None:
     peer = world.add(max_blocks=0)
     with pytest.raises(UsageError, match="not even one block"):

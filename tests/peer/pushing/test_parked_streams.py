@@ -49,7 +49,7 @@ async def is_over(talk: Talk) -> bool:
 
 
 @pytest.mark.parametrize("is_bulk", [False, True])
-@in_scene
+@in_scene()
 async def test_what_is_pushed_goes_over_the_stream_that_was_parked(
     scene: Scene, is_bulk: bool
 ) -> None:
@@ -66,7 +66,7 @@ async def test_what_is_pushed_goes_over_the_stream_that_was_parked(
     assert pusher.losses == []
 
 
-@in_scene
+@in_scene()
 async def test_stream_of_the_other_lane_is_not_used(scene: Scene) -> None:
     await park(scene)
 
@@ -76,7 +76,7 @@ async def test_stream_of_the_other_lane_is_not_used(scene: Scene) -> None:
     assert "not connected" in pusher.losses[0]
 
 
-@in_scene
+@in_scene()
 async def test_stream_that_is_parked_after_a_failure_is_used_at_once(scene: Scene) -> None:
     scene.public.push(name())
     await asyncio.sleep(1)
@@ -87,7 +87,7 @@ async def test_stream_that_is_parked_after_a_failure_is_used_at_once(scene: Scen
     await answer_hello(talk)
 
 
-@in_scene
+@in_scene()
 async def test_peer_that_does_not_answer_on_its_newest_stream_may_on_the_other(
     scene: Scene,
 ) -> None:
@@ -101,7 +101,7 @@ async def test_peer_that_does_not_answer_on_its_newest_stream_may_on_the_other(
     assert pusher.losses == []
 
 
-@in_scene
+@in_scene()
 async def test_another_peer_behind_the_stream_is_not_pushed_to(scene: Scene) -> None:
     talk = await park(scene)
 
@@ -113,7 +113,7 @@ async def test_another_peer_behind_the_stream_is_not_pushed_to(scene: Scene) -> 
     assert len(pusher.losses) == 1
 
 
-@in_scene
+@in_scene()
 async def test_stream_that_has_ended_is_forgotten(scene: Scene) -> None:
     talk = await park(scene)
     assert scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
@@ -124,7 +124,7 @@ async def test_stream_that_has_ended_is_forgotten(scene: Scene) -> None:
     assert not scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
 
 
-@in_scene
+@in_scene()
 async def test_parked_stream_outlives_the_span_that_was_served_and_holds_nothing_of_it(
     scene: Scene,
 ) -> None:
@@ -145,7 +145,7 @@ async def test_parked_stream_outlives_the_span_that_was_served_and_holds_nothing
 # ---- what strangers may try
 
 
-@in_scene
+@in_scene()
 async def test_offer_of_another_peer_is_refused(scene: Scene) -> None:
     talk = await scene.offer(STRANGER, peer_id=HOME.peer_id)
 
@@ -154,7 +154,7 @@ async def test_offer_of_another_peer_is_refused(scene: Scene) -> None:
     assert not scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
 
 
-@in_scene
+@in_scene()
 async def test_offer_that_was_made_on_another_stream_is_refused(scene: Scene) -> None:
     heard, replayed = await scene.dial(), await scene.dial("thief")
     welcomes = [await talk.ask(HELLO) for talk in (heard, replayed)]
@@ -168,7 +168,7 @@ async def test_offer_that_was_made_on_another_stream_is_refused(scene: Scene) ->
 
 
 @pytest.mark.parametrize("max_version", [1, REVERSE_VERSION - 1])
-@in_scene
+@in_scene()
 async def test_who_speaks_an_older_version_has_nothing_to_sign(
     scene: Scene, max_version: int
 ) -> None:
@@ -194,7 +194,7 @@ async def test_peer_that_cannot_be_dialled_takes_no_offers(peer: Peer) -> None:
     assert_declined(await talk.ask(offer), ErrorCode.BAD_FRAME)
 
 
-@in_scene
+@in_scene()
 async def test_one_address_gets_its_share_whatever_peers_it_makes_up(scene: Scene) -> None:
     made_up = [Identity(bytes([9, number]) * 16) for number in range(200)]
     num_kept = 0
@@ -207,7 +207,7 @@ async def test_one_address_gets_its_share_whatever_peers_it_makes_up(scene: Scen
     assert num_kept == 512 // 2 + 1
 
 
-@in_scene
+@in_scene()
 async def test_stream_that_is_refused_takes_the_place_of_none(scene: Scene) -> None:
     made_up = [Identity(bytes([9, number]) * 16) for number in range(200)]
     for _ in range(2):
@@ -223,7 +223,7 @@ async def test_stream_that_is_refused_takes_the_place_of_none(scene: Scene) -> N
         assert await scene.public.parked.take(HOME.peer_id, Lane.INTERACTIVE) is not None
 
 
-@in_scene
+@in_scene()
 async def test_who_does_not_read_that_a_stream_is_kept_has_gone(scene: Scene) -> None:
     offer = make_offer(HOME, scene.public.endpoint.fingerprint, bytes(32), False)
     async with asyncio.timeout(60):
@@ -233,7 +233,7 @@ async def test_who_does_not_read_that_a_stream_is_kept_has_gone(scene: Scene) ->
     assert not scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
 
 
-@in_scene
+@in_scene()
 async def test_one_peer_has_two_streams_of_a_lane_and_the_newest_ones(scene: Scene) -> None:
     talks = [await park(scene) for _ in range(3)]
 
@@ -242,7 +242,7 @@ async def test_one_peer_has_two_streams_of_a_lane_and_the_newest_ones(scene: Sce
     await answer_hello(talks[2])
 
 
-@in_scene
+@in_scene()
 async def test_who_talks_on_a_parked_stream_is_hung_up_on(scene: Scene) -> None:
     talk = await park(scene)
 
@@ -252,7 +252,7 @@ async def test_who_talks_on_a_parked_stream_is_hung_up_on(scene: Scene) -> None:
     assert not scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
 
 
-@in_scene
+@in_scene()
 async def test_large_frame_on_a_parked_stream_takes_no_memory(scene: Scene) -> None:
     talk = await park(scene)
 
@@ -261,7 +261,7 @@ async def test_large_frame_on_a_parked_stream_takes_no_memory(scene: Scene) -> N
     assert await is_over(talk)
 
 
-@in_scene
+@in_scene()
 async def test_what_is_said_behind_an_offer_ends_the_stream(scene: Scene) -> None:
     talk = await scene.offer()
     await talk.say(HELLO)
@@ -270,7 +270,7 @@ async def test_what_is_said_behind_an_offer_ends_the_stream(scene: Scene) -> Non
     assert await is_over(talk)
 
 
-@in_scene
+@in_scene()
 async def test_client_that_makes_endpoints_up_takes_no_stream_away(scene: Scene) -> None:
     await park(scene)
     for number in range(1, 20):
@@ -281,7 +281,7 @@ async def test_client_that_makes_endpoints_up_takes_no_stream_away(scene: Scene)
     assert scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
 
 
-@in_scene
+@in_scene()
 async def test_client_that_names_the_peer_again_and_again_uses_up_nothing_of_others(
     scene: Scene,
 ) -> None:

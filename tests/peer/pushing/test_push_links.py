@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
+from coroutine_tests import Story, make_decorator
 from reverse_scene import Pusher
-from scene_tests import Story, make_test
 from service_scene import MODEL_ID, SPAN
 from virtual_time import VirtualClock, run_virtual
 
@@ -81,10 +81,10 @@ def no_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
-def in_scene(story: Story) -> Callable[..., None]:
-    """Make a test of a story on virtual time; whoever was dialled is hung up on at its end."""
+def run(story: Story) -> None:
+    """Run a story on virtual time; whoever was dialled is hung up on at its end."""
 
-    async def main(story: Story) -> None:
+    async def main() -> None:
         network = LoopbackNetwork(link=Link(delay_seconds=DELAY_SECONDS))
         transport = LoopbackTransport(network, "me")
         far = LoopbackTransport(network, "next")
@@ -97,7 +97,10 @@ def in_scene(story: Story) -> Callable[..., None]:
         await far.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    return make_test(story, lambda story: run_virtual(main(story)))
+    run_virtual(main())
+
+
+in_scene = make_decorator(run)
 
 
 # ---- dials
@@ -118,7 +121,7 @@ def ask_for_black_holes(scene: Scene, num_dials: int = 100) -> list[Pusher]:
     return sessions
 
 
-@in_scene
+@in_scene()
 async def test_address_that_has_black_holes_dialled_leaves_dials_to_others(scene: Scene) -> None:
     ask_for_black_holes(scene)
     session = Pusher(HONEST)
@@ -130,7 +133,7 @@ async def test_address_that_has_black_holes_dialled_leaves_dials_to_others(scene
     await asyncio.sleep(60)
 
 
-@in_scene
+@in_scene()
 async def test_every_endpoint_that_is_tried_counts(scene: Scene) -> None:
     tried: list[Endpoint] = []
     open_stream = scene.transport.open_stream
@@ -156,7 +159,7 @@ async def test_every_endpoint_that_is_tried_counts(scene: Scene) -> None:
 # ---- endings
 
 
-@in_scene
+@in_scene()
 async def test_step_that_comes_while_an_idle_connection_closes_is_pushed_over_a_new_one(
     scene: Scene,
 ) -> None:
@@ -184,7 +187,7 @@ async def test_step_that_comes_while_an_idle_connection_closes_is_pushed_over_a_
     assert scene.heard == [make_frame()]
 
 
-@in_scene
+@in_scene()
 async def test_nobody_is_dialled_once_all_were_hung_up_on(scene: Scene) -> None:
     before, after = Pusher(), Pusher()
     scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), before)
@@ -204,7 +207,7 @@ async def test_nobody_is_dialled_once_all_were_hung_up_on(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("how", ["breaks", "says what was not asked", "reads nothing"])
-@in_scene
+@in_scene()
 async def test_link_that_is_lost_leaves_nothing_in_memory(
     scene: Scene, how: str, no_garbage_collection: None
 ) -> None:
@@ -228,7 +231,7 @@ async def test_link_that_is_lost_leaves_nothing_in_memory(
     assert not is_in_memory()
 
 
-@in_scene
+@in_scene()
 async def test_link_that_sends_a_large_frame_is_hung_up_on(scene: Scene) -> None:
     """Before anything of it is kept: that would be in no account."""
 
@@ -245,7 +248,7 @@ async def test_link_that_sends_a_large_frame_is_hung_up_on(scene: Scene) -> None
 # ---- replays
 
 
-@in_scene
+@in_scene()
 async def test_frames_of_a_replay_are_made_one_by_one_and_the_loop_goes_on_between_them(
     scene: Scene,
 ) -> None:
@@ -267,7 +270,7 @@ async def test_frames_of_a_replay_are_made_one_by_one_and_the_loop_goes_on_betwe
     assert session.num_bytes_left == 300
 
 
-@in_scene
+@in_scene()
 async def test_who_does_not_want_a_replay_is_sent_one_frame_of_it(scene: Scene) -> None:
     session, scene.declines = Pusher(), True
     frames = (make_frame(number) for number in range(50))

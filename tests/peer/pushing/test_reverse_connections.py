@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import pytest
-from reverse_scene import FRAME, HOME, PERIOD_SECONDS, PUBLIC, Scene, in_scene, make_welcome, name
-from scene_tests import Story, make_test
+from coroutine_tests import Story, make_decorator
+from reverse_scene import (
+    FRAME,
+    HOME,
+    PERIOD_SECONDS,
+    PUBLIC,
+    Scene,
+    in_scene,
+    make_welcome,
+    name,
+    run_in_scene,
+)
 from virtual_time import VirtualClock
 
 from shoal.peer.pushing.reverse_connections import ReverseConnections, choose_hosts
@@ -87,17 +96,17 @@ async def run_home(
         await asyncio.wait([running])
 
 
-def at_home(story: Story) -> Callable[..., None]:
-    """Make a test of a story about a scene, and a peer at home in it."""
+def run_at_home(story: Story) -> None:
+    """Run a story about a scene, and a peer at home in it."""
 
-    async def run(story: Story, scene: Scene) -> None:
+    async def run(scene: Scene) -> None:
         async with run_home(scene) as home:
             await story(scene, home)
 
-    def play(story: Story) -> None:
-        in_scene(partial(run, story))()
+    run_in_scene(run)
 
-    return make_test(story, play, num_scenes=2)
+
+at_home = make_decorator(run_at_home, 2)
 
 
 def has_parked(scene: Scene) -> bool:
@@ -124,7 +133,7 @@ def choose(
     return [others.index(host) for host in choose_hosts(own, others, of_kept, of_failing)]
 
 
-@in_scene
+@in_scene()
 async def test_streams_are_parked_where_a_chain_may_come_from(scene: Scene) -> None:
     others = [
         describe(scene, 10, Span(0, 4)),
@@ -141,7 +150,7 @@ async def test_streams_are_parked_where_a_chain_may_come_from(scene: Scene) -> N
     assert set(choose(scene, others)) == {0, 1}
 
 
-@in_scene
+@in_scene()
 async def test_nearest_are_chosen_of_many_and_those_that_hold_streams_stay(scene: Scene) -> None:
     places = [Coordinate(0.01 * number, 0.0, 0.0, 0.001, 0.1) for number in range(12)]
     others = [
@@ -156,7 +165,7 @@ async def test_nearest_are_chosen_of_many_and_those_that_hold_streams_stay(scene
     assert choose(scene, others[:3], failing=(0, 1)) == [2, 0, 1]
 
 
-@in_scene
+@in_scene()
 async def test_nothing_is_parked_before_the_peer_serves(scene: Scene) -> None:
     async with run_home(scene, state=PeerState.JOINING):
         assert not has_parked(scene)
@@ -165,7 +174,7 @@ async def test_nothing_is_parked_before_the_peer_serves(scene: Scene) -> None:
 # ---- and for how long
 
 
-@at_home
+@at_home()
 async def test_parked_streams_are_announced(scene: Scene, home: Home) -> None:
     await asyncio.sleep(5)
 
@@ -175,7 +184,7 @@ async def test_parked_streams_are_announced(scene: Scene, home: Home) -> None:
     assert replace(home.own, parked_at=home.parked_at).is_parked_at(PUBLIC.peer_id)
 
 
-@at_home
+@at_home()
 async def test_stream_that_is_used_is_replaced_and_announced_meanwhile(
     scene: Scene, home: Home
 ) -> None:
@@ -191,7 +200,7 @@ async def test_stream_that_is_used_is_replaced_and_announced_meanwhile(
     assert len(home.streams) == 1
 
 
-@at_home
+@at_home()
 async def test_pushes_go_on_over_a_new_stream_when_one_breaks(scene: Scene, home: Home) -> None:
     scene.public.push(name())
     await asyncio.sleep(2)
@@ -204,7 +213,7 @@ async def test_pushes_go_on_over_a_new_stream_when_one_breaks(scene: Scene, home
     assert home.heard == [FRAME, FRAME]
 
 
-@at_home
+@at_home()
 async def test_peer_that_is_killed_is_announced_no_more(scene: Scene, home: Home) -> None:
     await asyncio.sleep(5)
     num_before = home.num_changes
@@ -216,7 +225,7 @@ async def test_peer_that_is_killed_is_announced_no_more(scene: Scene, home: Home
     assert home.parked_at == ()
 
 
-@at_home
+@at_home()
 async def test_peer_behind_a_line_that_was_cut_gets_streams_again_when_it_is_whole(
     scene: Scene, home: Home
 ) -> None:
@@ -231,7 +240,7 @@ async def test_peer_behind_a_line_that_was_cut_gets_streams_again_when_it_is_who
     assert home.parked_at == (shorten(PUBLIC.peer_id),)
 
 
-@at_home
+@at_home()
 async def test_streams_are_taken_away_from_who_serves_something_else_now(
     scene: Scene, home: Home
 ) -> None:
@@ -242,7 +251,7 @@ async def test_streams_are_taken_away_from_who_serves_something_else_now(
     assert home.parked_at == ()
 
 
-@at_home
+@at_home()
 async def test_streams_stay_while_the_directory_cannot_be_read(scene: Scene, home: Home) -> None:
     scene.store.is_reachable = False
     with pytest.raises(DirectoryError):
@@ -253,7 +262,7 @@ async def test_streams_stay_while_the_directory_cannot_be_read(scene: Scene, hom
     assert has_parked(scene)
 
 
-@in_scene
+@in_scene()
 async def test_end_leaves_nothing_behind_even_in_the_middle_of_a_push(scene: Scene) -> None:
     async with run_home(scene) as home:
         pusher = scene.public.push(name())
@@ -306,7 +315,7 @@ def make_rogue_welcome(**changes: Any) -> Welcome:
     ],
     ids=["another peer", "no nonce", "no answer", "garbage", "too much"],
 )
-@in_scene
+@in_scene()
 async def test_peer_that_does_not_keep_to_the_protocol_is_left_alone(
     scene: Scene, welcome: Welcome, answer: bytes
 ) -> None:
@@ -320,7 +329,7 @@ async def test_peer_that_does_not_keep_to_the_protocol_is_left_alone(
         assert home.streams == []
 
 
-@at_home
+@at_home()
 async def test_peer_that_listens_elsewhere_now_is_dialled_there(scene: Scene, home: Home) -> None:
     restarted = Rogue(scene, make_rogue_welcome(peer_id=PUBLIC.peer_id), encode_frame(Parked()))
 
@@ -343,7 +352,7 @@ class FailingTransport(LoopbackTransport):
         return await super().open_stream(endpoint, timeout_seconds)
 
 
-@in_scene
+@in_scene()
 async def test_streams_are_kept_after_an_error_that_nobody_foresaw(
     scene: Scene, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -354,7 +363,7 @@ async def test_streams_are_kept_after_an_error_that_nobody_foresaw(
     assert "on purpose" in caplog.text
 
 
-@in_scene
+@in_scene()
 async def test_peer_that_uses_up_every_stream_gets_them_later_and_later(scene: Scene) -> None:
     rogue = Rogue(scene, make_rogue_welcome(), encode_frame(Parked()))
     await rogue.listen()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from scene_tests import Story, make_test
+from coroutine_tests import Story, make_decorator
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.engine.adapters.adapter import Adapter
@@ -32,16 +30,19 @@ def held(adapter_store: AdapterStore) -> dict[Tenant, int]:
     return dict(adapter_store.shared._held)
 
 
-def with_store(story: Story) -> Callable[..., None]:
-    async def main(story: Story) -> None:
+def run(story: Story) -> None:
+    async def main() -> None:
         adapter_store = AdapterStore(VirtualClock(), 100 * SIZE)
         await story(adapter_store)
         adapter_store.close()
 
-    return make_test(story, lambda story: run_virtual(main(story)))
+    run_virtual(main())
 
 
-@with_store
+with_store = make_decorator(run)
+
+
+@with_store()
 async def test_published_adapter_that_is_taken_back_is_paid_for_by_those_who_go_on_with_it(
     adapter_store: AdapterStore,
 ) -> None:
@@ -61,7 +62,7 @@ async def test_published_adapter_that_is_taken_back_is_paid_for_by_those_who_go_
     assert held(adapter_store) == {}
 
 
-@with_store
+@with_store()
 async def test_publisher_who_uses_it_himself_pays_to_the_end(adapter_store: AdapterStore) -> None:
     put(adapter_store, ONE, ANNA, is_published=True)
     kept = adapter_store.find(ONE, ANNA)
@@ -75,7 +76,7 @@ async def test_publisher_who_uses_it_himself_pays_to_the_end(adapter_store: Adap
     assert held(adapter_store) == {}
 
 
-@with_store
+@with_store()
 async def test_copy_that_was_fetched_for_a_client_is_none_that_it_has_brought(
     adapter_store: AdapterStore,
 ) -> None:
@@ -89,7 +90,7 @@ async def test_copy_that_was_fetched_for_a_client_is_none_that_it_has_brought(
     assert adapter_store.has(OTHER, ANNA, is_published=True)
 
 
-@with_store
+@with_store()
 async def test_publication_that_comes_after_closing_is_not_announced(
     adapter_store: AdapterStore,
 ) -> None:
@@ -105,7 +106,7 @@ async def test_publication_that_comes_after_closing_is_not_announced(
     assert held(adapter_store) == {}
 
 
-@with_store
+@with_store()
 async def test_each_of_two_publishers_pays_and_takes_back_for_himself(
     adapter_store: AdapterStore,
 ) -> None:
@@ -121,7 +122,7 @@ async def test_each_of_two_publishers_pays_and_takes_back_for_himself(
     assert held(adapter_store) == {}
 
 
-@with_store
+@with_store()
 async def test_whoever_takes_up_an_adapter_that_was_forgotten_meanwhile_pays_for_it(
     adapter_store: AdapterStore,
 ) -> None:
@@ -200,7 +201,7 @@ def test_peer_that_keeps_no_adapters_says_so() -> None:
     assert seconds is None
 
 
-@with_store
+@with_store()
 async def test_peer_says_of_an_adapter_that_it_does_not_have_no_more_than_it_knows(
     adapter_store: AdapterStore,
 ) -> None:
