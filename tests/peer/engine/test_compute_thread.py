@@ -265,12 +265,6 @@ async def test_waiting_time_grows_with_those_who_wait_and_is_told_to_each_step()
 
 
 @on_loop()
-async def test_call_returns_what_the_function_returns_on_the_thread() -> None:
-    async with make_thread(NotingEngine()) as compute:
-        assert await compute.call(lambda: threading.current_thread().name) == "compute"
-
-
-@on_loop()
 async def test_calls_and_posts_run_in_their_order() -> None:
     done: list[int] = []
 

@@ -71,10 +71,6 @@ def test_prompts_go_in_whole_parts_while_their_budget_lasts(
     assert choose([prompt(1, 150), token(2)], prompt_budget=budget) == chosen
 
 
-def test_last_part_may_be_shorter_and_the_next_prompt_follows() -> None:
-    assert choose([prompt(1, 70), prompt(2, 100)], prompt_budget=140) == [(0, 70), (1, 64)]
-
-
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 64, 65, 256])
 def test_part_is_of_one_size_whatever_the_rows(num_rows: int) -> None:
     size = num_rows * count_part_tokens(num_rows)
@@ -82,23 +78,6 @@ def test_part_is_of_one_size_whatever_the_rows(num_rows: int) -> None:
     assert size <= max(PART_TOKENS, num_rows)
     (chosen,) = choose([prompt(1, 1000, num_rows=num_rows)], prompt_budget=1)
     assert chosen == (0, count_part_tokens(num_rows))
-
-
-def test_rows_that_decode_are_bounded_and_the_first_is_taken_whatever_its_size() -> None:
-    waiting = [token(1, num_rows=8), token(2, num_rows=8), token(3, num_rows=8)]
-
-    assert choose(waiting, token_budget=16) == [(0, 1), (1, 1)]
-    assert choose(waiting, token_budget=15) == [(0, 1)]
-    assert choose(waiting, token_budget=1) == [(0, 1)]
-
-
-def test_clients_share_a_budget_not_their_sessions() -> None:
-    many = [prompt(session, 1000, "many") for session in range(20)]
-    waiting = [*many, prompt(90, 1000, "one"), prompt(91, 1000, "other")]
-
-    chosen = dict(choose(waiting, prompt_budget=6 * PART_TOKENS))
-
-    assert chosen == {0: 64, 1: 64, 20: 128, 21: 128}
 
 
 def test_short_prompt_does_not_wait_for_a_long_one_of_the_same_client() -> None:
@@ -111,12 +90,6 @@ def test_short_prompt_does_not_wait_for_a_long_one_of_the_same_client() -> None:
     queue.run()
 
     assert [step.session for step in queue.waiting] == [0]
-
-
-def test_client_that_has_had_less_goes_first() -> None:
-    waiting = [token(1, "rich"), token(2, "poor"), prompt(3, 500, "rich"), prompt(4, 500, "poor")]
-
-    assert choose(waiting, 1, 64, rich=100.0, poor=10.0) == [(1, 1), (3, 64)]
 
 
 def test_names_that_are_made_up_share_what_their_address_gets() -> None:
@@ -206,14 +179,6 @@ class Queue:
         taken = {take.index for take in batch}
         self.waiting = left + [s for i, s in enumerate(self.waiting) if i not in taken]
         return done
-
-
-def test_all_that_decodes_is_urgent_but_for_who_crowds() -> None:
-    waiting = [token(1, "flood"), token(2, "flood"), token(3, "one"), prompt(4, 9, "flood")]
-
-    assert choose_urgent(waiting, {}, 512, {("flood", "")}) == [ScheduledPart(2, 1)]
-    alone = choose_urgent(waiting, {}, 512, ())
-    assert sorted(take.index for take in alone) == [0, 1, 2]
 
 
 def test_step_behind_a_running_one_of_its_session_is_not_urgent() -> None:

@@ -22,15 +22,18 @@ def test_nf4_is_for_devices(device: str) -> None:
     assert PeerConfig(model="m", weights="nf4", device=device).weights == "nf4"
 
 
-@pytest.mark.parametrize("num_bytes", [1, 2**27 - 1])
-def test_memory_that_no_pass_would_find_room_in_is_refused_with_advice(num_bytes: int) -> None:
-    with pytest.raises(UsageError, match=r"least 128 MiB of memory, or none \(--training-memory"):
-        PeerConfig(model="m", pass_bytes=num_bytes)
-
-
-def test_memory_that_no_adapter_would_find_room_in_is_refused_with_advice() -> None:
-    with pytest.raises(UsageError, match=r"least 16 MiB of memory, or none \(--adapter-memory 0\)"):
-        PeerConfig(model="m", adapter_bytes=2**24 - 1)
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"pass_bytes": 2**27 - 1}, r"least 128 MiB of memory, or none \(--training-memory"),
+        ({"adapter_bytes": 2**24 - 1}, r"least 16 MiB of memory, or none \(--adapter-memory 0\)"),
+    ],
+)
+def test_memory_in_which_nothing_would_find_room_is_refused_with_advice(
+    setting: dict[str, int], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        PeerConfig("m", **setting)  # pyright: ignore[reportArgumentType]
 
 
 def test_formats_of_weights_are_those_of_the_engine() -> None:
