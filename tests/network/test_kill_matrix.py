@@ -117,13 +117,6 @@ def find_hop(live: LiveSwarm, session: Any, index: int) -> LocalPeer:
     return live.swarm.find(session.hops[index].peer.peer_id)
 
 
-def test_reference_without_any_kill(live: LiveSwarm, prompt: Tensor) -> None:
-    live.heal(2)
-
-    with live.connect() as model:
-        assert torch.equal(generate(model, prompt), run_undisturbed(live, prompt))
-
-
 @pytest.mark.parametrize(
     "indices",
     [
@@ -311,26 +304,6 @@ def test_trouble_during_beam_search(
         assert SPANS[index] in {failover.lost.span for failover in session.failovers}
 
 
-def test_kill_with_a_batch_of_three(live: LiveSwarm) -> None:
-    live.heal(2)
-    inputs = torch.randint(3, 128, (3, 17), generator=torch.Generator().manual_seed(SEED))
-
-    with live.connect() as model, model.inference_session(max_length=64) as session:
-        num_calls = 0
-
-        def kill_in_the_middle(tokens: Tensor, scores: Tensor) -> Tensor:
-            nonlocal num_calls
-            num_calls += 1
-            if num_calls == KILL_AFTER:
-                kill_hops(live, session, (1,))
-            return scores
-
-        tokens = generate(model, inputs, logits_processor=[kill_in_the_middle])
-
-        assert torch.equal(tokens, run_undisturbed(live, inputs))
-        assert len(session.failovers) == 1
-
-
 def test_no_replica_left_names_the_blocks_and_the_session_goes_on_later(
     live: LiveSwarm, prompt: Tensor
 ) -> None:
@@ -409,36 +382,3 @@ def test_eight_sessions_of_different_texts_go_on(
     for inputs, text in zip(prompts, texts, strict=True):
         expected = run_undisturbed(live, inputs)
         assert torch.equal(text[:, -NUM_NEW_TOKENS:], expected[:, -NUM_NEW_TOKENS:])
-
-
-@pytest.mark.parametrize(
-    "point",
-    [pytest.param("open", marks=pytest.mark.thorough), "prefill",
-     pytest.param("answer", marks=pytest.mark.thorough)],
-)  # fmt: skip
-def test_eight_sessions_go_on_when_their_peer_dies_at_a_point_of_the_protocol(
-    live: LiveSwarm, point: str
-) -> None:
-    """All of them pass through it, each in another phase; some search with beams."""
-    live.heal(1)
-    (healthy,) = [p for p in live.swarm.peers if p.is_running and p.span == SPANS[1]]
-    healthy.kill()
-    dying = live.swarm.add(SPANS[1], program=make_dying_program(point))
-    succession = threading.Thread(target=lambda: (dying.wait(120), live.swarm.add(SPANS[1])))
-    succession.start()
-    generator = torch.Generator().manual_seed(SEED)
-    prompts = [torch.randint(3, 128, (1, 5 + 6 * n), generator=generator) for n in range(8)]
-    settings: list[dict[str, int]] = [{"num_beams": 3} if n % 4 == 3 else {} for n in range(8)]
-
-    with (
-        live.connect(max_step_bytes=4 * 64 * 4, failover_timeout_seconds=60.0) as model,
-        ThreadPoolExecutor(len(prompts)) as threads,
-    ):
-        texts = list(
-            threads.map(lambda inputs, own: generate(model, inputs, **own), prompts, settings)
-        )
-
-    succession.join()
-    assert not dying.is_running
-    for inputs, own, text in zip(prompts, settings, texts, strict=True):
-        assert torch.equal(text, run_undisturbed(live, inputs, **own))

@@ -11,14 +11,11 @@ from typing import Any
 
 import pytest
 from processes import children_of, wait_until_dead
-from service_scene import HELLO, Talk, make_open
 
 from shoal.peer.local_swarm.swarm import SHOAL_PROGRAM, LocalPeer, LocalSwarm
 from shoal.protocol.ids import ModelId
-from shoal.protocol.messages.session import Opened, Welcome
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
-from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.spans import Span
 
@@ -84,33 +81,6 @@ def test_peer_that_finds_no_file_for_its_new_blocks_goes_back(
         mover.terminate()
         assert mover.wait(PATIENCE_SECONDS) == 0
         assert mover.log() == "it said nothing"
-
-
-@pytest.mark.thorough
-def test_peer_that_is_stopped_while_sessions_leave_for_its_move_leaves_too(
-    tiny_models: Any,
-) -> None:
-    with bring_to_move(tiny_models.get("llama").directory) as (swarm, mover, lone):
-        before, children = mover.span, children_of(mover.pid)
-
-        async def hold_a_session() -> None:
-            """Keep a session open for a client too old to understand that it should leave."""
-            endpoint = (await look_up(swarm, mover)).endpoints[0]
-            transport = TcpTransport()
-            talk = Talk(await transport.open_stream(endpoint))
-            opening = make_open(model_id=ModelId(mover.facts["model_id"]), span=mover.span)
-            assert isinstance(await talk.ask(HELLO), Welcome)
-            assert isinstance(await talk.ask(opening), Opened)
-            lone.kill()
-            wait_for(mover, "moving")
-            mover.terminate()
-            wait_for(mover, "left")
-            await transport.close()
-
-        asyncio.run(hold_a_session())
-
-        assert_it_left(swarm, mover, children)
-        assert mover.span == before
 
 
 @pytest.mark.thorough

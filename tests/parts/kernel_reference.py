@@ -141,3 +141,22 @@ def round_state(state_D: Tensor) -> tuple[float, list[int]]:
         return 0.0, [0] * len(state_D)
     factor = torch.tensor(127.0) / largest
     return float(largest / 127.0), [round(float(number * factor)) for number in state_D.float()]
+
+
+def make_int8_weight(in_features: int, out_features: int) -> Int8Weight:
+    draw = torch.Generator().manual_seed(5)
+    values = torch.randint(-128, 128, (out_features, in_features), generator=draw)
+    return Int8Weight(values.to(torch.int8), torch.rand(out_features, generator=draw) + 0.01)
+
+
+def make_rows(num_rows: int, in_features: int, seed: int = 6) -> Tensor:
+    """Return rows of which each is larger than the one before."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = torch.randn(num_rows, in_features, generator=draw)
+    return rows * torch.logspace(-3, 3, num_rows)[:, None]
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Compare exactly; all NaN are the same, and so are both zeros."""
+    assert actual.dtype is expected.dtype
+    torch.testing.assert_close(actual.cpu(), expected.cpu(), rtol=0.0, atol=0.0, equal_nan=True)

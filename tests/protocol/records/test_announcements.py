@@ -254,6 +254,7 @@ def test_unknown_version_is_refused() -> None:
     "changes",
     [
         {"queue_seconds": NOT_A_NUMBER},
+        {"decode_steps_per_second": float("inf")},
         {"weights": "int7"},
         {"sequence": "1"},
         {"endpoints": (Endpoint("a" * 250, 80, "c" * 64),) * (limits.MAX_ENDPOINTS + 1)},

@@ -1,7 +1,9 @@
-"""The kernels in C on 64-bit ARM: compiled for it here, and run by an emulator.
+"""The kernels in C as other compilers make them: with checks, by Clang, and for 64-bit ARM.
+
+Programs for ARM are run by an emulator.
 
 Results have the bits that this processor computes from the same sources. The emulator is slow, so
-that most shapes are left out; `test_int8.py` and its neighbours take all of them where they run.
+that most shapes are left out; `linear/test_int8.py` and its neighbours take all of them here.
 """
 
 import os
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 EXTENSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
     "ext-modules"
 ][0]
@@ -123,3 +125,20 @@ def test_code_for_arm_touches_no_byte_outside_its_arrays(emulator: str, tmp_path
     build = compile_extension([compiler, *CHECKING_FLAGS], tmp_path)
 
     call(emulator, "-L", LIBRARIES, "-cpu", "max", build.link("int8_driver"), "29")
+
+
+@pytest.mark.thorough  # a minute
+def test_code_for_this_processor_touches_no_byte_outside_its_arrays(tmp_path: Path) -> None:
+    build = compile_extension([find("cc"), *CHECKING_FLAGS], tmp_path)
+
+    for driver in ("int8_driver", "prompt_attention_driver", "gate_norm_driver"):
+        call(build.link(driver))
+
+
+CLANGS = [name for name in ("clang", *(f"clang-{n}" for n in range(14, 23))) if shutil.which(name)]
+
+
+@pytest.mark.skipif(not CLANGS, reason="no clang")
+@pytest.mark.parametrize("compiler", CLANGS)
+def test_clang_compiles_every_file(compiler: str, tmp_path: Path) -> None:
+    compile_extension([compiler, *BUILD_FLAGS], tmp_path)
