@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from directory_processes import read_announcements
 from raw_connection import dial_raw
 
 from shoal.peer.local_swarm.swarm import LocalSwarm
 from shoal.protocol import limits
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.ids import ModelId
 from shoal.protocol.messages.session import Hello, Welcome
-from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
 from shoal.protocol.net.frame_stream import Framing
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.wire.codec import decode_frame, encode_frame
@@ -63,19 +61,10 @@ class Target:
 
 @pytest.fixture(scope="module")
 def target(tiny_models: Any) -> Iterator[Target]:
-    async def look_up(swarm: LocalSwarm) -> Endpoint:
-        directory = await HivemindDirectory.join(
-            swarm.initial_peers, identity=None, clock=SystemClock(), client_mode=True
-        )
-        try:
-            (announcement,) = await directory.lookup(ModelId(swarm.peers[0].facts["model_id"]))
-        finally:
-            await directory.close()
-        return announcement.endpoints[0]
-
     tiny = tiny_models.get("llama")
     with LocalSwarm(tiny.directory, spans=[(0, 4)], weights="fp32") as swarm:
-        yield Target(swarm, asyncio.run(look_up(swarm)))
+        (found,) = asyncio.run(read_announcements(swarm)).values()
+        yield Target(swarm, found.endpoints[0])
 
 
 async def send_all_but_the_end(target: Target, num_bytes: int) -> int:

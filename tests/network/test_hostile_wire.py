@@ -13,15 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from directory_processes import read_announcements
 from hostile_attacks import ATTACKS, SEED, Attack
 from hostile_strangers import Target, gather_gang
 
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.peer.local_swarm.swarm import LocalSwarm
-from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.ids import ModelId
-from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
@@ -71,23 +68,12 @@ async def attack(target: Target, attacks: tuple[Attack, ...]) -> None:
     assert "Traceback" not in target.process.log()
 
 
-async def look_up(swarm: LocalSwarm) -> tuple[Endpoint, ModelId]:
-    directory = await HivemindDirectory.join(
-        swarm.initial_peers, identity=None, clock=SystemClock(), client_mode=True
-    )
-    try:
-        (announcement,) = await directory.lookup(ModelId(swarm.peers[0].facts["model_id"]))
-    finally:
-        await directory.close()
-    return announcement.endpoints[0], announcement.model_id
-
-
 @pytest.fixture(scope="module")
 def target(tiny_models: Any) -> Iterator[Target]:
     tiny = tiny_models.get("llama")
     with LocalSwarm(tiny.directory, spans=[(0, 4)], weights="fp32") as swarm:
-        endpoint, model_id = asyncio.run(look_up(swarm))
-        yield Target(swarm.peers[0], endpoint, model_id, swarm, tiny)
+        (found,) = asyncio.run(read_announcements(swarm)).values()
+        yield Target(swarm.peers[0], found.endpoints[0], found.model_id, swarm, tiny)
 
 
 @pytest.mark.parametrize("carry_out", ATTACKS, ids=lambda attack: attack.__name__)

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from directory_processes import read_announcements
 from processes import children_of, wait_until_dead
 
 from shoal.peer.local_swarm.swarm import SHOAL_PROGRAM, LocalPeer, LocalSwarm
-from shoal.protocol.ids import ModelId
-from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
-from shoal.protocol.records.announcements import Announcement, PeerState
+from shoal.protocol.records.announcements import PeerState
 from shoal.protocol.spans import Span
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
@@ -43,22 +41,10 @@ def wait_for(peer: LocalPeer, event: str) -> None:
     peer.wait_for(event, time.monotonic() + PATIENCE_SECONDS)
 
 
-async def look_up(swarm: LocalSwarm, peer: LocalPeer) -> Announcement:
-    """Return what a peer announced last."""
-    directory = await HivemindDirectory.join(
-        swarm.initial_peers, identity=None, clock=SystemClock(), client_mode=True
-    )
-    try:
-        records = await directory.lookup(ModelId(peer.facts["model_id"]))
-    finally:
-        await directory.close()
-    return next(record for record in records if record.peer_id == peer.peer_id)
-
-
 def assert_it_left(swarm: LocalSwarm, peer: LocalPeer, children: list[int]) -> None:
     assert peer.wait(PATIENCE_SECONDS) == 0
     wait_until_dead(children)
-    assert asyncio.run(look_up(swarm, peer)).state is PeerState.OFFLINE
+    assert asyncio.run(read_announcements(swarm))[peer.peer_id].state is PeerState.OFFLINE
     assert peer.log() == "it said nothing"
 
 

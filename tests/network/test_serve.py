@@ -17,14 +17,12 @@ from typing import Any
 
 import pytest
 import warm_python
+from directory_processes import read_announcements
 from processes import children_of, wait_until_dead
 
 from shoal.peer.local_swarm.swarm import LocalSwarm, PeerProcessError
 from shoal.protocol.errors import UsageError
-from shoal.protocol.ids import ModelId
-from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
-from shoal.protocol.records.announcements import Announcement, PeerState
+from shoal.protocol.records.announcements import PeerState
 
 UNKNOWN_PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
@@ -56,16 +54,6 @@ def run_shoal(
     return done.returncode, done.stderr
 
 
-async def look_up(swarm: LocalSwarm, model_id: str) -> list[Announcement]:
-    directory = await HivemindDirectory.join(
-        swarm.initial_peers, identity=None, clock=SystemClock(), client_mode=True
-    )
-    try:
-        return await directory.lookup(ModelId(model_id))
-    finally:
-        await directory.close()
-
-
 @plain
 def test_peer_says_goodbye_and_leaves_no_process(swarm: LocalSwarm) -> None:
     peer = swarm.add((2, 4))
@@ -76,8 +64,7 @@ def test_peer_says_goodbye_and_leaves_no_process(swarm: LocalSwarm) -> None:
 
     assert peer.wait(60) == 0
     wait_until_dead(children)
-    records = asyncio.run(look_up(swarm, peer.facts["model_id"]))
-    known = {record.peer_id: record for record in records}
+    known = asyncio.run(read_announcements(swarm))
     assert known[peer.peer_id].state is PeerState.OFFLINE
     assert known[swarm.peers[0].peer_id].state is PeerState.ONLINE
     assert known[peer.peer_id].kernels == peer.facts["kernels"] != ""
@@ -90,9 +77,8 @@ def test_peer_that_is_stopped_before_it_says_it_is_online_says_goodbye(swarm: Lo
     with pytest.raises(PeerProcessError, match="ended before it was online"):
         swarm.wait_until_online([peer])
 
-    records = asyncio.run(look_up(swarm, peer.facts["model_id"]))
-    states = {record.peer_id: record.state for record in records}
-    assert states[peer.peer_id] is PeerState.OFFLINE
+    known = asyncio.run(read_announcements(swarm))
+    assert known[peer.peer_id].state is PeerState.OFFLINE
 
 
 @plain
@@ -173,8 +159,7 @@ def test_identity_file_is_kept_and_private(swarm: LocalSwarm, tmp_path: Path) ->
     for _ in range(2):
         peer = swarm.add((2, 4), identity=path)
         peer_ids.append(peer.peer_id)
-        announcements = asyncio.run(look_up(swarm, str(peer.facts["model_id"])))
-        (ours,) = [found for found in announcements if found.peer_id == peer.peer_id]
+        ours = asyncio.run(read_announcements(swarm))[peer.peer_id]
         fingerprints |= {endpoint.fingerprint for endpoint in ours.endpoints}
         peer.terminate()
         peer.wait(60)

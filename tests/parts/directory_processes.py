@@ -14,6 +14,8 @@ import warm_python
 from announcements import MODEL, identity_of, make_announcement, sign
 from processes import children_of
 
+from shoal.peer.local_swarm.swarm import LocalSwarm
+from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
 from shoal.protocol.net.dht.neighbourhood import Neighbourhood
@@ -120,6 +122,18 @@ async def intrude(directory: HivemindDirectory, addresses: Sequence[str]) -> Non
     """Enter the DHT at some addresses, without asking which swarm it is of."""
     peers = [PeerAddress.parse(address) for address in addresses]
     await Neighbourhood(directory._node, directory._p2p, peers).restore()
+
+
+async def read_announcements(swarm: LocalSwarm) -> dict[str, Announcement]:
+    """Return what the peers of a local swarm announced last, by their ids."""
+    directory = await HivemindDirectory.join(
+        swarm.initial_peers, identity=None, clock=CLOCK, client_mode=True
+    )
+    try:
+        found = await directory.lookup(ModelId(swarm.peers[0].facts["model_id"]))
+    finally:
+        await directory.close()
+    return {announcement.peer_id: announcement for announcement in found}
 
 
 async def look_up(directory: HivemindDirectory) -> set[str]:

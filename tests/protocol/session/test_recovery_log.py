@@ -195,7 +195,7 @@ def test_copy_shares_every_entry_however_many_there_are() -> None:
 
 def test_long_log_is_dropped_without_recursion() -> None:
     log = RecoveryLog[str]()
-    for position in range(100_000):
+    for position in range(20_000):
         log.append(position, 1, "token", row_map=[1, 0])
 
     log.rollback(0)

@@ -47,11 +47,10 @@ def list_all_but(*excluded: type[Message]) -> list[type[Message]]:
     return [message for message in ONE_OF_EACH if message not in excluded]
 
 
-@pytest.mark.parametrize("kind", list(ONE_OF_EACH))
+@pytest.mark.parametrize("kind", [Hello, Step, Close])
 @pytest.mark.parametrize(
     "changes",
     [
-        {"magic": b"hs"},
         {"magic": b"SH"},
         {"version": 0},
         {"version": 2},
