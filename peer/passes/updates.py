@@ -46,7 +46,7 @@ class UpdateStreamWork(AccountedStreamWork):
     def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:
         super().__init__(passes, stream)
         self._task: asyncio.Task[None] | None = None
-        self._unsent: tuple[Tenant, int] | None = None  # an answer that counts until it is sent
+        self._unsent_bytes = 0  # of answers, which count until they are sent
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
@@ -93,7 +93,7 @@ class UpdateStreamWork(AccountedStreamWork):
 
     def end(self) -> None:
         """Count nothing that was not sent."""
-        self._note_sent()
+        self._count_unsent(-self._unsent_bytes)
 
     def _check_memory(self, trained: TrainedAdapter, message: TrainingMessage) -> None:
         if isinstance(message, AdapterMeasure):
@@ -128,20 +128,21 @@ class UpdateStreamWork(AccountedStreamWork):
         except Exception:
             _logger.exception("an update of an adapter failed and is refused")
             refusal = RefusedError(ErrorCode.INTERNAL, "the peer failed to update the adapter")
-        self._note_sent()
         self._answers.put(encode_refusal(message.pass_id, 0, refusal))
 
     async def _fetch(
         self, message: AdapterFetch, tenant: Tenant, kept: KeptAdapter, trained: TrainedAdapter
     ) -> None:
         """Queue all files of an adapter, which count like the answers of passes until sent."""
-        tensors = self._passes.tensors
         num_bytes = (1 + len(trained.moments)) * trained.adapter.num_bytes
-        tensors.check_room_for(tenant, num_bytes)
-        tensors.count(tenant, num_bytes)
-        self._unsent = tenant, num_bytes
-        matrices = await self._run(trained.copy_matrices, tenant, kept, trained)
-        files = await asyncio.to_thread(_encode_files, matrices)
+        self._passes.tensors.check_room_for(tenant, num_bytes)
+        self._count_unsent(num_bytes)
+        try:
+            matrices = await self._run(trained.copy_matrices, tenant, kept, trained)
+            files = await asyncio.to_thread(_encode_files, matrices)
+        except Exception:
+            self._count_unsent(-num_bytes)
+            raise
         head = AdapterHead(
             UploadId(message.pass_id),
             message.adapter,
@@ -153,14 +154,12 @@ class UpdateStreamWork(AccountedStreamWork):
         self._answers.say(head)
         for piece in cut_adapter(head.upload_id, files):
             self._answers.say(piece)
-        self._answers.put_mark(self._note_sent)
+        self._answers.put_mark(partial(self._count_unsent, -num_bytes))
 
-    def _note_sent(self) -> None:
-        """Count an answer no longer that was sent, or that nobody will read."""
-        if self._unsent is not None:
-            tenant, num_bytes = self._unsent
-            self._passes.tensors.count(tenant, -num_bytes)
-            self._unsent = None
+    def _count_unsent(self, num_bytes: int) -> None:
+        """Count an answer; or no longer one, negative, that was sent or that nobody will read."""
+        self._unsent_bytes += num_bytes
+        self._passes.tensors.count(self._stream.tenant, num_bytes)
 
     async def _run(
         self,

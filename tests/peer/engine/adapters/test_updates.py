@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
-from adapter_talk import BOB, bring, draw_matrices, greet, keep, pack
+from adapter_talk import ALICE, BOB, bring, draw_matrices, greet, keep, pack
 from pass_scene import check_close
 from pass_talk import GRADIENTS, ROWS, TEXTS, ask, make_pass
-from service_scene import Peer, Talk, assert_declined, with_peer
+from service_scene import HELLO, PatientStream, Peer, Talk, assert_declined, with_peer
 from torch import Tensor
 from virtual_time import VirtualClock
 
@@ -38,6 +39,8 @@ from shoal.protocol.messages.adapters import (
 )
 from shoal.protocol.messages.passes import AccumulationOrder, AdapterRows, Passed, PassKind
 from shoal.protocol.messages.session import Queued
+from shoal.protocol.versions import MAX_VERSION
+from shoal.protocol.wire.codec import encode_frame
 
 ADAMW = OptimizerSettings(OptimizerKind.ADAMW, 0.01, 0.1, 0.0, 0.9, 0.99, 1e-8)
 SGD = OptimizerSettings(OptimizerKind.SGD, 0.1, 0.01, 0.9)
@@ -232,6 +235,45 @@ async def test_client_that_goes_in_the_middle_leaves_the_adapter_as_it_was(peer:
     again = await greet(peer)
     assert isinstance(await say(again, replace(asked, pass_id=make_id(91))), AdapterKept)
     assert peer.service.num_passes == 0
+
+
+class WaitingReader(PatientStream):
+    """A stream whose other end reads nothing before it is told to."""
+
+    remote_host = "client"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Queue[bytes | None]()
+        self.reads = asyncio.Event()
+
+    async def send(self, frame: bytes) -> None:
+        await self.reads.wait()
+
+    async def receive(self) -> bytes | None:
+        return await self.asked.get()
+
+
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "unread"])
+@with_peer()
+async def test_answers_count_until_they_are_read_or_the_stream_is_over(
+    peer: Peer, is_read: bool
+) -> None:
+    service, stream = peer.service, WaitingReader()
+    name = await keep(await greet(peer), pack(), **TRAINED)
+    hello = replace(HELLO, max_version=MAX_VERSION, client=ALICE)
+    stream.asked.put_nowait(encode_frame(hello))
+    serving = asyncio.create_task(service.serve(stream))
+    for number in (1, 2, 3):
+        before = service.passes.used_bytes
+        stream.asked.put_nowait(encode_frame(AdapterFetch(make_id(number), name)))
+        while service.passes.used_bytes == before or service.num_passes:  # noqa: ASYNC110
+            await asyncio.sleep(0)  # a thread computes the answer meanwhile
+    if is_read:
+        stream.reads.set()
+    stream.asked.put_nowait(None)
+    await serving
+    assert service.passes.used_bytes == 0
 
 
 # ---- without a stream
