@@ -116,9 +116,8 @@ class UploadStreamWork(AccountedStreamWork):
             detail = f"this peer hosts blocks {span}, and the leaves are those of others"
             raise RefusedError(ErrorCode.WRONG_SPAN, detail)
         check_trained(head.num_trained, passes.resources.budget.max_gradient_bytes)
-        num_freed = adapter_store.give_up(head.replaces, tenant) if head.replaces else 0
         upload = _IncomingAdapter(head, tenant, AdapterReader(head), UploadPace(self._clock.now()))
-        adapter_store.reserve(tenant, upload.num_bytes, num_freed)
+        adapter_store.reserve(tenant, upload.num_bytes, head.replaces)
         return upload
 
     def _take_piece(self, piece: AdapterPiece) -> None:

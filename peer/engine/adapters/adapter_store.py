@@ -84,14 +84,18 @@ class AdapterStore:
     def __len__(self) -> int:
         return len(list(self._list()))
 
-    def reserve(self, tenant: Tenant, num_bytes: int, num_freed: int = 0) -> None:
-        """Count the bytes of an adapter that is about to come.
+    def reserve(self, tenant: Tenant, num_bytes: int, replaces: AdapterId | None = None) -> None:
+        """Count the bytes of an adapter that is about to come, and give up the one it replaces.
 
-        Who has just freed as many may have them, whoever else has come meanwhile: training would
-        end in the middle.
+        The tenant may have as many as that frees, whoever else has come meanwhile: training would
+        end in the middle. Passes and sessions go on with a private adapter that is given up, and it
+        counts until they are over.
 
-        Raises RefusedError with NO_ROOM_FOR_ADAPTER, and when to ask again if that may help.
+        Raises RefusedError with NO_ROOM_FOR_ADAPTER, and when to ask again if that may help; then
+        the old one stays.
         """
+        old = self._private.get((replaces, tenant)) if replaces else None
+        num_freed = 0 if old is None or old.users else old.num_bytes
         most_bytes = compute_share(tenant, {}, self._num_bytes, _TIMES_FREE)
         if not most_bytes:
             raise RefusedError(ErrorCode.NO_ROOM_FOR_ADAPTER, _KEEPS_NONE)
@@ -101,12 +105,15 @@ class AdapterStore:
                 f"the adapter takes {_in_words(num_bytes)}, and this peer accepts at most "
                 f"{_in_words(most_bytes)} per client; use a lower rank or fewer target modules",
             )
-        if num_bytes > num_freed and not self.shared.has_room_for(tenant, num_bytes):
+        num_more = num_bytes - num_freed
+        if num_more > 0 and not self.shared.has_room_for(tenant, num_more):
             raise RefusedError(
                 ErrorCode.NO_ROOM_FOR_ADAPTER,
                 self._describe_lack(tenant, num_bytes),
                 BUSY_SECONDS,
             )
+        if old is not None:
+            self._forget(old)
         self.shared.count(tenant, num_bytes)
 
     def release(self, tenant: Tenant, num_bytes: int) -> None:
@@ -225,22 +232,9 @@ class AdapterStore:
         """
         if self.has(new_name, tenant):
             return
-        old = self.find(name, tenant)
-        num_freed = 0 if old.users else old.num_bytes
-        self.reserve(tenant, old.num_bytes, num_freed)
-        self.give_up(name, tenant)
-        self.put(new_name, updated, tenant, old.num_bytes, is_published=False)
-
-    def give_up(self, name: AdapterId, tenant: Tenant) -> int:
-        """Forget a private adapter that its tenant has replaced; return how many bytes are free.
-
-        Passes and sessions that have it go on with it, and it counts until they are over.
-        """
-        kept = self._private.get((name, tenant))
-        if kept is None:
-            return 0
-        self._forget(kept)
-        return 0 if kept.users else kept.num_bytes
+        num_bytes = self.find(name, tenant).num_bytes
+        self.reserve(tenant, num_bytes, replaces=name)
+        self.put(new_name, updated, tenant, num_bytes, is_published=False)
 
     def withdraw(self, name: AdapterId, tenant: Tenant) -> bool:
         """Forget an adapter that its tenant withdraws, private or published; return if it was here.

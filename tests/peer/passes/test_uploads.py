@@ -273,6 +273,16 @@ async def test_new_state_replaces_the_old_one(peer: Peer) -> None:
 
 
 @with_peer()
+async def test_old_state_stays_where_there_is_no_room_for_the_new_one(peer: Peer) -> None:
+    talk, num_bytes = await greet(peer), len(pack()[1])
+    peer.service.adapters = AdapterStore(peer.service.clock, 4 * num_bytes)
+    old = await keep(talk, pack())
+    await talk.say(make_head(pack(draw_matrices(2)), 2, num_bytes=3 * num_bytes, replaces=old))
+    assert_declined(await talk.hear(), ErrorCode.NO_ROOM_FOR_ADAPTER)
+    assert isinstance(await run_forward(talk, old), Passed)
+
+
+@with_peer()
 async def test_replaced_adapter_counts_while_a_pass_holds_it(peer: Peer) -> None:
     """Else whoever replaces and asks again, stream after stream, had all memory for nothing."""
 

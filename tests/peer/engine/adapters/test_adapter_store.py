@@ -130,7 +130,7 @@ async def test_whoever_takes_up_an_adapter_that_was_forgotten_meanwhile_pays_for
 
     put(adapter_store, ONE, ANNA)
     kept = adapter_store.find(ONE, ANNA)
-    adapter_store.give_up(ONE, ANNA)
+    adapter_store.withdraw(ONE, ANNA)
     assert held(adapter_store) == {}
     adapter_store.use(kept, ANNA)
     assert held(adapter_store) == {ANNA: SIZE}
@@ -189,6 +189,22 @@ def test_who_finds_no_room_hears_how_much_is_in_use_and_what_helps() -> None:
     assert "no memory for an adapter of 5.0 MiB at present: others leave you 3.9 MiB" in said
     assert "withdraw" not in said
     assert seconds is not None
+
+
+@with_store
+async def test_adapter_stays_while_there_is_no_room_for_what_replaces_it(
+    adapter_store: AdapterStore,
+) -> None:
+    put(adapter_store, ONE, ANNA)
+    adapter_store.reserve(BERT, 30 * SIZE)
+    with pytest.raises(RefusedError):
+        adapter_store.reserve(ANNA, 50 * SIZE, replaces=ONE)
+    assert adapter_store.find(ONE, ANNA).num_bytes == SIZE
+    assert held(adapter_store) == {ANNA: SIZE, BERT: 30 * SIZE}
+    adapter_store.reserve(ANNA, 2 * SIZE, replaces=ONE)
+    with pytest.raises(RefusedError):
+        adapter_store.find(ONE, ANNA)
+    assert held(adapter_store) == {ANNA: 2 * SIZE, BERT: 30 * SIZE}
 
 
 def test_peer_that_keeps_no_adapters_says_so() -> None:
