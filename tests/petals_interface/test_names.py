@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from tuning_scene import REPLICAS, assert_close, open_model
+from tuning_scene import REPLICAS, assert_close, make_batch, open_model
 
 from shoal.client import (
     AutoDistributedConfig,
+    AutoDistributedModel,
     AutoDistributedSpeculativeModel,
     InferenceSession,
     RemoteSequential,
@@ -92,3 +93,27 @@ def test_small_model_guesses_and_the_text_stays_the_same(tiny_models: Any) -> No
         assert model.state_dict() == {}
 
     assert torch.equal(found, tiny.reference.generate(ids, **options))
+
+
+@pytest.mark.parametrize("variant", ["llama", "bloom", "wrapped-opt"])
+def test_hidden_states_of_a_model_without_a_head_are_those_of_transformers(
+    tiny_models: Any, variant: str
+) -> None:
+    tiny, (ids, mask, _) = tiny_models.get(variant), make_batch()
+    with open_model(tiny, REPLICAS, AutoDistributedModel) as model, torch.no_grad():
+        found = model(ids, attention_mask=mask).last_hidden_state
+        expected = tiny.decoder(ids, attention_mask=mask).last_hidden_state
+
+        assert_close(found[mask == 1], expected[mask == 1])
+        with model.h.inference_session(max_length=14):
+            parts = [model(ids[:, :9])[0], model(ids[:, 9:])[0]]
+        assert_close(torch.cat(parts, dim=1)[mask == 1], expected[mask == 1])
+
+
+def test_model_without_a_head_has_its_parts_on_itself(tiny_models: Any) -> None:
+    with open_model(tiny_models.get(), kind=AutoDistributedModel) as model:
+        ids = make_batch()[0]
+        hidden = model.word_embeddings_layernorm(model.word_embeddings(ids))
+
+        assert isinstance(model.h, RemoteSequential)
+        assert_close(model.ln_f(model.h(hidden)), model(ids).last_hidden_state)

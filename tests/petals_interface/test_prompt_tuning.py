@@ -82,14 +82,12 @@ def test_gradients_of_prompts_are_those_of_transformers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("ptune", marks=pytest.mark.thorough), "deep_ptune"])
-def test_loss_curve_of_a_hundred_steps_is_that_of_local_training(
-    tiny_models: Any, mode: str
-) -> None:
+def test_loss_curve_is_that_of_local_training(tiny_models: Any, mode: str) -> None:
     tiny = tiny_models.get()
     with open_model(tiny, ((0, 2), (2, 4)), tuning_mode=mode, pre_seq_len=4) as model:
         local = LocalPromptTuning(tiny, model)
-        expected = compute_losses(local, lambda *batch: local(*batch).loss, 100)
-        found = compute_losses(model, forward_through(model), 100)
+        expected = compute_losses(local, lambda *batch: local(*batch).loss, 40)
+        found = compute_losses(model, forward_through(model), 40)
 
     assert expected[-1] < 0.8 * expected[0]
     for mine, their in zip(found, expected, strict=True):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
-from diagnosis_scene import MODEL, Swarm, examine, find
+from diagnosis_scene import Swarm, examine, find
 
 from shoal.client.doctor.finding import FindingStatus
 from shoal.client.doctor.peer_check import PeerFault
@@ -15,7 +16,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.membership.membership import Membership, make_owner
 from shoal.protocol.messages.fields import Message
-from shoal.protocol.messages.session import Declined, Hello, Welcome
+from shoal.protocol.messages.session import Declined, Hello
 from shoal.protocol.spans import Span
 
 
@@ -104,49 +105,38 @@ def test_faults_of_the_connection_have_their_names(error: Exception, fault: Peer
     assert find(diagnosis, "peer").fix
 
 
-def other_peer(welcome: Welcome) -> Message:
-    peer_id = Identity(bytes([77]) * 32).peer_id
-    return Welcome(1, "test", peer_id, MODEL.model_id, welcome.span, welcome.wall_seconds)
+@pytest.mark.parametrize(
+    ("facts", "fault"),
+    [
+        ({"peer_id": Identity(bytes([77]) * 32).peer_id}, PeerFault.OTHER_PEER),
+        ({"model_id": ModelId("b" * 32)}, PeerFault.OTHER_MODEL),
+        ({"span": Span(0, 2)}, PeerFault.OTHER_BLOCKS),
+    ],
+    ids=["peer", "model", "blocks"],
+)
+def test_peer_that_is_another_than_it_announced_is_named(
+    facts: dict[str, Any], fault: PeerFault
+) -> None:
+    async def build(swarm: Swarm) -> None:
+        await swarm.add(Span(0, 8), answer=lambda welcome: replace(welcome, **facts))
 
+    diagnosis = examine(build)
 
-def other_model(welcome: Welcome) -> Message:
-    model_id = ModelId("b" * 32)
-    return Welcome(1, "test", welcome.peer_id, model_id, welcome.span, welcome.wall_seconds)
-
-
-def other_blocks(welcome: Welcome) -> Message:
-    span = Span(0, 2)
-    return Welcome(1, "test", welcome.peer_id, MODEL.model_id, span, welcome.wall_seconds)
-
-
-def old_version(welcome: Welcome) -> Message:
-    return Declined(None, 0, ErrorCode.BAD_VERSION, "this end speaks version 9")
-
-
-def busy(welcome: Welcome) -> Message:
-    return Declined(None, 0, ErrorCode.BUSY, "come back later", 1.0)
-
-
-def confused(welcome: Welcome) -> Message:
-    return Hello(1, 1, "test")
+    assert diagnosis.checks[0].fault is fault
+    assert diagnosis.missing == (Span(0, 8),)
 
 
 @pytest.mark.parametrize(
     ("answer", "fault"),
     [
-        (other_peer, PeerFault.OTHER_PEER),
-        (other_model, PeerFault.OTHER_MODEL),
-        (other_blocks, PeerFault.OTHER_BLOCKS),
-        (old_version, PeerFault.VERSION),
-        (busy, PeerFault.REFUSED),
-        (confused, PeerFault.PROTOCOL),
+        (Declined(None, 0, ErrorCode.BAD_VERSION, "this end speaks 9"), PeerFault.VERSION),
+        (Declined(None, 0, ErrorCode.BUSY, "come back later", 1.0), PeerFault.REFUSED),
+        (Hello(1, 1, "test"), PeerFault.PROTOCOL),
     ],
 )
-def test_faults_of_the_answer_have_their_names(
-    answer: Callable[[Welcome], Message], fault: PeerFault
-) -> None:
+def test_faults_of_the_answer_have_their_names(answer: Message, fault: PeerFault) -> None:
     async def build(swarm: Swarm) -> None:
-        await swarm.add(Span(0, 8), answer=answer)
+        await swarm.add(Span(0, 8), answer=lambda _: answer)
 
     diagnosis = examine(build)
 

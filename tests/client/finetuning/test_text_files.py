@@ -58,9 +58,7 @@ def test_txt_has_a_text_for_each_paragraph(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("d.jsonl", "", "d.jsonl: the file holds no texts"),
         ("d.jsonl", "\n \n", "d.jsonl: the file holds no texts"),
-        ("d.csv", "", "d.csv: the file holds no texts"),
         ("d.csv", "text\n", "d.csv: the file holds no texts"),
         ("d.txt", "\n\n", "d.txt: the file holds no texts"),
         ("d.jsonl", '{"text": "a"}\n{"text": "a"', "d.jsonl:2: the line is not JSON (Expecting"),

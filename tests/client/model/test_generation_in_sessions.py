@@ -56,17 +56,6 @@ def test_rollback_shortens_the_text_that_generate_remembers(pair: Any) -> None:
     assert torch.equal(torch.cat([ids[:, :4], text], dim=1), expected)
 
 
-def test_rollback_into_the_generated_text_generates_it_again(pair: Any) -> None:
-    ids = make_ids(1, 6)
-
-    with pair.model.inference_session(max_length=30) as session:
-        text = pair.model.generate(ids, max_new_tokens=8)
-        session.position = 9
-        again = pair.model.generate(None, max_new_tokens=5)
-
-    assert torch.equal(again, text[:, 9:])
-
-
 def test_beam_search_in_a_session_is_continued_by_another(pair: Any) -> None:
     ids = make_ids(2, 6)
     first = pair.reference.generate(ids, max_new_tokens=5, num_beams=3)

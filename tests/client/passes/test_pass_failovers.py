@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from pass_peers import WHOLE, PassPeer, add_pass_peer, make_asker, make_texts
 from session_scene import Scene, in_scene
 
@@ -32,27 +33,16 @@ async def ask(asker: PassAsker) -> None:
     await asker.ask_backward(WHOLE, texts, grads_BTH, output.weights)
 
 
+@pytest.mark.parametrize("trouble", ["kill", "pause"])
 @in_scene()
-async def test_peer_that_was_gone_before_it_took_part_is_not_told_of(scene: Scene) -> None:
-    dead, _ = await add_two(scene)
-    scene.network.kill("pass1")
+async def test_peer_that_never_took_part_is_not_told_of(scene: Scene, trouble: str) -> None:
+    gone, _ = await add_two(scene)
+    getattr(scene.network, trouble)("pass1")
     asker = make_asker(scene)
     await ask(asker)
     await asker.close()
 
-    assert list_quarantined(scene) == [dead.identity.peer_id]
-    assert take_lost(asker) == []
-
-
-@in_scene()
-async def test_peer_that_says_nothing_from_the_beginning_is_not_told_of(scene: Scene) -> None:
-    mute, _ = await add_two(scene)
-    scene.network.pause("pass1")
-    asker = make_asker(scene)
-    await ask(asker)
-    await asker.close()
-
-    assert list_quarantined(scene) == [mute.identity.peer_id]
+    assert list_quarantined(scene) == [gone.identity.peer_id]
     assert take_lost(asker) == []
 
 

@@ -1,6 +1,7 @@
 """What a client takes its own line to carry."""
 
 import pytest
+from hand_clock import HandClock
 
 from shoal.client.routing.peer_book import Bandwidth, PeerLinks
 from shoal.protocol.ids import PeerId
@@ -62,18 +63,6 @@ def test_silence_makes_an_unknown_line_look_slower_within_reason_and_a_known_one
     line.note_answer(LARGE, 1.0)
     line.note_silence(LARGE)
     assert guess_seconds(line) == pytest.approx(1.0)
-
-
-class HandClock:
-    """A clock that goes on when it is told."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def now(self) -> float:
-        return self.seconds
-
-    wall = now
 
 
 def test_link_that_works_again_is_left_alone_as_briefly_as_the_first_time() -> None:

@@ -105,16 +105,6 @@ async def test_success_ends_a_quarantine(world: World) -> None:
 
 
 @in_world()
-async def test_quarantine_of_one_peer_does_not_touch_others(world: World) -> None:
-    first, second = await world.announce(1), await world.announce(2)
-
-    for bad, good in ((first, second), (second, first)):
-        world.swarm.book.quarantine(bad, Fault.BROKEN)
-        assert await world.route() == [good.peer_id]
-        world.note_answer(bad)
-
-
-@in_world()
 async def test_who_did_not_lie_is_a_last_resort_the_silent_first(world: World) -> None:
     silent, other = await world.announce(1), await world.announce(2)
     world.swarm.book.quarantine(silent, Fault.SILENT)

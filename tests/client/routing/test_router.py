@@ -137,15 +137,6 @@ def test_route_through_a_crowd_with_ties_is_the_cheapest(seed: int) -> None:
     assert compute_cost(route.hops, costs) == pytest.approx(least_seconds)
 
 
-def test_hop_may_begin_and_end_inside_a_peers_span() -> None:
-    view = make_view(make_peer("a", (0, 5)), make_peer("b", (3, 9)), make_peer("c", (7, 20)))
-
-    route = plan(view, (2, 12))
-
-    assert [hop.peer.peer_id for hop in route.hops] == ["a", "b", "c"]
-    assert (route.hops[0].span.start, route.hops[-1].span.stop) == (2, 12)
-
-
 def test_faster_peer_takes_over_as_soon_as_it_can() -> None:
     slow, fast = make_peer("slow", (0, 8)), make_peer("fast", (3, 8), decode_steps_per_second=1e3)
     costs = RoutingCosts({slow.peer_id: 0.001, fast.peer_id: 0.001}, 0.0)
@@ -154,18 +145,6 @@ def test_faster_peer_takes_over_as_soon_as_it_can() -> None:
         ("slow", "0:3"),
         ("fast", "3:8"),
     ]
-
-
-def test_queue_and_round_trip_count() -> None:
-    near = make_peer("near", (0, 8), queue_seconds=0.5)
-    far = make_peer("far", (0, 8))
-
-    def choose(rtt: float) -> str:
-        costs = RoutingCosts({near.peer_id: 0.01, far.peer_id: rtt}, 0.0)
-        return plan(make_view(near, far), (0, 8), costs=costs).hops[0].peer.peer_id
-
-    assert choose(0.2) == "far"
-    assert choose(0.9) == "near"
 
 
 def test_peer_without_room_is_dearer_and_still_there_when_it_is_the_only_one() -> None:
@@ -264,29 +243,6 @@ def test_route_has_few_hops_before_anything_was_measured(seed: int) -> None:
     route = plan(make_view(*pieces, whole), (0, 80), seed, costs=RoutingCosts())
 
     assert len(route.hops) <= 2
-
-
-@pytest.mark.parametrize("state", [PeerState.JOINING, PeerState.DRAINING, PeerState.OFFLINE])
-def test_only_online_peers_are_used(state: PeerState) -> None:
-    better = make_peer("better", (0, 8), state=state, decode_steps_per_second=1e6)
-    online = make_peer("online", (0, 6))
-
-    assert show(plan(make_view(better, online), (0, 6))) == [("online", "0:6")]
-    with pytest.raises(RouteError) as error:
-        plan(make_view(better, online), (0, 8))
-    assert error.value.missing == (Span(6, 8),)
-
-
-def test_weight_format_is_a_filter() -> None:
-    exact = make_peer("exact", (0, 8), weights="fp32", decode_steps_per_second=0.01)
-    quick = make_peer("quick", (0, 8), weights="int8")
-    view = make_view(exact, quick)
-
-    assert show(plan(view, (0, 8), weights="fp32")) == [("exact", "0:8")]
-    assert show(plan(view, (0, 8), weights="int8")) == [("quick", "0:8")]
-    assert show(plan(view, (0, 8))) == [("quick", "0:8")]
-    with pytest.raises(RouteError, match="bf16"):
-        plan(view, (0, 8), weights="bf16")
 
 
 def test_missing_blocks_are_named_within_the_span_that_was_asked_for() -> None:

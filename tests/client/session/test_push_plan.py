@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 from announcements import describe_peer
+from hand_clock import HandClock
 
 from shoal.client.routing.route import Hop
 from shoal.client.routing.route_finder import RouteFinder, SwarmModel
@@ -44,18 +45,6 @@ def make_hops(versions: str = "222", num_endpoints: int = 1) -> list[LiveHop]:
         for index, version in enumerate(versions)
     ]
     return [LiveHop(Hop(peer, peer.span), None, RecoveryLog()) for peer in peers]
-
-
-class HandClock:
-    """A clock that goes on when it is told."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def now(self) -> float:
-        return self.seconds
-
-    wall = now
 
 
 def make_plan(delivery: str = "chain", clock: HandClock | None = None) -> PushPlan:

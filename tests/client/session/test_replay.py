@@ -1,4 +1,4 @@
-"""Replays as tensors: the values are token ids, so a cache can be compared with its oracle."""
+"""Replays as tensors, whose values are token ids for an oracle; and how prompts are cut."""
 
 import random
 from itertools import pairwise
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from shoal.client.session.exchange import merge_pieces
 from shoal.client.session.hop_link import Question
+from shoal.client.session.pipeline import choose_piece_tokens
+from shoal.peer.engine.blocks.batch import count_part_tokens
 from shoal.protocol.session.recovery_log import RecoveryLog, ReplayPiece
 
 
@@ -119,3 +121,33 @@ def test_merged_replay_rebuilds_the_cache(seed: int) -> None:
         # What is left over of a prompt that was rolled back goes with the next step.
         assert torch.equal(rebuilt_BT[:, : log.length], cache_BT)
         assert kinds[: log.length] == decoded
+
+
+# ---- the size of pieces of a prompt
+
+
+@pytest.mark.parametrize(
+    ("num_hops", "num_rows", "rtt_seconds", "most", "expected"),
+    [
+        (1, 1, 10.0, 2048, 2048),
+        (2, 1, 0.0, 2048, 128),
+        (2, 4, 0.0, 2048, 32),
+        (2, 256, 0.0, 2048, 1),
+        (3, 1, 0.2, 2048, 512),
+        (3, 1, 99.0, 2048, 2048),
+        (3, 1, 0.0, 100, 64),
+        (1, 1, 0.0, 1, 1),
+    ],
+)
+def test_pieces_are_small_where_hops_are_near(
+    num_hops: int, num_rows: int, rtt_seconds: float, most: int, expected: int
+) -> None:
+    assert choose_piece_tokens(num_hops, num_rows, rtt_seconds, 1000.0, most) == expected
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8, 64, 100, 256])
+@pytest.mark.parametrize("rtt_seconds", [0.0, 0.01, 0.15, 2.0])
+def test_pieces_end_where_the_parts_of_a_peer_end(num_rows: int, rtt_seconds: float) -> None:
+    piece = choose_piece_tokens(2, num_rows, rtt_seconds, 777.0, 2048)
+
+    assert piece % count_part_tokens(num_rows) == 0

@@ -200,17 +200,6 @@ async def test_too_many_rows_are_a_usage_error(scene: Scene) -> None:
         await scene.open_session().step(torch.zeros(257, 1, WIDTH))
 
 
-@in_scene()
-async def test_position_beyond_the_session_is_a_usage_error(scene: Scene) -> None:
-    await scene.add("a", 0, 6)
-    session = scene.open_session()
-    await session.step(draw(1, 3))
-    for position in (-1, 4):
-        with pytest.raises(UsageError):
-            session.rollback(position)
-    assert session.position == 3
-
-
 @pytest.mark.parametrize("code", [ErrorCode.BAD_VALUES, ErrorCode.TOO_LONG, ErrorCode.BAD_FRAME])
 @pytest.mark.parametrize("kind", [Open, Step])
 @in_scene()

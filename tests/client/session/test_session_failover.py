@@ -196,20 +196,6 @@ async def test_peer_that_is_not_what_an_old_view_says_is_used_as_soon_as_it_anno
 
 
 @in_scene()
-async def test_newcomer_is_found_when_everybody_known_is_silent(scene: Scene) -> None:
-    for name in ("a1", "a2"):
-        await scene.add(name, 0, 6)
-    session, oracle = scene.open_session(), Oracle()
-    assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
-    for name in ("a1", "a2"):
-        scene.network.pause(name)
-    await scene.add("new", 0, 6)
-
-    assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
-    assert scene.names_of(session) == ["new"]
-
-
-@in_scene()
 async def test_peer_that_announced_to_take_for_ever_is_left_in_half_a_minute(scene: Scene) -> None:
     await scene.add("liar", 0, 6, decode_steps_per_second=1e-9)
     session, oracle = scene.open_session(), Oracle()

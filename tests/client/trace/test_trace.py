@@ -191,20 +191,6 @@ async def test_step_that_fails_is_taken_down_with_its_error(scene: Scene) -> Non
     assert find(recorder, UnansweredQuestion) != []
 
 
-@in_scene()
-async def test_nothing_more_is_taken_down_when_the_recorder_is_gone(scene: Scene) -> None:
-    await scene.add("a", 0, 6)
-    session = scene.open_session()
-    recorder = record(session)
-    await session.step(draw(1))
-    before = recorder.make_trace().events
-
-    session.state.recorder = None
-    await session.step(draw(2))
-
-    assert recorder.make_trace().events == before != ()
-
-
 @in_scene(Link(delay_seconds=DELAY))
 async def test_trace_ends_with_its_last_event_even_when_that_ends_late(scene: Scene) -> None:
     await scene.add("a", 0, 6)

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import pytest
+from hand_clock import HandClock
 from virtual_time import VirtualClock
 
 from shoal.protocol.net.retry import Backoff, Backoffs, Retry
 
 HOURLY = Backoff(100.0, 3600.0)
-
-
-@dataclass
-class HandClock:
-    seconds: float = 0.0
-
-    def now(self) -> float:
-        return self.seconds
-
-    def wall(self) -> float:
-        return self.seconds
 
 
 def test_each_failure_doubles_the_wait_up_to_an_hour_and_a_success_ends_it() -> None:
