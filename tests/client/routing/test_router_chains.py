@@ -325,6 +325,14 @@ def test_liar_that_claims_to_be_everywhere_is_no_nearer_than_the_triangle_allows
     assert show(plan(peers, costs)) == "first[0:3] honest[3:6]"
 
 
+def test_liar_is_believed_less_than_whoever_says_that_it_is_farther() -> None:
+    peers = make_triangle(("first", 0.0))
+    peers[0] = make_peer("first", (0, 3), rtts=((PeerId("honest"), 0.04), (PeerId("liar"), 0.1)))
+    costs = make_costs({"first": 0.1, "honest": 0.1, "liar": 0.1}, peers)
+
+    assert show(plan(peers, costs)) == "first[0:3] honest[3:6]"
+
+
 @pytest.mark.parametrize("place", [-MAX_COORDINATE_SECONDS, 0.0, MAX_COORDINATE_SECONDS])
 def test_coordinate_far_out_is_clipped_by_the_clients_own_round_trips(place: float) -> None:
     coordinate = Coordinate(place, place, place, abs(place), 0.0)
