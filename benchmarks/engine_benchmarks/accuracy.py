@@ -21,6 +21,7 @@ from shoal.cli.benchmarking.swarm_speed import make_text_settings
 from shoal.client.model.local_layers import load_config, load_local_layers
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
+from shoal.models.spec_reader import read_spec
 from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.engine.steps import StepWork
 from shoal.protocol.spans import Span
@@ -144,10 +145,10 @@ def measure(
     increase = 100 * (int8_perplexity / fp32_perplexity - 1)
     kv_increase = 100 * (int8_kv_perplexity / fp32_perplexity - 1)
     same, same_kv = (100 * _compare_greedy(model, texts) for model in (int8, int8_kv))
-    bytes_per_parameter = int8.engine.num_weight_bytes / int8.engine.num_parameters
+    bytes_per_parameter = int8.engine.num_weight_bytes / sum(_count_parameters(directory))
     say("loading")
     peak, final = _measure_loading_bytes(model.directory, "int8")
-    over = _count_blocks_over(peak, final, _count_block_bytes(model.directory))
+    over = _count_blocks_over(peak, final, 4 * _count_parameters(model.directory)[0])
     return [
         Figure("held-out perplexity, fp32", fp32_perplexity, ""),
         Figure("held-out perplexity, int8", int8_perplexity, ""),
@@ -166,9 +167,10 @@ def _generate(reference: Any, prompt: list[int]) -> torch.Tensor:
     return reference.generate(tokens_1T, **make_text_settings(tokens_1T, _NUM_GREEDY_TOKENS))
 
 
-def _count_block_bytes(directory: Path) -> int:
-    """Return the bytes of one block in fp32."""
-    checkpoint = Checkpoint.open(directory)
-    return (
-        4 * load_engine(checkpoint, Span(0, 1), WeightFormat.INT8, kv_budget_bytes=0).num_parameters
-    )
+def _count_parameters(directory: Path) -> list[int]:
+    """Return how many numbers each block of a model has."""
+    spec = read_spec(Checkpoint.open(directory).config)
+    return [
+        sum(math.prod(shape) for shape in spec.tensor_shapes(block).values())
+        for block in range(spec.num_blocks)
+    ]

@@ -27,7 +27,6 @@ class Router:
         self._limit = 2 ** min((_EXACT_BITS - num_sum_bits) // 2, _STORED_BITS)
         whole_EH, self._steps_E1 = self._round(weight_EH)
         self._whole_EH = whole_EH.to(torch.float32)
-        self.num_parameters = weight_EH.numel()
         self.num_bytes = self._whole_EH.nbytes + self._steps_E1.nbytes
 
     def __call__(

@@ -36,11 +36,6 @@ class Norm:
         """Memory of weight and bias."""
         return self.weight_H.nbytes + (0 if self.bias_H is None else self.bias_H.nbytes)
 
-    @property
-    def num_parameters(self) -> int:
-        """Numbers in weight and bias."""
-        return self.weight_H.numel() + (0 if self.bias_H is None else self.bias_H.numel())
-
     def to(self, device: torch.device) -> Norm:
         """Return the same norm on a device."""
         bias_H = None if self.bias_H is None else self.bias_H.to(device)

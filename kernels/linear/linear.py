@@ -64,8 +64,6 @@ class Linear(ABC):
     out_features: int
     num_bytes: int
     """Memory held: weights, scales and bias."""
-    num_parameters: int
-    """Weights and biases of the layer, however they are stored."""
 
     @abstractmethod
     def __call__(self, hidden_NI: Tensor, precision: RowPrecision) -> Tensor:
@@ -90,10 +88,6 @@ class Linear(ABC):
         """
 
 
-def _count(shape: torch.Size, bias_O: Tensor | None) -> int:
-    return shape.numel() + (0 if bias_O is None else bias_O.numel())
-
-
 def _count_bytes(*tensors: Tensor | None) -> int:
     return sum(t.nbytes for t in tensors if t is not None)
 
@@ -103,7 +97,6 @@ class FloatLinear(Linear):
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> None:
         self.out_features, self.in_features = weight_OI.shape
-        self.num_parameters = _count(weight_OI.shape, bias_O)
         self.num_bytes = _count_bytes(weight_OI, bias_O)
         self._weight_OI = weight_OI
         self._bias_O = bias_O
@@ -170,7 +163,6 @@ class Nf4Linear(Linear):
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         self.out_features, self.in_features = weight_OI.shape
-        self.num_parameters = _count(weight_OI.shape, bias_O)
         self._weight = Nf4Weight(weight_OI)
         self._bias_O = bias_O
         self.num_bytes = self._weight.num_bytes + _count_bytes(bias_O)
@@ -198,7 +190,6 @@ class Int8Linear(Linear):
         self.out_features, self.in_features = weight.shape
         if self.in_features > MAX_COLUMNS:
             raise ValueError(f"int8 weights have at most {MAX_COLUMNS} columns")
-        self.num_parameters = _count(weight.shape, bias_O)
         self._product = kernel.pack(weight, bias_O)
         self.num_bytes = self._product.num_bytes
         # Rounding to whole numbers changes each by 1 / sqrt(12), as a root mean square.

@@ -51,7 +51,6 @@ class Engine:
         self.device = numerics.device
         self.passes = SpanPasses(spec, span, blocks, rotary, numerics)
         self.num_weight_bytes = sum(block.num_bytes for block in blocks)
-        self.num_parameters = sum(block.num_parameters for block in blocks)
         self.kernels = describe_kernels(
             numerics.weights,
             [name for block in blocks for name in block.attention_kernels],

@@ -56,7 +56,6 @@ class Attention:
         self.options = options
         parts = (query_key_value, output, transform)
         self.num_bytes = sum(part.num_bytes for part in parts)
-        self.num_parameters = sum(part.num_parameters for part in parts)
         self.linears = {"query_key_value": query_key_value, "output": output}
         self._block = block
         self._query_key_value = query_key_value

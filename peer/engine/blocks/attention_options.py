@@ -63,7 +63,6 @@ class QueryKeyTransform:
     def __init__(self, options: AttentionOptions, norm_JD: torch.Tensor | None) -> None:
         self.norm_JD = norm_JD
         self.num_bytes = 0 if norm_JD is None else norm_JD.nbytes
-        self.num_parameters = 0 if norm_JD is None else norm_JD.numel()
         self._options = options
         self._ones_D = (
             None if norm_JD is None else norm_JD.new_ones(options.head_dim, dtype=torch.float32)

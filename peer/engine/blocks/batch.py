@@ -226,7 +226,6 @@ class HostedBlock(ABC):
     """
 
     num_bytes: int
-    num_parameters: int
     is_cut_anywhere: bool
     has_fixed_shapes: bool
     attention_kernels: Sequence[str]

@@ -37,7 +37,6 @@ class Mlp(ABC):
     """The MLP of a block, which computes each token from that token alone."""
 
     num_bytes: int
-    num_parameters: int
     has_fixed_shapes = True
     """Whether its work follows from the number of tokens alone."""
     last: Linear | None = None
@@ -55,7 +54,6 @@ class GatedMlp(Mlp):
 
     def __init__(self, gate_up: Linear, down: Linear, activation: Activation) -> None:
         self.num_bytes = gate_up.num_bytes + down.num_bytes
-        self.num_parameters = gate_up.num_parameters + down.num_parameters
         self.linears = {"gate_up": gate_up, "down": down}
         self._gate_up = gate_up
         self._down = self.last = down
@@ -74,7 +72,6 @@ class PlainMlp(Mlp):
 
     def __init__(self, up: Linear, down: Linear, activation: Activation) -> None:
         self.num_bytes = up.num_bytes + down.num_bytes
-        self.num_parameters = up.num_parameters + down.num_parameters
         self.linears = {"up": up, "down": down}
         self._up = up
         self._down = self.last = down
@@ -92,9 +89,6 @@ class Experts(Mlp):
 
     def __init__(self, spec: ExpertsSpec, router: Router, experts: Sequence[Mlp]) -> None:
         self.num_bytes = router.num_bytes + sum(expert.num_bytes for expert in experts)
-        self.num_parameters = router.num_parameters + sum(
-            expert.num_parameters for expert in experts
-        )
         self._spec = spec
         self._router = router
         self._experts = experts
@@ -131,7 +125,6 @@ class Block(HostedBlock):
     ) -> None:
         parts = (*norms.values(), attention, mlp)
         self.num_bytes = sum(part.num_bytes for part in parts)
-        self.num_parameters = sum(part.num_parameters for part in parts)
         self.is_cut_anywhere = attention.is_cut_anywhere
         self.attention_kernels = attention.kernels
         self.has_fixed_shapes = attention.has_fixed_shapes and mlp.has_fixed_shapes

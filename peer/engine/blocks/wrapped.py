@@ -46,7 +46,6 @@ class WrappedBlock(HostedBlock):
     ) -> None:
         weights = [weight for weight in decoder.parameters() if not weight.is_meta]
         self.num_bytes = sum(weight.nbytes for weight in weights) + table_bytes
-        self.num_parameters = sum(weight.numel() for weight in weights)
         self._decoder = decoder
         self._index = index
         self._cache_shape = cache_shape

@@ -105,7 +105,6 @@ def test_linear_of_a_quantized_weight_is_that_of_what_it_stands_for(weights: Wei
     linear = make_linear(quantized, bias_O, weights, torch.float32)
     plain = make_linear(dequantize_int8(quantized), bias_O, weights, torch.float32)
 
-    assert linear.num_parameters == plain.num_parameters == 7 * 33 + 7
     expected_NO = plain(hidden_NI, RowPrecision.TWO_DIGITS)
     torch.testing.assert_close(
         linear(hidden_NI, RowPrecision.TWO_DIGITS), expected_NO, rtol=0, atol=1e-4
