@@ -17,7 +17,6 @@ from ...protocol.net.clock import Clock, SystemClock
 from ...protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
 from ...protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from ...protocol.net.memory.memory_network import MemoryNetwork
-from ...protocol.net.transport import StreamServer
 from ...protocol.spans import Span
 from ..peer import Peer
 from ..process.background import BackgroundTasks
@@ -29,33 +28,24 @@ CLIENT_HOST = "client"
 
 
 class LoopbackPeer:
-    """One peer of a swarm in this process, and its host name."""
+    """One peer of a swarm in this process, and its network.
+
+    Another `network.serve_stream` shows what a client makes of a peer that misbehaves.
+    """
 
     def __init__(self, peer: Peer, network: MemoryNetwork) -> None:
         self.peer = peer
-        self._network = network
+        self.network = network
 
     @property
     def host(self) -> str:
         """Its host in the network of the swarm."""
-        return self._network.host
+        return self.network.host
 
     @property
     def peer_id(self) -> PeerId:
         """The peer's id."""
         return self.peer.announcer.peer_id
-
-    @property
-    def serve(self) -> StreamServer:
-        """The handler of every new stream.
-
-        Put something else here to see what a client makes of a peer that misbehaves.
-        """
-        return self._network.serve_stream
-
-    @serve.setter
-    def serve(self, serve: StreamServer) -> None:
-        self._network.serve_stream = serve
 
 
 class LoopbackSwarm:

@@ -72,12 +72,12 @@ class Liar:
         self.kind, self.lie = kind, lie
 
     def install(self, peer: LoopbackPeer) -> None:
-        honest = peer.serve
+        honest = peer.network.serve_stream
 
         async def serve(stream: Stream) -> None:
             await honest(_LyingStream(stream, self, peer.host))
 
-        peer.serve = serve
+        peer.network.serve_stream = serve
 
     def distort(self, frame: bytes, host: str) -> bytes:
         message = decode_frame(frame)

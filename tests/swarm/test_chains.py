@@ -29,7 +29,7 @@ def count_steps_of_the_client(world: Any) -> list[str]:
     """Return, as they come, the hosts that the client itself sends steps to."""
     sent_to: list[str] = []
     for peer in world.loopback.peers:
-        honest = peer.serve
+        honest = peer.network.serve_stream
 
         async def serve(stream: Any, peer: Any = peer, honest: Any = honest) -> None:
             if stream.remote_host == "client":
@@ -44,7 +44,7 @@ def count_steps_of_the_client(world: Any) -> list[str]:
                 stream.receive = listen
             await honest(stream)
 
-        peer.serve = serve
+        peer.network.serve_stream = serve
     return sent_to
 
 

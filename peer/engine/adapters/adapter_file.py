@@ -21,12 +21,9 @@ from torch import Tensor
 
 from ....models.specs.model_spec import FusedOrder, MlpKind, ModelShape, ModelSpec
 from ....protocol.errors import ErrorCode, RefusedError
-from ....protocol.limits import MAX_ADAPTER_BYTES
 from ....protocol.messages.adapters import DOWN, PREFIX, UP, parse_lora_config
 from ....protocol.spans import Span
 from .adapter import Adapter, AdapterPart, LinearKey
-
-MAX_CONFIG_BYTES = 2**16
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -83,25 +80,13 @@ class _Target:
         return self.num_inputs, self.outputs.stop - self.outputs.start
 
 
-def read_adapter(
-    config: bytes,
-    tensors: bytes,
-    spec: ModelShape,
-    span: Span,
-    max_bytes: int = MAX_ADAPTER_BYTES,
-) -> Adapter:
+def read_adapter(config: bytes, tensors: bytes, spec: ModelShape, span: Span) -> Adapter:
     """Return what an adapter has for a span; raises RefusedError that says what does not fit.
 
-    `max_bytes` bounds the tensors before they are looked into. Reading takes a while, and any
-    thread may do it; the engine needs the adapter on its device.
+    Both are bounded by `AdapterHead`. Reading takes a while, and any thread may do it; the engine
+    needs the adapter on its device.
     """
     spec = _check_family(spec)
-    if len(config) > MAX_CONFIG_BYTES or len(tensors) > max_bytes:
-        raise RefusedError(
-            ErrorCode.OUT_OF_MEMORY,
-            f"the adapter has {len(config) + len(tensors)} bytes, and "
-            f"{max_bytes + len(config)} are allowed",
-        )
     rank, scale = _read_config(config)
     parts = _read_parts(tensors, rank, scale, _list_targets(spec))
     return Adapter(rank, {key: found for key, found in parts.items() if key[0] in span})
