@@ -11,7 +11,7 @@ from ...protocol.net.addresses import check_can_be_dialled
 from ...protocol.net.libp2p.multiaddrs import PeerAddress
 from ..options.bundled_model import find_model
 from ..options.join_options import add_join_arguments, read_joining
-from ..options.quantities import parse_host, parse_listen
+from ..options.quantities import count_of, parse_host, parse_listen
 from ..options.shared_options import add_optional_model_argument
 from ..remote_models.opening import import_client
 from ..terminal.interrupts import quitting_at_once
@@ -152,14 +152,14 @@ class _Screen:
     def show_verdict(self, diagnosis: "Diagnosis") -> None:
         """Show the verdict in one line."""
         num_broken = sum(not finding.ok for finding in diagnosis.findings)
-        things = "one thing is" if num_broken == 1 else f"{num_broken} things are"
+        failed = count_of(num_broken, "check") + " failed"
         if diagnosis.is_well:
             verdict, colour = "No problem found: text can be generated.", "green"
         elif diagnosis.is_usable:
-            verdict = f"Text can be generated, but {things} broken: follow the arrows."
+            verdict = f"Text can be generated, but {failed}: see the lines with → above."
             colour = "yellow"
         else:
-            verdict = f"Text cannot be generated: {things} broken. Start at the first arrow."
+            verdict = f"Text cannot be generated: {failed}. Do what the first → says."
             colour = "red"
         self._terminal.print()
         self._terminal.print(" " + self._terminal.paint(verdict, "bold", colour))

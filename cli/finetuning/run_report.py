@@ -128,7 +128,7 @@ class RunReporter:
             _describe_plan(self._reporter.output, facts, num_done),
             model=facts.model,
             method=facts.method,
-            trained_numbers=facts.num_trained,
+            trainable_parameters=facts.num_trained,
             texts=facts.num_texts,
             evaluation_texts=facts.num_eval_texts,
             updates=facts.num_updates,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ...protocol.errors import UsageError
 from ...protocol.limits import MAX_ANNOUNCEMENT_LIFETIME_SECONDS
 
-_MAX_SEED = 2**63 - 1
+_MAX_WHOLE = 2**63 - 1
 
 _THREADS_PER_PROCESSOR = 4
 """More threads gain nothing, and far more crash the process."""
@@ -36,8 +36,8 @@ def _make_whole_parser(least: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-        if int(text) > _MAX_SEED:
-            raise argparse.ArgumentTypeError(f"{text} is too large; the limit is {_MAX_SEED}")
+        if int(text) > _MAX_WHOLE:
+            raise argparse.ArgumentTypeError(f"{text} is too large; the limit is {_MAX_WHOLE}")
         return int(text)
 
     return parse

@@ -161,7 +161,7 @@ def plan_generation(
     if num_rows > MAX_BATCH_ROWS:
         raise UsageError(
             f"{num_rows} rows (sequences times beams) are more than the {MAX_BATCH_ROWS} that "
-            "one session may have"
+            "one session may have; use fewer beams or prompts"
         )
     max_length = _plan_length(input_ids_BT.shape[1], settings, model_config, num_prompt_tokens)
     return GenerationPlan(

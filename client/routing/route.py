@@ -27,6 +27,9 @@ class Hop:
     peer: Announcement
     span: Span
 
+    def __repr__(self) -> str:
+        return f"<Hop {self.name}>"
+
     @property
     def name(self) -> str:
         """Its name for people: the end of the peer's id, and the blocks."""

@@ -328,7 +328,7 @@ def check_coverage(span: Span, peers: Collection[Announcement], weights: str | N
         kind = f" with {weights} weights" if weights else ""
         raise RouteError(
             f"no reachable peer{kind} serves blocks {names}; start one with "
-            f"`shoal serve MODEL --blocks {missing[0]}` or wait until one comes back",
+            f"`shoal serve MODEL --blocks {missing[0]} --join CODE` or wait until one comes back",
             missing,
         )
 

@@ -1,4 +1,4 @@
-"""The int8 kernels in C, for the instruction sets of this processor: the door to native/.
+"""The int8 kernels in C, for the instruction sets of this processor, called through native/.
 
 If the library was not built, `list_kernels` is empty.
 """

@@ -28,8 +28,8 @@ INTENT_PERIODS = 0.2
 directory shows it to everybody within a few seconds."""
 
 MAX_INTENTS = 8
-"""How often a newcomer gives way to others. Who always claims the same place would else keep it out
-for ever, and so would a crowd of newcomers all of its members."""
+"""How often a newcomer gives way to others. A peer that always claims the same place would else
+keep it out for ever, and a crowd of newcomers all of its members."""
 
 MIN_RESIDENCY_SECONDS = 600.0
 """How long a peer stays at least, unless there is a gap."""

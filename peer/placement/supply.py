@@ -21,8 +21,8 @@ MIN_REPLICAS = 2
 """How many hosts every block is to have before anything else counts."""
 
 _MOST_SPEEDUP = 4.0
-"""How many times faster than the median a peer is believed to be. Who claims more would make
-others leave the blocks that it says it serves."""
+"""How many times faster than the median a peer is believed to be. A peer that claims more would
+make others leave the blocks that it says it serves."""
 
 _PUNCTUAL_FRACTION = 1.15 / 3
 """Part of its life after which an announcement should have been renewed. It lives for three
@@ -30,8 +30,8 @@ periods: who is a seventh of one late is taken for lost, long before the record 
 guess costs little, for who turns out to be there counts again."""
 
 LEAST_SPEED = 1e-6
-"""Blocks per second. Who needs two weeks for a block hosts nothing, and would only make the
-arithmetic overflow."""
+"""Blocks per second. A peer that needs two weeks for a block hosts nothing, and would only make
+the arithmetic overflow."""
 
 Column = NDArray[Any]
 """A number for each peer or for each block."""

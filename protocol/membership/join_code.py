@@ -108,8 +108,8 @@ def _decode(text: str) -> bytes:
     packed, is_even = _decode_base32(body)
     if len(packed) >= 1 and packed[0] != _VERSION:
         raise UsageError(
-            f"the join code has version {packed[0]}, which this version of shoal does not know: "
-            "either it was mistyped, or shoal needs an update"
+            "the join code was mistyped; copy all of it. If it is right, a newer shoal has made it "
+            f"(version {packed[0]}): update shoal"
         )
     length = int.from_bytes(packed[2:_HEADER_BYTES], "big")
     if len(packed) < _HEADER_BYTES or len(packed) < length:

@@ -7,7 +7,7 @@ all that follows, each by a hash of the one before:
          └► serve secret ─► serve key: certifies peers that may serve
                  └► use secret ─► opens records, proves membership to whoever is dialled
 
-Who holds one of the secrets has those below it, and the public halves of the keys above.
+Each secret yields those below it, and the public halves of the keys above.
 """
 
 from __future__ import annotations

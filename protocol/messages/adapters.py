@@ -74,8 +74,8 @@ STALL_SECONDS = 60.0
 """How long an adapter on its way may stand still."""
 
 SLOWEST_BYTES_PER_SECOND = 16 * 2**10
-"""How slow a line may be for as long as it takes. Who fills a peer's memory slowly harms it no more
-than who does so at once: one client has its share of that, and keeps it by a word now and then."""
+"""How slow a line may be for as long as it takes. Filling a peer's memory slowly harms it no more
+than filling it at once: each client has a share, and keeps it by a message now and then."""
 
 PIECE_BYTES = 48 * 2**10
 """Size of every piece but the last one."""
@@ -284,10 +284,10 @@ class Manifest:
 class AdapterHead(Message):
     """Ask a peer to keep a LoRA adapter; `num_bytes` of safetensors follow in pieces.
 
-    `adapter` is the digest of both files, so what it names never changes. Whoever trains one brings
-    each new state as an adapter of its own, and the one that it `replaces` is forgotten. Only the
-    client that brought it may name it, unless `is_published`. The answer is `AdapterKept`; of one
-    that the client has published before it comes at once, and pieces are not needed.
+    `adapter` is the digest of both files, so what it names never changes. A client that trains one
+    uploads each new state as an adapter of its own, and the one that it `replaces` is forgotten.
+    Only the client that brought it may name it, unless `is_published`. The answer is `AdapterKept`;
+    of one that the client has published before it comes at once, and pieces are not needed.
 
     With an `optimizer` the peer is to train it, see `AdapterUpdate`. If it has learned before, the
     optimizer's moments follow its matrices, each as safetensors of the same names and sizes, and

@@ -525,9 +525,8 @@ def check_kv_budget(budget_bytes: int, span: Span, layouts: Mapping[KVFormat, La
     needed_bytes = PAGE_TOKENS * len(span) * layouts[KVFormat.FLOAT].token_bytes
     if budget_bytes < needed_bytes:
         raise UsageError(
-            f"{budget_bytes} bytes of KV memory (--kv-memory) are too few for a session: "
-            f"{len(span)} blocks of this model need {needed_bytes} bytes for every "
-            f"{PAGE_TOKENS} tokens"
+            f"--kv-memory {budget_bytes} is too small for any session: use at least "
+            f"{needed_bytes} (bytes), which hold {PAGE_TOKENS} tokens in blocks {span}"
         )
 
 

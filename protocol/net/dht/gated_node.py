@@ -71,8 +71,8 @@ itself every 30 s, so this is enough for 6,000 that have the same five nodes nea
 
 NUM_FOR_CERTAIN = 8
 """Records of each sender that are checked whatever others send. An announcement needs one place,
-the list of the owner another one. Who comes as many senders pays a TLS handshake for each, which
-costs about as much as these checks."""
+the list of the owner another one. An attacker with many identities pays a TLS handshake for each,
+which costs about as much as these checks."""
 
 MAX_STORED_AT_ONCE = 32
 """Records of one message; it takes 7 ms to check them, and then others get their turn. A peer that

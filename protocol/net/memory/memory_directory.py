@@ -23,7 +23,7 @@ class MemoryDirectoryStore:
 
 
 class MemoryDirectory:
-    """One participant's door to a shared store. Implements Directory."""
+    """One participant's access to a shared store. Implements Directory."""
 
     def __init__(self, store: MemoryDirectoryStore, clock: Clock) -> None:
         self._store = store
