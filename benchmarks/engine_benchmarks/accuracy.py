@@ -22,6 +22,7 @@ from shoal.client.model.local_layers import load_config, load_local_layers
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.models.spec_reader import read_spec
+from shoal.models.specs.model_spec import ModelSpec
 from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.engine.steps import StepWork
 from shoal.protocol.spans import Span
@@ -170,6 +171,7 @@ def _generate(reference: Any, prompt: list[int]) -> torch.Tensor:
 def _count_parameters(directory: Path) -> list[int]:
     """Return how many numbers each block of a model has."""
     spec = read_spec(Checkpoint.open(directory).config)
+    assert isinstance(spec, ModelSpec)
     return [
         sum(math.prod(shape) for shape in spec.tensor_shapes(block).values())
         for block in range(spec.num_blocks)

@@ -16,6 +16,7 @@ from shoal.kernels.linear.nf4 import Nf4Weight, has_bitsandbytes
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.models.spec_reader import read_spec
+from shoal.models.specs.model_spec import ModelSpec
 from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.engine.passes.span_passes import PassWork
 from shoal.protocol.errors import UsageError
@@ -67,6 +68,7 @@ def test_weights_take_little_more_than_half_a_byte(tiny_models: Any) -> None:
     )
 
     spec = read_spec(checkpoint.config)
+    assert isinstance(spec, ModelSpec)
     num_parameters = sum(
         math.prod(shape)
         for block in range(spec.num_blocks)

@@ -537,6 +537,7 @@ def test_loading_from_the_cache_peaks_below_one_more_block_in_float32(
 
     # The first run also counts the mapped checkpoint, which the system may drop at any time.
     spec = read_spec(Checkpoint.open(model).config)
+    assert isinstance(spec, ModelSpec)
     num_parameters = sum(math.prod(shape) for shape in spec.tensor_shapes().values())
     assert len(list(directory.iterdir())) == 6
     assert int(runs[1].stdout) < 4 * num_parameters
