@@ -89,7 +89,7 @@ class RecordGate:
         self._open = lru_cache(maxsize=max_records)(self._open_anew)
 
     def when_displaced(self, forget: Callable[[str, PeerId], None]) -> None:
-        """Have `forget` called with the key and the peer of each record that had to go.
+        """Have `forget` called with the key and the subkey of each record that had to go.
 
         It goes for another one, and must not stay stored either.
         """
@@ -208,6 +208,9 @@ class RecordGate:
         found = read_revocations(self.membership, record)
         if found.sequence < self.revocations.sequence:
             raise RemoteProtocolError("a newer revocation list is already known")
+        if found.sequence > self.revocations.sequence:
+            # hivemind keeps what expires later, and a member whose clock is ahead renewed the old.
+            self._book.on_displaced(self.revocations_key, PeerId(self.REVOCATIONS))
         self.revocations, self._revocations_record = found, record
 
     def _check_not_revoked(self, peer_id: PeerId) -> None:

@@ -143,6 +143,17 @@ def test_newest_list_of_the_owner_counts_whoever_brings_it() -> None:
     assert handed_on.revocations == second
 
 
+def test_newer_list_is_stored_though_the_older_one_expires_later() -> None:
+    gate, gone = make_gate(SERVER), list[tuple[str, str]]()
+    publish(gate, Revocations(1), lifetime_seconds=91)
+    gate.when_displaced(lambda key, subkey: gone.append((key, subkey)))
+
+    assert publish(gate, Revocations(1))
+    assert gone == []
+    assert publish(gate, Revocations(2))
+    assert gone == [(gate.revocations_key, RecordGate.REVOCATIONS)]
+
+
 def test_public_swarm_has_nobody_who_could_revoke() -> None:
     gate = make_gate(make_public(bytes(16)))
 
