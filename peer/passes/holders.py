@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer", bound=Message)
 
-_DIAL_SECONDS = 5.0
+_DIAL_SECONDS = 10.0
 _SILENCE_SECONDS = 20.0
 """How long a holder may take for its first word: what it sends to others is under way as well."""
 
@@ -165,12 +165,9 @@ class Holders:
 
     async def _open(self, peer: Announcement) -> Stream:
         try:
-            async with asyncio.timeout(2 * _DIAL_SECONDS):
-                stream, _ = await open_greeted(
-                    self._transport, self._clock, peer, peer.span, _DIAL_SECONDS
-                )
-        except TimeoutError as error:
-            raise UnavailableError("a holder did not answer in time") from error
+            stream, _ = await open_greeted(
+                self._transport, self._clock, peer, peer.span, _DIAL_SECONDS
+            )
         except RefusedError as error:
             raise UnavailableError(str(error)) from error
         return stream

@@ -1,6 +1,5 @@
 """Dialling a peer: the greeting that clients and peers send first on a stream."""
 
-import asyncio
 from collections.abc import Sequence
 
 from .. import versions
@@ -17,7 +16,7 @@ from ..messages.session import Hello, Welcome
 from ..records.announcements import Announcement
 from ..spans import Span
 from ..wire.codec import check_kind, encode_frame, read_answer
-from .clock import Clock
+from .clock import AnswerTimeout, Clock
 from .transport import Stream, Transport, refuse_large_frames
 
 
@@ -27,7 +26,7 @@ async def dial(
     endpoints: Sequence[Endpoint],
     timeout_seconds: float,
 ) -> Stream:
-    """Try the endpoints of a peer in their order; that they are good ones is for it to see to.
+    """Try the endpoints that a peer announced in their order, each for at most so many seconds.
 
     Raises UnavailableError (StaleAnnouncementError where somebody else answers) or
     RemoteProtocolError.
@@ -77,18 +76,20 @@ async def open_greeted(
 ) -> tuple[Stream, float]:
     """Dial a peer that serves a span, say Hello (`more` right behind it), and check who answers.
 
-    Returns the stream and the round-trip seconds. Raises what `dial`, `greet` and `check_welcome`
-    do; nothing is left open then.
+    Returns the stream and the round-trip seconds. Raises SilentError when all that takes longer
+    than `timeout_seconds`, and what `dial`, `greet` and `check_welcome` do; nothing is left open
+    then.
     """
-    stream = await dial(transport, peer.peer_id, peer.all_endpoints, timeout_seconds)
-    try:
-        name = f"peer …{peer.peer_id[-6:]} (blocks {span})"
-        welcome, rtt_seconds = await greet(stream, name, clock, client, *more)
-        check_welcome(welcome, peer.peer_id, span, peer.model_id)
-    except BaseException:
-        await stream.close()
-        raise
-    return stream, rtt_seconds
+    name = f"peer …{peer.peer_id[-6:]} (blocks {span})"
+    async with AnswerTimeout(timeout_seconds, f"{name} did not answer in time"):
+        stream = await dial(transport, peer.peer_id, peer.all_endpoints, timeout_seconds)
+        try:
+            welcome, rtt_seconds = await greet(stream, name, clock, client, *more)
+            check_welcome(welcome, peer.peer_id, span, peer.model_id)
+        except BaseException:
+            await stream.close()
+            raise
+        return stream, rtt_seconds
 
 
 def check_welcome(welcome: Welcome, peer_id: PeerId, span: Span, model_id: ModelId) -> None:
@@ -117,16 +118,13 @@ async def measure_rtt(
     Raises UnavailableError, RefusedError or RemoteProtocolError.
     """
     name = f"peer …{peer_id[-6:]}"
-    try:
-        async with asyncio.timeout(timeout_seconds):
-            stream = await dial(transport, peer_id, endpoints, timeout_seconds)
-            stream.set_gate(refuse_large_frames)
-            try:
-                welcome, rtt_seconds = await greet(stream, name, clock)
-            finally:
-                await stream.close()
-    except TimeoutError as error:
-        raise UnavailableError(f"{name} did not answer in time") from error
+    async with AnswerTimeout(timeout_seconds, f"{name} did not answer in time"):
+        stream = await dial(transport, peer_id, endpoints, timeout_seconds)
+        stream.set_gate(refuse_large_frames)
+        try:
+            welcome, rtt_seconds = await greet(stream, name, clock)
+        finally:
+            await stream.close()
     if welcome.peer_id != peer_id:
         raise RemoteProtocolError(f"another peer answers for {name}")
     return rtt_seconds
