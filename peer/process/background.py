@@ -40,12 +40,12 @@ class BackgroundTasks:
                 )
 
     async def run_until(self, main: Coroutine[Any, Any, _Result]) -> _Result:
-        """Return what a coroutine returns; raise what a task raises if one ends before."""
+        """Return what a coroutine returns; raise what a task raises if one fails before."""
         running = asyncio.create_task(main)
         try:
-            await asyncio.wait((running, *self._tasks), return_when=asyncio.FIRST_COMPLETED)
-            for task in self._tasks:
-                if task.done():
+            while not running.done():
+                await asyncio.wait((running, *self._tasks), return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in self._tasks if task.done()]:
                     self._tasks.remove(task)  # what it raised is told here, and once
                     task.result()
             return running.result()

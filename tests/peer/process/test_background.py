@@ -1,11 +1,40 @@
-"""The loop's lag, on a clock that a test can hold up."""
+"""Background tasks, and the loop's lag on a clock that a test can hold up."""
 
 import asyncio
 from collections.abc import Iterator
 
+import pytest
 from virtual_time import run_virtual
 
-from shoal.peer.process.background import LoopLag
+from shoal.peer.process.background import BackgroundTasks, LoopLag
+
+
+async def end_after(seconds: float, error: Exception | None = None) -> None:
+    await asyncio.sleep(seconds)
+    if error is not None:
+        raise error
+
+
+@pytest.mark.parametrize("num_ended", [1, 2])
+def test_background_tasks_that_end_normally_end_nothing_else(num_ended: int) -> None:
+    async def main() -> str:
+        async with BackgroundTasks() as tasks:
+            for _ in range(num_ended):
+                tasks.begin(end_after(1.0))
+            return await tasks.run_until(asyncio.sleep(2.0, "done"))
+
+    assert run_virtual(main()) == "done"
+
+
+def test_background_task_that_fails_ends_what_runs_beside_it() -> None:
+    async def main() -> None:
+        async with BackgroundTasks() as tasks:
+            tasks.begin(end_after(1.0))
+            tasks.begin(end_after(2.0, ValueError("broken")))
+            await tasks.run_until(asyncio.sleep(60.0))
+
+    with pytest.raises(ValueError, match="broken"):
+        run_virtual(main())
 
 
 class LateClock:
