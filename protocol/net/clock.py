@@ -96,9 +96,6 @@ class AnswerTimeout(SuspendAwareTimeout):
         trace: TracebackType | None,
     ) -> bool | None:
         try:
-            is_swallowed = await super().__aexit__(kind, error, trace)
+            return await super().__aexit__(kind, error, trace)
         except TimeoutError as late:
             raise SilentError(self._complaint) from late
-        if isinstance(error, TimeoutError):
-            raise SilentError(self._complaint) from error
-        return is_swallowed

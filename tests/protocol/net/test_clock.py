@@ -17,6 +17,12 @@ async def test_timeout_of_an_answer_says_who_was_silent() -> None:
     assert VirtualClock().now() == 2.0
 
 
+async def test_timeout_inside_that_is_not_the_answers_own_blames_nobody() -> None:
+    with pytest.raises(TimeoutError):
+        async with AnswerTimeout(60.0, "the peer fell silent"), asyncio.timeout(1.0):
+            await asyncio.sleep(2.0)
+
+
 async def test_time_in_which_the_process_stood_still_is_not_held_against_a_peer() -> None:
     async with AnswerTimeout(2.0, "the peer fell silent"):
         await asyncio.sleep(1.0)
