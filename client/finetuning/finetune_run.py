@@ -239,13 +239,13 @@ class FinetuneRun:
         return self.checkpoints.save(self.progress, self._write)
 
     def save_last_checkpoint(self) -> int:
-        """Write where the run is, or, where peers that have it are out of reach, nothing.
+        """Write where the run is; nothing where peers are out of reach or in the middle of an update.
 
         Returns after how many updates --resume goes on.
         """
         try:
             self.save_checkpoint()
-        except (RouteError, RefusedError):
+        except (RouteError, RefusedError, UsageError):
             found = self.checkpoints.find()
             return self.checkpoints.load_progress(found[-1]).num_updates if found else 0
         return self.progress.num_updates

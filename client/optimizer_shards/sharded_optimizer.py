@@ -108,8 +108,8 @@ class ShardedOptimizer:
         self._number += 1
 
     def forget(self) -> None:
-        """Forget what peers have: something else is newer."""
-        self._shards = []
+        """Forget what peers have, and an update that was interrupted: something else is newer."""
+        self._shards, self._applying = [], None
         self._number += 1
 
     def take_version(self, is_trained: bool) -> ShardedVersion:
@@ -197,14 +197,17 @@ class ShardedOptimizer:
 
     async def drop_gradients(self) -> None:
         """Accumulate gradients from nothing again. Raises UsageError in the middle of an update."""
-        if self._applying is not None:
-            raise UsageError("step() did not come to its end; call it again to go on")
+        self._check_whole()
         number = next(self._sums)
         for shard in self._shards:
             shard.drop_gradients(number)
 
     async def fetch(self) -> LearnedState | None:
-        """Return all that peers have learned, and keep it to go on from; None before `begin`."""
+        """Return all that peers have learned, and keep it to go on from; None before `begin`.
+
+        Raises UsageError in the middle of an update: some blocks have it, and others do not.
+        """
+        self._check_whole()
         if not self._shards:
             return None
         await self._for_all(self._fetch_shard, lambda one: len(one.log) > 1 and not one.is_empty)
@@ -220,6 +223,10 @@ class ShardedOptimizer:
             for place in range(first.kind.num_moments if self._num_updates else 0)
         )
         return replace(first, matrices=matrices, moments=moments, num_updates=self._num_updates)
+
+    def _check_whole(self) -> None:
+        if self._applying is not None:
+            raise UsageError("step() did not come to its end; call it again to go on")
 
     def _check_version(self, texts: Texts) -> None:
         version = find_sharded(texts.adapters)

@@ -25,7 +25,7 @@ from shoal.client.finetuning.learners import make_learner
 from shoal.client.training.lora import LoraAdapter
 from shoal.peer.engine.adapters.adapter_store import AdapterStore
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
-from shoal.protocol.errors import RefusedError, UsageError
+from shoal.protocol.errors import ErrorCode, RefusedError, UsageError
 
 NUM_UPDATES = 4
 OPTIONS = {
@@ -298,6 +298,48 @@ def test_what_was_learned_is_saved_used_and_taken_over_by_torch(
         again.load_state_dict(taken.state_dict())
         learn(model, ours, again, num_updates=2)
         learn(model, theirs, local, num_updates=2)
+        assert_same(ours, theirs)
+
+
+class RefusingOnce(AdapterStore):
+    """The adapters of a peer that refuses the first update."""
+
+    has_refused = False
+
+    def replace(self, name: Any, new_name: Any, tenant: Any, updated: Any) -> None:
+        if self.has_refused:
+            return super().replace(name, new_name, tenant, updated)
+        self.has_refused = True
+        raise RefusedError(ErrorCode.BAD_VALUES, "as the test says")
+
+
+def test_interrupted_step_is_completed_or_started_over_and_never_saved(tiny_models: Any) -> None:
+    """Some blocks have the update by then, and others do not."""
+    with swarm_of(tiny_models, ((0, 2), (2, 4))) as (swarm, model):
+        ours, theirs = make_adapter(model), make_adapter(model)
+        before = copy.deepcopy(ours.state_dict())
+        learn_here(model, theirs, "sgd", num_updates=1)
+        optimizer = model.optimizer_at_peers(ours, "sgd", **OPTIONS["sgd"])
+
+        def begin_step() -> None:
+            look_into(swarm.peers[1]).adapters = RefusingOnce(look_into(swarm.peers[1]).clock, 2**29)
+            tokens = draw_tokens(0)
+            model(tokens, labels=tokens, active_adapter=ours).loss.backward()
+            with pytest.raises(RefusedError):
+                optimizer.step()
+            for use in (ours.state_dict, optimizer.zero_grad, optimizer.state_dict):
+                with pytest.raises(UsageError, match="call it again"):
+                    use()
+
+        begin_step()
+        optimizer.restart()
+        optimizer.zero_grad()
+        optimizer.step()
+        for name, matrix in ours.state_dict().items():
+            assert torch.equal(matrix, before[name])
+
+        begin_step()
+        optimizer.step()
         assert_same(ours, theirs)
 
 

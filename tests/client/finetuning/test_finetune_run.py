@@ -26,7 +26,14 @@ from shoal.client.finetuning.finetune_run import (
     SpoiltRunError,
     Updated,
 )
-from shoal.protocol.errors import ErrorCode, RefusedError, UnavailableError, UsageError
+from shoal.protocol.errors import (
+    ErrorCode,
+    RefusedError,
+    RouteError,
+    ShoalError,
+    UnavailableError,
+    UsageError,
+)
 
 VOCABULARY = 12
 CONFIG = RunConfig(
@@ -255,6 +262,24 @@ def test_run_that_peers_refuse_to_go_on_with_keeps_what_was_learned_before(tmp_p
     code = ErrorCode.BUSY
     with pytest.raises(RefusedError, match="overflow"):
         next(make_run(tmp_path / "other", learner).learn())
+
+
+@pytest.mark.parametrize("error", [RouteError("nobody is there", []), UsageError("in an update")])
+def test_state_that_cannot_be_had_leaves_the_last_checkpoint(
+    tmp_path: Path, error: ShoalError
+) -> None:
+    learner = Bigrams()
+    run = make_run(tmp_path, learner)
+    for event in run.learn():
+        if isinstance(event, Updated) and event.number == 5:
+            break
+
+    def fail(folder: Path) -> None:
+        raise error
+
+    learner.save = fail  # type: ignore[method-assign]
+    assert run.save_last_checkpoint() == 4
+    assert run.checkpoints.find()[-1].name == "checkpoint-000004"
 
 
 def test_last_two_checkpoints_are_kept_and_hold_no_pickles(tmp_path: Path) -> None:
