@@ -322,7 +322,8 @@ def test_interrupted_step_is_completed_or_started_over_and_never_saved(tiny_mode
         optimizer = model.optimizer_at_peers(ours, "sgd", **OPTIONS["sgd"])
 
         def begin_step() -> None:
-            look_into(swarm.peers[1]).adapters = RefusingOnce(look_into(swarm.peers[1]).clock, 2**29)
+            peer = look_into(swarm.peers[1])
+            peer.adapters = RefusingOnce(peer.clock, 2**29)
             tokens = draw_tokens(0)
             model(tokens, labels=tokens, active_adapter=ours).loss.backward()
             with pytest.raises(RefusedError):
