@@ -202,7 +202,7 @@ class PassFailures(Failures):
 
     async def wait_for_room(self) -> None:
         """Wait until one of those that were full may be asked again, or the time is up."""
-        until = min(self.retry.deadline, *(self._full_until[peer_id] for peer_id in self.full))
+        until = min([self.retry.deadline, *(self._full_until[peer_id] for peer_id in self.full)])
         await asyncio.sleep(max(0.0, until - self._now()))
 
     def raise_refusal(self) -> None:

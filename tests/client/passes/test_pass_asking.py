@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -111,6 +112,15 @@ def test_error_names_the_blocks_that_failed_last_or_what_a_peer_said_against_the
     gone, refused = UnavailableError("gone"), RefusedError(ErrorCode.OUT_OF_MEMORY, "too long")
     assert str(fail(gone, gone)) == "no peer accepts passes for blocks 1:2: gone"
     assert fail(gone, refused, gone) is refused
+
+
+def test_peer_that_gets_room_just_now_is_waited_for_no_longer() -> None:
+    times = itertools.count(0.0, 0.5)  # it is later whenever somebody looks
+    failures = PassFailures(Retry(Backoff(0.1, 1.0), SystemClock()), lambda: next(times), 0.0)
+    failures.retry.deadline = 1.0
+    failures.note_full(PeerId("a"), 0.5)
+
+    asyncio.run(failures.wait_for_room())
 
 
 @in_scene(config=replace(CONFIG, failover_timeout_seconds=5.0))
