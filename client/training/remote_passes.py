@@ -58,6 +58,8 @@ class RemotePasses:
         num_tokens, num_hops = texts.hidden_BTH.shape[1], self._asker.guess_num_hops(span)
         batches = cut_rows(texts.num_rows, num_tokens, num_hops, self._most_tokens, texts.most_rows)
         done = await run_all(self._forward_rows(span, texts, rows) for rows in batches)
+        # A peer that had no memory may have some by now, or be gone.
+        self._most_tokens = min(MOST_TOKENS, 1 + self._most_tokens * 9 // 8)
         ways = [way for ways in done for way in ways]
         return torch.cat([output_BTH for output_BTH, _ in ways]), [inputs for _, inputs in ways]
 

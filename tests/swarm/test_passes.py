@@ -431,6 +431,23 @@ def test_microbatches_are_halved_until_a_peer_has_memory_for_them(
         compare(model.transformer.h, tiny_models.get(), prompt_rows, num_rows=4)
 
 
+def test_microbatches_grow_again_once_a_peer_has_memory_for_them(
+    tiny_models: Any, asked: list[str]
+) -> None:
+    with swarm_of(tiny_models, ONE_HOP) as (swarm, model):
+        service, hidden = look_into(swarm.peers[0]), draw(4, 20, HIDDEN).requires_grad_()
+        enough = service.engine.passes.estimate_bytes(4, 1, 20, is_backward=False)
+        service.read_free_bytes = lambda: enough
+        model.transformer.h(hidden)
+        service.read_free_bytes = lambda: 2**30
+        nums_asked: list[int] = []
+        for _ in range(20):
+            asked.clear()
+            model.transformer.h(hidden)
+            nums_asked.append(len(asked))
+        assert (nums_asked[0], nums_asked[-1]) == (4, 1)
+
+
 def test_peer_without_memory_for_training_is_not_asked(tiny_models: Any, asked: list[str]) -> None:
     directory = tiny_models.get().directory
     swarm = LoopbackSwarm(directory, ((0, 4), (0, 4)), weights="fp32")
