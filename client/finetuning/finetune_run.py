@@ -239,7 +239,7 @@ class FinetuneRun:
         return self.checkpoints.save(self.progress, self._write)
 
     def save_last_checkpoint(self) -> int:
-        """Write where the run is; nothing where peers are out of reach or in the middle of an update.
+        """Write where the run is, unless its peers are out of reach or in the middle of an update.
 
         Returns after how many updates --resume goes on.
         """
