@@ -63,7 +63,7 @@ class RunResult:
 
 
 class SpeedMeter:
-    """The speed of a run, by its recent updates."""
+    """The speed of a run, by its recent updates. May be read on another thread than it is fed."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -87,20 +87,23 @@ class SpeedMeter:
     @property
     def tokens_per_second(self) -> float:
         """The mean of recent updates; 0 before the first."""
-        seconds = sum(seconds for _, seconds, _ in self._recent)
-        return sum(count for count, _, _ in self._recent) / seconds if seconds else 0.0
+        recent = list(self._recent)
+        seconds = sum(seconds for _, seconds, _ in recent)
+        return sum(count for count, _, _ in recent) / seconds if seconds else 0.0
 
     @property
     def loss(self) -> float | None:
         """The mean of the last few finite losses."""
-        known = [loss for _, _, loss in self._recent if math.isfinite(loss)][-_NUM_RECENT_LOSSES:]
+        known = [loss for _, _, loss in list(self._recent) if math.isfinite(loss)]
+        known = known[-_NUM_RECENT_LOSSES:]
         return sum(known) / len(known) if known else None
 
     def expect_seconds(self, num_updates: int) -> float | None:
         """Return how long so many updates will take; None before the first."""
-        if not self._recent:
+        recent = list(self._recent)
+        if not recent:
             return None
-        return num_updates * sum(seconds for _, seconds, _ in self._recent) / len(self._recent)
+        return num_updates * sum(seconds for _, seconds, _ in recent) / len(recent)
 
 
 class RunReporter:

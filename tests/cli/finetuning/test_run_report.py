@@ -7,6 +7,7 @@ import math
 import re
 from argparse import Namespace
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +77,19 @@ def test_pace_is_that_of_recent_updates_without_what_came_between() -> None:
 
     assert meter.tokens_per_second == 2048
     assert meter.expect_seconds(30) == 60
+    assert meter.loss == 1.0
+
+
+def test_pace_may_be_read_while_an_update_is_counted() -> None:
+    """The line that moves is drawn on a thread of its own."""
+    meter = SpeedMeter(Seconds())
+
+    class Loss(int):
+        def __float__(self) -> float:
+            meter.note(make_update(2))  # as the other thread may at any time
+            return 1.0
+
+    meter.note(replace(make_update(1), loss=Loss(1)))
     assert meter.loss == 1.0
 
 
