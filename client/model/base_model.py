@@ -187,14 +187,14 @@ class DistributedModel(PreTrainedModel):
         layers = load_local_layers(checkpoint, dtype)
         generation_config = load_generation_config(model, checkpoint)
         client = join_swarm(model_config.dht_prefix, model_config, config)
-        opened = cls(model_config, layers, client, generation_config, tuning)
         try:
+            opened = cls(model_config, layers, client, generation_config, tuning)
             if trained is not None:
                 opened.load_trained(trained)
             if adapter is not None:
                 opened.open_adapter(adapter)
         except BaseException:
-            opened.close()
+            client.close()
             raise
         return opened
 

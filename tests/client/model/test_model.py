@@ -280,6 +280,23 @@ def test_from_pretrained_forwards_client_settings(tiny_models: Any) -> None:
     assert model.transformer.h.span == Span(0, 4)
 
 
+def test_from_pretrained_leaves_the_swarm_when_the_model_cannot_be_built(tiny_models: Any) -> None:
+    class Unbuildable(DistributedCausalLM):
+        def __init__(self, *arguments: Any) -> None:
+            raise MemoryError
+
+    swarm, closed = NoSwarm(), []
+
+    def join(*arguments: Any) -> Any:
+        client = swarm.join(*arguments)
+        client.close = lambda: closed.append(client)
+        return client
+
+    with pytest.raises(MemoryError):
+        Unbuildable.from_pretrained(tiny_models.get("llama").directory, join_swarm=join)
+    assert len(closed) == 1
+
+
 def test_from_pretrained_reads_the_defaults_of_generation(tiny_models: Any, tmp_path: Path) -> None:
     shutil.copytree(tiny_models.get("llama").directory, tmp_path / "model")
     GenerationConfig(eos_token_id=[5, 6], use_cache=False).save_pretrained(tmp_path / "model")
