@@ -499,6 +499,7 @@ class PassAsker:
                         carrying_seconds,
                         patience_seconds + carrying_seconds,
                     )
+        self._forgiven.discard(hop.peer.peer_id)
         # Claims that the peer could make up count for its own line only.
         bandwidth.note_answer(num_bytes, self.clock.now() - asked_at)
         way.note_answer(num_bytes, answer.way_seconds)

@@ -161,3 +161,22 @@ async def test_streams_that_nobody_uses_any_more_are_hung_up_on(scene: Scene) ->
     assert repr(scene.network).startswith("LoopbackNetwork(streams=0,"), scene.network
     assert repr(asker) == "<PassAsker, <PassLinks, 0 in use, 0 idle, 0 peers wanted>>"
     await asker.close()
+
+
+@in_scene()
+async def test_peer_that_forgets_its_streams_now_and_then_is_forgiven_each_time(
+    scene: Scene,
+) -> None:
+    """As every peer does while the machine of the client is suspended."""
+    await add_pass_peer(scene, 1.0)
+    asker, (texts, _) = make_asker(scene), make_texts()
+    error = RefusedError(ErrorCode.UNKNOWN_SESSION, "the stream was idle for too long")
+    are_quarantined: list[bool] = []
+    for num_times in (1, 1, 2):
+        await asker.ask_forward(WHOLE, texts)
+        (hop,) = asker.failovers.take_recent_hops()
+        for _ in range(num_times):
+            asker.note_failure(hop, error, asker.make_failures())
+        are_quarantined.append(scene.swarm.book.is_quarantined(hop.peer))
+    assert are_quarantined == [False, False, True]
+    await asker.close()
