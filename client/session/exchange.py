@@ -220,9 +220,13 @@ class Exchange:
     async def lose(
         self, live: LiveHop, error: UnavailableError | RemoteProtocolError | RefusedError
     ) -> LostHopError:
-        """Hang up on a hop and blame its peer; return what to raise."""
+        """Hang up on a hop and blame its peer, unless we broke the stream; return what to raise."""
+        is_ours = live.link is not None and live.link.is_torn and not isinstance(error, SilentError)
         await self.hang_up(live)
-        lost = self._book.blame(live.hop, error, self._state.forgiven)
+        if is_ours:
+            lost = LostHopError(live.hop, str(error))
+        else:
+            lost = self._book.blame(live.hop, error, self._state.forgiven)
         lost.__cause__ = error
         return lost
 

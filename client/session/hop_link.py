@@ -316,12 +316,8 @@ class HopLink:
             AnswerTimeout(timeout_seconds, f"{self.name} does not read what is sent"),
             self._sending,
         ):
-            try:
-                stream = await self._choose_stream(lane)
-                await stream.send(frame)
-            except asyncio.CancelledError:
-                self.is_torn = True
-                raise
+            stream = await self._choose_stream(lane)
+            await self._send_frame(stream, frame)
 
     async def close(self) -> None:
         """Tell the peer that the session is over and hang up. Never raises."""
@@ -349,9 +345,16 @@ class HopLink:
             )
         if self._bulk_capability != self.capability:
             attach = Attach(self.session, self._opening.epoch, self.capability)
-            await self._bulk.send(encode_frame(attach))
+            await self._send_frame(self._bulk, encode_frame(attach))
             self._bulk_capability = self.capability
         return self._bulk
+
+    async def _send_frame(self, stream: Stream, frame: bytes) -> None:
+        try:
+            await stream.send(frame)
+        except asyncio.CancelledError:
+            self.is_torn = True
+            raise
 
     def check_output(self, step: Step, output: Output) -> Output:
         """Return the answer to a step; raises RemoteProtocolError if it is none."""

@@ -8,10 +8,12 @@ import pytest
 import torch
 from session_scene import Answer, Scene, add_two_rows_of_peers, be_honest, draw, in_scene, run_span
 
-from shoal.client.session.hop_link import BrokenSegmentError, LiveHop, Question
+from shoal.client.session.hop_link import BrokenSegmentError, LiveHop, Question, to_wire
 from shoal.client.session.session import RemoteSession
 from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.session import Step
 from shoal.protocol.net.memory.loopback import Link
+from shoal.protocol.tensors import WireDtype
 
 
 async def begin(scene: Scene) -> tuple[RemoteSession, list[LiveHop]]:
@@ -77,6 +79,29 @@ async def test_send_that_is_cancelled_costs_the_hop_its_link_and_nobody_is_blame
 
     with pytest.raises(BrokenSegmentError, match="lost before"):
         await exchange.ask(hops[:1], Question(draw(4), 3, sequence=11))
+    assert scene.quarantined == []
+
+
+@in_scene()
+async def test_peer_of_a_stream_that_was_broken_here_is_not_blamed(scene: Scene) -> None:
+    """As by a probe, or by what is said for a standby, that is cancelled in the middle."""
+    session, hops = await begin(scene)
+    scene.network.pause(scene.names_of(session)[0])
+    link = hops[0].open_link
+    step = Step(link.session, 1, 8, 3, to_wire(draw(2, 4000, 32), WireDtype.FP32))
+
+    async def send_more_than_the_window_takes() -> None:
+        while True:
+            await link.send(step, 60.0)
+
+    sending = asyncio.create_task(send_more_than_the_window_takes())
+    await asyncio.sleep(0.1)
+    sending.cancel()
+    await asyncio.wait([sending])
+    scene.network.resume(scene.names_of(session)[0])
+
+    with pytest.raises(BrokenSegmentError, match="half-way"):
+        await session.exchange.ask(hops[:1], Question(draw(4), 3, sequence=11))
     assert scene.quarantined == []
 
 

@@ -208,6 +208,20 @@ async def test_large_steps_of_a_chain_take_a_second_stream(scene: Scene) -> None
 
 
 @in_scene()
+async def test_dialling_the_second_stream_may_be_cancelled(scene: Scene) -> None:
+    link, _ = await scene.open(opening=IN_CHAIN)
+    scene.network.pause("peer")
+    sending = asyncio.create_task(link.send(make_bulk_step(), TIMEOUT))
+    await asyncio.sleep(1)
+    sending.cancel()
+    await asyncio.wait([sending])
+    scene.network.resume("peer")
+
+    assert not link.is_torn
+    await link.close()
+
+
+@in_scene()
 async def test_second_stream_has_to_lead_to_the_same_peer(scene: Scene) -> None:
     link, _ = await scene.open(opening=IN_CHAIN)
     scene.script = change(Hello, lambda _: replace(WELCOME, peer_id=OTHER_ID))
