@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -91,6 +91,19 @@ class _Parcel:
     frames: Iterable[bytes]
     num_bytes: int
     is_replay: bool = False
+
+
+def _make_next(parcel: _Parcel, frames: Iterator[bytes]) -> bytes | None:
+    """Return the next frame of a parcel. If none can be made, only its session is lost: what others
+    push over the same connection goes on.
+    """
+    try:
+        return next(frames, None)
+    except Exception as error:
+        _logger.exception("cannot make a frame to push")
+        fault = UnavailableError(f"this peer cannot make what is to be pushed: {error}")
+        parcel.sender.note_lost(parcel.following, fault)
+        return None
 
 
 class RecentShares:
@@ -345,7 +358,7 @@ class _PushLink:
         """Send a parcel, as long as its session is not over, or lost, or pushes elsewhere."""
         following, sender, frames = parcel.following, parcel.sender, iter(parcel.frames)
         try:
-            while sender.pushes_to(following) and (frame := next(frames, None)) is not None:
+            while sender.pushes_to(following) and (frame := _make_next(parcel, frames)) is not None:
                 is_attached = self._is_attached(following)
                 if not await self._send_in_time(stream, parcel, frame):
                     raise UnavailableError(f"{self!r} does not read what is pushed")

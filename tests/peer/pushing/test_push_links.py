@@ -271,6 +271,24 @@ async def test_frames_of_a_replay_are_made_one_by_one_and_the_loop_goes_on_betwe
 
 
 @in_scene()
+async def test_session_whose_frames_cannot_be_made_is_lost_and_no_other(scene: Scene) -> None:
+    broken, other = Pusher(), Pusher()
+
+    def make_frames() -> Iterator[bytes]:
+        yield make_frame(1)
+        raise ValueError("no such dtype")
+
+    scene.links.replay(scene.name(1), make_frames(), 300, broken)
+    scene.links.replay(scene.name(2), [make_frame(2)], 300, other)
+    await asyncio.sleep(1)
+
+    assert broken.losses == ["this peer cannot make what is to be pushed: no such dtype"]
+    assert broken.num_bytes_left == 300
+    assert other.losses == []
+    assert scene.heard == [make_frame(1), make_frame(2)]
+
+
+@in_scene()
 async def test_who_does_not_want_a_replay_is_sent_one_frame_of_it(scene: Scene) -> None:
     session, scene.declines = Pusher(), True
     frames = (make_frame(number) for number in range(50))
