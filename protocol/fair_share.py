@@ -135,8 +135,9 @@ def compute_share(
 class SharedBytes:
     """A budget of memory for unread bytes of strangers, with each tenant's part."""
 
-    def __init__(self, budget_bytes: int, times_free: int = 1) -> None:
+    def __init__(self, budget_bytes: int, times_free: int = 1, of_what: str = "steps") -> None:
         """Let nobody hold more than `times_free` times what stays free."""
+        self._of_what = of_what
         self.budget_bytes = budget_bytes
         self._times_free = times_free
         self._held: Counter[Tenant] = Counter()
@@ -152,7 +153,7 @@ class SharedBytes:
     def check_room_for(self, tenant: Tenant, num_bytes: int) -> None:
         """Raise RefusedError unless a tenant may have so many bytes more."""
         if not self.has_room_for(tenant, num_bytes):
-            detail = "too many steps are waiting at this peer; try again later"
+            detail = f"too many {self._of_what} are waiting at this peer; try again later"
             raise RefusedError(ErrorCode.BUSY, detail, 1.0)
 
     def count(self, tenant: Tenant, num_bytes: int) -> None:

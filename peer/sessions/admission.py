@@ -52,7 +52,9 @@ class SessionResources:
     pushing: PushResources
     note_change: Callable[[], None]
     """To be called when a session is over, or does not wait any more."""
-    prompts: SharedBytes = field(default_factory=lambda: SharedBytes(MAX_PROMPT_BYTES, 3))
+    prompts: SharedBytes = field(
+        default_factory=lambda: SharedBytes(MAX_PROMPT_BYTES, 3, "deep prompts")
+    )
 
 
 class Admission:

@@ -74,6 +74,11 @@ def test_clients_share_only_what_strangers_leave_to_their_address() -> None:
     assert taken == [2, 1]
 
 
+def test_refusal_names_what_there_is_no_memory_for() -> None:
+    with pytest.raises(RefusedError, match="too many tensors are waiting"):
+        SharedBytes(1, of_what="tensors").check_room_for(Tenant("a"), 2)
+
+
 def test_bytes_are_shared_like_places_and_free_again_when_they_are_gone() -> None:
     shared, greedy, other = SharedBytes(100), Tenant("greedy"), Tenant("other")
     shared.check_room_for(greedy, 25)
