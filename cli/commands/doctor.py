@@ -136,14 +136,12 @@ class _Screen:
                 )
             )
         self._terminal.print()
-        rows = [tuple(map(self._terminal.fit, row)) for row in rows]  # "…" may take three columns
         columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        cut = self._terminal.fit("…")
         for number, row in enumerate(rows):
             cells = (cell.ljust(width) for cell, width in zip(row, columns, strict=True))
             line = (" " + "  ".join(cells)).rstrip()
             if len(line) > self._terminal.width:
-                line = line[: self._terminal.width - len(cut)] + cut
+                line = line[: self._terminal.width - 1] + "…"
             self._terminal.print(self._terminal.paint(line, "dim") if number == 0 else line)
         num_more = len(diagnosis.view.peers) - _MAX_ROWS
         if num_more > 0:

@@ -105,10 +105,10 @@ def run(options: argparse.Namespace) -> int:
                 output.print_json(facts | trace_file.make_facts())
             else:
                 _report(notices, generation)
-                for line in trace_file.describe(notices.fit):
+                for line in trace_file.describe():
                     notices.print(line)
     except BaseException:
-        for line in trace_file.describe_cut(notices.fit):
+        for line in trace_file.describe_cut():
             notices.print(line)
         raise
     return 0

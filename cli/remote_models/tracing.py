@@ -5,7 +5,6 @@ Imports nothing heavy: the path is checked before torch is loaded.
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -94,18 +93,18 @@ class TraceFile:
         recorded = None if self._recorder is None else self._recorder.make_trace()
         return recorded if recorded and recorded.events else None
 
-    def describe(self, fit: Callable[[str], str]) -> list[str]:
-        """Return the lines of the summary; none without a trace. For `fit` see `Terminal.fit`."""
+    def describe(self) -> list[str]:
+        """Return the lines of the summary; none without a trace."""
         from ...client.trace.trace_summary import describe_summary
 
         summary = self.summarize()
-        return [] if summary is None else describe_summary(summary, fit)
+        return [] if summary is None else describe_summary(summary)
 
-    def describe_cut(self, fit: Callable[[str], str]) -> list[str]:
+    def describe_cut(self) -> list[str]:
         """Return the lines that name the incomplete trace of a cut text, and its summary."""
         if not self.is_written:
             return []
-        return [f"the incomplete trace is in {self.path}", *self.describe(fit)]
+        return [f"the incomplete trace is in {self.path}", *self.describe()]
 
     def make_facts(self) -> dict[str, object]:
         """Return the summary for JSON, under `trace`; nothing without a trace."""

@@ -18,22 +18,10 @@ MAX_WIDTH = 80
 """Longer lines of text are harder to read."""
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
-_FALLBACKS = str.maketrans(
-    {
-        "…": "...",
-        "→": "->",
-        "✓": "+",
-        "✗": "x",
-        "•": "*",
-        "─": "-",
-        "■": "#",
-        "·": ".",
-        "“": '"',
-        "”": '"',
-    }
-    | dict.fromkeys("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "*")
-)
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_FALLBACKS = str.maketrans("…→✓✗•─■·“”" + _SPINNER, '.>+x*-#.""' + "*" * len(_SPINNER))
+"""One for one: a table stays as wide as it was."""
+
 _TICK_SECONDS = 0.1
 
 
@@ -93,8 +81,8 @@ class Terminal:
             break_on_hyphens=False,
         )
 
-    def fit(self, text: str) -> str:
-        """Return the text in characters that the stream can take."""
+    def _encode(self, text: str) -> str:
+        """Return the text in as many characters that the stream can take."""
         if self._is_utf8:
             return text.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be sent
         return text.translate(_FALLBACKS).encode(self._encoding, "replace").decode(self._encoding)
@@ -107,7 +95,7 @@ class Terminal:
         if text:
             self._is_mid_line = not text.endswith("\n")
         try:
-            self.stream.write(self.fit(text))
+            self.stream.write(self._encode(text))
             self.stream.flush()
         except BrokenPipeError:
             raise

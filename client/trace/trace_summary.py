@@ -1,6 +1,6 @@
 """The summary of a trace: where the time of a text went, in a few numbers on one screen. Pure."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,11 +177,8 @@ def _find_first_question(trace: Trace, step: StepTaken) -> float:
     return min(asked_at, default=step.ended_at)
 
 
-def describe_summary(summary: Summary, fit: Callable[[str], str] = str) -> list[str]:
-    """Return the lines of a table, each of at most 80 columns.
-
-    `fit` returns a name in characters that the terminal has: "…" may take three columns.
-    """
+def describe_summary(summary: Summary) -> list[str]:
+    """Return the lines of a table, each of at most 80 columns."""
     prefill, num_tokens = summary.prefill, summary.num_decoded_tokens
     lines = [
         _line("where the time went", "queue", "compute", "network", "serialization", "total"),
@@ -198,7 +195,7 @@ def describe_summary(summary: Summary, fit: Callable[[str], str] = str) -> list[
         name = f"…{hop.peer.peer_id[-6:]}[{hop.span}]"
         is_whole = breakdown.num_exchanges == num_tokens
         name += "" if is_whole else f", {_count(breakdown.num_exchanges)}"
-        lines.append(_breakdown_row(fit(name), breakdown, breakdown.num_exchanges))
+        lines.append(_breakdown_row(name, breakdown, breakdown.num_exchanges))
     if summary.expected_way_seconds:
         expected = _milliseconds(summary.expected_way_seconds / num_tokens)
         name = "  network, as the peers' distances predict"

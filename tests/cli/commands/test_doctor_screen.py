@@ -50,9 +50,9 @@ def test_findings_are_shown_whole_on_every_terminal(
             "ascii",
             40,
             [
-                "peer       blocks  state        weig...",
-                "...peer-A  0:4     online       int8...",
-                "...peer-B  4:8     closed port  int8...",
+                "peer     blocks  state        weights .",
+                ".peer-A  0:4     online       int8    .",
+                ".peer-B  4:8     closed port  int8    .",
             ],
         ),
     ],

@@ -49,7 +49,7 @@ def test_text_that_ends_half_way_leaves_a_trace_of_that_half(
         )
 
     assert read_slices(path).count("compute") == 2 * 3
-    lines = trace_file.describe_cut(str)
+    lines = trace_file.describe_cut()
     assert lines[0] == f"the incomplete trace is in {path}"
     assert "2 tokens decoded after it, in ms per token:" in lines
 
@@ -102,7 +102,7 @@ def test_text_that_never_began_leaves_the_file_alone(tmp_path: Path, older: str 
         fail()
 
     assert (path.read_text() if path.exists() else None) == older
-    assert trace_file.describe_cut(str) == []
+    assert trace_file.describe_cut() == []
 
 
 class SessionWithoutSteps:

@@ -74,7 +74,7 @@ def test_signs_have_a_plain_form_where_the_encoding_lacks_them() -> None:
 
     Terminal(screen).print("✓ A → B … ☂")
 
-    assert screen.text == "+ A -> B ... ?\n"
+    assert screen.text == "+ A > B . ?\n"
 
 
 def test_width_is_at_most_eighty(monkeypatch: pytest.MonkeyPatch) -> None:

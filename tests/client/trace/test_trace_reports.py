@@ -192,14 +192,6 @@ def test_summary_is_a_table_of_eighty_columns() -> None:
     assert lines[-1] == "failovers: 1, 6 tokens replayed, 0.02 s"
 
 
-def test_columns_stay_where_they_are_in_plain_characters() -> None:
-    summary = summarize(TEXT)
-
-    plain = describe_summary(summary, lambda name: name.replace("…", "..."))
-
-    assert [len(line) for line in plain] == [len(line) for line in describe_summary(summary)]
-
-
 def test_summary_in_json_has_the_sums() -> None:
     facts = make_summary_json(summarize(TEXT))
 
