@@ -232,7 +232,7 @@ class RunReporter:
 
     def _describe_rest(self) -> str:
         seconds = self._meter.expect_seconds(self._facts.num_updates - self._number)
-        return "-" if seconds is None else format_roughly(seconds)
+        return "-" if seconds is None else format_seconds(seconds)
 
     def _describe_skipped(self, updated: "Updated") -> Iterator[str]:
         if updated.is_skipped:
@@ -286,23 +286,9 @@ def _describe_result(output: Terminal, result: RunResult, took: str) -> Iterator
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration in one or two units.
-
-    >>> format_seconds(8.4), format_seconds(119.0), format_seconds(3600 * 1.75)
-    ('8 s', '1 min 59 s', '1 h 45 min')
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
-def format_roughly(seconds: float) -> str:
     """Return a duration in one unit.
 
-    >>> format_roughly(8.4), format_roughly(119.0), format_roughly(3600 * 1.75)
+    >>> format_seconds(8.4), format_seconds(119.0), format_seconds(3600 * 1.75)
     ('8 s', '2 min', '1.8 h')
     """
     if seconds < 100:
