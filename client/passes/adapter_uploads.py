@@ -91,24 +91,12 @@ class AdapterUploads:
         number, name = self._newest.get(key, (adapter.number, NO_ADAPTER))
         # An older version may be gone back through still: it takes nothing away.
         replaces = name if number < adapter.number else NO_ADAPTER
-        head, tensors = _make_head(adapter, span, replaces=replaces)
+        upload_id = UploadId(SessionId(secrets.token_bytes(16)))
+        head = AdapterHead(upload_id, cut.name, cut.config, len(cut.tensors), replaces=replaces)
         if is_trained:
             head = replace(head, num_trained=cut.num_numbers)
-        keep_seconds = await send(head, tensors)
+        keep_seconds = await send(head, cut.tensors)
         kept.pop(replaces, None)
         kept[cut.name] = _UploadedAdapter(keep_seconds, self._clock.now())
         if number <= adapter.number:
             self._newest[key] = adapter.number, cut.name
-
-
-def _make_head(
-    adapter: AdapterVersion,
-    span: Span,
-    *,
-    replaces: AdapterId = NO_ADAPTER,
-) -> tuple[AdapterHead, bytes]:
-    cut = adapter.cut(span)
-    assert cut is not None
-    upload_id = UploadId(SessionId(secrets.token_bytes(16)))
-    head = AdapterHead(upload_id, cut.name, cut.config, len(cut.tensors), replaces=replaces)
-    return head, cut.tensors
