@@ -200,58 +200,48 @@ class HopFinder:
 
         With a `parent`, it begins with the first `prefix_tokens` tokens of that one.
         """
-        recorder = self._state.recorder
-        recording = nullcontext() if recorder is None else recorder.opening(live.hop)
-        with recording:
-            await self._open_link(live, deadline, max_wait_seconds, parent, prefix_tokens)
-
-    async def _open_link(
-        self,
-        live: LiveHop,
-        deadline: float,
-        max_wait_seconds: float,
-        parent: SessionId | None,
-        prefix_tokens: int,
-    ) -> None:
         hop, adapter = live.hop, self._state.facts.adapter
-        self._check_version(hop)
-        opening = await self._make_opening(live, max_wait_seconds, parent, prefix_tokens)
-        pieces = self._encode_prompts(opening)
+        recorder = self._state.recorder
+        recording = nullcontext() if recorder is None else recorder.opening(hop)
 
         def note_queued(seconds: float) -> None:
             self._state.waiting = Waiting(hop, seconds)
             _logger.info("the session waits for admission: %s", self._state.waiting)
 
-        timeout_seconds = self._choose_timeout_seconds(hop, deadline, max_wait_seconds == 0)
-        try:
-            if adapter is not None:
-                await adapter.bring(hop)
-            with self._state.book.bandwidth.carry(_count_bytes(pieces)) as carrying_seconds:
-                live.link, rtt_seconds = await HopLink.open(
-                    self._state.transport,
-                    self._state.clock,
-                    hop,
-                    opening,
-                    self._name_for(hop),
-                    timeout_seconds + carrying_seconds,
-                    note_queued,
-                    pieces,
-                )
-        except (UnavailableError, RemoteProtocolError, RefusedError) as error:
-            if adapter is not None:
-                adapter.note_failure(hop, error)
-            if isinstance(error, RefusedError) and error.code is ErrorCode.UNKNOWN_ADAPTER:
-                is_fetching = error.retry_after_seconds is not None
-                if is_fetching or (adapter is not None and adapter.is_published):
-                    # It is sound. It is asked again after the others, unless nobody has it.
-                    raise LostHopError(hop, str(error), is_final=not is_fetching) from error
-            raise self._state.book.blame(hop, error, self._state.forgiven) from error
-        finally:
-            if self._state.waiting is not None and self._state.waiting.hop is hop:
-                self._state.waiting = None  # not that of another hop
-        live.link.on_leaving = self._state.on_leaving
-        live.link.listen(self._mailbox)
-        self._state.book.note_rtt(hop.peer.peer_id, rtt_seconds)
+        with recording:
+            self._check_version(hop)
+            opening = await self._make_opening(live, max_wait_seconds, parent, prefix_tokens)
+            pieces = self._encode_prompts(opening)
+            timeout_seconds = self._choose_timeout_seconds(hop, deadline, max_wait_seconds == 0)
+            try:
+                if adapter is not None:
+                    await adapter.bring(hop)
+                with self._state.book.bandwidth.carry(_count_bytes(pieces)) as carrying_seconds:
+                    live.link, rtt_seconds = await HopLink.open(
+                        self._state.transport,
+                        self._state.clock,
+                        hop,
+                        opening,
+                        self._name_for(hop),
+                        timeout_seconds + carrying_seconds,
+                        note_queued,
+                        pieces,
+                    )
+            except (UnavailableError, RemoteProtocolError, RefusedError) as error:
+                if adapter is not None:
+                    adapter.note_failure(hop, error)
+                if isinstance(error, RefusedError) and error.code is ErrorCode.UNKNOWN_ADAPTER:
+                    is_fetching = error.retry_after_seconds is not None
+                    if is_fetching or (adapter is not None and adapter.is_published):
+                        # It is sound. It is asked again after the others, unless nobody has it.
+                        raise LostHopError(hop, str(error), is_final=not is_fetching) from error
+                raise self._state.book.blame(hop, error, self._state.forgiven) from error
+            finally:
+                if self._state.waiting is not None and self._state.waiting.hop is hop:
+                    self._state.waiting = None  # not that of another hop
+            live.link.on_leaving = self._state.on_leaving
+            live.link.listen(self._mailbox)
+            self._state.book.note_rtt(hop.peer.peer_id, rtt_seconds)
 
     async def _make_opening(
         self,
