@@ -6,19 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.protocol import limits
-from shoal.protocol.session import session_state as session
 from shoal.protocol.wire import codec as wire
 
 DOCUMENT = Path(__file__).with_name("protocol.md")
-
-
-def draw_session_table() -> str:
-    """Return the table of what a peer does with a step."""
-    rows = ["| epoch | sequence | position | action |", "| --- | --- | --- | --- |"]
-    for *conditions, action in session.TRANSITIONS:
-        cells = ["any" if value is None else value.name for value in conditions]
-        rows.append(f"| {' | '.join(cells)} | **{action.name}** |")
-    return "\n".join(rows)
 
 
 def draw_messages() -> str:
@@ -64,7 +54,6 @@ def draw_limits() -> str:
 
 
 TABLES = {
-    "session": draw_session_table,
     "messages": draw_messages,
     "bodies": draw_bodies,
     "limits": draw_limits,

@@ -1,17 +1,17 @@
-"""The peer's half of an inference session, as a table: what to do with a step that arrives.
+"""The peer's half of an inference session: what to do with a step that arrives.
 
 A session is (epoch, length): the epoch counts routes, so that what a forgotten route still sends
 is recognised; the length is where the cached prefix ends. A step says where it begins
-(`position`) and how manieth it is (`sequence`, growing within a session). Three comparisons pick
-one action, nothing else is consulted:
+(`position`) and its number (`sequence`, growing within a session). Three comparisons pick one
+action, nothing else is consulted; the first row that matches applies, as in `SessionState.decide`:
 
     epoch    sequence    position   action
-    OLDER    any         any        DROP       a zombie of an earlier route
-    other    ANSWERED    any        RESEND     a repeat; its answer is still cached
-    other    STALE       any        DROP       a repeat that is being computed or long gone
-    other    NEW         BEYOND     GAP        tokens are missing; say where the prefix ends
-    other    NEW         WITHIN     ROLLBACK   forget the prefix from position on, then execute
-    other    NEW         AT_END     EXECUTE    the normal case
+    older    any         any        DROP       a zombie of an earlier route
+    any      answered    any        RESEND     a repeat; its answer is still cached
+    any      not newer   any        DROP       a repeat that is being computed or long gone
+    any      any         beyond     GAP        tokens are missing; say where the prefix ends
+    any      any         within     ROLLBACK   forget the prefix from position on, then execute
+    any      any         at end     EXECUTE    the normal case
 
 A step of a newer epoch moves the session to that epoch. `SessionState` holds no cache, stream or
 clock: it is told what happened and says what follows.
@@ -26,30 +26,6 @@ from ..errors import ErrorCode, LocalProtocolError, RefusedError
 from ..messages.session import Step
 
 
-class EpochOrder(Enum):
-    """A step's epoch, compared with the session's."""
-
-    OLDER = auto()
-    SAME = auto()
-    NEWER = auto()
-
-
-class SequenceOrder(Enum):
-    """A step's sequence number, compared with those seen."""
-
-    NEW = auto()
-    ANSWERED = auto()
-    STALE = auto()
-
-
-class PositionOrder(Enum):
-    """The start of a step, compared with the end of the prefix."""
-
-    AT_END = auto()
-    WITHIN = auto()
-    BEYOND = auto()
-
-
 class StepAction(Enum):
     """The action of the peer on a step."""
 
@@ -58,39 +34,6 @@ class StepAction(Enum):
     GAP = auto()
     RESEND = auto()
     DROP = auto()
-
-
-_ANY = None
-
-# First match wins; `docs/protocol.md` is drawn from this table.
-TRANSITIONS: tuple[
-    tuple[EpochOrder | None, SequenceOrder | None, PositionOrder | None, StepAction], ...
-] = (
-    (EpochOrder.OLDER, _ANY, _ANY, StepAction.DROP),
-    (_ANY, SequenceOrder.ANSWERED, _ANY, StepAction.RESEND),
-    (_ANY, SequenceOrder.STALE, _ANY, StepAction.DROP),
-    (_ANY, _ANY, PositionOrder.BEYOND, StepAction.GAP),
-    (_ANY, _ANY, PositionOrder.WITHIN, StepAction.ROLLBACK),
-    (_ANY, _ANY, PositionOrder.AT_END, StepAction.EXECUTE),
-)
-
-
-def choose_action(
-    epoch: EpochOrder, sequence: SequenceOrder, position: PositionOrder
-) -> StepAction:
-    """Look the three comparisons up in the table.
-
-    >>> choose_action(EpochOrder.SAME, SequenceOrder.NEW, PositionOrder.BEYOND)
-    <StepAction.GAP: 3>
-    """
-    for for_epoch, for_sequence, for_position, action in TRANSITIONS:
-        if (
-            for_epoch in (_ANY, epoch)
-            and for_sequence in (_ANY, sequence)
-            and for_position in (_ANY, position)
-        ):
-            return action
-    raise LocalProtocolError(f"the session table has no row for {epoch}, {sequence}, {position}")
 
 
 MAX_CACHED_ANSWERS = 2
@@ -154,16 +97,17 @@ class SessionState:
         Raises RefusedError when the step cannot be part of this session at all: other rows than
         were opened, or an end beyond the session's limit.
         """
-        action = choose_action(
-            self._order_epoch(step.epoch),
-            self._order_sequence(step.sequence),
-            self._order_position(step.position),
-        )
-        if action is StepAction.RESEND:
-            return StepDecision(action, self._answers[step.sequence])
-        if action in (StepAction.EXECUTE, StepAction.ROLLBACK):
-            self._check_size(step)
-        return StepDecision(action)
+        if step.epoch < self.epoch:
+            return StepDecision(StepAction.DROP)
+        if step.sequence in self._answers:
+            return StepDecision(StepAction.RESEND, self._answers[step.sequence])
+        if step.sequence <= self.sequence:
+            return StepDecision(StepAction.DROP)
+        if step.position > self.length:
+            return StepDecision(StepAction.GAP)
+        self._check_size(step)
+        is_within = step.position < self.length
+        return StepDecision(StepAction.ROLLBACK if is_within else StepAction.EXECUTE)
 
     def accept(self, step: Step) -> None:
         """Note that a step with action EXECUTE or ROLLBACK was handed to the engine."""
@@ -216,21 +160,6 @@ class SessionState:
     def admit(self, epoch: int) -> None:
         """Move on to an epoch: what comes of older ones is a zombie's. Never moves back."""
         self.epoch = max(self.epoch, epoch)
-
-    def _order_epoch(self, epoch: int) -> EpochOrder:
-        if epoch == self.epoch:
-            return EpochOrder.SAME
-        return EpochOrder.OLDER if epoch < self.epoch else EpochOrder.NEWER
-
-    def _order_sequence(self, sequence: int) -> SequenceOrder:
-        if sequence in self._answers:
-            return SequenceOrder.ANSWERED
-        return SequenceOrder.NEW if sequence > self.sequence else SequenceOrder.STALE
-
-    def _order_position(self, position: int) -> PositionOrder:
-        if position == self.length:
-            return PositionOrder.AT_END
-        return PositionOrder.WITHIN if position < self.length else PositionOrder.BEYOND
 
     def _check_size(self, step: Step) -> None:
         if step.hidden.rows != self.num_rows:
