@@ -14,6 +14,7 @@ from shoal.protocol.session.session_state import (
     StepAction,
 )
 
+
 def make_state(length: int = 0, max_tokens: int = 100) -> SessionState:
     """Return a session in epoch 1 whose first step, sequence 1, filled `length` tokens."""
     state = SessionState(num_rows=1, max_tokens=max_tokens, epoch=1)
