@@ -123,7 +123,7 @@ class Holders:
                 reader.take(piece)
                 pace.note_piece(len(piece.data), self._clock.now())
             kept = await self._hear(stream, asked, AdapterKept, _SILENCE_SECONDS)
-            files = await asyncio.to_thread(manifest.split, span, reader.join())
+            files = await asyncio.to_thread(lambda: manifest.split(span, reader.join()))
             return Leaves(manifest, files, kept.keep_seconds)
 
     async def see(self, name: AdapterId, span: Span, known: Collection[PeerId]) -> float | None:

@@ -139,7 +139,8 @@ class UploadStreamWork(AccountedStreamWork):
 
         Neither the event loop should stand meanwhile, nor who computes everybody's tokens.
         """
-        passes, head, data = self._passes, upload.head, upload.reader.join()
+        passes, head = self._passes, upload.head
+        data = await asyncio.to_thread(upload.reader.join)
         if head.manifest is not None:
             try:
                 split = head.manifest.split

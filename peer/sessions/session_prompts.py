@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,6 +16,8 @@ from ...protocol.ids import SessionId
 from ...protocol.messages.fields import Message
 from ...protocol.messages.passes import PassPiece, PiecesReader, Slot
 from ...protocol.messages.session import Open
+from ...protocol.tensors import WireTensor
+from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
 from ..streams.client_stream import Handler
 from .held_session import HeldSession
@@ -29,13 +33,15 @@ class _Prompts:
     tenant: Tenant
     reader: PiecesReader
     num_bytes: int
+    read_LBPH: torch.Tensor | None = None
 
 
 class SessionPrompts:
     """Keeps `Open` back until its prompts are here, so that no step can overtake them."""
 
-    def __init__(self, engine: Engine, memory: SharedBytes) -> None:
+    def __init__(self, engine: Engine, compute: ComputeThread, memory: SharedBytes) -> None:
         self._engine = engine
+        self._compute = compute
         self._memory = memory
         self._prompts: dict[SessionId, _Prompts] = {}
 
@@ -78,23 +84,28 @@ class SessionPrompts:
 
         return {PassPiece: take}
 
-    def give(self, session: SessionId, held: HeldSession) -> None:
-        """Give a session that is open its prompts; they count until it is closed.
+    async def read(self, message: Open) -> None:
+        """Decode the prompts of a session, on a thread of its own: they may be 144 MiB.
 
         Raises RefusedError when they are no prompts.
         """
-        prompts = self._prompts.get(session)
+        prompts = self._prompts.get(message.session)
         if prompts is None:
             return
-        message, pieces = prompts.message, prompts.reader.tensors[Slot.PROMPTS]
-        decoded = [decode_as(piece.dtype.name, piece.data, piece.shape)[0] for piece in pieces]
+        pieces = prompts.reader.tensors[Slot.PROMPTS]
         shape = len(message.span), message.prompt_rows, -1
-        prompts_LBPH = torch.cat(decoded).unflatten(0, shape)
-        if not has_only_finite(prompts_LBPH):
-            raise RefusedError(ErrorCode.BAD_VALUES, "the deep prompts are not finite")
-        held.cache.prompts_LBPH = self._engine.place_prompts(prompts_LBPH)
-        held.num_prompt_bytes = prompts.num_bytes
-        del self._prompts[session]
+        read_LBPH = await asyncio.to_thread(_decode, pieces, shape, self._engine.dtype)
+        pieces.clear()
+        # Devices belong to the compute thread: it may be capturing what they do.
+        placing = self._compute.call(partial(self._engine.place_prompts, read_LBPH))
+        prompts.read_LBPH = await placing
+
+    def give(self, session: SessionId, held: HeldSession) -> None:
+        """Give a session that is open its prompts; they count until it is closed."""
+        prompts = self._prompts.pop(session, None)
+        if prompts is not None:
+            held.cache.prompts_LBPH = prompts.read_LBPH
+            held.num_prompt_bytes = prompts.num_bytes
 
     def forget(self, session: SessionId) -> None:
         """Forget the prompts of a session that is not opened."""
@@ -106,3 +117,13 @@ class SessionPrompts:
         """Forget all that no session holds: the stream is over."""
         for session in list(self._prompts):
             self.forget(session)
+
+
+def _decode(
+    pieces: Sequence[WireTensor], shape: tuple[int, int, int], dtype: torch.dtype
+) -> torch.Tensor:
+    decoded = [decode_as(piece.dtype.name, piece.data, piece.shape)[0] for piece in pieces]
+    prompts_LBPH = torch.cat(decoded).unflatten(0, shape)
+    if not has_only_finite(prompts_LBPH):
+        raise RefusedError(ErrorCode.BAD_VALUES, "the deep prompts are not finite")
+    return prompts_LBPH.to(dtype)

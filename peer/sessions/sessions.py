@@ -132,7 +132,9 @@ class SessionStreamWork(StreamWork):
         self._stream = stream
         self._answers = stream.answers
         self._admission = admission = workload.admission
-        self._prompts = SessionPrompts(admission.engine, admission.resources.prompts)
+        self._prompts = SessionPrompts(
+            admission.engine, admission.compute, admission.resources.prompts
+        )
         self._opened: dict[SessionId, HeldSession] = {}
         self._waiting: dict[SessionId, asyncio.Task[bytes]] = {}  # sessions that have to wait
         self._attached: dict[SessionId, Capability] = {}  # sessions that another peer pushes here
@@ -239,6 +241,7 @@ class SessionStreamWork(StreamWork):
         """Open a session, now or after a wait, or say why not."""
         tenant, admission = self._stream.tenant, self._admission
         try:
+            await self._prompts.read(message)
             opened = await admission.open(message, tenant, self._answers.post)
             frame = self.note_opened(message, *opened)
         except RefusedError as error:
@@ -279,14 +282,8 @@ class SessionStreamWork(StreamWork):
         return encode_refusal(message.session, 0, error)
 
     def note_opened(self, message: Open, held: HeldSession, free_tokens: int) -> bytes:
-        """Note a session that is open, and return the answer. Closes it where it cannot have its
-        prompts: raises RefusedError if they are none.
-        """
-        try:
-            self._prompts.give(message.session, held)
-        except BaseException:
-            self._admission.close(message.session, held)
-            raise
+        """Note a session that is open, with its prompts, and return the answer."""
+        self._prompts.give(message.session, held)
         self._opened[message.session] = held
         self._used.add(message.session)
         self._stream.touch()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
+from typing import Any
 
 import torch
 from service_scene import (
@@ -58,6 +60,29 @@ async def test_session_is_opened_when_its_prompts_are_here(peer: Peer, engine: E
     await talk.say(Close(make_session(1), 1))
     await talk.wait_until_read()
     assert peer.service.prompts.used_bytes == 0
+
+
+class ThreadNotingEngine:
+    """An engine that notes on which threads it places prompts."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.threads: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def place_prompts(self, prompts: Tensor) -> Tensor:
+        self.threads.append(threading.current_thread().name)
+        return self._engine.place_prompts(prompts)
+
+
+@with_peer(wrap=ThreadNotingEngine)
+async def test_prompts_are_placed_by_the_compute_thread(peer: Peer) -> None:
+    talk = await peer.greet()
+    await talk.say(make_open(prompt_rows=1, prompt_tokens=2), *make_pieces())
+    assert isinstance(await talk.hear(), Opened)
+    assert peer.engine.threads == ["compute"]
 
 
 @with_peer()
