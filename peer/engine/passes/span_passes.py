@@ -190,7 +190,7 @@ class SpanPasses:
         hidden_NH = self._run_blocks(work, batches, len(blocks), inputs, give_way)
         output_BTH = self._fetch(hidden_NH, work.hidden_BTH.shape, give_way)
         if inputs is not None:
-            self.activations.keep(_make_key(work), inputs)
+            self.activations.keep(_make_key(work, give_way), inputs)
         return output_BTH
 
     def _run_blocks(
@@ -216,7 +216,7 @@ class SpanPasses:
         adapters = self._open_adapters(work, has_gradients=work.wants_adapters)
         batches = self._bind(work, adapters, give_way)
         blocks = self._find_blocks(work)
-        inputs = self.activations.take(_make_key(work))
+        inputs = self.activations.take(_make_key(work, give_way))
         if inputs is None:
             inputs = []
             self._run_blocks(work, batches, len(blocks) - 1, inputs, give_way)
@@ -335,13 +335,15 @@ def _fetch_matrix(name: str, grads: Tensor) -> Tensor:
     return grads.cpu()
 
 
-def _make_key(work: PassWork) -> Hashable:
+def _make_key(work: PassWork, give_way: GiveWay) -> Hashable:
     """Return a key of a pass: its blocks, a digest of its tensors on the CPU, and its adapters."""
     digest = hashlib.blake2b(digest_size=32)
     shapes: list[Hashable] = []
     for tensor in (work.hidden_BTH, work.prompts_LBPH):
         if tensor is not None:
-            digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+            for part in tensor.reshape(-1).split(NUMBERS_AT_ONCE):
+                give_way()
+                digest.update(part.view(torch.uint8).numpy().data)
         shapes.append(None if tensor is None else (tensor.dtype, tensor.shape))
     return work.span, tuple(shapes), work.adapters, digest.digest()
 
