@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from ..protocol.errors import DirectoryError
+from ..protocol.errors import DirectoryError, UnavailableError
 from ..protocol.net.tasks import cancel_all
 from ..protocol.records.announcements import PeerState
 from ..protocol.spans import Span
@@ -182,12 +182,19 @@ class ServingLoop:
 async def _watch(
     served: ServedSpan, placer: Placer | None, stop: asyncio.Event
 ) -> Placement | None:
-    """Wait until the peer should move, or, that is None, stop."""
-    if placer is None:
-        await stop.wait()
+    """Wait until the peer should move, or, that is None, stop.
+
+    Raises UnavailableError when the compute thread dies: all steps would be refused.
+    """
+    waits = [stop.wait(), asyncio.wait([served.compute.died])]
+    if placer is not None:
+        waits.append(placer.wait_for_move(served))
+    stopping, dying, *moving = await _race(*waits)
+    if not stopping.cancelled():
         return None
-    stopping, moving = await _race(stop.wait(), placer.wait_for_move(served))
-    return moving.result() if stopping.cancelled() else None
+    if not dying.cancelled():
+        raise UnavailableError("the compute thread has failed; start the peer again")
+    return moving[0].result()
 
 
 async def _race(*waits: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:

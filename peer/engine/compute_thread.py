@@ -146,6 +146,8 @@ class ComputeThread:
         self.passes: Final = PassQueue(now)
         self._is_decoding_new = False
         self._is_stopping = False
+        self.died: Final[asyncio.Future[None]] = self._loop.create_future()
+        """Done once an error has ended the thread."""
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
 
     async def __aenter__(self) -> "ComputeThread":
@@ -246,6 +248,9 @@ class ComputeThread:
         try:
             while self._wait_for_work():
                 self.step()
+        except BaseException:
+            self._answer(self.died, None)
+            raise
         finally:
             # Also when the loop above failed: no future may wait for a dead thread.
             with self.wake:

@@ -169,6 +169,7 @@ async def test_thread_that_dies_leaves_nobody_waiting() -> None:
             assert_refused(result, ErrorCode.DRAINING)
         with pytest.raises(RefusedError):
             await compute.submit(make_work(FakeCache()))
+        assert compute.died.done()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

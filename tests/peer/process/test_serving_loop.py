@@ -32,7 +32,7 @@ from shoal.peer.process.config import PeerConfig, PeerEvent
 from shoal.peer.serving_loop import ServingLoop
 from shoal.peer.streams.service import StreamHandler
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.errors import DirectoryError, UsageError
+from shoal.protocol.errors import DirectoryError, UnavailableError, UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
@@ -126,6 +126,7 @@ class CountingLoader:
         self.loaded: list[set[int]] = []
         self.engines: list[weakref.ref[IdleEngine]] = []
         self.services: list[IdleService] = []
+        self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.drain_seconds = 0.0
 
     @asynccontextmanager
@@ -145,6 +146,7 @@ class CountingLoader:
         throughput = Throughput(BLOCKS_PER_SECOND / len(span), 1000.0)
         yield SimpleNamespace(
             engine=engine,
+            compute=SimpleNamespace(died=self.died),
             span=span,
             kernels="",
             decode_steps_per_second=throughput.decode_steps_per_second,
@@ -514,6 +516,18 @@ async def test_peer_that_cannot_load_its_first_span_says_so(
     peer.loader.broken = set(range(NUM_BLOCKS))
     with pytest.raises(LoadError, match="block 0 cannot be loaded: the disk is full"):
         await peer.running
+
+
+@pytest.mark.parametrize("span", [None, Span(0, 4)])
+@in_world()
+async def test_peer_whose_compute_thread_dies_leaves_and_says_so(
+    world: World, span: Span | None
+) -> None:
+    peer = world.add(span=span)
+    await asyncio.sleep(3 * PERIOD_SECONDS)
+    peer.loader.died.set_result(None)
+    with pytest.raises(UnavailableError, match="the compute thread has failed"):
+        await asyncio.wait_for(peer.running, PERIOD_SECONDS)
 
 
 @in_world()
