@@ -39,10 +39,18 @@ class _Prompts:
 class SessionPrompts:
     """Keeps `Open` back until its prompts are here, so that no step can overtake them."""
 
-    def __init__(self, engine: Engine, compute: ComputeThread, memory: SharedBytes) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        compute: ComputeThread,
+        memory: SharedBytes,
+        note_change: Callable[[], None],
+    ) -> None:
+        """`note_change` is called when prompts are forgotten: the peer may be empty then."""
         self._engine = engine
         self._compute = compute
         self._memory = memory
+        self._note_change = note_change
         self._prompts: dict[SessionId, _Prompts] = {}
 
     def __len__(self) -> int:
@@ -112,6 +120,7 @@ class SessionPrompts:
         prompts = self._prompts.pop(session, None)
         if prompts is not None:
             self._memory.count(prompts.tenant, -prompts.num_bytes)
+            self._note_change()
 
     def end(self) -> None:
         """Forget all that no session holds: the stream is over."""

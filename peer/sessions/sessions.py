@@ -132,8 +132,9 @@ class SessionStreamWork(StreamWork):
         self._stream = stream
         self._answers = stream.answers
         self._admission = admission = workload.admission
+        resources = admission.resources
         self._prompts = SessionPrompts(
-            admission.engine, admission.compute, admission.resources.prompts
+            admission.engine, admission.compute, resources.prompts, resources.note_change
         )
         self._opened: dict[SessionId, HeldSession] = {}
         self._waiting: dict[SessionId, asyncio.Task[bytes]] = {}  # sessions that have to wait

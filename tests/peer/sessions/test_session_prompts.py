@@ -119,6 +119,18 @@ async def test_peer_is_not_empty_while_prompts_come(peer: Peer) -> None:
 
 
 @with_peer()
+async def test_peer_is_empty_as_soon_as_the_session_is_closed_whose_prompts_come(
+    peer: Peer,
+) -> None:
+    talk = await peer.greet()
+    await talk.say(make_open(prompt_rows=1, prompt_tokens=2))
+    await talk.wait_until_read()
+    waiting = asyncio.create_task(peer.service.wait_until_empty(60.0))
+    await talk.say(Close(make_session(1), 1))  # and keep the stream
+    assert await asyncio.wait_for(waiting, 1.0)
+
+
+@with_peer()
 async def test_session_that_no_peer_could_open_is_refused_before_its_prompts_come(
     peer: Peer,
 ) -> None:
