@@ -100,7 +100,7 @@ class Admission:
         if held.adapter is not None:
             self.resources.adapter_store.leave(held.adapter, held.tenant)
         self.resources.prompts.count(held.tenant, -held.num_prompt_bytes)
-        for future in held.running:
+        for future in held.cache.running:
             future.cancel()
         closing = self.compute.call(partial(_close, held.cache, self.engine.pool))
         closing.add_done_callback(lambda _: self._note_closed(held))
@@ -285,7 +285,7 @@ class Admission:
             session: held.used_at
             for session, held in self.sessions.items()
             if held.used_at <= idle_since
-            and not held.running
+            and not held.cache.running
             and may_displace(tenant, held.tenant, num_held, 1)
         }
         return min(candidates, key=candidates.__getitem__, default=None)

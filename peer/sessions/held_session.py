@@ -37,8 +37,7 @@ class HeldSession:
     it has to say goes to the stream that opened it.
 
     `used_at` is when it was last stepped, on whatever stream; `tenant` is who opened it, as
-    `fair_share` counts; `adapter` changes all of its rows; `running` are the steps of it in the
-    engine. The clock is the service's.
+    `fair_share` counts; `adapter` changes all of its rows. The clock is the service's.
     """
 
     state: SessionState
@@ -49,7 +48,6 @@ class HeldSession:
     outputs: SessionOutputs
     capability: Capability = NO_CAPABILITY
     adapter: KeptAdapter | None = None
-    running: set[asyncio.Future[ComputedStep]] = field(default_factory=set)
     num_prompt_bytes: int = 0
     used_at: float = field(init=False)
 

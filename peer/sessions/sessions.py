@@ -316,7 +316,7 @@ class SessionStreamWork(StreamWork):
             answer: Answer | None = None if held.capability else asyncio.Future()
             self._count_step(held, answer, len(step.hidden.data))
             future = self._admission.compute.submit(make_work(step, held), held.tenant)
-            held.running.add(future)
+            held.cache.running.add(future)
             future.add_done_callback(partial(self._settle, step, held, answer))
             if answer is not None:
                 self._answers.put(answer)
@@ -347,7 +347,7 @@ class SessionStreamWork(StreamWork):
         At once, whether or not somebody still reads answers here: other streams may step the same
         session, and the memory of the step is free.
         """
-        held.running.discard(future)
+        held.cache.running.discard(future)
         frame = None if future.cancelled() else conclude(step, held, future)
         if answer is not None:
             self._answers.deliver(answer, frame)

@@ -9,9 +9,11 @@ Tensor suffixes: B rows of the session, L blocks, P positions, H hidden.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,7 +57,8 @@ class SessionCache:
     block by block, then `commit`; without the commit the length stays where `prepare` put it.
 
     `prompts_LBPH` are added to the inputs of the blocks at the first positions. `used_at` is when
-    the last step arrived; any thread may set it.
+    the last step arrived; any thread may set it. `running` are the steps that wait or are computed,
+    in which time the session is not idle; its owner on the event loop changes them.
     """
 
     def __init__(self, pool: KVCachePool, memory: SessionMemory, tenant: Tenant | None) -> None:
@@ -68,6 +71,7 @@ class SessionCache:
         self.prompts_LBPH: torch.Tensor | None = None
         self._pool = pool
         self.used_at = pool.now()
+        self.running: set[asyncio.Future[Any]] = set()
         self._memory: SessionMemory | None = memory
         self._layout = memory.layout
         self._page_bytes = PAGE_TOKENS * self.num_rows * len(self.span) * self._layout.token_bytes
@@ -501,6 +505,7 @@ class KVCachePool:
             cache
             for cache in self._caches
             if cache.used_at <= idle_since
+            and not cache.running
             and (span is None or cache.span.overlap(span) is not None)
             and cache.tenant is not None
             and tenant is not None

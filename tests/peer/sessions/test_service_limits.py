@@ -446,12 +446,12 @@ async def test_steps_of_a_stream_that_broke_count_until_they_are_computed(peer: 
         await let_others_run()
         peer.network.revive("cut")
 
-    assert len(held.running) == 4
+    assert len(held.cache.running) == 4
     assert peer.service.pending.used_bytes == 4 * prompt.nbytes
     peer.engine.leave.set()
     expect_output(await talk.ask(make_step(9, 0, prompt)))
     assert peer.service.pending.used_bytes == 0
-    assert not held.running
+    assert not held.cache.running
 
 
 @with_peer(gate="execute")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
+from compute_thread_scene import on_loop
 
 from shoal.peer.engine.cache.kv_cache import IDLE_SECONDS, KVCachePool, SessionCache
 from shoal.peer.engine.cache.kv_memory import PAGE_TOKENS
@@ -66,6 +69,22 @@ def test_session_in_use_keeps_its_pages() -> None:
 
     assert busy.is_open
     assert busy.length == 8 * PAGE_TOKENS
+
+
+@on_loop()
+async def test_session_whose_step_waits_keeps_its_pages_however_long() -> None:
+    scene = Pool(14)
+    busy, other = scene.open(Tenant("a"), 8), scene.open(Tenant("b"), 4)
+    waiting = asyncio.get_running_loop().create_future()
+    busy.running.add(waiting)
+    scene.seconds = 2 * IDLE_SECONDS
+    with pytest.raises(CacheFullError):
+        grow(other, 3)
+    assert busy.is_open
+
+    busy.running.discard(waiting)
+    grow(other, 3)
+    assert not busy.is_open
 
 
 def test_who_is_idle_for_longest_goes_first_and_no_more_than_needed() -> None:
