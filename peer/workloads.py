@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 
 from ..protocol.net.clock import Clock
 from ..protocol.net.network import Presence
 from .engine.adapters.adapter_store import AdapterStore
 from .engine.passes.pass_memory import PassBudget
 from .hosting.span_loader import ServedSpan, SpanLoader
-from .passes.pass_workload import PassResources, PassWorkload
+from .passes.pass_workload import AccountedWorkload, PassResources, PassWorkload
 from .passes.publications import PublicationWorkload
 from .passes.updates import UpdateStreamWork
 from .passes.uploads import UploadStreamWork
@@ -67,9 +66,9 @@ def make_service(
     passes = PassWorkload(engine, compute, clock, for_passes)
     workloads = (
         passes,
+        AccountedWorkload(passes, UploadStreamWork),
+        AccountedWorkload(passes, UpdateStreamWork),
         PublicationWorkload(passes, presence, announce),
         SessionWorkload(Admission(engine, compute, clock, for_sessions)),
     )
-    accept = partial(UploadStreamWork, passes), partial(UpdateStreamWork, passes)
-    max_streams = _STREAMS_PER_SESSION * config.max_sessions
-    return Service(host, workloads, max_streams, changed, accept)
+    return Service(host, workloads, _STREAMS_PER_SESSION * config.max_sessions, changed)

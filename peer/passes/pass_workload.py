@@ -161,6 +161,18 @@ class AccountedStreamWork(StreamWork):
         return self._passes.resources.adapter_store
 
 
+class AccountedWorkload(Workload):
+    """One more kind of work on streams that shares the account of passes."""
+
+    def __init__(self, passes: PassWorkload, work: type[AccountedStreamWork]) -> None:
+        self._passes = passes
+        self._work = work
+
+    def accept(self, stream: ClientStream) -> AccountedStreamWork:
+        """See Workload.accept."""
+        return self._work(self._passes, stream)
+
+
 class PassStreamWork(AccountedStreamWork):
     """Takes one pass at a time from a stream.
 

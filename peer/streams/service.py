@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from ...protocol import limits
@@ -65,25 +65,21 @@ class Service:
         workloads: Sequence[Workload],
         max_streams: int,
         changed: asyncio.Event,
-        accept: Sequence[Callable[[ClientStream], StreamWork]] = (),
     ) -> None:
-        """`changed` is set whenever something ends that `wait_until_empty` may wait for. `accept`
-        makes the work on a stream that is counted with one of the workloads.
-        """
+        """`changed` is set whenever something ends that `wait_until_empty` may wait for."""
         self.host = host
         self.workloads = workloads
         self.streams: set[ClientStream] = set()
         self.has_hung_up = False
         self._max_streams = max_streams
         self._changed = changed
-        self._accept = accept
 
     async def serve(self, stream: Stream) -> Offer | None:
         """Serve one stream until it ends; frees everything that the stream opened.
 
         Returns the offer where it did not end, but was offered: nobody serves it any more.
         """
-        accept = [*(workload.accept for workload in self.workloads), *self._accept]
+        accept = [workload.accept for workload in self.workloads]
         served = ClientStream(self.host, stream, accept, self._register)
         try:
             await served.run()
