@@ -1,10 +1,8 @@
-"""The settings of a local swarm, checked before any peer is started."""
+"""The settings of a local swarm, and the places of its peers."""
 
-import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 from ...protocol.errors import UsageError
 from ...protocol.spans import Span
@@ -15,7 +13,7 @@ Place = Span | int
 
 @dataclass(frozen=True)
 class LocalSwarmConfig:
-    """The settings of the peers of a local swarm."""
+    """The settings of the peers of a local swarm, which check the values themselves."""
 
     weights: str = "int8"
     """Format of the block weights in memory: int8, bf16 or fp32."""
@@ -37,47 +35,6 @@ class LocalSwarmConfig:
 
     serve_arguments: Sequence[str] = ()
     """Further arguments for every `shoal serve`."""
-
-    def __post_init__(self) -> None:
-        """Raise UsageError that names a setting of a wrong type; peers check the values."""
-        for name in ("num_threads", "kv_budget_bytes"):
-            if _read_whole(getattr(self, name)) is None:
-                raise UsageError(f"{name} must be a whole number, not {getattr(self, name)!r}")
-        for name in ("announce_period_seconds", "ready_timeout_seconds"):
-            if not _is_positive(getattr(self, name)):
-                raise UsageError(
-                    f"{name} must be a number of seconds above 0, not {getattr(self, name)!r}"
-                )
-        if self.drain_seconds != 0 and not _is_positive(self.drain_seconds):
-            raise UsageError(
-                "drain_seconds must be a number of seconds of at least 0, not "
-                f"{self.drain_seconds!r}"
-            )
-        if not _is_list_of_words(self.serve_arguments):
-            raise UsageError(
-                "serve_arguments must be a list of words such as ('--drain', '5'), not "
-                f"{self.serve_arguments!r}"
-            )
-
-
-def make_config(settings: dict[str, Any]) -> LocalSwarmConfig:
-    """Return the configuration for some settings; raises UsageError for unknown ones."""
-    known = [field.name for field in fields(LocalSwarmConfig)]
-    unknown = sorted(set(settings) - set(known))
-    if unknown:
-        raise UsageError(
-            f"LocalSwarm does not know {', '.join(unknown)}; settings are {', '.join(known)}"
-        )
-    return LocalSwarmConfig(**settings)
-
-
-def make_places(given: object) -> list[Place]:
-    """Return the places of the peers of a swarm; raises UsageError if there are none."""
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise UsageError(f"spans must be one per peer, such as [(0, 4), (4, 8)], not {given!r}")
-    if not given:
-        raise UsageError("a swarm needs at least one span")
-    return [make_place(place) for place in given]
 
 
 def make_place(given: object) -> Place:
@@ -108,13 +65,3 @@ def _read_whole(given: object) -> int | None:
         return None if isinstance(given, bool) else operator.index(given)  # pyright: ignore[reportArgumentType]
     except TypeError:
         return None
-
-
-def _is_positive(given: object) -> bool:
-    if isinstance(given, bool) or not isinstance(given, int | float):
-        return False
-    return math.isfinite(given) and given > 0
-
-
-def _is_list_of_words(given: object) -> bool:
-    return isinstance(given, list | tuple) and all(isinstance(word, str) for word in given)

@@ -21,7 +21,7 @@ from typing import IO, Any, ClassVar
 from ...protocol.errors import UnavailableError, UsageError
 from ...protocol.ids import PeerId
 from ...protocol.spans import Span
-from .config import Place, make_config, make_place, make_places
+from .config import LocalSwarmConfig, Place, make_place
 
 _LOG_TAIL_BYTES = 2000
 
@@ -242,9 +242,11 @@ class LocalSwarm:
         if not isinstance(model, str | Path) or not str(model):
             raise UsageError(f"the model must be a directory or an id on the Hub, not {model!r}")
         self.model = str(model)
-        self.config = make_config(settings)
+        self.config = LocalSwarmConfig(**settings)
         self.peers: list[LocalPeer] = []
-        self._places = make_places(spans)
+        self._places = [make_place(span) for span in spans]
+        if not self._places:
+            raise UsageError("a swarm needs at least one span")
         self._is_running = False
 
     def __repr__(self) -> str:

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from virtual_time import VirtualEventLoop
 
+_PATIENCE_SECONDS = 180.0
+
 RunAsync = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
@@ -37,5 +39,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     found = pyfuncitem.funcargs
     arguments = {name: found[name] for name in inspect.signature(pyfuncitem.obj).parameters}
     run_async: Any = found["run_async"]
-    run_async(pyfuncitem.obj(**arguments))
+    test = pyfuncitem.obj(**arguments)
+    # A virtual loop finds out by itself that nothing will happen any more.
+    is_real = pyfuncitem.get_closest_marker("network") is not None
+    run_async(_end_in_time(test) if is_real else test)
     return True
+
+
+async def _end_in_time(test: Coroutine[Any, Any, Any]) -> None:
+    async with asyncio.timeout(_PATIENCE_SECONDS):
+        await test
