@@ -247,7 +247,7 @@ class ComputeThread:
         _lower_priority()
         try:
             while self._wait_for_work():
-                self.step()
+                self.iterate()
         except BaseException:
             self._answer(self.died, None)
             raise
@@ -267,7 +267,7 @@ class ComputeThread:
             )
             return not self._is_stopping
 
-    def step(self) -> None:
+    def iterate(self) -> None:
         """One iteration: control calls, what the policy chose, together, and a pass."""
         self._run_calls()
         iteration = self._choose_iteration()

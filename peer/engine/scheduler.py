@@ -265,9 +265,9 @@ def renew_usage(
 ) -> dict[tuple[str, ...], float]:
     """Return all leads after a batch.
 
-    Absence earns nothing: a newcomer starts with the least of those that wait beside it (start-time
-    fair queueing; Goyal, Vin and Cheng, 1996). The lead of an absent tenant is remembered, and
-    fades until others have caught up.
+    Absence earns nothing: a new tenant starts with the least of those that wait beside it
+    (start-time fair queueing; Goyal, Vin and Cheng, 1996). The lead of an absent tenant is
+    remembered, and fades until others have caught up.
 
     >>> step = WaitingStep(1, ("home", "new"), 1, 1, True)
     >>> renew_usage({("home",): 90.0, ("home", "old"): 64.0}, [step], [ScheduledPart(0, 1)])

@@ -59,7 +59,10 @@ class Leaves:
 
 
 class Holders:
-    """The peers that announce that they hold published adapters. Made once for a peer."""
+    """The peers that announce that they hold published adapters.
+
+    Made once for each span that is served: a move forgets which of them are in quarantine.
+    """
 
     def __init__(self, presence: Presence, model_id: ModelId, clock: Clock) -> None:
         self._transport = presence.transport

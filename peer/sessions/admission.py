@@ -60,7 +60,7 @@ class SessionResources:
 class Admission:
     """Opens and closes sessions, and keeps clients that wait for one in order of arrival.
 
-    Those that wait are woken before a newcomer is heard, so nobody is overtaken except by clients
+    Those that wait are woken before a new client is heard, so nobody is overtaken except by clients
     that hold less than their share.
     """
 
@@ -144,7 +144,10 @@ class Admission:
             raise _with_retry(refusal, self.estimate_wait_seconds()) from refusal
 
     async def wait(self, message: Open, tenant: Tenant, post: Post) -> tuple[HeldSession, int]:
-        """Do so as soon as there is room, within the time that the message allows."""
+        """Hold a session as soon as there is room, within the time that the message allows.
+
+        Returns, and raises, what `open` does.
+        """
         clock = self.clock
         deadline = clock.now() + min(message.max_wait_seconds, _LONGEST_WAIT_SECONDS)
         woken = asyncio.Event()

@@ -37,7 +37,8 @@ class HeldSession:
     it has to say goes to the stream that opened it.
 
     `used_at` is when it was last stepped, on whatever stream; `tenant` is who opened it, as
-    `fair_share` counts; `adapter` changes all of its rows. The clock is the service's.
+    `fair_share` counts; `adapter` changes all of its rows. Times are those of the service's
+    clock.
     """
 
     state: SessionState

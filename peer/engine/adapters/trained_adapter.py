@@ -54,7 +54,7 @@ class AccumulatedGradients:
             detail = f"gradients of {MAX_GRADIENT_PARTS} passes are the most that one update has"
             raise RefusedError(ErrorCode.BAD_VALUES, detail)
         # A pass that nobody waits for any more may end between two matrices: such a sum is neither
-        # with this part nor without, which `check` finds out.
+        # with this part nor without, which `take` finds out.
         self._num_being_added += 1
         for name, gradient in gradients.items():
             give_way()
@@ -174,6 +174,8 @@ class TrainedAdapter:
 
     def copy_matrices(self, give_way: GiveWay) -> list[dict[str, Tensor]]:
         """Return its matrices and then each of its moments by PEFT's names, on the CPU.
+
+        Those that are there already are not copied: nothing writes to them any more.
 
         Before the first update there are no moments.
         """

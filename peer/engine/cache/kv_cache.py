@@ -2,7 +2,8 @@
 
 A session's memory is committed as it grows. The budget counts what is committed, in pages of
 `PAGE_TOKENS` tokens: no session pays for its maximum length. `kv_memory` says what these pages are.
-Only the compute thread may touch a pool and its caches.
+Only the compute thread may touch a pool and its caches, but for what other threads may read
+(`check_can_hold`, `free_tokens`, `is_open`) and set (`touch`, `running`, `prompts_LBPH`).
 
 Tensor suffixes: B rows of the session, L blocks, P positions, H hidden.
 """
@@ -47,7 +48,7 @@ IDLE_SECONDS = 10.0
 """A session without a step for so long gives its pages to one that needs them. Its client can
 rebuild it from its log, at the price of a prompt; tokens of a text come much closer together."""
 
-_NEWCOMER = Tenant("a newcomer", "a new client")
+_NEW_TENANT = Tenant("a new address", "a new client")
 
 
 class SessionCache:
@@ -336,7 +337,7 @@ class KVCachePool:
         self._store = store
         self.now = now
         self._caches: set[SessionCache] = set()
-        self.free_tokens = self.count_free_tokens(_NEWCOMER)
+        self.free_tokens = self.count_free_tokens(_NEW_TENANT)
         """Tokens of one row, through all blocks, that a tenant without any may have now. Any thread
         may read it."""
 
@@ -450,7 +451,7 @@ class KVCachePool:
 
     def count_again(self) -> None:
         """Note that a cache has more or fewer pages."""
-        self.free_tokens = self.count_free_tokens(_NEWCOMER)
+        self.free_tokens = self.count_free_tokens(_NEW_TENANT)
 
     def _make_room(self, tenant: Tenant | None, num_bytes: int, largest_bytes: int) -> None:
         """Free so many bytes, if need be by closing idle sessions; CacheFullError if impossible."""

@@ -56,12 +56,12 @@ class PassBudget:
 
     @property
     def work_bytes(self) -> int:
-        """For what computing takes: a pass with its adapters, and its guests."""
+        """For what computing takes: a pass with its adapters, and passes that interrupt it."""
         return self.num_bytes - self.tensor_bytes - self.kept_bytes
 
     @property
     def max_work_bytes(self) -> int:
-        """For what computing one pass takes without adapters, so that guests find room."""
+        """For what computing one pass takes without adapters: others may interrupt it."""
         return self.work_bytes // 2
 
 

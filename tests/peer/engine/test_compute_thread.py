@@ -109,9 +109,9 @@ async def test_no_step_is_lost_that_comes_while_a_batch_is_chosen() -> None:
     compute = make_thread(engine)  # not entered: the test is the thread
     compute.wake = wake
     early = compute.submit(make_work(FakeCache()))
-    wake.before = compute.step
+    wake.before = compute.iterate
     late = compute.submit(make_work(FakeCache()))
-    compute.step()
+    compute.iterate()
     await asyncio.gather(early, late)
 
     assert [len(batch) for batch in engine.batches] == [1, 1]
@@ -149,11 +149,11 @@ async def test_flood_fills_while_others_are_urgent() -> None:
     caches = [FakeCache() for _ in range(32)]
     engine.inside = take_long
     futures = [compute.submit(make_work(cache), FLOOD) for cache in caches]
-    compute.step()
+    compute.iterate()
     futures += [compute.submit(make_work(cache), FLOOD) for cache in caches]
     for _ in range(4):
         futures.append(compute.submit(make_work(FakeCache()), ONE))
-        compute.step()
+        compute.iterate()
     for future in futures:
         future.cancel()
 
@@ -181,7 +181,7 @@ async def compute_while_filling(
 
     engine.between = arrive
     while compute._jobs:
-        compute.step()
+        compute.iterate()
     await asyncio.gather(*futures)
     return futures
 
@@ -310,7 +310,7 @@ async def test_prompt_is_computed_in_parts_between_which_others_decode() -> None
     num_batches = 0
     while not behind.done() and num_batches < 10_000:
         token = compute.submit(make_work(decoding, num_batches), ("other", ""))
-        compute.step()
+        compute.iterate()
         num_batches += 1
         assert engine.batches[-1][0].cache is decoding
         await asyncio.sleep(0)

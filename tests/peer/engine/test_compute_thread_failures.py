@@ -70,7 +70,7 @@ async def test_step_that_makes_the_engine_fail_takes_none_of_its_batch_along(
 
     compute = make_thread(engine)  # not entered: the test is the thread
     futures = [compute.submit(work) for work in (good, deadly, moving)]
-    compute.step()
+    compute.iterate()
     result, *errors = await asyncio.gather(*futures, return_exceptions=True)
     assert not isinstance(result, BaseException)
     assert result.hidden_BTH[0, 0, 0] == 2
@@ -245,7 +245,7 @@ async def test_urgent_step_that_fails_leaves_the_prompt_it_interrupted_alone() -
     compute = make_thread(engine)  # not entered: the test is the thread
     futures = [compute.submit(prompt)]
     engine.between = lambda: futures.append(compute.submit(deadly, ("home", "other")))
-    compute.step()
+    compute.iterate()
     result, error = await asyncio.gather(*futures, return_exceptions=True)
     assert not isinstance(result, BaseException)
     assert isinstance(error, BaseException)

@@ -139,7 +139,7 @@ async def test_tokens_that_arrive_before_each_block_of_prompts_are_computed_ther
 
     engine.arrive, engine.go_on = arrive, count
     while compute._jobs:
-        compute.step()
+        compute.iterate()
 
     results = [(await future).hidden_BTH for future in (*prompts, *answers)]
     assert_equal(results, expected)
