@@ -10,14 +10,13 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...peer.local_swarm.swarm import LocalPeer, LocalSwarm
 from ...protocol.errors import UsageError
 from ...protocol.ids import PeerId
 from ...protocol.spans import Span
-from ..options.bundled_model import count_blocks, find_model, read_configuration
+from ..options.bundled_model import count_blocks, find_model
 from ..options.layout import cut_evenly
 from ..options.quantities import parse_count, parse_non_negative, parse_whole
 from ..options.shared_options import add_weights_argument
@@ -74,7 +73,6 @@ def run(options: argparse.Namespace) -> int:
             f"the peer would be killed after {kill_after} tokens of {options.tokens}, with none "
             "left to generate; use a smaller --kill-after or more --tokens"
         )
-    _check_length(model_path, prompt, options.tokens)
     terminal = Terminal(sys.stdout)
     screen = None if options.json else DemoScreen(terminal)
     with stop_on_sigterm(), terminal.ending_lines():
@@ -90,20 +88,6 @@ def plan_demo_spans(num_blocks: int) -> list[Span]:
     """Return the spans of the four peers: three parts of the model, the middle one twice."""
     first, middle, last = cut_evenly(num_blocks, 3)
     return [first, middle, middle, last]
-
-
-def _check_length(model_path: str, prompt: str, num_tokens: int) -> None:
-    """Raise UsageError when the story could not get that long; imports no torch for it."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(Path(model_path) / "tokenizer.json"))
-    maximum = read_configuration(model_path)["max_position_embeddings"]
-    longest = maximum - len(tokenizer.encode(prompt).ids)
-    if num_tokens > longest:
-        raise UsageError(
-            f"the model has {maximum} positions, too few for this prompt and {num_tokens} tokens; "
-            + (f"use at most --tokens {longest}" if longest > 0 else "use a shorter prompt")
-        )
 
 
 def _run_demo(
