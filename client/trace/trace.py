@@ -5,7 +5,7 @@ there. Those two durations are put inside of the time between question and answe
 of it was the network's, half on the way there and half on the way back.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,7 +14,6 @@ from itertools import chain, takewhile
 from ...protocol.messages.session import HopSeconds, Output
 from ...protocol.net.clock import Clock
 from ..routing.route import Hop
-from .intervals import measure_covered
 
 
 @dataclass(frozen=True)
@@ -371,3 +370,16 @@ def is_waiting_for_lost(event: Event, kind: StepKind) -> bool:
 def choose_kind(is_decoded: bool) -> StepKind:
     """Return the kind of a step that is not a replay."""
     return StepKind.DECODE if is_decoded else StepKind.PREFILL
+
+
+def measure_covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return how long at least one of some intervals lasts; what two share counts once.
+
+    >>> measure_covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0)])
+    4.0
+    """
+    seconds, reached_at = 0.0, float("-inf")
+    for started_at, ended_at in sorted(intervals):
+        seconds += max(0.0, ended_at - max(started_at, reached_at))
+        reached_at = max(reached_at, ended_at)
+    return seconds

@@ -6,7 +6,6 @@ from typing import Any
 
 from ...protocol.spans import Span
 from ..routing.route import Hop
-from .intervals import measure_covered
 from .trace import (
     AnsweredQuestion,
     Replacement,
@@ -15,6 +14,7 @@ from .trace import (
     Trace,
     UnansweredQuestion,
     is_waiting_for_lost,
+    measure_covered,
 )
 
 
