@@ -42,7 +42,7 @@ class AsyncSession(Protocol):
         is_decoded: bool = False,
         last_token_only: bool = False,
     ) -> Tensor: ...
-    async def fork_into(self, twin: Self, position: int) -> None: ...
+    async def fork_into(self, fork: Self, position: int) -> None: ...
     async def close(self) -> None: ...
 
 
@@ -134,20 +134,20 @@ class InferenceSession:
         with self._forking_lock, self.claim():
             self.check_is_idle()
             at = self.position if position is None else make_whole("position", position)
-            twin = InferenceSession(self._open_remote, self._portal)
-            twin._remote.state.prompts_LBPH = self._remote.state.prompts_LBPH
+            fork = InferenceSession(self._open_remote, self._portal)
+            fork._remote.state.prompts_LBPH = self._remote.state.prompts_LBPH
             try:
-                self._portal.run(self._remote.fork_into(twin._remote, at))
+                self._portal.run(self._remote.fork_into(fork._remote, at))
             except BaseException:
-                twin.close()  # interrupted, perhaps when the peers had just opened it
+                fork.close()  # interrupted, perhaps when the peers had just opened it
                 raise
-            twin.output_ids, twin.num_prompt_tokens = self.output_ids, self.num_prompt_tokens
-            twin.adapter = self.adapter
+            fork.output_ids, fork.num_prompt_tokens = self.output_ids, self.num_prompt_tokens
+            fork.adapter = self.adapter
             if at > 0:
-                twin._num_rows, twin._row_map = self._num_rows, self._row_map
+                fork._num_rows, fork._row_map = self._num_rows, self._row_map
             if position is not None:
-                twin.rollback(at)
-        return twin
+                fork.rollback(at)
+        return fork
 
     @property
     def num_rows(self) -> int | None:

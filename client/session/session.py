@@ -413,7 +413,7 @@ class RemoteSession:
                 self.plan.note_cut(segment[broken.cut], segment[broken.cut + 1])
             raise
 
-    async def fork_into(self, twin: RemoteSession, position: int) -> None:
+    async def fork_into(self, fork: RemoteSession, position: int) -> None:
         """Let a session that has not begun begin with the first `position` tokens of this one.
 
         Its hops are those of this one, where the peers copy what they hold. A hop whose peer does
@@ -428,15 +428,15 @@ class RemoteSession:
                 )
             if position == 0:
                 return
-            twin.state.begin_fork(self.state)
+            fork.state.begin_fork(self.state)
             hops = [
                 LiveHop(live.hop, None, live.log.copy(), live.feeds, live.is_log_whole)
                 for live in self._hops
             ]
             for live in hops:
                 live.log.rollback(min(position, live.log.length))
-            await twin._open_fork(hops, self._hops, position)
-            twin._hops, twin._position = hops, position
+            await fork._open_fork(hops, self._hops, position)
+            fork._hops, fork._position = hops, position
 
     async def _open_fork(
         self, hops: Sequence[LiveHop], parents: Sequence[LiveHop], position: int
@@ -445,7 +445,7 @@ class RemoteSession:
         self.plan.connect(hops)
         deadline = self.state.make_deadline()
 
-        async def open_twin(live: LiveHop, link: HopLink) -> None:
+        async def open_hop(live: LiveHop, link: HopLink) -> None:
             try:
                 await self.finder.open_link(
                     live, deadline, parent=link.session, prefix_tokens=position
@@ -457,7 +457,7 @@ class RemoteSession:
             async with asyncio.TaskGroup() as tasks:
                 for live, parent in zip(hops, parents, strict=True):
                     if parent.link is not None:
-                        tasks.create_task(open_twin(live, parent.link))
+                        tasks.create_task(open_hop(live, parent.link))
         except BaseException:
             await self.exchange.hang_up(*hops)
             raise

@@ -79,10 +79,10 @@ class Standby:
         """How the hop before knows the new one."""
         self._session = session
         self._state = session.state  # of the session; that of the new hop is another one
-        self._twin = self._state.make_twin()
+        self._new_state = self._state.make_standby_context()
         self._mailbox = Mailbox(lambda: session.state.last_sequence)
-        self._finder = HopFinder(self._twin, self._mailbox)
-        self._exchange = Exchange(self._twin, self._mailbox)
+        self._finder = HopFinder(self._new_state, self._mailbox)
+        self._exchange = Exchange(self._new_state, self._mailbox)
         self._tail: list[Question] = []  # what the live hop was sent and the new one was not
         self._mirrored_sequence = 0  # the hop before pushes to both what is behind this step
         self._num_replayed = 0
@@ -163,9 +163,9 @@ class Standby:
             or (after is not None and not can_feed(new.hop, after.hop))
         ):
             raise LostHopError(new.hop, "the peer cannot connect to the hops before and after it")
-        new.capability = self._twin.make_capability(new.hop.span)
+        new.capability = self._new_state.make_capability(new.hop.span)
         if after is not None:
-            new.feeds, new.next = True, make_next_hop(self._twin, after, _NEVER)
+            new.feeds, new.next = True, make_next_hop(self._new_state, after, _NEVER)
 
     async def _bring_up(self) -> None:
         """Bring the new hop to about the state of the old one, while tokens go on."""
@@ -175,7 +175,7 @@ class Standby:
                 await self.follow()
             return
         self._mailbox.expect_replay(self.session_id)
-        self.following = make_next_hop(self._twin, self.new)
+        self.following = make_next_hop(self._new_state, self.new)
         status = await self._mirror(self.before, self.following)
         if status.num_replayed == 0:
             raise CannotMoveError(

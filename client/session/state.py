@@ -146,22 +146,26 @@ class SessionContext:
         self.recorder: Recorder | None = None
         self.on_leaving: Callable[[], None] = lambda: None
         """Called when the peer of a hop says that it will stop soon."""
-        self._num_twins = 0
+        self._num_standbys = 0
 
-    def make_twin(self) -> SessionContext:
-        """Return the state of another session, with other secrets, whose hops are to be used here.
+    def make_standby_context(self) -> SessionContext:
+        """Return the state of a standby: another session, with other secrets, for hops of this one.
 
         It counts epochs of its own, from that of now on, and is not recorded.
         """
-        self._num_twins += 1
-        secret = self._derive(f"twin {self._num_twins}", self.facts.span, SESSION_ID_BYTES)
+        self._num_standbys += 1
+        secret = self._derive(f"twin {self._num_standbys}", self.facts.span, SESSION_ID_BYTES)
         facts = replace(self.facts, session=SessionId(secret))
-        twin = SessionContext(
+        context = SessionContext(
             facts, self.swarm, self.transport, self.clock, self.config, self.closer
         )
-        twin.epoch, twin.num_rows, twin.wire_dtype = self.epoch, self.num_rows, self.wire_dtype
-        twin.prompts_LBPH, twin.on_leaving = self.prompts_LBPH, self.on_leaving
-        return twin
+        context.epoch, context.num_rows, context.wire_dtype = (
+            self.epoch,
+            self.num_rows,
+            self.wire_dtype,
+        )
+        context.prompts_LBPH, context.on_leaving = self.prompts_LBPH, self.on_leaving
+        return context
 
     def begin(self, route: Route) -> None:
         """Count a route; the first one settles the dtype, which replacements have to speak."""
