@@ -450,9 +450,7 @@ class PassAsker:
                 failures.brought_again.add(peer_id)
                 return is_sound
             # A published one is fetched by the peer, which says when to ask again, or gives up.
-            may_pass = all(
-                isinstance(one, PublishedAdapter) and not one.is_trained for one in adapters
-            )
+            may_pass = all(isinstance(one, PublishedAdapter) for one in adapters)
         elif error.code in (ErrorCode.OUT_OF_MEMORY, ErrorCode.NO_ROOM_FOR_ADAPTER):
             may_pass = error.code is ErrorCode.NO_ROOM_FOR_ADAPTER
         else:

@@ -153,9 +153,9 @@ class Publisher:
         """Withdraw everything."""
         self._is_closed = True
         await self._background.close()
-        async with AsyncExitStack() as lanes:
+        async with AsyncExitStack() as locks:
             for name in list(self._publications):
-                await lanes.enter_async_context(self._withdrawing.hold(name))
+                await locks.enter_async_context(self._withdrawing.hold(name))
             await self._withdraw(list(self._publications.values()))
 
     async def _claim(self, leaves: AdapterLeaves, claim: Claim) -> Publication:
