@@ -139,7 +139,7 @@ def is_for_good(error: RefusedError) -> bool:
 
 
 class LostHopError(UnavailableError):
-    """A hop has to be replaced. Its `__cause__`, if any, says why; its peer may be blamed for it."""
+    """A hop has to be replaced; `__cause__` says why. Its peer may be blamed, or may be sound."""
 
     def __init__(self, hop: Hop, detail: str, is_final: bool = False) -> None:
         """`is_final` says that the same peer need not be asked again, whatever its refusal says."""

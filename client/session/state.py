@@ -159,11 +159,8 @@ class SessionContext:
         context = SessionContext(
             facts, self.swarm, self.transport, self.clock, self.config, self.closer
         )
-        context.epoch, context.num_rows, context.wire_dtype = (
-            self.epoch,
-            self.num_rows,
-            self.wire_dtype,
-        )
+        context.epoch, context.num_rows = self.epoch, self.num_rows
+        context.wire_dtype = self.wire_dtype
         context.prompts_LBPH, context.on_leaving = self.prompts_LBPH, self.on_leaving
         return context
 
