@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from ...protocol.errors import ModelError
 
@@ -35,13 +36,18 @@ def find_model(name: str = BUNDLED_NAME) -> str:
     return str(_BUNDLED_PATH)
 
 
+def read_configuration(model: str) -> dict[str, Any]:
+    """Return the configuration in a model directory as it is; raises OSError or ValueError."""
+    return json.loads((Path(model) / "config.json").read_bytes())
+
+
 def count_blocks(model: str) -> int:
     """Return how many blocks a model has; raises ModelError when it cannot be opened.
 
     A local directory answers without torch, which takes seconds to import.
     """
     try:
-        num_blocks = json.loads((Path(model) / "config.json").read_bytes())["num_hidden_layers"]
+        num_blocks = read_configuration(model)["num_hidden_layers"]
         if isinstance(num_blocks, int) and num_blocks > 0:
             return num_blocks
     except (OSError, ValueError, LookupError, TypeError):
