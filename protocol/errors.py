@@ -10,6 +10,7 @@
         NotAMemberError        ... because its swarm is private and we did not prove membership
       UnavailableError       no fault that can be assigned: broken, silent or unreachable
         SilentError            ... silent past a deadline; may be alive and slow
+        StaleAnnouncementError ... what is there is not what the peer announced
         RouteError             ... no peer serves some of the blocks; names them
         DirectoryError         ... the directory cannot be reached or refuses us
           WrongSwarmError        ... the swarm that was found does not match our join code

@@ -32,7 +32,7 @@ RESERVE_BYTES = 2**30
 """Memory that is left to everything else on the machine, and to torch itself."""
 
 CGROUP = Path("/sys/fs/cgroup")
-"""The file with a container's memory limit under control groups version 2."""
+"""The directory of a container's memory limits under control groups version 2."""
 
 _TABLES_AT_ONCE = 4
 """Beside the tables of a block that is loaded: a second one to compare with, and those by way of
