@@ -150,10 +150,8 @@ class Fetches:
             self._store.release(tenant, found.num_bytes)
             raise
         now = self._clock.now()
-        kept = KeptAdapter(
-            name, adapter, tenant, found.num_bytes, now, payer=tenant, until=found.until
-        )
-        self._store.put_published(kept)
+        kept = KeptAdapter(name, adapter, tenant, found.num_bytes, now, until=found.until)
+        self._store.put(kept, is_published=True)
         self._sources[name] = found.sources
 
     async def _fetch_from(

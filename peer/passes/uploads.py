@@ -174,21 +174,18 @@ class UploadStreamWork(AccountedStreamWork):
         self._refuse(head.upload_id, error)
 
     def _keep(self, upload: _IncomingAdapter, adapter: Adapter | TrainedAdapter) -> None:
-        head, tenant, num_bytes = upload.head, upload.tenant, upload.num_bytes
-        if head.manifest is None or isinstance(adapter, TrainedAdapter):
-            self._store.put(head.adapter, adapter, tenant, num_bytes, head.is_published)
-            return
+        head, trained = upload.head, adapter if isinstance(adapter, TrainedAdapter) else None
         kept = KeptAdapter(
             head.adapter,
-            adapter,
-            tenant,
-            num_bytes,
+            adapter if trained is None else trained.adapter,
+            upload.tenant,
+            upload.num_bytes,
             self._clock.now(),
-            payer=tenant,
+            trained=trained,
             manifest=head.manifest,
             files=upload.files,
         )
-        self._store.put_published(kept)
+        self._store.put(kept, head.is_published)
 
     def _wait_for_more(self, upload: _IncomingAdapter) -> None:
         """Refuse an adapter that stands still on its way for too long, or comes too slowly."""

@@ -38,7 +38,7 @@ class KeptAdapter:
     num_bytes: int
     used_at: float
     """When the tenant used it last, or published it again."""
-    payer: Tenant
+    payer: Tenant = field(init=False)
     users: Counter[Tenant] = field(default_factory=Counter[Tenant])
     """Sessions, and passes that are not over."""
     is_given_up: bool = False
@@ -49,6 +49,9 @@ class KeptAdapter:
     """Of a publication that this peer holds for others: its leaves, which the matrices lie in."""
     until: float = math.inf
     """Of a copy that was fetched: until when it is known to be published."""
+
+    def __post_init__(self) -> None:
+        self.payer = self.tenant
 
     @property
     def is_fetched(self) -> bool:
@@ -120,45 +123,26 @@ class AdapterStore:
         """Count the bytes of one no longer that has not come."""
         self.shared.count(tenant, -num_bytes)
 
-    def put(
-        self,
-        name: AdapterId,
-        adapter: Adapter | TrainedAdapter,
-        tenant: Tenant,
-        num_bytes: int,
-        is_published: bool,
-    ) -> None:
-        """Keep an adapter whose bytes are counted; of two of one name the first one stays."""
-        trained = None if isinstance(adapter, Adapter) else adapter
-        adapter = adapter if isinstance(adapter, Adapter) else adapter.adapter
-        now = self._clock.now()
-        kept = KeptAdapter(name, adapter, tenant, num_bytes, now, payer=tenant, trained=trained)
-        self._put(kept, self._find_own(name, tenant, is_published), is_published)
+    def put(self, kept: KeptAdapter, is_published: bool) -> None:
+        """Keep an adapter whose bytes are counted.
 
-    def put_published(self, kept: KeptAdapter) -> None:
-        """Keep a publication, or a copy of one, whose bytes are counted.
-
-        Of two of one name and tenant the first one stays, unless that is a copy.
+        Of two of one name and tenant the first one stays, unless that is a copy of a publication.
         """
-        known = self._find_own(kept.name, kept.tenant, is_published=True)
+        known = self._find_own(kept.name, kept.tenant, is_published)
         if known is not None and known.is_fetched:
             self._forget(known)
             known = None
-        self._put(kept, known, is_published=True)
-        if kept.manifest is not None and not self._is_closed:
-            self.on_change()
-
-    def _put(self, kept: KeptAdapter, known: KeptAdapter | None, is_published: bool) -> None:
         if known is not None or self._is_closed:
             self.release(kept.tenant, kept.num_bytes)
             if known is not None:
                 known.used_at = self._clock.now()
-            return
-        if is_published:
+        elif is_published:
             self._published.setdefault(kept.name, {})[kept.tenant] = kept
         else:
             self._private[kept.name, kept.tenant] = kept
         self._look_after()
+        if kept.manifest is not None and not self._is_closed:
+            self.on_change()
 
     def find(self, name: AdapterId, tenant: Tenant) -> KeptAdapter:
         """Return an adapter that a tenant may use, which its tenant uses from now on.
@@ -234,7 +218,9 @@ class AdapterStore:
             return
         num_bytes = self.find(name, tenant).num_bytes
         self.reserve(tenant, num_bytes, replaces=name)
-        self.put(new_name, updated, tenant, num_bytes, is_published=False)
+        now = self._clock.now()
+        kept = KeptAdapter(new_name, updated.adapter, tenant, num_bytes, now, trained=updated)
+        self.put(kept, is_published=False)
 
     def withdraw(self, name: AdapterId, tenant: Tenant) -> bool:
         """Forget an adapter that its tenant withdraws, private or published; return if it was here.

@@ -23,7 +23,8 @@ def put(
     adapter_store: AdapterStore, name: AdapterId, tenant: Tenant, is_published: bool = False
 ) -> None:
     adapter_store.reserve(tenant, SIZE)
-    adapter_store.put(name, Adapter(1, {}), tenant, SIZE, is_published)
+    kept = KeptAdapter(name, Adapter(1, {}), tenant, SIZE, VirtualClock().now())
+    adapter_store.put(kept, is_published)
 
 
 def held(adapter_store: AdapterStore) -> dict[Tenant, int]:
@@ -81,8 +82,8 @@ async def test_copy_that_was_fetched_for_a_client_is_none_that_it_has_brought(
     adapter_store: AdapterStore,
 ) -> None:
     adapter_store.reserve(ANNA, SIZE)
-    copy = KeptAdapter(ONE, Adapter(1, {}), ANNA, SIZE, 0.0, payer=ANNA, until=100.0)
-    adapter_store.put_published(copy)
+    copy = KeptAdapter(ONE, Adapter(1, {}), ANNA, SIZE, 0.0, until=100.0)
+    adapter_store.put(copy, is_published=True)
     assert adapter_store.find(ONE, ANNA) is copy
     assert not adapter_store.has(ONE, ANNA, is_published=True)
 
@@ -99,8 +100,8 @@ async def test_publication_that_comes_after_closing_is_not_announced(
     manifest = Manifest(b"{}", ())
     for name, num_changes in ((ONE, 1), (OTHER, 1)):
         adapter_store.reserve(ANNA, SIZE)
-        kept = KeptAdapter(name, Adapter(1, {}), ANNA, SIZE, 0.0, payer=ANNA, manifest=manifest)
-        adapter_store.put_published(kept)
+        kept = KeptAdapter(name, Adapter(1, {}), ANNA, SIZE, 0.0, manifest=manifest)
+        adapter_store.put(kept, is_published=True)
         assert len(changes) == num_changes
         adapter_store.close()
     assert held(adapter_store) == {}
@@ -151,7 +152,8 @@ def test_closed_store_keeps_what_somebody_holds_until_it_is_let_go() -> None:
 
         assert len(adapter_store) == 0
         assert held(adapter_store) == {ANNA: SIZE, BERT: SIZE}
-        adapter_store.put(OTHER, Adapter(1, {}), BERT, SIZE, is_published=False)
+        late = KeptAdapter(OTHER, Adapter(1, {}), BERT, SIZE, VirtualClock().now())
+        adapter_store.put(late, is_published=False)
         adapter_store.leave(kept, ANNA)
         assert (len(adapter_store), held(adapter_store)) == (0, {})
         assert adapter_store._timer is None
