@@ -148,8 +148,6 @@ def test_words_behind_two_dashes_are_left_as_they_are() -> None:
         (["demo", "--tokens", "9", "--kill-after", "9"], "smaller --kill-after"),
         (["demo", "--tokens", "1"], "use --tokens 2 or more"),
         (["serve", "m", "--new-swarm", "--listen", f"1:{'9' * 5000}"], "HOST:PORT"),
-        (["demo", "--tokens", "90000"], "use at most --tokens 20"),
-        (["demo", "--tokens", "50", "--prompt", "word " * 2100], "use a shorter prompt"),
         (["generate", "m", "\udcff", "--initial-peers", PEER], "not valid UTF-8"),
         (["generate", __file__, "p", "--initial-peers", PEER], "is a file"),
         (["generate", "/no/such", "p", "--initial-peers", PEER], "no model directory '/no/such'"),

@@ -158,6 +158,6 @@ def test_budget_too_small_for_anything_ends_the_swarm_at_its_start(run_story: An
     async def story(world: Any) -> None:
         raise AssertionError("the swarm began")
 
-    with pytest.raises(UsageError, match=r"^32767 bytes of KV memory .* are too few"):
+    with pytest.raises(UsageError, match=r"^--kv-memory 32767 is too small .* use at least 32768 "):
         run_story(story, kv_budget_bytes=PAGE_BYTES - 1)
     assert not [thread for thread in threading.enumerate() if thread.name == "compute"]

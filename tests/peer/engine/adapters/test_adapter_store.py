@@ -193,7 +193,7 @@ def test_who_finds_no_room_hears_how_much_is_in_use_and_what_helps() -> None:
     assert seconds is not None
 
 
-@with_store
+@with_store()
 async def test_adapter_stays_while_there_is_no_room_for_what_replaces_it(
     adapter_store: AdapterStore,
 ) -> None:
