@@ -174,10 +174,12 @@ class UploadStreamWork(AccountedStreamWork):
         self._refuse(head.upload_id, error)
 
     def _keep(self, upload: _IncomingAdapter, adapter: Adapter | TrainedAdapter) -> None:
-        head, trained = upload.head, adapter if isinstance(adapter, TrainedAdapter) else None
+        head, trained = upload.head, None
+        if isinstance(adapter, TrainedAdapter):
+            trained, adapter = adapter, adapter.adapter
         kept = KeptAdapter(
             head.adapter,
-            adapter if trained is None else trained.adapter,
+            adapter,
             upload.tenant,
             upload.num_bytes,
             self._clock.now(),
