@@ -68,6 +68,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     The longest start processes; short are those whose tests are all quick.
     """
+    # Workers send each other the names, several times.
+    assert max((len(item.nodeid) for item in items), default=0) < 500
     if config.getoption("--one-case"):
         first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
         items[:] = [item for item in items if first[item.nodeid.partition("[")[0]] is item]

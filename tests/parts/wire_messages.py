@@ -310,3 +310,8 @@ def decode_or_refuse(frame: bytes) -> Message | None:
 def check_is_canonical(message: Message) -> None:
     """What was accepted from a stranger can be sent on and means the same there."""
     assert decode_frame(encode_frame(message)) == message
+
+
+def name_shortly(value: Any) -> str:
+    """Return a name for a test of some value, as long as a line at most."""
+    return repr(value)[:100]

@@ -34,7 +34,7 @@ def test_adapter_comes_together_again(num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"offset": 1}, {"data": b"x"}, {"data": bytes(PIECE_BYTES + 1)}], ids=str
+    "changes", [{"offset": 1}, {"data": b"x"}, {"data": bytes(PIECE_BYTES + 1)}], ids="-".join
 )
 def test_piece_that_is_not_the_next_one_is_refused(changes: dict) -> None:
     reader = AdapterReader(replace(HEAD, num_bytes=len(DATA)))

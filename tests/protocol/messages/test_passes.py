@@ -112,7 +112,7 @@ def test_slots_may_differ_in_their_dtype_and_pieces_of_one_may_not() -> None:
         {"tensor": make_vectors(2049)},
         {"tensor": make_vectors(2048, width=WIDTH - 1)},
     ],
-    ids=str,
+    ids="-".join,
 )
 def test_a_piece_that_is_not_the_next_is_refused(change: dict[str, object]) -> None:
     """Small ones too: a stranger could send one vector at a time, each with a frame around it."""

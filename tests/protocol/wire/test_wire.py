@@ -26,6 +26,7 @@ from wire_messages import (
     TEXT,
     WELCOME,
     make_tensor,
+    name_shortly,
 )
 
 from shoal.protocol import limits
@@ -293,7 +294,7 @@ DISHONEST: list[Message] = [
 ]
 
 
-@pytest.mark.parametrize("message", DISHONEST, ids=repr)
+@pytest.mark.parametrize("message", DISHONEST, ids=name_shortly)
 def test_what_the_other_end_would_refuse_is_not_sent(message: Message) -> None:
     with pytest.raises(LocalProtocolError, match=type(message).__name__):
         encode_frame(message)

@@ -19,6 +19,7 @@ from wire_messages import (
     check_is_canonical,
     decode_or_refuse,
     make_tensor,
+    name_shortly,
     patch,
     with_control,
 )
@@ -259,7 +260,7 @@ BAD_BODIES: list[tuple[type[Message], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "body"), BAD_BODIES, ids=str)
+@pytest.mark.parametrize(("kind", "body"), BAD_BODIES, ids=name_shortly)
 def test_control_values_out_of_bounds_are_refused(kind: type[Message], body: Any) -> None:
     with pytest.raises(RemoteProtocolError):
         decode_frame(with_control(ONE_OF_EACH[kind], body.SerializeToString()))
@@ -277,7 +278,7 @@ def test_control_values_out_of_bounds_are_refused(kind: type[Message], body: Any
         b"\x0b" * 5000,  # groups within groups
         b"\x80" * 11 + b"\x01",
     ],
-    ids=repr,
+    ids=name_shortly,
 )
 @pytest.mark.parametrize("kind", list_all_but(Gap, Close))
 def test_invalid_protobuf_is_refused(kind: type[Message], body: bytes) -> None:
