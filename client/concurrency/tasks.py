@@ -26,8 +26,16 @@ async def run_all(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Res
         await cancel_all(tasks)
 
 
+class Closable(Protocol):
+    """Anything with a close() that never raises."""
+
+    async def close(self) -> None:
+        """End it."""
+        ...
+
+
 class Background:
-    """Tasks that need not be waited for; what they raise is logged. Close it at the end."""
+    """Tasks that need not be waited for; what they raise is logged. `cancel` or `finish` it."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -39,51 +47,32 @@ class Background:
         task.add_done_callback(self._note_end)
         return task
 
-    async def close(self) -> None:
+    def begin_closing(self, *streams: Closable) -> list[asyncio.Task[None]]:
+        """Close streams in tasks of their own.
+
+        A caller that hangs up may be cancelled at any moment; by then nobody else holds the stream,
+        and its peer would keep what belongs to it.
+        """
+        return [self.start(stream.close()) for stream in streams]
+
+    async def close(self, *streams: Closable) -> None:
+        """Close streams and wait for that; they are closed even when the wait is cancelled."""
+        if tasks := self.begin_closing(*streams):
+            await asyncio.shield(asyncio.gather(*tasks))
+
+    async def cancel(self) -> None:
         """Cancel all of it."""
         await cancel_all(self._tasks)
+
+    async def finish(self) -> None:
+        """Wait for all of it; closing a stream takes about a second at the most."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
 
     def _note_end(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _logger.error("a background task of the client failed", exc_info=error)
-
-
-class Closable(Protocol):
-    """Anything with a close() that never raises."""
-
-    async def close(self) -> None:
-        """End it."""
-        ...
-
-
-class Closer:
-    """Closes streams in tasks of their own. Owned by a client, which waits for the last ones.
-
-    A caller that hangs up may be cancelled at any moment; by then nobody else holds the stream, and
-    its peer would keep what belongs to it.
-    """
-
-    def __init__(self) -> None:
-        self._closing: set[asyncio.Task[None]] = set()
-
-    def begin(self, *streams: Closable) -> list[asyncio.Task[None]]:
-        """Close streams in the background."""
-        tasks = [asyncio.create_task(stream.close()) for stream in streams]
-        self._closing.update(tasks)
-        for task in tasks:
-            task.add_done_callback(self._closing.discard)
-        return tasks
-
-    async def close(self, *streams: Closable) -> None:
-        """Close streams and wait for that; they are closed even when the wait is cancelled."""
-        if tasks := self.begin(*streams):
-            await asyncio.shield(asyncio.gather(*tasks))
-
-    async def finish(self) -> None:
-        """Wait for what is still being closed; each takes about a second at the most."""
-        if self._closing:
-            await asyncio.wait(self._closing)
 
 
 class KeyedSemaphores(Generic[Key]):

@@ -54,7 +54,7 @@ from ...protocol.net.transport import Stream, Transport
 from ...protocol.records.announcements import Announcement
 from ...protocol.tensors import WireTensor
 from ...protocol.wire.codec import check_kind, encode_frame, read_answer
-from ..concurrency.tasks import Closer, KeyedSemaphores
+from ..concurrency.tasks import Background, KeyedSemaphores
 from ..routing.route import Hop
 
 _SILENCE_SECONDS = 4.0
@@ -286,7 +286,7 @@ class PassLinks:
         self._turns = KeyedSemaphores[PeerId](MAX_IN_FLIGHT)
         self._lent: set[PassLink] = set()
         self._sweep: asyncio.TimerHandle | None = None
-        self._closer = Closer()
+        self._background = Background()
         self._is_closed = False
 
     def __repr__(self) -> str:
@@ -313,13 +313,13 @@ class PassLinks:
             try:
                 yield link
             except BaseException:
-                self._closer.begin(link)
+                self._background.begin_closing(link)
                 raise
             finally:
                 self._lent.discard(link)
             link.used_at = self._clock.now()
             if self._is_closed:
-                self._closer.begin(link)
+                self._background.begin_closing(link)
                 return
             self._idle.setdefault(peer.peer_id, []).append(link)
             self._sweep_later()
@@ -331,8 +331,8 @@ class PassLinks:
             self._sweep.cancel()
         links = [*self._lent, *(link for idle in self._idle.values() for link in idle)]
         self._idle.clear()
-        self._closer.begin(*links)
-        await self._closer.finish()
+        self._background.begin_closing(*links)
+        await self._background.finish()
 
     def _sweep_later(self) -> None:
         """Close, in a while, connections that have not been used for a while."""
@@ -344,7 +344,7 @@ class PassLinks:
         for peer_id, idle in list(self._idle.items()):
             for link in [link for link in idle if not self._is_fresh(link)]:
                 idle.remove(link)
-                self._closer.begin(link)
+                self._background.begin_closing(link)
             if not idle:
                 del self._idle[peer_id]
         if self._idle:
@@ -360,7 +360,7 @@ class PassLinks:
             is_same = link.peer.span == peer.span and link.peer.endpoints == peer.endpoints
             if is_same and self._is_fresh(link):
                 return link
-            self._closer.begin(link)
+            self._background.begin_closing(link)
         token, seconds = make_client_token(self._secret, peer.peer_id), self._timeout_seconds
         stream, _ = await open_greeted(
             self._transport, self._clock, peer, peer.span, seconds, token

@@ -152,7 +152,7 @@ class Publisher:
     async def close(self) -> None:
         """Withdraw everything."""
         self._is_closed = True
-        await self._background.close()
+        await self._background.cancel()
         async with AsyncExitStack() as locks:
             for name in list(self._publications):
                 await locks.enter_async_context(self._withdrawing.hold(name))

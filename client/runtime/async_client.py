@@ -13,7 +13,7 @@ from ...protocol.net.network import Network
 from ...protocol.net.transport import Transport
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter
-from ..concurrency.tasks import Closer
+from ..concurrency.tasks import Background
 from ..passes.pass_asking import PassAsker, SessionAdapter
 from ..routing.route_finder import RouteFinder, SwarmModel
 from ..session.replacements import Replacements
@@ -52,7 +52,7 @@ class AsyncClient:
         self._directory = directory
         self._clock = clock
         self._secret = secrets.token_bytes(16)
-        self._closer = Closer()
+        self._background = Background()
         self._asker = PassAsker(self.swarm.book, transport, config, self._secret)
         self.passes = RemotePasses(self._asker)
 
@@ -120,13 +120,13 @@ class AsyncClient:
     ) -> RemoteSession:
         """Return a session with everything that works beside its steps."""
         state = SessionContext(
-            facts, self.swarm, self._transport, self._clock, self._config, self._closer
+            facts, self.swarm, self._transport, self._clock, self._config, self._background
         )
         return kind(state, Replacements)
 
     async def close_sessions(self) -> None:
         """Wait until every peer was told which sessions are over."""
-        await self._closer.finish()
+        await self._background.finish()
 
     async def close(self) -> None:
         """Tell peers what is over, withdraw published adapters, and break all connections."""

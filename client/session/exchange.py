@@ -215,7 +215,7 @@ class Exchange:
             live.link = None
         for link in links:
             self._mailbox.forget(link.session)
-        await self._state.closer.close(*links)
+        await self._state.background.close(*links)
 
     async def lose(
         self, live: LiveHop, error: UnavailableError | RemoteProtocolError | RefusedError

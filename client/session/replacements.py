@@ -13,7 +13,7 @@ from ...protocol.ids import PeerId
 from ...protocol.net.clock import SuspendAwareTimeout
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.net.tasks import cancel_all
-from ..concurrency.tasks import Closer
+from ..concurrency.tasks import Background
 from ..routing.route import LostHopError
 from ..trace.trace import Handoff
 from .hop_link import BrokenSegmentError, LiveHop, MissingHops, StartOverError
@@ -40,15 +40,15 @@ class Replacements:
 
     def __init__(self, session: SteppedSession) -> None:
         self._session = session
-        self._keepers: dict[LiveHop, _StandbyKeeper] = {}
+        self._by_hop: dict[LiveHop, _Replacement] = {}
         self._left: set[PeerId] = set()  # who ever said that it leaves
-        self._closer = Closer()
+        self._background = Background()
         self._is_stopped = False
 
     @property
     def ready(self) -> list[LiveHop]:
         """The hops whose standby could take over now."""
-        return [live for live, keeper in self._keepers.items() if keeper.is_ready]
+        return [live for live, one in self._by_hop.items() if one.is_ready]
 
     def follow_hops(self) -> None:
         """Keep a standby for each hop in use that is to have one, and for no others."""
@@ -57,15 +57,17 @@ class Replacements:
         hops = self._session.live_hops
         # Who says so in every session that it is given would else get it back, and again.
         self._left |= {live.hop.peer.peer_id for live in hops if live.is_leaving}
-        known = list(self._keepers.items())
-        for live in [live for live, keeper in known if not keeper.fits(hops)]:
-            self._closer.begin(self._keepers.pop(live))
+        known = list(self._by_hop.items())
+        for live in [live for live, one in known if not one.fits(hops)]:
+            self._background.begin_closing(self._by_hop.pop(live))
         used = {live.hop.peer.peer_id for live in hops}
         for live in hops:
-            if live not in self._keepers and (live.is_leaving or self._keeps_all):
-                self._keepers[live] = _StandbyKeeper(self._session, live, self.follow_hops)
-            if live in self._keepers:
-                self._keepers[live].look(self._left if live.is_leaving else self._left | used)
+            if live not in self._by_hop and (live.is_leaving or self._keeps_all):
+                self._by_hop[live] = _Replacement(
+                    self._session, live, self._background, self.follow_hops
+                )
+            if live in self._by_hop:
+                self._by_hop[live].look(self._left if live.is_leaving else self._left | used)
 
     @property
     def _keeps_all(self) -> bool:
@@ -73,40 +75,44 @@ class Replacements:
 
     def drop(self) -> None:
         """Give all of them up: what they have is not what the hops will have."""
-        self._closer.begin(*self._keepers.values())
-        self._keepers.clear()
+        self._background.begin_closing(*self._by_hop.values())
+        self._by_hop.clear()
 
     async def take_over(self, live: LiveHop, missing: MissingHops) -> LiveHop | None:
         """Return the standby of a lost hop, in its place; None: it has none that can.
 
         Raises BrokenSegmentError when a hop before or after is lost as well.
         """
-        keeper = self._keepers.pop(live, None)
-        if keeper is None:
+        replacement = self._by_hop.pop(live, None)
+        if replacement is None:
             return None
         new = None
         try:
-            new = await keeper.take_over(missing)
+            new = await replacement.take_over(missing)
         finally:
             if new is None:
-                self._closer.begin(keeper)
+                self._background.begin_closing(replacement)
         return new
 
     async def stop(self) -> None:
         """End all of them, for good."""
         self._is_stopped = True
         self.drop()
-        await self._closer.finish()
+        await self._background.finish()
 
 
-class _StandbyKeeper:
+class _Replacement:
     """The standby of one hop: looked for, kept up, and looked for again when it is lost.
 
     It takes the hop's place once the peer of the hop leaves, which `note_moved` then hears of.
     """
 
     def __init__(
-        self, session: SteppedSession, live: LiveHop, note_moved: Callable[[], None]
+        self,
+        session: SteppedSession,
+        live: LiveHop,
+        background: Background,
+        note_moved: Callable[[], None],
     ) -> None:
         self._session = session
         self._live = live
@@ -119,8 +125,7 @@ class _StandbyKeeper:
         self._following = asyncio.Lock()
         self._news = asyncio.Event()
         self._retry = Retry(_MOVE_AGAIN if live.is_leaving else _AGAIN, session.state.clock)
-        self._task = asyncio.create_task(self._run(), name="keeping a standby")
-        self._task.add_done_callback(_read_failure)
+        self._task = background.start(self._run())
 
     @property
     def is_ready(self) -> bool:
@@ -261,9 +266,3 @@ class _StandbyKeeper:
             await session.exchange.hang_up(self._live)
             raise
         self._is_taken = True
-
-
-def _read_failure(task: asyncio.Task[None]) -> None:
-    """Say what ended a task in the background that nobody expected."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        _logger.error("the task %s failed", task.get_name(), exc_info=error)

@@ -28,7 +28,7 @@ from ...protocol.records.announcements import Announcement
 from ...protocol.spans import Span
 from ...protocol.tensors import KVFormat, WireDtype, compute_num_bytes
 from ...protocol.versions import INT8_VERSION
-from ..concurrency.tasks import Closer
+from ..concurrency.tasks import Background
 from ..routing.peer_book import PeerBook
 from ..routing.route import Ends, Hop, Route
 from ..settings.client_config import ClientConfig
@@ -121,7 +121,7 @@ class SessionContext:
         transport: Transport,
         clock: Clock,
         config: ClientConfig,
-        closer: Closer,
+        background: Background,
     ) -> None:
         self.facts = facts
         self.swarm = swarm
@@ -129,7 +129,7 @@ class SessionContext:
         self.transport = transport
         self.clock = clock
         self.config = config
-        self.closer = closer
+        self.background = background
         self.rng = random.Random(config.seed)
         self.epoch = 0
         self.num_rows = 0
@@ -157,7 +157,7 @@ class SessionContext:
         secret = self._derive(f"twin {self._num_standbys}", self.facts.span, SESSION_ID_BYTES)
         facts = replace(self.facts, session=SessionId(secret))
         context = SessionContext(
-            facts, self.swarm, self.transport, self.clock, self.config, self.closer
+            facts, self.swarm, self.transport, self.clock, self.config, self.background
         )
         context.epoch, context.num_rows = self.epoch, self.num_rows
         context.wire_dtype = self.wire_dtype

@@ -43,8 +43,8 @@ def has_moved(session: RemoteSession, num_handoffs: int = 1) -> Callable[[], boo
 
 def has_given_up(session: RemoteSession) -> bool:
     """Return whether nobody looks for another peer any more."""
-    keepers = session._reserve._keepers.values()  # type: ignore[attr-defined]
-    return bool(keepers) and all(keeper._task.done() for keeper in keepers)
+    moving = session._reserve._by_hop.values()  # type: ignore[attr-defined]
+    return bool(moving) and all(one._task.done() for one in moving)
 
 
 async def wait_until(is_so: Callable[[], bool]) -> None:
