@@ -199,44 +199,23 @@ class AnswerTimes:
             self.prefill_seconds_per_token.append(seconds / num_tokens)
 
     def choose_timeout_seconds(
-        self,
-        num_tokens: int,
-        announced_decode_seconds: float | None,
-        announced_prefill_seconds_per_token: float | None,
-        announced_queue_seconds: float = 0.0,
-        others: Iterable[AnswerTimes] = (),
+        self, num_tokens: int, peer: Announcement, others: Iterable[AnswerTimes] = ()
     ) -> float:
-        """Return how long the answer to a step of `num_tokens` may take.
+        """Return how long the answer of the peer to a step of `num_tokens` may take.
 
         What `others` took tells how much slowness is plausible.
-
-        >>> times = AnswerTimes()
-        >>> times.note(1, 0.5)
-        >>> times.choose_timeout_seconds(1, None, None)
-        4.0
         """
         shown = FLOOR_SECONDS + _PATIENCE * self._expect_seconds(num_tokens, max)
-        told = self._trust_seconds(
-            num_tokens,
-            announced_decode_seconds,
-            announced_prefill_seconds_per_token,
-            announced_queue_seconds,
-        )
-        seconds = max(shown, told)
+        seconds = max(shown, self._trust_seconds(num_tokens, peer))
         if seconds > _LONGEST_ON_TRUST_SECONDS:
             seconds = min(seconds, self._find_ceiling_seconds(num_tokens, others))
         return seconds * 2**self.num_silences
 
-    def _trust_seconds(
-        self,
-        num_tokens: int,
-        announced_decode_seconds: float | None,
-        announced_prefill_seconds_per_token: float | None,
-        announced_queue_seconds: float,
-    ) -> float:
+    def _trust_seconds(self, num_tokens: int, peer: Announcement) -> float:
         """Return how long to wait where an announcement stands in for what was not measured."""
-        decode = max(self.decode_seconds, default=announced_decode_seconds)
-        per_token = max(self.prefill_seconds_per_token, default=announced_prefill_seconds_per_token)
+        decode = max(self.decode_seconds, default=_invert(peer.decode_steps_per_second))
+        announced = _invert(peer.prefill_tokens_per_second)
+        per_token = max(self.prefill_seconds_per_token, default=announced)
         expected = decode or 0.0
         if num_tokens > _FEW_TOKENS:
             share = decode or 0.0 if per_token is None else per_token
@@ -247,7 +226,7 @@ class AnswerTimes:
         if not (
             self.decode_seconds if num_tokens <= _FEW_TOKENS else self.prefill_seconds_per_token
         ):
-            seconds += announced_queue_seconds  # what was measured has waited there as well
+            seconds += peer.queue_seconds  # what was measured has waited there as well
         return min(seconds, _LONGEST_ON_TRUST_SECONDS)
 
     def _expect_seconds(self, num_tokens: int, choose: Callable[[Sequence[float]], float]) -> float:
@@ -267,6 +246,11 @@ class AnswerTimes:
         if known := [seconds for seconds in usual if seconds > 0]:
             ceilings.append(FLOOR_SECONDS + _PATIENCE * _SLOWEST_OF_ALL * median_low(known))
         return max(_LONGEST_ON_TRUST_SECONDS, min(ceilings))
+
+
+def _invert(speed: float | None) -> float | None:
+    """Return the seconds for one of what is done so often in a second."""
+    return 1.0 / speed if speed else None
 
 
 _UNKNOWN_TOKENS_PER_SECOND = 500.0

@@ -482,11 +482,7 @@ class Exchange:
             peer = live.hop.peer
             seconds -= FLOOR_SECONDS  # what a busy machine gets in any case, but once
             seconds += self._book.times(peer.peer_id).choose_timeout_seconds(
-                num_tokens,
-                _invert(peer.decode_steps_per_second),
-                _invert(peer.prefill_tokens_per_second),
-                peer.queue_seconds,
-                self._book.times_of_others(peer.peer_id),
+                num_tokens, peer, self._book.times_of_others(peer.peer_id)
             )
         return seconds
 
@@ -557,11 +553,6 @@ def _read(output: Output, name: str) -> Tensor:
     if not has_only_finite(output_BTH):
         raise RemoteProtocolError(f"{name} answered with NaN or infinity")
     return output_BTH
-
-
-def _invert(speed: float | None) -> float | None:
-    """Return the seconds for one of what is done so often in a second."""
-    return 1.0 / speed if speed else None
 
 
 def _count_bytes(step: Step) -> int:

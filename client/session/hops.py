@@ -22,6 +22,7 @@ from ...protocol.ids import NO_ADAPTER, NO_CLIENT, ClientToken, PeerId, SessionI
 from ...protocol.messages.passes import PassPiece
 from ...protocol.messages.session import Open
 from ...protocol.net.retry import Backoff, Retry
+from ...protocol.records.announcements import Announcement
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.tensors import WireDtype
 from ...protocol.versions import INT8_VERSION, PASS_VERSION
@@ -294,12 +295,8 @@ class HopFinder:
         longest_seconds = self._state.config.connect_timeout_seconds
         if is_first_look and not self._state.book.times(hop.peer.peer_id).has_answered:
             longest_seconds *= _FIRST_LOOK_FRACTION
-        speed = hop.peer.prefill_tokens_per_second
-        return choose_open_timeout_seconds(
-            hop.peer.queue_seconds,
-            1.0 / speed if speed else None,
-            min(longest_seconds, max(deadline - self._state.clock.now(), _SHORT_SECONDS)),
-        )
+        left_seconds = max(deadline - self._state.clock.now(), _SHORT_SECONDS)
+        return choose_open_timeout_seconds(hop.peer, min(longest_seconds, left_seconds))
 
     def _name_for(self, hop: Hop) -> ClientToken:
         secret = self._state.facts.client_secret
@@ -310,21 +307,12 @@ def _count_bytes(pieces: Sequence[PassPiece]) -> int:
     return sum(len(piece.tensor.data) for piece in pieces)
 
 
-def choose_open_timeout_seconds(
-    announced_queue_seconds: float,
-    announced_prefill_seconds_per_token: float | None,
-    longest_seconds: float,
-) -> float:
+def choose_open_timeout_seconds(peer: Announcement, longest_seconds: float) -> float:
     """Return how long a peer may take to accept a connection and open a session.
 
     It answers between two steps, its own or those of others, the longest of them a prompt.
-
-    >>> choose_open_timeout_seconds(0.2, 0.0005, 5.0)
-    2.224
-    >>> choose_open_timeout_seconds(0.0, None, 5.0)
-    5.0
     """
-    if announced_prefill_seconds_per_token is None:
+    if not peer.prefill_tokens_per_second:
         return longest_seconds
-    prompt_seconds = _LONGEST_STEP_TOKENS * announced_prefill_seconds_per_token
-    return min(FLOOR_SECONDS + announced_queue_seconds + prompt_seconds, longest_seconds)
+    prompt_seconds = _LONGEST_STEP_TOKENS / peer.prefill_tokens_per_second
+    return min(FLOOR_SECONDS + peer.queue_seconds + prompt_seconds, longest_seconds)
