@@ -31,7 +31,7 @@ from ...protocol.ids import PeerId
 from ...protocol.records.announcements import Announcement, shorten
 from ...protocol.records.coordinates import ORIGIN, SETTLED_ERROR, Coordinate
 from ...protocol.records.swarm_view import SwarmView
-from ...protocol.spans import Span, find_gaps
+from ...protocol.spans import Span
 from ...protocol.versions import CHAIN_VERSION, REVERSE_VERSION
 from .route import Ends, Hop, Route
 
@@ -145,8 +145,7 @@ def plan_route(
         if (weights is None or peer.weights == weights) and peer.peer_id not in exclude
     ]
     starts, stops = _read_spans(peers)
-    if not _is_covered(span, starts, stops):
-        check_coverage(span, peers, weights)
+    _check_coverage(span, starts, stops, weights)
     coordinates = read_coordinates(peer.coordinate for peer in peers)
     priced = _price_peers(span, peers, (starts, stops), coordinates, costs, rng)
     return _find_cheapest(span, peers, priced, coordinates, costs, ends)
@@ -159,11 +158,22 @@ def _read_spans(peers: Sequence[Announcement]) -> tuple[Column, Column]:
     return starts, np.array([own.stop for own in spans], dtype=int)
 
 
-def _is_covered(span: Span, starts: Column, stops: Column) -> bool:
-    """Return whether each block has a host, without a look at each peer."""
+def _check_coverage(span: Span, starts: Column, stops: Column, weights: str | None) -> None:
+    """Raise RouteError naming every maximal span of `span` that none of the peers serves."""
     begun = np.bincount(starts.clip(span.start, span.stop) - span.start, minlength=len(span) + 1)
     ended = np.bincount(stops.clip(span.start, span.stop) - span.start, minlength=len(span) + 1)
-    return bool(((begun - ended).cumsum()[:-1] > 0).all())
+    is_served = (begun - ended).cumsum()[:-1] > 0
+    if is_served.all():
+        return
+    changes = span.start + np.flatnonzero(np.diff(is_served, prepend=True, append=True))
+    missing = [Span(int(start), int(stop)) for start, stop in changes.reshape(-1, 2)]
+    names = ", ".join(map(str, missing))
+    kind = f" with {weights} weights" if weights else ""
+    raise RouteError(
+        f"no reachable peer{kind} serves blocks {names}; start one with "
+        f"`shoal serve MODEL --blocks {missing[0]} --join CODE` or wait until one comes back",
+        missing,
+    )
 
 
 def _price_peers(
@@ -312,25 +322,6 @@ def _price_edges(
         last = one_way[:num_peers, rows[ends.after.peer_id]]
     between = one_way[:num_peers, :num_peers]
     return Edges(dearness * first, 0.5 * (dearness[:, None] + dearness) * between, dearness * last)
-
-
-def check_coverage(span: Span, peers: Collection[Announcement], weights: str | None) -> None:
-    """Raise RouteError naming every maximal span of `span` that none of the peers serves."""
-    longest: dict[int, Span] = {}
-    for peer in peers:
-        start = peer.span.start
-        if start not in longest or peer.span.stop > longest[start].stop:
-            longest[start] = peer.span
-    gaps = find_gaps(span.stop, longest.values())
-    missing = [part for gap in gaps if (part := gap.overlap(span))]
-    if missing:
-        names = ", ".join(str(gap) for gap in missing)
-        kind = f" with {weights} weights" if weights else ""
-        raise RouteError(
-            f"no reachable peer{kind} serves blocks {names}; start one with "
-            f"`shoal serve MODEL --blocks {missing[0]} --join CODE` or wait until one comes back",
-            missing,
-        )
 
 
 def choose_compared(span: Span, priced: PricedPeers, points: Table) -> Column:
