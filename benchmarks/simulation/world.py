@@ -19,7 +19,6 @@ from shoal.peer.placement.placement import (
     MAX_INTENTS,
     Candidate,
     Intent,
-    PlacementAction,
     decide_placement,
 )
 from shoal.peer.placement.supply import Room, Supply
@@ -193,7 +192,7 @@ class World:
         """Decide, and announce the intent if there is one."""
         supply = self._take_supply()
         decision = decide_placement(supply, peer.make_candidate(self.now), self._rng)
-        if decision.action is not PlacementAction.STAY and decision.span is not None:
+        if decision.span is not None and decision.span != peer.span:
             self._intend(peer, Intent(decision.span, supply))
 
     def _intend(self, peer: SimulatedPeer, intent: Intent, is_final: bool = False) -> None:
@@ -217,9 +216,8 @@ class World:
         decision = decide_placement(supply, peer.make_candidate(self.now), self._rng)
         if decision.span == peer.intent.span:
             self._begin_loading(peer, peer.intent.span)
-        elif decision.action is PlacementAction.STAY:
+        elif peer.span is not None and decision.span == peer.span:
             self.num_withdrawn += 1
-            assert peer.span is not None
             self._serve(peer)
         else:
             assert decision.span is not None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import groupby
 from typing import NamedTuple
 
@@ -71,18 +70,6 @@ _RELUCTANCE = 16
 and that were told to stay where they are."""
 
 
-class PlacementAction(StrEnum):
-    """The action of a peer on its span."""
-
-    STAY = "stay"
-    TAKE = "take"
-    """Serve a first span."""
-    MOVE = "move"
-    """Leave the span for another one."""
-    SHIFT = "shift"
-    """Give up blocks at one edge and take others at the other; the rest stays loaded."""
-
-
 @dataclass(frozen=True)
 class Intent:
     """A span that a peer has announced as JOINING and not begun to load."""
@@ -116,13 +103,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Placement:
-    """The action to take, and the reason for people to read.
+    """Where a peer is to be, and the reason for people to read.
 
-    `span` is where the peer is to be: announced as JOINING for a while, then loaded if the next
-    decision is the same. None is for a peer without a span that cannot take one.
+    Another span than its own is announced as JOINING for a while, then loaded if the next decision
+    is the same. None is for a peer without a span that cannot take one.
     """
 
-    action: PlacementAction
     span: Span | None
     why: str
 
@@ -145,19 +131,17 @@ def decide_placement(supply: Supply, candidate: Candidate, rng: random.Random) -
     """
     own, intent = candidate.span, candidate.intent
     if intent is None and own is not None and rng.random() >= _chance_to_consider(supply, own):
-        return Placement(PlacementAction.STAY, own, "other peers are chosen to move")
+        return Placement(own, "other peers are chosen to move")
     starts, stops = _list_places(candidate, supply.num_blocks)
     if not starts.size:
-        return Placement(
-            PlacementAction.STAY, own, "no block fits into memory, or none can be loaded"
-        )
+        return Placement(own, "no block fits into memory, or none can be loaded")
     others = supply.without([candidate.peer_id])
     if intent is not None:
         others = _send_back_rivals(others, candidate.peer_id, intent.planned_on)
         return _confirm(_Survey(others, candidate, starts, stops), own, intent.span, rng)
     survey = _Survey(others, candidate, starts, stops)
     if own is None:
-        return _take(survey, survey.find_best(rng))
+        return survey.choose(survey.find_best(rng))
     return _reconsider(survey, candidate, own, rng)
 
 
@@ -205,29 +189,27 @@ def _confirm(survey: _Survey, own: Span | None, planned: Span, rng: random.Rando
     place = survey.judge(planned)
     if own is None:
         if not _improves(place, survey.judge(survey.find_best(rng)), _PATIENCE):
-            return _take(survey, planned)
+            return survey.choose(planned)
         # Many have come at once and chose the same. If they did so again, it would not end.
-        return _take(survey, survey.draw(rng))
+        return survey.choose(survey.draw(rng))
     if survey.may_leave(own, planned) and _improves(survey.judge(own), place, _HYSTERESIS / 2):
-        return _move(survey, own, planned)
-    return Placement(PlacementAction.STAY, own, f"other peers already take blocks {planned}")
+        return survey.choose(planned)
+    return Placement(own, f"other peers already take blocks {planned}")
 
 
 def _reconsider(survey: _Survey, candidate: Candidate, own: Span, rng: random.Random) -> Placement:
     """Return whether a peer that serves should be somewhere else."""
     best = survey.find_best(rng)
     if not survey.may_leave(own, best):
-        return Placement(PlacementAction.STAY, own, f"too few other peers serve blocks {own}")
+        return Placement(own, f"too few other peers serve blocks {own}")
     own_place, best_place = survey.judge(own), survey.judge(best)
     is_urgent = best_place.num_gaps > own_place.num_gaps
     least_seconds = _RESIDENCY_AFTER_MOVE_SECONDS if candidate.has_moved else MIN_RESIDENCY_SECONDS
     if not is_urgent and candidate.residency_seconds < least_seconds:
-        return Placement(PlacementAction.STAY, own, "it moved here only recently")
+        return Placement(own, "it moved here only recently")
     if not _improves(own_place, best_place, _HYSTERESIS):
-        return Placement(
-            PlacementAction.STAY, own, f"moving away from blocks {own} would gain too little"
-        )
-    return _move(survey, own, best)
+        return Placement(own, f"moving away from blocks {own} would gain too little")
+    return survey.choose(best)
 
 
 def _improves(place: _Worth, other: _Worth, hysteresis: float) -> bool:
@@ -235,15 +217,6 @@ def _improves(place: _Worth, other: _Worth, hysteresis: float) -> bool:
     if place[:2] != other[:2]:
         return other[:2] > place[:2]
     return other.worth > (1 + hysteresis) * place.worth
-
-
-def _take(survey: _Survey, span: Span) -> Placement:
-    return Placement(PlacementAction.TAKE, span, survey.explain(span))
-
-
-def _move(survey: _Survey, own: Span, span: Span) -> Placement:
-    action = PlacementAction.SHIFT if own.overlap(span) else PlacementAction.MOVE
-    return Placement(action, span, survey.explain(span))
 
 
 class _Survey:
@@ -316,17 +289,18 @@ class _Survey:
         # A peer so slow that nobody would notice it is worth the same everywhere.
         return starts, stops, self._rate(starts, stops).clip(min=1e-30)
 
-    def explain(self, span: Span) -> str:
-        """Return why the candidate is wanted at a span, in words that follow its name."""
+    def choose(self, span: Span) -> Placement:
+        """Return that the candidate is to be at a span, and why it is wanted there."""
         place, blocks = self.judge(span), slice(span.start, span.stop)
         if place.num_gaps:
             which = "them" if place.num_gaps == len(span) else f"{place.num_gaps} of them"
-            return f"no peer serves {which}"
+            return Placement(span, f"no peer serves {which}")
         if place.num_thin:
             which = "each has" if place.num_thin == len(span) else f"{place.num_thin} of them have"
-            return f"{which} fewer than {MIN_REPLICAS} other peers"
+            return Placement(span, f"{which} fewer than {MIN_REPLICAS} other peers")
         percent = 100 * float(self.others.steps_per_second[blocks].min()) / self._even
-        return f"the slowest of them has {percent:.0f} % of an even share of throughput"
+        why = f"the slowest of them has {percent:.0f} % of an even share of throughput"
+        return Placement(span, why)
 
     def _rate(self, starts: Column, stops: Column) -> Column:
         """Return what the candidate is worth at each span.

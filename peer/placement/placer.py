@@ -24,7 +24,6 @@ from .placement import (
     Candidate,
     Intent,
     Placement,
-    PlacementAction,
     decide_placement,
 )
 from .supply import Room, Supply
@@ -151,7 +150,7 @@ class Placer:
         while True:
             supply = await self._take_supply()
             decision = self._decide(supply, current, intent)
-            if decision.action is PlacementAction.STAY or decision.span is None:
+            if decision.span in (None, current.span):
                 return None
             if intent is not None and decision.span == intent.span:
                 return decision
