@@ -75,16 +75,16 @@ class Bandwidth:
 Pair = tuple[PeerId, PeerId]
 """A peer that pushes, and the one that it pushes to."""
 
-_FIRST_CUT_SECONDS = 30.0
-_LONGEST_CUT_SECONDS = 1800.0
+_FIRST_BROKEN_SECONDS = 30.0
+_LONGEST_BROKEN_SECONDS = 1800.0
 """How long a link is left alone that failed between two live peers; twice as long each time."""
 
 
 @dataclass
 class _PeerLink:
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
-    cut_until: float = float("-inf")
-    cut_seconds: float = 0.0
+    broken_until: float = float("-inf")
+    broken_seconds: float = 0.0
 
 
 class PeerLinks:
@@ -95,27 +95,29 @@ class PeerLinks:
         self._links: dict[Pair, _PeerLink] = {}
 
     @property
-    def cuts(self) -> frozenset[Pair]:
+    def broken(self) -> frozenset[Pair]:
         """Those that are not to be used now."""
         now = self._clock.now()
-        return frozenset(pair for pair, link in self._links.items() if now < link.cut_until)
+        return frozenset(pair for pair, link in self._links.items() if now < link.broken_until)
 
-    def is_cut(self, before: PeerId, after: PeerId) -> bool:
+    def is_broken(self, before: PeerId, after: PeerId) -> bool:
         """Return whether a link is left alone for now."""
         link = self._links.get((before, after))
-        return link is not None and self._clock.now() < link.cut_until
+        return link is not None and self._clock.now() < link.broken_until
 
-    def note_cut(self, before: PeerId, after: PeerId) -> None:
+    def note_broken(self, before: PeerId, after: PeerId) -> None:
         """Leave a link alone for a while: it failed, and both of its ends live.
 
         It may have been too slow for what it had to carry; the next time it gets longer for that.
         Many sessions may tell of one failure; it counts once.
         """
         link = self._find((before, after))
-        if self.is_cut(before, after):
+        if self.is_broken(before, after):
             return
-        link.cut_seconds = min(max(2 * link.cut_seconds, _FIRST_CUT_SECONDS), _LONGEST_CUT_SECONDS)
-        link.cut_until = self._clock.now() + link.cut_seconds
+        link.broken_seconds = min(
+            max(2 * link.broken_seconds, _FIRST_BROKEN_SECONDS), _LONGEST_BROKEN_SECONDS
+        )
+        link.broken_until = self._clock.now() + link.broken_seconds
         link.bandwidth.doubt()
 
     @contextmanager
@@ -132,7 +134,7 @@ class PeerLinks:
         for pair in pairwise(peer_ids):
             link = self._find(pair)
             link.bandwidth.note_answer(num_bytes, seconds)
-            link.cut_seconds = 0.0
+            link.broken_seconds = 0.0
 
     def forget(self, peer_ids: Collection[PeerId]) -> None:
         """Drop what is known of peers that left long ago."""

@@ -123,7 +123,7 @@ class RouteFinder:
             self.book.rtts_seconds,
             block_seconds=self.book.measure_block_seconds(),
             needed_kv_tokens=needed_kv_tokens,
-            cuts=self.book.links.cuts,
+            broken_links=self.book.links.broken,
             coordinate=self._coordinate.find(),
         )
 

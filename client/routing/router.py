@@ -115,7 +115,7 @@ class RoutingCosts:
     """Of peers that have worked for us; all others are strangers, whose word counts for less."""
     needed_kv_tokens: float = 0.0
     """How far a session may grow: tokens of one row, in the floats that announcements count."""
-    cuts: Collection[tuple[PeerId, PeerId]] = ()
+    broken_links: Collection[tuple[PeerId, PeerId]] = ()
     """Pairs of peers of which one cannot push to the other, for now."""
     coordinate: Coordinate | None = None
     """The network coordinate of the client itself, if it knows."""
@@ -304,7 +304,8 @@ def _expect_ways(peers: Sequence[Announcement], costs: RoutingCosts) -> tuple[Co
     coordinates = read_coordinates(peer.coordinate for peer in peers)
     rtt_seconds = _expect_rtts(peers, coordinates, costs)
     is_measured = np.array([peer.peer_id in costs.rtt_seconds for peer in peers])
-    return rtt_seconds, measure_edges(peers, coordinates, rtt_seconds, is_measured, costs.cuts)
+    broken = costs.broken_links
+    return rtt_seconds, measure_edges(peers, coordinates, rtt_seconds, is_measured, broken)
 
 
 def _price_edges(
@@ -452,7 +453,7 @@ def measure_edges(
     coordinates: PeerCoordinates,
     rtt_seconds: Column,
     is_measured: Column,
-    cuts: Collection[tuple[PeerId, PeerId]] = (),
+    broken_links: Collection[tuple[PeerId, PeerId]] = (),
 ) -> Table:
     """Return the one-way seconds from each peer to each other one.
 
@@ -466,7 +467,7 @@ def measure_edges(
     both_measured = is_measured[:, None] & is_measured
     differences = np.where(both_measured, np.abs(rtt_seconds[:, None] - rtt_seconds), 0.0)
     seconds = np.fmin(np.maximum(seconds, differences), through_client)
-    seconds = np.where(_find_pushing(peers, cuts), seconds, through_client)
+    seconds = np.where(_find_pushing(peers, broken_links), seconds, through_client)
     np.fill_diagonal(seconds, 0.0)
     return 0.5 * seconds
 
@@ -496,7 +497,7 @@ def _estimate_apart(coordinates: PeerCoordinates) -> Table:
 
 
 def _find_pushing(
-    peers: Sequence[Announcement], cuts: Collection[tuple[PeerId, PeerId]]
+    peers: Sequence[Announcement], broken_links: Collection[tuple[PeerId, PeerId]]
 ) -> NDArray[np.bool_]:
     speak_chain = np.array([peer.max_version >= CHAIN_VERSION for peer in peers], dtype=bool)
     can_be_dialled = np.array([bool(peer.endpoints) for peer in peers], dtype=bool)
@@ -505,9 +506,9 @@ def _find_pushing(
     for column, following in enumerate(peers):
         for row in (holders[ending] for ending in following.parked_at if ending in holders):
             pushing[row, column] = can_push(peers[row], following)
-    if cuts:
+    if broken_links:
         rows = {peer.peer_id: row for row, peer in enumerate(peers)}
-        for before, after in cuts:
+        for before, after in broken_links:
             if before in rows and after in rows:
                 pushing[rows[before], rows[after]] = False
     return pushing

@@ -56,14 +56,14 @@ costs a small frame each, and blames nobody: a hop then has `FLOOR_SECONDS` to a
 
 
 class _SegmentFault(Exception):
-    """Why a segment does not answer: the hops that are lost, by index, or (`cut`) the link behind
+    """Why a segment does not answer: the hops that are lost, by index, or (`link`) the link behind
     one of them, between two that live.
     """
 
-    def __init__(self, lost: dict[int, ShoalError], cut: int | None = None) -> None:
-        super().__init__(next((str(error) for error in lost.values()), f"link {cut} is cut"))
+    def __init__(self, lost: dict[int, ShoalError], link: int | None = None) -> None:
+        super().__init__(next((str(error) for error in lost.values()), f"link {link} is broken"))
         self.lost = lost
-        self.cut = cut
+        self.link = link
 
 
 @dataclass
@@ -364,7 +364,7 @@ class Exchange:
     async def _check_troubles(self, segment: Sequence[LiveHop]) -> None:
         """Raise _SegmentFault for what any of the hops has said."""
         lost: dict[int, ShoalError] = {}
-        cuts: list[int] = []
+        broken_links: list[int] = []
         last = len(segment) - 1
         for index, live in enumerate(segment):
             link = live.open_link
@@ -373,16 +373,16 @@ class Exchange:
                 continue
             if _is_about_link_behind(error):
                 if index < last:  # or else it pushes to a hop that is not asked here
-                    cuts.append(index)
+                    broken_links.append(index)
             elif index > 0 and _is_about_link_before(error):
-                cuts.append(index - 1)
+                broken_links.append(index - 1)
             else:
                 lost[index] = error
         if lost:
             raise _SegmentFault(lost)
-        if cuts:
-            await self._probe(segment, (cuts[0], cuts[0] + 1))
-            raise _SegmentFault({}, cut=cuts[0])
+        if broken_links:
+            await self._probe(segment, (broken_links[0], broken_links[0] + 1))
+            raise _SegmentFault({}, link=broken_links[0])
 
     def _check_progress(
         self,
@@ -402,11 +402,11 @@ class Exchange:
         newest = max(sequence, self._mailbox.newest_expected(segment[last].open_link.session))
         for index, status in enumerate(statuses):
             if index > 0 and status.sequence > newest:
-                raise _SegmentFault({}, cut=index - 1)  # it was pushed what nobody has sent
+                raise _SegmentFault({}, link=index - 1)  # it was pushed what nobody has sent
             if status.done_sequence >= sequence:
                 continue
             if index > 0 and status.sequence < sequence:
-                raise _SegmentFault({}, cut=index - 1)
+                raise _SegmentFault({}, link=index - 1)
             raise silence(index)
         if not is_first:  # its answer may have been on its way
             raise silence(last)
@@ -428,7 +428,7 @@ class Exchange:
         for index, error in fault.lost.items():
             assert isinstance(error, _BROKEN)
             lost.append(await self.lose(segment[index], error))
-        return BrokenSegmentError(lost, fault.cut)
+        return BrokenSegmentError(lost, fault.link)
 
     def _note_answer(self, segment: Sequence[LiveHop], asked: _Asked, output: Output) -> None:
         """Share the time that a step took out among the hops, as far as they tell.

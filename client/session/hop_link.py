@@ -450,12 +450,12 @@ class MissingHops:
 
 
 class BrokenSegmentError(Exception):
-    """Hops of a segment were lost, or the link behind the one at index `cut`."""
+    """Hops of a segment were lost, or the link behind the one at index `link`."""
 
-    def __init__(self, lost: Sequence[LostHopError], cut: int | None = None) -> None:
+    def __init__(self, lost: Sequence[LostHopError], link: int | None = None) -> None:
         super().__init__(str(lost[0]) if lost else "a link between two peers does not work")
         self.lost = lost
-        self.cut = cut
+        self.link = link
 
 
 class StartOverError(Exception):

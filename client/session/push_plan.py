@@ -32,9 +32,9 @@ class PushPlan:
         self._hops = hops
         self._mailbox = mailbox
 
-    def note_cut(self, before: LiveHop, after: LiveHop) -> None:
+    def note_broken_link(self, before: LiveHop, after: LiveHop) -> None:
         """Remember for a while that a peer cannot push to another one."""
-        self._state.book.links.note_cut(before.hop.peer.peer_id, after.hop.peer.peer_id)
+        self._state.book.links.note_broken(before.hop.peer.peer_id, after.hop.peer.peer_id)
 
     def plan(self, hops: Sequence[LiveHop], missing: MissingHops) -> None:
         """Settle who pushes to whom among hops that are about to be opened.
@@ -98,7 +98,7 @@ class PushPlan:
         They do not reach each other. Steps with the sequences `pending` are under way, the first at
         `position`; the next hop has nothing newer than `newest_sequence`.
         """
-        self.note_cut(before, after)
+        self.note_broken_link(before, after)
         self._state.epoch += 1
         await self._admit(after, newest_sequence)
         for sequence in pending:
@@ -148,7 +148,7 @@ class PushPlan:
         return (
             self._state.config.delivery == "chain"
             and can_push(hop.peer, following.peer)
-            and not self._state.book.links.is_cut(hop.peer.peer_id, following.peer.peer_id)
+            and not self._state.book.links.is_broken(hop.peer.peer_id, following.peer.peer_id)
         )
 
     def _is_in_chain(self, hop: Hop) -> bool:

@@ -260,17 +260,17 @@ class RemoteSession:
                 failure = error.lost[0] if error.lost else UnavailableError(str(error))
                 raise failure.__cause__ or failure
             try:
-                if error.cut is not None:
-                    await self._bridge(pipeline, queue, error.cut)
+                if error.link is not None:
+                    await self._bridge(pipeline, queue, error.link)
                 while (run := queue.find_lost()) is not None:
                     await self._replace(pipeline, queue, run, error, failures)
                 return
             except BrokenSegmentError as more:
                 error = more
 
-    async def _bridge(self, pipeline: Pipeline, queue: SegmentQueue, cut: int) -> None:
+    async def _bridge(self, pipeline: Pipeline, queue: SegmentQueue, index: int) -> None:
         """Stand between two hops that live and do not reach each other."""
-        before, after = queue.hops[cut : cut + 2]
+        before, after = queue.hops[index : index + 2]
         await self.plan.bridge(before, after, queue.pending, queue.position, queue.newest_sequence)
         pipeline.replace(queue, 0, 0, ())
         _logger.info(
@@ -382,7 +382,7 @@ class RemoteSession:
         for segment, following in zip(segments, [*segments[1:], None], strict=True):
             pieces, is_last = segment[0].log.plan_replay(), following is None
             for question in merge_pieces(pieces, self.state.max_piece_tokens, is_last):
-                with self._noting_cut(segment):
+                with self._noting_broken_links(segment):
                     output_BTH = await self.exchange.ask(segment, question, is_replay=True)
                 if following is not None:
                     num_tokens, is_decoded = output_BTH.shape[1], question.is_decoded
@@ -398,19 +398,19 @@ class RemoteSession:
         num_steps = await self.plan.redirect_to(hops, missing)
         if num_steps:
             segment = [missing.before, *hops]
-            with self._noting_cut(segment):
+            with self._noting_broken_links(segment):
                 num_tokens = self.state.num_rows * missing.position
                 await self.exchange.wait_for_replay(segment, num_steps, num_tokens)
         self.mailbox.end_replay(session)
 
     @contextmanager
-    def _noting_cut(self, segment: Sequence[LiveHop]) -> Iterator[None]:
+    def _noting_broken_links(self, segment: Sequence[LiveHop]) -> Iterator[None]:
         """Remember the link between two hops that turn out not to reach each other."""
         try:
             yield
         except BrokenSegmentError as broken:
-            if broken.cut is not None:
-                self.plan.note_cut(segment[broken.cut], segment[broken.cut + 1])
+            if broken.link is not None:
+                self.plan.note_broken_link(segment[broken.link], segment[broken.link + 1])
             raise
 
     async def fork_into(self, fork: RemoteSession, position: int) -> None:

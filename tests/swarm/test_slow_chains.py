@@ -143,6 +143,6 @@ def test_step_that_slow_links_carry_is_not_taken_for_lost(tiny_models: Any) -> N
 
         assert VirtualClock().now() - asked_at > 2 * 20 * HIDDEN * 4 / 1024
         assert world.session.failovers == []
-        assert links.cuts == frozenset()
+        assert links.broken == frozenset()
 
     run(tiny_models.get().directory, story)

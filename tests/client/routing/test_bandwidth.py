@@ -69,25 +69,25 @@ def test_link_that_works_again_is_left_alone_as_briefly_as_the_first_time() -> N
     clock = HandClock()
     links = PeerLinks(clock)
     first, second = PeerId("a"), PeerId("b")
-    links.note_cut(first, second)
+    links.note_broken(first, second)
     clock.seconds += 31.0
     links.note_answer([first, second], 1000, 0.1)
 
-    links.note_cut(first, second)
+    links.note_broken(first, second)
 
     clock.seconds += 31.0
-    assert links.cuts == frozenset()
+    assert links.broken == frozenset()
 
 
 def test_failure_that_many_sessions_tell_of_counts_once() -> None:
     clock = HandClock()
     links = PeerLinks(clock)
     for _ in range(5):
-        links.note_cut(PeerId("a"), PeerId("b"))
+        links.note_broken(PeerId("a"), PeerId("b"))
 
-    assert links.cuts == {(PeerId("a"), PeerId("b"))}
+    assert links.broken == {(PeerId("a"), PeerId("b"))}
     clock.seconds += 31.0
-    assert links.cuts == frozenset()
+    assert links.broken == frozenset()
 
 
 def test_bytes_take_their_time_on_every_link_that_they_pass() -> None:
@@ -107,16 +107,16 @@ def test_link_that_failed_is_given_longer_for_what_it_carries() -> None:
     links = PeerLinks(HandClock())
     peer_ids = [PeerId(name) for name in "ab"]
     with links.carry(peer_ids, 2**20) as before:
-        links.note_cut(*peer_ids)
+        links.note_broken(*peer_ids)
     with links.carry(peer_ids, 2**20) as after:
         assert after == 2 * before
 
 
 def test_links_of_peers_that_left_are_forgotten() -> None:
     links = PeerLinks(HandClock())
-    links.note_cut(PeerId("a"), PeerId("b"))
-    links.note_cut(PeerId("c"), PeerId("d"))
+    links.note_broken(PeerId("a"), PeerId("b"))
+    links.note_broken(PeerId("c"), PeerId("d"))
 
     links.forget([PeerId("b")])
 
-    assert links.cuts == {(PeerId("c"), PeerId("d"))}
+    assert links.broken == {(PeerId("c"), PeerId("d"))}

@@ -111,7 +111,7 @@ def find_way_seconds(a: Announcement, b: Announcement, costs: RoutingCosts) -> f
     version = min(a.max_version, b.max_version)
     can_dial = version >= CHAIN_VERSION and b.endpoints
     has_parked = version >= REVERSE_VERSION and a.peer_id[-8:] in b.parked_at
-    if not (can_dial or has_parked) or (a.peer_id, b.peer_id) in costs.cuts:
+    if not (can_dial or has_parked) or (a.peer_id, b.peer_id) in costs.broken_links:
         seconds = to_a + to_b
     return 0.5 * min(max(seconds, abs(to_a - to_b)), to_a + to_b)
 
@@ -165,11 +165,11 @@ def draw_swarm(rng: random.Random) -> tuple[list[Announcement], RoutingCosts, En
             facts["endpoints"] = ()
             facts["parked_at"] = tuple(rng.sample(others, rng.randint(0, 3)))
         peers.append(make_peer(name, span, **facts))
-    cuts = {(PeerId(rng.choice(others)), PeerId(rng.choice(others)))}
+    broken_links = {(PeerId(rng.choice(others)), PeerId(rng.choice(others)))}
     rtts = {str(peer.peer_id): rng.uniform(0.0, 0.2) for peer in peers}
     *peers, before, after = peers
     ends = Ends(rng.choice((None, before)), rng.choice((None, after)))
-    return peers, make_costs(rtts, [*peers, before, after], cuts=cuts), ends
+    return peers, make_costs(rtts, [*peers, before, after], broken_links=broken_links), ends
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -281,10 +281,10 @@ def test_link_that_is_cut_costs_the_way_through_the_client() -> None:
         make_peer("c", (3, 6), rtts=((PeerId("a"), 0.03),)),
     ]
     rtts = {"a": 0.1, "b": 0.1, "c": 0.1}
-    cut = [(PeerId("a"), PeerId("b"))]
+    broken = [(PeerId("a"), PeerId("b"))]
 
     assert show(plan(peers, make_costs(rtts, peers))) == "a[0:3] b[3:6]"
-    assert show(plan(peers, make_costs(rtts, peers, cuts=cut))) == "a[0:3] c[3:6]"
+    assert show(plan(peers, make_costs(rtts, peers, broken_links=broken))) == "a[0:3] c[3:6]"
 
 
 def test_client_that_knows_its_place_knows_who_is_near() -> None:

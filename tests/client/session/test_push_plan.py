@@ -145,7 +145,7 @@ def test_link_that_failed_is_left_alone_for_a_while_and_longer_the_next_time() -
         return [live.feeds for live in hops]
 
     for seconds in (30.0, 60.0, 120.0):
-        plan.note_cut(hops[0], hops[1])
+        plan.note_broken_link(hops[0], hops[1])
         clock.seconds += seconds - 0.1
         assert can_push() == [False, True, False]
         clock.seconds += 0.2
@@ -155,7 +155,7 @@ def test_link_that_failed_is_left_alone_for_a_while_and_longer_the_next_time() -
 def test_hop_before_that_cannot_push_to_the_new_ones_is_of_no_use() -> None:
     before, *hops = make_hops()
     plan = make_plan()
-    plan.note_cut(before, hops[0])
+    plan.note_broken_link(before, hops[0])
 
     with pytest.raises(StartOverError):
         plan.plan(hops, make_missing(before=before))
@@ -164,7 +164,7 @@ def test_hop_before_that_cannot_push_to_the_new_ones_is_of_no_use() -> None:
 def test_hop_behind_a_link_that_failed_is_sent_to_from_now_on() -> None:
     *hops, after = make_hops()
     plan = make_plan()
-    plan.note_cut(hops[-1], after)
+    plan.note_broken_link(hops[-1], after)
 
     plan.plan(hops, make_missing(after=after))
 
