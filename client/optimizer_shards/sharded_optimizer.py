@@ -253,7 +253,9 @@ class ShardedOptimizer:
             while start < lost.span.stop:
                 rest = Span(start, lost.span.stop)
                 failures.least_version = OPTIMIZER_VERSION
-                shard = lost.cut(await self._asker.choose_shard_peer(rest, failures, lost.weights))
+                shard = lost.slice(
+                    await self._asker.choose_shard_peer(rest, failures, lost.weights)
+                )
                 await self._bring(shard, failures)
                 fresh.append(shard)
                 start = shard.span.stop

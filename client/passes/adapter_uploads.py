@@ -78,12 +78,12 @@ class AdapterUploads:
     async def _bring(
         self, peer_id: PeerId, adapter: AdapterVersion, span: Span, is_trained: bool, send: Send
     ) -> None:
-        cut = adapter.cut(span)
-        if cut is None:
+        part = adapter.slice(span)
+        if part is None:
             return
         self._forget_expired()
         kept, now = self._kept[peer_id], self._clock.now()
-        known = kept.get(cut.name)
+        known = kept.get(part.name)
         if known is not None and now < known.used_at + known.keep_seconds / 2:
             known.used_at = now
             return
@@ -92,11 +92,11 @@ class AdapterUploads:
         # An older version may be gone back through still: it takes nothing away.
         replaces = name if number < adapter.number else NO_ADAPTER
         upload_id = UploadId(SessionId(secrets.token_bytes(16)))
-        head = AdapterHead(upload_id, cut.name, cut.config, len(cut.tensors), replaces=replaces)
+        head = AdapterHead(upload_id, part.name, part.config, len(part.tensors), replaces=replaces)
         if is_trained:
-            head = replace(head, num_trained=cut.num_numbers)
-        keep_seconds = await send(head, cut.tensors)
+            head = replace(head, num_trained=part.num_numbers)
+        keep_seconds = await send(head, part.tensors)
         kept.pop(replaces, None)
-        kept[cut.name] = _UploadedAdapter(keep_seconds, self._clock.now())
+        kept[part.name] = _UploadedAdapter(keep_seconds, self._clock.now())
         if number <= adapter.number:
-            self._newest[key] = adapter.number, cut.name
+            self._newest[key] = adapter.number, part.name

@@ -36,8 +36,8 @@ from ..adapters.adapter_versions import (
     AdapterVersion,
     PublishedAdapter,
     SentAdapter,
-    cut_apart,
     list_adapters,
+    slice_adapters,
 )
 from ..routing.peer_book import Bandwidth, PeerBook
 from ..routing.route import Failures, Fault, Hop, LostHopError, PassFailover, PeerFailure
@@ -361,8 +361,8 @@ class PassAsker:
 
         Raises UnavailableError, RefusedError or RemoteProtocolError.
         """
-        await cut_apart([adapter], hop.span)
-        if adapter.cut(hop.span) is not None and isinstance(adapter, AdapterVersion):
+        await slice_adapters([adapter], hop.span)
+        if adapter.slice(hop.span) is not None and isinstance(adapter, AdapterVersion):
             async with self.lend(hop) as link:
                 await self._bring(link, [adapter], hop.span, is_trained=False)
 
@@ -474,7 +474,7 @@ class PassAsker:
         is_wanted: Callable[[], bool] = lambda: True,
         accumulate: AccumulationOrder | None = None,
     ) -> PassAnswer:
-        await cut_apart(list_adapters(texts.adapters), hop.span)
+        await slice_adapters(list_adapters(texts.adapters), hop.span)
         is_backward, wire_dtype = grads_BTH is not None, self._config.wire_dtype
         asked = replace(
             texts.make_pass(hop, wire_dtype, is_backward=is_backward), accumulate=accumulate
@@ -578,9 +578,9 @@ class SessionAdapter:
 
     async def name_for(self, span: Span) -> AdapterId:
         """Return what a hop with these blocks knows it by."""
-        await cut_apart([self.adapter], span)
-        cut = self.adapter.cut(span)
-        return NO_ADAPTER if cut is None else cut.name
+        await slice_adapters([self.adapter], span)
+        part = self.adapter.slice(span)
+        return NO_ADAPTER if part is None else part.name
 
     async def bring(self, hop: Hop) -> None:
         """Give it to a hop that may not have it; raises what `PassLink.bring` does."""
