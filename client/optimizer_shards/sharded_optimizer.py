@@ -196,7 +196,12 @@ class ShardedOptimizer:
             await self.fetch()
 
     async def drop_gradients(self) -> None:
-        """Accumulate gradients from nothing again. Raises UsageError in the middle of an update."""
+        """Accumulate gradients from nothing again, also after an update that no peer has made.
+
+        Raises UsageError in the middle of another one.
+        """
+        if all(one.num_updates <= self._num_updates for one in self._shards):
+            self._applying = None
         self._check_whole()
         number = next(self._sums)
         for shard in self._shards:

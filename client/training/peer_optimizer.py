@@ -106,7 +106,11 @@ class PeerOptimizer(torch.optim.Optimizer):
         return self._shards.take_version(is_trained)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that were accumulated since the last update."""
+        """Drop the gradients that were accumulated since the last update.
+
+        Also ends a `step()` that no peer has taken, where one refused. Raises UsageError where some
+        have taken it: another `step()` completes it, or `restart()` drops what peers have.
+        """
         self._wait_for(self._shards.drop_gradients())
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
