@@ -162,7 +162,7 @@ class ShardedOptimizer:
             except LostShardError:
                 continue
 
-    async def measure(self) -> float:
+    async def measure_norm(self) -> float:
         """Return the norm of all gradients that were accumulated for the next update."""
         await self._for_all(
             self._measure_shard, lambda one: one.square_sum is None and bool(one.log[-1].passes)
@@ -177,7 +177,7 @@ class ShardedOptimizer:
         if self._applying is None:
             if not any(one.log[-1].passes for one in self._shards):
                 return
-            norm = await self.measure()  # which no peer refuses for what it has accumulated
+            norm = await self.measure_norm()  # which no peer refuses for what it has accumulated
             factor = 1.0 if max_norm is None else min(1.0, max_norm / (norm + _LEAST_NORM))
             self._applying = AppliedUpdate(settings, factor)
         wanted, applied = self._num_updates + 1, self._applying
@@ -398,7 +398,7 @@ class ShardedOptimizer:
         """Note how large what was accumulated is."""
         asked = AdapterMeasure(make_pass_id(), shard.gradients)
         shard.square_sum = await self._try_link(
-            shard, failures, lambda link: link.measure(asked, _PATIENCE_SECONDS)
+            shard, failures, lambda link: link.measure_square_sum(asked, _PATIENCE_SECONDS)
         )
 
     async def _apply(self, shard: Shard, applied: AppliedUpdate, failures: PassFailures) -> None:

@@ -164,7 +164,7 @@ class PassLink:
             raise RemoteProtocolError(f"{self._name} speaks of another adapter")
         return kept.keep_seconds
 
-    async def measure(self, asked: AdapterMeasure, patience_seconds: float) -> float:
+    async def measure_square_sum(self, asked: AdapterMeasure, patience_seconds: float) -> float:
         """Return the sum of the squares of accumulated gradients; raises what `ask` does."""
         answer = await self._ask_about_adapter(asked, patience_seconds)
         return check_kind(answer, AdapterMeasured, self._name).square_sum
@@ -175,7 +175,7 @@ class PassLink:
         carrying_seconds: float = 0.0,
         patience_seconds: float | None = None,
     ) -> float:
-        """Return for how long the peer keeps an adapter, now that it has done this.
+        """Have the peer do something with an adapter; return for how long it keeps that afterwards.
 
         Without `patience_seconds`, all of it may take as long as one message. Raises what `ask`
         does.
