@@ -19,21 +19,21 @@ _logger = logging.getLogger(__name__)
 
 _CLOSED = "the client is closed; join again"
 _FORKED = "this client belongs to the process before the fork; join again in this one"
-_FAREWELL_SECONDS = 10.0
+_SHUTDOWN_SECONDS = 10.0
 """How long the last coroutine may take; a directory that ends in good order takes four."""
 
 
 class Portal:
     """Runs coroutines for other threads. Owned by one `Client`; close it to end the thread."""
 
-    def __init__(self, last_words_seconds: float = 5.0) -> None:
-        """`last_words_seconds` is how long what was cancelled may clean up; then it is left."""
-        self._last_words_seconds = last_words_seconds
+    def __init__(self, grace_seconds: float = 5.0) -> None:
+        """`grace_seconds` is how long cancelled tasks may clean up; then they are left."""
+        self._grace_seconds = grace_seconds
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
         self._running: dict[Future[Any], asyncio.Task[Any]] = {}
         """The tasks of the callers' coroutines, by what the callers wait for."""
-        self._farewell: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self._shutdown: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._is_closing = False
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="shoal client", daemon=True)
@@ -58,9 +58,9 @@ class Portal:
         """Return whether this is a child process, into which no fork brings the thread."""
         return os.getpid() != self._process
 
-    def run_last(self, farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def run_last(self, shutdown: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run a coroutine when the portal closes, after all others have ended."""
-        self._farewell = farewell
+        self._shutdown = shutdown
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine to its end and return its result.
@@ -84,7 +84,7 @@ class Portal:
             if not outcome.done():
                 with contextlib.suppress(RuntimeError):  # closed meanwhile
                     self._loop.call_soon_threadsafe(self._interrupt, coroutine, outcome)
-                    wait([outcome], timeout=self._last_words_seconds)
+                    wait([outcome], timeout=self._grace_seconds)
             raise
 
     def _start(self, coroutine: Coroutine[Any, Any, Result], outcome: Future[Result]) -> None:
@@ -121,7 +121,7 @@ class Portal:
             outcome.set_result(task.result())
 
     def close(self) -> None:
-        """Cancel what still runs, say the farewell and end the thread; safe to call twice."""
+        """Cancel all coroutines, run the shutdown callback, end the thread; safe to call twice."""
         if self._is_forked:
             return
         with self._lock:
@@ -138,17 +138,17 @@ class Portal:
             self._loop.run_until_complete(self._end())
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:
-            for outcome in self._running:  # of coroutines that cling to life
+            for outcome in self._running:  # of coroutines that ignore cancellation
                 outcome.set_exception(UsageError(_CLOSED))
             self._loop.close()
 
     async def _end(self) -> None:
-        """Cancel the callers' coroutines, say the farewell, cancel what others left behind."""
+        """Cancel the callers' coroutines, run the shutdown callback, cancel what is left."""
         await self._cancel(self._running.values())
-        if self._farewell is not None:
+        if self._shutdown is not None:
             try:
-                async with asyncio.timeout(_FAREWELL_SECONDS):
-                    await self._farewell()
+                async with asyncio.timeout(_SHUTDOWN_SECONDS):
+                    await self._shutdown()
             except Exception as error:  # noqa: BLE001 - nobody is left who could do anything
                 _logger.debug("the client did not close cleanly: %r", error)
         await self._cancel(asyncio.all_tasks() - {asyncio.current_task()})
@@ -158,7 +158,7 @@ class Portal:
         cancelled = [task for task in tasks if task.cancel()]
         if cancelled:
             ending = asyncio.gather(*cancelled, return_exceptions=True)
-            await asyncio.wait([ending], timeout=self._last_words_seconds)
+            await asyncio.wait([ending], timeout=self._grace_seconds)
 
 
 def _settle_cancelled(outcome: Future[Any]) -> None:

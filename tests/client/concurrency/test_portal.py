@@ -203,17 +203,17 @@ def test_close_ends_what_still_runs_and_says_so_to_its_caller() -> None:
 
 
 def test_close_lets_go_of_a_caller_whose_coroutine_does_not_end() -> None:
-    portal = Portal(last_words_seconds=0.01)
+    portal = Portal(grace_seconds=0.01)
     begun, may_end = threading.Event(), False
 
-    async def cling() -> None:
+    async def ignore_cancellation() -> None:
         begun.set()
         while not may_end:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
 
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
-        running = threads.submit(portal.run, cling())
+        running = threads.submit(portal.run, ignore_cancellation())
         assert begun.wait(PATIENCE_SECONDS)
         portal.close()
         with pytest.raises(UsageError, match="closed"):
@@ -267,7 +267,7 @@ def test_close_ends_generators_that_a_coroutine_left_half_way() -> None:
     assert trace == ["ended"]
 
 
-def test_farewell_comes_after_what_was_running_and_before_what_was_left_behind() -> None:
+def test_shutdown_callback_runs_after_what_was_running_and_before_what_was_left_behind() -> None:
     portal = Portal()
     begun = threading.Event()
     trace: list[str] = []
@@ -282,12 +282,12 @@ def test_farewell_comes_after_what_was_running_and_before_what_was_left_behind()
     async def leave_behind() -> asyncio.Task[None]:
         return asyncio.create_task(work("left behind"))
 
-    async def say_farewell() -> None:
+    async def shut_down() -> None:
         await asyncio.sleep(0)
-        trace.append("farewell")
+        trace.append("shut down")
         raise OSError("this interests nobody")
 
-    portal.run_last(say_farewell)
+    portal.run_last(shut_down)
     task = portal.run(leave_behind())
     begun.clear()
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
@@ -298,7 +298,7 @@ def test_farewell_comes_after_what_was_running_and_before_what_was_left_behind()
             running.result(PATIENCE_SECONDS)
 
     assert task.cancelled()
-    assert trace == ["running", "farewell", "left behind"]
+    assert trace == ["running", "shut down", "left behind"]
 
 
 @pytest.mark.slow
@@ -317,9 +317,9 @@ def test_program_that_closes_nothing_ends_all_the_same() -> None:
         "    global task\n"
         "    task = asyncio.create_task(linger())\n"
         "    await asyncio.sleep(0)\n"
-        "async def say_farewell():\n"
-        "    print('farewell', flush=True)\n"
-        "portal.run_last(say_farewell)\n"
+        "async def shut_down():\n"
+        "    print('shut down', flush=True)\n"
+        "portal.run_last(shut_down)\n"
         "portal.run(begin())\n"
     )
 
@@ -327,4 +327,4 @@ def test_program_that_closes_nothing_ends_all_the_same() -> None:
         [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=120
     )
 
-    assert (done.returncode, done.stdout, done.stderr) == (0, "farewell\ncleaned up\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "shut down\ncleaned up\n", "")
