@@ -42,8 +42,8 @@ _AGAIN_SECONDS = 2.0
 _ASK_AGAIN_SECONDS = 1.0
 """When to ask again for what is being fetched."""
 
-_SEE_SECONDS = 60.0
-"""How often to see whether a copy is still published: so long it may outlive a withdrawal."""
+_CONFIRM_SECONDS = 60.0
+"""How often to confirm that a copy is still published: so long it may outlive a withdrawal."""
 
 ReadLeaves = Callable[[bytes, Mapping[int, bytearray]], Awaitable[Adapter]]
 """Makes an adapter of its configuration and the leaves of blocks; raises RefusedError."""
@@ -87,7 +87,7 @@ class Fetches:
         self._read = read
         self._clock = clock
         self._fetches: dict[tuple[AdapterId, Tenant], _Fetch] = {}
-        self._seeing: asyncio.Task[None] | None = None
+        self._confirming: asyncio.Task[None] | None = None
         self._sources: dict[AdapterId, set[PeerId]] = {}
         adapter_store.on_lack = self.request
 
@@ -117,7 +117,7 @@ class Fetches:
     async def close(self) -> None:
         """Fetch nothing any more."""
         tasks = [fetch.task for fetch in self._fetches.values()]
-        await cancel_all(tasks if self._seeing is None else [*tasks, self._seeing])
+        await cancel_all(tasks if self._confirming is None else [*tasks, self._confirming])
 
     async def _run(self, name: AdapterId, tenant: Tenant) -> None:
         fetch = self._fetches[name, tenant]
@@ -127,9 +127,9 @@ class Fetches:
             fetch.error, fetch.again_at = error, self._clock.now() + _AGAIN_SECONDS
         else:
             del self._fetches[name, tenant]
-            if self._seeing is None or self._seeing.done():
-                self._seeing = asyncio.create_task(self._see_all())
-                self._seeing.add_done_callback(_log_failure)
+            if self._confirming is None or self._confirming.done():
+                self._confirming = asyncio.create_task(self._confirm_all())
+                self._confirming.add_done_callback(_log_failure)
 
     async def _fetch(self, name: AdapterId, tenant: Tenant) -> None:
         """Fetch an adapter, and keep it. Raises RefusedError if there is none, or no room."""
@@ -190,16 +190,16 @@ class Fetches:
         leaves = found.manifest.select(self._span)
         return [leaf.block for leaf in leaves if leaf.block not in found.files]
 
-    async def _see_all(self) -> None:
-        """See again and again whether copies are still published, as long as there are any."""
+    async def _confirm_all(self) -> None:
+        """Confirm again and again that copies are still published, as long as there are any."""
         while copies := self._store.list_fetched():
             self._sources = {kept.name: self._sources.get(kept.name, set()) for kept in copies}
-            await asyncio.sleep(_SEE_SECONDS)
-            await asyncio.gather(*map(self._see, self._store.list_fetched()))
+            await asyncio.sleep(_CONFIRM_SECONDS)
+            await asyncio.gather(*map(self._confirm, self._store.list_fetched()))
 
-    async def _see(self, kept: KeptAdapter) -> None:
+    async def _confirm(self, kept: KeptAdapter) -> None:
         known = self._sources.get(kept.name, ())
-        seconds = await self._holders.see(kept.name, self._span, known)
+        seconds = await self._holders.confirm(kept.name, self._span, known)
         if seconds is not None and not kept.is_given_up:
             self._store.note_published(kept, seconds)
 

@@ -129,7 +129,7 @@ class Holders:
             files = await asyncio.to_thread(lambda: manifest.split(span, reader.join()))
             return Leaves(manifest, files, kept.keep_seconds)
 
-    async def see(self, name: AdapterId, span: Span, known: Collection[PeerId]) -> float | None:
+    async def confirm(self, name: AdapterId, span: Span, known: Collection[PeerId]) -> float | None:
         """Return for how long an adapter stays published, as a holder says.
 
         0.0 if those that can be asked do not have it any more; None if nobody can be asked.
@@ -143,7 +143,7 @@ class Holders:
             except _NotHeldError:
                 seconds = 0.0
             except (UnavailableError, RemoteProtocolError) as error:
-                _logger.debug("cannot see whether an adapter is published: %s", error)
+                _logger.debug("cannot confirm that an adapter is published: %s", error)
         return seconds
 
     @asynccontextmanager
