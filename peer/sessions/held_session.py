@@ -56,7 +56,7 @@ class HeldSession:
         self.used_at = self.opened_at
 
 
-def check_step_size(step: Step, dtype: WireDtype, hidden_size: int, is_pushed: bool) -> None:
+def check_step_size(step: Step, dtype: WireDtype, hidden_size: int, has_next_hop: bool) -> None:
     """Refuse, before a copy is made, a step that no engine could take or no frame answer.
 
     Raises RefusedError when its width is not the model's, when the answer, in the dtype of the
@@ -68,11 +68,11 @@ def check_step_size(step: Step, dtype: WireDtype, hidden_size: int, is_pushed: b
             ErrorCode.BAD_VALUES,
             f"hidden states of this model have size {hidden_size}, not {width}",
         )
-    if is_pushed and len(step.before) >= limits.MAX_HOPS:
+    if has_next_hop and len(step.before) >= limits.MAX_HOPS:
         raise RefusedError(
             ErrorCode.BAD_VALUES, f"a pushed step passed {limits.MAX_HOPS} hops, the most allowed"
         )
-    num_tokens = 1 if step.last_token_only and not is_pushed else tokens
+    num_tokens = 1 if step.last_token_only and not has_next_hop else tokens
     if compute_num_bytes(dtype, rows, num_tokens, width) > _MAX_ANSWER_BYTES:
         raise RefusedError(
             ErrorCode.TOO_LONG, "the answer would not fit into one frame; send fewer tokens"
@@ -81,14 +81,14 @@ def check_step_size(step: Step, dtype: WireDtype, hidden_size: int, is_pushed: b
 
 def make_work(step: Step, held: HeldSession) -> StepWork:
     """Return the engine's work for a step; a hop that pushes needs all of its tokens."""
-    is_pushed = held.outputs.next is not None
+    has_next_hop = held.outputs.next is not None
     hidden_BTH = decode_as(step.hidden.dtype.name, step.hidden.data, step.hidden.shape)
     return StepWork(
         cache=held.cache,
         position=step.position,
         hidden_BTH=hidden_BTH,
         row_map=step.row_map,
-        last_token_only=step.last_token_only and not is_pushed,
+        last_token_only=step.last_token_only and not has_next_hop,
         decoded=step.is_decoded,
         adapter=None if held.adapter is None else held.adapter.adapter,
     )

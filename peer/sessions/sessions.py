@@ -378,8 +378,8 @@ class SessionStreamWork(StreamWork):
             self._answers.count(num_bytes)
 
     def _check_size(self, step: Step, held: HeldSession) -> None:
-        is_pushed = held.outputs.next is not None
-        check_step_size(step, held.dtype, self._admission.engine.spec.hidden_size, is_pushed)
+        has_next_hop = held.outputs.next is not None
+        check_step_size(step, held.dtype, self._admission.engine.spec.hidden_size, has_next_hop)
         tenant = held.tenant if held.capability else self._stream.tenant
         pending = self._admission.resources.pushing.pending
         pending.check_room_for(tenant, len(step.hidden.data))
