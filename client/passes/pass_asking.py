@@ -88,7 +88,7 @@ class PassFailovers:
     """The events since the last look: peers that answered, and peers that were lost.
 
     Batches are many passes: a peer is told of once when it is lost, and again only if it has
-    answered one since. Who could not be reached to begin with took no part, and nobody misses it.
+    answered one since. A peer that could never be reached took no part and is not reported.
     """
 
     def __init__(self) -> None:

@@ -426,7 +426,10 @@ class PeerBook:
     def find_pass_hosts(
         self, block: int, exclude: Collection[PeerId], weights: str | None, least_version: int = 0
     ) -> list[Announcement]:
-        """Return the least doubtful hosts of a block that take passes; liars are not among them."""
+        """Return the least doubtful hosts of a block that take passes.
+
+        Liars, and peers whose announcement is stale, are not among them.
+        """
         doubts = self.list_doubts()
         hosts: dict[int, list[Announcement]] = {}
         for peer in self.view.serving(block):

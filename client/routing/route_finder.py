@@ -70,9 +70,10 @@ class RouteFinder:
         """Return a route through `span`, waiting for peers to appear until `deadline`.
 
         `weights` are tried in order: the formats to prefer, None for any. Peers of `exclude` and
-        those in quarantine are left out; who did not lie is used when nobody else is there.
-        While the directory cannot be read, the last view has to do. Room for `needed_kv_tokens`,
-        counted as in announcements, makes peers cheaper. With `ends` it is a chain, else a star.
+        those in quarantine are left out; the latter are used when nobody else is there, unless they
+        lied or their announcement is stale. While the directory cannot be read, the last view has
+        to do. Room for `needed_kv_tokens`, counted as in announcements, makes peers cheaper. With
+        `ends` it is a chain, else a star.
 
         Raises RouteError with the missing blocks once the deadline has passed, or DirectoryError
         when that is what hides the peers.

@@ -270,7 +270,9 @@ class Standby:
 
     @property
     def newest_sequence(self) -> int:
-        """The number under which the new hop does the newest step, or the end of its replay."""
+        """The number of the session's newest step at the new hop: that step's own where the hop
+        before pushed it to both, or else that of the last one of the replay, which counts anew.
+        """
         newest = self._state.last_sequence
         return newest if newest > self._mirrored_sequence else self._num_replayed
 
