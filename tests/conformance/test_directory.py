@@ -144,17 +144,6 @@ async def test_peer_that_restarts_with_a_shorter_period_is_seen_at_once(
         assert [a.state for a in await theirs.lookup(MODEL)] == [state]
 
 
-async def test_same_announcement_can_be_published_again(
-    ours: Directory, theirs: Directory, clock: ManualClock
-) -> None:
-    announcement = announce(clock)
-
-    await ours.announce(sign(announcement))
-    await ours.announce(sign(announcement))
-
-    assert await theirs.lookup(MODEL) == [announcement]
-
-
 async def test_announcement_vanishes_when_it_expires(
     ours: Directory, theirs: Directory, clock: ManualClock
 ) -> None:

@@ -223,18 +223,16 @@ class Replicas:
         await asyncio.gather(*(self._search(DHTID.generate(source=key)) for key in keys))
 
     async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
-        """Store a record at the nodes that are nearest; return whether one of them has it now."""
+        """Store a record at the nodes that are nearest; return whether one of them took it."""
         key_id, entry = DHTID.generate(source=key), Entry(subkey, _pack(value), expires_at)
         candidates = deque(await self._find_nearest(key_id, exclude_self=not self._is_server))
         num_missing, is_stored = self._node.num_replicas, False
-        refusing: list[PeerID] = []
         while candidates and num_missing:
             chosen = [candidates.popleft() for _ in range(min(num_missing, len(candidates)))]
             answers = await asyncio.gather(*(self._store_at(p, key_id, entry) for p in chosen))
             num_missing -= sum(answer is not None for answer in answers)
             is_stored = is_stored or any(answers)
-            refusing += [p for p, answer in zip(chosen, answers, strict=True) if answer is False]
-        return is_stored or await self._is_at_one_of(refusing, key_id, entry)
+        return is_stored
 
     @property
     def _is_server(self) -> bool:
@@ -270,15 +268,6 @@ class Replicas:
         return self._node.protocol.storage.store(
             key_id, entry.value, entry.expires_at, subkey=entry.subkey
         )
-
-    async def _is_at_one_of(self, refusing: list[PeerID], key_id: DHTID, entry: Entry) -> bool:
-        """Return whether nodes refused a record because they have it already."""
-        if self._node.peer_id in refusing and entry in self._list_stored(key_id):
-            return True
-        self._known.get(key_id, {}).pop(entry.digest, None)
-        others = [peer_id for peer_id in refusing if peer_id != self._node.peer_id]
-        await asyncio.gather(*(self._learn_from(peer_id, key_id) for peer_id in others))
-        return entry.digest in self._list_known(key_id)
 
     async def _search(self, key_id: DHTID) -> None:
         """Ask one node, a second one, and then all others, which have little left to tell."""
