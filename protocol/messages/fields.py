@@ -112,9 +112,6 @@ class Message(Record):
     COMPUTED: ClassVar[Mapping[str, Body]] = {}
     """Properties of the message that are written as fields. `read` gets them as well."""
 
-    EMPTY_BODY: ClassVar[str] = ""
-    """Complaint about a protobuf part that is there and says nothing, where that is an error."""
-
     @classmethod
     def read(cls, fields: dict[str, Any]) -> Self:
         """Return the message with these fields of a frame. May raise ValueError."""

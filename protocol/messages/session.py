@@ -270,8 +270,6 @@ class Step(Message):
     is_piece: Annotated[bool, Flag(4)] = False
     before: Annotated[tuple[HopSeconds, ...], _locate_hops(2), _check_hops] = ()
 
-    EMPTY_BODY = "its control part has no row map and no times"
-
     def check(self) -> None:
         """Raise ValueError unless the row map names rows, as many as there are."""
         num_rows, row_map = self.hidden.rows, self.row_map

@@ -19,6 +19,7 @@ it.
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
+from functools import cached_property
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -254,29 +255,25 @@ class BodyCodec:
         pool.AddSerializedFile(file.SerializeToString())
         self.type: Any = GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
         self._write, self._read = _make_writer(fields), _make_reader(fields)
-        self._names = [field.name for field in fields]
-        self._complaint = message.EMPTY_BODY
-        self._empty = self._read(self.type()) if self._complaint else {}
 
     def write(self, message: Message) -> bytes:
         """Return the protobuf part of a message. Raises ValueError for what does not fit."""
-        if self._complaint and not any(getattr(message, name) for name in self._names):
-            return b""  # nearly every step
         return self.type(**self._write(message)).SerializeToString()
+
+    @cached_property
+    def _empty(self) -> _Values:
+        return self._read(self.type())
 
     def read(self, control: bytes) -> _Values:
         """Return the fields in a protobuf part. Raises ValueError for what is none."""
-        if self._complaint and not control:
-            return self._empty
+        if not control:
+            return self._empty  # nearly every step
         body = self.type()
         try:
             body.ParseFromString(control)
         except DecodeError as error:
             raise ValueError(str(error)) from None
-        values = self._read(body)
-        if self._complaint and not any(values.values()):
-            raise ValueError(self._complaint)
-        return values
+        return self._read(body)
 
 
 def _is_marked(field: Field) -> bool:
