@@ -20,13 +20,7 @@ from ...protocol.net.dialling import dial, greet
 from ...protocol.net.directory import Directory
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.net.tasks import cancel_all
-from ...protocol.net.transport import (
-    FrameGate,
-    Stream,
-    StreamServer,
-    Transport,
-    refuse_large_frames,
-)
+from ...protocol.net.transport import Stream, StreamServer, Transport, refuse_large_frames
 from ...protocol.records.announcements import MAX_PARKED_AT, Announcement, PeerState, shorten
 from ...protocol.records.coordinates import ORIGIN, estimate_rtt_seconds
 from ...protocol.versions import REVERSE_VERSION
@@ -250,25 +244,12 @@ class _HeardStream:
     """A stream of which the first frame was received already: it is received once more."""
 
     def __init__(self, stream: Stream, frame: bytes) -> None:
+        self.remote_host = stream.remote_host
+        self.send, self.set_gate = stream.send, stream.set_gate
+        self.wait_over, self.close = stream.wait_over, stream.close
         self._stream = stream
         self._frame: bytes | None = frame
-
-    @property
-    def remote_host(self) -> str | None:
-        return self._stream.remote_host
-
-    def set_gate(self, gate: FrameGate) -> None:
-        self._stream.set_gate(gate)
-
-    async def send(self, frame: bytes) -> None:
-        await self._stream.send(frame)
 
     async def receive(self) -> bytes | None:
         frame, self._frame = self._frame, None
         return await self._stream.receive() if frame is None else frame
-
-    async def wait_over(self) -> None:
-        await self._stream.wait_over()
-
-    async def close(self) -> None:
-        await self._stream.close()
