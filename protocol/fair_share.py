@@ -45,47 +45,45 @@ class Tenant(NamedTuple):
     client: str = ""
 
 
-def check_room_for(tenant: str, tenants: Sequence[str], limit: int, of_what: str) -> None:
-    """Raise RefusedError unless `tenant` may take one more; `tenants` are those of all taken ones.
+def check_share(holder: str, holders: Sequence[str], limit: int, of_what: str) -> None:
+    """Raise RefusedError unless `holder` may take one more; `holders` are those of all taken ones.
 
     Nobody may hold more than is free. Alone, an address gets half of the limit and one, which is
     plenty for a household; with n greedy ones, about an (n + 1)th of the limit stays free, so
     that no stranger can shut out those who come later.
 
-    >>> check_room_for("a", ["a", "a"], 4, "sessions")
-    >>> check_room_for("a", ["a", "a", "a"], 4, "sessions")
+    >>> check_share("a", ["a", "a"], 4, "sessions")
+    >>> check_share("a", ["a", "a", "a"], 4, "sessions")
     Traceback (most recent call last):
     shoal.protocol.errors.RefusedError: the peer has no room for more sessions of yours
-    >>> check_room_for("b", ["a", "a", "a"], 4, "sessions")
+    >>> check_share("b", ["a", "a", "a"], 4, "sessions")
     """
-    num_free = limit - len(tenants)
+    num_free = limit - len(holders)
     if num_free <= 0:
         raise RefusedError(ErrorCode.BUSY, f"the peer has no room for more {of_what}", BUSY_SECONDS)
-    if tenants.count(tenant) > num_free:
+    if holders.count(holder) > num_free:
         detail = f"the peer has no room for more {of_what} of yours"
         raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS)
 
 
-def check_room_for_client(
-    tenant: Tenant, tenants: Sequence[Tenant], limit: int, of_what: str
-) -> None:
+def check_client_share(tenant: Tenant, tenants: Sequence[Tenant], limit: int, of_what: str) -> None:
     """Do the same twice: for the address, and for the client within what its address may hold.
 
     So clients behind one address do not shut each other out, and who makes up names gets no more
     than an address gets. All of an address that give no name count as one client.
 
     >>> greedy = Tenant("home", "greedy")
-    >>> check_room_for_client(Tenant("home", "other"), [greedy] * 3, 8, "sessions")
-    >>> check_room_for_client(greedy, [greedy] * 3, 8, "sessions")
+    >>> check_client_share(Tenant("home", "other"), [greedy] * 3, 8, "sessions")
+    >>> check_client_share(greedy, [greedy] * 3, 8, "sessions")
     Traceback (most recent call last):
     shoal.protocol.errors.RefusedError: the peer has no room for more sessions of yours
     """
     addresses = [other.address for other in tenants]
-    check_room_for(tenant.address, addresses, limit, of_what)
+    check_share(tenant.address, addresses, limit, of_what)
     num_of_others = len(addresses) - addresses.count(tenant.address)
     limit_here = (limit - num_of_others) // 2 + 1
     clients = [other.client for other in tenants if other.address == tenant.address]
-    check_room_for(tenant.client, clients, limit_here, of_what)
+    check_share(tenant.client, clients, limit_here, of_what)
 
 
 class FairLimit:
@@ -99,7 +97,7 @@ class FairLimit:
     @contextmanager
     def hold(self, tenant: Tenant) -> Generator[None]:
         """Hold one. Raises RefusedError if the tenant has more than is left for others."""
-        check_room_for_client(tenant, self._tenants, self._limit, self._of_what)
+        check_client_share(tenant, self._tenants, self._limit, self._of_what)
         self._tenants.append(tenant)
         try:
             yield

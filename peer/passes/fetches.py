@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from ...protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
-from ...protocol.fair_share import BUSY_SECONDS, Tenant, check_room_for
+from ...protocol.fair_share import BUSY_SECONDS, Tenant, check_share
 from ...protocol.ids import AdapterId, PeerId
 from ...protocol.messages.adapters import KEEP_SECONDS, Manifest
 from ...protocol.net.clock import Clock
@@ -102,7 +102,7 @@ class Fetches:
             return wait
         try:
             addresses = [one.address for one in running.values()]
-            check_room_for(tenant.address, addresses, _MAX_FETCHES, "adapters to fetch")
+            check_share(tenant.address, addresses, _MAX_FETCHES, "adapters to fetch")
         except RefusedError:
             return make_unknown(name, BUSY_SECONDS)
         task = asyncio.create_task(self._run(name, tenant))

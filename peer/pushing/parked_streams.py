@@ -9,7 +9,7 @@ import logging
 from dataclasses import dataclass, field
 
 from ...protocol.errors import ShoalError, UnavailableError
-from ...protocol.fair_share import check_room_for, name_address
+from ...protocol.fair_share import check_share, name_address
 from ...protocol.ids import PeerId
 from ...protocol.messages.reverse_connections import Offer, Parked, check_offer
 from ...protocol.messages.session import Lane
@@ -81,7 +81,7 @@ class ParkedStreams:
         address = name_address(stream.remote_host)
         too_old = self._list(key)[: 1 - _MAX_STREAMS_PER_LANE]
         addresses = [other.address for other in self._parked if other not in too_old]
-        check_room_for(address, addresses, _MAX_STREAMS, "streams to peers that cannot be dialled")
+        check_share(address, addresses, _MAX_STREAMS, "streams to peers that cannot be dialled")
         for oldest in too_old:
             self._parked.remove(oldest)
             oldest.hearing.cancel()

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ...protocol import limits
 from ...protocol.errors import ErrorCode, RefusedError, ShoalError, UnavailableError
-from ...protocol.fair_share import BUSY_SECONDS, check_room_for
+from ...protocol.fair_share import BUSY_SECONDS, check_share
 from ...protocol.messages.reverse_connections import Offer
 from ...protocol.net.transport import Stream, refuse_large_frames
 from ...protocol.records.announcements import Announcement
@@ -93,7 +93,7 @@ class Service:
         if self.has_hung_up:
             raise RefusedError(ErrorCode.DRAINING, "the peer is leaving its blocks", BUSY_SECONDS)
         addresses = [stream.tenant.address for stream in self.streams]
-        check_room_for(served.tenant.address, addresses, self._max_streams, "streams")
+        check_share(served.tenant.address, addresses, self._max_streams, "streams")
         self.streams.add(served)
 
     def count_work(self) -> Mapping[str, object]:

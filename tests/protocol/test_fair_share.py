@@ -6,8 +6,8 @@ from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.fair_share import (
     SharedBytes,
     Tenant,
-    check_room_for,
-    check_room_for_client,
+    check_client_share,
+    check_share,
     compute_share,
     name_address,
 )
@@ -15,7 +15,7 @@ from shoal.protocol.fair_share import (
 
 def has_room_for(tenant: str, tenants: list[str], num_places: int) -> bool:
     try:
-        check_room_for(tenant, tenants, num_places, "places")
+        check_share(tenant, tenants, num_places, "places")
     except RefusedError:
         return False
     return True
@@ -50,7 +50,7 @@ def count_taken(tenant: Tenant, tenants: list[Tenant], num_places: int) -> int:
     before = len(tenants)
     while len(tenants) <= num_places:
         try:
-            check_room_for_client(tenant, tenants, num_places, "places")
+            check_client_share(tenant, tenants, num_places, "places")
         except RefusedError:
             break
         tenants.append(tenant)
@@ -118,7 +118,7 @@ def test_those_of_an_address_that_give_no_name_count_as_one_client() -> None:
 
 def test_places_that_are_given_back_are_for_everybody_again() -> None:
     with pytest.raises(RefusedError) as refusal:
-        check_room_for("a", ["a"] * 5, 8, "places")
+        check_share("a", ["a"] * 5, 8, "places")
     assert refusal.value.code is ErrorCode.BUSY
     assert refusal.value.retry_after_seconds
     assert has_room_for("a", ["a"] * 4, 8)

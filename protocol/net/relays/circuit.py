@@ -108,7 +108,7 @@ async def ask_for_reservation(p2p: P2P, peer_id: PeerId) -> RelayAnswer:
                 break
         if num_bytes > _MAX_ANSWER_BYTES:
             raise RemoteProtocolError("the answer of the relay is too long")
-        return read_answer(await reader.readexactly(num_bytes))
+        return read_relay_answer(await reader.readexactly(num_bytes))
     finally:
         writer.transport.abort()
 
@@ -180,10 +180,10 @@ class RelayAnswer(Message):
 _ANSWER_CODEC = BodyCodec(RelayAnswer)
 
 
-def read_answer(message: bytes) -> RelayAnswer:
+def read_relay_answer(message: bytes) -> RelayAnswer:
     """Read the answer of a relay; raises RemoteProtocolError for what is no message of protobuf.
 
-    >>> read_answer(bytes([0x08, 2, 0x1A, 2, 0x08, 1, 0x22, 4, 0x08, 120, 0x10, 99, 0x28, 100]))
+    >>> read_relay_answer(bytes.fromhex("08021a0208012204087810632864"))
     RelayAnswer(limit=RelayLimit(max_seconds=120, max_bytes=99), status=100)
     """
     try:

@@ -9,7 +9,7 @@ import ssl
 
 from ...endpoints import Endpoint
 from ...errors import RefusedError, ShoalError
-from ...fair_share import check_room_for, name_address
+from ...fair_share import check_share, name_address
 from ...limits import MAX_FRAME_BYTES
 from ...membership.membership import Membership
 from ..addresses import open_listening
@@ -87,7 +87,7 @@ class TcpListener:
                 continue
             tenant = name_address(address[0])
             try:
-                check_room_for(tenant, self._greeting, MAX_HANDSHAKES, "strangers")
+                check_share(tenant, self._greeting, MAX_HANDSHAKES, "strangers")
             except RefusedError:
                 accepted.close()
                 continue
@@ -147,7 +147,7 @@ class TcpListener:
         if not self._membership.accepts(self.endpoint.fingerprint, proof):
             return Mark.MEMBERS_ONLY
         try:
-            check_room_for(tenant, self._served, MAX_STREAMS, "streams")
+            check_share(tenant, self._served, MAX_STREAMS, "streams")
         except RefusedError:
             return Mark.TOO_MANY_STREAMS
         return None

@@ -14,7 +14,7 @@ from virtual_time import VirtualClock
 from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.errors import DirectoryError, RemoteProtocolError, UnavailableError
 from shoal.protocol.ids import ModelId, PeerId
-from shoal.protocol.net.relays.circuit import RelayReservations, read_answer
+from shoal.protocol.net.relays.circuit import RelayReservations, read_relay_answer
 from shoal.protocol.net.relays.relay_selection import NUM_RELAYS, RelaySelection, rank_relays
 from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
@@ -265,19 +265,19 @@ async def test_no_more_relays_are_taken_than_are_needed() -> None:
 )
 def test_answer_of_a_relay_that_is_malformed_is_refused(answer: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
-        read_answer(answer)
+        read_relay_answer(answer)
 
 
 def test_status_is_found_behind_what_we_do_not_read() -> None:
-    assert read_answer(bytes([0x08, 2, 0x1A, 3, 1, 2, 3, 0x28, 0xC8, 0x01])).status == 200
+    assert read_relay_answer(bytes([0x08, 2, 0x1A, 3, 1, 2, 3, 0x28, 0xC8, 0x01])).status == 200
 
 
 def test_relay_that_names_no_limit_has_none() -> None:
-    answer = read_answer(bytes([0x08, 2, 0x28, 100]))
+    answer = read_relay_answer(bytes([0x08, 2, 0x28, 100]))
 
     assert answer.limit is None
 
 
 @pytest.mark.parametrize("answer", [b"", b"\x2a\x01d", b"\x20\x05", b"\x22\x02\x12\x00"])
 def test_answer_with_fields_of_other_types_grants_nothing(answer: bytes) -> None:
-    assert read_answer(answer).status == 0
+    assert read_relay_answer(answer).status == 0
