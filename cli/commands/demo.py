@@ -28,7 +28,7 @@ from ..terminal.terminal import Progress, Terminal, WordWrapper
 
 if TYPE_CHECKING:
     from ...client.session.inference_session import InferenceSession
-    from ...client.trace.trace import Failover
+    from ...client.trace.trace import SessionFailover
 
 _LETTERS = "ABCD"
 _SAMPLING_TEMPERATURE = 0.7
@@ -314,7 +314,9 @@ class DemoScreen:
             )
         )
 
-    def show_failover(self, failover: Failover, kill: Kill, letters: Mapping[PeerId, str]) -> None:
+    def show_failover(
+        self, failover: SessionFailover, kill: Kill, letters: Mapping[PeerId, str]
+    ) -> None:
         """Name the replacement and the delay, then resume the story in its column."""
         paint = self.terminal.paint
         names = " and ".join(letters[hop.peer.peer_id] for hop in failover.replacements)

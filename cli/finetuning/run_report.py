@@ -22,7 +22,7 @@ from .loss_plot import draw_losses, save_losses
 if TYPE_CHECKING:
     from ...client.finetuning.checkpoints import RunProgress
     from ...client.finetuning.finetune_run import FinetuneRun, Milestone, Updated
-    from ...client.routing.route import Hop, PassFailover
+    from ...client.routing.route import Failover, Hop
 
 _NUM_RECENT = 20
 """Updates that the speed is the mean of."""
@@ -164,7 +164,7 @@ class RunReporter:
             hops=route_facts(hops),
         )
 
-    def note_failovers(self, number: int, failovers: Sequence["PassFailover"]) -> None:
+    def note_failovers(self, number: int, failovers: Sequence["Failover"]) -> None:
         """Report the failovers of an update."""
         output = self._reporter.output
         for failover in failovers:

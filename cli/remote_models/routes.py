@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...protocol.spans import Span
-
 if TYPE_CHECKING:
-    from ...client.routing.route import Hop, PassFailover
-    from ...client.trace.trace import Failover
+    from ...client.routing.route import Failover, Hop
+    from ...client.trace.trace import SessionFailover
 
 
 def describe_route(route: "Sequence[Hop]") -> str:
@@ -15,7 +13,7 @@ def describe_route(route: "Sequence[Hop]") -> str:
     return " → ".join(f"{tail_of(hop.peer.peer_id)}[{hop.span}]" for hop in route)
 
 
-def describe_failover(failover: "Failover") -> str:
+def describe_failover(failover: "SessionFailover") -> str:
     """Return a failover in words: the lost hop, its replacements, and if the text may differ."""
     sentence = (
         f"failover at token {failover.position}: {_describe_loss(failover)}, "
@@ -27,13 +25,13 @@ def describe_failover(failover: "Failover") -> str:
     return f"{sentence}, with {after} weights instead of {before}: the text may differ"
 
 
-def describe_pass_failover(update: int, failover: "PassFailover") -> str:
+def describe_pass_failover(update: int, failover: "Failover") -> str:
     """Return a failover in an update of a fine-tuning run in words."""
     replacements = describe_route(failover.replacements) or "several others"
     return f"failover at update {update}: {_describe_loss(failover)}, {replacements} took over"
 
 
-def _describe_loss(failover: "Failover | PassFailover") -> str:
+def _describe_loss(failover: "Failover") -> str:
     lost = failover.lost
     return f"{tail_of(lost.peer.peer_id)}[{lost.span}] {failover.what_happened}"
 
@@ -45,30 +43,28 @@ def tail_of(peer_id: str) -> str:
 
 def route_facts(route: "Sequence[Hop]") -> list[dict[str, str]]:
     """Return a route as plain JSON types."""
-    return [_hop_facts(hop.peer.peer_id, hop.span) for hop in route]
+    return [_hop_facts(hop) for hop in route]
 
 
-def pass_failover_facts(failover: "PassFailover") -> dict[str, Any]:
+def pass_failover_facts(failover: "Failover") -> dict[str, Any]:
     """Return a failover of a fine-tuning run as plain JSON types."""
     return {
-        **_hop_facts(failover.lost.peer.peer_id, failover.lost.span),
+        **_hop_facts(failover.lost),
         "reason": failover.reason,
         "replaced_by": route_facts(failover.replacements),
     }
 
 
-def failover_facts(failover: "Failover") -> dict[str, Any]:
+def failover_facts(failover: "SessionFailover") -> dict[str, Any]:
     """Return a failover as plain JSON types."""
     return {
-        **_hop_facts(failover.lost.peer.peer_id, failover.lost.span),
-        "reason": failover.reason,
+        **pass_failover_facts(failover),
         "position": failover.position,
         "seconds": round(failover.seconds, 4),
         "replayed_tokens": failover.num_replayed_tokens,
-        "replaced_by": route_facts(failover.replacements),
         "changed_weights": failover.changed_weights,
     }
 
 
-def _hop_facts(peer_id: str, span: Span) -> dict[str, str]:
-    return {"peer_id": peer_id, "span": str(span)}
+def _hop_facts(hop: "Hop") -> dict[str, str]:
+    return {"peer_id": hop.peer.peer_id, "span": str(hop.span)}

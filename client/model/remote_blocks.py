@@ -16,7 +16,7 @@ from ...protocol.errors import ErrorCode, RefusedError, UsageError
 from ...protocol.ids import ModelId
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter
-from ..routing.route import Hop, PassFailover
+from ..routing.route import Failover, Hop
 from ..routing.route_finder import RouteFinder
 from ..session.deep_prompts import check_prompts
 from ..session.inference_session import InferenceSession, check_is_session
@@ -295,7 +295,7 @@ class RemoteSequential(nn.Module):
         runner = self._client.passes
         return runner.wait_for(runner.remote.take_recent_hops())
 
-    def take_failovers(self) -> list[PassFailover]:
+    def take_failovers(self) -> list[Failover]:
         """Return the failovers of stateless passes since the last call."""
         runner = self._client.passes
         return runner.wait_for(runner.remote.take_failovers())

@@ -40,7 +40,7 @@ from ..adapters.adapter_versions import (
     slice_adapters,
 )
 from ..routing.peer_book import Bandwidth, PeerBook
-from ..routing.route import Failures, Fault, Hop, LostHopError, PassFailover, PeerFailure
+from ..routing.route import Failover, Failures, Fault, Hop, LostHopError, PeerFailure
 from ..settings.client_config import ClientConfig
 from .adapter_uploads import AdapterUploads
 from .microbatches import TextGradients, Texts, choose_scale
@@ -92,7 +92,7 @@ class PassFailovers:
     """
 
     def __init__(self) -> None:
-        self._unseen: dict[PeerId, PassFailover] = {}
+        self._unseen: dict[PeerId, Failover] = {}
         self._recent_hops: dict[PeerId, Hop] = {}
         self._is_lost: dict[PeerId, bool] = {}
         """Of each peer that took part, the newest at the end."""
@@ -118,11 +118,11 @@ class PassFailovers:
             if self._is_lost.get(peer_id, True):
                 continue
             self._is_lost[peer_id] = True
-            failover = PassFailover(error.hop, str(error), error.what_happened, others)
+            failover = Failover(error.hop, str(error), error.what_happened, others)
             if len(self._unseen) < _MOST_UNSEEN:
                 self._unseen.setdefault(peer_id, failover)
 
-    def take(self) -> list[PassFailover]:
+    def take(self) -> list[Failover]:
         """Return the failovers that are new."""
         failovers, self._unseen = list(self._unseen.values()), {}
         return failovers

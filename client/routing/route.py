@@ -154,10 +154,11 @@ class LostHopError(UnavailableError):
 
 
 @dataclass(frozen=True)
-class PassFailover:
-    """A peer that did not do its part of a pass, and its replacement.
+class Failover:
+    """A peer that did not do its part of a session or a pass, and its replacements.
 
-    Without replacements nobody hosts all of these blocks any more: several peers share them.
+    Without replacements nobody hosts all of the blocks of a pass any more: several peers share
+    them.
     """
 
     lost: Hop

@@ -13,7 +13,7 @@ from ...protocol.spans import Span
 from ..concurrency.portal import Portal
 from ..routing.route import Hop
 from ..settings.client_config import make_whole
-from ..trace.trace import Failover, Handoff, Recorder
+from ..trace.trace import Handoff, Recorder, SessionFailover
 from .deep_prompts import are_same, check_prompts, check_rows_stay, share_prompts
 from .state import SessionContext, Waiting
 
@@ -22,7 +22,7 @@ class AsyncSession(Protocol):
     """A session on the client's loop; see `RemoteSession`."""
 
     state: SessionContext
-    failovers: list[Failover]
+    failovers: list[SessionFailover]
     handoffs: list[Handoff]
 
     @property
@@ -65,7 +65,7 @@ class InferenceSession:
         self._closing_lock = threading.Lock()  # nothing is opened behind the back of `close`
         self._num_rows: int | None = None
         self._row_map: tuple[int, ...] | None = None
-        self._earlier_failovers: list[Failover] = []
+        self._earlier_failovers: list[SessionFailover] = []
         self._earlier_handoffs: list[Handoff] = []
         self._is_generating = False
         self._recorder: Recorder | None = None
@@ -198,7 +198,7 @@ class InferenceSession:
         return self._remote.hops
 
     @property
-    def failovers(self) -> tuple[Failover, ...]:
+    def failovers(self) -> tuple[SessionFailover, ...]:
         """All failovers so far."""
         return (*self._earlier_failovers, *self._remote.failovers)
 

@@ -24,7 +24,7 @@ from ...protocol.limits import MAX_BATCH_ROWS
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.spans import Span
 from ..routing.route import WAS_LOST, Failures, Hop, LostHopError, Refusals
-from ..trace.trace import Failover, Handoff, choose_kind
+from ..trace.trace import Handoff, SessionFailover, choose_kind
 from .exchange import Exchange, merge_pieces
 from .hop_link import (
     BrokenSegmentError,
@@ -79,7 +79,7 @@ class RemoteSession:
         self._cutoff: asyncio.Timeout | None = None  # of the step under way
         self._reserve = make_reserve(self)
         state.on_leaving = self._reserve.follow_hops
-        self.failovers: list[Failover] = []
+        self.failovers: list[SessionFailover] = []
         self.handoffs: list[Handoff] = []
 
     def __repr__(self) -> str:
@@ -308,14 +308,14 @@ class RemoteSession:
         reasons = {reason.hop: reason for reason in error.lost}
         for live in lost:
             reason = reasons.get(live.hop)
-            failover = Failover(
+            failover = SessionFailover(
                 live.hop,
                 str(reason or error),
+                WAS_LOST if reason is None else reason.what_happened,
                 tuple(replacement.hop for replacement in replacements),
                 missing.position,
                 num_tokens,
                 self.state.clock.now() - started_at,
-                WAS_LOST if reason is None else reason.what_happened,
             )
             self._note_failover(failover, started_at)
 
@@ -325,7 +325,7 @@ class RemoteSession:
         if self.state.recorder is not None:
             self.state.recorder.note_handoff(handoff, started_at)
 
-    def _note_failover(self, failover: Failover, started_at: float) -> None:
+    def _note_failover(self, failover: SessionFailover, started_at: float) -> None:
         self.failovers.append(failover)
         if self.state.recorder is not None:
             self.state.recorder.note_failover(failover, started_at)

@@ -13,24 +13,19 @@ from itertools import chain, takewhile
 
 from ...protocol.messages.session import HopSeconds, Output
 from ...protocol.net.clock import Clock
-from ..routing.route import Hop
+from ..routing.route import Failover, Hop
 
 
 @dataclass(frozen=True)
-class Failover:
+class SessionFailover(Failover):
     """One unplanned change of hop.
 
     `seconds` runs from the moment the loss was noticed until the replacement was ready.
     """
 
-    lost: Hop
-    reason: str
-    replacements: tuple[Hop, ...]
     position: int
     num_replayed_tokens: int
     seconds: float
-    what_happened: str = "was lost"
-    """In a few words, behind the name of the lost peer; `reason` has all of them."""
 
     @property
     def changed_weights(self) -> str | None:
@@ -144,7 +139,7 @@ class Opening(_Timed):
 class Replacement(_Timed):
     """One failover, from the moment the loss was noticed: routing, opening and replay."""
 
-    failover: Failover
+    failover: SessionFailover
 
 
 @dataclass(frozen=True)
@@ -291,7 +286,7 @@ class Recorder:
         """Record an event that has just ended."""
         self._events.append(event)
 
-    def note_failover(self, failover: Failover, started_at: float) -> None:
+    def note_failover(self, failover: SessionFailover, started_at: float) -> None:
         """Record a failover."""
         ended_at = started_at + failover.seconds
         self.add(Replacement(self.step, started_at, ended_at, failover))

@@ -21,7 +21,7 @@ from ...protocol.spans import Span
 from ..adapters.adapter_versions import AdapterLeaves
 from ..concurrency.portal import Portal
 from ..passes.microbatches import MicrobatchInputs, TextGradients, Texts
-from ..routing.route import Hop, PassFailover
+from ..routing.route import Failover, Hop
 from .active_adapters import NO_ADAPTERS, ChosenAdapters
 from .peer_optimizer import OptimizerShards
 
@@ -61,7 +61,7 @@ class Passes(Protocol):
     ) -> TextGradients: ...
     async def make_sharded_optimizer(self) -> OptimizerShards: ...
     async def take_recent_hops(self) -> list[Hop]: ...
-    async def take_failovers(self) -> list[PassFailover]: ...
+    async def take_failovers(self) -> list[Failover]: ...
 
 
 class PassRunner:

@@ -32,7 +32,7 @@ from ..passes.microbatches import (
 )
 from ..passes.pass_asking import PassAsker
 from ..publishing.publisher import Publisher
-from ..routing.route import Hop, PassFailover
+from ..routing.route import Failover, Hop
 
 
 class RemotePasses:
@@ -83,7 +83,7 @@ class RemotePasses:
         """Return the hops that answered since this was called last, in the order of blocks."""
         return self._asker.failovers.take_recent_hops()
 
-    async def take_failovers(self) -> list[PassFailover]:
+    async def take_failovers(self) -> list[Failover]:
         """Return which peers were lost since this was called last, and their replacements."""
         return self._asker.failovers.take()
 

@@ -23,7 +23,7 @@ from shoal.cli.terminal.terminal import Terminal
 from shoal.client.finetuning.checkpoints import RunProgress
 from shoal.client.finetuning.dataset import Dataset, Example
 from shoal.client.finetuning.finetune_run import Milestone, Updated
-from shoal.client.routing.route import PassFailover
+from shoal.client.routing.route import Failover
 from shoal.protocol.identity import Identity
 from shoal.protocol.spans import Span
 
@@ -156,7 +156,7 @@ def test_skipped_updates_are_named() -> None:
 
 
 def make_failover(*replacements: Any) -> Any:
-    return PassFailover(HOPS[0], "peer …x fell silent", "did not answer in time", replacements)
+    return Failover(HOPS[0], "peer …x fell silent", "did not answer in time", replacements)
 
 
 def test_lost_peers_are_told_within_a_terminal() -> None:

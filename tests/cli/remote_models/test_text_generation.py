@@ -16,7 +16,7 @@ from shoal.cli.remote_models.opening import load_tokenizer
 from shoal.cli.remote_models.routes import describe_failover, failover_facts
 from shoal.cli.remote_models.text_generation import Detokenizer, Sampling, TokenStream
 from shoal.client.routing.route import Hop
-from shoal.client.trace.trace import Failover
+from shoal.client.trace.trace import SessionFailover
 from shoal.protocol.errors import ModelError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
@@ -95,7 +95,7 @@ def test_damaged_configuration_is_named_before_the_tokenizer_reads_it(
         load_tokenizer(str(directory))
 
 
-def make_failover(before: str, after: str) -> Failover:
+def make_failover(before: str, after: str) -> SessionFailover:
     lost, replacement = (
         describe_peer(
             peer_id=Identity(bytes([number]) * 32).peer_id, model_id=ModelId("a" * 32),
@@ -104,7 +104,7 @@ def make_failover(before: str, after: str) -> Failover:
         for number, weights in ((1, before), (2, after))
     )  # fmt: skip
     hop = Hop(replacement, Span(0, 8))
-    return Failover(Hop(lost, Span(0, 8)), "it is gone", (hop,), 40, 40, 0.25)
+    return SessionFailover(Hop(lost, Span(0, 8)), "it is gone", "was lost", (hop,), 40, 40, 0.25)
 
 
 def test_failover_is_told_with_the_weights_that_changed_and_whether_the_peer_is_lost() -> None:

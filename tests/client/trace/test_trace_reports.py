@@ -12,9 +12,9 @@ from announcements import describe_peer
 from shoal.client.routing.route import Hop
 from shoal.client.trace.trace import (
     AnsweredQuestion,
-    Failover,
     Opening,
     Replacement,
+    SessionFailover,
     StepKind,
     StepTaken,
     Trace,
@@ -77,7 +77,7 @@ def take(step: int, start: float, stop: float, kind: StepKind = StepKind.DECODE)
 
 
 def fail_over(step: int, start: float, stop: float, lost: Hop, reason: str) -> Replacement:
-    failover = Failover(lost, reason, (SPARE,), 7, 6, (stop - start) * MS)
+    failover = SessionFailover(lost, reason, "was lost", (SPARE,), 7, 6, (stop - start) * MS)
     return Replacement(step, START + start * MS, START + stop * MS, failover)
 
 
