@@ -14,7 +14,7 @@ from typing import Any
 
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
 from ...protocol.fair_share import BUSY_SECONDS, SharedBytes, Tenant
-from ...protocol.ids import ModelId, PassId
+from ...protocol.ids import ModelId, SessionId
 from ...protocol.messages.fields import Message
 from ...protocol.messages.passes import (
     Pass,
@@ -155,10 +155,23 @@ class AccountedStreamWork(StreamWork):
         self._stream = stream
         self._answers = stream.answers
         self._keep_alive = KeepAlive(stream.answers, passes.estimate_wait_seconds)
+        self._timer: asyncio.TimerHandle | None = None  # of what is on its way
 
     @property
     def _store(self) -> AdapterStore:
         return self._passes.resources.adapter_store
+
+    def _refuse(self, request: SessionId, error: BaseException) -> None:
+        """Say why a request is refused; what else went wrong is our fault, and logged."""
+        if not isinstance(error, RefusedError):
+            _logger.error("a request failed and is refused", exc_info=error)
+            error = RefusedError(ErrorCode.INTERNAL, "the peer failed to do what was asked")
+        self._answers.put(encode_refusal(request, 0, error))
+
+    def _stop_timers(self) -> None:
+        self._keep_alive.stop()
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 class AccountedWorkload(Workload):
@@ -182,7 +195,6 @@ class PassStreamWork(AccountedStreamWork):
     def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:
         super().__init__(passes, stream)
         self._asked: _OpenPass | None = None
-        self._timer: asyncio.TimerHandle | None = None  # of the upload's end
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
@@ -210,7 +222,7 @@ class PassStreamWork(AccountedStreamWork):
         asked = self._asked
         if asked is None:
             return
-        self._stop_timer()
+        self._stop_timers()
         if asked.job is None or asked.job.future.done():
             self._forget(asked)
         else:
@@ -287,9 +299,6 @@ class PassStreamWork(AccountedStreamWork):
             )
         return num_bytes, work_bytes
 
-    def _refuse(self, pass_id: PassId, error: RefusedError) -> None:
-        self._answers.put(encode_refusal(pass_id, 0, error))
-
     def _give_up(self, asked: _OpenPass) -> None:
         """Refuse a pass that is on its way for too long."""
         self._forget(asked)
@@ -302,20 +311,17 @@ class PassStreamWork(AccountedStreamWork):
         cost = message.num_rows * message.num_tokens * len(message.span) * _COSTS[message.kind]
         asked.job = compute.submit_pass(run, cost, asked.tenant, asked.work_bytes)
         asked.job.future.add_done_callback(partial(self._answer, asked))
-        self._stop_timer()
+        self._stop_timers()
         self._keep_alive.begin(message.pass_id)
 
     def _answer(self, asked: _OpenPass, computing: asyncio.Future[ComputedPass]) -> None:
         if computing.cancelled() or self._asked is not asked:
             return  # the stream is over
-        self._stop_timer()
+        self._stop_timers()
         pass_id, error = asked.work.message.pass_id, computing.exception()
         if error is not None:
             self._forget(asked)
-            if not isinstance(error, RefusedError):
-                _logger.error("a pass failed and is refused: %r", error)
-                error = RefusedError(ErrorCode.INTERNAL, "the peer failed to answer the pass")
-            self._answers.put(encode_refusal(pass_id, 0, error))
+            self._refuse(pass_id, error)
             return
         computed = computing.result()
         frames: list[bytes] = computed.result
@@ -334,15 +340,10 @@ class PassStreamWork(AccountedStreamWork):
         asked.num_bytes = num_bytes
 
     def _forget(self, asked: _OpenPass) -> None:
-        self._stop_timer()
+        self._stop_timers()
         self._asked = None
         self._stream.touch()
         self._recount(asked, 0)
         for kept in asked.kept:
             self._store.leave(kept, asked.tenant)
         self._passes.end()
-
-    def _stop_timer(self) -> None:
-        self._keep_alive.stop()
-        if self._timer is not None:
-            self._timer.cancel()

@@ -22,7 +22,7 @@ from ...protocol.messages.fields import Message
 from ...protocol.net.network import Presence
 from ...protocol.records.announcements import MAX_ADAPTERS, Announcement, shorten_adapter
 from ..engine.adapters.adapter_store import KeptAdapter
-from ..streams.client_stream import ClientStream, Handler, encode_refusal
+from ..streams.client_stream import ClientStream, Handler
 from ..streams.service import Workload
 from .fetches import Fetches, read_published
 from .holders import Holders
@@ -108,7 +108,7 @@ class PublicationStreamWork(AccountedStreamWork):
                 detail = f"this peer holds the adapter for blocks {span} only"
                 raise RefusedError(ErrorCode.WRONG_SPAN, detail)
         except RefusedError as error:
-            self._answers.put(encode_refusal(asked.pass_id, 0, error))
+            self._refuse(asked.pass_id, error)
             return
         self._stream.touch()
         if asked.span is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -29,10 +28,8 @@ from ...protocol.messages.adapters import (
 from ...protocol.messages.fields import Message
 from ..engine.adapters.adapter_store import KeptAdapter
 from ..engine.adapters.trained_adapter import TrainedAdapter
-from ..streams.client_stream import ClientStream, Handler, encode_refusal
+from ..streams.client_stream import ClientStream, Handler
 from .pass_workload import AccountedStreamWork, PassWorkload
-
-_logger = logging.getLogger(__name__)
 
 _NUMBERS_PER_COST = 2**15
 """To update so many takes about as long as a token through a block of some width."""
@@ -79,7 +76,7 @@ class UpdateStreamWork(AccountedStreamWork):
                 raise RefusedError(ErrorCode.BAD_VALUES, detail)
             self._check_memory(trained, message)
         except RefusedError as error:
-            self._answers.put(encode_refusal(message.pass_id, 0, error))
+            self._refuse(message.pass_id, error)
             return
         self._passes.begin()
         self._keep_alive.begin(message.pass_id)
@@ -122,13 +119,8 @@ class UpdateStreamWork(AccountedStreamWork):
                 self._answers.say(_make_kept(message))
             else:
                 await self._fetch(message, tenant, kept, trained)
-            return
-        except RefusedError as error:
-            refusal = error
-        except Exception:
-            _logger.exception("an update of an adapter failed and is refused")
-            refusal = RefusedError(ErrorCode.INTERNAL, "the peer failed to update the adapter")
-        self._answers.put(encode_refusal(message.pass_id, 0, refusal))
+        except Exception as error:  # noqa: BLE001 - `_refuse` logs it
+            self._refuse(message.pass_id, error)
 
     async def _fetch(
         self, message: AdapterFetch, tenant: Tenant, kept: KeptAdapter, trained: TrainedAdapter

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,12 +26,10 @@ from ..engine.adapters.adapter_file import read_adapter
 from ..engine.adapters.adapter_store import KeptAdapter
 from ..engine.adapters.trained_adapter import TrainedAdapter
 from ..engine.engine import Engine
-from ..streams.client_stream import ClientStream, Handler, encode_refusal
+from ..streams.client_stream import ClientStream, Handler
 from .fetches import read_published
 from .pass_workload import AccountedStreamWork, PassWorkload
 from .wire_passes import check_trained
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -63,7 +60,6 @@ class UploadStreamWork(AccountedStreamWork):
     def __init__(self, passes: PassWorkload, stream: ClientStream) -> None:
         super().__init__(passes, stream)
         self._upload: _IncomingAdapter | None = None
-        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
@@ -100,7 +96,7 @@ class UploadStreamWork(AccountedStreamWork):
 
     def end(self) -> None:
         """Drop what has not come in full: nobody is left to bring the rest."""
-        self._keep_alive.stop()
+        self._stop_timers()
         if self._upload is not None and self._upload.reading is None:
             self._forget(self._upload)
 
@@ -127,7 +123,7 @@ class UploadStreamWork(AccountedStreamWork):
         upload.reader.take(piece)
         upload.pace.note_piece(len(piece.data), self._clock.now())
         if upload.reader.is_complete:
-            self._stop_timer()
+            self._stop_timers()
             if self._stream.version >= OPTIMIZER_VERSION:  # older ones do not expect it
                 self._keep_alive.begin(upload.head.upload_id)
             upload.reading = reading = asyncio.create_task(self.read(upload))
@@ -159,7 +155,7 @@ class UploadStreamWork(AccountedStreamWork):
         self._passes.readings.discard(reading)
         if reading.cancelled():
             return  # with the event loop
-        self._keep_alive.stop()
+        self._stop_timers()
         head, error = upload.head, reading.exception()
         self._upload = None
         self._stream.touch()
@@ -168,9 +164,6 @@ class UploadStreamWork(AccountedStreamWork):
             self._say_kept(head.upload_id)
             return
         self._store.release(upload.tenant, upload.num_bytes)
-        if not isinstance(error, RefusedError):
-            _logger.error("an uploaded adapter could not be read and is refused: %r", error)
-            error = RefusedError(ErrorCode.INTERNAL, "the peer failed to read the adapter")
         self._refuse(head.upload_id, error)
 
     def _keep(self, upload: _IncomingAdapter, adapter: Adapter | TrainedAdapter) -> None:
@@ -204,18 +197,11 @@ class UploadStreamWork(AccountedStreamWork):
         self._stream.touch()
         self._answers.say(AdapterKept(upload_id, KEEP_SECONDS))
 
-    def _refuse(self, upload_id: UploadId, error: RefusedError) -> None:
-        self._answers.put(encode_refusal(upload_id, 0, error))
-
     def _forget(self, upload: _IncomingAdapter) -> None:
-        self._stop_timer()
+        self._stop_timers()
         self._upload = None
         self._stream.touch()
         self._store.release(upload.tenant, upload.num_bytes)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
 
 
 def _read(engine: Engine, head: AdapterHead, tensors: bytes) -> Adapter | TrainedAdapter:
