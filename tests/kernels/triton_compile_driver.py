@@ -68,14 +68,14 @@ def compile_program(
 
 
 def compile_int8(capability: int) -> None:
-    # Triton compiles anew for a number that is 1, such as the only row.
+    # Triton compiles anew for a number that is 1, such as the only row, which one program takes.
     for num_digits, alone in product((1, 2), ({}, {"num_rows": 1})):
         constants: dict[str, Any] = {"LIMIT": 127.0, "SMALLEST": 2.0**-100, "BLOCK_I": 1024}
         if num_digits == 2:
             constants["squares_N"] = None
         constants |= {"NUM_DIGITS": num_digits, **alone}
         compile_program(triton_int8._round_row, capability, constants, triton_int8.LAUNCH_OPTIONS)
-        for program, tile in PRODUCT_TILES:
+        for program, tile in PRODUCT_TILES[:1] if alone else PRODUCT_TILES:
             constants = {"NUM_DIGITS": num_digits, **tile, **alone}
             compile_program(program, capability, constants, triton_int8.LAUNCH_OPTIONS)
 
