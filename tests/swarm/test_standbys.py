@@ -20,6 +20,9 @@ from shoal.protocol.messages.session import Output
 FOUR_HOPS = ((0, 1), (0, 1), (1, 2), (1, 2), (2, 3), (2, 3), (3, 4), (3, 4))
 THREE_EACH = ((0, 2), (0, 2), (0, 2), (2, 4), (2, 4), (2, 4))
 
+# The hops in the middle have the same neighbours.
+EVERY_HOP = pytest.mark.parametrize("hop", [0, 1, pytest.param(2, marks=pytest.mark.thorough), 3])
+
 
 async def wait_for_standbys(session: RemoteSession, num_hops: int) -> None:
     async with asyncio.timeout(30):
@@ -32,7 +35,7 @@ def run(run_story: Any, story: Any, spans: Any = FOUR_HOPS, **settings: Any) -> 
 
 
 @pytest.mark.parametrize("lose", ["kill", "pause"])
-@pytest.mark.parametrize("hop", [0, 1, 2, 3])
+@EVERY_HOP
 def test_standby_goes_on_without_a_replay(run_story: Any, hop: int, lose: str) -> None:
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns(num_decoded=9)
@@ -65,7 +68,7 @@ def test_blocks_that_can_have_no_standby_are_known(run_story: Any) -> None:
     run(run_story, story, ((0, 2), (0, 2), (2, 4)))
 
 
-@pytest.mark.parametrize("hop", [0, 1, 2, 3])
+@EVERY_HOP
 def test_beams_and_rollbacks_reach_the_standby(run_story: Any, hop: int) -> None:
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns(num_rows=2, num_decoded=9)

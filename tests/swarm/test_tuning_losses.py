@@ -16,7 +16,7 @@ from shoal.peer.local_swarm.loopback import LoopbackSwarm
 
 BUNDLED = Path(__file__).resolve().parents[2] / "models" / "shoal-stories"
 SPANS = ((0, 4), (4, 8))
-NUM_STEPS, NUM_ROWS, NUM_TOKENS, NUM_PROMPTS = 40, 4, 24, 4
+NUM_STEPS, NUM_ROWS, NUM_TOKENS, NUM_PROMPTS = 20, 4, 24, 4
 SEED = 11
 
 
@@ -67,5 +67,5 @@ def learn(weights: str) -> list[float]:
 def test_final_loss_is_within_two_percent_of_fp32(weights: str) -> None:
     exact, found = learn("fp32"), learn(weights)
 
-    assert exact[-1] < 0.9 * exact[0]
+    assert exact[-1] < 0.8 * exact[0]
     assert found[-1] == pytest.approx(exact[-1], rel=0.02)

@@ -24,13 +24,19 @@ def draw_tokens(tiny_model, num_rows: int, num_tokens: int) -> torch.Tensor:
     return torch.randint(0, vocabulary, (num_rows, num_tokens), generator=generator)
 
 
-def run_engines(engines: list[Engine], hidden: torch.Tensor, cuts: list[int]) -> torch.Tensor:
-    """Stream hidden states through the engines in steps that end at `cuts`.
+def run_engines(
+    engines: list[Engine], hidden: torch.Tensor, cuts: list[int], spans: list[Span] | None = None
+) -> torch.Tensor:
+    """Stream hidden states through the engines, or a span of each, in steps that end at `cuts`.
 
     A step of one token is a generated one.
     """
     num_rows, num_tokens, _ = hidden.shape
-    caches = [engine.pool.open(num_rows, num_tokens, engine.span) for engine in engines]
+    spans = spans or [engine.span for engine in engines]
+    caches = [
+        engine.pool.open(num_rows, num_tokens, span)
+        for engine, span in zip(engines, spans, strict=True)
+    ]
     outputs = []
     for start, stop in zip([0, *cuts], [*cuts, num_tokens], strict=True):
         step = hidden[:, start:stop]
@@ -91,9 +97,9 @@ def test_steps_of_any_length_equal_transformers(
 ) -> None:
     tokens = draw_tokens(any_tiny_model, 2, num_tokens)
     hidden = any_tiny_model.embed(tokens)
-    engines = [share_engine(any_tiny_model, span=span) for span in (Span(0, 3), Span(3, 4))]
+    engine = share_engine(any_tiny_model)
 
-    output = run_engines(engines, hidden, cuts)
+    output = run_engines([engine] * 2, hidden, cuts, [Span(0, 3), Span(3, 4)])
 
     check_equal_to_transformers(any_tiny_model, tokens, output)
 
