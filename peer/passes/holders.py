@@ -22,7 +22,7 @@ from ...protocol.messages.adapters import (
     UploadPace,
 )
 from ...protocol.messages.fields import Message
-from ...protocol.net.clock import Clock
+from ...protocol.net.clock import AnswerTimeout, Clock
 from ...protocol.net.dialling import open_greeted
 from ...protocol.net.network import Presence
 from ...protocol.net.retry import Backoff, Backoffs
@@ -31,7 +31,7 @@ from ...protocol.records.announcements import MAX_ADAPTERS, Announcement, shorte
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
 from ...protocol.versions import PUBLISH_VERSION
-from ...protocol.wire.codec import encode_frame, read_answer
+from ...protocol.wire.codec import check_kind, encode_frame, read_answer
 
 _logger = logging.getLogger(__name__)
 
@@ -179,15 +179,11 @@ class Holders:
         self, stream: Stream, asked: PublicationFetch, kind: type[_Answer], seconds: float
     ) -> _Answer:
         try:
-            async with asyncio.timeout(seconds):
+            async with AnswerTimeout(max(0.0, seconds), "a holder fell silent"):
                 answer = read_answer(await stream.receive(), "a holder", asked.pass_id)
-        except TimeoutError as error:
-            raise UnavailableError("a holder fell silent") from error
         except RefusedError as error:
             raise _NotHeldError(str(error)) from error
-        if not isinstance(answer, kind):
-            raise RemoteProtocolError(f"a holder answered with {answer!r:.80}")
-        return answer
+        return check_kind(answer, kind, "a holder")
 
 
 class _NotHeldError(UnavailableError):

@@ -8,11 +8,12 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 
-from ...protocol.errors import ShoalError, UnavailableError
+from ...protocol.errors import ShoalError
 from ...protocol.fair_share import check_share, name_address
 from ...protocol.ids import PeerId
 from ...protocol.messages.reverse_connections import Offer, Parked, check_offer
 from ...protocol.messages.session import Lane
+from ...protocol.net.clock import AnswerTimeout
 from ...protocol.net.tasks import cancel_all
 from ...protocol.net.transport import Stream, refuse_large_frames
 from ...protocol.wire.codec import encode_frame
@@ -75,7 +76,7 @@ class ParkedStreams:
         """Keep a stream whose offer was checked, until it is over: here, or for who took it.
 
         It takes the place of the oldest one, where its peer has enough. Raises RefusedError when
-        there is no room for it.
+        there is no room for it, SilentError when its peer does not read that it is kept.
         """
         key = offer.peer_id, Lane.BULK if offer.is_bulk else Lane.INTERACTIVE
         address = name_address(stream.remote_host)
@@ -89,7 +90,8 @@ class ParkedStreams:
         parked = _ParkedStream(key, address, stream)
         self._parked.append(parked)
         try:
-            await _tell_parked(stream)
+            async with AnswerTimeout(_TELL_SECONDS, "who offered the stream does not read from it"):
+                await stream.send(encode_frame(Parked()))
             await asyncio.wait({parked.hearing})
         finally:
             if parked in self._parked:
@@ -101,15 +103,6 @@ class ParkedStreams:
 
     def _list(self, key: tuple[PeerId, Lane]) -> list[_ParkedStream]:
         return [parked for parked in self._parked if parked.key == key]
-
-
-async def _tell_parked(stream: Stream) -> None:
-    """Say that a stream is kept. Raises UnavailableError if nobody reads it."""
-    try:
-        async with asyncio.timeout(_TELL_SECONDS):
-            await stream.send(encode_frame(Parked()))
-    except TimeoutError as error:
-        raise UnavailableError("the peer that offered the stream does not read from it") from error
 
 
 def _read(hearing: asyncio.Task[bytes | None]) -> None:

@@ -26,11 +26,11 @@ from ...protocol.fair_share import BUSY_SECONDS, Tenant, compute_share
 from ...protocol.ids import SessionId
 from ...protocol.limits import MAX_PIECE_BYTES
 from ...protocol.messages.session import Attach, Declined, Lane, NextHop
-from ...protocol.net.clock import Clock
-from ...protocol.net.dialling import dial, greet
+from ...protocol.net.clock import AnswerTimeout, Clock
+from ...protocol.net.dialling import dial, greet_peer
 from ...protocol.net.retry import Backoff, Backoffs
 from ...protocol.net.tasks import cancel_all
-from ...protocol.net.transport import Stream, Transport, refuse_large_frames
+from ...protocol.net.transport import Stream, Transport
 from ...protocol.wire.codec import decode_frame, encode_frame
 from .parked_streams import ParkedStreams
 
@@ -264,12 +264,10 @@ class PushLinks:
         try:
             if not endpoints:
                 raise UnavailableError(f"{link.name} is not connected any more")
-            async with asyncio.timeout(_DIAL_SECONDS):
+            async with AnswerTimeout(_DIAL_SECONDS, f"{link.name} did not answer in time"):
                 stream = await dial(self._transport, peer_id, endpoints, _DIAL_SECONDS)
                 await self._greet(link, stream)
                 return stream
-        except TimeoutError:
-            failure = UnavailableError(f"{link.name} did not answer in time")
         except ShoalError as error:
             failure = copy(error)
         self._unreached.forget_expired()
@@ -277,15 +275,7 @@ class PushLinks:
         raise failure
 
     async def _greet(self, link: "_PushLink", stream: Stream) -> None:
-        """Say hello on a stream; closes it when that fails."""
-        stream.set_gate(refuse_large_frames)
-        try:
-            welcome, rtt_seconds = await greet(stream, link.name, self._clock)
-            if welcome.peer_id != link.following.peer_id:
-                raise RemoteProtocolError(f"another peer answers for {link.name}")
-        except BaseException:
-            await stream.close()
-            raise
+        _, rtt_seconds = await greet_peer(stream, link.following.peer_id, self._clock)
         link.note_rtt(rtt_seconds)
 
 

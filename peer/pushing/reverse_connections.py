@@ -15,16 +15,16 @@ from ...protocol.identity import Identity
 from ...protocol.ids import PeerId
 from ...protocol.messages.reverse_connections import Parked, make_offer
 from ...protocol.messages.session import Lane
-from ...protocol.net.clock import Clock
-from ...protocol.net.dialling import dial, greet
+from ...protocol.net.clock import AnswerTimeout, Clock
+from ...protocol.net.dialling import dial, greet_peer
 from ...protocol.net.directory import Directory
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.net.tasks import cancel_all
-from ...protocol.net.transport import Stream, StreamServer, Transport, refuse_large_frames
+from ...protocol.net.transport import Stream, StreamServer, Transport
 from ...protocol.records.announcements import MAX_PARKED_AT, Announcement, PeerState, shorten
 from ...protocol.records.coordinates import ORIGIN, estimate_rtt_seconds
 from ...protocol.versions import REVERSE_VERSION
-from ...protocol.wire.codec import encode_frame, read_answer
+from ...protocol.wire.codec import check_kind, encode_frame, read_answer
 
 _logger = logging.getLogger(__name__)
 
@@ -189,32 +189,24 @@ class ReverseConnections:
     async def _offer(self, host: Announcement, lane: Lane) -> Stream:
         """Return a stream that the other peer keeps from now on. Raises ShoalError."""
         name = f"peer …{host.peer_id[-6:]}"
-        try:
-            async with asyncio.timeout(_OFFER_SECONDS):
-                stream = await dial(self._transport, host.peer_id, host.endpoints, _OFFER_SECONDS)
-                stream.set_gate(refuse_large_frames)
-                try:
-                    await self._agree(stream, host, lane, name)
-                except BaseException:
-                    await stream.close()
-                    raise
-                return stream
-        except TimeoutError:
-            raise UnavailableError(f"{name} did not answer in time") from None
+        async with AnswerTimeout(_OFFER_SECONDS, f"{name} did not answer in time"):
+            stream = await dial(self._transport, host.peer_id, host.endpoints, _OFFER_SECONDS)
+            try:
+                await self._agree(stream, host, lane, name)
+            except BaseException:
+                await stream.close()
+                raise
+            return stream
 
     async def _agree(self, stream: Stream, host: Announcement, lane: Lane, name: str) -> None:
         """Offer a stream that is open, and hear that it is kept."""
-        welcome, _ = await greet(stream, name, self._clock)
-        if welcome.peer_id != host.peer_id:
-            raise RemoteProtocolError(f"another peer answers for {name}")
+        welcome, _ = await greet_peer(stream, host.peer_id, self._clock)
         if not welcome.nonce:
             raise RemoteProtocolError(f"{name} takes no offers")
         fingerprint = host.endpoints[0].fingerprint  # all are of the one TLS key of the peer
         offer = make_offer(self._identity, fingerprint, welcome.nonce, lane is Lane.BULK)
         await stream.send(encode_frame(offer))
-        answer = read_answer(await stream.receive(), name)
-        if not isinstance(answer, Parked):
-            raise RemoteProtocolError(f"{name} answered Offer with {type(answer).__name__}")
+        check_kind(read_answer(await stream.receive(), name), Parked, name)
 
     def _begin_serving(self, stream: Stream) -> None:
         task = asyncio.create_task(self._serve_to_end(stream))

@@ -65,6 +65,23 @@ async def greet(
     return answer, clock.now() - asked_at
 
 
+async def greet_peer(stream: Stream, peer_id: PeerId, clock: Clock) -> tuple[Welcome, float]:
+    """Greet a peer that is to send nothing large, and check that it is this one.
+
+    Returns and raises what `greet` does; closes the stream when that fails.
+    """
+    name = f"peer …{peer_id[-6:]}"
+    stream.set_gate(refuse_large_frames)
+    try:
+        welcome, rtt_seconds = await greet(stream, name, clock)
+        if welcome.peer_id != peer_id:
+            raise RemoteProtocolError(f"another peer answers for {name}")
+    except BaseException:
+        await stream.close()
+        raise
+    return welcome, rtt_seconds
+
+
 async def open_greeted(
     transport: Transport,
     clock: Clock,
@@ -117,14 +134,8 @@ async def measure_rtt(
 
     Raises UnavailableError, RefusedError or RemoteProtocolError.
     """
-    name = f"peer …{peer_id[-6:]}"
-    async with AnswerTimeout(timeout_seconds, f"{name} did not answer in time"):
+    async with AnswerTimeout(timeout_seconds, f"peer …{peer_id[-6:]} did not answer in time"):
         stream = await dial(transport, peer_id, endpoints, timeout_seconds)
-        stream.set_gate(refuse_large_frames)
-        try:
-            welcome, rtt_seconds = await greet(stream, name, clock)
-        finally:
-            await stream.close()
-    if welcome.peer_id != peer_id:
-        raise RemoteProtocolError(f"another peer answers for {name}")
+        _, rtt_seconds = await greet_peer(stream, peer_id, clock)
+    await stream.close()
     return rtt_seconds
