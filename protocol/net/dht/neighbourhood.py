@@ -26,7 +26,6 @@ from ...errors import DirectoryError, RemoteProtocolError, UsageError
 from ...ids import PeerId
 from ...records.announcements import Announcement, PeerState
 from ..libp2p.multiaddrs import PeerAddress, find_listening
-from ..libp2p.p2p_daemon import PROBE_SECONDS
 from .gated_node import make_node_id
 from .record_gate import (
     MAX_KNOWN,
@@ -125,7 +124,7 @@ class Neighbourhood:
     async def _greet_listening(self, peers: Sequence[PeerAddress]) -> None:
         # After a failed dial, libp2p refuses that address for 5 s, and longer each time.
         with suppress(DirectoryError):
-            listening = await find_listening(peers, PROBE_SECONDS)
+            listening = await find_listening(peers)
             await asyncio.gather(*map(self._greet, listening))
 
     async def _greet(self, peer: PeerAddress) -> None:

@@ -29,6 +29,9 @@ _CODES = {
 # No comma above all: p2pd takes its initial peers as a list with commas.
 _UNEXPECTED = re.compile(r"[^0-9A-Za-z._:/-]")
 
+_PROBE_SECONDS = 1.5
+"""How long an initial peer may take to accept a connection before it counts as gone."""
+
 
 @dataclass(frozen=True)
 class PeerAddress:
@@ -170,14 +173,12 @@ def replace_host(addresses: Sequence[str], host: str | None) -> list[str]:
     return sorted(f"/{form}/{host}/{end}" for end in rest)
 
 
-async def find_listening(
-    addresses: Sequence[PeerAddress], timeout_seconds: float
-) -> list[PeerAddress]:
+async def find_listening(addresses: Sequence[PeerAddress]) -> list[PeerAddress]:
     """Return the addresses where someone accepts a connection, or that cannot be tried.
 
     Raises DirectoryError that names all of them when there are some and none is left.
     """
-    are_listening = await asyncio.gather(*(_is_listening(a, timeout_seconds) for a in addresses))
+    are_listening = await asyncio.gather(*(_is_listening(a) for a in addresses))
     listening = [a for a, is_up in zip(addresses, are_listening, strict=True) if is_up]
     if addresses and not listening:
         texts = ", ".join(address.text for address in addresses)
@@ -188,11 +189,11 @@ async def find_listening(
     return listening
 
 
-async def _is_listening(address: PeerAddress, timeout_seconds: float) -> bool:
+async def _is_listening(address: PeerAddress) -> bool:
     if address.tcp_port is None:
         return True
     try:
-        async with asyncio.timeout(timeout_seconds):
+        async with asyncio.timeout(_PROBE_SECONDS):
             _, writer = await asyncio.open_connection(address.host, address.tcp_port)
     except (OSError, TimeoutError, UnicodeError):  # the last one for a name that cannot be
         return False

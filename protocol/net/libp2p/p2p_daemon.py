@@ -52,9 +52,6 @@ with warnings.catch_warnings():
     )
     from hivemind.proto import p2pd_pb2
 
-PROBE_SECONDS = 1.5
-"""How long an initial peer may take to accept a connection before it counts as gone."""
-
 _START_SECONDS = 5.5  # p2pd itself gives its initial peers 5 s
 _STOP_SECONDS = 2.0
 
@@ -121,7 +118,7 @@ async def start_reading_p2pd(
         "auto_nat": False,
         "use_relay": not all(peer.is_loopback for peer in initial_peers),
     }
-    return await _start(await find_listening(initial_peers, PROBE_SECONDS), identity, options)
+    return await _start(await find_listening(initial_peers), identity, options)
 
 
 async def start_serving_p2pd(
@@ -153,7 +150,7 @@ async def start_serving_p2pd(
         options["force_reachability"] = "private" if relays else "public"
     # p2pd would share a port with another p2pd, and then get half of its connections.
     await check_can_listen(host, port)
-    listening = await find_listening(initial_peers, PROBE_SECONDS)
+    listening = await find_listening(initial_peers)
     _check_is_alone(listening, identity)
     return await _start(listening, identity, options)
 
