@@ -134,6 +134,7 @@ class ComputeThread:
     def __init__(
         self, engine: Engine, token_budget: int = 512, now: Callable[[], float] = time.monotonic
     ) -> None:
+        """`token_budget` is the most tokens (rows times length) in one iteration."""
         self._engine = engine
         self._now = now
         self._token_budget = token_budget

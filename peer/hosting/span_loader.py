@@ -110,7 +110,7 @@ class SpanLoader:
 
     def make_compute_thread(self, engine: Engine) -> ComputeThread:
         """Return the thread that computes an engine's blocks; it is not started yet."""
-        return ComputeThread(engine, self.model.config.token_budget)
+        return ComputeThread(engine)
 
     def measure(self, engine: Engine) -> Throughput:
         """Return how fast an engine is; runs on its compute thread."""

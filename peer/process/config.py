@@ -95,9 +95,6 @@ class PeerConfig:
     drain_seconds: float = 10.0
     """Time that running sessions get to move to other peers after a request to stop."""
 
-    token_budget: int = 512
-    """Most tokens (rows times length) in one iteration of the engine."""
-
     def __post_init__(self) -> None:
         if self.membership is not None:
             self.membership.check_may_serve()

@@ -96,7 +96,7 @@ class SceneLoader(SpanLoader):
         return self._engine or super().load(span, kept, on_progress)
 
     def make_compute_thread(self, engine: Any) -> ComputeThread:
-        return HoldingComputeThread(engine, self.model.config.token_budget)
+        return HoldingComputeThread(engine)
 
     def measure(self, engine: Any) -> Throughput:
         return SPEED
