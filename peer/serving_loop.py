@@ -54,7 +54,7 @@ class ServingLoop:
             decision = await placer.choose_first()
             span = decision.span
             self._tell("placed", decision)
-        self.description.plan(span)
+        self.description.planned = span
         await self.announcer.announce(PeerState.JOINING)
         tasks.begin(self.announcer.run())
         kept: dict[int, HostedBlock] = {}
@@ -132,7 +132,7 @@ class ServingLoop:
         if decision is not None:
             self.report(PeerEvent("drained"))
         else:
-            self.description.plan(None)  # an intent may be out
+            self.description.planned = None  # an intent may be out
             await self._drain(service)
         self.description.end_serving()
         if decision is None:
@@ -143,7 +143,7 @@ class ServingLoop:
     async def _turn_back(self, origin: Span, error: LoadError) -> None:
         """Say that the span from before will be served again."""
         self.report(PeerEvent("returning", {"target": str(origin), "why": str(error)}))
-        self.description.plan(origin)
+        self.description.planned = origin
         await self._announce_if_possible(PeerState.JOINING)
 
     async def _drain(self, service: Service) -> None:

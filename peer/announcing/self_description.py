@@ -90,16 +90,13 @@ class SelfDescription:
         self._work = work
         self._describe_load: Sequence[Describe] = ()
         self.planned: Span | None = None
-        """The span that the peer intends to serve; None: it stays."""
+        """The span that the peer intends to serve, told with what is known of the speed; None: it
+        stays."""
 
     @property
     def model_id(self) -> ModelId:
         """The model whose blocks are served."""
         return self._template.model_id
-
-    def plan(self, span: Span | None) -> None:
-        """From now on tell this span, and what is known of the speed, until it is served."""
-        self.planned = span
 
     def begin_serving(
         self,

@@ -161,7 +161,7 @@ class Placer:
         """Take back an intent, if one is out: others were faster."""
         if self._description.planned is None:
             return
-        self._description.plan(None)
+        self._description.planned = None
         try:
             await self._announcer.announce(PeerState.ONLINE)
         except DirectoryError as error:
@@ -169,7 +169,7 @@ class Placer:
 
     async def _show(self, intent: Intent) -> None:
         """Announce an intent, and leave others the time to see it."""
-        self._description.plan(intent.span)
+        self._description.planned = intent.span
         await self._announcer.announce(PeerState.JOINING)
         await asyncio.sleep(INTENT_PERIODS * self._announcer.period_seconds)
 
