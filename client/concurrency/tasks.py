@@ -35,7 +35,7 @@ class Closable(Protocol):
 
 
 class Background:
-    """Tasks that need not be waited for; what they raise is logged. `cancel` or `finish` it."""
+    """Tasks that run beside others; what they raise is logged. `cancel` them or `finish` them."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -61,11 +61,11 @@ class Background:
             await asyncio.shield(asyncio.gather(*tasks))
 
     async def cancel(self) -> None:
-        """Cancel all of it."""
+        """Cancel all tasks."""
         await cancel_all(self._tasks)
 
     async def finish(self) -> None:
-        """Wait for all of it; closing a stream takes about a second at the most."""
+        """Wait for all tasks, which end by themselves: closing a stream takes a second at most."""
         if self._tasks:
             await asyncio.wait(self._tasks)
 

@@ -442,7 +442,7 @@ def check_positions(num_tokens: int, model_config: PreTrainedConfig) -> None:
     maximum = getattr(model_config, "max_position_embeddings", None)
     if maximum is not None and num_tokens > maximum:
         positions = describe_positions(model_config, maximum)
-        raise UsageError(f"{num_tokens} tokens are too many, prompt and new tokens together: {positions}")
+        raise UsageError(f"{num_tokens} tokens are too many: {positions}")
 
 
 def describe_positions(model_config: PreTrainedConfig, max_positions: int) -> str:

@@ -188,7 +188,7 @@ class ShardedOptimizer:
         number = next(self._sums)
         for shard in self._shards:
             shard.drop_gradients(number)
-            self._num_updates, self._applying = wanted, None
+        self._num_updates, self._applying = wanted, None
         self._number += 1
         num_updates = max(len(one.log) - 1 for one in self._shards)
         num_bytes = max(one.num_bytes for one in self._shards)

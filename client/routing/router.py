@@ -481,9 +481,8 @@ def _read_told(peers: Sequence[Announcement]) -> Table:
     told = np.full((len(peers), len(peers)), np.nan)
     for row, peer in enumerate(peers):
         for other, seconds in peer.rtts:
-            column = rows.get(other, row)
-            if column != row:
-                told[row, column] = told[column, row] = np.fmax(told[row, column], seconds)
+            column = rows.get(other, row)  # a peer's distance to itself means nothing
+            told[row, column] = told[column, row] = np.fmax(told[row, column], seconds)
     return told
 
 

@@ -154,7 +154,7 @@ class SessionContext:
         It counts epochs of its own, from that of now on, and is not recorded.
         """
         self._num_standbys += 1
-        secret = self._derive(f"twin {self._num_standbys}", self.facts.span, SESSION_ID_BYTES)
+        secret = self._derive(f"standby {self._num_standbys}", self.facts.span, SESSION_ID_BYTES)
         facts = replace(self.facts, session=SessionId(secret))
         context = SessionContext(
             facts, self.swarm, self.transport, self.clock, self.config, self.background

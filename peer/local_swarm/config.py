@@ -13,7 +13,7 @@ Place = Span | int
 
 @dataclass(frozen=True)
 class LocalSwarmConfig:
-    """The settings of the peers of a local swarm, which check the values themselves."""
+    """The settings of a local swarm; its peers check those that are passed on to them."""
 
     weights: str = "int8"
     """Format of the block weights in memory: int8, bf16 or fp32."""

@@ -548,9 +548,9 @@ class CommonPrefixes:
 
     def copy(self, length: int) -> CommonPrefixes:
         """Return the same for copies of the first `length` tokens of these rows."""
-        twin = CommonPrefixes(len(self._lengths_BB))
-        twin._lengths_BB = np.minimum(self._lengths_BB, length)
-        return twin
+        copied = CommonPrefixes(len(self._lengths_BB))
+        copied._lengths_BB = np.minimum(self._lengths_BB, length)
+        return copied
 
     def truncate(self, length: int) -> None:
         """Note that all rows end at `length`; what follows may differ."""

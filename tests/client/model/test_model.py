@@ -87,7 +87,7 @@ def test_forward_keeps_the_logits_that_are_asked_for(pair: Any) -> None:
         ({"inputs_embeds": torch.zeros(1, 2, 64, dtype=torch.int64)}, "floating point"),
         (
             {"input_ids": torch.full((1, 513), 5)},
-            "513 tokens are too many, prompt and new tokens together: the model has 512",
+            "513 tokens are too many: the model has 512",
         ),
         (
             {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[0, 1]])},

@@ -56,6 +56,18 @@ async def test_steps_rollbacks_and_row_maps_equal_one_machine(scene: Scene) -> N
     assert [str(hop.span) for hop in session.hops] == ["0:2", "2:4", "4:6"]
 
 
+@in_scene()
+async def test_rollback_beyond_the_session_is_a_usage_error(scene: Scene) -> None:
+    await add_two_rows_of_peers(scene)
+    session = scene.open_session()
+    await session.step(draw(1, 3))
+
+    for position in (-1, 4):
+        with pytest.raises(UsageError, match="the session is at 3"):
+            session.rollback(position)
+    assert session.position == 3
+
+
 @pytest.mark.parametrize("row_map", [None, (1, 0)], ids=["plain", "moved rows"])
 @in_scene()
 async def test_step_copies_nothing_of_the_log(
