@@ -96,10 +96,11 @@ def estimate_pass_bytes(
             for_some *= 2
             fixed_bytes += _count_transposed_bytes(spec, weights)
     else:
+        assert isinstance(spec, WrappedShape)
         # One row at a time; backward with everything that autograd keeps of a block.
         num_kept = 4 if is_backward else 1
         for_some, at_once, for_row = 0, 0, num_kept * _count_width(spec)
-        num_scores = num_tokens * num_tokens * _count_heads(spec)
+        num_scores = num_tokens * num_tokens * spec.num_heads
         fixed_bytes += 4 * (num_kept + 2) * num_scores
     if is_backward:
         for_all += (num_blocks + 2) * spec.hidden_size
@@ -121,12 +122,6 @@ def _count_transposed_bytes(spec: ModelSpec, weights: WeightFormat) -> int:
     return num_numbers * _TRANSPOSED_ITEM_BYTES.get(weights, 0)
 
 
-def _count_heads(spec: ModelShape) -> int:
-    assert isinstance(spec, WrappedShape)
-    return spec.num_heads
-
-
-def _count_width(spec: ModelShape) -> int:
+def _count_width(spec: WrappedShape) -> int:
     """Return about how many numbers the linears of a block make of one token."""
-    assert isinstance(spec, WrappedShape)
     return 2 * max(spec.block_parameters) // spec.hidden_size + 10 * spec.hidden_size
