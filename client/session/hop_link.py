@@ -389,7 +389,7 @@ class Question:
 
 @dataclass(eq=False)
 class LiveHop:
-    """A hop in use: its link, None once lost, and a log of everything that was sent to it.
+    """A hop in use: a log of everything that was sent to it, and its link, None unless it is open.
 
     Hops of which each `feeds` the next are a segment of the route; in a star every hop is one of
     its own. The log of the first of them is complete, unless `is_log_whole` says otherwise; the
@@ -399,8 +399,8 @@ class LiveHop:
     """
 
     hop: Hop
-    link: HopLink | None
     log: RecoveryLog[Tensor]
+    link: HopLink | None = None
     feeds: bool = False
     is_log_whole: bool = True
     capability: Capability = NO_CAPABILITY

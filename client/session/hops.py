@@ -98,7 +98,7 @@ class HopFinder:
                 max_wait_seconds = remaining_seconds / (1 if is_alone else 2 * num_tried)
                 retry.note_failure()  # nobody is to be stormed
             state.begin(route)
-            hops = [LiveHop(hop, None, RecoveryLog()) for hop in route.hops]
+            hops = [LiveHop(hop, RecoveryLog()) for hop in route.hops]
             try:
                 await bring_up(hops, missing, deadline, max_wait_seconds)
                 return hops

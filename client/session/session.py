@@ -430,7 +430,7 @@ class RemoteSession:
                 return
             fork.state.begin_fork(self.state)
             hops = [
-                LiveHop(live.hop, None, live.log.copy(), live.feeds, live.is_log_whole)
+                LiveHop(live.hop, live.log.copy(), feeds=live.feeds, is_log_whole=live.is_log_whole)
                 for live in self._hops
             ]
             for live in hops:

@@ -72,7 +72,7 @@ class Standby:
 
     def __init__(self, session: SteppedSession, live: LiveHop) -> None:
         self.live = live
-        self.new = LiveHop(live.hop, None, live.log, is_log_whole=live.is_log_whole)
+        self.new = LiveHop(live.hop, live.log, is_log_whole=live.is_log_whole)
         self.before: LiveHop | None = None
         self.after: LiveHop | None = None
         self.following: NextHop | None = None

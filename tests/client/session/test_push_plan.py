@@ -44,7 +44,7 @@ def make_hops(versions: str = "222", num_endpoints: int = 1) -> list[LiveHop]:
         )
         for index, version in enumerate(versions)
     ]
-    return [LiveHop(Hop(peer, peer.span), None, RecoveryLog()) for peer in peers]
+    return [LiveHop(Hop(peer, peer.span), RecoveryLog()) for peer in peers]
 
 
 def make_plan(delivery: str = "chain", clock: HandClock | None = None) -> PushPlan:
