@@ -85,8 +85,7 @@ def _choose_prompt(text: "TrainingText") -> str:
 
 
 def _count_positions(name: str) -> int:
-    from ...client.model.local_layers import load_config
-    from ...models.checkpoints.checkpoint import Checkpoint
+    from ...client.model.local_layers import open_checkpoint
 
-    config = load_config(Checkpoint.open(name))
+    _, config = open_checkpoint(name, revision=None)
     return getattr(config, "max_position_embeddings", None) or sys.maxsize

@@ -39,10 +39,12 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     import_client()
     from transformers import AutoTokenizer
 
+    from ...client.model.local_layers import open_checkpoint
+
     folder = Path(name).expanduser()
     # First, because transformers reads config.json for its tokenizer: its errors would name only
     # the tokenizer, or make no sense where the file is damaged.
-    _check_model(name)
+    open_checkpoint(name, revision=None)
     if folder.is_dir() and not any(folder.glob("*token*")):
         raise ModelError(f"{name} has no tokenizer; add its files, such as tokenizer.json")
     try:
@@ -50,14 +52,6 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"the tokenizer of {name} cannot be loaded: {reason:.200}") from error
-
-
-def _check_model(name: str) -> None:
-    """Raise ModelError unless the client can use the model of this name."""
-    from ...client.model.local_layers import load_config
-    from ...models.checkpoints.checkpoint import Checkpoint
-
-    load_config(Checkpoint.open(name))
 
 
 def open_model(name: str, initial_peers: Sequence[str], **settings: Any) -> "DistributedCausalLM":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...protocol.endpoints import Endpoint
-from ...protocol.ids import ModelId, make_model_id
+from ...protocol.ids import ModelId
 from ...protocol.membership.membership import Membership
 from ...protocol.net.addresses import DialBackAnswer
 from ...protocol.net.clock import Clock, SystemClock
@@ -32,12 +32,10 @@ class ModelFacts:
 
         `name` is what people call it.
         """
-        from ...models.checkpoints.checkpoint import Checkpoint
-        from ..model.local_layers import load_config
+        from ..model.local_layers import open_checkpoint
 
-        checkpoint = Checkpoint.open(model)
-        num_blocks = load_config(checkpoint).num_hidden_layers
-        return cls(name, make_model_id(checkpoint.config, checkpoint.revision), num_blocks)
+        _, config = open_checkpoint(model, revision=None)
+        return cls(name, config.dht_prefix, config.num_hidden_layers)
 
 
 class JoinedSwarm(NamedTuple):
