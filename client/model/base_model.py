@@ -400,18 +400,6 @@ class DistributedModel(PreTrainedModel):
         else:
             self.open_adapter(wanted)
 
-    @property
-    def has_adapter_in_training(self) -> bool:
-        """Whether the matrices of the active adapter get gradients."""
-        choice = self.active_adapter
-        listed = choice if isinstance(choice, list | tuple) else [choice]
-        return any(
-            matrix.requires_grad
-            for adapter in listed
-            if isinstance(adapter, LoraAdapter)
-            for matrix in adapter.parameters()
-        )
-
     def optimizer_at_peers(
         self, adapter: LoraAdapter, kind: str = "adamw", **options: Any
     ) -> PeerOptimizer:
@@ -458,12 +446,14 @@ class DistributedModel(PreTrainedModel):
         trained. Other arguments of transformers have no effect.
         """
         if options.get("push_to_hub"):
-            raise UsageError(
-                "push_to_hub is not supported; use save_pretrained(folder) and upload that folder"
-            )
+            self.push_to_hub()
         state = self.state_dict() if state_dict is None else state_dict
         others, adapter = leave_out_adapter(state), self._modules.get(ADAPTER_NAME)
-        is_left_out = self.has_adapter_in_training and len(others) == len(state)
+        active = _make_adapter_module(self.active_adapter)
+        is_in_training = active is not None and any(
+            one.requires_grad for one in active.parameters()
+        )
+        is_left_out = is_in_training and len(others) == len(state)
         if not state:
             raise UsageError(
                 "the blocks of this model are on other machines, so it cannot be saved; the model "
