@@ -39,7 +39,7 @@ from ..adapters.adapter_versions import (
     list_adapters,
     slice_adapters,
 )
-from ..routing.peer_book import Bandwidth, PeerBook
+from ..routing.peer_book import Bandwidth, PeerBook, takes_passes
 from ..routing.route import Failover, Failures, Fault, Hop, LostHopError, PeerFailure
 from ..settings.client_config import ClientConfig
 from .adapter_uploads import AdapterUploads
@@ -254,7 +254,8 @@ class PassAsker:
 
     def has_host(self, block: int) -> bool:
         """Return whether a peer takes passes through a block, by the last known view."""
-        return self._book.has_pass_host(block, self._config.weights)
+        weights = self._config.weights
+        return any(takes_passes(peer, weights) for peer in self._book.view.serving(block))
 
     async def ask_forward(self, span: Span, texts: Texts, weights: str | None = None) -> SpanOutput:
         """Take texts through the first blocks of a span, as `weights` or as those of anybody.
@@ -403,10 +404,6 @@ class PassAsker:
         suffix = "" if weights is None else f" with {weights} weights"
         detail = f"no reachable peer serves blocks {names} for fine-tuning{suffix}"
         return RouteError(detail, missing)
-
-    def forget_adapters(self, hop: Hop) -> None:
-        """Note that a peer does not have what it was brought."""
-        self.uploads.forget(hop.peer.peer_id)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -589,4 +586,4 @@ class SessionAdapter:
     def note_failure(self, hop: Hop, error: ShoalError) -> None:
         """Note that a hop has lost it, if that is what it said: it gets it again."""
         if isinstance(error, RefusedError) and error.code is ErrorCode.UNKNOWN_ADAPTER:
-            self.asker.forget_adapters(hop)
+            self.asker.uploads.forget(hop.peer.peer_id)

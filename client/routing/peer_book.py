@@ -434,14 +434,10 @@ class PeerBook:
         hosts: dict[int, list[Announcement]] = {}
         for peer in self.view.serving(block):
             doubt = doubts.get(peer.peer_id, NO_DOUBT)
-            is_able = _takes_passes(peer, weights) and peer.max_version >= least_version
+            is_able = takes_passes(peer, weights) and peer.max_version >= least_version
             if is_able and peer.peer_id not in exclude and doubt not in (Fault.STALE, Fault.LYING):
                 hosts.setdefault(doubt, []).append(peer)
         return hosts[min(hosts)] if hosts else []
-
-    def has_pass_host(self, block: int, weights: str | None) -> bool:
-        """Return whether a peer takes passes through a block, as far as was heard last."""
-        return any(_takes_passes(peer, weights) for peer in self.view.serving(block))
 
     def list_by_doubt(self) -> list[Announcement]:
         """Return peers that serve blocks and take adapters, those that have worked for us first.
@@ -584,6 +580,7 @@ class PeerBook:
         return {peer_id: median(seconds) for peer_id, seconds in used if seconds}
 
 
-def _takes_passes(peer: Announcement, weights: str | None) -> bool:
+def takes_passes(peer: Announcement, weights: str | None) -> bool:
+    """Return whether a peer takes passes, through these weights if any are named."""
     is_able = peer.max_version >= PASS_VERSION and peer.takes_passes
     return is_able and weights in (None, peer.weights)

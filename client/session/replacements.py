@@ -54,7 +54,7 @@ class Replacements:
         """Keep a standby for each hop in use that is to have one, and for no others."""
         if self._is_stopped:
             return
-        hops = self._session.live_hops
+        hops, keeps_all = self._session.live_hops, self._session.state.config.standby
         # Who says so in every session that it is given would else get it back, and again.
         self._left |= {live.hop.peer.peer_id for live in hops if live.is_leaving}
         known = list(self._by_hop.items())
@@ -62,16 +62,12 @@ class Replacements:
             self._background.begin_closing(self._by_hop.pop(live))
         used = {live.hop.peer.peer_id for live in hops}
         for live in hops:
-            if live not in self._by_hop and (live.is_leaving or self._keeps_all):
+            if live not in self._by_hop and (live.is_leaving or keeps_all):
                 self._by_hop[live] = _Replacement(
                     self._session, live, self._background, self.follow_hops
                 )
             if live in self._by_hop:
                 self._by_hop[live].look(self._left if live.is_leaving else self._left | used)
-
-    @property
-    def _keeps_all(self) -> bool:
-        return self._session.state.config.standby
 
     def drop(self) -> None:
         """Give all of them up: what they have is not what the hops will have."""
