@@ -317,7 +317,7 @@ class DistributedModel(PreTrainedModel):
                 hidden_BTH, deep_prompts, last_token_only=last_token_only
             )
         else:
-            self.transformer.h.adapters.check_session(cache.session.adapter)
+            self.transformer.h.check_adapter(cache.session)
             if position == 0:
                 cache.session.num_prompt_tokens = num_prompt_tokens
             output_BTH = cache.step(hidden_BTH, deep_prompts, last_token_only=last_token_only)
@@ -363,7 +363,7 @@ class DistributedModel(PreTrainedModel):
         None removes it.
         """
         adapter = read_choice(adapter)
-        self.transformer.h.adapters.default = adapter
+        self.transformer.h.adapters.set_default(adapter)
         self._modules.pop(ADAPTER_NAME, None)
         part = _make_adapter_module(adapter)
         if part is not None:

@@ -78,7 +78,8 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
         )  # fmt: skip
         kept = slice(-logits_to_keep, None) if is_count else logits_to_keep
         normed_BTH = self.transformer.ln_f(hidden_BTH[:, kept])
-        change_BTV = self.transformer.h.adapters.change_logits(normed_BTH)
+        adapters = self.transformer.h.adapters
+        change_BTV = adapters.change_logits(normed_BTH) if adapters.are_used else None
         logits_BTV = self.lm_head(normed_BTH, change_BTV)
         loss = None
         if labels is not None:

@@ -271,12 +271,18 @@ class RemoteSequential(nn.Module):
     ) -> Tensor:
         active = self.active_session
         if active is not None:
-            self.adapters.check_session(active.adapter)
+            self.check_adapter(active)
         with nullcontext(active) if active else self.open_session(hidden_BTH.shape[1]) as session:
             output = session.step(
                 hidden_BTH.to("cpu"), prompts, hypo_ids, last_token_only=last_token_only
             )
         return output.to(hidden_BTH.device)
+
+    def check_adapter(self, session: InferenceSession) -> None:
+        """Raise UsageError if the active adapter is not the one of the session."""
+        self.adapters.before_use()
+        if self.adapters.are_used or session.adapter is not None:
+            self.adapters.check_session(session.adapter)
 
     def check_hidden(self, hidden_BTH: Tensor) -> None:
         """Raise UsageError unless the tensor can hold hidden states of this model."""

@@ -67,8 +67,9 @@ class ActiveAdapters:
     """The adapters that are active: those of a `with` in this thread or task, or the default."""
 
     def __init__(self) -> None:
+        self.are_used = False
+        """Whether any adapter was ever made active; until then there is nothing to ask for."""
         self.default: AdapterChoice = None
-        """The adapters that are active outside of any `use()`; None: none."""
         self.before_use: Callable[[], None] = lambda: None
         """Called before the active adapters are read."""
         self._active: ContextVar[tuple[AdapterChoice] | None] = ContextVar(
@@ -82,10 +83,16 @@ class ActiveAdapters:
         active = self._active.get()
         return self.default if active is None else active[0]
 
+    def set_default(self, choice: AdapterChoice) -> None:
+        """Make adapters active outside of any `use()`; None: none."""
+        self.default = choice
+        self.are_used |= choice is not None
+
     @contextmanager
     def use(self, choice: AdapterChoice) -> Iterator[None]:
         """Make adapters active inside of the `with`; None: none. Raises UsageError for others."""
         token = self._active.set((read_choice(choice),))
+        self.are_used |= choice is not None
         try:
             yield
         finally:
