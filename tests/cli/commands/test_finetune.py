@@ -218,8 +218,8 @@ def test_run_learns_and_its_result_generates(
     out, peer, data = tmp_path / "out", story_swarm.initial_peers[0], tmp_path / "data.csv"
     rows = [f"{name} has a kite., Ahoy!" for name in ("Ella", "Mia", "Tom", "Finn")] * 5
     data.write_text("\n".join(["prompt,completion", *rows]))
-    options = ["--method", "deep_ptune", "--updates", "30", "--learning-rate", "0.1"]
-    options += ["--eval", "0.2"]
+    options = ["--method", "deep_ptune", "--updates", "20", "--learning-rate", "0.1"]
+    options += ["--eval", "0.2", "--batch-size", "4"]
 
     assert main([*name_run(BUNDLED_NAME, data, out, *options, peer=peer), "--json"]) == 0
     output = capsys.readouterr()
@@ -228,14 +228,14 @@ def test_run_learns_and_its_result_generates(
     assert output.err == ""
     assert (begun["event"], begun["texts"], begun["evaluation_texts"]) == ("begun", 16, 4)
     updates = [event for event in events if event["event"] == "updated"]
-    assert [event["update"] for event in updates] == list(range(1, 31))
+    assert [event["update"] for event in updates] == list(range(1, 21))
     assert [hop["span"] for hop in updates[-1]["hops"]] == ["0:4", "4:8"]
     saved = [event for event in events if event["event"] == "saved"]
-    assert [event["update"] for event in saved] == list(range(0, 31, 3))
+    assert [event["update"] for event in saved] == list(range(0, 21, 2))
     assert saved[-1]["evaluation_loss"] < 0.5 * saved[0]["evaluation_loss"]
     assert finished["evaluation_loss"] == saved[-1]["evaluation_loss"]
     assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
-    assert len((out / "losses.csv").read_text().splitlines()) == 32
+    assert len((out / "losses.csv").read_text().splitlines()) == 22
     assert finished["use"].startswith(
         f'shoal generate shoal-stories "Ella has a kite." --adapter {out} --initial-peers /ip4/'
     )
