@@ -10,6 +10,7 @@ from shoal.client import AutoDistributedModelForCausalLM
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
 
 ONE_HOP = [(0, 4)]
+THREE_HOPS = [(0, 1), (1, 3), (3, 4)]
 FOUR_HOPS = [(0, 1), (1, 2), (2, 3), (3, 4)]
 SHAPES = [(1, 1), (3, 2), (3, 17), (1, 300)]
 NUM_NEW_TOKENS = 12
@@ -32,10 +33,10 @@ def make_ids(num_rows: int, num_tokens: int) -> Tensor:
     ("spans", "shapes"),
     [
         pytest.param(ONE_HOP, SHAPES, marks=pytest.mark.thorough),
-        (FOUR_HOPS, SHAPES[::2]),
+        (THREE_HOPS, SHAPES[::2]),
         pytest.param(FOUR_HOPS, SHAPES[1::2], marks=pytest.mark.thorough),
     ],
-    ids=["one hop", "four hops", "four hops, other shapes"],
+    ids=["one hop", "three hops", "four hops, other shapes"],
 )
 def test_swarm_equals_transformers(
     tiny_family: Any, spans: list[tuple[int, int]], shapes: list[tuple[int, int]]
