@@ -93,6 +93,7 @@ class RoundTripTimes:
         self._rng = rng
         self._known: dict[PeerId, _Measurement] = {}
         self._coordinate = ORIGIN
+        self._told_coordinate = ORIGIN
         self._peers: Mapping[PeerId, Announcement] = {}
         self._own: Announcement | None = None
 
@@ -108,7 +109,7 @@ class RoundTripTimes:
         told = tuple(
             (peer_id, round(seconds, 4)) for seconds, peer_id in sorted(likely)[:MAX_ANNOUNCED_RTTS]
         )
-        coordinate = self._coordinate.rounded() if self._list_rtts() else None
+        coordinate = self._told_coordinate if self._list_rtts() else None
         return replace(announcement, rtts=told, coordinate=coordinate)
 
     def _list_rtts(self) -> list[tuple[PeerId, float]]:
@@ -182,6 +183,7 @@ class RoundTripTimes:
         if rtt_seconds is not None:
             samples = [(self._find_place(other), seconds) for other, seconds in self._list_rtts()]
             self._coordinate = settle(self._coordinate, samples, 1, self._rng)
+            self._told_coordinate = self._coordinate.rounded()
 
     def _find_place(self, peer_id: PeerId) -> Coordinate:
         peer = self._peers.get(peer_id)
