@@ -16,7 +16,6 @@ from hivemind.dht.storage import DHTLocalStorage
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.proto import dht_pb2
-from hivemind.utils import MSGPackSerializer
 
 from shoal.protocol.net.dht import neighbourhood
 from shoal.protocol.net.dht.gated_node import harden, make_node_id
@@ -159,27 +158,6 @@ def test_made_up_nodes_do_not_hide_those_that_are_known(monkeypatch: pytest.Monk
     world.found = {DHTID(key_id ^ number): liars_peer for number in range(2, 12)}
     asyncio.run(world.replicas.search([world.key]))
     assert world.num_found == 1
-
-
-def test_announcement_that_is_there_already_is_found_among_many(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A node that knew it from another one refuses it, and is asked whether that is why."""
-    entries = make_entries(NUM_MANY)
-    world = World(monkeypatch, [hold(entries)])
-    ours = entries[-1]
-    value: Any = MSGPackSerializer.loads(ours.value)
-
-    async def refuse(*_: Any, **__: Any) -> list[bool]:
-        return [False]
-
-    world.node.protocol.call_store = refuse
-
-    async def store(value: bytes) -> bool:
-        return await world.replicas.store(world.key, ours.subkey, value, ours.expires_at)
-
-    assert asyncio.run(store(value))
-    assert not asyncio.run(store(b"another"))
 
 
 def test_nodes_named_with_ids_of_others_and_records_nobody_asked_for_are_dropped() -> None:
