@@ -265,7 +265,7 @@ class PushLinks:
             if not endpoints:
                 raise UnavailableError(f"{link.name} is not connected any more")
             async with AnswerTimeout(_DIAL_SECONDS, f"{link.name} did not answer in time"):
-                stream = await dial(self._transport, peer_id, endpoints, _DIAL_SECONDS)
+                stream = await dial(self._transport, self._clock, peer_id, endpoints, _DIAL_SECONDS)
                 await self._greet(link, stream)
                 return stream
         except ShoalError as error:

@@ -190,7 +190,9 @@ class ReverseConnections:
         """Return a stream that the other peer keeps from now on. Raises ShoalError."""
         name = f"peer …{host.peer_id[-6:]}"
         async with AnswerTimeout(_OFFER_SECONDS, f"{name} did not answer in time"):
-            stream = await dial(self._transport, host.peer_id, host.endpoints, _OFFER_SECONDS)
+            stream = await dial(
+                self._transport, self._clock, host.peer_id, host.endpoints, _OFFER_SECONDS
+            )
             try:
                 await self._agree(stream, host, lane, name)
             except BaseException:

@@ -22,20 +22,25 @@ from .transport import Stream, Transport, refuse_large_frames
 
 async def dial(
     transport: Transport,
+    clock: Clock,
     peer_id: PeerId,
     endpoints: Sequence[Endpoint],
     timeout_seconds: float,
 ) -> Stream:
-    """Try the endpoints that a peer announced in their order, each for at most so many seconds.
+    """Try the endpoints that a peer announced in their order, for at most so many seconds in all.
+
+    Each may take its share of the time that is left, so that a silent one leaves time for the next.
 
     Raises UnavailableError (StaleAnnouncementError where somebody else answers) or
     RemoteProtocolError.
     """
+    deadline = clock.now() + timeout_seconds
     error: UnavailableError | RemoteProtocolError
     error = RemoteProtocolError(f"peer …{peer_id[-6:]} announced no endpoint")
-    for endpoint in endpoints:
+    for index, endpoint in enumerate(endpoints):
+        seconds = max(0.0, deadline - clock.now()) / (len(endpoints) - index)
         try:
-            return await transport.open_stream(endpoint, timeout_seconds)
+            return await transport.open_stream(endpoint, seconds)
         except UnavailableError as failure:
             error = failure
         except RemoteProtocolError as failure:  # another certificate, or another program
@@ -99,7 +104,7 @@ async def open_greeted(
     """
     name = f"peer …{peer.peer_id[-6:]} (blocks {span})"
     async with AnswerTimeout(timeout_seconds, f"{name} did not answer in time"):
-        stream = await dial(transport, peer.peer_id, peer.all_endpoints, timeout_seconds)
+        stream = await dial(transport, clock, peer.peer_id, peer.all_endpoints, timeout_seconds)
         try:
             welcome, rtt_seconds = await greet(stream, name, clock, client, *more)
             check_welcome(welcome, peer.peer_id, span, peer.model_id)
@@ -135,7 +140,7 @@ async def measure_rtt(
     Raises UnavailableError, RefusedError or RemoteProtocolError.
     """
     async with AnswerTimeout(timeout_seconds, f"peer …{peer_id[-6:]} did not answer in time"):
-        stream = await dial(transport, peer_id, endpoints, timeout_seconds)
+        stream = await dial(transport, clock, peer_id, endpoints, timeout_seconds)
         _, rtt_seconds = await greet_peer(stream, peer_id, clock)
     await stream.close()
     return rtt_seconds

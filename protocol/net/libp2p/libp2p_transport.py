@@ -95,7 +95,7 @@ class Libp2pTransport:
                 return await self._dial(endpoint)
         except TimeoutError as error:
             raise UnavailableError(
-                f"{endpoint} did not answer within {timeout_seconds:g} s"
+                f"{endpoint} did not answer within {timeout_seconds:.3g} s"
             ) from error
 
     async def close(self) -> None:

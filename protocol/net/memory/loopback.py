@@ -243,7 +243,7 @@ class LoopbackTransport:
         except BaseException as error:
             wire.break_off("the dialler gave up")
             if isinstance(error, TimeoutError):
-                detail = f"{endpoint} did not answer within {timeout_seconds:g} s"
+                detail = f"{endpoint} did not answer within {timeout_seconds:.3g} s"
                 raise UnavailableError(detail) from error
             raise
         self._dialled = {wire for wire in self._dialled if not wire.is_over}

@@ -60,7 +60,7 @@ class TcpTransport:
         except TimeoutError as error:
             stream.break_off("nobody answered in time")
             raise UnavailableError(
-                f"{endpoint} did not answer within {timeout_seconds:g} s"
+                f"{endpoint} did not answer within {timeout_seconds:.3g} s"
             ) from error
         except BaseException:
             stream.break_off("dialling failed")
