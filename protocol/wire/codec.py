@@ -258,7 +258,8 @@ class BodyCodec:
 
     def write(self, message: Message) -> bytes:
         """Return the protobuf part of a message. Raises ValueError for what does not fit."""
-        return self.type(**self._write(message)).SerializeToString()
+        values = self._write(message)
+        return self.type(**values).SerializeToString() if values else b""  # nearly every step
 
     @cached_property
     def _empty(self) -> _Values:
@@ -267,7 +268,7 @@ class BodyCodec:
     def read(self, control: bytes) -> _Values:
         """Return the fields in a protobuf part. Raises ValueError for what is none."""
         if not control:
-            return self._empty  # nearly every step
+            return self._empty
         body = self.type()
         try:
             body.ParseFromString(control)
@@ -313,7 +314,7 @@ def _list_locations(fields: Iterable[Field]) -> Iterator[tuple[str, Field, Body]
 
 
 def _make_writer(fields: Iterable[Field], prefix: str = "") -> Callable[[Any], _Values]:
-    """Return what takes the values of a body out of a message or record."""
+    """Return what takes the values of a body out of a message or record, but for absent ones."""
     plain: list[tuple[str, str, Callable[[Any], Any] | None]] = []
     spread: list[tuple[str, Callable[[Any], _Values]]] = []
     for field in fields:
@@ -327,7 +328,8 @@ def _make_writer(fields: Iterable[Field], prefix: str = "") -> Callable[[Any], _
         values: _Values = {}
         for name, attribute, convert in plain:
             part = getattr(value, attribute)
-            values[name] = part if convert is None or part is None else convert(part)
+            if part is not None and part != ():
+                values[name] = part if convert is None else convert(part)
         for attribute, write_parts in spread:
             values.update(write_parts(getattr(value, attribute)))
         return values
@@ -336,7 +338,7 @@ def _make_writer(fields: Iterable[Field], prefix: str = "") -> Callable[[Any], _
 
 
 def _choose_writer(field: Field, location: Body) -> Callable[[Any], Any] | None:
-    """Return what converts a value for protobuf, which takes None for a field that is not there."""
+    """Return what converts a value that is there for protobuf."""
     if location.scalar is not None:
         return location.write
     write = _make_writer(field.list_parts())
