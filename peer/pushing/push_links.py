@@ -81,6 +81,10 @@ class Sender(Protocol):
         """Hear that the next hop cannot be reached, or does not take the session."""
         ...
 
+    def refuse(self, following: NextHop, refusal: RefusedError) -> None:
+        """Hear that nothing can be pushed there, and what the client is to be told."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class _Parcel:
@@ -99,10 +103,10 @@ def _make_next(parcel: _Parcel, frames: Iterator[bytes]) -> bytes | None:
     """
     try:
         return next(frames, None)
-    except Exception as error:
+    except Exception:
         _logger.exception("cannot make a frame to push")
-        fault = UnavailableError(f"this peer cannot make what is to be pushed: {error}")
-        parcel.sender.note_lost(parcel.following, fault)
+        fault = RefusedError(ErrorCode.INTERNAL, "the peer failed to push what it computed")
+        parcel.sender.refuse(parcel.following, fault)
         return None
 
 

@@ -63,7 +63,7 @@ class SessionOutputs:
         self._logged_bytes = 0
         self._resume_sequence = 0
         self._newest_sequence = 0
-        self._loss = ""  # why the next hop is lost, until the client names another
+        self._loss: RefusedError | None = None  # of the next hop, until the client names another
 
     def open(
         self, following: NextHop, log: SenderLog[WireTensor] | None, prefix_tokens: int
@@ -213,7 +213,7 @@ class SessionOutputs:
                 self._links.forget(hop)
         self._mirror = None
         self.next = following
-        self._loss = ""
+        self._loss = None
 
     def pushes_to(self, following: NextHop) -> bool:
         """See `Sender`."""
@@ -224,6 +224,11 @@ class SessionOutputs:
         self._resources.pending.count(self.tenant, -num_bytes)
 
     def note_lost(self, following: NextHop, error: ShoalError) -> None:
+        """See `Sender`."""
+        detail = f"blocks behind cannot be reached: {error}"
+        self.refuse(following, RefusedError(ErrorCode.NEXT_UNREACHABLE, detail))
+
+    def refuse(self, following: NextHop, refusal: RefusedError) -> None:
         """See `Sender`: the client decides what happens; it may have decided already.
 
         Nothing is said of a hop that is only about to be used: the client sees itself that
@@ -232,8 +237,8 @@ class SessionOutputs:
         if following is self._mirror:
             self._mirror = None
         elif self.pushes_to(following):
-            self._loss = f"blocks behind cannot be reached: {error}"
-            self._tell_loss()
+            self._loss = refusal
+            self._tell(refusal)
 
     def _note(self, sent: SentStep[WireTensor]) -> None:
         """Log an output, or give the log up where there is no room for it."""
@@ -253,15 +258,14 @@ class SessionOutputs:
 
     def _send(self, step: Step, following: NextHop) -> None:
         if following is self.next and self._loss:
-            self._tell_loss()  # it is logged: the client may have it sent elsewhere
+            self._tell(self._loss)  # it is logged: the client may have it sent elsewhere
             return
         frame = _encode_for(following, step)
         self._resources.pending.count(self.tenant, len(frame))
         self._links.push(following, choose_lane(step, len(frame)), frame, self)
 
-    def _tell_loss(self) -> None:
-        code = ErrorCode.NEXT_UNREACHABLE
-        self.post(encode_frame(Declined(self._session, 0, code, self._loss)))
+    def _tell(self, refusal: RefusedError) -> None:
+        self.post(encode_frame(Declined(self._session, 0, refusal.code, str(refusal))))
 
     def _make_frames(
         self,

@@ -16,7 +16,7 @@ from shoal.peer.pushing.push_links import PushLinks
 from shoal.peer.streams.client_stream import PendingBytes, StreamHost
 from shoal.peer.streams.service import MAX_PENDING_BYTES, Service, StreamHandler
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.errors import ShoalError
+from shoal.protocol.errors import RefusedError, ShoalError
 from shoal.protocol.fair_share import Tenant
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
@@ -51,6 +51,9 @@ class Pusher:
 
     def note_lost(self, following: NextHop, error: ShoalError) -> None:
         self.losses.append(str(error))
+
+    def refuse(self, following: NextHop, refusal: RefusedError) -> None:
+        self.losses.append(str(refusal))
 
 
 @dataclass

@@ -482,6 +482,25 @@ async def test_next_hop_that_cannot_be_reached_is_told_to_the_client(peer: Peer,
 
 
 @with_peer()
+async def test_fault_of_this_peer_is_not_blamed_on_the_next_hop(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    following = await start_next(peer)
+    client = await peer.open(capability=KEY, next=following.name())
+    await client.say(make_step(1, 0, draw_hidden(1)), make_step(2, 1, draw_hidden(2)))
+    await following.wait_for(2)
+
+    def encode_as(*_: object) -> bytes:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr("shoal.peer.pushing.session_outputs.encode_as", encode_as)
+    redirect = Redirect(make_session(1), 2, 2, following.name(epoch=2))
+    assert isinstance(await client.ask(redirect), Status)
+
+    assert_declined(await client.hear(), ErrorCode.INTERNAL)
+
+
+@with_peer()
 async def test_break_of_a_connection_is_told_to_every_session_on_it(peer: Peer) -> None:
     following = await start_next(peer)
     talks: list[Talk] = []

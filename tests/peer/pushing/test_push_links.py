@@ -282,7 +282,7 @@ async def test_session_whose_frames_cannot_be_made_is_lost_and_no_other(scene: S
     scene.links.replay(scene.name(2), [make_frame(2)], 300, other)
     await asyncio.sleep(1)
 
-    assert broken.losses == ["this peer cannot make what is to be pushed: no such dtype"]
+    assert broken.losses == ["the peer failed to push what it computed"]
     assert broken.num_bytes_left == 300
     assert other.losses == []
     assert scene.heard == [make_frame(1), make_frame(2)]
