@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -55,6 +56,29 @@ async def test_open_port_is_reached_and_no_other() -> None:
             }
 
             assert {at: await can_be_dialled(asking, at) for at in expected} == expected
+
+
+async def test_peer_asks_once_more_when_nobody_has_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older peers answer a second question of one host with "not tried" for ten seconds."""
+    from shoal.protocol.net.relays import reachability
+
+    verdicts = [reachability.NOT_TRIED, reachability.NOT_REACHED]
+
+    async def answer_as_before(p2p: Any) -> None:
+        async def serve(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+            await reader.readexactly(reachability.QUESTION.size)
+            writer.write(verdicts.pop(0) + b"127.0.0.1")
+            await writer.drain()
+            writer.close()
+
+        await p2p.add_binary_stream_handler(reachability.PROTOCOL, serve)
+
+    monkeypatch.setattr(reachability, "answer_dial_back", answer_as_before)
+    monkeypatch.setattr(reachability, "PAUSE_SECONDS", 0.1)
+
+    async with open_scene() as (asking, endpoint):
+        assert not await reachability.can_be_dialled(asking, endpoint)
+        assert not verdicts
 
 
 async def test_first_peer_of_a_swarm_takes_itself_for_reachable() -> None:

@@ -48,6 +48,9 @@ MAX_QUESTIONS = 16
 _MAX_ANSWER_BYTES = 64
 """The verdict, and an address."""
 
+PAUSE_SECONDS = 10.0
+"""How long older peers answer every further question of one host with `NOT_TRIED`."""
+
 _MAX_ASKED = 4
 """How many peers are asked; more than half of those with an opinion decide."""
 
@@ -122,13 +125,22 @@ async def probe(
 
 
 async def ask_others(p2p: P2P, endpoint: Endpoint) -> list[DialBackAnswer]:
-    """Ask some of those that p2pd is connected to whether they can dial our endpoint."""
+    """Ask some of those that p2pd is connected to whether they can dial our endpoint.
+
+    Where peers answered, but none has tried, another peer on our host may just have asked: we ask
+    once more.
+    """
     try:
         neighbours = await list_peers(p2p)
     except ShoalError:
         return []  # p2pd has ended; whoever uses it next says so
     peer_ids = [peer_id for peer_id, _ in neighbours[:_MAX_ASKED]]
     answers = await asyncio.gather(*(_ask(p2p, peer_id, endpoint) for peer_id in peer_ids))
+    if any(answer.seen_host for answer in answers) and all(
+        answer.is_reached is None for answer in answers
+    ):
+        await asyncio.sleep(PAUSE_SECONDS)
+        answers = await asyncio.gather(*(_ask(p2p, peer_id, endpoint) for peer_id in peer_ids))
     num_reaching = sum(bool(answer.is_reached) for answer in answers)
     log.info(
         "%d peers answered whether they can dial us, %d of them can", len(answers), num_reaching
