@@ -34,6 +34,10 @@ from ..passes.pass_asking import PassAsker
 from ..publishing.publisher import Publisher
 from ..routing.route import Failover, Hop
 
+_FORWARDS_BEFORE_GROWTH = 32
+"""So many fit before larger microbatches are tried: a peer that had no memory may have some by now,
+or be gone. One that never has any declines seldom, and one that is gone is forgotten in minutes."""
+
 
 class RemotePasses:
     """Sends batches through frozen remote blocks. Owned by the client's loop."""
@@ -44,6 +48,7 @@ class RemotePasses:
         self.publisher = Publisher(asker)
         self._optimizers: WeakValueDictionary[str, ShardedOptimizer] = WeakValueDictionary()
         self._most_tokens = MOST_TOKENS
+        self._num_forwards = 0  # since that changed
 
     def can_run(self, span: Span) -> bool:
         """Return whether there is a peer that takes passes for each block of a span."""
@@ -58,8 +63,9 @@ class RemotePasses:
         num_tokens, num_hops = texts.hidden_BTH.shape[1], self._asker.guess_num_hops(span)
         batches = cut_rows(texts.num_rows, num_tokens, num_hops, self._most_tokens, texts.most_rows)
         done = await run_all(self._forward_rows(span, texts, rows) for rows in batches)
-        # A peer that had no memory may have some by now, or be gone.
-        self._most_tokens = min(MOST_TOKENS, 1 + self._most_tokens * 9 // 8)
+        self._num_forwards += 1
+        if self._num_forwards > _FORWARDS_BEFORE_GROWTH:
+            self._most_tokens, self._num_forwards = min(MOST_TOKENS, 2 * self._most_tokens), 0
         ways = [way for ways in done for way in ways]
         return torch.cat([output_BTH for output_BTH, _ in ways]), [inputs for _, inputs in ways]
 
@@ -181,3 +187,4 @@ class RemotePasses:
         if error.code is not ErrorCode.OUT_OF_MEMORY or texts.num_rows == 1:
             raise error
         self._most_tokens = min(self._most_tokens, max(1, texts.num_tokens // 2))
+        self._num_forwards = 0

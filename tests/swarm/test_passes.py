@@ -441,11 +441,26 @@ def test_microbatches_grow_again_once_a_peer_has_memory_for_them(
         model.transformer.h(hidden)
         service.read_free_bytes = lambda: 2**30
         nums_asked: list[int] = []
-        for _ in range(20):
+        for _ in range(70):
             asked.clear()
             model.transformer.h(hidden)
             nums_asked.append(len(asked))
         assert (nums_asked[0], nums_asked[-1]) == (4, 1)
+
+
+def test_peer_that_stays_without_memory_seldom_declines(
+    tiny_models: Any, asked: list[str]
+) -> None:
+    with swarm_of(tiny_models, ONE_HOP) as (swarm, model):
+        service, hidden = look_into(swarm.peers[0]), draw(4, 20, HIDDEN).requires_grad_()
+        enough = service.engine.passes.estimate_bytes(4, 1, 20, is_backward=False)
+        service.read_free_bytes = lambda: enough
+        model.transformer.h(hidden)
+        asked.clear()
+        for _ in range(35):
+            model.transformer.h(hidden)
+        num_declined = len(asked) - 35 * 4
+        assert num_declined == 2  # of one forward, in both halves
 
 
 def test_peer_without_memory_for_training_is_not_asked(tiny_models: Any, asked: list[str]) -> None:
