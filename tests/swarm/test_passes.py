@@ -448,9 +448,7 @@ def test_microbatches_grow_again_once_a_peer_has_memory_for_them(
         assert (nums_asked[0], nums_asked[-1]) == (4, 1)
 
 
-def test_peer_that_stays_without_memory_seldom_declines(
-    tiny_models: Any, asked: list[str]
-) -> None:
+def test_peer_that_stays_without_memory_seldom_declines(tiny_models: Any, asked: list[str]) -> None:
     with swarm_of(tiny_models, ONE_HOP) as (swarm, model):
         service, hidden = look_into(swarm.peers[0]), draw(4, 20, HIDDEN).requires_grad_()
         enough = service.engine.passes.estimate_bytes(4, 1, 20, is_backward=False)
