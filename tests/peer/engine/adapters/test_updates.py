@@ -276,6 +276,23 @@ async def test_answers_count_until_they_are_read_or_the_stream_is_over(
     assert service.passes.used_bytes == 0
 
 
+@with_peer()
+async def test_answer_that_cannot_be_made_does_not_count(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy_matrices(*_: object) -> list[dict[str, Tensor]]:
+        raise ValueError("a bug")
+
+    talk = await greet(peer)
+    name = await keep(talk, pack(), **TRAINED)
+    monkeypatch.setattr(TrainedAdapter, "copy_matrices", copy_matrices)
+
+    answer = await say(talk, AdapterFetch(make_id(98), name))
+
+    assert_declined(answer, ErrorCode.INTERNAL)
+    assert peer.service.passes.used_bytes == 0
+
+
 # ---- without a stream
 
 
