@@ -28,7 +28,8 @@ class Directory(Protocol):
 
         It replaces the peer's previous one for the same model if both its sequence and its
         `expires_at` are higher. Raises LocalProtocolError if the record is not valid now,
-        DirectoryError if no node stored it: all were unreachable, or have this or a newer one.
+        DirectoryError if no node stored it: all were unreachable, or have a newer one. May raise
+        that for the newest as well if it was announced before; it is found as before then.
         """
         ...
 

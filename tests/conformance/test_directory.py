@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -102,6 +103,9 @@ async def test_newer_announcement_replaces_older(
 
     assert await theirs.lookup(MODEL) == [newer]
     assert await ours.lookup(MODEL) == [newer]
+    with contextlib.suppress(DirectoryError):
+        await ours.announce(sign(newer))  # again
+    assert await theirs.lookup(MODEL) == [newer]
 
 
 async def test_older_announcement_does_not_replace_newer(
