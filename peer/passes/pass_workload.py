@@ -82,7 +82,7 @@ class PassWorkload(Workload):
         self.compute = compute
         self.clock = clock
         self.resources = resources
-        self.tensors = SharedBytes(resources.budget.tensor_bytes, 3, "tensors")
+        self.tensors = SharedBytes(resources.budget.tensor_bytes, 3, "tensors and adapters")
         """Memory for tensors of passes on their way, and for adapters that are fetched."""
         self.num_running = 0
         """Passes and updates that come in, wait, are computed or answered."""

@@ -97,9 +97,8 @@ class Supply:
     ) -> Supply:
         """Return what the punctual peers of a view give, ONLINE and JOINING ones.
 
-        `doubted` are peers whose announcements do not count: those that
-        have been JOINING for too long. `work` is what a step costs in each block, if
-        they are not all alike.
+        `doubted` peers do not count: those that have been JOINING for too long. `work` is what a
+        step costs in each block, if they are not all alike.
         """
         costs = np.ones(view.num_blocks) if work is None else np.array(work, dtype=float)
         peers = [
