@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -111,6 +112,32 @@ async def test_lookup_answers_though_a_peer_fell_silent(
 
     assert len(await look_up(reader)) == 2
     assert len(await look_up(reader)) == 2
+
+
+async def test_cancelled_lookup_leaves_no_task_behind(
+    peers: contextlib.ExitStack, dht: Directories
+) -> None:
+    """Else asyncio says on a user's screen that a task of hivemind was destroyed."""
+    first = start(peers, 1)
+    reader = await dht.read([start(peers, 2, first.address).address])
+    assert len(await look_up(reader)) == 2
+    pause(peers, first.p2pd)
+    complaints: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: complaints.append(str(context["message"])))
+
+    before = asyncio.all_tasks()
+    looking_up = asyncio.create_task(reader.lookup(MODEL))
+    while not any("worker" in repr(task.get_coro()) for task in asyncio.all_tasks() - before):
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    looking_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await looking_up
+    await reader.close()
+    gc.collect()
+
+    assert complaints == []
 
 
 async def test_reader_says_when_everyone_is_gone_and_finds_back(

@@ -219,6 +219,7 @@ class HivemindDirectory:
             except Exception as error:  # noqa: BLE001 - it tells a p2pd that may be going away
                 _logger.debug("the DHT node did not shut down cleanly: %r", error)
         await stop_p2pd(self._p2p)
+        await self._replicas.close()
 
     @property
     def _other_keys(self) -> Sequence[str]:

@@ -200,6 +200,7 @@ class Replicas:
         self._p2p = p2p
         self._gate = gate
         self._known: dict[DHTID, dict[bytes, float]] = {}  # expiry by digest, of what has passed
+        self._searches: set[asyncio.Task[Any]] = set()
         # Everybody asks for the same entries, and a digest takes a few microseconds.
         self._make_entry = lru_cache(maxsize=MAX_KNOWN)(Entry)
 
@@ -214,6 +215,11 @@ class Replicas:
             return encode_answer(stored, known)
 
         await cast(Any, self._p2p)._client.add_unary_handler(QUESTION, answer)
+
+    async def close(self) -> None:
+        """Wait for searches that nobody waits for any more; call it when p2pd has ended."""
+        if self._searches:
+            await asyncio.wait(self._searches, timeout=_ANSWER_SECONDS)
 
     async def search(self, keys: Sequence[str]) -> None:
         """Have the gate see everything that stands under some keys."""
@@ -240,9 +246,15 @@ class Replicas:
     async def _find_nearest(self, key_id: DHTID, *, exclude_self: bool = True) -> list[PeerID]:
         # Asked for another key with the same neighbours, nodes have no records to send along.
         sibling = DHTID(key_id ^ 1)
-        found = await self._node.find_nearest_nodes(
-            [sibling], k_nearest=_NUM_ASKED, exclude_self=exclude_self
+        search = asyncio.create_task(
+            self._node.find_nearest_nodes(
+                [sibling], k_nearest=_NUM_ASKED, exclude_self=exclude_self
+            )
         )
+        self._searches.add(search)
+        search.add_done_callback(self._searches.discard)
+        # hivemind loses tasks of a search that is cancelled, and asyncio would tell the user.
+        found = await asyncio.shield(search)
         # Made-up nodes that are nearer must not displace those that we know.
         nodes = found[sibling] | dict(
             self._node.protocol.routing_table.get_nearest_neighbors(key_id, _NUM_ASKED)
