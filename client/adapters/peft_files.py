@@ -77,7 +77,7 @@ def read_folder(folder: str | Path) -> PeftFiles:
         loaded = safetensors.torch.load_file(folder / TENSORS_FILE)
     except OSError as error:
         raise UsageError(
-            f"cannot read an adapter from {folder}: {error.strerror or error}"
+            f"cannot read an adapter from {error.filename or folder}: {error.strerror or error}"
         ) from error
     except SafetensorError as error:
         raise UsageError(

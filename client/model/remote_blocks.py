@@ -519,7 +519,7 @@ def take_blocks(span: Span, index: int | slice) -> Span:
     if isinstance(blocks, int):
         return Span(blocks, blocks + 1)
     if not blocks or blocks.step != 1:
-        raise UsageError(f"a slice must take consecutive blocks, [{index}] takes {blocks}")
+        raise UsageError(f"{index} does not select consecutive blocks of {span}")
     return Span(blocks.start, blocks.stop)
 
 
