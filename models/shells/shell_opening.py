@@ -5,9 +5,11 @@ checkpoint is never run. Everything that peers rely on is checked before the she
 """
 
 import copy
+import json
 import math
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -71,6 +73,11 @@ _BUILD_ERRORS = (
 )
 """Errors of transformers for configurations that it cannot use, or not in this way."""
 
+_INDEX_FIELDS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number"})
+"""In which modules of a block keep its index. By another name it makes each block its own kind."""
+
+_OWN_FIELDS = frozenset(vars(nn.Module()))
+_PLAIN = str | int | float | tuple | list | dict | set | torch.dtype | None
 
 _NOT_KNOWN_YET = CacheShape(0, 0)
 
@@ -118,7 +125,10 @@ def open_shell(config: Mapping[str, object]) -> Shell:
     if config.get("quantization_config") is not None:
         raise ModelError("this checkpoint is quantized already; use the original one")
     try:
-        return _open(_build(name, config))
+        shell, _ = _take_apart(_build(name, config))
+        cache_shape, positions_name = _probe(json.dumps(dict(config)))
+        _fill_tables(shell)
+        return replace(shell, cache_shape=cache_shape, positions_name=positions_name)
     except _UnfitError as reason:
         raise ModelError(
             f"models of type {name!r:.60} are not supported: {reason}; supported are "
@@ -167,7 +177,8 @@ def _list_norms(decoder: nn.Module) -> list[str]:
     ]
 
 
-def _open(model: PreTrainedModel) -> Shell:
+def _take_apart(model: PreTrainedModel) -> tuple[Shell, list[str]]:
+    """Return a shell that was not run yet, and the children that `_check_parts` returns."""
     decoder_name, layers_name = _find_layers(model)
     decoder = model.get_submodule(decoder_name)
     norms = _list_norms(decoder)
@@ -177,13 +188,24 @@ def _open(model: PreTrainedModel) -> Shell:
         model, decoder_name, layers_name, norms[0], _NOT_KNOWN_YET,
         embedding_multiplier=_take_multiplier(decoder),
     )  # fmt: skip
-    others = _check_parts(shell)
-    cache_shape = CacheShape.of([_probe_block(shell, index) for index in range(len(shell.layers))])
+    return shell, _check_parts(shell)
+
+
+@lru_cache(maxsize=128)
+def _probe(config_json: str) -> tuple[CacheShape, str | None]:
+    """Run the parts of a model; return what its blocks keep and which module adds positions.
+
+    That takes longer than all the rest, and a peer opens a shell several times while it starts:
+    the answer is kept. It is the same for the same config.json in the same process.
+    """
+    config = json.loads(config_json)
+    shell, others = _take_apart(_build(config["model_type"], config))
+    cache_shape = CacheShape.of([_probe_block(shell, index) for index in _choose_probed(shell)])
     _fill_tables(shell)
     shell = replace(shell, cache_shape=cache_shape, positions_name=_find_positions(shell, others))
     if not gives_blocks_the_same_alone(shell):
         raise _UnfitError("its decoder passes other inputs to a single block than to all")
-    return shell
+    return shell.cache_shape, shell.positions_name
 
 
 def _find_layers(model: PreTrainedModel) -> tuple[str, str]:
@@ -326,6 +348,37 @@ def _changes_nothing(shell: Shell) -> bool:
         return False
     is_used = shell.positions_name is None or len(calls) == 1
     return is_used and torch.equal(output.last_hidden_state, hidden_BTH)
+
+
+def _choose_probed(shell: Shell) -> list[int]:
+    """Return the first block of each kind.
+
+    Blocks are of one kind if all that their modules are and hold is the same, but for weights and
+    the index, and if the lists in the configuration that have an item for each block agree.
+    """
+    lists = [
+        values
+        for values in vars(shell.decoder.config).values()
+        if isinstance(values, list | tuple) and len(values) == len(shell.layers)
+    ]
+    kinds = dict[tuple[object, ...], int]()
+    for index, layer in enumerate(shell.layers):
+        parts = [_describe(name, module) for name, module in layer.named_modules()]
+        settings = [repr(values[index]) for values in lists]
+        kinds.setdefault((*parts, *settings), index)
+    return list(kinds.values())
+
+
+def _describe(name: str, module: nn.Module) -> tuple[object, ...]:
+    tensors = {**module._parameters, **module._buffers}
+    shapes = [(key, None if one is None else one.shape) for key, one in tensors.items()]
+    settings = [
+        # What is neither a number, a text nor a list of them is the same object or another.
+        (key, repr(value) if isinstance(value, _PLAIN) else id(value))
+        for key, value in vars(module).items()
+        if key not in _OWN_FIELDS | _INDEX_FIELDS
+    ]
+    return name, type(module), tuple(shapes), tuple(settings)
 
 
 @torch.no_grad()
