@@ -7,6 +7,7 @@ import itertools
 import threading
 from array import array
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -340,6 +341,44 @@ def test_interrupted_step_is_completed_or_started_over_and_never_saved(tiny_mode
             assert torch.equal(matrix, before[name])
 
         begin_step()
+        optimizer.step()
+        assert_same(ours, theirs)
+
+
+class TakingNotes(AdapterStore):
+    """The adapters of a peer, which says when it has made an update."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.has_updated = threading.Event()
+
+    def replace(self, name: Any, new_name: Any, tenant: Any, updated: Any) -> None:
+        super().replace(name, new_name, tenant, updated)
+        self.has_updated.set()
+
+
+def test_gradients_of_a_step_that_some_peers_took_cannot_be_dropped(tiny_models: Any) -> None:
+    with swarm_of(tiny_models, ((0, 2), (2, 4))) as (swarm, model):
+        ours, theirs = make_adapter(model), make_adapter(model)
+        learn_here(model, theirs, "sgd", num_updates=1)
+        optimizer = model.optimizer_at_peers(ours, "sgd", **OPTIONS["sgd"])
+        first, second = map(look_into, swarm.peers)
+        first.adapters = TakingNotes(first.clock, 2**29)
+        second.adapters = RefusingOnce(second.clock, 2**29)
+        tokens = draw_tokens(0)
+        model(tokens, labels=tokens, active_adapter=ours).loss.backward()
+        optimizer.clip_grad_norm(1e9)  # `step()` asks for nothing but updates then
+        swarm.network.pause("peer1")
+        with ThreadPoolExecutor(1) as threads:
+            step = threads.submit(optimizer.step)
+            assert first.adapters.has_updated.wait(60)
+            swarm.network.resume("peer1")
+            with pytest.raises(RefusedError):
+                step.result()
+
+        with pytest.raises(UsageError, match="call it again"):
+            optimizer.zero_grad()
+
         optimizer.step()
         assert_same(ours, theirs)
 
