@@ -50,6 +50,7 @@ def read_texts(path: str | Path) -> Iterator[TrainingText]:
     }  # fmt: skip
     reader = readers.get(path.suffix.lower())
     if reader is None:
+        _open(path).close()  # a missing file or a folder is named as such
         raise UsageError(
             f"{path}: the file name must end in .jsonl, .csv or .txt, the formats that can be read"
         )

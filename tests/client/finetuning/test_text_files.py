@@ -100,6 +100,12 @@ def test_wrong_files_are_named_with_the_line(
     assert str(raised.value).startswith(str(path))
 
 
+@pytest.mark.parametrize("name", ["missing", "missing.csv"])
+def test_missing_file_is_named_whatever_its_ending(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=f"cannot be read from .*{name}: No such file"):
+        list(read_texts(tmp_path / name))
+
+
 @pytest.mark.parametrize("name", ["d.jsonl", "d.csv", "d.txt"])
 def test_endless_lines_are_refused_without_being_read(tmp_path: Path, name: str) -> None:
     path = write(tmp_path, name, b"text\n" + b"x" * 16 * MAX_LINE_BYTES)
