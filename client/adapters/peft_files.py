@@ -33,6 +33,9 @@ CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 _PICKLED_FILE = "adapter_model.bin"
 
+TRAINED_FILE = "tuning.json"
+"""In a folder of trained prompts or of a head; see `save_trained`."""
+
 HEAD = "lm_head"
 _UNCHANGED = ".base_layer.weight"
 """The suffix under which PEFT stores the model's own head beside its matrices."""
@@ -64,6 +67,10 @@ def read_folder(folder: str | Path) -> PeftFiles:
     Raises UsageError that names the file and what is wrong with it.
     """
     folder = Path(folder)
+    if (folder / TRAINED_FILE).is_file() and not (folder / CONFIG_FILE).exists():
+        raise UsageError(
+            f"{folder} holds trained prompts or a head and no adapter; open it with trained="
+        )
     try:
         for file in (folder / CONFIG_FILE, folder / TENSORS_FILE):
             if file.is_dir():

@@ -141,6 +141,7 @@ class RemoteSequential(nn.Module):
                 )
             self._set_up(sequence_manager.client, sequence_manager.span, config)
             return
+        _check_is_config(config)
         num_blocks = config.num_hidden_layers
         start = 0 if start_block is None else make_whole("start_block", start_block)
         stop = num_blocks if end_block is None else make_whole("end_block", end_block)
@@ -409,6 +410,7 @@ class RemoteSequenceManager:
         `dht` has no effect: the client has a directory of its own, found through
         `config.initial_peers`. Raises UsageError unless the blocks exist and are consecutive.
         """
+        _check_is_config(config)
         span = _read_uids(block_uids, config)
         self._set_up(config.join(), span, config)
 
@@ -521,6 +523,14 @@ def take_blocks(span: Span, index: int | slice) -> Span:
     if not blocks or blocks.step != 1:
         raise UsageError(f"{index} does not select consecutive blocks of {span}")
     return Span(blocks.start, blocks.stop)
+
+
+def _check_is_config(given: object) -> None:
+    if not isinstance(given, DistributedConfig):
+        raise UsageError(
+            "config must be the result of AutoDistributedConfig.from_pretrained(model, "
+            f"initial_peers=...), not {given!r:.60}"
+        )
 
 
 def _read_uids(block_uids: Sequence[str], config: DistributedConfig) -> Span:

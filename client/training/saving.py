@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ...protocol.errors import UsageError
+from ..adapters.peft_files import CONFIG_FILE, TRAINED_FILE
 from ..adapters.whole_files import Write, write_files
 
 ADAPTER_NAME = "adapter"
 """Name of the module that holds the active adapter of a model."""
 
-DESCRIPTION_FILE = "tuning.json"
 TENSORS_FILE = "model.safetensors"
 """The name under which transformers' Trainer looks for what it resumes from."""
 
@@ -83,7 +83,7 @@ def save_trained(
         base = {name: getattr(config, name) for name in _OF_THE_BASE}
         description = {"base_model": config.name_or_path, "base": base, "settings": dict(settings)}
         text = json.dumps(description, indent=2) + "\n"
-        writes[DESCRIPTION_FILE] = lambda path: path.write_text(text, encoding="utf-8")
+        writes[TRAINED_FILE] = lambda path: path.write_text(text, encoding="utf-8")
     write_files(Path(directory), writes)
 
 
@@ -92,9 +92,11 @@ def read_settings(directory: str | Path, config: Any = None) -> dict[str, Any]:
 
     Raises UsageError when it is none, or, given a configuration, belongs to another model.
     """
-    file = Path(directory) / DESCRIPTION_FILE
+    file = Path(directory) / TRAINED_FILE
     if not file.is_file():
-        raise UsageError(f"{directory} holds nothing that was trained: it has no {file.name}")
+        is_adapter = (file.parent / CONFIG_FILE).is_file()
+        found = "a LoRA adapter; open it with active_adapter=" if is_adapter else "nothing trained"
+        raise UsageError(f"{directory} has no {file.name}: it holds {found}")
     try:
         if file.stat().st_size > _MAX_DESCRIPTION_BYTES:
             raise ValueError("it is too large")

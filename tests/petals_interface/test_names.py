@@ -15,6 +15,7 @@ from shoal.client import (
     AutoDistributedModel,
     AutoDistributedSpeculativeModel,
     InferenceSession,
+    RemoteSequenceManager,
     RemoteSequential,
     UsageError,
 )
@@ -83,6 +84,14 @@ def test_blocks_that_the_model_does_not_have_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match="blocks 0:4"):
         RemoteSequential(config, start_block=start, end_block=stop)
+
+
+@pytest.mark.parametrize(
+    "open_blocks", [RemoteSequential, lambda config: RemoteSequenceManager(config, ["x.0"])]
+)
+def test_name_in_place_of_a_configuration_is_refused(open_blocks: Any) -> None:
+    with pytest.raises(UsageError, match=r"AutoDistributedConfig\.from_pretrained.*, not 'x'"):
+        open_blocks("x")
 
 
 def test_small_model_guesses_and_the_text_stays_the_same(tiny_models: Any) -> None:

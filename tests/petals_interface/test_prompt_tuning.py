@@ -24,6 +24,7 @@ from tuning_scene import (
     roughen,
 )
 
+from shoal.client.training.lora import LoraAdapter
 from shoal.protocol.errors import UsageError
 
 MODES = ("ptune", "deep_ptune")
@@ -138,6 +139,21 @@ def test_saved_prompts_open_with_the_model(tiny_models: Any, tmp_path: Path, mod
         assert torch.equal(model(ids).logits, expected)
     assert size < 10_000
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.safetensors", "tuning.json"]
+
+
+def test_prompts_and_adapters_are_told_apart(tiny_models: Any, tmp_path: Path) -> None:
+    tiny = tiny_models.get()
+    with open_model(tiny, tuning_mode="ptune", pre_seq_len=3) as model:
+        model.save_pretrained(tmp_path / "prompts")
+    LoraAdapter.create(tiny.reference).save(tmp_path / "lora")
+
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"trained": tmp_path / "lora"}, "a LoRA adapter; open it with active_adapter="),
+        ({"active_adapter": tmp_path / "prompts"}, "no adapter; open it with trained="),
+    ]
+    for options, advice in cases:
+        with pytest.raises(UsageError, match=advice), open_model(tiny, **options):
+            pass
 
 
 def test_saved_prompts_of_another_model_are_refused_by_name(
