@@ -12,7 +12,7 @@ from typing import NoReturn
 from ..protocol.errors import ShoalError, UnavailableError, UsageError
 from ..protocol.versions import SOFTWARE
 from .options.shared_options import join_addresses
-from .terminal.interrupts import INTERRUPTED, quitting_at_once
+from .terminal.interrupts import INTERRUPTED, INTERRUPTED_FACTS, quitting_at_once
 from .terminal.terminal import Terminal, open_closed_streams
 
 # Modules of the subcommands, imported only when one is chosen: `shoal --help` is instant.
@@ -75,11 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     """Run a subcommand and print its error, if any, as one sentence.
 
-    With --json the error is also an object on the last line of stdout, so that programs always find
-    one there.
+    With --json the error, or Ctrl-C, is also an object on the last line of stdout, so that programs
+    always find one there.
     """
     try:
         return int(options.run(options))
+    except KeyboardInterrupt:
+        if getattr(options, "json", False):
+            with contextlib.suppress(UnavailableError, BrokenPipeError):
+                Terminal(sys.stdout).print(INTERRUPTED_FACTS)
+        raise
     except BrokenPipeError:
         raise
     except (OSError, ShoalError) as error:

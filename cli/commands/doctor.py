@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     place = _read_place(options)
     screen = None if options.json else _Screen(Terminal(sys.stdout))
     with Progress(Terminal(sys.stderr), lambda: "Examining") as progress:
-        with quitting_at_once():
+        with quitting_at_once(options.json):
             import_client()
             from ...client.doctor.diagnosis import Diagnosis
             from ...client.doctor.probes import ModelFacts, make_network_probes

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
         with Progress(notices, lambda: f"Reading {options.data.name}"):
             if options.resume:
                 settle_options(options, _read_options(options.out))
-            with quitting_at_once():
+            with quitting_at_once(options.json):
                 tokenizer = load_tokenizer(name)
             texts = read_texts(name, tokenizer, options)
         with _locking(options.out):

@@ -18,8 +18,8 @@ from ..remote_models.routes import describe_failover, describe_route, failover_f
 from ..remote_models.text_generation import Generation, Sampling, generate_text, read_prompt
 from ..remote_models.tracing import TraceFile, parse_trace_path
 from ..terminal.interrupts import quitting_at_once
-from ..terminal.terminal import Progress, Terminal
-from ..terminal.text_printer import OutageNotices, TextPrinter
+from ..terminal.terminal import Terminal
+from ..terminal.text_printer import ChangeNotices, TextPrinter, show_waiting
 
 if TYPE_CHECKING:
     from ...client.session.inference_session import InferenceSession
@@ -98,10 +98,12 @@ def run(options: argparse.Namespace) -> int:
     trace_file = TraceFile(options.trace)
     try:
         with trace_file:
-            generation = _generate(options, output, notices, trace_file)
+            generation, lacking_standby = _generate(options, output, notices, trace_file)
             # Inside the block: the text is printed even if writing the trace fails at its end.
             if options.json:
                 facts = _make_json(generation) | {"kv_format": options.kv}
+                if options.standby:
+                    facts["blocks_without_standby"] = list(map(str, lacking_standby))
                 output.print_json(facts | trace_file.make_facts())
             else:
                 _report(notices, generation)
@@ -116,23 +118,19 @@ def run(options: argparse.Namespace) -> int:
 
 def _generate(
     options: argparse.Namespace, output: Terminal, notices: Terminal, trace_file: TraceFile
-) -> Generation:
-    """Join the swarm and generate one text, printed as it comes where there is no --json."""
+) -> tuple[Generation, Sequence[Span]]:
+    """Join the swarm and generate one text, printed as it comes where there is no --json.
+
+    Also returns the blocks for which a hot standby is wanted and no peer is there.
+    """
     prompt = _read_prompt(options.prompt)
     joining = read_joining(options)
-    sampling = Sampling(
-        options.max_new_tokens,
-        options.temperature,
-        options.top_p,
-        options.top_k,
-        options.seed,
-        options.beams,
-    )
+    sampling = _read_sampling(options)
     name, adapter = find_model(options.model), find_adapter(options.adapter)
-    with Progress(notices, lambda: "Joining the swarm"):
+    with show_waiting(notices, lambda: "Joining the swarm"):
         # transformers imports its parts when they are first used, and turns an interrupt there
         # into errors of its own.
-        with quitting_at_once():
+        with quitting_at_once(options.json):
             tokenizer = load_tokenizer(name)
         model = open_model(
             name,
@@ -147,14 +145,22 @@ def _generate(
         )
     with model, output.ending_lines(), contextlib.ExitStack() as waiting:
         sessions: list[Any] = []
-        _wait(waiting, notices, model, sessions, options.wait)
+        lacking_standby: list[Span] = []
+
+        is_published = isinstance(adapter.get("active_adapter"), str)
+
+        def describe_start() -> str:
+            return _describe_start(model, sessions, is_published, options.wait)
+
+        waiting.enter_context(show_waiting(notices, describe_start, "Generating"))
         printer = TextPrinter(None if options.json else output, notices, prompt)
 
         def on_token(piece: str) -> None:
             if printer.is_fresh:
                 waiting.close()
                 if options.standby:
-                    _warn_of_missing_standbys(notices, sessions[0])
+                    lacking_standby.extend(sessions[0].spans_without_replica)
+                    _warn_of_missing_standbys(notices, lacking_standby)
             printer.add(piece)
 
         def on_session(session: "InferenceSession") -> None:
@@ -165,10 +171,21 @@ def _generate(
             sought = None if printer.is_fresh else sessions[0].sought
             return _describe_wait([sought], options.wait) if sought else ""
 
-        with OutageNotices(describe_outage, printer.interrupt):
+        with ChangeNotices(describe_outage, printer.interrupt):
             generation = generate_text(model, tokenizer, prompt, sampling, on_token, on_session)
         printer.end()
-    return generation
+    return generation, lacking_standby
+
+
+def _read_sampling(options: argparse.Namespace) -> Sampling:
+    return Sampling(
+        options.max_new_tokens,
+        options.temperature,
+        options.top_p,
+        options.top_k,
+        options.seed,
+        options.beams,
+    )
 
 
 def _read_prompt(text: str) -> str:
@@ -180,27 +197,19 @@ def _read_prompt(text: str) -> str:
     return read_prompt(text)
 
 
-def _wait(
-    waiting: contextlib.ExitStack,
-    notices: Terminal,
-    model: Any,
-    sessions: Sequence[Any],
-    seconds: float,
-) -> None:
-    """Show what the first token waits for, until `waiting` is closed."""
-
-    def describe() -> str:
-        if sessions and sessions[0].waiting:
-            return f"Waiting for {sessions[0].waiting}"
-        return _describe_wait(model.missing_blocks, seconds)
-
-    if model.missing_blocks and seconds and not notices.can_redraw:
-        notices.print(describe())
-    waiting.enter_context(Progress(notices, describe))
+def _describe_start(
+    model: Any, sessions: Sequence[Any], is_adapter_published: bool, seconds: float
+) -> str:
+    """Return what the first token waits for, as far as that is known."""
+    if sessions and sessions[0].waiting:
+        return f"Waiting for {sessions[0].waiting}"
+    if is_adapter_published and not model.missing_blocks and not (sessions and sessions[0].hops):
+        return "Waiting for peers to fetch the adapter"
+    return _describe_wait(model.missing_blocks, seconds)
 
 
 def _describe_wait(missing: Sequence[Span], seconds: float) -> str:
-    """Return the reason for which no token comes.
+    """Return the missing blocks for which no token comes; nothing where none is missing.
 
     >>> _describe_wait([Span(0, 4)], 20.0)
     'Waiting for blocks 0:4, at most 20 s'
@@ -209,15 +218,15 @@ def _describe_wait(missing: Sequence[Span], seconds: float) -> str:
     """
     names = ", ".join(map(str, missing))
     if not names:
-        return "Generating"
+        return ""
     if seconds == 0:
         return f"No peer serves blocks {names}"
     return f"Waiting for blocks {names}, at most {seconds:g} s"
 
 
-def _warn_of_missing_standbys(notices: Terminal, session: "InferenceSession") -> None:
+def _warn_of_missing_standbys(notices: Terminal, lacking_standby: Sequence[Span]) -> None:
     """Name the blocks that have no standby."""
-    names = ", ".join(map(str, session.spans_without_replica))
+    names = ", ".join(map(str, lacking_standby))
     if names:
         notices.print(
             f"No standby for blocks {names}: no other peer serves them with the same weights"

@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     reporter = Reporter(Terminal(sys.stdout), Terminal(sys.stderr), options.json)
     with stop_on_sigterm():
         with reporter.showing(lambda: "Opening the model"):
-            with quitting_at_once():
+            with quitting_at_once(options.json):
                 import_client()
             # The peers are found when they are used.
             model = open_model(name, joining.initial_peers, join=joining.join)

@@ -4,6 +4,7 @@ Imports next to nothing, because it is loaded before everything else; see `quit_
 """
 
 import contextlib
+import functools
 import os
 import signal
 from collections.abc import Iterator
@@ -12,19 +13,23 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells count: 128 + SIGINT."""
 
 
-def quit_at_once() -> None:
-    """Let Ctrl-C end the process at once and quietly from now on.
+INTERRUPTED_FACTS = '{"error": "interrupted", "kind": "KeyboardInterrupt"}'
+"""The last line of stdout after Ctrl-C with --json, like that of an error."""
+
+
+def quit_at_once(is_json: bool = False) -> None:
+    """Let Ctrl-C end the process at once from now on, quietly unless programs expect JSON.
 
     For times without anything to clean up, imports above all: a KeyboardInterrupt during an import
     would print a traceback of the imported library.
     """
-    signal.signal(signal.SIGINT, _quit)
+    signal.signal(signal.SIGINT, functools.partial(_quit, is_json))
 
 
 @contextlib.contextmanager
-def quitting_at_once() -> Iterator[None]:
+def quitting_at_once(is_json: bool = False) -> Iterator[None]:
     """Inside, as after `quit_at_once`; afterwards Ctrl-C raises KeyboardInterrupt as usual."""
-    quit_at_once()
+    quit_at_once(is_json)
     try:
         yield
     finally:
@@ -66,9 +71,11 @@ def hold_interrupts() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _quit(number: int, frame: object) -> None:
+def _quit(is_json: bool, number: int, frame: object) -> None:
     if os.isatty(2):
         os.write(2, b"\n")  # the line that ^C stands on
+    if is_json:
+        os.write(1, f"{INTERRUPTED_FACTS}\n".encode())
     os._exit(INTERRUPTED)
 
 

@@ -1,9 +1,9 @@
-"""Streams a text to a terminal behind its prompt, and says what it waits for when it pauses."""
+"""Streams a text to a terminal behind its prompt, and says what it waits for."""
 
 import threading
 from collections.abc import Callable
 
-from .terminal import Terminal, WordWrapper
+from .terminal import Progress, Terminal, WordWrapper
 
 _PATIENCE_SECONDS = 1.0
 """Most failovers are over by then, and the report at the end names them."""
@@ -60,11 +60,11 @@ class TextPrinter:
             self._terminal.write(text)
 
 
-class OutageNotices:
-    """Watches, in a thread of its own during a `with` block, for an outage that stops a text.
+class ChangeNotices:
+    """Tells what is waited for each time that it changes, in a thread during a `with` block.
 
-    `describe` returns the outage in words, or an empty string; `notify` is called once with words
-    that have stayed the same for a second.
+    `describe` returns it in words, or an empty string for nothing; `notify` is called once with
+    words that have stayed the same for so long.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class OutageNotices:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
-    def __enter__(self) -> "OutageNotices":
+    def __enter__(self) -> "ChangeNotices":
         self._thread.start()
         return self
 
@@ -88,10 +88,23 @@ class OutageNotices:
         self._thread.join()
 
     def _look(self) -> None:
-        known, num_looks = "", 0
-        while not self._is_over.wait(_LOOK_SECONDS):
+        known, num_looks, is_over = "", 0, False
+        while not is_over:
             found = self._describe()
             num_looks = num_looks + 1 if found == known else 0
             known = found
             if found and num_looks == self._num_patient_looks:
                 self._notify(found)
+            is_over = self._is_over.wait(_LOOK_SECONDS)
+
+
+def show_waiting(
+    notices: Terminal, describe: Callable[[], str], otherwise: str = ""
+) -> Progress | ChangeNotices:
+    """Return a context that shows what is waited for, or `otherwise` on a terminal.
+
+    On a terminal it is a progress line; elsewhere, such as in a file, a line for each change.
+    """
+    if notices.can_redraw:
+        return Progress(notices, lambda: describe() or otherwise)
+    return ChangeNotices(describe, notices.print, patience_seconds=0.0)

@@ -26,6 +26,8 @@ from shoal.peer.local_swarm.swarm import LocalSwarm
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
 PROMPT = "Once upon a time"
+JOINING = "Joining the swarm"
+FETCHING = "Waiting for peers to fetch the adapter"
 CLOSED = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
 
@@ -39,7 +41,8 @@ def swarm(byte_model: Path) -> Iterator[LocalSwarm]:
 def run_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, Any]:
     code = main([*arguments, "--json"])
     output = capsys.readouterr()
-    assert output.err == ""
+    notices = [line for line in output.err.splitlines() if line != FETCHING]
+    assert notices == ([JOINING] if arguments[0] == "generate" else [])
     return code, json.loads(output.out)
 
 
@@ -94,6 +97,18 @@ def test_generate_with_a_seed_repeats_itself_and_beams_over_int8_caches_work(
     assert (searched["tokens"], searched["kv_format"]) == (6, "int8")
 
 
+def test_generate_names_the_blocks_that_have_no_standby(
+    swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["generate", str(byte_model), PROMPT, "--max-new-tokens", "2", "--initial-peers"]
+
+    assert main([*command, *swarm.initial_peers, "--standby", "--json"]) == 0
+
+    output = capsys.readouterr()
+    assert json.loads(output.out)["blocks_without_standby"] == ["0:2"]
+    assert "No standby for blocks 0:2:" in output.err
+
+
 def test_generate_streams_text_to_stdout_and_its_report_to_stderr(
     swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,7 +119,7 @@ def test_generate_streams_text_to_stdout_and_its_report_to_stderr(
 
     output = capsys.readouterr()
     assert output.out == text + "\n"
-    assert output.err.startswith("5 tokens, ")
+    assert output.err.startswith(f"{JOINING}\n5 tokens, ")
     assert f"{swarm.peers[0].peer_id[-6:]}[0:2]" in output.err
 
 
@@ -116,7 +131,7 @@ def test_generate_writes_a_trace_and_sums_it_up(
     command += ["--initial-peers", *swarm.initial_peers]
 
     assert main(command) == 0
-    table = capsys.readouterr().err.splitlines()[1:]
+    table = capsys.readouterr().err.splitlines()[2:]
     events = json.loads(path.read_text())["traceEvents"]
     code, result = run_json(command, capsys)
 
@@ -168,7 +183,8 @@ def test_generate_says_at_once_which_blocks_it_waits_for(byte_model: Path) -> No
 
     assert process.returncode == 1
     assert json.loads(process.stdout)["kind"] == "RouteError"
-    notice, error = process.stderr.splitlines()
+    joining, notice, error = process.stderr.splitlines()
+    assert joining == JOINING
     assert notice == "Waiting for blocks 2:4, at most 1 s"
     assert "blocks 2:4" in error
 
@@ -189,7 +205,8 @@ def test_generate_says_in_the_middle_of_a_text_which_blocks_it_waits_for(byte_mo
             _, errors = process.communicate(timeout=120)
 
     assert process.returncode == 1
-    warning, notice, error = errors.decode().splitlines()
+    joining, warning, notice, error = errors.decode().splitlines()
+    assert joining == JOINING
     assert warning.startswith("No standby for blocks 0:2, 2:4: no other peer serves them")
     assert notice == "Waiting for blocks 2:4, at most 4 s"
     assert "blocks 2:4" in error
@@ -309,6 +326,7 @@ def test_adapter_is_there_for_others_until_who_publishes_it_is_stopped(
     assert (process.returncode, errors) == (0, b"")
     assert json.loads(withdrawn) == {"event": "withdrawn", "digest": published["digest"]}
     assert main([*command, "--wait", "0", "--adapter", published["digest"]]) == 1
+    assert capsys.readouterr().err.splitlines()[:2] == [JOINING, FETCHING]
 
 
 def test_swarm_reports_a_death_and_leaves_nothing_behind(byte_model: Path) -> None:
@@ -360,4 +378,5 @@ def test_swarm_that_is_stopped_before_it_is_ready_says_so_by_its_code(
         output, errors = process.communicate(timeout=60)
 
     assert process.returncode == 130
-    assert (output, errors) == (b"", b"")
+    assert json.loads(output) == {"error": "interrupted", "kind": "KeyboardInterrupt"}
+    assert errors == b""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.terminal.interrupts import hold_interrupts
+from shoal.cli.terminal.interrupts import INTERRUPTED_FACTS, hold_interrupts
 
 PROGRAM = Path(__file__).with_name("interrupted_shoal.py")
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -17,6 +17,7 @@ PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx
 SERVE = ("serve", "--new-swarm", "MODEL")
 GENERATE = ("generate", "MODEL", "prompt", "--initial-peers", PEER)
 DOCTOR = ("doctor", "MODEL", "--initial-peers", PEER)
+GENERATE_JSON = (*GENERATE, "--json")
 DEMO = ("demo", "--tokens", "9", "--kill-after", "3")
 
 
@@ -27,6 +28,7 @@ DEMO = ("demo", "--tokens", "9", "--kill-after", "3")
         ("shoal.cli.commands.serve", SERVE),
         pytest.param("torch.nn.functional", SERVE, marks=pytest.mark.thorough),
         ("transformers", GENERATE),
+        ("transformers", GENERATE_JSON),
         pytest.param("transformers.models.llama", GENERATE, marks=pytest.mark.thorough),
         ("hivemind", DOCTOR),
         ("shoal.peer.local_swarm.swarm", DEMO),
@@ -45,7 +47,8 @@ def test_interrupted_start_ends_quietly(
         stdin=subprocess.DEVNULL,
     )
 
-    assert process.stderr == ""
+    assert process.stderr == "Joining the swarm\n" * ("generate" in command)
+    assert process.stdout == f"{INTERRUPTED_FACTS}\n" * ("--json" in command)
     assert process.returncode == 130
 
 

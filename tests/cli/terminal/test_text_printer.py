@@ -8,7 +8,7 @@ import pytest
 from screens import Screen
 
 from shoal.cli.terminal.terminal import Terminal
-from shoal.cli.terminal.text_printer import OutageNotices, TextPrinter
+from shoal.cli.terminal.text_printer import ChangeNotices, TextPrinter
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
@@ -72,7 +72,7 @@ def test_outage_is_said_once_each_time() -> None:
         said.append(words)
         was_said.set()
 
-    with OutageNotices(lambda: sought[0], notify, patience_seconds=0.1):
+    with ChangeNotices(lambda: sought[0], notify, patience_seconds=0.1):
         for words in ("4:8", "", "0:4"):
             sought[0] = words
             if words:
