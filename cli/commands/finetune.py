@@ -23,7 +23,7 @@ from ..finetuning.run_options import (
 from ..finetuning.run_report import RunFacts, RunReporter, make_result
 from ..finetuning.run_texts import RunTexts, describe_limits, read_texts
 from ..options.bundled_model import find_model
-from ..options.join_options import Joining, quote_swarm, read_joining
+from ..options.join_options import Joining, quote_command, read_joining
 from ..options.quantities import count_of
 from ..remote_models.opening import import_client, load_tokenizer, open_model
 from ..terminal.interrupts import INTERRUPTED, hold_interrupts, quitting_at_once, stop_on_sigterm
@@ -215,8 +215,10 @@ def _fine_tune(
 
 def _advise(error: RouteError, options: argparse.Namespace, joining: Joining) -> RouteError:
     """Return the same error with advice for the blocks that it names."""
-    name, swarm = shlex.quote(options.model), quote_swarm(joining.initial_peers, options.join)
-    commands = [f"shoal serve {name} --blocks {span} {swarm}".rstrip() for span in error.missing]
+    serve, swarm = f"shoal serve {shlex.quote(options.model)}", joining.initial_peers
+    commands = [
+        quote_command(f"{serve} --blocks {span}", swarm, options.join) for span in error.missing
+    ]
     starts = " and ".join(f"`{command}`" for command in commands)
     advice = f"start peers for them with {starts}, or increase --wait"
     return RouteError(f"{error}; {advice}", error.missing)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...protocol.errors import RouteError
 from ..options.adapter_folder import check_lora
 from ..options.bundled_model import find_model
-from ..options.join_options import add_join_arguments, join_lines, quote_command, read_joining
+from ..options.join_options import add_join_arguments, quote_command, read_joining
 from ..options.shared_options import add_model_argument, add_wait_argument
 from ..remote_models.opening import import_client, open_model
 from ..terminal.interrupts import quitting_at_once, stop_on_sigterm
@@ -130,15 +130,15 @@ def _report_published(
 
     `is_complete` is False while peers for some blocks do not have it.
     """
-    command = f'shoal generate {shlex.quote(options.model)} "Once upon a time"'
-    use = quote_command([command, f"--adapter {digest}"], options.initial_peers, options.join)
+    command = f'shoal generate {shlex.quote(options.model)} "Once upon a time" --adapter {digest}'
+    use = quote_command(command, options.initial_peers, options.join)
     output = reporter.output
     when = "" if is_complete else ", once peers for all blocks have it"
     said = f"{options.folder} is published. Anyone in the swarm can use it by its digest{when}:"
     lines = [
         *(output.paint(line, "bold") for line in output.wrap(said)),
         "",
-        *(f"  {line}" for line in use),
+        f"  {use}",
         "",
         "From Python: from_pretrained(…, active_adapter=DIGEST)",
         "Press Ctrl-C to withdraw it.",
@@ -148,7 +148,7 @@ def _report_published(
         lines,
         digest=digest,
         adapter=str(options.folder),
-        use=join_lines(use),
+        use=use,
         is_complete=is_complete,
     )
 

@@ -112,8 +112,7 @@ def _describe_swarm(
     yield ""
     yield output.paint("Generate text from another terminal:", "bold")
     command = f'shoal generate {shlex.quote(model)} "Once upon a time"'
-    for line in quote_command([command], [address], None):
-        yield f"  {line}"
+    yield f"  {quote_command(command, [address], None)}"
     yield ""
     yield output.paint("Or from Python:", "bold")
     for line in _make_snippet(swarm.model, address):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...protocol.spans import Span
-from ..options.join_options import Joining, join_lines, quote_command
+from ..options.join_options import Joining, quote_command
 from ..options.quantities import count_of
 from ..remote_models.routes import describe_pass_failover, pass_failover_facts, route_facts, tail_of
 from ..terminal.reporter import Reporter
@@ -56,10 +56,10 @@ class RunResult:
     adapter: Path
     plot: Path
     table: Path
-    use: Sequence[str]
-    """The lines of a command that uses the trained weights."""
-    publish: Sequence[str] = ()
-    """The lines of a command that publishes them; none for prompts."""
+    use: str
+    """A command that uses the trained weights."""
+    publish: str = ""
+    """A command that publishes them; empty for prompts."""
 
 
 class SpeedMeter:
@@ -213,7 +213,7 @@ class RunReporter:
             updates=result.progress.num_updates,
             evaluation_loss=_to_json(evaluated[-1]) if evaluated else None,
             seconds=round(self._meter.seconds, 3),
-            use=join_lines(result.use),
+            use=result.use,
         )
 
     def describe(self) -> str:
@@ -276,13 +276,11 @@ def _describe_result(output: Terminal, result: RunResult, took: str) -> Iterator
     yield from output.wrap(f"Trained weights: {result.adapter}; loss plot: {result.plot}")
     yield ""
     yield output.paint("Use it:", "bold")
-    for line in result.use:
-        yield f"  {line}"
+    yield f"  {result.use}"
     if result.publish:
         yield ""
         yield output.paint("Let others use it, by the digest that this prints:", "bold")
-        for line in result.publish:
-            yield f"  {line}"
+        yield f"  {result.publish}"
 
 
 def format_seconds(seconds: float) -> str:
@@ -325,17 +323,14 @@ def make_result(
 
 def quote_uses(
     options: argparse.Namespace, prompt: str, addresses: Sequence[str]
-) -> tuple[list[str], list[str]]:
-    """Return the lines of commands that use trained weights and that publish them.
-
-    There are none for publishing prompts.
-    """
+) -> tuple[str, str]:
+    """Return commands that use trained weights and that publish them: none for prompts."""
     model, folder = shlex.quote(options.model), shlex.quote(str(options.out))
-    generate = [f'shoal generate {model} "{prompt}"', f"--adapter {folder}"]
-    publish = [f"shoal publish {model} {folder}"]
+    generate = f'shoal generate {model} "{prompt}" --adapter {folder}'
+    publish = f"shoal publish {model} {folder}"
     return (
         quote_command(generate, addresses, options.join),
-        quote_command(publish, addresses, options.join) if options.method == "lora" else [],
+        quote_command(publish, addresses, options.join) if options.method == "lora" else "",
     )
 
 

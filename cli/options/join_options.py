@@ -93,31 +93,13 @@ def quote_swarm(addresses: Sequence[str], code: str | None) -> str:
     return f"--initial-peers {addresses[0]}" if addresses else ""
 
 
-def quote_command(words: Sequence[str], addresses: Sequence[str], code: str | None) -> list[str]:
-    """Return the lines of a command in the swarm as it was given, which can be pasted together.
+def quote_command(command: str, addresses: Sequence[str], code: str | None) -> str:
+    """Return a command, to be printed, in the swarm as it was given.
 
-    `words` are the command, then its options. An address is longer than most terminals are wide:
-    it has a line of its own.
-
-    >>> quote_command(["shoal generate m", "--adapter out"], ["/ip4/a"], None)
-    ['shoal generate m \\\\', '  --adapter out \\\\', '  --initial-peers \\\\', '/ip4/a']
+    >>> quote_command("shoal generate m --adapter out", ["/ip4/a"], None)
+    'shoal generate m --adapter out --initial-peers /ip4/a'
     """
-    option, _, value = quote_swarm(addresses, code).partition(" ")
-    if value.startswith("/"):
-        swarm = [f"  {option}", value]
-    else:
-        swarm = [f"  {option} {value}"] if option else []
-    lines = [words[0], *(f"  {word}" for word in words[1:]), *swarm]
-    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
-
-
-def join_lines(lines: Sequence[str]) -> str:
-    """Return the lines of `quote_command` as one.
-
-    >>> join_lines(["shoal generate m \\\\", "  --adapter out"])
-    'shoal generate m --adapter out'
-    """
-    return " ".join(line.removesuffix("\\").strip() for line in lines)
+    return f"{command} {quote_swarm(addresses, code)}".rstrip()
 
 
 def _read_file(path: Path) -> str:

@@ -102,12 +102,9 @@ def test_it_tells_how_others_use_it_in_a_terminal() -> None:
 
     tell_published(report_to(screen), "--join", "@own.code")
 
-    assert all(len(line) <= 80 for line in screen.text.replace("\x1b[1m", "").splitlines())
-    assert (
-        '  shoal generate shoal-stories "Once upon a time" \\\n'
-        f"    --adapter {DIGEST} \\\n"
-        "    --join @own.code\n"
-    ) in screen.text
+    lines = screen.text.replace("\x1b[1m", "").splitlines()
+    command = f'shoal generate shoal-stories "Once upon a time" --adapter {DIGEST} --join @own.code'
+    assert [line for line in lines if len(line) > 80] == [f"  {command}"]
     assert "active_adapter=DIGEST" in screen.text
     assert "Press Ctrl-C to withdraw it.\n" in screen.text
 
@@ -118,7 +115,7 @@ def test_it_tells_when_it_cannot_be_used_yet_and_needs_no_option() -> None:
     tell_published(report_to(screen), is_complete=False)
 
     assert "peers for all blocks have it" in screen.text
-    assert f"    --adapter {DIGEST}\n" in screen.text
+    assert f" --adapter {DIGEST}\n" in screen.text
 
 
 def test_it_tells_programs_the_whole_command_and_no_secret() -> None:

@@ -47,7 +47,7 @@ def make_update(number: int, loss: float = 12.3456) -> Updated:
 def make_result() -> RunResult:
     progress = RunProgress(3, [2.0, None, 1.0], {0: 2.5, 3: 1.25})
     folder = Path("out")
-    return RunResult(progress, folder, folder / "losses.png", folder / "losses.csv", ["shoal …"])
+    return RunResult(progress, folder, folder / "losses.png", folder / "losses.csv", "shoal …")
 
 
 def report_to(output: Screen, notices: Screen, is_json: bool = False) -> RunReporter:
@@ -232,30 +232,27 @@ def test_texts_that_were_cut_or_skipped_are_counted() -> None:
 @pytest.mark.parametrize(
     ("addresses", "code", "end"),
     [
-        (["/ip4/a", "/ip4/b"], None, ["  --initial-peers \\", "/ip4/a"]),
-        ([], "@own code", ["  --join '@own code'"]),
-        ([], "shoal:secret", ["  --join shoal:…"]),
-        ([], None, []),
+        (["/ip4/a", "/ip4/b"], None, " --initial-peers /ip4/a"),
+        ([], "@own code", " --join '@own code'"),
+        ([], "shoal:secret", " --join shoal:…"),
+        ([], None, ""),
     ],
 )
 def test_uses_name_the_swarm_and_tell_no_secret(
-    addresses: list[str], code: str | None, end: list[str]
+    addresses: list[str], code: str | None, end: str
 ) -> None:
     options = Namespace(model="a model", out=Path("my out"), method="lora", join=code)
 
     use, publish = quote_uses(options, "Once upon a time", addresses)
 
-    words = ["shoal generate 'a model' \"Once upon a time\"", "  --adapter 'my out'"]
-    assert [line.removesuffix(" \\") for line in use[:2]] == words
-    assert use[2:] == end
-    assert publish[0].removesuffix(" \\") == "shoal publish 'a model' 'my out'"
-    assert publish[1:] == end
+    assert use == f"shoal generate 'a model' \"Once upon a time\" --adapter 'my out'{end}"
+    assert publish == f"shoal publish 'a model' 'my out'{end}"
 
 
 def test_prompts_are_not_published() -> None:
     options = Namespace(model="m", out=Path("out"), method="ptune", join=None)
 
-    assert quote_uses(options, "Once", [])[1] == []
+    assert quote_uses(options, "Once", [])[1] == ""
 
 
 def test_losses_are_a_table_with_what_was_before(tmp_path: Path) -> None:
