@@ -18,7 +18,7 @@ from chaos.halves import plan_halves
 from chaos.leftovers import Leftovers, put_temporary_files_in
 from chaos.live_swarm import LiveSwarm
 from chaos.plan import Action, plan_chaos
-from chaos.writers import LONGEST_TEXT, Tally, Task, Writer, tell_stories, write
+from chaos.writers import LONGEST_TEXT, Tally, Task, Writer, tell_stories, write, write_longest
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -193,7 +193,7 @@ def _write_with_transformers(setting: Setting, prompts: Sequence[Tensor]) -> lis
     if setting.weights != "fp32":
         return []
     reference = AutoModelForCausalLM.from_pretrained(setting.model, dtype="float32")
-    return [write(reference, prompt, LONGEST_TEXT) for prompt in prompts]
+    return write_longest(reference, prompts)
 
 
 def _connect(model: str, swarm: LiveSwarm, **settings: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers.generation.streamers import BaseStreamer
 
 from shoal.protocol.ids import PeerId
@@ -48,6 +49,17 @@ def write(model: Any, prompt: Tensor | None, num_tokens: int, **settings: Any) -
     return model.generate(
         prompt, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False, **settings
     )
+
+
+def write_longest(reference: Any, prompts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the longest text of each prompt, by plain transformers and all at once."""
+    length = max(prompt.shape[1] for prompt in prompts)
+    missing = [length - prompt.shape[1] for prompt in prompts]
+    rows = zip(prompts, missing, strict=True)
+    padded = torch.cat([functional.pad(prompt, (num, 0)) for prompt, num in rows])
+    mask = torch.arange(length) >= torch.tensor(missing)[:, None]
+    texts = write(reference, padded, LONGEST_TEXT, attention_mask=mask.long())
+    return [texts[row : row + 1, num:] for row, num in enumerate(missing)]
 
 
 @dataclass(frozen=True, order=True)
