@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ facts = {
     "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
     "wakeup": signal.set_wakeup_fd(-1),
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    "customized": getattr(sys.modules.get("sitecustomize"), "WORD", None),
 }
 print(json.dumps(facts))
 print("said", file=sys.stderr)
@@ -61,13 +63,14 @@ def tell(popen: Any, **options: Any) -> tuple[dict[str, Any], str, int]:
 
 
 def test_process_finds_what_a_plain_one_finds(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("WORD = 'of this folder'")
     options = {
         "cwd": tmp_path,
         "env": {
             **os.environ,
             "SHOAL_TEST": "value",
             "TMPDIR": str(tmp_path),
-            "PYTHONPATH": os.pathsep.join(["/one", "/two"]),
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), "/two"]),
         },
     }
 
@@ -77,23 +80,25 @@ def test_process_finds_what_a_plain_one_finds(tmp_path: Path) -> None:
     facts, errors, code = warm
     assert (facts["stdin"], facts["variable"], errors, code) == ("asked", "value", "said\n", 7)
     assert facts["argv"] == ["-c", "one", "two words"]
+    assert facts["customized"] == "of this folder"
     assert facts["group"] == os.getpgrp()
 
 
 @POPENS
 def test_process_may_have_a_group_of_its_own(popen: Any) -> None:
-    assert tell(popen, process_group=0)[0]["is_leader"]
+    code = "import os; print(os.getpgrp() == os.getpid())"
+    with popen(make_command(code), stdout=subprocess.PIPE, process_group=0) as process:
+        assert process.communicate()[0] == b"True\n"
 
 
-@POPENS
-def test_random_numbers_of_two_processes_differ(popen: Any) -> None:
+def test_random_numbers_of_two_processes_differ() -> None:
     code = (
         "import random, secrets, numpy, torch\n"
         "print(random.random(), secrets.token_hex(8), numpy.random.rand(), torch.initial_seed())"
     )
     outputs: set[bytes] = set()
     for _ in range(2):
-        with popen(make_command(code), stdout=subprocess.PIPE) as process:
+        with warm_python.Popen(make_command(code), stdout=subprocess.PIPE) as process:
             outputs |= set(process.communicate()[0].split())
 
     assert len(outputs) == 8
@@ -163,19 +168,33 @@ def test_one_process_finds_nothing_of_another(tmp_path: Path) -> None:
     assert done.stdout.endswith(" None\n")
 
 
-def test_everything_ends_with_a_program_that_is_killed() -> None:
-    """A peer of a program that dies ends with its stdin, and what forks them does so, too."""
-    code = (
-        "import os, signal, subprocess, sys\n"
-        f"sys.path.insert(0, {str(Path(warm_python.__file__).parent)!r})\n"
-        "import warm_python\n"
-        "waiting = [sys.executable, '-P', '-c', 'input()']\n"
-        "process = warm_python.Popen(waiting, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)\n"
-        "print(warm_python.forge.pid, process.pid, flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
+END = """
+waiting = [sys.executable, "-P", "-c", "input()"]
+process = warm_python.Popen(waiting, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+print(warm_python.forge.pid, process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
-    done = subprocess.run(make_command(code), capture_output=True, text=True)
+
+@pytest.mark.parametrize(
+    ("run", "lead"),
+    [
+        (partial(warm_python.run, starts_peers=True), "warm_python = sys.modules['__main__']"),
+        pytest.param(subprocess.run, "import warm_python", marks=pytest.mark.thorough),
+    ],
+    ids=["warm", "plain"],
+)
+def test_everything_ends_with_a_program_that_is_killed(run: Any, lead: str) -> None:
+    """A peer of a program that dies ends with its stdin, and what forks them does so, too."""
+    code = f"import os, signal, subprocess, sys\n{lead}\n{END}"
+    here = str(Path(warm_python.__file__).parent)
+
+    done = run(
+        make_command(code),
+        env={**os.environ, "PYTHONPATH": here},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2

@@ -10,8 +10,9 @@ also on a busy machine. Calls that are made whenever the swarm is idle, those of
 not count.
 
 The walks use the Python interface alone, so that trees with different files can be compared. With
-the folder TREE/.typing in front of `tests/parts` in PYTHONPATH, another tree is traced. It needs
-its C kernels, or files of the kernels in torch are entered.
+the folder TREE/.typing in front of `tests/parts` in PYTHONPATH, another tree is traced, if its
+modules and ours have the same names where `warm_python.py` imports them. It needs its C kernels, or
+files of the kernels in torch are entered.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import argparse
 import contextlib
 import importlib.util
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,16 +31,14 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import function_notes
+import warm_python
 from function_notes import Note
 
 DECODE, GRADIENT, ANNOUNCEMENT = WALKS = ("decode step", "gradient", "announcement")
 _IDLE = "idle"
 
-_MODULES = ("torch", "transformers.modeling_utils", "hivemind")
-"""Of others, that take long to import."""
-
 _NUM_TOKENS = 24
-_NUM_GRADIENTS = 16
+_NUM_GRADIENTS = 12
 _NUM_ANNOUNCEMENTS = 8
 _NUM_WARM_UPS = 3
 """Repetitions that are not counted: connections are opened and speeds measured in them."""
@@ -54,9 +52,12 @@ _IDLE_SECONDS = 0.75
 _QUIET_SECONDS = 100.0
 """Announcement period of the peers that compute: hardly any announcement meets a step."""
 
-_ANNOUNCE_SECONDS = 1.0
+_ANNOUNCE_SECONDS = 0.5
 """Announcement period of the peer whose announcements are traced. In 20 periods, longer than all
 of this walk takes, it measures the way to each peer once."""
+
+_LEAVING_SECONDS = 30.0
+"""How long that peer may take to leave, on a busy machine."""
 
 _ANNOUNCING_PROGRAM = (
     "import runpy, sys;"
@@ -110,9 +111,10 @@ def trace_walks() -> dict[str, Walk]:
     root = Path(spec.origin).resolve().parents[1]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        process = subprocess.run(
+        process = warm_python.run(
             [sys.executable, "-P", "-m", "entered_files", "--take", str(root)],
-            env=function_notes.prepare(root, folder, _MODULES),
+            starts_peers=True,
+            env=function_notes.prepare(root, folder),
             capture_output=True,
             text=True,
         )
@@ -191,24 +193,26 @@ def take_walks(root: Path) -> dict[str, list[int]]:
 
     Imports stand in here: they are for the traced process, not for the one that starts it.
     """
+    from shoal.client import AutoDistributedModelForCausalLM
     from shoal.peer.local_swarm.swarm import LocalSwarm
 
     steps, path = Steps(), str(root / "models" / "shoal-stories")
-    with LocalSwarm(path, [(0, 4)], announce_period_seconds=_QUIET_SECONDS) as swarm:
-        second = swarm.add((4, 8), wait=False)
-        from shoal.client import AutoDistributedModelForCausalLM  # while the peer starts
-
-        swarm.wait_until_online([second])
-        with AutoDistributedModelForCausalLM.from_pretrained(
+    with (
+        LocalSwarm(path, [(0, 4), (4, 8)], announce_period_seconds=_QUIET_SECONDS) as swarm,
+        AutoDistributedModelForCausalLM.from_pretrained(
             path, initial_peers=swarm.initial_peers
-        ) as model:
-            wait_idly(steps)
-            take_tokens(model, steps)
-            wait_idly(steps)
-            take_gradients(model, steps)
-            wait_idly(steps)
-            swarm.add((0, 4), program=("-c", _ANNOUNCING_PROGRAM))
-            take_announcements(model, steps)
+        ) as model,
+    ):
+        wait_idly(steps)
+        # First: ten seconds after the other walks, peers close connections that these opened.
+        announcing = swarm.add((0, 4), program=("-c", _ANNOUNCING_PROGRAM))
+        take_announcements(model, steps)
+        announcing.terminate()
+        announcing.wait(_LEAVING_SECONDS)
+        wait_idly(steps)
+        take_tokens(model, steps)
+        wait_idly(steps)
+        take_gradients(model, steps)
     return steps.taken
 
 
@@ -255,7 +259,7 @@ def take_announcements(model: Any, steps: Steps) -> None:
     """Wait until a peer has announced itself once more, and read who serves what."""
     for _ in range(_NUM_WARM_UPS + _NUM_ANNOUNCEMENTS):
         with steps.step(ANNOUNCEMENT):
-            time.sleep(1.3 * _ANNOUNCE_SECONDS)
+            time.sleep(1.5 * _ANNOUNCE_SECONDS)
             model.transformer.h.sequence_manager.update()
     del steps.taken[ANNOUNCEMENT][:_NUM_WARM_UPS]
 

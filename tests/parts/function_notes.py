@@ -7,13 +7,12 @@ imports, and generated code, such as the `__init__` of a dataclass, belongs to n
 
 from __future__ import annotations
 
-import importlib
 import mmap
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from inspect import CO_OPTIMIZED
 from pathlib import Path
@@ -24,7 +23,6 @@ PRODUCT = ("protocol/", "kernels/", "models/", "peer/", "client/", "cli/")
 """The folders that count, relative to the root of a tree."""
 
 _ROOT, _FOLDER = "FUNCTION_NOTES_ROOT", "FUNCTION_NOTES_FOLDER"
-_MODULES = "FUNCTION_NOTES_MODULES"
 _MARK = "mark"
 
 Trace = Callable[[FrameType, str, Any], Any]
@@ -48,23 +46,21 @@ class Note:
         return self.file, self.function, self.caller
 
 
-def prepare(root: Path, folder: Path, modules: Sequence[str] = ()) -> dict[str, str]:
+def prepare(root: Path, folder: Path) -> dict[str, str]:
     """Return an environment in which every Python process records functions of the tree at `root`.
 
-    They write to `folder`. Each imports `modules` first, which is slow once it records.
+    They write to `folder`.
     """
     (folder / _MARK).write_bytes(bytes(4))
     here = Path(__file__).resolve().parent
     paths = (str(here / "traced"), str(here), os.environ.get("PYTHONPATH", ""))
     python_path = os.pathsep.join(filter(None, paths))
-    settings = {_ROOT: str(root), _FOLDER: str(folder), _MODULES: " ".join(modules)}
+    settings = {_ROOT: str(root), _FOLDER: str(folder)}
     return {**os.environ, "PYTHONPATH": python_path, **settings}
 
 
 def begin() -> None:
     """Record what this thread runs from now on, and threads that start later."""
-    for module in os.environ[_MODULES].split():
-        importlib.import_module(module)
     trace = _make_trace(Path(os.environ[_ROOT]), Path(os.environ[_FOLDER]))
     threading.settrace(trace)
     sys.settrace(trace)

@@ -263,6 +263,9 @@ def _take_over(request: _Request, streams: Sequence[int]) -> None:
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(_open_stream(1, "stdout")))
     error_writer = io.BufferedWriter(_open_stream(2, "stderr"))
     sys.stderr = io.TextIOWrapper(error_writer, errors="backslashreplace", line_buffering=True)
+    if any(Path(folder, "sitecustomize.py").is_file() for folder in folders if folder):
+        sys.modules.pop("sitecustomize", None)  # of an outer process
+        importlib.import_module("sitecustomize")
 
 
 def _open_stream(number: int, name: str) -> io.FileIO:
