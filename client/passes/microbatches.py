@@ -163,7 +163,7 @@ class MicrobatchInputs:
 
 @dataclass(frozen=True)
 class TextGradients:
-    """Gradients of what went into some blocks, in the shapes of `Texts`."""
+    """What came of texts in some blocks, in their shapes: hidden states, or gradients of all."""
 
     hidden_BTH: Tensor
     prompts_LBPH: Tensor | None = None

@@ -27,7 +27,7 @@ from ...protocol.errors import (
 )
 from ...protocol.ids import NO_ADAPTER, AdapterId, PeerId
 from ...protocol.messages.adapters import AdapterHead
-from ...protocol.messages.passes import AccumulationOrder, PassKind, Slot
+from ...protocol.messages.passes import AccumulationOrder, PassKind
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement, PeerState
@@ -44,7 +44,7 @@ from ..routing.route import Failover, Failures, Fault, Hop, LostHopError, PeerFa
 from ..settings.client_config import ClientConfig
 from .adapter_uploads import AdapterUploads
 from .microbatches import TextGradients, Texts, choose_scale
-from .pass_links import NotWantedError, PassAnswer, PassLink, PassLinks
+from .pass_links import NotWantedError, PassLink, PassLinks
 
 _logger = logging.getLogger(__name__)
 
@@ -270,8 +270,7 @@ class PassAsker:
             part = texts.take_blocks(slice(0, len(hop.span)))
             answer = await self._try(hop, part, None, failures)
             if answer is not None:
-                hidden_BTH = answer.tensors[Slot.HIDDEN].view(texts.hidden_BTH.shape)
-                return SpanOutput(hop.span, hop.peer.weights, hidden_BTH)
+                return SpanOutput(hop.span, hop.peer.weights, answer.hidden_BTH)
 
     async def ask_backward(
         self, span: Span, texts: Texts, grads_BTH: Tensor, weights: str
@@ -281,7 +280,6 @@ class PassAsker:
         None when no peer hosts all of it as such weights any more. Raises what `ask_forward` does.
         """
         failures = self.make_failures()
-        scale = choose_scale(grads_BTH) if self._config.wire_dtype == "fp16" else 1.0
         while True:
             hosts = await self._wait_for_hosts(span, failures, weights)
             hosts = [peer for peer in hosts if peer.span.covers(span)]
@@ -289,9 +287,9 @@ class PassAsker:
                 self.failovers.note(failures.take_lost(span), ())
                 return None
             hop = self._choose(hosts, span, texts.num_tokens, PassKind.BACKWARD)
-            answer = await self._try(hop, texts, scale * grads_BTH, failures)
+            answer = await self._try(hop, texts, grads_BTH, failures)
             if answer is not None:
-                return TextGradients.read(answer.tensors, texts, span).multiply(1 / scale)
+                return answer
 
     async def choose_shard_peer(
         self, span: Span, failures: PassFailures, weights: str | None
@@ -311,15 +309,9 @@ class PassAsker:
 
         Raises UnavailableError, RefusedError or RemoteProtocolError.
         """
-        scale = 1.0
-        if grads_BTH is not None and self._config.wire_dtype == "fp16":
-            scale = choose_scale(grads_BTH)
-            grads_BTH = scale * grads_BTH
-        if order is not None:
-            order = replace(order, scale=1 / scale)
-        answer = await self._ask(hop, texts, grads_BTH, accumulate=order)
+        answer = await self._ask(hop, texts, grads_BTH, order=order)
         self.failovers.note_answer(hop)
-        return TextGradients.read(answer.tensors, texts, hop.span).multiply(1 / scale)
+        return answer
 
     @asynccontextmanager
     async def lend(
@@ -357,19 +349,10 @@ class PassAsker:
             lost.__cause__ = error
             failures.note_lost(lost)
 
-    async def bring_adapter(self, hop: Hop, adapter: SentAdapter) -> None:
-        """See that a peer has an adapter for a session that is about to be opened there.
-
-        Raises UnavailableError, RefusedError or RemoteProtocolError.
-        """
-        await slice_adapters([adapter], hop.span)
-        if adapter.slice(hop.span) is not None and isinstance(adapter, AdapterVersion):
-            async with self.lend(hop) as link:
-                await self._bring(link, [adapter], hop.span, is_trained=False)
-
-    async def _bring(
+    async def bring(
         self, link: PassLink, adapters: Sequence[SentAdapter], span: Span, is_trained: bool
     ) -> None:
+        """See that a peer has the adapters for some blocks; raises what `PassLink.bring` does."""
         send = partial(self.send_adapter, link)
         await self.uploads.bring(link.peer.peer_id, adapters, span, is_trained, send)
 
@@ -411,7 +394,7 @@ class PassAsker:
 
     async def _try(
         self, hop: Hop, texts: Texts, grads_BTH: Tensor | None, failures: PassFailures
-    ) -> PassAnswer | None:
+    ) -> TextGradients | None:
         """Ask one peer; None when it failed, for which it is blamed."""
         try:
             # Others may have found out meanwhile that the peer is dead.
@@ -469,12 +452,18 @@ class PassAsker:
         texts: Texts,
         grads_BTH: Tensor | None,
         is_wanted: Callable[[], bool] = lambda: True,
-        accumulate: AccumulationOrder | None = None,
-    ) -> PassAnswer:
+        order: AccumulationOrder | None = None,
+    ) -> TextGradients:
+        """Ask one peer for hidden states, or, given gradients, for those before them."""
         await slice_adapters(list_adapters(texts.adapters), hop.span)
         is_backward, wire_dtype = grads_BTH is not None, self._config.wire_dtype
+        scale = 1.0
+        if grads_BTH is not None and wire_dtype == "fp16":
+            scale = choose_scale(grads_BTH)
+            grads_BTH = scale * grads_BTH
         asked = replace(
-            texts.make_pass(hop, wire_dtype, is_backward=is_backward), accumulate=accumulate
+            texts.make_pass(hop, wire_dtype, is_backward=is_backward),
+            accumulate=order and replace(order, scale=1 / scale),
         )
         num_bytes = texts.count_bytes(asked)
         bandwidth, num_tokens = self._book.bandwidth, texts.num_tokens
@@ -485,7 +474,7 @@ class PassAsker:
         with times.count(expected_seconds):
             async with self.lend(hop, is_wanted=is_wanted) as link:
                 adapters = list_adapters(texts.adapters)
-                await self._bring(link, adapters, hop.span, texts.trains_adapters)
+                await self.bring(link, adapters, hop.span, texts.trains_adapters)
                 asked_at = self.clock.now()
                 with self.carry(hop.peer.peer_id, num_bytes) as carrying_seconds:
                     answer = await link.ask(
@@ -499,7 +488,8 @@ class PassAsker:
         bandwidth.note_answer(num_bytes, self.clock.now() - asked_at)
         way.note_answer(num_bytes, answer.way_seconds)
         times.note(hop, num_tokens, asked.kind, asked_at, self.clock.now(), answer.way_seconds)
-        return answer
+        gradients = TextGradients.read(answer.tensors, texts, hop.span)
+        return gradients if scale == 1.0 else gradients.multiply(1 / scale)
 
     def _choose(
         self, hosts: Sequence[Announcement], span: Span, num_tokens: int, kind: PassKind
@@ -581,7 +571,9 @@ class SessionAdapter:
 
     async def bring(self, hop: Hop) -> None:
         """Give it to a hop that may not have it; raises what `PassLink.bring` does."""
-        await self.asker.bring_adapter(hop, self.adapter)
+        if isinstance(self.adapter, AdapterVersion) and await self.name_for(hop.span):
+            async with self.asker.lend(hop) as link:
+                await self.asker.bring(link, [self.adapter], hop.span, is_trained=False)
 
     def note_failure(self, hop: Hop, error: ShoalError) -> None:
         """Note that a hop has lost it, if that is what it said: it gets it again."""
