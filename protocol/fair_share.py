@@ -69,8 +69,8 @@ def check_share(holder: str, holders: Sequence[str], limit: int, of_what: str) -
 def check_client_share(tenant: Tenant, tenants: Sequence[Tenant], limit: int, of_what: str) -> None:
     """Do the same twice: for the address, and for the client within what its address may hold.
 
-    So clients behind one address do not shut each other out, and who makes up names gets no more
-    than an address gets. All of an address that give no name count as one client.
+    So clients behind one address do not shut each other out, and made-up names get no more
+    than one address does. All of an address that give no name count as one client.
 
     >>> greedy = Tenant("home", "greedy")
     >>> check_client_share(Tenant("home", "other"), [greedy] * 3, 8, "sessions")
@@ -174,8 +174,8 @@ class SharedBytes:
 def may_displace(asker: Tenant, idle: Tenant, held: Mapping[Tenant, int], num_bytes: int) -> bool:
     """Return whether memory of an idle tenant may be given to a request of `num_bytes`.
 
-    What is one's own always; what others have only down to as much as the asker has then. So
-    nobody can drive a small user out by asking for more and more.
+    The asker's own memory always; that of others only down to as much as the asker has then. So no
+    tenant can drive a small one out by asking for more and more.
 
     >>> held = {Tenant("a"): 60, Tenant("b"): 20}
     >>> may_displace(Tenant("b"), Tenant("a"), held, 10)

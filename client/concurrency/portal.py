@@ -149,7 +149,7 @@ class Portal:
             try:
                 async with asyncio.timeout(_SHUTDOWN_SECONDS):
                     await self._shutdown()
-            except Exception as error:  # noqa: BLE001 - nobody is left who could do anything
+            except Exception as error:  # noqa: BLE001 - no caller is left to handle it
                 _logger.debug("the client did not close cleanly: %r", error)
         await self._cancel(asyncio.all_tasks() - {asyncio.current_task()})
 

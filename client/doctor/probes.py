@@ -65,7 +65,7 @@ class Probes:
 def make_network_probes(membership: Membership | None = None) -> Probes:
     """Return the probes over TCP, TLS and the DHT, which take seconds to import.
 
-    They are those of a member, or, with None, of whoever the swarm is open to.
+    Without a membership they join open swarms only.
     """
     from ...protocol.net.dht.internet import InternetNetwork
     from ...protocol.net.relays.reachability import probe

@@ -1,6 +1,6 @@
 """Whether a peer of this machine could be dialled: what the answers of others come to.
 
-Pure; who asks them is `protocol/net/relays/reachability.py`.
+Pure; `protocol/net/relays/reachability.py` asks them.
 """
 
 import ipaddress

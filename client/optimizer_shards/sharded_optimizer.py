@@ -389,7 +389,7 @@ class ShardedOptimizer:
             shard, failures, lambda: self._asker.ask_once(hop, named, grads_BTH, order)
         )
         if shard.log[-1] is not log or not is_known():
-            raise LostShardError  # whoever has it now knows nothing of these gradients
+            raise LostShardError  # its present peer does not have these gradients
         if is_accumulated:
             shard.note_pass(LoggedPass(span, texts, grads_BTH, part))
         return gradients

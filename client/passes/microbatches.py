@@ -155,7 +155,7 @@ class HopInput:
 
 @dataclass(frozen=True)
 class MicrobatchInputs:
-    """What went into each hop for one microbatch, which is some rows of a batch."""
+    """The inputs of each hop for one microbatch, which is some rows of a batch."""
 
     rows: slice
     inputs: Sequence[HopInput]
@@ -163,7 +163,7 @@ class MicrobatchInputs:
 
 @dataclass(frozen=True)
 class TextGradients:
-    """What came of texts in some blocks, in their shapes: hidden states, or gradients of all."""
+    """Hidden states behind some blocks, or gradients of all inputs, in the shapes of `Texts`."""
 
     hidden_BTH: Tensor
     prompts_LBPH: Tensor | None = None

@@ -69,7 +69,7 @@ _MOST_UNSEEN = 256
 """Nobody may be watching."""
 
 _MOST_KNOWN = 4096
-"""A crowd of names may come and go; who is forgotten is not told of, or once more."""
+"""Bounds memory if many peer ids come and go; a forgotten peer may be reported twice, or never."""
 
 _NOISE = 0.1
 """By what fraction one of two hosts that seem alike may be taken for slower."""
@@ -139,7 +139,7 @@ class PassFailures(Failures):
     def __init__(self, retry: Retry, now: Callable[[], float], timeout_seconds: float) -> None:
         super().__init__(retry)
         self.unable: dict[PeerId, RefusedError] = {}
-        """Peers that have no memory for it, or that found nobody who has the adapter."""
+        """Peers that have no memory for it, or found no holder of the adapter."""
         self.brought_again: set[PeerId] = set()
         """Peers that had lost an adapter, and got it once more."""
         self.least_version = 0

@@ -300,7 +300,7 @@ class PassLinks:
     ) -> AsyncIterator[PassLink]:
         """Give a stream to a peer, when it has a turn there; an error ends the stream.
 
-        What is said in a word takes no turn, and waits for none.
+        A short message takes no turn, and waits for none.
 
         Raises UnavailableError, RefusedError or RemoteProtocolError, and NotWantedError where the
         peer is not wanted by then.

@@ -78,7 +78,7 @@ class OwnCoordinate:
 def choose_landmarks(peers: Collection[Announcement], rng: random.Random) -> list[Announcement]:
     """Return some peers that know where they stand; none where too few do.
 
-    Drawn by chance, not because they are far apart: whoever wants to be chosen could say so.
+    Drawn at random, not by distance: a peer that wants to be chosen could lie about that.
     """
     settled = [
         peer

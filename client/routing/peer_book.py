@@ -205,7 +205,7 @@ class AnswerTimes:
     ) -> float:
         """Return how long the answer of the peer to a step of `num_tokens` may take.
 
-        What `others` took tells how much slowness is plausible.
+        The times of `others` bound how slow a peer may plausibly be.
         """
         shown = FLOOR_SECONDS + _PATIENCE * self._expect_seconds(num_tokens, max)
         seconds = max(shown, self._trust_seconds(num_tokens, peer))

@@ -79,8 +79,8 @@ class Fault(IntEnum):
     """It broke the protocol; it is not asked at all."""
 
 
-# Answers that blame the question: no peer could take it. Any number of those who say so may be one
-# liar, and the client has checked the question: the caller hears it when nobody is left to ask.
+# Answers that blame the question: no peer could take it. All peers that answer so may be one liar,
+# and the client has checked the question: the caller gets the error when no other peer is left.
 _QUESTION_CODES = frozenset({ErrorCode.BAD_FRAME, ErrorCode.BAD_VALUES, ErrorCode.TOO_LONG})
 # Of the others, answers of a peer that is sound and may be asked again when there is no other, or
 # that serves something else by now. A peer with any other answer is broken.
@@ -96,7 +96,7 @@ _FAULTS = {
 
 WAS_LOST = "was lost"
 
-# What is said of the peer of a hop, by its answer; of all others, that they were lost.
+# What happened to the peer of a hop, by its answer; after any other answer, it was lost.
 _LOSSES = {
     ErrorCode.CACHE_FULL: "had no room",
     ErrorCode.BUSY: "had no room",

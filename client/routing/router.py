@@ -256,8 +256,8 @@ def _estimate_block_seconds(announced: Column, shown: Column) -> Column:
     """Return what a block takes at each peer.
 
     An announcement may be slower than what was measured, for a peer may be busy by now, but not
-    faster; and a stranger is taken to be only so much faster than those who have shown it, or
-    than most announce: or else whoever announces the most gets every session.
+    faster; and a peer without measurements is taken to be only so much faster than the measured
+    ones, or than most announce. Otherwise the peer that announces the most gets every session.
     """
     known = announced[~np.isnan(announced)]
     unknown = float(np.median(known)) if known.size else 1e-3  # all alike: only ratios matter then
@@ -391,7 +391,7 @@ def find_cheapest_chain(span: Span, priced: PricedPeers, edges: Edges) -> list[t
     onward_seconds = np.full(num_peers, np.inf)  # to the end, from where a peer is
     exits = np.zeros(num_peers, dtype=int)
     followers = np.full(num_peers, -1)
-    plans: dict[int, tuple[Column, Column]] = {}  # exits and followers of who begins at a block
+    plans: dict[int, tuple[Column, Column]] = {}  # exits and followers by first block
     following = np.zeros(0, dtype=int)
     for block in range(span.stop - 1, span.start - 1, -1):
         serving = np.flatnonzero((priced.starts <= block) & (block < priced.stops))

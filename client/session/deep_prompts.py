@@ -56,7 +56,7 @@ def share_prompts(prompts_LBPH: Tensor) -> Tensor:
 def check_rows_stay(prompts_LBPH: Tensor, row_map: Sequence[int] | None) -> None:
     """Raise UsageError where rows would move whose prompts differ: a prompt stays where it is.
 
-    Whoever rebuilds a cache gets rows in their newest order; prompts would need the same history.
+    A replay rebuilds a cache with rows in their newest order; prompts would need the same history.
     """
     if prompts_LBPH.shape[1] == 1 or row_map is None:
         return

@@ -233,8 +233,8 @@ class Exchange:
     async def tell(self, live: LiveHop, message: Admit | Redirect) -> Status:
         """Say something to a hop that it answers at once; raises BrokenSegmentError if it is lost.
 
-        What was wrong with the links of the hop before is seen to by that. Raises StartOverError
-        where the hop has not kept what it pushed.
+        Earlier troubles of the hop with its links are over then. Raises StartOverError where the
+        hop has not kept what it pushed.
         """
         link = live.open_link
         try:

@@ -91,8 +91,8 @@ class HopFinder:
             num_tried = len(tried)
             route = await self._find_route(missing, weights, deadline, refusals, tried)
             if len(tried) < num_tried:
-                # Everybody was asked once. Who is full may take us into its queue now; with some
-                # time left for the others, who may have room sooner.
+                # All peers were asked once. A full one may take us into its queue now, for a part
+                # of the time: another one may have room sooner.
                 is_alone = num_tried == 1
                 remaining_seconds = max(0.0, retry.remaining_seconds)
                 max_wait_seconds = remaining_seconds / (1 if is_alone else 2 * num_tried)
@@ -130,8 +130,8 @@ class HopFinder:
         Or else the busy one that is cheapest would be asked over and over, and others never. Then
         `tried` is emptied and the next round begins.
 
-        Once a peer has declined for good, only others that are there now may help: who asked for
-        too much should hear it at once, and that is what is raised.
+        Once a peer has declined for good, only others that are there now may help: a caller
+        that asked for too much gets the refusal at once.
         """
         # Somebody waits for the next token: the view at hand comes first, however old. If it led
         # to nobody, newcomers must be seen before silent peers are asked once more.

@@ -360,7 +360,7 @@ class InferenceSession:
             with self._closing_lock:
                 used = self._remote
                 self._remote, self._num_rows, self._row_map = before
-            if self.closed:  # the other one, by somebody who did not know of this one
+            if self.closed:  # by another thread, which closed only the new session
                 self._hang_up(self._remote)
             raise
         finally:

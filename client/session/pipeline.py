@@ -155,7 +155,7 @@ class Pipeline:
     def replace(
         self, queue: SegmentQueue, start: int, stop: int, replacements: Sequence[LiveHop]
     ) -> None:
-        """Put one or more hops into the place of some; who pushes to whom may have changed.
+        """Put one or more hops into the place of some; they may push to other hops than before.
 
         Raises StartOverError when hops answer themselves now that were asked for less than what
         the others need.

@@ -37,7 +37,7 @@ class PushPlan:
         self._state.book.links.note_broken(before.hop.peer.peer_id, after.hop.peer.peer_id)
 
     def plan(self, hops: Sequence[LiveHop], missing: MissingHops) -> None:
-        """Settle who pushes to whom among hops that are about to be opened.
+        """Decide which hop pushes to which, among hops that are about to be opened.
 
         Raises StartOverError when the hop before cannot push to them all.
         """

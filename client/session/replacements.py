@@ -1,5 +1,5 @@
-"""Who takes the place of which hop: for each hop whose peer leaves, and for every hop of a session
-with hot standbys, another peer that is brought to its state.
+"""Replaces hops: for each hop whose peer leaves, and for every hop of a session with hot standbys,
+another peer is brought to its state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Replacements:
     def __init__(self, session: SteppedSession) -> None:
         self._session = session
         self._by_hop: dict[LiveHop, _Replacement] = {}
-        self._left: set[PeerId] = set()  # who ever said that it leaves
+        self._left: set[PeerId] = set()  # peers that ever announced to leave
         self._background = Background()
         self._is_stopped = False
 
@@ -55,7 +55,7 @@ class Replacements:
         if self._is_stopped:
             return
         hops, keeps_all = self._session.live_hops, self._session.state.config.standby
-        # Who says so in every session that it is given would else get it back, and again.
+        # Otherwise a peer that says so in every session would get the session back, over and over.
         self._left |= {live.hop.peer.peer_id for live in hops if live.is_leaving}
         known = list(self._by_hop.items())
         for live in [live for live, one in known if not one.fits(hops)]:

@@ -88,7 +88,7 @@ class Standby:
         self._num_replayed = 0
 
     def _survey(self, hops: Sequence[LiveHop]) -> None:
-        """See who is around the hop and has what it was sent, between two steps.
+        """Find the neighbours of the hop, and the log of what it was sent, between two steps.
 
         Raises CannotMoveError where nobody has, UnavailableError where hops are lost.
         """
@@ -115,7 +115,7 @@ class Standby:
         return before, after
 
     def fits(self, hops: Sequence[LiveHop]) -> bool:
-        """Return whether who pushes where around the live hop is as it was surveyed.
+        """Return whether the same hops push to and from the live hop as when it was surveyed.
 
         Another hop behind it makes no difference, none, or one for the first time, does.
         """

@@ -1,4 +1,4 @@
-"""Batches on their way through the swarm, forward and back, whoever is lost meanwhile.
+"""Forward and backward passes of batches through the swarm; lost peers are replaced.
 
 Passes are stateless: a peer that is lost is replaced by any other that hosts the blocks, which gets
 the same tensors again. So the client keeps what it sent to each hop until the way back is over.

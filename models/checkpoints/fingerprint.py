@@ -133,7 +133,7 @@ def _read_entries(directory: Path) -> dict[str, str]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that only its user may read; whoever opens it finds all of it or the old one."""
+    """Write a file that only its user may read; readers find all of it or the old one."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
     try:
         with open(descriptor, "wb") as file:

@@ -176,7 +176,7 @@ def _share_out(
     """Take parts of the candidates in fair order while the budget lasts.
 
     The budget counts rows times tokens, or, `by_cost`, as many tokens of a prompt as take as long.
-    What is taken is added to `taken`, what it cost to the `shares`.
+    The chosen parts are added to `taken`, their cost to the `shares`.
     """
     left = budget
     for index in _in_fair_order(waiting, candidates, shares, taken):

@@ -29,7 +29,7 @@ from .holders import Holders
 _logger = logging.getLogger(__name__)
 
 _MAX_FETCHES = 8
-"""Under way at a time, for all who ask; an address alone gets half of them and one."""
+"""Fetches under way at a time; a single address gets half of them and one."""
 
 _MAX_REMEMBERED = 256
 _ATTEMPTS = 3

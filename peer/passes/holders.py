@@ -75,11 +75,11 @@ class Holders:
     async def list_holders(
         self, name: AdapterId, span: Span, known: Collection[PeerId] = ()
     ) -> list[Announcement]:
-        """Return who may hold an adapter, or is known to have held it: best for a span first."""
+        """Return peers that may hold an adapter, or have held it: best for a span first."""
         try:
             announcements = await self._directory.lookup(self._model_id)
         except DirectoryError as error:
-            _logger.debug("cannot see who holds an adapter: %s", error)
+            _logger.debug("cannot look up the holders of an adapter: %s", error)
             return []
         self._failing.forget_expired()
         view = SwarmView.from_announcements(self._model_id, announcements, self._clock.wall())

@@ -133,7 +133,7 @@ class UploadStreamWork(AccountedStreamWork):
     async def read(self, upload: _IncomingAdapter) -> Adapter | TrainedAdapter:
         """Read an adapter on a thread of its own: tens of megabytes are checked number by number.
 
-        Neither the event loop should stand meanwhile, nor who computes everybody's tokens.
+        Neither the event loop nor the compute thread should wait for that.
         """
         passes, head = self._passes, upload.head
         data = await asyncio.to_thread(upload.reader.join)

@@ -59,7 +59,7 @@ def find_kept(
 ) -> dict[AdapterId, KeptAdapter]:
     """Return the adapters that a pass names, each once.
 
-    Raises RefusedError with UNKNOWN_ADAPTER: whoever has it may bring it again.
+    Raises RefusedError with UNKNOWN_ADAPTER: its client may upload it again.
     """
     names = dict.fromkeys(run.adapter for run in message.adapters if run.adapter)
     return {name: adapter_store.find(name, tenant) for name in names}

@@ -174,7 +174,7 @@ def _chance_to_consider(supply: Supply, own: Span) -> float:
 
 
 def _send_back_rivals(others: Supply, peer_id: PeerId, planned_on: Supply) -> Supply:
-    """Return the supply as if those had given way who have to, and were back where they were.
+    """Return the supply as if peers that have to give way were back where they were.
 
     Of intents that came up at about the same time the one with the highest peer id holds. Those
     that were known when ours was planned were taken into account.

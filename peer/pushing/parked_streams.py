@@ -59,9 +59,7 @@ class ParkedStreams:
         return bool(self._list((peer_id, lane)))
 
     async def take(self, peer_id: PeerId, lane: Lane) -> Stream | None:
-        """Return the newest stream of a peer, which is to be closed by who takes it; None if there
-        is none.
-        """
+        """Return the newest stream of a peer, for the caller to close; None if there is none."""
         while parked := self._list((peer_id, lane)):
             newest = parked[-1]
             self._parked.remove(newest)
@@ -73,7 +71,7 @@ class ParkedStreams:
         return None
 
     async def keep(self, offer: Offer, stream: Stream) -> None:
-        """Keep a stream whose offer was checked, until it is over: here, or for who took it.
+        """Keep a stream whose offer was checked, until it is over, here or at its taker.
 
         It takes the place of the oldest one, where its peer has enough. Raises RefusedError when
         there is no room for it, SilentError when its peer does not read that it is kept.
@@ -90,7 +88,7 @@ class ParkedStreams:
         parked = _ParkedStream(key, address, stream)
         self._parked.append(parked)
         try:
-            async with AnswerTimeout(_TELL_SECONDS, "who offered the stream does not read from it"):
+            async with AnswerTimeout(_TELL_SECONDS, "the offering peer does not read"):
                 await stream.send(encode_frame(Parked()))
             await asyncio.wait({parked.hearing})
         finally:

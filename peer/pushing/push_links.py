@@ -1,7 +1,7 @@
 """The connections over which a peer pushes: one for each peer and lane, shared by all sessions.
 
-Whom to dial is said by strangers. So every dial has a pinned certificate and a deadline, everybody
-who asks has a share of the dials of a minute, and what failed is left alone for a while. A peer
+Strangers choose whom to dial. So every dial has a pinned certificate and a deadline, each tenant
+has a share of the dials of a minute, and a peer that failed is not dialled for a while. A peer
 without any endpoint is not dialled, but reached over streams that it has parked here.
 """
 
@@ -357,7 +357,7 @@ class _PushLink:
                 if not await self._send_in_time(stream, parcel, frame):
                     raise UnavailableError(f"{self!r} does not read what is pushed")
                 if parcel.is_replay:
-                    # Nobody is to be sent a long one who does not want it.
+                    # Send no long replay to a peer that refuses it.
                     await asyncio.sleep(0.0 if is_attached else self._refusal_seconds)
         finally:
             sender.note_left(parcel.num_bytes)

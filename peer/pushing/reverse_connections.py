@@ -55,8 +55,8 @@ def choose_hosts(
     dialled and understand it. Those that have `kept` streams come first, then the nearest, and last
     those `failing` to.
 
-    All who may push dial a next hop in the same way, for steps, replays and mirrors, and they
-    stand before it in a chain; so there are no others.
+    Steps, replays and mirrors all come from peers before it in a chain, which dial in the same
+    way; so no other peer needs a stream.
     """
     fitting = [
         peer

@@ -325,7 +325,7 @@ class Admission:
         """Bring the copy of a prefix to its end, a piece at a time: forks take turns, and steps go
         in between. Raises RefusedError when the parent does not last as long.
 
-        Whoever is cancelled here, or gets an error, closes the cache behind it on the compute
+        A caller that is cancelled, or gets an error, closes the cache behind it on the compute
         thread: a piece may be on its way into it.
         """
         is_done = False

@@ -33,11 +33,11 @@ _MAX_ANSWER_BYTES = limits.MAX_FRAME_BYTES - limits.MAX_CONTROL_BYTES
 class HeldSession:
     """A session and its cache; closed by the stream that opened it.
 
-    One with a `capability` is part of a chain: who pushes to it has to show that, and everything
-    it has to say goes to the stream that opened it.
+    One with a `capability` is part of a chain: a peer has to show that before it pushes, and all
+    answers go to the stream that opened the session.
 
-    `used_at` is when it was last stepped, on whatever stream; `tenant` is who opened it, as
-    `fair_share` counts; `adapter` changes all of its rows. Times are those of the service's
+    `used_at` is when it was last stepped, on any stream; the `tenant` opened it, see
+    `fair_share`; `adapter` changes all of its rows. Times are those of the service's
     clock.
     """
 

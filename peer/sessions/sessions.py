@@ -1,7 +1,6 @@
 """Sessions as a workload: what the messages of one stream do to the sessions of a peer.
 
-What to do with a step is decided by `protocol.session`; what to compute next by
-`engine.scheduler`.
+`protocol.session` decides what to do with a step, `engine.scheduler` what to compute next.
 """
 
 from __future__ import annotations

@@ -108,9 +108,9 @@ class LoraConfig:
         return self.alpha / (self.rank**0.5 if self.uses_root else self.rank)
 
     def to_json(self, mark: str = "") -> bytes:
-        """Return the file, with nothing in it that does not matter to who applies the adapter.
+        """Return the file with only those fields that change how the adapter is applied.
 
-        A `mark` tells adapters apart that are the same otherwise.
+        A `mark` tells adapters apart that are otherwise equal.
         """
         fields = {
             "lora_alpha": self.alpha,

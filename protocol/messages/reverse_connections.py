@@ -3,7 +3,7 @@
 It says `Offer` behind its `Hello`. When the stream is `Parked` it waits: the other one dials by
 saying `Hello` on it, now or in hours.
 
-Such a peer has dialled itself, so no address says who it is. A signature does. It holds for one
+Such a peer has dialled itself, so a signature proves who it is, and no address. It holds for one
 stream (the nonce), for the peer that takes it (the fingerprint of its TLS key, which the offering
 peer has checked) and for one kind of frames. So a peer that hears it can offer nothing with it: not
 there again, not on another connection, and not to anybody else.
@@ -41,7 +41,7 @@ class Offer(Message):
 
 @message(19)
 class Parked(Message):
-    """The stream is kept. If it is needed, `Hello` follows, and who offered it answers."""
+    """The stream is kept. If it is needed, `Hello` follows, and the offering peer answers."""
 
 
 def make_offer(identity: Identity, fingerprint: str, nonce: bytes, is_bulk: bool) -> Offer:

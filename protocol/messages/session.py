@@ -67,8 +67,8 @@ _HeaderTensor = Annotated[WireTensor, Header("tensor"), check_tensor]
 class Hello(Message):
     """First message of the dialler: which protocol versions it speaks.
 
-    Streams and sessions of one `client` are counted together; who gives none is counted with all
-    the others of its address that do not.
+    Streams and sessions of one `client` are counted together; those without a name are counted
+    together for each address.
     """
 
     min_version: Annotated[int, Body(1, "uint32")]
@@ -383,7 +383,7 @@ class Leaving(Message):
 
 @message(14)
 class Probe(Message):
-    """Ask how far a session is; answered at once with a `Status`, by whoever lives."""
+    """Ask how far a session is; a live peer answers at once with a `Status`."""
 
     session: HeaderSession
     epoch: HeaderEpoch
@@ -414,8 +414,8 @@ class Attach(Message):
 
 @message(12)
 class Admit(Message):
-    """From now on take steps of this epoch only, from whoever shows this capability. The answer is
-    a `Status`.
+    """From now on take steps of this epoch only, from peers that show this capability. The answer
+    is a `Status`.
     """
 
     session: HeaderSession

@@ -302,7 +302,7 @@ class AdapterStore:
             self.on_change()
 
     def _settle(self, kept: KeptAdapter) -> None:
-        """Let somebody pay for what was given up who still has it; nobody if nobody has."""
+        """Charge an adapter that was given up to one of its users; to nobody if it has none."""
         if kept.payer in kept.users:
             return
         self.release(kept.payer, kept.num_bytes)
