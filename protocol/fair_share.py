@@ -162,10 +162,10 @@ class SharedBytes:
 
     def has_room_for(self, tenant: Tenant, num_bytes: int) -> bool:
         """Return whether a tenant may have so many bytes more."""
-        held_bytes, share_bytes = self.measure(tenant)
+        held_bytes, share_bytes = self.find_share(tenant)
         return held_bytes + num_bytes <= share_bytes
 
-    def measure(self, tenant: Tenant) -> tuple[int, int]:
+    def find_share(self, tenant: Tenant) -> tuple[int, int]:
         """Return how many bytes a tenant has, and how many of all it may have at present."""
         share_bytes = compute_share(tenant, self._held, self.budget_bytes, self._times_free)
         return self._held[tenant], share_bytes

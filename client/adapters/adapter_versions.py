@@ -22,7 +22,7 @@ from ...protocol.spans import Span
 
 
 @dataclass(frozen=True)
-class AdapterSlice:
+class SpanAdapter:
     """The part of an adapter for some blocks, as files, and the shapes of its matrices.
 
     Of an adapter that somebody else has published only the name is known.
@@ -52,25 +52,25 @@ class AdapterVersion:
     is_trained: bool
     lineage: str
     number: int
-    _slices: dict[Span, AdapterSlice | None] = field(
-        default_factory=dict[Span, AdapterSlice | None], init=False
+    _parts: dict[Span, SpanAdapter | None] = field(
+        default_factory=dict[Span, SpanAdapter | None], init=False
     )
 
-    def slice(self, span: Span) -> AdapterSlice | None:
+    def cut(self, span: Span) -> SpanAdapter | None:
         """Return what belongs to some blocks; None if nothing does.
 
         Raises UsageError where that is more than a peer takes.
         """
-        if span not in self._slices:
+        if span not in self._parts:
             # Another thread may do the same at the same time: what is there stays.
-            return self._slices.setdefault(span, self._make_slice(span))
-        return self._slices[span]
+            return self._parts.setdefault(span, self._cut(span))
+        return self._parts[span]
 
-    def is_sliced(self, span: Span) -> bool:
-        """Return whether `slice` has nothing to do any more."""
-        return span in self._slices
+    def is_cut(self, span: Span) -> bool:
+        """Return whether `cut` has nothing to do any more."""
+        return span in self._parts
 
-    def _make_slice(self, span: Span) -> AdapterSlice | None:
+    def _cut(self, span: Span) -> SpanAdapter | None:
         matrices = {
             name: self.matrices[name] for name in sorted(self.matrices) if is_in(name, span)
         }
@@ -79,7 +79,7 @@ class AdapterVersion:
         config, tensors = self.config.to_json(self.lineage), safetensors.torch.save(matrices)
         check_size(len(tensors), span)
         shapes = {name: matrix.shape for name, matrix in matrices.items()}
-        return AdapterSlice(make_adapter_id(config, tensors), config, tensors, shapes)
+        return SpanAdapter(make_adapter_id(config, tensors), config, tensors, shapes)
 
     def publish(self, span: Span) -> AdapterLeaves | None:
         """Return what it has for some blocks as it is published; None if it has nothing there.
@@ -107,7 +107,7 @@ class AdapterLeaves:
     manifest: Manifest
     files: Mapping[int, bytes]
 
-    def slice(self, upload_id: UploadId, span: Span) -> tuple[AdapterHead, bytes]:
+    def cut(self, upload_id: UploadId, span: Span) -> tuple[AdapterHead, bytes]:
         """Return what a peer that serves some blocks is sent."""
         data = b"".join(self.files[leaf.block] for leaf in self.manifest.select(span))
         return self.manifest.make_head(upload_id, len(data)), data
@@ -120,9 +120,9 @@ class PublishedAdapter:
     name: AdapterId
     is_trained: bool = False
 
-    def slice(self, span: Span) -> AdapterSlice:
+    def cut(self, span: Span) -> SpanAdapter:
         """Return its name: peers have the rest."""
-        return AdapterSlice(self.name)
+        return SpanAdapter(self.name)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class ShardedVersion:
     number: int
     is_trained: bool
 
-    def slice(self, span: Span) -> AdapterSlice | None:
+    def cut(self, span: Span) -> SpanAdapter | None:
         """Return nothing: nobody is brought it by this."""
         return None
 
@@ -158,19 +158,19 @@ def list_adapters(rows: RowAdapters) -> Sequence[SentAdapter]:
     return [adapter for adapter in dict.fromkeys(rows) if adapter is not None]
 
 
-async def slice_adapters(adapters: Iterable[SentAdapter], span: Span) -> None:
-    """Slice adapters for some blocks on another thread: copying and hashing them takes a while.
+async def cut_adapters(adapters: Iterable[SentAdapter], span: Span) -> None:
+    """Cut adapters for some blocks on another thread: copying and hashing them takes a while.
 
-    Raises what `AdapterVersion.slice` does, which is done at once afterwards.
+    Raises what `AdapterVersion.cut` does, which is done at once afterwards.
     """
     for adapter in adapters:
-        if isinstance(adapter, AdapterVersion) and not adapter.is_sliced(span):
-            await asyncio.to_thread(adapter.slice, span)
+        if isinstance(adapter, AdapterVersion) and not adapter.is_cut(span):
+            await asyncio.to_thread(adapter.cut, span)
 
 
 def list_adapter_rows(rows: RowAdapters, span: Span) -> tuple[AdapterRows, ...]:
     """Return which rows have what, as a pass says it; nothing where no adapter has these blocks."""
-    names = [NO_ADAPTER if part is None else part.name for part in _slice_all(rows, span)]
+    names = [NO_ADAPTER if part is None else part.name for part in _cut_all(rows, span)]
     if not any(names):
         return ()
     return tuple(AdapterRows(name, len(list(group))) for name, group in groupby(names))
@@ -181,8 +181,8 @@ def count_gradients(rows: RowAdapters, span: Span, width: int) -> int:
     adapters = list_adapters(rows)
     if not any(adapter.is_trained for adapter in adapters):
         return 0
-    slices = _slice_all(adapters, span)
-    return -(-sum(part.num_numbers for part in slices if part is not None) // width)
+    parts = _cut_all(adapters, span)
+    return -(-sum(part.num_numbers for part in parts if part is not None) // width)
 
 
 def split_gradients(rows: RowAdapters, span: Span, vectors_NH: Tensor) -> AdapterGradients:
@@ -192,7 +192,7 @@ def split_gradients(rows: RowAdapters, span: Span, vectors_NH: Tensor) -> Adapte
     numbers, start = vectors_NH.reshape(-1), 0
     gradients: dict[AdapterVersion, dict[str, Tensor]] = {}
     for adapter in list_adapters(rows):
-        part = adapter.slice(span)
+        part = adapter.cut(span)
         if part is None or not isinstance(adapter, AdapterVersion):
             continue
         found = gradients[adapter] = {}
@@ -214,8 +214,8 @@ def add_gradients(parts: Sequence[AdapterGradients]) -> AdapterGradients:
     return total
 
 
-def _slice_all(adapters: Iterable[SentAdapter | None], span: Span) -> list[AdapterSlice | None]:
-    return [None if adapter is None else adapter.slice(span) for adapter in adapters]
+def _cut_all(adapters: Iterable[SentAdapter | None], span: Span) -> list[SpanAdapter | None]:
+    return [None if adapter is None else adapter.cut(span) for adapter in adapters]
 
 
 def check_size(num_bytes: int, span: Span) -> None:

@@ -40,7 +40,7 @@ class LearnedState:
         num_bytes = sum(matrix.nbytes for matrix in self.matrices.values())
         return (num_bytes + _HEADER_BYTES) * (1 + self.kind.num_moments)
 
-    def slice(self, span: Span) -> LearnedState:
+    def cut(self, span: Span) -> LearnedState:
         """Return what belongs to some blocks."""
 
         def choose(matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ class Portal:
         self._lock = threading.Lock()
         self._running: dict[Future[Any], asyncio.Task[Any]] = {}
         """The tasks of the callers' coroutines, by what the callers wait for."""
-        self._shutdown: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self._at_close: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._is_closing = False
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="shoal client", daemon=True)
@@ -58,9 +58,9 @@ class Portal:
         """Return whether this is a child process, into which no fork brings the thread."""
         return os.getpid() != self._process
 
-    def run_last(self, shutdown: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def run_at_close(self, shutdown: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run a coroutine when the portal closes, after all others have ended."""
-        self._shutdown = shutdown
+        self._at_close = shutdown
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine to its end and return its result.
@@ -121,7 +121,7 @@ class Portal:
             outcome.set_result(task.result())
 
     def close(self) -> None:
-        """Cancel all coroutines, run the shutdown callback, end the thread; safe to call twice."""
+        """Cancel all coroutines, run that of `run_at_close`, end the thread; safe to call twice."""
         if self._is_forked:
             return
         with self._lock:
@@ -143,12 +143,12 @@ class Portal:
             self._loop.close()
 
     async def _end(self) -> None:
-        """Cancel the callers' coroutines, run the shutdown callback, cancel what is left."""
+        """Cancel the callers' coroutines, run that of `run_at_close`, cancel what is left."""
         await self._cancel(self._running.values())
-        if self._shutdown is not None:
+        if self._at_close is not None:
             try:
                 async with asyncio.timeout(_SHUTDOWN_SECONDS):
-                    await self._shutdown()
+                    await self._at_close()
             except Exception as error:  # noqa: BLE001 - no caller is left to handle it
                 _logger.debug("the client did not close cleanly: %r", error)
         await self._cancel(asyncio.all_tasks() - {asyncio.current_task()})

@@ -97,10 +97,10 @@ class Shard:
         parts = tuple(sorted(one.part for one in self.log[-1].passes))
         return GradientSum(self.name, self.log[-1].number, parts)
 
-    def slice(self, hop: Hop) -> Shard:
+    def cut(self, hop: Hop) -> Shard:
         """Return what of it belongs to the blocks of a hop, as it was saved."""
         log = [LoggedUpdate(self.log[0].number)]
-        saved, weights = self.saved.slice(hop.span), hop.peer.weights
+        saved, weights = self.saved.cut(hop.span), hop.peer.weights
         return Shard(hop.span, saved, log, hop, self.name, weights)
 
     def name_rows(self, texts: Texts) -> Texts:

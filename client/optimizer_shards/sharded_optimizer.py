@@ -162,10 +162,10 @@ class ShardedOptimizer:
             except LostShardError:
                 continue
 
-    async def measure_norm(self) -> float:
+    async def fetch_norm(self) -> float:
         """Return the norm of all gradients that were accumulated for the next update."""
         await self._for_all(
-            self._measure_shard, lambda one: one.square_sum is None and bool(one.log[-1].passes)
+            self._fetch_square_sum, lambda one: one.square_sum is None and bool(one.log[-1].passes)
         )
         return math.sqrt(sum(one.square_sum or 0.0 for one in self._shards))
 
@@ -177,7 +177,7 @@ class ShardedOptimizer:
         if self._applying is None:
             if not any(one.log[-1].passes for one in self._shards):
                 return
-            norm = await self.measure_norm()  # which no peer refuses for what it has accumulated
+            norm = await self.fetch_norm()  # which no peer refuses for what it has accumulated
             factor = 1.0 if max_norm is None else min(1.0, max_norm / (norm + _LEAST_NORM))
             self._applying = AppliedUpdate(settings, factor)
         wanted, applied = self._num_updates + 1, self._applying
@@ -258,9 +258,7 @@ class ShardedOptimizer:
             while start < lost.span.stop:
                 rest = Span(start, lost.span.stop)
                 failures.least_version = OPTIMIZER_VERSION
-                shard = lost.slice(
-                    await self._asker.choose_shard_peer(rest, failures, lost.weights)
-                )
+                shard = lost.cut(await self._asker.choose_shard_peer(rest, failures, lost.weights))
                 await self._bring(shard, failures)
                 fresh.append(shard)
                 start = shard.span.stop
@@ -394,11 +392,11 @@ class ShardedOptimizer:
             shard.note_pass(LoggedPass(span, texts, grads_BTH, part))
         return gradients
 
-    async def _measure_shard(self, shard: Shard, failures: PassFailures) -> None:
+    async def _fetch_square_sum(self, shard: Shard, failures: PassFailures) -> None:
         """Note how large what was accumulated is."""
         asked = AdapterMeasure(make_pass_id(), shard.gradients)
         shard.square_sum = await self._try_link(
-            shard, failures, lambda link: link.measure_square_sum(asked, _PATIENCE_SECONDS)
+            shard, failures, lambda link: link.fetch_square_sum(asked, _PATIENCE_SECONDS)
         )
 
     async def _apply(self, shard: Shard, applied: AppliedUpdate, failures: PassFailures) -> None:

@@ -78,7 +78,7 @@ class AdapterUploads:
     async def _bring(
         self, peer_id: PeerId, adapter: AdapterVersion, span: Span, is_trained: bool, send: Send
     ) -> None:
-        part = adapter.slice(span)
+        part = adapter.cut(span)
         if part is None:
             return
         self._forget_expired()

@@ -36,8 +36,8 @@ from ..adapters.adapter_versions import (
     AdapterVersion,
     PublishedAdapter,
     SentAdapter,
+    cut_adapters,
     list_adapters,
-    slice_adapters,
 )
 from ..routing.peer_book import Bandwidth, PeerBook, takes_passes
 from ..routing.route import Failover, Failures, Fault, Hop, LostHopError, PeerFailure
@@ -455,7 +455,7 @@ class PassAsker:
         order: AccumulationOrder | None = None,
     ) -> TextGradients:
         """Ask one peer for hidden states, or, given gradients, for those before them."""
-        await slice_adapters(list_adapters(texts.adapters), hop.span)
+        await cut_adapters(list_adapters(texts.adapters), hop.span)
         is_backward, wire_dtype = grads_BTH is not None, self._config.wire_dtype
         scale = 1.0
         if grads_BTH is not None and wire_dtype == "fp16":
@@ -565,8 +565,8 @@ class SessionAdapter:
 
     async def name_for(self, span: Span) -> AdapterId:
         """Return what a hop with these blocks knows it by."""
-        await slice_adapters([self.adapter], span)
-        part = self.adapter.slice(span)
+        await cut_adapters([self.adapter], span)
+        part = self.adapter.cut(span)
         return NO_ADAPTER if part is None else part.name
 
     async def bring(self, hop: Hop) -> None:

@@ -164,7 +164,7 @@ class PassLink:
             raise RemoteProtocolError(f"{self._name} speaks of another adapter")
         return kept.keep_seconds
 
-    async def measure_square_sum(self, asked: AdapterMeasure, patience_seconds: float) -> float:
+    async def fetch_square_sum(self, asked: AdapterMeasure, patience_seconds: float) -> float:
         """Return the sum of the squares of accumulated gradients; raises what `ask` does."""
         answer = await self._ask_about_adapter(asked, patience_seconds)
         return check_kind(answer, AdapterMeasured, self._name).square_sum

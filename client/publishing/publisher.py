@@ -270,7 +270,7 @@ class Publisher:
         leaves, peer_id, now = publication.leaves, peer.peer_id, self._clock.now
         assert leaves is not None
         upload_id = UploadId(SessionId(secrets.token_bytes(16)))
-        head, data = leaves.slice(upload_id, peer.span)
+        head, data = leaves.cut(upload_id, peer.span)
         may_hold = Holding(peer.span, now(), now() + KEEP_SECONDS, is_sure=False)
         try:
             async with (

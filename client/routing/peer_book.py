@@ -574,7 +574,7 @@ class PeerBook:
         """Return the records of all peers but one."""
         return [one.steps for other, one in self._records.items() if other != peer_id]
 
-    def measure_block_seconds(self) -> dict[PeerId, float]:
+    def list_block_seconds(self) -> dict[PeerId, float]:
         """Return what a block takes for one token at each peer that has worked for us."""
         used = ((peer_id, one.steps.block_seconds) for peer_id, one in self._records.items())
         return {peer_id: median(seconds) for peer_id, seconds in used if seconds}

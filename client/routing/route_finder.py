@@ -105,7 +105,7 @@ class RouteFinder:
         needed_kv_tokens: float,
         ends: Ends | None,
     ) -> Route:
-        costs = self._measure_costs(needed_kv_tokens)
+        costs = self._make_costs(needed_kv_tokens)
         doubts = self.book.list_doubts()
         error: RouteError | None = None
         for tolerated in sorted({NO_DOUBT, *doubts.values()} - {Fault.STALE, Fault.LYING}):
@@ -119,10 +119,10 @@ class RouteFinder:
         assert error is not None
         raise error
 
-    def _measure_costs(self, needed_kv_tokens: float = 0.0) -> RoutingCosts:
+    def _make_costs(self, needed_kv_tokens: float = 0.0) -> RoutingCosts:
         return RoutingCosts(
             self.book.rtts_seconds,
-            block_seconds=self.book.measure_block_seconds(),
+            block_seconds=self.book.list_block_seconds(),
             needed_kv_tokens=needed_kv_tokens,
             broken_links=self.book.links.broken,
             coordinate=self._coordinate.find(),
@@ -137,5 +137,5 @@ class RouteFinder:
         known, key = self.book.way_seconds, tuple(hop.peer.peer_id for hop in hops)
         if key not in known:
             peers = [self.book.view.find(hop.peer.peer_id) or hop.peer for hop in hops]
-            known[key] = expect_way_seconds(peers, self._measure_costs())
+            known[key] = expect_way_seconds(peers, self._make_costs())
         return known[key]

@@ -305,7 +305,7 @@ def _expect_ways(peers: Sequence[Announcement], costs: RoutingCosts) -> tuple[Co
     rtt_seconds = _expect_rtts(peers, coordinates, costs)
     is_measured = np.array([peer.peer_id in costs.rtt_seconds for peer in peers])
     broken = costs.broken_links
-    return rtt_seconds, measure_edges(peers, coordinates, rtt_seconds, is_measured, broken)
+    return rtt_seconds, estimate_edges(peers, coordinates, rtt_seconds, is_measured, broken)
 
 
 def _price_edges(
@@ -448,7 +448,7 @@ def can_push(peer: Announcement, following: Announcement) -> bool:
     return version >= REVERSE_VERSION and following.is_parked_at(peer.peer_id)
 
 
-def measure_edges(
+def estimate_edges(
     peers: Sequence[Announcement],
     coordinates: PeerCoordinates,
     rtt_seconds: Column,

@@ -40,7 +40,7 @@ class Client:
         self.passes = PassRunner(client.passes, portal)
         self._client = client
         self._portal = portal
-        portal.run_last(client.close)
+        portal.run_at_close(client.close)
 
     def __repr__(self) -> str:
         return f"<Client of {self.swarm!r}>"

@@ -314,7 +314,7 @@ class Recorder:
             for event in takewhile(lambda event: event.step == self.step, reversed(self._events))
             if is_waiting_for_lost(event, kind)
         ]
-        seconds = measure_covered(
+        seconds = sum_covered_seconds(
             (max(event.started_at, started_at), min(event.ended_at, ended_at)) for event in lost
         )
         replaced = (event.failover.replacements for event in lost if isinstance(event, Replacement))
@@ -367,10 +367,10 @@ def choose_kind(is_decoded: bool) -> StepKind:
     return StepKind.DECODE if is_decoded else StepKind.PREFILL
 
 
-def measure_covered(intervals: Iterable[tuple[float, float]]) -> float:
+def sum_covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
     """Return how long at least one of some intervals lasts; what two share counts once.
 
-    >>> measure_covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0)])
+    >>> sum_covered_seconds([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0)])
     4.0
     """
     seconds, reached_at = 0.0, float("-inf")

@@ -14,7 +14,7 @@ from .trace import (
     Trace,
     UnansweredQuestion,
     is_waiting_for_lost,
-    measure_covered,
+    sum_covered_seconds,
 )
 
 
@@ -106,8 +106,8 @@ def summarize(trace: Trace) -> Summary:
         if is_waiting_for_lost(event, StepKind.DECODE) and event.step in decoded
     ]
     # Hops that are lost together share one failover, and others may have gone on meanwhile.
-    asked_or_lost_seconds = measure_covered([*asked, *lost])
-    failover_seconds = asked_or_lost_seconds - measure_covered(asked)
+    asked_or_lost_seconds = sum_covered_seconds([*asked, *lost])
+    failover_seconds = asked_or_lost_seconds - sum_covered_seconds(asked)
     failed_seconds = sum(
         step.seconds + after_seconds[step.step] for step in decoding if step.error is not None
     )
@@ -207,7 +207,7 @@ def describe_summary(summary: Summary) -> list[str]:
     lines.append(_row("from token to token", summary.seconds / num_tokens))
     if summary.failovers:
         num_replayed = sum(event.failover.num_replayed_tokens for event in summary.failovers)
-        seconds = measure_covered((one.started_at, one.ended_at) for one in summary.failovers)
+        seconds = sum_covered_seconds((one.started_at, one.ended_at) for one in summary.failovers)
         lines.append(
             f"failovers: {len(summary.failovers)}, {_count(num_replayed)} replayed, {seconds:.2f} s"
         )

@@ -199,7 +199,7 @@ class Fetches:
 
     async def _confirm(self, kept: KeptAdapter) -> None:
         known = self._sources.get(kept.name, ())
-        seconds = await self._holders.confirm(kept.name, self._span, known)
+        seconds = await self._holders.fetch_keep_seconds(kept.name, self._span, known)
         if seconds is not None and not kept.is_given_up:
             self._store.note_published(kept, seconds)
 

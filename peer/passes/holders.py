@@ -129,7 +129,9 @@ class Holders:
             files = await asyncio.to_thread(lambda: manifest.split(span, reader.join()))
             return Leaves(manifest, files, kept.keep_seconds)
 
-    async def confirm(self, name: AdapterId, span: Span, known: Collection[PeerId]) -> float | None:
+    async def fetch_keep_seconds(
+        self, name: AdapterId, span: Span, known: Collection[PeerId]
+    ) -> float | None:
         """Return for how long an adapter stays published, as a holder says.
 
         0.0 if those that can be asked do not have it any more; None if nobody can be asked.

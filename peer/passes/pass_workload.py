@@ -262,7 +262,7 @@ class PassStreamWork(AccountedStreamWork):
         kept = find_kept(message, resources.adapter_store, tenant)
         accumulated = find_accumulated(message, kept)
         adapters = cut_adapters(message, kept)
-        num_bytes, work_bytes = self._measure(message, adapters)
+        num_bytes, work_bytes = self._count_bytes(message, adapters)
         passes.tensors.check_room_for(tenant, num_bytes)
         passes.tensors.count(tenant, num_bytes)
         passes.begin()
@@ -273,7 +273,7 @@ class PassStreamWork(AccountedStreamWork):
         work = WireWork(message, reader.tensors, width, adapters, accumulated)
         return _OpenPass(work, tenant, reader, num_bytes, work_bytes, kept.values())
 
-    def _measure(self, message: Pass, adapters: Adapters) -> tuple[int, int]:
+    def _count_bytes(self, message: Pass, adapters: Adapters) -> tuple[int, int]:
         """Return the bytes of a pass's tensors, and of computing it; or refuse it as too large."""
         engine, budget = self._passes.engine, self._passes.resources.budget
         vector_bytes = engine.spec.hidden_size * _FLOAT_BYTES

@@ -108,8 +108,8 @@ class UpdateStreamWork(AccountedStreamWork):
     ) -> None:
         try:
             if isinstance(message, AdapterMeasure):
-                measure = partial(trained.accumulated.measure, message.gradients)
-                square_sum: float = await self._run(measure, tenant, kept, trained)
+                sum_squares = partial(trained.accumulated.sum_squares, message.gradients)
+                square_sum: float = await self._run(sum_squares, tenant, kept, trained)
                 self._answers.say(AdapterMeasured(message.pass_id, square_sum))
             elif isinstance(message, AdapterUpdate):
                 update = partial(_update, trained, message)

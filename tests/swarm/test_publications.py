@@ -84,7 +84,7 @@ def test_peer_that_joins_later_fetches_its_own_blocks_and_serves_nobody(tiny_mod
             assert kept is not None
             assert {key[0] for key in kept.adapter.parts} == {1, 2}
             assert kept.tenant == USER
-            assert late.adapters.shared.measure(USER)[0] == kept.num_bytes
+            assert late.adapters.shared.find_share(USER)[0] == kept.num_bytes
             assert hold(late) == []
 
             everything = list_matrices(await find(whole, name))

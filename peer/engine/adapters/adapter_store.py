@@ -264,7 +264,7 @@ class AdapterStore:
 
     def _describe_lack(self, tenant: Tenant, num_bytes: int) -> str:
         """Return why there is no room for an adapter at present, and what makes some."""
-        held_bytes, share_bytes = self.shared.measure(tenant)
+        held_bytes, share_bytes = self.shared.find_share(tenant)
         said = f"this peer has no memory for an adapter of {_in_words(num_bytes)} at present: "
         if not held_bytes:
             return (

@@ -80,7 +80,7 @@ class AccumulatedGradients:
             raise _refuse_sum()
         return self._sums
 
-    def measure(self, asked: GradientSum, give_way: GiveWay) -> float:
+    def sum_squares(self, asked: GradientSum, give_way: GiveWay) -> float:
         """Return the sum of the squares of all gradients; raises what `take` does.
 
         Raises RefusedError with BAD_VALUES if that is more than a float32 can be.

@@ -287,7 +287,7 @@ def test_shutdown_callback_runs_after_what_was_running_and_before_what_was_left_
         trace.append("shut down")
         raise OSError("this interests nobody")
 
-    portal.run_last(shut_down)
+    portal.run_at_close(shut_down)
     task = portal.run(leave_behind())
     begun.clear()
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
@@ -319,7 +319,7 @@ def test_program_that_closes_nothing_ends_all_the_same() -> None:
         "    await asyncio.sleep(0)\n"
         "async def shut_down():\n"
         "    print('shut down', flush=True)\n"
-        "portal.run_last(shut_down)\n"
+        "portal.run_at_close(shut_down)\n"
         "portal.run(begin())\n"
     )
 

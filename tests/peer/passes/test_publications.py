@@ -43,7 +43,7 @@ async def test_holder_serves_its_blocks_to_anybody_and_says_how_long(peer: Peer)
     manifest = leaves.manifest
 
     anna = await greet(peer)
-    head, data = leaves.slice(UPLOAD, SPAN)
+    head, data = leaves.cut(UPLOAD, SPAN)
     assert await upload(anna, head, data) == AdapterKept(UPLOAD, KEEP_SECONDS)
     adapters = peer.service.adapters
     assert adapters.shared.used_bytes == manifest.num_bytes + len(data)
@@ -80,7 +80,7 @@ async def test_upload_that_does_not_fit_is_refused_and_leaves_nothing(
     leaves = make_leaves(0, 1, 2, 3)
 
     span = {"other blocks": Span(3, 4), "too many blocks": Span(0, 3)}.get(what, SPAN)
-    head, data = leaves.slice(UPLOAD, span)
+    head, data = leaves.cut(UPLOAD, span)
     if what == "other bytes":
         data = data[:-1] + bytes([data[-1] ^ 1])
     code = ErrorCode.BAD_VALUES if what == "other bytes" else ErrorCode.WRONG_SPAN

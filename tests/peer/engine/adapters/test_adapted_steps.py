@@ -141,7 +141,7 @@ def test_fused_linears_are_changed_where_peft_changes_them(tiny_models: Any, var
         for number, matrix in enumerate(trained.parameters()):
             matrix.copy_(0.1 * draw(*matrix.shape, seed=number))
     version = trained.take_version()
-    cut = version.slice(engine.span)
+    cut = version.cut(engine.span)
     assert cut is not None
     adapter = read_adapter(cut.config, cut.tensors, engine.spec, engine.span)
     texts = draw(1, 9, HIDDEN)

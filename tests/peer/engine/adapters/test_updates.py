@@ -323,7 +323,7 @@ def test_sum_with_a_part_that_was_broken_off_is_not_used() -> None:
         accumulated.take(GradientSum(AdapterId(b""), 1, (1,)))
     assert refusal.value.code is ErrorCode.UNKNOWN_ADAPTER
     accumulated.add(AccumulationOrder(2, 3), gradients, no_pause)
-    assert accumulated.measure(GradientSum(AdapterId(b""), 2, (3,)), no_pause) == 6.0
+    assert accumulated.sum_squares(GradientSum(AdapterId(b""), 2, (3,)), no_pause) == 6.0
 
 
 def test_gradients_that_are_not_finite_are_named_and_none_is_added() -> None:
@@ -334,11 +334,11 @@ def test_gradients_that_are_not_finite_are_named_and_none_is_added() -> None:
         with pytest.raises(RefusedError, match="gradients of b are not finite") as refusal:
             accumulated.add(AccumulationOrder(1, 2), broken, no_pause)
         assert refusal.value.code is ErrorCode.BAD_VALUES
-    assert accumulated.measure(GradientSum(AdapterId(b""), 1, (1,)), no_pause) == 3.0
+    assert accumulated.sum_squares(GradientSum(AdapterId(b""), 1, (1,)), no_pause) == 3.0
     huge = {"a": torch.full((3,), 1e30)}
     accumulated.add(AccumulationOrder(2, 3), huge, no_pause)
     with pytest.raises(RefusedError, match="not finite"):
-        accumulated.measure(GradientSum(AdapterId(b""), 2, (3,)), no_pause)
+        accumulated.sum_squares(GradientSum(AdapterId(b""), 2, (3,)), no_pause)
 
 
 def test_update_that_leads_to_infinity_changes_nothing(engine: Engine) -> None:
