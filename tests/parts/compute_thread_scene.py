@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import torch
-from coroutine_tests import make_decorator
+from async_tests import make_decorator
 from torch import Tensor
 
 from shoal.peer.engine.blocks.batch import PART_TOKENS
@@ -98,25 +98,21 @@ def make_thread(
     return ComputeThread(fake, token_budget, now)
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
+async def run(test: Callable[[], Awaitable[None]]) -> None:
     """Run a test on a loop; no error may be left unread and no thread running."""
     problems: list[dict[str, Any]] = []
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: problems.append(context))
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            await test()
-        gc.collect()  # an error that nobody read is reported when its future goes
-        await asyncio.sleep(0)
-
-    asyncio.run(main())
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: problems.append(context))
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await test()
+    gc.collect()  # an error that nobody read is reported when its future goes
+    await asyncio.sleep(0)
     gc.collect()
     assert problems == []
     assert not [thread for thread in threading.enumerate() if thread.name == "compute"]
 
 
-on_loop = make_decorator(run, 0)
+on_loop = make_decorator(run, 0, is_real=True)
 
 
 def assert_refused(error: BaseException | None, code: ErrorCode) -> None:

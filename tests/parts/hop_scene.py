@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from announcements import describe_peer
-from coroutine_tests import make_decorator
-from virtual_time import VirtualClock, run_virtual
+from async_tests import make_decorator
+from virtual_time import VirtualClock
 
 from shoal.client.routing.route import Hop
 from shoal.client.session.hop_link import HopLink
@@ -119,23 +119,19 @@ def make_announcement(endpoints: tuple[Endpoint, ...], peer_id: PeerId = PEER_ID
     )
 
 
-def run(test: Callable[[Scene], Awaitable[None]], link: Link | None = None) -> None:
+async def run(test: Callable[[Scene], Awaitable[None]], link: Link | None = None) -> None:
     """Run a test; whatever it did, no stream may be left open when it ends."""
-
-    async def main() -> None:
-        network = LoopbackNetwork(link=link)
-        server = LoopbackTransport(network, "peer")
-        transport = LoopbackTransport(network, "client")
-        scene = Scene(network, transport, Endpoint("peer", 1))
-        listener = await server.listen("peer", 0, scene.serve)
-        scene.endpoint = listener.endpoint
-        await test(scene)
-        await asyncio.sleep(60)
-        assert repr(network).startswith("LoopbackNetwork(streams=0,"), network
-        await server.close()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run_virtual(main())
+    network = LoopbackNetwork(link=link)
+    server = LoopbackTransport(network, "peer")
+    transport = LoopbackTransport(network, "client")
+    scene = Scene(network, transport, Endpoint("peer", 1))
+    listener = await server.listen("peer", 0, scene.serve)
+    scene.endpoint = listener.endpoint
+    await test(scene)
+    await asyncio.sleep(60)
+    assert repr(network).startswith("LoopbackNetwork(streams=0,"), network
+    await server.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 in_scene = make_decorator(run)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import torch
-from coroutine_tests import make_decorator
+from async_tests import make_decorator
 from pass_peers import WHOLE, PassPeer, make_asker
 from session_scene import NUM_BLOCKS, Scene, run
 
@@ -44,7 +44,7 @@ def count_uploads(peer: PassPeer) -> Counter[AdapterId]:
     return Counter(head.adapter for head in peer.brought)
 
 
-def run_publisher(
+async def run_publisher(
     test: Callable[[Scene, Publisher], Awaitable[None]], link: Link | None = None
 ) -> None:
     """Run a test with a client that publishes, and close all of it."""
@@ -56,7 +56,7 @@ def run_publisher(
         await publisher.close()
         await asker.close()
 
-    run(main, link)
+    await run(main, link)
 
 
 with_publisher = make_decorator(run_publisher, 2)

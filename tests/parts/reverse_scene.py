@@ -6,10 +6,10 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from coroutine_tests import Story, make_decorator
+from async_tests import Story, make_decorator
 from scripted_swarm import ScriptedSwarm
 from service_scene import MODEL_ID, Talk
-from virtual_time import VirtualClock, run_virtual
+from virtual_time import VirtualClock
 
 from shoal.peer.pushing.parked_streams import ParkedStreams
 from shoal.peer.pushing.push_links import PushLinks
@@ -125,26 +125,22 @@ def make_welcome(identity: Identity = HOME) -> Welcome:
     return Welcome(MAX_VERSION, "home", identity.peer_id, MODEL_ID, Span(4, 8), 0.0)
 
 
-def run_in_scene(story: Story) -> None:
+async def run_in_scene(story: Story) -> None:
     """Run a story; in the end nothing is left of any stream."""
+    scene, handler = Scene(), StreamHandler()
+    transport = scene.make_transport("public")
+    endpoint = (await transport.listen("public", 0, handler.serve)).endpoint
 
-    async def main() -> None:
-        scene, handler = Scene(), StreamHandler()
-        transport = scene.make_transport("public")
-        endpoint = (await transport.listen("public", 0, handler.serve)).endpoint
-
-        parked = ParkedStreams(endpoint.fingerprint)
-        links = PushLinks(transport, VirtualClock(), parked=parked)
-        public = PublicPeer(PUBLIC, handler, transport, links, parked, endpoint)
-        scene.public = public
-        public.open(Span(0, 4))
-        await scene.announce_public(Span(0, 4))
-        await story(scene)
-        await links.close()
-        await scene.close()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run_virtual(main())
+    parked = ParkedStreams(endpoint.fingerprint)
+    links = PushLinks(transport, VirtualClock(), parked=parked)
+    public = PublicPeer(PUBLIC, handler, transport, links, parked, endpoint)
+    scene.public = public
+    public.open(Span(0, 4))
+    await scene.announce_public(Span(0, 4))
+    await story(scene)
+    await links.close()
+    await scene.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 in_scene = make_decorator(run_in_scene)

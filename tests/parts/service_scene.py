@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from coroutine_tests import Story, make_test
+from async_tests import Story, make_test
 from memory_swarm import MODEL_ID, Inside, MemorySwarm, SceneLoader
 from torch import Tensor
 from virtual_time import run_virtual
@@ -254,7 +254,7 @@ def assert_declined(answer: Message | None, code: ErrorCode) -> Declined:
     return answer
 
 
-def run(
+async def run_service(
     engine: Any,
     test: Callable[[Peer], Awaitable[None]],
     max_sessions: int = 8,
@@ -264,36 +264,37 @@ def run(
 ) -> None:
     """Run a test against a fresh service; then nothing of it may be left."""
     problems: list[dict[str, Any]] = []
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: problems.append(context))
-        swarm = MemorySwarm()
-        config = PeerConfig(
-            "", engine.span, max_sessions=max_sessions, session_idle_seconds=idle_seconds,
-            drain_seconds=0.0,
-        )  # fmt: skip
-        loader, identity = SceneLoader.of_engine(engine), Identity(bytes(32))
-        async with swarm.serve("peer", config, loader, identity, is_relayed=is_relayed) as service:
-            client = LoopbackTransport(swarm.network, "client")
-            endpoint = service.endpoint
-            peer = Peer(
-                service, service.compute, engine, swarm.network, client, [client], endpoint, swarm
-            )
-            await test(peer)
-            for client in peer.clients:
-                await client.close()
-            await peer.wait_until_empty()
-            assert service.pushing.logged.used_bytes == 0
-            await service.push_links.close()
-            assert service.pending.used_bytes == 0
-            assert service.passes.used_bytes == 0
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run_virtual(main())
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: problems.append(context))
+    swarm = MemorySwarm()
+    config = PeerConfig(
+        "", engine.span, max_sessions=max_sessions, session_idle_seconds=idle_seconds,
+        drain_seconds=0.0,
+    )  # fmt: skip
+    loader, identity = SceneLoader.of_engine(engine), Identity(bytes(32))
+    async with swarm.serve("peer", config, loader, identity, is_relayed=is_relayed) as service:
+        client = LoopbackTransport(swarm.network, "client")
+        endpoint = service.endpoint
+        peer = Peer(
+            service, service.compute, engine, swarm.network, client, [client], endpoint, swarm
+        )
+        await test(peer)
+        for client in peer.clients:
+            await client.close()
+        await peer.wait_until_empty()
+        assert service.pushing.logged.used_bytes == 0
+        await service.push_links.close()
+        assert service.pending.used_bytes == 0
+        assert service.passes.used_bytes == 0
+    assert asyncio.all_tasks() == {asyncio.current_task()}
     gc.collect()
     assert problems == []
     assert not [thread for thread in threading.enumerate() if thread.name == "compute"]
+
+
+def run(engine: Any, test: Callable[[Peer], Awaitable[None]], **options: Any) -> None:
+    """Do the same on a loop of its own."""
+    run_virtual(run_service(engine, test, **options))
 
 
 def with_peer(
@@ -302,19 +303,19 @@ def with_peer(
     fails_at: str | None = None,
     wrap: Callable[[Engine], Any] | None = None,
     **options: Any,
-) -> Callable[[Story], Callable[..., None]]:
-    """Make a test of a story about a peer, with the options of `run`.
+) -> Callable[[Story], Story]:
+    """Make a test of a story about a peer, with the options of `run_service`.
 
     The peer's engine stops at a gate, fails at a point, or is what `wrap` makes of it.
     """
 
-    def play(test: Story, engine: Engine) -> None:
+    async def play(test: Story, engine: Engine) -> None:
         if gate is not None:
-            run(GatedEngine(engine, gate), test, **options)
+            await run_service(GatedEngine(engine, gate), test, **options)
         elif fails_at is not None:
-            run(FailingEngine(engine, fails_at), test, **options)
+            await run_service(FailingEngine(engine, fails_at), test, **options)
         else:
-            run(wrap(engine) if wrap else engine, test, **options)
+            await run_service(wrap(engine) if wrap else engine, test, **options)
 
     return lambda story: make_test(story, play, "engine")
 

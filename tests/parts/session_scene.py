@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from coroutine_tests import make_decorator
+from async_tests import make_decorator
 from scripted_swarm import MODEL_ID, ScriptedSwarm
 from torch import Tensor
-from virtual_time import VirtualClock, run_virtual
+from virtual_time import VirtualClock
 
 from shoal.client.routing.route_finder import SwarmModel
 from shoal.client.runtime.async_client import AsyncClient
@@ -204,31 +204,27 @@ class Scene(ScriptedSwarm):
         return [name for name, peer in self.peers.items() if peer.identity.peer_id in found]
 
 
-def run(
+async def run(
     test: Callable[[Scene], Awaitable[None]],
     link: Link | None = None,
     config: ClientConfig = CONFIG,
 ) -> None:
     """Run a test; once its sessions are closed nothing is left at any peer that can be reached."""
     problems: list[Any] = []
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: problems.append(context))
-        scene = Scene(link, config)
-        await test(scene)
-        for session in scene.sessions:
-            await session.close()
-        for name in scene.peers:
-            scene.network.resume(name)
-        await asyncio.sleep(60)
-        assert {name: peer.caches for name, peer in scene.peers.items() if peer.caches} == {}
-        assert repr(scene.network).startswith("LoopbackNetwork(streams=0,"), scene.network
-        await scene.member.close()
-        await scene.close()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run_virtual(main())
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: problems.append(context))
+    scene = Scene(link, config)
+    await test(scene)
+    for session in scene.sessions:
+        await session.close()
+    for name in scene.peers:
+        scene.network.resume(name)
+    await asyncio.sleep(60)
+    assert {name: peer.caches for name, peer in scene.peers.items() if peer.caches} == {}
+    assert repr(scene.network).startswith("LoopbackNetwork(streams=0,"), scene.network
+    await scene.member.close()
+    await scene.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
     assert problems == []
 
 

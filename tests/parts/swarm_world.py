@@ -1,12 +1,12 @@
 """A directory, its peers and a client's view of them, on virtual time."""
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from coroutine_tests import make_decorator
+from async_tests import make_decorator
 from scripted_swarm import MODEL_ID, ScriptedSwarm
-from virtual_time import run_virtual
 
 from shoal.client.routing.route import Hop
 from shoal.client.routing.route_finder import RouteFinder, SwarmModel
@@ -62,13 +62,10 @@ class World:
         return [hop.peer.peer_id for hop in route.hops]
 
 
-def run_in_world(story: Callable[[World], Awaitable[None]]) -> None:
+async def run_in_world(story: Callable[[World], Awaitable[None]]) -> None:
     """Run a story in a world of its own, on virtual time that starts at an odd hour."""
-
-    async def run() -> None:
-        await story(World())
-
-    run_virtual(run(), start=1000.0)
+    await asyncio.sleep(1000.0)
+    await story(World())
 
 
 in_world = make_decorator(run_in_world)

@@ -150,7 +150,7 @@ async def test_hops_compute_pieces_of_one_prompt_at_the_same_time(scene: Scene) 
         (["fp32", "fp32"], "fp16", torch.float16),
     ],
 )
-def test_wire_dtype_follows_the_peers_unless_it_is_set(
+async def test_wire_dtype_follows_the_peers_unless_it_is_set(
     weights: list[str], configured: str, expected: torch.dtype
 ) -> None:
     async def test(scene: Scene) -> None:
@@ -164,7 +164,7 @@ def test_wire_dtype_follows_the_peers_unless_it_is_set(
         assert from_wire(first.steps[0].hidden).dtype == expected
         assert torch.equal(output.float(), Oracle().step(draw(1, 3)))
 
-    run(test, config=replace(CONFIG, wire_dtype=configured))
+    await run(test, config=replace(CONFIG, wire_dtype=configured))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ async def test_one_peer_may_serve_two_hops_of_a_route(scene: Scene) -> None:
 
 
 @pytest.mark.slow
-def test_random_life_of_a_session_equals_one_machine() -> None:
+async def test_random_life_of_a_session_equals_one_machine() -> None:
     """Steps, rollbacks, row maps, kills, pauses and newcomers, in any order."""
     for seed in range(5):
         print(f"seed {seed}")
@@ -227,7 +227,7 @@ def test_random_life_of_a_session_equals_one_machine() -> None:
                 output = await session.step(hidden, row_map)
                 assert torch.equal(output, oracle.step(hidden, row_map)), (rng, index)
 
-        run(test, config=replace(CONFIG, max_step_bytes=3 * WIDTH * 4 * 3))
+        await run(test, config=replace(CONFIG, max_step_bytes=3 * WIDTH * 4 * 3))
 
 
 @in_scene()

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from coroutine_tests import Story, make_decorator
-from virtual_time import VirtualClock, run_virtual
+from async_tests import Story, make_decorator
+from virtual_time import VirtualClock
 
 from shoal.peer.announcing.announcer import LIFETIME_PERIODS, Announcer
 from shoal.protocol import limits
@@ -103,12 +103,9 @@ def make_announcement(
     )
 
 
-def run(story: Story) -> None:
-    async def main() -> None:
-        await story(Scene())
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run_virtual(main())
+async def run(story: Story) -> None:
+    await story(Scene())
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 in_scene = make_decorator(run)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from announcements import describe_peer
-from coroutine_tests import Story, make_decorator
+from async_tests import Story, make_decorator
 from service_scene import MODEL_ID
-from virtual_time import VirtualClock, run_virtual
+from virtual_time import VirtualClock
 
 from shoal.peer.announcing.round_trip_times import (
     MAX_ANNOUNCED_RTTS,
@@ -107,25 +107,21 @@ class Scene:
             self.network.set_link(f"peer{source}", f"peer{target}", Link(delay_seconds=seconds))
 
 
-def run(story: Story, *spans: tuple[int, int]) -> None:
+async def run(story: Story, *spans: tuple[int, int]) -> None:
     """Run a story beside peers that serve these spans, measure and announce."""
-
-    async def main() -> None:
-        scene = Scene()
-        scene.peers = [SimplePeer(scene, n, Span(*span)) for n, span in enumerate(spans)]
-        for peer in scene.peers:
-            await peer.listen()
-        running = [run() for peer in scene.peers for run in (peer.renew, peer.round_trip_times.run)]
-        tasks = [asyncio.ensure_future(run) for run in running]
-        await story(scene)
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-        for peer in scene.peers:
-            await peer.transport.close()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run_virtual(main())
+    scene = Scene()
+    scene.peers = [SimplePeer(scene, n, Span(*span)) for n, span in enumerate(spans)]
+    for peer in scene.peers:
+        await peer.listen()
+    running = [run() for peer in scene.peers for run in (peer.renew, peer.round_trip_times.run)]
+    tasks = [asyncio.ensure_future(run) for run in running]
+    await story(scene)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for peer in scene.peers:
+        await peer.transport.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 beside = make_decorator(run)

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from coroutine_tests import Story, make_decorator
-from virtual_time import VirtualClock, run_virtual
+from async_tests import Story, make_decorator
+from virtual_time import VirtualClock
 
 from shoal.peer.announcing.announcer import Announcer
 from shoal.peer.announcing.self_description import SelfDescription, make_template
@@ -267,18 +267,13 @@ class World:
         await asyncio.wait([peer.running for peer in self.peers])
 
 
-def run(story: Story) -> None:
-    async def main() -> None:
-        world = World()
-        try:
-            await story(world)
-        finally:
-            await world.close()
-
+async def run(story: Story) -> None:
+    world = World()
     gc.disable()  # memory has to be free without it
     try:
-        run_virtual(main())
+        await story(world)
     finally:
+        await world.close()
         gc.enable()
 
 

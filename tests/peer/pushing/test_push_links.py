@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
-from coroutine_tests import Story, make_decorator
+from async_tests import Story, make_decorator
 from reverse_scene import Pusher
 from service_scene import MODEL_ID, SPAN
 from virtual_time import VirtualClock, run_virtual
@@ -81,23 +81,19 @@ def no_garbage_collection() -> Iterator[None]:
     gc.enable()
 
 
-def run(story: Story) -> None:
+async def run(story: Story) -> None:
     """Run a story on virtual time; whoever was dialled is hung up on at its end."""
-
-    async def main() -> None:
-        network = LoopbackNetwork(link=Link(delay_seconds=DELAY_SECONDS))
-        transport = LoopbackTransport(network, "me")
-        far = LoopbackTransport(network, "next")
-        links = PushLinks(transport, VirtualClock())
-        scene = Scene(network, transport, links, Endpoint("next", 1, "a" * 64))
-        scene.endpoint = (await far.listen("next", 0, scene.serve)).endpoint
-        await story(scene)
-        await links.close()
-        await transport.close()
-        await far.close()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run_virtual(main())
+    network = LoopbackNetwork(link=Link(delay_seconds=DELAY_SECONDS))
+    transport = LoopbackTransport(network, "me")
+    far = LoopbackTransport(network, "next")
+    links = PushLinks(transport, VirtualClock())
+    scene = Scene(network, transport, links, Endpoint("next", 1, "a" * 64))
+    scene.endpoint = (await far.listen("next", 0, scene.serve)).endpoint
+    await story(scene)
+    await links.close()
+    await transport.close()
+    await far.close()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 in_scene = make_decorator(run)

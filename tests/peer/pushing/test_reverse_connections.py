@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from coroutine_tests import Story, make_decorator
+from async_tests import Story, make_decorator
 from reverse_scene import (
     FRAME,
     HOME,
@@ -96,14 +96,14 @@ async def run_home(
         await asyncio.wait([running])
 
 
-def run_at_home(story: Story) -> None:
+async def run_at_home(story: Story) -> None:
     """Run a story about a scene, and a peer at home in it."""
 
     async def run(scene: Scene) -> None:
         async with run_home(scene) as home:
             await story(scene, home)
 
-    run_in_scene(run)
+    await run_in_scene(run)
 
 
 at_home = make_decorator(run_at_home, 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from coroutine_tests import Story, make_decorator
+from async_tests import Story, make_decorator
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.engine.adapters.adapter import Adapter
@@ -31,13 +31,10 @@ def held(adapter_store: AdapterStore) -> dict[Tenant, int]:
     return dict(adapter_store.shared._held)
 
 
-def run(story: Story) -> None:
-    async def main() -> None:
-        adapter_store = AdapterStore(VirtualClock(), 100 * SIZE)
-        await story(adapter_store)
-        adapter_store.close()
-
-    run_virtual(main())
+async def run(story: Story) -> None:
+    adapter_store = AdapterStore(VirtualClock(), 100 * SIZE)
+    await story(adapter_store)
+    adapter_store.close()
 
 
 with_store = make_decorator(run)
