@@ -17,6 +17,8 @@ from shoal.kernels.attention.triton_attention import MAX_HEAD_DIM, PART_TOKENS, 
 pytestmark = pytest.mark.slow  # the interpreter is
 
 LENGTHS = [PART_TOKENS, 1, 37, 2 * PART_TOKENS + 1]
+SHORT = [37, PART_TOKENS + 1]
+"""A part of the keys, and a part and another. The interpreter takes 30 ms for each."""
 
 
 @dataclass
@@ -92,8 +94,8 @@ def test_attention_matches_the_reference(
     heads: int, groups: int, head_dim: int, page_tokens: int, is_int8: bool, device: str
 ) -> None:
     caches = make_caches(
-        LENGTHS, heads=heads, groups=groups, head_dim=head_dim, page_tokens=page_tokens,
-        is_int8=is_int8,
+        LENGTHS if heads == 4 else SHORT,
+        heads=heads, groups=groups, head_dim=head_dim, page_tokens=page_tokens, is_int8=is_int8,
     )  # fmt: skip
 
     assert_near(caches.attend(device), caches.attend("reference"))
@@ -101,7 +103,7 @@ def test_attention_matches_the_reference(
 
 @every_device
 def test_floats_may_lie_further_apart_than_a_head_is_wide(device: str) -> None:
-    caches = make_caches(LENGTHS)
+    caches = make_caches(SHORT, groups=1)
     expected = caches.attend(device)
     wide = torch.full((*caches.pages_PCGSW.shape[:-1], 20), torch.nan)
     wide[..., :16] = caches.pages_PCGSW
@@ -115,7 +117,7 @@ def test_floats_may_lie_further_apart_than_a_head_is_wide(device: str) -> None:
 @pytest.mark.parametrize("is_int8", [False, True], ids=["floats", "int8"])
 @pytest.mark.parametrize("window", [1, 13, PART_TOKENS])
 def test_window_hides_all_but_the_last_keys(window: int, is_int8: bool, device: str) -> None:
-    caches = make_caches(LENGTHS, is_int8=is_int8)
+    caches = make_caches(SHORT, groups=1, is_int8=is_int8)
 
     result = caches.attend(device, sliding_window=window)
 
@@ -130,7 +132,7 @@ def test_window_hides_all_but_the_last_keys(window: int, is_int8: bool, device: 
 def test_scores_are_capped_before_the_softmax(
     softcap: float, window: int | None, is_int8: bool, device: str
 ) -> None:
-    caches = make_caches(LENGTHS, is_int8=is_int8)
+    caches = make_caches(SHORT, groups=1, is_int8=is_int8)
     caches.queries_NHD *= 8
 
     result = caches.attend(device, softcap=softcap, sliding_window=window)
@@ -142,7 +144,7 @@ def test_scores_are_capped_before_the_softmax(
 @every_device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_states_of_16_bits_are_attended_to_in_float32(dtype: torch.dtype, device: str) -> None:
-    caches = make_caches(LENGTHS, dtype=dtype)
+    caches = make_caches(SHORT, groups=1, dtype=dtype)
 
     result = caches.attend(device)
 
@@ -155,22 +157,22 @@ def test_states_of_16_bits_are_attended_to_in_float32(dtype: torch.dtype, device
 def test_token_has_the_same_bits_alone_and_in_any_company(
     window: int | None, is_int8: bool, device: str
 ) -> None:
-    caches = make_caches(LENGTHS, is_int8=is_int8)
+    caches = make_caches(SHORT, groups=1, is_int8=is_int8)
 
     together = caches.attend(device, sliding_window=window)
 
-    for tokens in [(0,), (3, 1), (2, 2, 0, 3)]:
+    for tokens in [(0,), (1,), (1, 1, 0)]:
         some = caches.pick(*tokens).attend(device, sliding_window=window)
         assert torch.equal(some, together[list(tokens)])
 
 
 @every_device
 def test_token_has_the_same_bits_with_a_table_of_its_own_length(device: str) -> None:
-    caches = make_caches(LENGTHS)
-    alone = caches.pick(2)
+    caches = make_caches(SHORT, groups=1)
+    alone = caches.pick(0)
     alone.tables_NM = alone.tables_NM[:, :3].contiguous()
 
-    assert torch.equal(alone.attend(device), caches.attend(device)[2:3])
+    assert torch.equal(alone.attend(device), caches.attend(device)[:1])
 
 
 @every_device
@@ -191,18 +193,18 @@ def test_row_without_keys_gets_zeros_and_disturbs_nobody(device: str) -> None:
 def test_numbers_that_are_not_finite_show_in_the_tokens_that_see_them(
     kind: int, is_int8: bool, device: str
 ) -> None:
-    caches = make_caches(LENGTHS, groups=1, is_int8=is_int8)
+    caches = make_caches(SHORT, groups=1, is_int8=is_int8)
     clean = caches.attend(device)
-    page = caches.tables_NM[0, 1]
+    page = caches.tables_NM[1, 1]
     states = torch.full((16,), torch.nan)
     caches.pages_PCGSW[page, kind, 0, 3] = quantize_kv(states) if is_int8 else states
 
     result = caches.attend(device)
 
-    assert result[0].isnan().all()
-    assert torch.equal(result[1:], clean[1:])
+    assert result[1].isnan().all()
+    assert torch.equal(result[0], clean[0])
     # Behind the window they are not seen.
-    assert caches.attend(device, sliding_window=200)[0].isfinite().all()
+    assert caches.attend(device, sliding_window=200)[1].isfinite().all()
 
 
 @every_device

@@ -124,7 +124,7 @@ def test_prompts_and_tokens_do_not_depend_on_company(
 
 def decode_alone_and_in_company(engine: Engine, kv_format: KVFormat) -> tuple[Tensor, Tensor]:
     """Return what a prompt and tokens behind it lead to, alone and beside other sessions."""
-    prompt, tokens = draw_hidden(1, 2, 40), draw_hidden(2, 2, 30)
+    prompt, tokens = draw_hidden(1, 2, 40), draw_hidden(2, 2, 12)
     alone = open_work(engine, prompt, kv_format)
     expected = [*execute(engine, alone), decode(engine, alone, tokens)]
 
