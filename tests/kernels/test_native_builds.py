@@ -94,7 +94,7 @@ def there(emulator: str, tmp_path_factory: pytest.TempPathFactory) -> Build:
 
 @pytest.mark.parametrize(
     ("driver", "share"),
-    [("int8_driver", "5"), ("prompt_attention_driver", "13"), ("gate_norm_driver", "1")],
+    [("int8_driver", "11"), ("prompt_attention_driver", "31"), ("gate_norm_driver", "1")],
 )
 def test_results_on_arm_have_the_bits_of_this_processor(
     driver: str, share: str, there: Build, emulator: str, here: Build

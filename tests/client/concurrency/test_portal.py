@@ -7,12 +7,12 @@ import concurrent.futures
 import contextlib
 import gc
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import AsyncGenerator, Iterator
 
 import pytest
+import warm_python
 
 from shoal.client.concurrency.portal import Portal
 from shoal.protocol.errors import UnavailableError, UsageError
@@ -323,7 +323,7 @@ def test_program_that_closes_nothing_ends_all_the_same() -> None:
         "portal.run(begin())\n"
     )
 
-    done = subprocess.run(
+    done = warm_python.run(
         [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=120
     )
 

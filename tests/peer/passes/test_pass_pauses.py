@@ -29,8 +29,8 @@ from shoal.protocol.tensors import WireDtype, WireTensor
 
 PIECE_COST = 2**29
 BYTE_COST = 16
-ROWS, TOKENS, WIDTH = 4, 256, 1024
-"""The largest microbatch of several rows that a client makes."""
+TOKENS, WIDTH = 256, 1024
+"""Four rows of them are the largest microbatch of several rows that a client makes."""
 
 PRODUCTS = {"aten::mm": (0, 1), "aten::addmm": (1, 2), "aten::bmm": (0, 1)}
 """Matrix products, with the places of what they multiply."""
@@ -96,20 +96,22 @@ def cut(hidden: Tensor) -> list[WireTensor]:
 
 @pytest.mark.parametrize("kind", PassKind)
 @pytest.mark.parametrize(
-    ("weights", "num_pieces"),
-    [(WeightFormat.INT8, 2), (WeightFormat.BF16, 2), (WeightFormat.FP32, 3)],
+    ("weights", "num_rows", "num_pieces"),
+    # Without instructions for it, a processor takes seconds for four rows in bfloat16.
+    [(WeightFormat.INT8, 4, 2), (WeightFormat.BF16, 1, 2), (WeightFormat.FP32, 4, 3)],
 )
 def test_two_or_three_pieces_of_work_at_most_lie_between_two_looks(
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     weights: WeightFormat,
+    num_rows: int,
     num_pieces: int,
     kind: PassKind,
 ) -> None:
     engine = load_engine(Checkpoint.open(directory), Span(0, 1), weights, kv_budget_bytes=2**20)
     pass_id = PassId(SessionId(b"\1" * 16))
-    asked = Pass(pass_id, kind, ModelId("a" * 32), Span(0, 1), ROWS, TOKENS, WireDtype.FP32)
-    texts = torch.randn(ROWS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
+    asked = Pass(pass_id, kind, ModelId("a" * 32), Span(0, 1), num_rows, TOKENS, WireDtype.FP32)
+    texts = torch.randn(num_rows, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))
     tensors = {Slot.HIDDEN: cut(texts)}
     if kind is PassKind.BACKWARD:
         tensors[Slot.GRADIENTS] = cut(texts)
@@ -122,7 +124,7 @@ def test_two_or_three_pieces_of_work_at_most_lie_between_two_looks(
         run_pass(engine.passes, WireWork(asked, tensors, engine.spec.hidden_size), costs.look)
         costs.look()
 
-    assert len(costs.between_looks) > 50
+    assert len(costs.between_looks) > 12 * num_rows
     assert max(costs.between_looks) <= num_pieces * PIECE_COST
 
 
