@@ -13,7 +13,7 @@ ONE_HOP = [(0, 4)]
 THREE_HOPS = [(0, 1), (1, 3), (3, 4)]
 FOUR_HOPS = [(0, 1), (1, 2), (2, 3), (3, 4)]
 SHAPES = [(1, 1), (3, 2), (3, 17), (1, 300)]
-NUM_NEW_TOKENS = 12
+NUM_NEW_TOKENS = 6
 SETTINGS = {
     "do_sample": False,
     "max_new_tokens": NUM_NEW_TOKENS,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from memory_swarm import look_into
+from story_cases import in_chains
 from story_outputs import assert_same
 
 from shoal.protocol.errors import CacheFullError, UsageError
@@ -84,7 +85,7 @@ def test_full_swarm_is_waited_for_and_then_the_refusal_is_told(run_story: Any) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("freed", ["peer2", "peer3"])
+@in_chains("freed", {host: host for host in ("peer2", "peer3")}, in_star=["peer2"])
 def test_room_that_is_made_meanwhile_ends_the_waiting(run_story: Any, freed: str) -> None:
     async def learn_round_trips(world: Any) -> None:
         """Let the client know both replicas, and that peer3 is far away."""

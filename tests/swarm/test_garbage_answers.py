@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from story_cases import in_chains
 from story_outputs import assert_same
 
 from shoal.kernels.wire_tensors import encode_tensor
@@ -66,7 +67,7 @@ OUTPUT_LIES: dict[str, Callable[[Any], Message | bytes]] = {
 }
 
 
-@pytest.mark.parametrize("lie", OUTPUT_LIES.values(), ids=OUTPUT_LIES.keys())
+@in_chains("lie", OUTPUT_LIES, in_star=["NaN", "a lost prefix", "noise"])
 def test_peer_that_answers_garbage_is_replaced_and_quarantined(
     run_story: Any, lie: Any, delivery: str
 ) -> None:
@@ -99,14 +100,14 @@ OPENING_LIES: dict[str, tuple[type[Message], Callable[[Any], Message | bytes]]] 
 }
 
 
-@pytest.mark.parametrize(("kind", "lie"), OPENING_LIES.values(), ids=OPENING_LIES.keys())
+@in_chains("opening", OPENING_LIES, in_star=["another session"])
 def test_peer_that_opens_with_garbage_is_passed_over_and_quarantined(
-    run_story: Any, kind: Any, lie: Any
+    run_story: Any, opening: Any
 ) -> None:
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns()
 
-        world.liar.lie_once(kind, lie)
+        world.liar.lie_once(*opening)
         outputs = await world.take_all(session, turns)
 
         assert_same(outputs, world.expect(turns))

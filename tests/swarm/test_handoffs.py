@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from memory_swarm import look_into
+from story_cases import at_hops
 from story_outputs import assert_same
 
 from shoal.client.session.session import RemoteSession
@@ -74,7 +75,7 @@ async def assert_left(world: Any, *hosts: str) -> None:
         assert await look_into(world.peer_on(host)).wait_until_empty(10), f"{host} holds a session"
 
 
-@pytest.mark.parametrize("hop", [0, 1, 2, 3])
+@at_hops(0, 1, 2, 3, in_star=0)
 def test_hop_moves_while_tokens_go_on(run_story: Any, hop: int) -> None:
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns(num_decoded=MOST_TURNS)
@@ -118,7 +119,7 @@ def test_trace_tells_of_a_move_beside_the_steps(run_story: Any) -> None:
     run_story(story)
 
 
-@pytest.mark.parametrize("hop", [0, 1])
+@at_hops(0, 1, in_star=1)
 def test_beams_and_rollbacks_go_along(run_story: Any, hop: int) -> None:
     """What moves rows or goes back during the move reaches the new hop in its place."""
 
@@ -194,7 +195,7 @@ def when_it_opens_a_session(peer: Any, act: Callable[[], object]) -> None:
     admission.open = open_it
 
 
-@pytest.mark.parametrize("hop", [0, 1])
+@at_hops(0, 1, in_star=0)
 def test_next_hop_that_leaves_during_the_move_moves_as_well(run_story: Any, hop: int) -> None:
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns(num_decoded=MOST_TURNS)
@@ -216,7 +217,7 @@ def test_next_hop_that_leaves_during_the_move_moves_as_well(run_story: Any, hop:
     run_story(story)
 
 
-@pytest.mark.parametrize("hop", [0, 1])
+@at_hops(0, 1, in_star=1)
 @pytest.mark.parametrize("trouble", ["kill", "pause"])
 def test_new_hop_that_dies_during_the_move_costs_nothing(
     run_story: Any, hop: int, trouble: str
@@ -252,7 +253,7 @@ def test_new_hop_that_dies_during_the_move_costs_nothing(
     run_story(story, spans=THREE_OF_EACH)
 
 
-@pytest.mark.parametrize("hop", [0, 1])
+@at_hops(0, 1, in_star=0)
 def test_hop_that_dies_before_it_has_moved_is_replaced(run_story: Any, hop: int) -> None:
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns(num_decoded=12)
@@ -279,7 +280,7 @@ def test_hop_that_dies_before_it_has_moved_is_replaced(run_story: Any, hop: int)
     run_story(story, spans=THREE_OF_EACH)
 
 
-@pytest.mark.parametrize("hop", [0, 1])
+@at_hops(0, 1, in_star=1)
 def test_hop_without_a_replica_stays_until_there_is_one(run_story: Any, hop: int) -> None:
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns(num_decoded=MOST_TURNS)
@@ -303,7 +304,7 @@ def test_hop_without_a_replica_stays_until_there_is_one(run_story: Any, hop: int
     run_story(story)
 
 
-@pytest.mark.parametrize("hop", [0, 1])
+@at_hops(0, 1, in_star=0)
 def test_hop_that_cannot_move_is_replaced_when_its_peer_has_left(run_story: Any, hop: int) -> None:
     """Nobody has room: tokens go on at the peer until it ends its streams."""
 
@@ -329,7 +330,7 @@ def test_hop_that_cannot_move_is_replaced_when_its_peer_has_left(run_story: Any,
     run_story(story)
 
 
-@pytest.mark.parametrize("hop", [0, 1, 2, 3])
+@at_hops(0, 1, 2, 3, in_star=3)
 def test_session_that_nobody_steps_moves_as_well(run_story: Any, hop: int) -> None:
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns(num_rows=2)
@@ -348,7 +349,7 @@ def test_session_that_nobody_steps_moves_as_well(run_story: Any, hop: int) -> No
     run_story(story, spans=FOUR_HOPS)
 
 
-@pytest.mark.parametrize("hop", [0, 1])
+@at_hops(0, 1, in_star=1)
 def test_session_and_its_fork_both_move(run_story: Any, hop: int) -> None:
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns(num_decoded=6)
@@ -370,7 +371,7 @@ def test_session_and_its_fork_both_move(run_story: Any, hop: int) -> None:
     run_story(story)
 
 
-@pytest.mark.parametrize("hop", [0, 1, 2, 3])
+@at_hops(0, 1, 2, 3, in_star=1)
 def test_session_moved_by_a_handoff_survives_kills(run_story: Any, hop: int) -> None:
     """Whoever took over has kept what those around it need to be replaced."""
 
@@ -395,7 +396,7 @@ def test_session_moved_by_a_handoff_survives_kills(run_story: Any, hop: int) -> 
     run_story(story, spans=FOUR_HOPS)
 
 
-@pytest.mark.parametrize("hop", [0, 1])
+@at_hops(0, 1, in_star=0)
 def test_peer_that_leaves_while_a_prompt_is_under_way_keeps_it(run_story: Any, hop: int) -> None:
     """The pieces that are on their way are computed there, and then the hop moves."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from memory_swarm import look_into
+from story_cases import at_hops
 from story_outputs import assert_same
 
 from shoal.client.session.session import RemoteSession
@@ -20,8 +21,8 @@ from shoal.protocol.messages.session import Output
 FOUR_HOPS = ((0, 1), (0, 1), (1, 2), (1, 2), (2, 3), (2, 3), (3, 4), (3, 4))
 THREE_EACH = ((0, 2), (0, 2), (0, 2), (2, 4), (2, 4), (2, 4))
 
-# The hops in the middle have the same neighbours.
-EVERY_HOP = pytest.mark.parametrize("hop", [0, 1, pytest.param(2, marks=pytest.mark.thorough), 3])
+# Of four; the two in the middle have the same neighbours.
+OUTER_AND_INNER_HOPS = at_hops(0, 1, 3, in_star=1)
 
 
 async def wait_for_standbys(session: RemoteSession, num_hops: int) -> None:
@@ -35,7 +36,7 @@ def run(run_story: Any, story: Any, spans: Any = FOUR_HOPS, **settings: Any) -> 
 
 
 @pytest.mark.parametrize("lose", ["kill", "pause"])
-@EVERY_HOP
+@OUTER_AND_INNER_HOPS
 def test_standby_goes_on_without_a_replay(run_story: Any, hop: int, lose: str) -> None:
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns(num_decoded=9)
@@ -68,7 +69,7 @@ def test_blocks_that_can_have_no_standby_are_known(run_story: Any) -> None:
     run(run_story, story, ((0, 2), (0, 2), (2, 4)))
 
 
-@EVERY_HOP
+@OUTER_AND_INNER_HOPS
 def test_beams_and_rollbacks_reach_the_standby(run_story: Any, hop: int) -> None:
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns(num_rows=2, num_decoded=9)
@@ -89,7 +90,7 @@ def test_beams_and_rollbacks_reach_the_standby(run_story: Any, hop: int) -> None
     run(run_story, story)
 
 
-@pytest.mark.parametrize("hop", [0, 1])
+@at_hops(0, 1, in_star=0)
 def test_hop_may_die_with_a_step_in_its_hands_or_behind_it(run_story: Any, hop: int) -> None:
     """Wherever the step was, every hop behind takes it once."""
 
@@ -112,7 +113,7 @@ def test_hop_may_die_with_a_step_in_its_hands_or_behind_it(run_story: Any, hop: 
     run(run_story, story, ((0, 2),) * 4 + ((2, 4),) * 4)
 
 
-@pytest.mark.parametrize("hop", [0, 1])
+@at_hops(0, 1, in_star=1)
 def test_lost_standby_is_replaced_and_costs_nothing(run_story: Any, hop: int) -> None:
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns(num_decoded=12)
@@ -146,7 +147,7 @@ def holds_session(world: Any, host: str) -> bool:
     return bool(look_into(world.peer_on(host)).sessions)
 
 
-@pytest.mark.parametrize("hop", [0, 1])
+@at_hops(0, 1, in_star=0)
 def test_hop_and_standby_that_die_together_get_a_replay(run_story: Any, hop: int) -> None:
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns(num_decoded=8)
@@ -180,7 +181,7 @@ def test_two_hops_side_by_side_that_die_together_get_a_replay(run_story: Any) ->
     run(run_story, story)
 
 
-@pytest.mark.parametrize("hop", [0, 1])
+@at_hops(0, 1, in_star=1)
 def test_hops_are_lost_over_and_over_while_there_are_standbys(run_story: Any, hop: int) -> None:
     """Who took over has a standby in turn, and has kept what those behind it need."""
 
@@ -212,7 +213,7 @@ def test_session_without_replicas_works_as_without_standbys(run_story: Any) -> N
     run(run_story, story, ((0, 2), (2, 4)))
 
 
-@pytest.mark.parametrize("hop", [0, 1])
+@at_hops(0, 1, in_star=0)
 def test_hop_that_leaves_moves_although_it_has_a_standby(run_story: Any, hop: int) -> None:
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns(num_decoded=60)
