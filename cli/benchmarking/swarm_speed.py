@@ -18,19 +18,19 @@ CONTEXT_TOKENS = 16
 """Length of a prompt where only the steps after it are measured."""
 
 _PROMPT_TOKENS = 512
+_NUM_STEPS, _NUM_CALLS, _NUM_GENERATED = 100, 3, 64
 _HIDDEN_SCALE = 0.02
 """About the standard deviation of embeddings."""
 
 
-def measure_swarm(remote: Any, is_quick: bool, say: Callable[[str], None]) -> list[Figure]:
+def measure_swarm(remote: Any, say: Callable[[str], None]) -> list[Figure]:
     """Measure a distributed model in its swarm; raises RouteError when blocks are missing."""
-    num_steps, num_calls, num_generated = (10, 1, 8) if is_quick else (100, 3, 64)
     say("steps")
-    times = time_session(remote, num_steps)
+    times = time_session(remote, _NUM_STEPS)
     say("prompts")
-    prompt_tokens, prompt_speed = _measure_prompt(remote, num_calls)
+    prompt_tokens, prompt_speed = _measure_prompt(remote, _NUM_CALLS)
     say("texts")
-    text_speed = measure_text(remote, num_generated, num_calls)
+    text_speed = measure_text(remote, _NUM_GENERATED, _NUM_CALLS)
     median = statistics.median(times.step_seconds)
     p95 = statistics.quantiles(times.step_seconds, n=20, method="inclusive")[-1]
     return [

@@ -21,10 +21,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="model that the swarm serves: directory or Hub id",
     )  # fmt: skip
     add_join_arguments(parser, "address of any of its peers, instead of a code")
-    parser.add_argument(
-        "--quick", action="store_true",
-        help="run each measurement briefly, to test that it works; the figures are meaningless",
-    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -47,18 +43,16 @@ def run(options: argparse.Namespace) -> int:
         Progress(Terminal(sys.stderr), lambda: status),
         open_model(model, joining.initial_peers, join=joining.join) as remote,
     ):
-        figures = measure_swarm(remote, options.quick, say)
+        figures = measure_swarm(remote, say)
     machine, seconds = describe_machine(), round(time.monotonic() - started_at, 1)
     output = Terminal(sys.stdout)
     if options.json:
         output.print_json({
-            "machine": machine, "quick": options.quick, "seconds": seconds,
+            "machine": machine, "seconds": seconds,
             "figures": [figure.to_json() for figure in figures],
         })  # fmt: skip
         return 0
     output.print(f"{machine}\n\nThis swarm, as this machine sees it ({seconds} s)")
     for figure in figures:
         output.print(figure.to_line())
-    if options.quick:
-        output.print("\nA quick run: these numbers mean nothing.")
     return 0

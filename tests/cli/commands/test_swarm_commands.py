@@ -74,7 +74,7 @@ def test_generate_reports_what_transformers_would_say(
 def test_bench_measures_a_swarm_that_runs(
     swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["bench", "--quick", "--model", str(byte_model), "--initial-peers"]
+    command = ["bench", "--model", str(byte_model), "--initial-peers"]
     code, result = run_json([*command, *swarm.initial_peers], capsys)
 
     assert code == 0
