@@ -85,10 +85,17 @@ def test_process_finds_what_a_plain_one_finds(tmp_path: Path) -> None:
 
 
 @POPENS
-def test_process_may_have_a_group_of_its_own(popen: Any) -> None:
-    code = "import os; print(os.getpgrp() == os.getpid())"
-    with popen(make_command(code), stdout=subprocess.PIPE, process_group=0) as process:
-        assert process.communicate()[0] == b"True\n"
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({"process_group": 0}, b"True False\n"), ({"start_new_session": True}, b"True True\n")],
+    ids=["group", "session"],
+)
+def test_process_may_have_a_group_or_a_session_of_its_own(
+    popen: Any, options: dict[str, Any], expected: bytes
+) -> None:
+    code = "import os; print(*(i == os.getpid() for i in (os.getpgrp(), os.getsid(0))))"
+    with popen(make_command(code), stdout=subprocess.PIPE, **options) as process:
+        assert process.communicate()[0] == expected
 
 
 def test_random_numbers_of_two_processes_differ() -> None:

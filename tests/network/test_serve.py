@@ -28,9 +28,6 @@ UNKNOWN_PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
-plain = pytest.mark.usefixtures("plain_peers")
-"""For what depends on how a process starts and ends."""
-
 
 @pytest.fixture(scope="module")
 def swarm(tiny_models: Any) -> Iterator[LocalSwarm]:
@@ -54,7 +51,6 @@ def run_shoal(
     return done.returncode, done.stderr
 
 
-@plain
 def test_peer_says_goodbye_and_leaves_no_process(swarm: LocalSwarm) -> None:
     peer = swarm.add((2, 4))
     children = children_of(peer.pid)
@@ -81,9 +77,12 @@ def test_peer_that_is_stopped_before_it_says_it_is_online_says_goodbye(swarm: Lo
     assert known[peer.peer_id].state is PeerState.OFFLINE
 
 
-@plain
+@pytest.mark.usefixtures("plain_peers")
 def test_interrupt_from_a_terminal_spares_p2pd_and_is_quiet(swarm: LocalSwarm) -> None:
-    """Ctrl-C goes to the whole process group that owns the terminal."""
+    """Ctrl-C goes to the whole process group that owns the terminal.
+
+    A plain process also shows that the end of an interpreter is quiet.
+    """
     peer = swarm.add((2, 4))
     (p2pd,) = children_of(peer.pid)
     assert os.getpgid(peer.pid) == peer.pid
@@ -98,7 +97,7 @@ def test_interrupt_from_a_terminal_spares_p2pd_and_is_quiet(swarm: LocalSwarm) -
 
 def test_interrupt_of_the_start_is_told_from_a_peer_that_served(tiny_models: Any) -> None:
     command = ["serve", str(tiny_models.get().directory), "--new-swarm", "--json"]
-    with subprocess.Popen(
+    with warm_python.Popen(
         [sys.executable, "-P", "-m", "shoal.cli", *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -113,7 +112,6 @@ def test_interrupt_of_the_start_is_told_from_a_peer_that_served(tiny_models: Any
         assert process.stderr.read() == ""
 
 
-@plain
 def test_p2pd_that_stands_still_ends_with_its_peer(swarm: LocalSwarm) -> None:
     peer = swarm.add((2, 4))
     (p2pd,) = children_of(peer.pid)
@@ -137,8 +135,9 @@ def test_peer_ends_with_the_program_that_started_it(tiny_models: Any, tmp_path: 
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     # A session of its own, as a terminal or a CI job would give it.
-    done = subprocess.run(
+    done = warm_python.run(
         [sys.executable, "-P", "-c", program, str(tiny_models.get().directory)],
+        starts_peers=True,
         capture_output=True,
         text=True,
         timeout=200,
@@ -189,7 +188,6 @@ def test_port_in_use_is_named(tiny_models: Any) -> None:
             "--new-swarm",
             "--listen",
             f"127.0.0.1:{port}",
-            run=subprocess.run,
         )
 
     expect_one_line(result, f"port {port}", "in use", code=2)
@@ -259,7 +257,6 @@ def test_swarm_that_runs_is_not_started_again(swarm: LocalSwarm) -> None:
     assert swarm.peers[0].is_running
 
 
-@plain
 def test_swarm_whose_peer_cannot_start_says_why_and_leaves_nothing(tiny_models: Any) -> None:
     children = children_of(os.getpid())
 

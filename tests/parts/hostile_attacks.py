@@ -213,10 +213,10 @@ async def send_values_that_are_none(gang: Gang) -> None:
 REFUSALS_OF_SESSIONS = (ErrorCode.BUSY, ErrorCode.CACHE_FULL, ErrorCode.UNKNOWN_SESSION)
 
 
-async def drop_a_thousand_sessions(gang: Gang) -> None:
-    """Strangers who fill their streams with sessions, step each once and vanish."""
+async def drop_hundreds_of_sessions(gang: Gang) -> None:
+    """Strangers who fill the peer with sessions, step each once and vanish, four times over."""
     num_opened = 0
-    while num_opened < 1000:
+    while num_opened < 250:
         async with gather_gang(gang.target) as others:
             for _ in range(8):
                 stranger = await others.greet()
@@ -309,7 +309,7 @@ ATTACKS: tuple[Attack, ...] = (
     send_negative_positions,
     step_unknown_sessions,
     send_values_that_are_none,
-    drop_a_thousand_sessions,
+    drop_hundreds_of_sessions,
     never_say_hello,
     offer_streams,
     send_raw_bytes,

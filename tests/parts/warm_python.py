@@ -55,7 +55,7 @@ _SETTINGS = {
 }
 """What imports ask the environment for, beside what is there already."""
 
-_NOT_SUPPORTED = ("preexec_fn", "pass_fds", "shell", "start_new_session")
+_NOT_SUPPORTED = ("preexec_fn", "pass_fds", "shell")
 
 _START_PEERS = frozenset({"demo", "swarm"})
 """Subcommands that start peers of their own."""
@@ -77,6 +77,8 @@ class _Request:
     folder: str
     process_group: int
     """0 for one of its own."""
+    has_session: bool = False
+    """Whether it is in a session of its own."""
     starts_peers: bool = False
     """Whether it starts peers, which are to be forked as well."""
     network: str = ""
@@ -163,6 +165,7 @@ class Popen(subprocess.Popen[Any]):
             dict(os.environ if given["env"] is None else given["env"]),
             os.fspath(given["cwd"] or os.getcwd()),
             0 if given["process_group"] == 0 else os.getpgrp(),
+            given["start_new_session"],
             self._starts_peers or not _START_PEERS.isdisjoint(command[:4]),
             network,
         )
@@ -244,7 +247,10 @@ def _fork_an_orphan() -> tuple[bool, int]:
 
 def _take_over(request: _Request, streams: Sequence[int]) -> None:
     """Give this process what was asked for, as exec would have found it."""
-    os.setpgid(0, request.process_group)
+    if request.has_session:
+        os.setsid()
+    else:
+        os.setpgid(0, request.process_group)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
