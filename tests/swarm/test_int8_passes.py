@@ -14,7 +14,7 @@ from shoal.client import AutoDistributedModelForCausalLM
 from shoal.client.model.causal_lm import DistributedCausalLM
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
 
-NUM_UPDATES = 40
+NUM_UPDATES = 16
 NUM_PROMPTS = 8
 
 
@@ -36,7 +36,7 @@ def train(tiny_models: Any, wire_dtype: str) -> tuple[float, int]:
     tokens = torch.randint(0, 100, (4, 24), generator=generator)
     prompt = 0.1 * torch.randn(1, NUM_PROMPTS, 64, generator=generator)
     prompt.requires_grad_()
-    optimizer = torch.optim.Adam([prompt], lr=0.01)
+    optimizer = torch.optim.Adam([prompt], lr=0.03)
     losses: list[float] = []
     settings: Any = {"connect": lambda config: network, "wire_dtype": wire_dtype}
     with AutoDistributedModelForCausalLM.from_pretrained(directory, **settings) as model:

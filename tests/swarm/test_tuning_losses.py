@@ -16,7 +16,7 @@ from shoal.peer.local_swarm.loopback import LoopbackSwarm
 
 BUNDLED = Path(__file__).resolve().parents[2] / "models" / "shoal-stories"
 SPANS = ((0, 4), (4, 8))
-NUM_STEPS, NUM_ROWS, NUM_TOKENS, NUM_PROMPTS = 20, 4, 24, 4
+NUM_STEPS, NUM_ROWS, NUM_TOKENS, NUM_PROMPTS = 12, 2, 24, 4
 SEED = 11
 
 
