@@ -68,10 +68,10 @@ def test_prompts_and_tokens_meet_nothing_of_the_cpu(
 ) -> None:
     device = MetaDevice()
     engine = load_engine(tiny_models, device, variant, weights)
-    prompt, tokens = draw_hidden(1, 3, 70), draw_hidden(2, 3, 2)
+    prompt, tokens = draw_hidden(1, 2, 70), draw_hidden(2, 2, 1)
     work, other = (open_work(engine, prompt, kv_format) for _ in range(2))
 
     execute(engine, work, other)
     decode(engine, [work, other], [tokens, tokens])
 
-    assert device.num_brought == device.num_fetched == 3
+    assert device.num_brought == device.num_fetched == 2

@@ -18,7 +18,6 @@ from shoal.protocol.spans import Span
 
 def measure_peak(run: Callable[[], object]) -> int:
     """Return the most bytes that torch held at a time while this ran, beyond what it had."""
-    run()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         result = run()
     assert record.profiler is not None
@@ -35,7 +34,7 @@ def measure_peak(run: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("is_backward", [False, True])
-@pytest.mark.parametrize("shape", [(1, 300), (6, 60)])
+@pytest.mark.parametrize("shape", [(1, 300), (4, 60)])
 @pytest.mark.parametrize(
     ("variant", "weights"),
     [
