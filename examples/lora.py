@@ -22,7 +22,7 @@ with (
 ):
     adapter = LoraAdapter.create(model, rank=8)
     optimizer = torch.optim.AdamW(adapter.parameters(), lr=1e-2)
-    for update in range(36):
+    for update in range(24):
         texts = [f"{name} has a {it}. Ahoy! Give me the {it}, {name}!</s>"
                  for name, it in random.Random(update).sample(pairs[6:], 8)]  # fmt: skip
         batch = tokenizer(texts, padding=True, return_tensors="pt")
