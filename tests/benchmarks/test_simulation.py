@@ -40,6 +40,9 @@ from simulation.steps import PUBLISHED, reproduce_published
 from simulation.traffic import run_traffic
 from simulation.world import Move, World, WorldConfig
 
+MORE = pytest.mark.thorough
+"""For seeds that show what the first one does."""
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 SMALL = WorldConfig(num_blocks=16)
 
@@ -94,7 +97,7 @@ def test_same_seed_is_the_same_swarm() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_spare", [2, 3, 12])
+@pytest.mark.parametrize("num_spare", [2, pytest.param(3, marks=MORE), 12])
 def test_span_that_lost_its_only_host_is_served_within_two_periods_and_loading(
     num_spare: int,
 ) -> None:
@@ -129,7 +132,7 @@ def test_swarm_recovers_from_the_loss_of_a_part_of_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=MORE) for seed in (1, 2))])
 def test_blocks_keep_two_hosts_while_half_of_the_hosts_of_a_block_die_every_minute(
     seed: int,
 ) -> None:
@@ -179,7 +182,7 @@ def test_session_alone_has_the_machines_to_itself_and_many_share_them() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=MORE) for seed in (1, 2))])
 def test_chains_by_the_ways_between_peers_come_near_to_the_best_of_all(seed: int) -> None:
     (outcome,) = run_distances(seed, 60, 30, [8])
 

@@ -30,7 +30,8 @@ DEMO = ("demo", "--tokens", "9", "--kill-after", "3")
         ("transformers", GENERATE),
         ("transformers", GENERATE_JSON),
         pytest.param("transformers.models.llama", GENERATE, marks=pytest.mark.thorough),
-        ("hivemind", DOCTOR),
+        ("shoal.cli.commands.doctor", DOCTOR),
+        pytest.param("hivemind", DOCTOR, marks=pytest.mark.thorough),
         ("shoal.peer.local_swarm.swarm", DEMO),
     ],
 )
