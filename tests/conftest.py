@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -61,6 +61,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--one-case", action="store_true", help="run only the first case of a parametrized test"
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import everything without looking for garbage, which takes a quarter of that time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

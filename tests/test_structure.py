@@ -6,6 +6,7 @@ a function, below TYPE_CHECKING, or by name (`import_module("...")`).
 """
 
 import ast
+import gc
 import re
 import subprocess
 import sys
@@ -86,6 +87,14 @@ class Import(NamedTuple):
     @property
     def top(self) -> str:
         return self.target.split(".")[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_search_for_garbage() -> Iterator[None]:
+    """Syntax trees are none, and looking through them takes longer than making them."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def source_files(*folders: str) -> list[Path]:
