@@ -8,7 +8,6 @@ from collections.abc import Callable
 from ..protocol.net.clock import Clock
 from ..protocol.net.network import Presence
 from .engine.adapters.adapter_store import AdapterStore
-from .engine.passes.pass_memory import PassBudget
 from .hosting.span_loader import ServedSpan, SpanLoader
 from .passes.pass_workload import AccountedWorkload, PassResources, PassWorkload
 from .passes.publications import PublicationWorkload
@@ -16,6 +15,7 @@ from .passes.updates import UpdateStreamWork
 from .passes.uploads import UploadStreamWork
 from .pushing.connections import Connections
 from .pushing.session_outputs import PushResources
+from .record_workload import RecordWorkload
 from .sessions.admission import Admission, SessionResources
 from .sessions.sessions import SessionWorkload
 from .streams.client_stream import PendingBytes, StreamHost
@@ -58,7 +58,7 @@ def make_service(
     )
     for_passes = PassResources(
         model_id=model.model_id,
-        budget=PassBudget(model.pass_bytes),
+        pass_bytes=model.pass_bytes,
         adapter_store=adapter_store,
         read_free_bytes=model.read_free_bytes,
         note_change=changed.set,
@@ -70,5 +70,6 @@ def make_service(
         AccountedWorkload(passes, UpdateStreamWork),
         PublicationWorkload(passes, presence, announce),
         SessionWorkload(Admission(engine, compute, clock, for_sessions)),
+        RecordWorkload(presence, model.model_id),
     )
     return Service(host, workloads, _STREAMS_PER_SESSION * config.max_sessions, changed)

@@ -3,7 +3,7 @@
 from .errors import ErrorCode, RefusedError
 
 MIN_VERSION = 1
-MAX_VERSION = 6
+MAX_VERSION = 7
 CHAIN_VERSION = 2
 """From which version on a peer can push to another one."""
 
@@ -26,6 +26,9 @@ OPTIMIZER_VERSION = 5
 PUBLISH_VERSION = 6
 """From which version on adapters are published as leaves, which peers fetch by digest."""
 
+RECORDS_VERSION = 7
+"""From which version on a peer tells others which announcements it knows."""
+
 SOFTWARE = "shoal 0.1.0"
 
 
@@ -34,8 +37,8 @@ def agree_on_version(their_min: int, their_max: int) -> int:
 
     Raises RefusedError with BAD_VERSION and both ranges when there is none.
 
-    >>> agree_on_version(1, 7)
-    6
+    >>> agree_on_version(1, 8)
+    7
     """
     version = min(MAX_VERSION, their_max)
     if version < max(MIN_VERSION, their_min):

@@ -16,6 +16,7 @@ from ...protocol.errors import ErrorCode, RefusedError, UsageError
 from ...protocol.ids import ModelId
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter
+from ..concurrency.portal import Portal
 from ..routing.route import Failover, Hop
 from ..routing.route_finder import RouteFinder
 from ..session.deep_prompts import check_prompts
@@ -39,6 +40,7 @@ class SwarmClient(Protocol):
     """A member of one model's swarm, as remote blocks see it; see `Client`."""
 
     passes: PassRunner
+    portal: Portal
     swarm: RouteFinder
 
     @property
@@ -485,7 +487,7 @@ class RemoteSequenceManager:
 
         Prefers peers with room for `needed_kv_tokens` tokens of all rows.
         """
-        route = self.client.passes.wait_for(
+        route = self.client.portal.run(
             self.client.swarm.wait_for_route(
                 span,
                 float("-inf"),
@@ -498,7 +500,7 @@ class RemoteSequenceManager:
 
     def update(self, *, wait: bool = True) -> None:
         """Read the directory now; the client also reads it before each route."""
-        self.client.passes.wait_for(self.client.swarm.book.refresh())
+        self.client.portal.run(self.client.swarm.book.refresh())
 
     def is_alive(self) -> bool:
         """Return whether the client is still in the swarm."""

@@ -9,9 +9,11 @@ from ...protocol.errors import DirectoryError, RouteError
 from ...protocol.ids import ModelId, PeerId
 from ...protocol.net.clock import Clock
 from ...protocol.net.directory import Directory
+from ...protocol.net.gossip import GossipDirectory
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.net.transport import Transport
 from ...protocol.spans import Span
+from ..settings.client_config import ClientConfig
 from .own_coordinate import OwnCoordinate
 from .peer_book import NO_DOUBT, PeerBook
 from .route import Ends, Fault, Hop, Route
@@ -19,6 +21,12 @@ from .router import RoutingCosts, expect_way_seconds, plan_route
 
 _LOOK_AGAIN = Backoff(0.1, 1.0)
 """Between two looks into the directory for peers that are missing."""
+
+GOSSIP_BYTES = 5 * 2**10
+"""An idle client asks one peer every ten seconds for so many bytes of announcements: with the TLS
+handshake less than 1 KB/s, and within half a minute about forty peers that cover all blocks."""
+
+_LEAST_GOSSIP_SECONDS = 1.0
 
 _SHORT_SECONDS = 0.5
 """Seconds that the directory gets to answer even after the deadline."""
@@ -42,17 +50,25 @@ class RouteFinder:
     def __init__(
         self,
         directory: Directory,
+        transport: Transport,
         model: SwarmModel,
         clock: Clock,
-        rng: random.Random,
-        allowed: Collection[str] | None = None,
-        blocked: Collection[str] = (),
+        config: ClientConfig,
     ) -> None:
-        """Only the `allowed` peers are seen, None for all, and no `blocked` ones."""
+        self._rng = random.Random(config.seed)
         self._clock = clock
-        self._rng = rng
-        self.book = PeerBook(directory, model.model_id, model.num_blocks, clock, allowed, blocked)
-        self._coordinate = OwnCoordinate(self.book, clock, rng)
+        self._transport = transport
+        self._gossip_seconds = max(config.refresh_seconds, _LEAST_GOSSIP_SECONDS)
+        self._directory = GossipDirectory(directory, transport, clock, random.Random(config.seed))
+        self.book = PeerBook(
+            self._directory,
+            model.model_id,
+            model.num_blocks,
+            clock,
+            config.allowed_servers,
+            config.blocked_servers,
+        )
+        self._coordinate = OwnCoordinate(self.book, clock, self._rng)
 
     def __repr__(self) -> str:
         return f"<RouteFinder {self.book!r}>"
@@ -128,9 +144,13 @@ class RouteFinder:
             coordinate=self._coordinate.find(),
         )
 
-    async def survey(self, transport: Transport) -> None:
+    async def keep_acquainted(self) -> None:
+        """Learn of peers until cancelled: those that were joined through may be gone one day."""
+        await self._directory.run(self.book.view.model_id, self._gossip_seconds, GOSSIP_BYTES)
+
+    async def survey(self) -> None:
         """Find out where the client stands, if that is not known yet."""
-        await self._coordinate.survey(transport)
+        await self._coordinate.survey(self._transport)
 
     def expect_way_seconds(self, hops: Sequence[Hop]) -> list[float]:
         """Return the ways of a chain: to the first hop, from each to the next, and back."""

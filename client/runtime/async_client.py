@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import secrets
 from typing import Self
 
@@ -38,14 +37,7 @@ class AsyncClient:
         clock: Clock,
     ) -> None:
         """Take over a transport and a directory, both closed with the client; see `join`."""
-        self.swarm = RouteFinder(
-            directory,
-            model,
-            clock,
-            random.Random(config.seed),
-            config.allowed_servers,
-            config.blocked_servers,
-        )
+        self.swarm = RouteFinder(directory, transport, model, clock, config)
         self._config = config
         self._model = model
         self._transport = transport
@@ -53,6 +45,7 @@ class AsyncClient:
         self._clock = clock
         self._secret = secrets.token_bytes(16)
         self._background = Background()
+        self._lasting = Background()
         self._asker = PassAsker(self.swarm.book, transport, config, self._secret)
         self.passes = RemotePasses(self._asker)
 
@@ -81,6 +74,7 @@ class AsyncClient:
         client = cls(config, model, transport, directory, clock)
         try:
             await client.swarm.book.refresh()
+            client._lasting.start(client.swarm.keep_acquainted())
         except BaseException:
             await client.close()
             raise
@@ -131,6 +125,7 @@ class AsyncClient:
     async def close(self) -> None:
         """Tell peers what is over, withdraw published adapters, and break all connections."""
         try:
+            await self._lasting.cancel()
             await self.close_sessions()
             await self.passes.close()
         finally:

@@ -37,9 +37,10 @@ class Client:
         """Made by `join`."""
         self.config = config
         self.swarm = client.swarm
+        self.portal = portal
+        """Runs coroutines on the client's loop."""
         self.passes = PassRunner(client.passes, portal)
         self._client = client
-        self._portal = portal
         portal.run_at_close(client.close)
 
     def __repr__(self) -> str:
@@ -83,12 +84,12 @@ class Client:
         `kv_format` applies to all of its hops; None: the client's. All rows use the `adapter`.
         """
         open_remote = partial(self._client.open_session, max_length, span, kv_format, adapter)
-        return InferenceSession(open_remote, self._portal)
+        return InferenceSession(open_remote, self.portal)
 
     @property
     def is_closed(self) -> bool:
         """Whether the client has left the swarm."""
-        return self._portal.is_closed
+        return self.portal.is_closed
 
     @property
     def view(self) -> SwarmView:
@@ -97,7 +98,7 @@ class Client:
 
     def view_swarm(self) -> SwarmView:
         """Read the directory and return all valid announcements of the model."""
-        return self._portal.run(self.swarm.book.refresh())
+        return self.portal.run(self.swarm.book.refresh())
 
     def close(self) -> None:
         """Close all streams and end the client's thread; safe to call twice.
@@ -105,7 +106,7 @@ class Client:
         Calls that other threads are waiting for raise UsageError. A client that is not closed is
         closed when the interpreter exits.
         """
-        self._portal.close()
+        self.portal.close()
 
 
 def find_network(config: ClientConfig) -> Network:

@@ -80,7 +80,7 @@ class HopFinder:
         """
         state = self._state
         if missing.position == 0:  # later, somebody waits for the next token
-            await state.swarm.survey(state.transport)
+            await state.swarm.survey()
         configured = state.config.weights
         weights = (configured,) if configured else tuple(dict.fromkeys((preferred, None)))
         tried: set[PeerId] = set()

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
@@ -64,12 +64,18 @@ class PassResources:
     """Resources that the passes of a peer share with its other workloads."""
 
     model_id: ModelId
-    budget: PassBudget
+    pass_bytes: int
+    """Memory for passes; 0: none are taken."""
     adapter_store: AdapterStore
     read_free_bytes: Callable[[], int]
     """Returns the memory that is left where the blocks are computed."""
     note_change: Callable[[], None]
     """To be called when a pass or an update is over."""
+
+    @cached_property
+    def budget(self) -> PassBudget:
+        """What passes may take of it, by purpose."""
+        return PassBudget(self.pass_bytes)
 
 
 class PassWorkload(Workload):

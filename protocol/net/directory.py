@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..ids import ModelId
-from ..records.announcements import Announcement
+from ..records.announcements import Announcement, KnownRecord
 
 
 class Directory(Protocol):
@@ -37,6 +37,28 @@ class Directory(Protocol):
         """Return the valid announcements for a model, in any order; empty when there are none.
 
         Raises DirectoryError when the directory cannot be reached.
+        """
+        ...
+
+    def list_records(self, model_id: ModelId) -> list[KnownRecord]:
+        """Return the valid announcements that are known here, also while nobody can be reached.
+
+        Each comes with the value that other members of the swarm pass to `take_record`.
+        """
+        ...
+
+    def list_hints(self, model_id: ModelId) -> list[Announcement]:
+        """Return announcements that have expired within a day, the newest first.
+
+        They tell whom to dial, and nothing else: never route to them, count them or hand them on.
+        """
+        ...
+
+    def take_record(self, value: bytes) -> Announcement:
+        """Remember an announcement that another member knew (see `list_records`), and return it.
+
+        Raises RemoteProtocolError if it is not valid, of another swarm, or older than what is
+        known.
         """
         ...
 

@@ -12,13 +12,23 @@ from functools import lru_cache
 from .. import limits
 from ..errors import RemoteProtocolError
 from ..ids import PeerId
-from .announcements import Announcement, check_is_current, verify_announcement
+from .announcements import (
+    Announcement,
+    KnownRecord,
+    PeerState,
+    check_is_current,
+    verify_announcement,
+)
+
+HINT_SECONDS = 24 * 3600.0
+"""How long after its expiry an announcement tells whom to dial."""
 
 
 class AnnouncementBook:
     """The newest announcement of each peer, in separate scopes (a model, or a model of a swarm).
 
-    Remembers an announcement until it expires, so that a replay of an older one is recognised.
+    Remembers an announcement until it expires, so that a replay of an older one is recognised; and
+    for a day more as a hint whom to dial, unless the room is needed or the peer said goodbye.
 
     A reserved scope, one that this process uses itself, has its room for certain; in a full one the
     peers that came first stay. All others share theirs, and the announcement gives way that was
@@ -36,7 +46,7 @@ class AnnouncementBook:
         self.on_displaced: Callable[[str, PeerId], None] = lambda scope, peer_id: None
         """Called with each peer that had to give way to another one."""
         # In each scope in the order in which peers came; a renewal keeps the place.
-        self._scopes: dict[str, dict[PeerId, Announcement]] = {}
+        self._scopes: dict[str, dict[PeerId, KnownRecord]] = {}
         # Of scopes that are not reserved, in the order of renewals, the longest ago first.
         self._shared: dict[tuple[str, PeerId], None] = {}
         self._reserved: set[str] = set()
@@ -59,28 +69,30 @@ class AnnouncementBook:
         check_is_current(announcement, now)
         return announcement
 
-    def add_own(self, scope: str, record: bytes, now: float) -> Announcement:
+    def add_own(self, scope: str, record: bytes, now: float, value: bytes = b"") -> Announcement:
         """Do what `add` does for a peer of this process: it never gives way in this scope."""
         self._own.add(self.read(record, now).peer_id)
         self.reserve(scope)
-        return self.add(scope, record, now)
+        return self.add(scope, record, now, value)
 
-    def add(self, scope: str, record: bytes, now: float) -> Announcement:
+    def add(self, scope: str, record: bytes, now: float, value: bytes = b"") -> Announcement:
         """Remember a record; one that is known already changes nothing.
 
-        Raises RemoteProtocolError when the record is not valid at `now` (wall seconds), and when
-        another one of the same peer is newer.
+        `value` holds the record where it travels in another form. Raises RemoteProtocolError when
+        the record is not valid at `now` (wall seconds), and when another one of the same peer is
+        newer.
         """
         announcement = self.read(record, now)
         peer_id = announcement.peer_id
-        known = self._scopes.get(scope, {}).get(peer_id)
+        entry = self._scopes.get(scope, {}).get(peer_id)
+        known = None if entry is None else entry.announcement
         if known == announcement:
             return announcement
         if known is not None and known.expires_at > now and not _supersedes(announcement, known):
             raise RemoteProtocolError("a newer announcement of this peer is already known")
         if known is None:
             self._make_room(scope, now)
-        self._scopes.setdefault(scope, {})[peer_id] = announcement
+        self._scopes.setdefault(scope, {})[peer_id] = KnownRecord(announcement, value or record)
         if scope not in self._reserved:
             self._shared.pop((scope, peer_id), None)
             self._shared[scope, peer_id] = None
@@ -88,19 +100,36 @@ class AnnouncementBook:
 
     def list_current(self, scope: str, now: float) -> list[Announcement]:
         """Return what holds at `now`, at most `limits.MAX_ANNOUNCEMENTS_PER_MODEL`."""
-        for announcement in list(self._scopes.get(scope, {}).values()):
-            if announcement.expires_at <= now:
-                self._forget(scope, announcement.peer_id)
-        return list(self._scopes.get(scope, {}).values())
+        return [known.announcement for known in self.list_records(scope, now)]
+
+    def list_records(self, scope: str, now: float) -> list[KnownRecord]:
+        """Return what holds at `now`, with the bytes in which it travels."""
+        self._forget_old(scope, now)
+        peers = self._scopes.get(scope, {}).values()
+        return [known for known in peers if known.announcement.expires_at > now]
+
+    def list_hints(self, scope: str, now: float) -> list[Announcement]:
+        """Return what has expired, the newest first: whom to dial to see who is still there."""
+        self._forget_old(scope, now)
+        peers = (known.announcement for known in self._scopes.get(scope, {}).values())
+        expired = (peer for peer in peers if peer.expires_at <= now)
+        return sorted(expired, key=lambda peer: peer.expires_at, reverse=True)
+
+    def _forget_old(self, scope: str, now: float) -> None:
+        for peer_id, (announcement, _) in list(self._scopes.get(scope, {}).items()):
+            is_hint = announcement.state is not PeerState.OFFLINE
+            if announcement.expires_at + (HINT_SECONDS if is_hint else 0.0) <= now:
+                self._forget(scope, peer_id)
 
     def _make_room(self, scope: str, now: float) -> None:
         """Make a place for one more peer in a scope, at the cost of another if need be."""
         if len(self._scopes.get(scope, ())) >= self._max_per_scope:
-            current = [announcement.peer_id for announcement in self.list_current(scope, now)]
-            if len(current) < self._max_per_scope:
+            hints = self.list_hints(scope, now)
+            current = [peer.peer_id for peer in self.list_current(scope, now)]
+            if len(hints) + len(current) < self._max_per_scope:
                 return
             # Of the half that came last, the one that came first: a flood moves on in this half.
-            younger = current[len(current) // 2 :]
+            younger = [hints[-1].peer_id] if hints else current[len(current) // 2 :]
             displaced = scope, next(peer_id for peer_id in younger if peer_id not in self._own)
         elif scope not in self._reserved and len(self._shared) >= self._max_shared:
             displaced = next(iter(self._shared))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, FiniteFloat, TypeAdapter, ValidationError
 
@@ -182,6 +182,13 @@ class Announcement:
         if not self.relay_port or not self.endpoints:
             return None
         return Relay(self.endpoints[0].host, self.relay_port, self.peer_id)
+
+
+class KnownRecord(NamedTuple):
+    """An announcement, and the bytes in which other members of the swarm take it."""
+
+    announcement: Announcement
+    value: bytes
 
 
 def shorten(peer_id: PeerId) -> str:

@@ -35,7 +35,7 @@ from google.protobuf.message_factory import GetMessageClass
 from .. import limits
 from ..errors import LocalProtocolError, RemoteProtocolError, UnavailableError
 from ..ids import NO_SESSION, SessionId
-from ..messages import adapters, passes, reverse_connections
+from ..messages import adapters, passes, records, reverse_connections
 from ..messages import session as sessions
 from ..messages.fields import (
     Body,
@@ -393,7 +393,7 @@ def _keep(value: Any) -> Any:
 
 def _list_messages() -> Iterator[type[Message]]:
     """Yield every message that a module of a conversation declares."""
-    for module in (sessions, passes, adapters, reverse_connections):
+    for module in (sessions, passes, adapters, reverse_connections, records):
         for value in vars(module).values():
             is_message = isinstance(value, type) and issubclass(value, Message)
             if is_message and value.__module__ == module.__name__:

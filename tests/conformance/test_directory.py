@@ -12,7 +12,7 @@ from announcements import MODEL, identity_of, make_announcement, sign
 from async_tests import RunAsync
 
 from shoal.peer.announcing.announcer import Announcer
-from shoal.protocol.errors import DirectoryError, LocalProtocolError
+from shoal.protocol.errors import DirectoryError, LocalProtocolError, RemoteProtocolError
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.directory import Directory
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
@@ -223,3 +223,57 @@ async def test_memory_directory_can_be_cut_off(clock: ManualClock) -> None:
 
     store.is_reachable = True
     assert await directory.lookup(MODEL) == [announcement]
+
+
+# ---- what is known without asking
+
+
+async def test_member_takes_what_another_one_knows(
+    ours: Directory, theirs: Directory, clock: ManualClock
+) -> None:
+    first, second = announce(clock, 1), announce(clock, 2)
+    await ours.announce(sign(first, 1))
+    await theirs.announce(sign(second, 2))
+    assert await ours.lookup(MODEL) != []
+    records = ours.list_records(MODEL)
+
+    taken = [theirs.take_record(known.value) for known in records]
+
+    assert [known.announcement for known in records] == taken
+    assert {first, second} == set(taken)
+    listed = {known.announcement for known in theirs.list_records(MODEL)}
+    assert listed == {first, second}
+    assert ours.list_records(OTHER_MODEL) == []
+
+
+async def test_damaged_foreign_and_old_records_are_not_taken(
+    ours: Directory, theirs: Directory, clock: ManualClock
+) -> None:
+    await ours.announce(sign(announce(clock)))
+    (old,) = ours.list_records(MODEL)
+    clock.seconds += 1
+    newer = announce(clock, sequence=2)
+    await ours.announce(sign(newer))
+    (known,) = ours.list_records(MODEL)
+    theirs.take_record(known.value)
+    damaged = known.value[:-1] + bytes([known.value[-1] ^ 1])
+
+    for refused in (b"", b"\x02", damaged, old.value, known.value + b"\0"):
+        with pytest.raises(RemoteProtocolError):
+            theirs.take_record(refused)
+
+    assert [one.announcement for one in theirs.list_records(MODEL)] == [newer]
+
+
+async def test_expired_announcement_is_only_a_hint(ours: Directory, clock: ManualClock) -> None:
+    peer = announce(clock)
+    await ours.announce(sign(peer))
+    assert ours.list_hints(MODEL) == []
+    (known,) = ours.list_records(MODEL)
+
+    clock.seconds = peer.expires_at
+
+    assert ours.list_records(MODEL) == []
+    assert ours.list_hints(MODEL) == [peer]
+    with pytest.raises(RemoteProtocolError, match="expired"):
+        ours.take_record(known.value)

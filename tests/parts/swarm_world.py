@@ -1,7 +1,6 @@
 """A directory, its peers and a client's view of them, on virtual time."""
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,8 +9,10 @@ from scripted_swarm import MODEL_ID, ScriptedSwarm
 
 from shoal.client.routing.route import Hop
 from shoal.client.routing.route_finder import RouteFinder, SwarmModel
+from shoal.client.settings.client_config import ClientConfig
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
+from shoal.protocol.net.memory.loopback import LoopbackTransport
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory
 from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
@@ -39,7 +40,11 @@ class World:
         self.clock, self.store = self._peers.clock, self._peers.store
         self.directory = CountingDirectory(self.store, self.clock)
         self.swarm = RouteFinder(
-            self.directory, SwarmModel(MODEL, 4, 8), self.clock, random.Random(0)
+            self.directory,
+            LoopbackTransport(self._peers.network, "client"),
+            SwarmModel(MODEL, 4, 8),
+            self.clock,
+            ClientConfig(seed=0),
         )
         self._num_announced = 0
 

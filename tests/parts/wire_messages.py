@@ -45,6 +45,12 @@ from shoal.protocol.messages.passes import (
     PassPiece,
     Slot,
 )
+from shoal.protocol.messages.records import (
+    MAX_RECORD_BYTES,
+    MAX_RECORDS_BYTES,
+    RecordFetch,
+    Records,
+)
 from shoal.protocol.messages.reverse_connections import Offer, Parked
 from shoal.protocol.messages.session import (
     Admit,
@@ -240,6 +246,10 @@ HONEST: list[Message] = [
     PublicationFetch(PASS_ID, ADAPTER, limits.MAX_BLOCKS - 1, limits.MAX_BLOCKS),
     replace(ADAPTED, kind=PassKind.FORWARD, trains_adapters=True),
     AdapterWithdrawal(PASS_ID, ADAPTER),
+    RecordFetch(SESSION, b"", b"", 1),
+    RecordFetch(SESSION, bytes(MAX_RECORD_BYTES), bytes(2**15), MAX_RECORDS_BYTES),
+    Records(SESSION, ()),
+    Records(SESSION, (bytes(MAX_RECORD_BYTES),) * 21),
     *(Declined(None, 0, code, code.name) for code in ErrorCode),
 ]
 _ONE_OF_EACH: list[Message] = [
@@ -274,6 +284,8 @@ _ONE_OF_EACH: list[Message] = [
     AdapterFetch(PASS_ID, ADAPTER),
     AdapterWithdrawal(PASS_ID, ADAPTER),
     PublicationFetch(PASS_ID, ADAPTER, 2, 3),
+    RecordFetch(SESSION, b"a record", b"digests0digests1", 4096),
+    Records(SESSION, (b"a record", b"another one")),
 ]
 ONE_OF_EACH: dict[type[Message], Message] = {type(message): message for message in _ONE_OF_EACH}
 BODIES: dict[type[Message], Any] = {

@@ -72,7 +72,7 @@ class Scene:
                 for session, held in list(service.sessions.items()):
                     service.admission.close(session, held)
 
-        self.model._client._portal.run(forget())
+        self.model._client.portal.run(forget())
 
     def count_sessions(self) -> int:
         return sum(len(look_into(peer).sessions) for peer in self.swarm.peers)

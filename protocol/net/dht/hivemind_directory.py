@@ -19,7 +19,7 @@ from ...errors import DirectoryError, LocalProtocolError, RemoteProtocolError, U
 from ...identity import Identity
 from ...ids import ModelId, PeerId
 from ...membership.membership import Membership, Revocations, sign_revocations
-from ...records.announcements import Announcement, PeerState
+from ...records.announcements import Announcement, KnownRecord, PeerState
 from ..clock import Clock
 from ..libp2p.libp2p_transport import Libp2pTransport
 from ..libp2p.multiaddrs import PeerAddress
@@ -127,10 +127,10 @@ class HivemindDirectory:
 
     async def announce(self, record: bytes) -> None:
         """See Directory.announce. Raises UsageError in client mode."""
-        self._check_is_running()
         if self._is_reader:
             raise UsageError("a directory in client mode only reads; join without client_mode")
         announcement = self._take_own(record)
+        self._check_is_running()
         await self._neighbourhood.restore()
         await self._publish(announcement, record)
         await self._look_after_swarm(announcement)
@@ -181,6 +181,18 @@ class HivemindDirectory:
         drawn = random.sample(found, len(found))  # else made-up peers could be the first ones
         self._neighbourhood.note_relays(drawn)
         return found
+
+    def list_records(self, model_id: ModelId) -> list[KnownRecord]:
+        """See Directory.list_records."""
+        return self._gate.list_records(model_id)
+
+    def list_hints(self, model_id: ModelId) -> list[Announcement]:
+        """See Directory.list_hints."""
+        return self._gate.list_hints(model_id)
+
+    def take_record(self, value: bytes) -> Announcement:
+        """See Directory.take_record."""
+        return self._gate.take(value)
 
     async def revoke(self, peer_ids: Collection[PeerId]) -> Revocations:
         """Add peers to the owner's list, publish it and return it; peers hand it on from then on.

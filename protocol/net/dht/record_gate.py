@@ -31,7 +31,7 @@ from ...membership.membership import (
     read_revocations,
 )
 from ...records.announcement_book import AnnouncementBook
-from ...records.announcements import Announcement
+from ...records.announcements import Announcement, KnownRecord
 from ..clock import Clock
 
 _logger = logging.getLogger(__name__)
@@ -119,7 +119,8 @@ class RecordGate:
                 f"the owner of the swarm has revoked this peer, {peer_id}: members now ignore its "
                 "announcements; ask the owner for access"
             )
-        self._book.add_own(self.key_of(model_id), record, self._clock.wall())
+        now, value = self._clock.wall(), self.wrap(record)
+        self._book.add_own(self.key_of(model_id), record, now, value)
 
     def watch(self, model_id: ModelId) -> str:
         """Return the key of a model in our swarm, and have room for what is found there."""
@@ -129,8 +130,28 @@ class RecordGate:
 
     def list_current(self, model_id: ModelId) -> list[Announcement]:
         """Return what passed, is the newest of its peer and holds now."""
-        found = self._book.list_current(self.key_of(model_id), self._clock.wall())
+        return [known.announcement for known in self.list_records(model_id)]
+
+    def list_records(self, model_id: ModelId) -> list[KnownRecord]:
+        """Return the same with the values that members of the swarm take."""
+        found = self._book.list_records(self.key_of(model_id), self._clock.wall())
+        revoked = self.revocations.peer_ids
+        return [known for known in found if known.announcement.peer_id not in revoked]
+
+    def list_hints(self, model_id: ModelId) -> list[Announcement]:
+        """Return what has expired, the newest first, of peers that may still be there."""
+        found = self._book.list_hints(self.key_of(model_id), self._clock.wall())
         return [peer for peer in found if peer.peer_id not in self.revocations.peer_ids]
+
+    def take(self, value: bytes) -> Announcement:
+        """Remember a value that a peer of our swarm has sent; raises RemoteProtocolError."""
+        if not value.startswith(self.membership.swarm_id):
+            raise RemoteProtocolError("the record is of another swarm")
+        _, record = self._open(value)
+        announcement = self.read(record)
+        self._check_not_revoked(announcement.peer_id)
+        key = self.key_of(announcement.model_id)
+        return self._book.add(key, record, self._clock.wall(), value)
 
     def key_of(self, model_id: ModelId) -> str:
         """Return the key of a model in our swarm."""
@@ -176,7 +197,7 @@ class RecordGate:
                 and packed_subkey == self._pack(announcement.peer_id)
                 and expires_at == announcement.expires_at
             ):
-                self._book.add(key, record, self._clock.wall())
+                self._book.add(key, record, self._clock.wall(), value)
                 return True
         except RemoteProtocolError as error:
             _logger.debug("refused a record of the directory: %s", error)

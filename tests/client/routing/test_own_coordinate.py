@@ -34,7 +34,7 @@ async def add_landmarks(scene: Scene, **facts: Any) -> None:
 @in_scene()
 async def test_client_knows_who_is_near_although_it_has_met_nobody(scene: Scene) -> None:
     await add_landmarks(scene)
-    await scene.swarm.survey(scene.client)
+    await scene.swarm.survey()
     for number, place in enumerate((0.15, 0.01, -0.12, -0.18)):
         await add_peer(scene, f"peer{number}", place)
     await scene.swarm.book.refresh()
@@ -56,7 +56,7 @@ async def test_first_session_measures_and_the_next_one_knows(scene: Scene) -> No
     await scene.open_session().step(draw(1))
     assert count_known() == NUM_LANDMARKS
     started_at = now()
-    await scene.swarm.survey(scene.client)
+    await scene.swarm.survey()
     assert now() == started_at
 
 
@@ -66,7 +66,7 @@ async def test_landmarks_that_do_not_answer_hold_a_route_up_for_a_second(scene: 
     for number in range(1, NUM_LANDMARKS):
         scene.network.pause(f"landmark{number}")
 
-    await scene.swarm.survey(scene.client)
+    await scene.swarm.survey()
 
     assert now() == pytest.approx(1.0)
     assert scene.quarantined == []
@@ -76,7 +76,7 @@ async def test_landmarks_that_do_not_answer_hold_a_route_up_for_a_second(scene: 
 async def test_nobody_is_asked_where_nobody_knows_a_place(scene: Scene) -> None:
     await add_landmarks(scene, coordinate=Coordinate(error=0.9))
 
-    await scene.swarm.survey(scene.client)
+    await scene.swarm.survey()
 
     assert now() == 0.0
     assert choose_landmarks(scene.swarm.book.view.online, random.Random(0)) == []

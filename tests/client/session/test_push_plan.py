@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
@@ -49,8 +48,9 @@ def make_hops(versions: str = "222", num_endpoints: int = 1) -> list[LiveHop]:
 
 def make_plan(delivery: str = "chain", clock: HandClock | None = None) -> PushPlan:
     nobody = cast(Any, None)
-    swarm = RouteFinder(nobody, SwarmModel(MODEL_ID, 3, 8), clock or HandClock(), random.Random(0))
+    model = SwarmModel(MODEL_ID, 3, 8)
     config = ClientConfig(delivery=delivery)
+    swarm = RouteFinder(nobody, nobody, model, clock or HandClock(), config)
     facts = SessionFacts(MODEL_ID, Span(0, 3), 8, 100, session=SessionId(b"the secret of it"))
     return PushPlan(SessionContext(facts, swarm, nobody, nobody, config, nobody), nobody, nobody)
 

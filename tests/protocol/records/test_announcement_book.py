@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from functools import cache
 
 import pytest
-from announcements import NOW, make_announcement, sign
+from announcements import NOW, identity_of, make_announcement, sign
 
 from shoal.protocol.errors import RemoteProtocolError
 from shoal.protocol.identity import Identity
-from shoal.protocol.records.announcement_book import AnnouncementBook
-from shoal.protocol.records.announcements import sign_announcement
+from shoal.protocol.records.announcement_book import HINT_SECONDS, AnnouncementBook
+from shoal.protocol.records.announcements import PeerState, sign_announcement
 
 
 def test_newer_replaces_older_and_never_the_other_way() -> None:
@@ -46,7 +46,50 @@ def test_expired_announcement_no_longer_stands_in_the_way() -> None:
 
     assert [a.sequence for a in book.list_current("scope", NOW + 90)] == [1]
     assert book.list_current("scope", NOW + 180) == []
+
+
+def test_expired_announcement_is_a_hint_for_a_day() -> None:
+    book = AnnouncementBook()
+    older, newer = (make_announcement(number, expires_at=NOW + 80 + number) for number in (1, 2))
+    book.add("scope", sign(older, 1), NOW)
+    book.add("scope", sign(newer, 2), NOW)
+
+    assert book.list_hints("scope", NOW + 80) == []
+    assert book.list_hints("scope", NOW + 90) == [newer, older]
+    assert book.list_current("scope", NOW + 90) == book.list_records("scope", NOW + 90) == []
+    assert book.list_hints("scope", newer.expires_at + HINT_SECONDS - 1) == [newer]
+    assert book.list_hints("scope", newer.expires_at + HINT_SECONDS) == []
     assert len(book) == 0
+
+
+def test_goodbye_leaves_no_hint() -> None:
+    book = AnnouncementBook()
+    book.add("scope", sign(make_announcement(state=PeerState.OFFLINE)), NOW)
+
+    assert book.list_hints("scope", NOW + 90) == []
+    assert len(book) == 0
+
+
+def test_hint_gives_way_before_an_announcement_that_holds() -> None:
+    book = AnnouncementBook(max_per_scope=3)
+    for number in (1, 2, 3):
+        expires_at = NOW + (10 if number == 2 else 90)
+        book.add("scope", sign(make_announcement(number, expires_at=expires_at), number), NOW)
+
+    book.add("scope", sign(make_announcement(4), 4), NOW + 20)
+
+    current = {peer.peer_id for peer in book.list_current("scope", NOW + 20)}
+    assert current == {identity_of(number).peer_id for number in (1, 3, 4)}
+    assert book.list_hints("scope", NOW + 20) == []
+
+
+def test_record_is_listed_as_it_travels() -> None:
+    book = AnnouncementBook()
+    record, other = sign(make_announcement(1), 1), sign(make_announcement(2), 2)
+    book.add("scope", record, NOW)
+    book.add("scope", other, NOW, b"sealed")
+
+    assert [known.value for known in book.list_records("scope", NOW)] == [record, b"sealed"]
 
 
 def test_scopes_do_not_mix() -> None:

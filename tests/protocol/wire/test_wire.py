@@ -56,6 +56,12 @@ from shoal.protocol.messages.adapters import (
 )
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.passes import AccumulationOrder, AdapterRows, Passed, PassKind
+from shoal.protocol.messages.records import (
+    MAX_RECORD_BYTES,
+    MAX_RECORDS_BYTES,
+    RecordFetch,
+    Records,
+)
 from shoal.protocol.messages.session import (
     Close,
     Declined,
@@ -247,6 +253,14 @@ DISHONEST: list[Message] = [
         )
     ),
     PublicationFetch(PASS_ID, NO_ADAPTER, 0, 1),
+    RecordFetch(SESSION, b"", b"", 0),
+    RecordFetch(SESSION, b"", b"", MAX_RECORDS_BYTES + 1),
+    RecordFetch(SESSION, b"", bytes(7), 1),
+    RecordFetch(SESSION, b"", bytes(2**15 + 8), 1),
+    RecordFetch(SESSION, bytes(MAX_RECORD_BYTES + 1), b"", 1),
+    Records(SESSION, (bytes(MAX_RECORD_BYTES + 1),)),
+    Records(SESSION, (b"",)),
+    Records(SESSION, (bytes(MAX_RECORD_BYTES),) * 22),
     PublicationFetch(PASS_ID, ADAPTER, limits.MAX_BLOCKS, 1),
     PublicationFetch(PASS_ID, ADAPTER, 0, limits.MAX_BLOCKS + 1),
     replace(ADAPTED, accumulate=AccumulationOrder(0, 1)),

@@ -1,0 +1,52 @@
+"""Announcements as a workload: this peer tells whoever asks which other peers it knows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+
+from ..protocol.errors import RemoteProtocolError
+from ..protocol.ids import ModelId
+from ..protocol.messages.fields import Message
+from ..protocol.messages.records import RecordFetch
+from ..protocol.net.gossip import answer_fetch
+from ..protocol.net.network import Presence
+from .streams.client_stream import ClientStream, Handler, StreamWork
+from .streams.service import Workload
+
+
+class RecordWorkload(Workload):
+    """Answers from what the peer's directory knows of one model; asks nobody."""
+
+    def __init__(self, presence: Presence, model_id: ModelId) -> None:
+        self._presence = presence
+        self._model_id = model_id
+        self._rng = random.Random(presence.identity.derive_secret("shoal told records"))
+
+    def accept(self, stream: ClientStream) -> StreamWork:
+        """See Workload.accept."""
+        return _RecordStreamWork(self, stream)
+
+    def answer(self, fetch: RecordFetch, stream: ClientStream) -> None:
+        """Queue the answer to a question of a stream."""
+        own_id, directory = self._presence.identity.peer_id, self._presence.directory
+        stream.answers.say(answer_fetch(directory, self._model_id, fetch, own_id, self._rng))
+
+
+class _RecordStreamWork(StreamWork):
+    """One answer on each stream: whoever asks again pays for a TLS handshake, as we do."""
+
+    def __init__(self, workload: RecordWorkload, stream: ClientStream) -> None:
+        self._workload = workload
+        self._stream = stream
+        self._has_answered = False
+
+    @property
+    def handlers(self) -> Mapping[type[Message], Handler]:
+        return {RecordFetch: self._answer}
+
+    def _answer(self, fetch: RecordFetch) -> None:
+        if self._has_answered:
+            raise RemoteProtocolError("announcements can be asked for once on a stream")
+        self._has_answered = True
+        self._workload.answer(fetch, self._stream)

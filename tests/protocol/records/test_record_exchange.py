@@ -1,0 +1,86 @@
+"""Which announcements are told to somebody who asks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from announcements import identity_of, make_announcement, sign
+
+from shoal.client.routing.route_finder import GOSSIP_BYTES
+from shoal.protocol.ids import SessionId
+from shoal.protocol.messages.records import Records
+from shoal.protocol.records.announcements import KnownRecord
+from shoal.protocol.records.record_exchange import (
+    choose_records,
+    digest_record,
+    join_digests,
+    split_digests,
+)
+from shoal.protocol.spans import Span, find_gaps
+from shoal.protocol.wire.codec import encode_frame
+
+
+def make_records(*spans: tuple[int, int]) -> list[KnownRecord]:
+    """Return the records of peers 1, 2, … that serve these spans of 8 blocks."""
+    made = [make_announcement(number, span=Span(*span)) for number, span in enumerate(spans, 1)]
+    return [KnownRecord(peer, sign(peer, number)) for number, peer in enumerate(made, 1)]
+
+
+def test_what_is_known_is_not_told_again_but_our_own_record_is_and_comes_first() -> None:
+    records = make_records((0, 4), (4, 8), (0, 8))
+    known = {digest_record(records[0].value), digest_record(records[2].value)}
+
+    told = choose_records(records, known, 2**16, random.Random(0), identity_of(3).peer_id)
+
+    assert told == (records[2].value, records[1].value)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_few_records_cover_all_blocks(seed: int) -> None:
+    records = make_records(*[(0, 2)] * 20, *[(2, 5)] * 20, (5, 8))
+    num_bytes = 3 * max(len(one.value) for one in records)
+
+    told = choose_records(records, (), num_bytes, random.Random(seed))
+
+    spans = {one.announcement.span for one in records if one.value in told}
+    assert spans == {Span(0, 2), Span(2, 5), Span(5, 8)}
+
+
+def test_everything_is_told_where_it_fits_and_never_more_than_fits() -> None:
+    records = make_records(*[(0, 4)] * 9, *[(6, 8)] * 3)
+    num_bytes = sum(len(one.value) for one in records)
+
+    everything = choose_records(records, (), num_bytes, random.Random(1))
+    less = choose_records(records, (), num_bytes - 1, random.Random(1))
+
+    assert sorted(everything) == sorted(one.value for one in records)
+    assert len(less) == len(records) - 1
+    assert choose_records((), (), 100, random.Random(1)) == ()
+
+
+def test_two_askers_are_told_other_peers() -> None:
+    records = make_records(*[(0, 8)] * 20)
+    rng = random.Random(2)
+
+    first, second = (set(choose_records(records, (), 2000, rng)) for _ in range(2))
+
+    assert first != second
+
+
+def test_digests_are_split_as_they_were_joined() -> None:
+    records = make_records((0, 4), (4, 8))
+
+    assert split_digests(join_digests(records)) == {digest_record(one.value) for one in records}
+
+
+def test_idle_client_of_a_thousand_peers_learns_all_blocks_from_a_short_answer() -> None:
+    made = [make_announcement(1, num_blocks=80, span=Span(n % 73, n % 73 + 8)) for n in range(1000)]
+    records = [KnownRecord(peer, n.to_bytes(2) + bytes(398)) for n, peer in enumerate(made)]
+
+    told = choose_records(records, (), GOSSIP_BYTES, random.Random(3))
+
+    answer = encode_frame(Records(SessionId(bytes(range(16))), told))
+    assert len(answer) <= GOSSIP_BYTES + 200
+    spans = [one.announcement.span for one in records if one.value in told]
+    assert find_gaps(80, spans) == []
