@@ -13,14 +13,13 @@ from typing import TypeVar
 from ...protocol.errors import DirectoryError, RefusedError, RemoteProtocolError, UnavailableError
 from ...protocol.ids import AdapterId, ModelId, PassId, PeerId, SessionId
 from ...protocol.messages.adapters import (
-    STALL_SECONDS,
     AdapterHead,
     AdapterKept,
     AdapterPiece,
     AdapterReader,
     Manifest,
     PublicationFetch,
-    allow_upload_seconds,
+    UploadPace,
 )
 from ...protocol.messages.fields import Message
 from ...protocol.net.clock import AnswerTimeout, Clock
@@ -120,11 +119,12 @@ class Holders:
             if head.num_bytes != manifest.count_bytes(span):
                 raise RemoteProtocolError("a holder has leaves of another size than its manifest")
             charge(manifest)
-            reader, seconds = AdapterReader(head), allow_upload_seconds(head.num_bytes)
-            async with AnswerTimeout(seconds, "a holder takes too long for an adapter"):
-                while not reader.is_complete:
-                    piece = await self._hear(stream, asked, AdapterPiece, STALL_SECONDS)
-                    reader.take(piece)
+            reader, pace = AdapterReader(head), UploadPace(self._clock.now())
+            while not reader.is_complete:
+                seconds = pace.deadline - self._clock.now()
+                piece = await self._hear(stream, asked, AdapterPiece, seconds)
+                reader.take(piece)
+                pace.note_piece(len(piece.data), self._clock.now())
             kept = await self._hear(stream, asked, AdapterKept, _SILENCE_SECONDS)
             files = await asyncio.to_thread(lambda: manifest.split(span, reader.join()))
             return Leaves(manifest, files, kept.keep_seconds)
@@ -181,7 +181,7 @@ class Holders:
         self, stream: Stream, asked: PublicationFetch, kind: type[_Answer], seconds: float
     ) -> _Answer:
         try:
-            async with AnswerTimeout(seconds, "a holder fell silent"):
+            async with AnswerTimeout(max(0.0, seconds), "a holder fell silent"):
                 answer = read_answer(await stream.receive(), "a holder", asked.pass_id)
         except RefusedError as error:
             raise _NotHeldError(str(error)) from error

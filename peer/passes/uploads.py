@@ -17,7 +17,7 @@ from ...protocol.messages.adapters import (
     AdapterPiece,
     AdapterReader,
     AdapterWithdrawal,
-    allow_upload_seconds,
+    UploadPace,
 )
 from ...protocol.messages.fields import Message
 from ...protocol.versions import OPTIMIZER_VERSION
@@ -39,6 +39,7 @@ class _IncomingAdapter:
     head: AdapterHead
     tenant: Tenant
     reader: AdapterReader
+    pace: UploadPace
     reading: asyncio.Future[Adapter | TrainedAdapter] | None = None
     files: Mapping[int, bytearray] = field(default_factory=dict[int, bytearray])
     """The leaves of a publication, once they are here."""
@@ -91,8 +92,7 @@ class UploadStreamWork(AccountedStreamWork):
         if upload is None:
             self._say_kept(message.upload_id)
             return
-        seconds = allow_upload_seconds(message.num_bytes)
-        self._timer = asyncio.get_running_loop().call_later(seconds, self._give_up, upload)
+        self._wait_for_more(upload)
 
     def end(self) -> None:
         """Drop what has not come in full: nobody is left to bring the rest."""
@@ -112,7 +112,7 @@ class UploadStreamWork(AccountedStreamWork):
             detail = f"this peer hosts blocks {span}, and the leaves are those of others"
             raise RefusedError(ErrorCode.WRONG_SPAN, detail)
         check_trained(head.num_trained, passes.resources.budget.max_gradient_bytes)
-        upload = _IncomingAdapter(head, tenant, AdapterReader(head))
+        upload = _IncomingAdapter(head, tenant, AdapterReader(head), UploadPace(self._clock.now()))
         adapter_store.reserve(tenant, upload.num_bytes, head.replaces)
         return upload
 
@@ -121,6 +121,7 @@ class UploadStreamWork(AccountedStreamWork):
         if upload is None or piece.upload_id != upload.head.upload_id:
             return  # it belongs to one that was refused, or is here already
         upload.reader.take(piece)
+        upload.pace.note_piece(len(piece.data), self._clock.now())
         if upload.reader.is_complete:
             self._stop_timers()
             if self._stream.version >= OPTIMIZER_VERSION:  # older ones do not expect it
@@ -181,8 +182,13 @@ class UploadStreamWork(AccountedStreamWork):
         )
         self._store.put(kept, head.is_published)
 
-    def _give_up(self, upload: _IncomingAdapter) -> None:
-        """Refuse an adapter that is on its way for too long."""
+    def _wait_for_more(self, upload: _IncomingAdapter) -> None:
+        """Refuse an adapter that stands still on its way for too long, or comes too slowly."""
+        seconds = upload.pace.deadline - self._clock.now()
+        if seconds > 0:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(seconds, self._wait_for_more, upload)
+            return
         self._forget(upload)
         error = RefusedError(ErrorCode.NO_ROOM_FOR_ADAPTER, "the adapter arrives too slowly")
         self._refuse(upload.head.upload_id, error)

@@ -71,7 +71,7 @@ KEEP_SECONDS = 300.0
 """How long an adapter is kept that its client neither uses nor publishes again."""
 
 STALL_SECONDS = 60.0
-"""How long a piece of an adapter may take, and an adapter longer than on the slowest line."""
+"""How long an adapter on its way may stand still."""
 
 SLOWEST_BYTES_PER_SECOND = 16 * 2**10
 """How slow a line may be for as long as it takes. Filling a peer's memory slowly harms it no more
@@ -498,8 +498,25 @@ def cut_adapter(upload_id: UploadId, *files: bytes | bytearray) -> Iterator[Adap
 
 
 def allow_upload_seconds(num_bytes: int) -> float:
-    """Return how long an adapter of so many bytes may be on its way."""
+    """Return how long so many bytes may be on their way, if they never stand still for too long."""
     return STALL_SECONDS + num_bytes / SLOWEST_BYTES_PER_SECOND
+
+
+class UploadPace:
+    """Until when more of an adapter has to come.
+
+    Every piece gives as much time as it may take on the slowest line, and never more than
+    `STALL_SECONDS` are left.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.deadline = now + STALL_SECONDS
+        """When it has stood still for too long, or been too slow."""
+
+    def note_piece(self, num_bytes: int, now: float) -> None:
+        """Note that so many bytes have come."""
+        earned = self.deadline + num_bytes / SLOWEST_BYTES_PER_SECOND
+        self.deadline = min(earned, now + STALL_SECONDS)
 
 
 class AdapterReader:

@@ -24,7 +24,7 @@ from shoal.protocol.messages.adapters import (
     AdapterWithdrawal,
     LoraConfig,
     PublicationFetch,
-    allow_upload_seconds,
+    UploadPace,
 )
 from shoal.protocol.messages.passes import (
     Pass,
@@ -85,7 +85,7 @@ class PassPeer:
     async def serve(self, stream: Stream) -> None:
         reader: PiecesReader | None = None
         head: AdapterHead | None = None
-        deadline = now()
+        pace = UploadPace(now())
         while (frame := await stream.receive()) is not None:
             message = decode_frame(frame)
             if isinstance(message, Hello):
@@ -100,7 +100,7 @@ class PassPeer:
                 if reader.is_complete:
                     await self._answer(stream, self.asked[-1])
             elif isinstance(message, AdapterHead):
-                head, deadline = message, now() + allow_upload_seconds(message.num_bytes)
+                head, pace = message, UploadPace(now())
                 self.brought.append(message)
                 await asyncio.sleep(self.head_seconds)
                 if message.adapter in self.published:
@@ -134,8 +134,9 @@ class PassPeer:
                 assert head.upload_id == message.upload_id
                 self.num_pieces += 1
                 await self._take_piece(stream, head, message)
-                if now() > deadline and not self.is_patient:
+                if now() > pace.deadline and not self.is_patient:
                     return
+                pace.note_piece(len(message.data), now())
 
     async def _take_piece(self, stream: Stream, head: AdapterHead, piece: AdapterPiece) -> None:
         async with self.line:

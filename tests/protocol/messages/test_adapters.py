@@ -7,7 +7,11 @@ from wire_messages import HEAD
 
 from shoal.protocol.errors import RemoteProtocolError
 from shoal.protocol.messages.adapters import (
+    SLOWEST_BYTES_PER_SECOND,
+    STALL_SECONDS,
     AdapterReader,
+    UploadPace,
+    allow_upload_seconds,
     cut_adapter,
 )
 from shoal.protocol.wire.codec import decode_frame, encode_frame
@@ -49,3 +53,28 @@ def test_nothing_follows_a_whole_adapter() -> None:
 
     with pytest.raises(RemoteProtocolError):
         reader.take(replace(piece, offset=5))
+
+
+def test_adapter_may_come_for_as_long_as_it_is_not_too_slow() -> None:
+    pace, now = UploadPace(5.0), 5.0
+    assert pace.deadline == 5.0 + STALL_SECONDS
+    for _ in range(1000):
+        now += 1.0
+        pace.note_piece(SLOWEST_BYTES_PER_SECOND, now)
+    assert pace.deadline == now + STALL_SECONDS
+
+
+def test_adapter_that_drips_comes_too_late() -> None:
+    pace, now, num_bytes = UploadPace(0.0), 0.0, 0
+    while now < pace.deadline:
+        now += 1.0
+        pace.note_piece(SLOWEST_BYTES_PER_SECOND // 4, now)
+        num_bytes += SLOWEST_BYTES_PER_SECOND // 4
+    assert now == pytest.approx(allow_upload_seconds(num_bytes), abs=1.0)
+    assert now < 2 * STALL_SECONDS
+
+
+def test_adapter_that_came_fast_may_not_stand_still_for_longer() -> None:
+    pace = UploadPace(0.0)
+    pace.note_piece(2**26, 1.0)
+    assert pace.deadline == 1.0 + STALL_SECONDS
