@@ -72,15 +72,27 @@ def load(tiny_models: Any) -> Load:
 # ---- beside the CPU
 
 
+BF16_CASES = [
+    ("llama", WeightFormat.BF16, KVFormat.INT8),
+    ("gemma2", WeightFormat.BF16, KVFormat.FLOAT),
+    ("wrapped-stablelm", WeightFormat.BF16, KVFormat.INT8),
+]
+REST_OF_BF16 = [
+    pytest.param(name, WeightFormat.BF16, kv_format, marks=pytest.mark.thorough)
+    for name in [*VARIANTS, "wrapped-stablelm"]
+    for kv_format in KVFormat
+    if (name, WeightFormat.BF16, kv_format) not in BF16_CASES
+]
+
+
 @every_device
 @pytest.mark.parametrize(
     ("variant", "weights", "kv_format"),
     [
         *((name, WeightFormat.FP32, KVFormat.FLOAT) for name in [*VARIANTS, "wrapped-stablelm"]),
         *((name, WeightFormat.INT8, KVFormat.INT8) for name in VARIANTS),
-        ("llama", WeightFormat.BF16, KVFormat.INT8),
-        ("gemma2", WeightFormat.BF16, KVFormat.FLOAT),
-        ("wrapped-stablelm", WeightFormat.BF16, KVFormat.INT8),
+        *BF16_CASES,
+        *REST_OF_BF16,
     ],
 )
 def test_results_are_those_of_the_cpu(
