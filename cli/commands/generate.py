@@ -150,7 +150,8 @@ def _generate(
         is_published = isinstance(adapter.get("active_adapter"), str)
 
         def describe_start() -> str:
-            return _describe_start(model, sessions, is_published, options.wait)
+            is_redrawn = notices.can_redraw
+            return _describe_start(model, sessions, is_published, options.wait, is_redrawn)
 
         waiting.enter_context(show_waiting(notices, describe_start, "Generating"))
         printer = TextPrinter(None if options.json else output, notices, prompt)
@@ -198,11 +199,18 @@ def _read_prompt(text: str) -> str:
 
 
 def _describe_start(
-    model: Any, sessions: Sequence[Any], is_adapter_published: bool, seconds: float
+    model: Any,
+    sessions: Sequence[Any],
+    is_adapter_published: bool,
+    seconds: float,
+    is_redrawn: bool,
 ) -> str:
-    """Return what the first token waits for, as far as that is known."""
-    if sessions and sessions[0].waiting:
-        return f"Waiting for {sessions[0].waiting}"
+    """Return what the first token waits for, as far as that is known.
+
+    Estimates, which change every second, are only for a line that is redrawn.
+    """
+    if sessions and (waiting := sessions[0].waiting):
+        return f"Waiting for {waiting if is_redrawn else waiting.place}"
     if is_adapter_published and not model.missing_blocks and not (sessions and sessions[0].hops):
         return "Waiting for peers to fetch the adapter"
     return _describe_wait(model.missing_blocks, seconds)

@@ -72,10 +72,11 @@ def hold_interrupts() -> Iterator[None]:
 
 
 def _quit(is_json: bool, number: int, frame: object) -> None:
-    if os.isatty(2):
-        os.write(2, b"\n")  # the line that ^C stands on
-    if is_json:
-        os.write(1, f"{INTERRUPTED_FACTS}\n".encode())
+    with contextlib.suppress(OSError):  # whoever reads may be gone
+        if os.isatty(2):
+            os.write(2, b"\n")  # the line that ^C stands on
+        if is_json:
+            os.write(1, f"{INTERRUPTED_FACTS}\n".encode())
     os._exit(INTERRUPTED)
 
 

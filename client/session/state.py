@@ -103,8 +103,13 @@ class Waiting:
     hop: Hop
     seconds: float
 
+    @property
+    def place(self) -> str:
+        """What is waited for, in words that stay the same while the estimate changes."""
+        return f"room at peer …{self.hop.peer.peer_id[-6:]}"
+
     def __str__(self) -> str:
-        return f"room at peer …{self.hop.peer.peer_id[-6:]}, about {self.seconds:.0f} s"
+        return f"{self.place}, about {self.seconds:.0f} s"
 
 
 class SessionContext:

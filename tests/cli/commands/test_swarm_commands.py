@@ -38,11 +38,13 @@ def swarm(byte_model: Path) -> Iterator[LocalSwarm]:
         yield swarm
 
 
-def run_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, Any]:
+def run_json(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], *, is_adapter_published: bool = False
+) -> tuple[int, Any]:
     code = main([*arguments, "--json"])
     output = capsys.readouterr()
-    notices = [line for line in output.err.splitlines() if line != FETCHING]
-    assert notices == ([JOINING] if arguments[0] == "generate" else [])
+    notices = [JOINING] * (arguments[0] == "generate") + [FETCHING] * is_adapter_published
+    assert output.err.splitlines() == notices
     return code, json.loads(output.out)
 
 
@@ -315,14 +317,17 @@ def test_adapter_is_there_for_others_until_who_publishes_it_is_stopped(
         assert process.stdout is not None
         try:
             published = json.loads(process.stdout.readline())
-            given = (published["digest"].upper(), str(adapter))
-            texts = [run_json([*command, "--adapter", one], capsys)[1]["text"] for one in given]
+            given = {published["digest"].upper(): True, str(adapter): False}
+            results = [
+                run_json([*command, "--adapter", one], capsys, is_adapter_published=is_published)
+                for one, is_published in given.items()
+            ]
             process.send_signal(signal.SIGINT)
             withdrawn, errors = process.communicate(timeout=60)
         finally:
             process.kill()
 
-    assert texts[0] == texts[1]
+    assert results[0][1]["text"] == results[1][1]["text"]
     assert (process.returncode, errors) == (0, b"")
     assert json.loads(withdrawn) == {"event": "withdrawn", "digest": published["digest"]}
     assert main([*command, "--wait", "0", "--adapter", published["digest"]]) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -50,6 +51,24 @@ def test_interrupted_start_ends_quietly(
 
     assert process.stderr == "Joining the swarm\n" * ("generate" in command)
     assert process.stdout == f"{INTERRUPTED_FACTS}\n" * ("--json" in command)
+    assert process.returncode == 130
+
+
+@pytest.mark.slow
+def test_interrupt_ends_a_program_whose_output_nobody_reads_any_more() -> None:
+    program = (
+        "import signal; from shoal.cli.terminal.interrupts import quit_at_once;"
+        "quit_at_once(is_json=True); signal.raise_signal(signal.SIGINT)"
+    )
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    with open(writing, "wb") as stdout:
+        process = subprocess.run(
+            [sys.executable, "-P", "-c", program], stdout=stdout, stderr=subprocess.PIPE, timeout=60
+        )
+
+    assert process.stderr == b""
     assert process.returncode == 130
 
 

@@ -1,0 +1,36 @@
+"""What `generate` says while it waits for its first token."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from announcements import make_announcement
+
+from shoal.cli.commands import generate
+from shoal.client.routing.route import Hop
+from shoal.client.session.state import Waiting
+from shoal.protocol.spans import Span
+
+
+@pytest.mark.parametrize(
+    ("is_redrawn", "ends"), [(True, [", about 12 s", ", about 11 s"]), (False, ["", ""])]
+)
+def test_estimates_are_shown_only_on_a_line_that_is_redrawn(
+    is_redrawn: bool, ends: list[str]
+) -> None:
+    hop = Hop(make_announcement(1), Span(0, 4))
+
+    said = [
+        generate._describe_start(
+            SimpleNamespace(missing_blocks=[]),
+            [SimpleNamespace(waiting=Waiting(hop, seconds))],
+            False,
+            20.0,
+            is_redrawn,
+        )
+        for seconds in (12.0, 11.0)
+    ]
+
+    place = f"Waiting for room at peer …{hop.peer.peer_id[-6:]}"
+    assert said == [place + end for end in ends]
