@@ -11,6 +11,7 @@ from ..protocol.messages.fields import Message
 from ..protocol.messages.records import RecordFetch
 from ..protocol.net.gossip import answer_fetch
 from ..protocol.net.network import Presence
+from ..protocol.wire.codec import encode_frame
 from .streams.client_stream import ClientStream, Handler, StreamWork
 from .streams.service import Workload
 
@@ -30,11 +31,12 @@ class RecordWorkload(Workload):
     def answer(self, fetch: RecordFetch, stream: ClientStream) -> None:
         """Queue the answer to a question of a stream."""
         own_id, directory = self._presence.identity.peer_id, self._presence.directory
-        stream.answers.say(answer_fetch(directory, self._model_id, fetch, own_id, self._rng))
+        answer = answer_fetch(directory, self._model_id, fetch, own_id, self._rng)
+        stream.answers.post(encode_frame(answer))
 
 
 class _RecordStreamWork(StreamWork):
-    """One answer on each stream: whoever asks again pays for a TLS handshake, as we do."""
+    """One answer on each stream."""
 
     def __init__(self, workload: RecordWorkload, stream: ClientStream) -> None:
         self._workload = workload

@@ -24,7 +24,7 @@ _LOOK_AGAIN = Backoff(0.1, 1.0)
 
 GOSSIP_BYTES = 5 * 2**10
 """An idle client asks one peer every ten seconds for so many bytes of announcements: with the TLS
-handshake less than 1 KB/s, and within half a minute about forty peers that cover all blocks."""
+handshake less than 1 KB/s, and within half a minute about forty peers."""
 
 _LEAST_GOSSIP_SECONDS = 1.0
 
@@ -59,14 +59,16 @@ class RouteFinder:
         self._clock = clock
         self._transport = transport
         self._gossip_seconds = max(config.refresh_seconds, _LEAST_GOSSIP_SECONDS)
-        self._directory = GossipDirectory(directory, transport, clock, random.Random(config.seed))
-        self.book = PeerBook(
-            self._directory,
-            model.model_id,
-            model.num_blocks,
+        allowed, blocked = config.allowed_servers, config.blocked_servers
+        self._directory = GossipDirectory(
+            directory,
+            transport,
             clock,
-            config.allowed_servers,
-            config.blocked_servers,
+            random.Random(config.seed),
+            lambda peer: peer.peer_id not in blocked and (not allowed or peer.peer_id in allowed),
+        )
+        self.book = PeerBook(
+            self._directory, model.model_id, model.num_blocks, clock, allowed, blocked
         )
         self._coordinate = OwnCoordinate(self.book, clock, self._rng)
 

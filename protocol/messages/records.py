@@ -52,7 +52,10 @@ class RecordFetch(Message):
 
 @message(33)
 class Records(Message):
-    """Announcements that the asker lacks, the peer's own one first."""
+    """Announcements that the asker lacks, the peer's own one first; `has_own`: the peer keeps the
+    asker's.
+    """
 
     question: HeaderSession
     records: Annotated[tuple[bytes, ...], Body(1, "bytes"), _check_records]
+    has_own: Annotated[bool, Body(2, "bool")] = False

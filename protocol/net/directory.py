@@ -54,11 +54,11 @@ class Directory(Protocol):
         """
         ...
 
-    def take_record(self, value: bytes) -> Announcement:
+    def take_record(self, model_id: ModelId, value: bytes) -> Announcement:
         """Remember an announcement that another member knew (see `list_records`), and return it.
 
-        Raises RemoteProtocolError if it is not valid, of another swarm, or older than what is
-        known.
+        Raises RemoteProtocolError if it is not valid, of another model or swarm, or older than what
+        is known.
         """
         ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from secrets import token_bytes
 
@@ -24,6 +24,7 @@ from .clock import AnswerTimeout, Clock
 from .dialling import dial, greet_peer
 from .directory import Directory
 from .retry import Backoff, Backoffs
+from .tasks import cancel_all
 from .transport import Transport
 
 _logger = logging.getLogger(__name__)
@@ -31,11 +32,17 @@ _logger = logging.getLogger(__name__)
 _ANSWER_SECONDS = 3.0
 """How long one peer may take, from the dial to its records."""
 
+_PATIENCE_SECONDS = 2.0
+"""How long the directory is waited for before peers are asked beside it."""
+
+_AGAIN_SECONDS = 1.0
+"""How long what peers have told is new enough for everybody who waits for it here."""
+
 _AT_ONCE = 3
-"""Peers that are asked side by side: one that is paused keeps nobody waiting."""
+"""Peers that are asked side by side: the first that answers is enough."""
 
 _MOST_ASKED = 24
-"""Peers that are asked before all are taken for gone."""
+"""Peers that are asked before all are taken for gone; half of them may be hints."""
 
 _MOST_TOLD = 12
 """Peers that are told at once what a peer has become."""
@@ -43,8 +50,8 @@ _MOST_TOLD = 12
 _CHECKED_AT_ONCE = 16
 """Records that are checked before others get their turn: each takes 0.2 ms."""
 
-_FAILING = Backoff(2.0, 300.0)
-"""How long a peer is not asked again that did not answer."""
+_FAILING = Backoff(2.0, 60.0)
+"""How long a peer is asked after all others that did not answer."""
 
 
 class GossipDirectory:
@@ -59,24 +66,32 @@ class GossipDirectory:
         transport: Transport,
         clock: Clock,
         rng: random.Random,
+        may_ask: Callable[[Announcement], bool],
         own_id: PeerId | None = None,
     ) -> None:
-        """Use a directory, and the transport to dial peers with; `close` closes the directory."""
+        """Use a directory, and the transport to dial peers that may be asked.
+
+        `close` closes the directory.
+        """
         self._directory = directory
         self._transport = transport
         self._clock = clock
         self._rng = rng
+        self._may_ask = may_ask
         self._own_id = own_id
         self._failing = Backoffs[PeerId](_FAILING, clock)
         self._announced: PeerState | None = None
         self._has_changed = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._asked_at = float("-inf")
+        self._has_heard = False
 
     @property
     def addresses(self) -> Sequence[str]:
         return self._directory.addresses
 
     async def announce(self, record: bytes) -> None:
-        """See Directory.announce; one peer that takes the record is enough.
+        """See Directory.announce; one peer that keeps the record is enough.
 
         Others are told of a new state at once, see `run`.
         """
@@ -88,17 +103,21 @@ class GossipDirectory:
             await self._directory.announce(record)
         except DirectoryError as error:
             is_known = own in [one.announcement for one in self.list_records(own.model_id)]
-            if not is_known or not await self.ask(own.model_id):
+            if not is_known or not await self.tell(own.model_id):
                 raise
-            _logger.info("announced to other peers only: %s", error)
+            _logger.warning("announced to %d peers at most, not in the DHT: %s", _MOST_TOLD, error)
 
     async def lookup(self, model_id: ModelId) -> list[Announcement]:
-        """See Directory.lookup; peers are asked where the directory cannot be reached."""
+        """See Directory.lookup; peers are asked where the directory is slow or out of reach."""
+        looking = asyncio.ensure_future(self._directory.lookup(model_id))
         try:
-            return await self._directory.lookup(model_id)
-        except DirectoryError:
-            if not await self.ask(model_id):
-                raise
+            await asyncio.wait([looking], timeout=_PATIENCE_SECONDS)
+            is_read = looking.done() and not looking.cancelled() and looking.exception() is None
+            if is_read or not await self.ask(model_id):
+                return await looking
+        finally:
+            if not looking.done():
+                await cancel_all([looking])
         return [known.announcement for known in self.list_records(model_id)]
 
     def list_records(self, model_id: ModelId) -> list[KnownRecord]:
@@ -107,8 +126,8 @@ class GossipDirectory:
     def list_hints(self, model_id: ModelId) -> list[Announcement]:
         return self._directory.list_hints(model_id)
 
-    def take_record(self, value: bytes) -> Announcement:
-        return self._directory.take_record(value)
+    def take_record(self, model_id: ModelId, value: bytes) -> Announcement:
+        return self._directory.take_record(model_id, value)
 
     async def close(self) -> None:
         await self._directory.close()
@@ -116,59 +135,94 @@ class GossipDirectory:
     async def run(
         self, model_id: ModelId, period_seconds: float, max_bytes: int = MAX_RECORDS_BYTES
     ) -> None:
-        """Ask one peer after the other, until cancelled; several when our own state has changed.
-
-        With less than `MAX_RECORDS_BYTES` the question does not name what is known: it would take
-        more than the answer.
-        """
+        """Ask one peer after the other, until cancelled; tell many when our state has changed."""
         while True:
             # Those who were started together do not all ask at once.
             with suppress(TimeoutError):
                 async with asyncio.timeout(period_seconds * self._rng.uniform(0.5, 1.5)):
                     await self._has_changed.wait()
-            num_at_once = _MOST_TOLD if self._has_changed.is_set() else 1
-            self._has_changed.clear()
-            await self.ask(model_id, max_bytes, num_at_once)
+            if self._has_changed.is_set():
+                self._has_changed.clear()
+                await self.tell(model_id)
+            elif peers := self._list_peers(model_id):
+                await self._exchange(peers[0], max_bytes)
 
-    async def ask(
-        self,
-        model_id: ModelId,
-        max_bytes: int = MAX_RECORDS_BYTES,
-        num_at_once: int = _AT_ONCE,
-    ) -> bool:
-        """Ask peers until some have told what they know; return whether one did.
+    async def ask(self, model_id: ModelId) -> bool:
+        """Ask peers until one has told what it knows; return whether one did.
 
-        Those whose announcement holds come first, in any order, then those that may be back.
+        Those who call while it goes on share what comes of it.
         """
-        self._failing.forget_expired()
-        current = [known.announcement for known in self.list_records(model_id)]
-        self._rng.shuffle(current)
-        peers = [
-            peer
-            for peer in (*current, *self.list_hints(model_id))
-            if peer.peer_id != self._own_id and peer.max_version >= RECORDS_VERSION
-            if self._failing.may_try(peer.peer_id)
-        ][:_MOST_ASKED]
-        for start in range(0, len(peers), num_at_once):
-            asked = peers[start : start + num_at_once]
-            if any(await asyncio.gather(*(self._ask(peer, max_bytes) for peer in asked))):
-                return True
+        async with self._turn:
+            if self._clock.now() - self._asked_at > _AGAIN_SECONDS:
+                self._has_heard = await self._ask_some(model_id)
+                self._asked_at = self._clock.now()
+        return self._has_heard
+
+    async def tell(self, model_id: ModelId) -> bool:
+        """Bring our record to several peers; return whether one of them keeps it."""
+        told = self._list_peers(model_id)[:_MOST_TOLD]
+        answers = await asyncio.gather(*(self._exchange(peer, MAX_RECORDS_BYTES) for peer in told))
+        return any(answer is not None and answer.has_own for answer in answers)
+
+    async def _ask_some(self, model_id: ModelId) -> bool:
+        peers = self._list_peers(model_id)
+        for start in range(0, len(peers), _AT_ONCE):
+            asked = peers[start : start + _AT_ONCE]
+            asking = [
+                asyncio.create_task(self._exchange(peer, MAX_RECORDS_BYTES)) for peer in asked
+            ]
+            try:
+                for answer in asyncio.as_completed(asking):
+                    if await answer is not None:
+                        return True
+            finally:
+                await cancel_all(asking)
         return False
 
-    async def _ask(self, peer: Announcement, max_bytes: int) -> bool:
-        """Ask one peer; return whether it told something that is true."""
-        try:
-            heard = await self._exchange(peer, max_bytes)
-        except (UnavailableError, RemoteProtocolError, RefusedError) as error:
-            _logger.debug("peer …%s told nothing of others: %s", peer.peer_id[-6:], error)
-            heard = 0
-        if heard:
-            self._failing.note_success(peer.peer_id)
-        else:
-            self._failing.note_failure(peer.peer_id)
-        return heard > 0
+    def _list_peers(self, model_id: ModelId) -> list[Announcement]:
+        """Return peers to ask, each kind in any order: announced ones, then those that may be back.
 
-    async def _exchange(self, peer: Announcement, max_bytes: int) -> int:
+        Those that did not answer come last: if it was our own line, they are the ones to ask.
+        """
+        self._failing.forget_expired()
+        announced = [
+            known.announcement
+            for known in self.list_records(model_id)
+            if known.announcement.state in (PeerState.ONLINE, PeerState.DRAINING)
+        ]
+        chosen: list[Announcement] = []
+        for peers in (announced, self.list_hints(model_id)):
+            able = [
+                peer
+                for peer in peers
+                if peer.peer_id != self._own_id and peer.max_version >= RECORDS_VERSION
+                if self._may_ask(peer)
+            ]
+            self._rng.shuffle(able)
+            able.sort(key=lambda peer: not self._failing.may_try(peer.peer_id))
+            chosen += able[: _MOST_ASKED // 2]
+        return chosen
+
+    async def _exchange(self, peer: Announcement, max_bytes: int) -> Records | None:
+        """Ask one peer and take what is valid; return its answer, None where nothing was."""
+        try:
+            answer = await self._fetch(peer, max_bytes)
+        except RefusedError as error:  # it loads its blocks, or has too many streams
+            _logger.debug("peer …%s refused to tell of others: %s", peer.peer_id[-6:], error)
+            return None
+        except (UnavailableError, RemoteProtocolError) as error:
+            _logger.debug("peer …%s told nothing of others: %s", peer.peer_id[-6:], error)
+            self._failing.note_failure(peer.peer_id)
+            return None
+        num_taken = 0
+        for number, record in enumerate(answer.records, 1):
+            num_taken += _take(self, peer.model_id, record)
+            if number % _CHECKED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        self._failing.note_success(peer.peer_id)
+        return answer if num_taken else None
+
+    async def _fetch(self, peer: Announcement, max_bytes: int) -> Records:
         name = f"peer …{peer.peer_id[-6:]}"
         question = self._make_question(peer.model_id, max_bytes)
         async with AnswerTimeout(_ANSWER_SECONDS, f"{name} did not answer in time"):
@@ -183,17 +237,16 @@ class GossipDirectory:
                 answer = read_answer(await stream.receive(), name, question.question)
             finally:
                 await stream.close()
-        num_taken = 0
-        for number, record in enumerate(check_kind(answer, Records, name).records, 1):
-            num_taken += _take(self, peer.model_id, record)
-            if number % _CHECKED_AT_ONCE == 0:
-                await asyncio.sleep(0)
-        return num_taken
+        records = check_kind(answer, Records, name)
+        if sum(map(len, records.records)) > max_bytes:
+            raise RemoteProtocolError(f"{name} told more than it was asked for")
+        return records
 
     def _make_question(self, model_id: ModelId, max_bytes: int) -> RecordFetch:
         known = self.list_records(model_id)
         own = (one.value for one in known if one.announcement.peer_id == self._own_id)
         named = self._rng.sample(known, min(len(known), MAX_NAMED_RECORDS))
+        # Names of what is known would take more than a short answer.
         digests = join_digests(named) if max_bytes >= MAX_RECORDS_BYTES else b""
         return RecordFetch(SessionId(token_bytes(16)), next(own, b""), digests, max_bytes)
 
@@ -202,16 +255,17 @@ def answer_fetch(
     directory: Directory, model_id: ModelId, fetch: RecordFetch, own_id: PeerId, rng: random.Random
 ) -> Records:
     """Take what somebody tells of itself, and return what it lacks, our own record first."""
-    if fetch.own:
-        _take(directory, model_id, fetch.own)
+    has_own = bool(fetch.own) and _take(directory, model_id, fetch.own)
     records, known = directory.list_records(model_id), split_digests(fetch.known)
-    return Records(fetch.question, choose_records(records, known, fetch.max_bytes, rng, own_id))
+    chosen = choose_records(records, known, fetch.max_bytes, rng, own_id)
+    return Records(fetch.question, chosen, has_own)
 
 
 def _take(directory: Directory, model_id: ModelId, record: bytes) -> bool:
-    """Remember what a stranger told, if it is valid; return whether it is, and of our model."""
+    """Remember what a stranger told, if it is valid; return whether it is."""
     try:
-        return directory.take_record(record).model_id == model_id
+        directory.take_record(model_id, record)
     except RemoteProtocolError as error:
         _logger.debug("refused an announcement that a peer told: %s", error)
         return False
+    return True

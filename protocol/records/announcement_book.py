@@ -128,9 +128,11 @@ class AnnouncementBook:
             current = [peer.peer_id for peer in self.list_current(scope, now)]
             if len(hints) + len(current) < self._max_per_scope:
                 return
-            # Of the half that came last, the one that came first: a flood moves on in this half.
-            younger = [hints[-1].peer_id] if hints else current[len(current) // 2 :]
-            displaced = scope, next(peer_id for peer_id in younger if peer_id not in self._own)
+            # What expired first; else, of the half that came last, the one that came first: a
+            # flood moves on in this half.
+            expired = [peer.peer_id for peer in reversed(hints)]
+            givers = (*expired, *current[len(current) // 2 :], *current)
+            displaced = scope, next(peer_id for peer_id in givers if peer_id not in self._own)
         elif scope not in self._reserved and len(self._shared) >= self._max_shared:
             displaced = next(iter(self._shared))
         else:

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Collection, Iterable, Iterator
-from itertools import chain, islice
+from collections.abc import Collection, Iterable, Sequence
 
 from ..ids import PeerId
 from ..messages.records import DIGEST_BYTES
-from .announcements import KnownRecord
-
-_NUM_REPLICAS = 2
-"""Peers of each block that are told before all others."""
-
-_NUM_COMPARED = 8
-"""Peers of a block of which the one is told that adds most."""
+from .announcements import KnownRecord, PeerState
 
 
 def digest_record(value: bytes) -> bytes:
@@ -39,19 +32,23 @@ def choose_records(
     known: Collection[bytes],
     max_bytes: int,
     rng: random.Random,
-    own_id: PeerId | None = None,
+    own_id: PeerId,
 ) -> tuple[bytes, ...]:
     """Return the values to tell somebody who has the `known` ones, as many as `max_bytes` hold.
 
-    Our own comes first, also if it is known: it shows that we live. However few fit, they cover
-    all blocks if they can, and are drawn anew each time.
+    Our own comes first, also if it is known: it shows that we live. The others are drawn anew each
+    time; those that add a block which nobody before them serves come before the rest.
     """
     own = [one for one in records if one.announcement.peer_id == own_id]
-    others = [one for one in records if one.announcement.peer_id != own_id]
-    new = [one for one in others if digest_record(one.value) not in known]
+    num_blocks = own[0].announcement.num_blocks if own else 0
+    new = [
+        one
+        for one in records
+        if one.announcement.peer_id != own_id and digest_record(one.value) not in known
+    ]
     chosen: list[bytes] = []
     num_bytes = 0
-    for record in chain(own, _order_by_cover(new, rng)):
+    for record in (*own, *_order_by_cover(rng.sample(new, len(new)), num_blocks)):
         num_bytes += len(record.value)
         if num_bytes > max_bytes:
             break
@@ -59,27 +56,17 @@ def choose_records(
     return tuple(chosen)
 
 
-def _order_by_cover(records: Collection[KnownRecord], rng: random.Random) -> Iterator[KnownRecord]:
-    """Yield records: first some that cover all blocks, then some that do so again, then all."""
-    waiting = rng.sample(list(records), len(records))
-    depths = [0] * max((one.announcement.num_blocks for one in records), default=0)
-    bare = set(range(len(depths)))  # nobody is left for the others
-    while waiting and bare:
-        block = min(bare, key=depths.__getitem__)
-        if depths[block] >= _NUM_REPLICAS:
-            break
-        here = (index for index, one in enumerate(waiting) if block in one.announcement.span)
-        candidates = list(islice(here, _NUM_COMPARED))
-        if not candidates:
-            bare.discard(block)
-            continue
-
-        def count_bare(index: int, depth: int = depths[block]) -> int:
-            span = waiting[index].announcement.span
-            return depths[span.start : span.stop].count(depth)
-
-        record = waiting.pop(max(candidates, key=count_bare))
-        span = record.announcement.span
-        depths[span.start : span.stop] = (depth + 1 for depth in depths[span.start : span.stop])
-        yield record
-    yield from waiting
+def _order_by_cover(records: Sequence[KnownRecord], num_blocks: int) -> list[KnownRecord]:
+    """Return records, those first that add to the blocks which the ones before them serve."""
+    missing = set(range(num_blocks))
+    adding: list[KnownRecord] = []
+    rest: list[KnownRecord] = []
+    for record in records:
+        peer = record.announcement
+        added: set[int] = set()
+        # How many blocks there are is for us to say: strangers say what they like.
+        if missing and peer.state is PeerState.ONLINE and peer.num_blocks == num_blocks:
+            added = missing.intersection(range(peer.span.start, peer.span.stop))
+        missing.difference_update(added)
+        (adding if added else rest).append(record)
+    return adding + rest

@@ -237,7 +237,7 @@ async def test_member_takes_what_another_one_knows(
     assert await ours.lookup(MODEL) != []
     records = ours.list_records(MODEL)
 
-    taken = [theirs.take_record(known.value) for known in records]
+    taken = [theirs.take_record(MODEL, known.value) for known in records]
 
     assert [known.announcement for known in records] == taken
     assert {first, second} == set(taken)
@@ -255,14 +255,17 @@ async def test_damaged_foreign_and_old_records_are_not_taken(
     newer = announce(clock, sequence=2)
     await ours.announce(sign(newer))
     (known,) = ours.list_records(MODEL)
-    theirs.take_record(known.value)
+    theirs.take_record(MODEL, known.value)
     damaged = known.value[:-1] + bytes([known.value[-1] ^ 1])
 
     for refused in (b"", b"\x02", damaged, old.value, known.value + b"\0"):
         with pytest.raises(RemoteProtocolError):
-            theirs.take_record(refused)
+            theirs.take_record(MODEL, refused)
 
+    with pytest.raises(RemoteProtocolError, match="another model"):
+        theirs.take_record(OTHER_MODEL, known.value)
     assert [one.announcement for one in theirs.list_records(MODEL)] == [newer]
+    assert theirs.list_records(OTHER_MODEL) == []
 
 
 async def test_expired_announcement_is_only_a_hint(ours: Directory, clock: ManualClock) -> None:
@@ -276,4 +279,4 @@ async def test_expired_announcement_is_only_a_hint(ours: Directory, clock: Manua
     assert ours.list_records(MODEL) == []
     assert ours.list_hints(MODEL) == [peer]
     with pytest.raises(RemoteProtocolError, match="expired"):
-        ours.take_record(known.value)
+        ours.take_record(MODEL, known.value)

@@ -248,7 +248,7 @@ HONEST: list[Message] = [
     AdapterWithdrawal(PASS_ID, ADAPTER),
     RecordFetch(SESSION, b"", b"", 1),
     RecordFetch(SESSION, bytes(MAX_RECORD_BYTES), bytes(2**15), MAX_RECORDS_BYTES),
-    Records(SESSION, ()),
+    Records(SESSION, (), has_own=True),
     Records(SESSION, (bytes(MAX_RECORD_BYTES),) * 21),
     *(Declined(None, 0, code, code.name) for code in ErrorCode),
 ]

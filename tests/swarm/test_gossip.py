@@ -20,10 +20,12 @@ from shoal.client.settings.client_config import ClientConfig
 from shoal.peer.process.config import PeerConfig
 from shoal.protocol.errors import DirectoryError
 from shoal.protocol.identity import Identity
+from shoal.protocol.ids import ModelId
 from shoal.protocol.net.memory.loopback import LoopbackTransport
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory
 from shoal.protocol.net.network import Presence
 from shoal.protocol.net.transport import StreamServer
+from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
 
 pytestmark = pytest.mark.slow
@@ -36,6 +38,12 @@ class LostDirectory(MemoryDirectory):
     """A directory whose contacts all die: the swarm goes on without this member."""
 
     is_lost = False
+    is_silent = False
+
+    async def lookup(self, model_id: ModelId) -> list[Announcement]:
+        if self.is_silent:
+            await asyncio.sleep(3600)
+        return await super().lookup(model_id)
 
     def _check_is_reachable(self) -> None:
         if self.is_lost:
@@ -58,11 +66,14 @@ class World:
         )  # fmt: skip
         return await self._stack.enter_async_context(self.swarm.serve(host, config))
 
-    async def join(self, host: str = "client") -> Client:
+    async def join(self, host: str = "client", **settings: Any) -> Client:
         directory = LostDirectory(self.swarm.store, VirtualClock())
         client = Client(self.swarm, host, directory)
         client.joined = await AsyncClient.join(
-            ClientConfig(seed=7), client, VirtualClock(), SwarmModel(MODEL_ID, WHOLE.stop, HIDDEN)
+            ClientConfig(seed=7, **settings),
+            client,
+            VirtualClock(),
+            SwarmModel(MODEL_ID, WHOLE.stop, HIDDEN),
         )
         self._stack.push_async_callback(client.joined.close)
         return client
@@ -189,3 +200,48 @@ async def test_dead_peer_is_not_routed_to_by_hearsay(tiny_models: Any) -> None:
         view = await client.joined.swarm.book.refresh()
 
         assert sorted(peer.span for peer in view.online) == sorted(HALVES)
+
+
+async def test_client_that_was_away_finds_back_by_what_has_expired(tiny_models: Any) -> None:
+    async with open_world(tiny_models) as world:
+        for number, span in enumerate(HALVES):
+            await world.add(f"peer{number}", span)
+        client = await world.join()
+        client.directory.is_lost = True
+        for host in ("peer0", "peer1"):
+            world.swarm.network.partition("client", host)
+
+        await asyncio.sleep(10 * PERIOD_SECONDS)
+        assert client.directory.list_records(MODEL_ID) == []
+        assert len(client.directory.list_hints(MODEL_ID)) == 2
+        for host in ("peer0", "peer1"):
+            world.swarm.network.heal("client", host)
+
+        view = await client.joined.swarm.book.refresh()
+
+        assert sorted(peer.span for peer in view.online) == sorted(HALVES)
+
+
+async def test_peers_are_asked_beside_a_directory_that_is_silent(tiny_models: Any) -> None:
+    async with open_world(tiny_models) as world:
+        for number, span in enumerate(HALVES):
+            await world.add(f"peer{number}", span)
+        client = await world.join()
+        client.directory.is_silent = True
+
+        async with asyncio.timeout(3.0):
+            view = await client.joined.swarm.book.refresh()
+
+        assert sorted(peer.span for peer in view.online) == sorted(HALVES)
+
+
+async def test_blocked_peer_is_asked_nothing(tiny_models: Any) -> None:
+    async with open_world(tiny_models) as world:
+        peer = await world.add("peer0", WHOLE)
+        client = await world.join(blocked_servers=[peer.peer_id])
+        client.directory.is_lost = True
+
+        await asyncio.sleep(PERIOD_SECONDS)
+
+        with pytest.raises(DirectoryError):
+            await client.joined.swarm.book.refresh()

@@ -129,26 +129,25 @@ class HivemindDirectory:
         """See Directory.announce. Raises UsageError in client mode."""
         if self._is_reader:
             raise UsageError("a directory in client mode only reads; join without client_mode")
-        announcement = self._take_own(record)
+        announcement, value = self._take_own(record)
         self._check_is_running()
         await self._neighbourhood.restore()
-        await self._publish(announcement, record)
+        await self._publish(announcement, value)
         await self._look_after_swarm(announcement)
 
-    def _take_own(self, record: bytes) -> Announcement:
-        """Return our announcement, which lookups find here from now on."""
+    def _take_own(self, record: bytes) -> tuple[Announcement, bytes]:
+        """Return our announcement, which lookups find here from now on, and its value."""
         try:
             announcement = self._gate.read(record)
         except RemoteProtocolError as error:
             raise LocalProtocolError(f"our own announcement is not valid: {error}") from error
         try:
-            self._gate.add_own(announcement.model_id, record)
+            return announcement, self._gate.add_own(announcement.model_id, record)
         except RemoteProtocolError as error:
             raise DirectoryError(f"the directory refused our announcement: {error}") from error
-        return announcement
 
-    async def _publish(self, announcement: Announcement, record: bytes) -> None:
-        key, value = self._gate.key_of(announcement.model_id), self._gate.wrap(record)
+    async def _publish(self, announcement: Announcement, value: bytes) -> None:
+        key = self._gate.key_of(announcement.model_id)
         expires_at = float(announcement.expires_at)
         if not await self._store(key, announcement.peer_id, value, expires_at):
             raise DirectoryError("no replica of the directory stored our announcement")
@@ -190,9 +189,9 @@ class HivemindDirectory:
         """See Directory.list_hints."""
         return self._gate.list_hints(model_id)
 
-    def take_record(self, value: bytes) -> Announcement:
+    def take_record(self, model_id: ModelId, value: bytes) -> Announcement:
         """See Directory.take_record."""
-        return self._gate.take(value)
+        return self._gate.take(model_id, value)
 
     async def revoke(self, peer_ids: Collection[PeerId]) -> Revocations:
         """Add peers to the owner's list, publish it and return it; peers hand it on from then on.

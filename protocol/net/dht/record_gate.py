@@ -107,8 +107,8 @@ class RecordGate:
         """Return the last wall second until which anything may be stored now."""
         return self._clock.wall() + limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS
 
-    def add_own(self, model_id: ModelId, record: bytes) -> None:
-        """Remember a record of ours.
+    def add_own(self, model_id: ModelId, record: bytes) -> bytes:
+        """Remember a record of ours; return the value for the DHT, the same that peers are told.
 
         Raises RemoteProtocolError when a newer one is known, RevokedError when the owner has
         revoked us.
@@ -121,6 +121,7 @@ class RecordGate:
             )
         now, value = self._clock.wall(), self.wrap(record)
         self._book.add_own(self.key_of(model_id), record, now, value)
+        return value
 
     def watch(self, model_id: ModelId) -> str:
         """Return the key of a model in our swarm, and have room for what is found there."""
@@ -143,15 +144,16 @@ class RecordGate:
         found = self._book.list_hints(self.key_of(model_id), self._clock.wall())
         return [peer for peer in found if peer.peer_id not in self.revocations.peer_ids]
 
-    def take(self, value: bytes) -> Announcement:
-        """Remember a value that a peer of our swarm has sent; raises RemoteProtocolError."""
+    def take(self, model_id: ModelId, value: bytes) -> Announcement:
+        """Remember a value that a peer of a model has sent; raises RemoteProtocolError."""
         if not value.startswith(self.membership.swarm_id):
             raise RemoteProtocolError("the record is of another swarm")
         _, record = self._open(value)
         announcement = self.read(record)
         self._check_not_revoked(announcement.peer_id)
-        key = self.key_of(announcement.model_id)
-        return self._book.add(key, record, self._clock.wall(), value)
+        if announcement.model_id != model_id:
+            raise RemoteProtocolError("the record is of another model")
+        return self._book.add(self.key_of(model_id), record, self._clock.wall(), value)
 
     def key_of(self, model_id: ModelId) -> str:
         """Return the key of a model in our swarm."""

@@ -65,9 +65,11 @@ class MemoryDirectory:
     def list_hints(self, model_id: ModelId) -> list[Announcement]:
         return self._book.list_hints(model_id, self._clock.wall())
 
-    def take_record(self, value: bytes) -> Announcement:
+    def take_record(self, model_id: ModelId, value: bytes) -> Announcement:
         now = self._clock.wall()
-        return self._book.add(self._book.read(value, now).model_id, value, now)
+        if self._book.read(value, now).model_id != model_id:
+            raise RemoteProtocolError("the record is of another model")
+        return self._book.add(model_id, value, now)
 
     async def close(self) -> None:
         self._is_closed = True
