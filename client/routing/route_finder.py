@@ -65,7 +65,9 @@ class RouteFinder:
             transport,
             clock,
             random.Random(config.seed),
-            lambda peer: peer.peer_id not in blocked and (not allowed or peer.peer_id in allowed),
+            lambda peer: (
+                peer.peer_id not in blocked and (allowed is None or peer.peer_id in allowed)
+            ),
         )
         self.book = PeerBook(
             self._directory, model.model_id, model.num_blocks, clock, allowed, blocked

@@ -57,9 +57,21 @@ asyncio.run(main())
 
 
 async def start_python(script: str, *arguments: str) -> asyncio.subprocess.Process:
+    """Start a program in a session of its own.
+
+    Linux continues the stopped processes of a group that has lost the last parent outside of it, as
+    other tests' processes may cause in the group of the tests.
+    """
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-c", script, *arguments, stdout=pipe, stderr=pipe
+        sys.executable,
+        "-P",
+        "-c",
+        script,
+        *arguments,
+        stdout=pipe,
+        stderr=pipe,
+        start_new_session=True,
     )
 
 
