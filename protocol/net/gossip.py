@@ -110,6 +110,8 @@ class GossipDirectory:
     async def lookup(self, model_id: ModelId) -> list[Announcement]:
         """See Directory.lookup; peers are asked where the directory is slow or out of reach."""
         looking = asyncio.ensure_future(self._directory.lookup(model_id))
+        # It may fail while peers are asked, and asyncio would tell the user.
+        looking.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             await asyncio.wait([looking], timeout=_PATIENCE_SECONDS)
             is_read = looking.done() and not looking.cancelled() and looking.exception() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -21,7 +22,7 @@ from shoal.peer.process.config import PeerConfig
 from shoal.protocol.errors import DirectoryError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
-from shoal.protocol.net.memory.loopback import LoopbackTransport
+from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory
 from shoal.protocol.net.network import Presence
 from shoal.protocol.net.transport import StreamServer
@@ -39,10 +40,12 @@ class LostDirectory(MemoryDirectory):
 
     is_lost = False
     is_silent = False
+    silent_seconds = 3600.0
 
     async def lookup(self, model_id: ModelId) -> list[Announcement]:
         if self.is_silent:
-            await asyncio.sleep(3600)
+            await asyncio.sleep(self.silent_seconds)
+            raise DirectoryError("every contact is gone")
         return await super().lookup(model_id)
 
     def _check_is_reachable(self) -> None:
@@ -228,11 +231,34 @@ async def test_peers_are_asked_beside_a_directory_that_is_silent(tiny_models: An
             await world.add(f"peer{number}", span)
         client = await world.join()
         client.directory.is_silent = True
+        await asyncio.sleep(1.0)  # or the view is new enough
 
         async with asyncio.timeout(3.0):
             view = await client.joined.swarm.book.refresh()
 
         assert sorted(peer.span for peer in view.online) == sorted(HALVES)
+
+
+async def test_directory_that_fails_while_peers_are_asked_is_no_unread_error(
+    tiny_models: Any,
+) -> None:
+    problems: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: problems.append(context["message"])
+    )
+    async with open_world(tiny_models) as world:
+        for number, span in enumerate(HALVES):
+            await world.add(f"peer{number}", span)
+            world.swarm.network.set_link(f"peer{number}", "client", Link(delay_seconds=0.1))
+        client = await world.join()
+        client.directory.is_silent = True
+        client.directory.silent_seconds = 2.05
+        await asyncio.sleep(1.0)  # or the view is new enough
+
+        await client.joined.swarm.book.refresh()
+
+    gc.collect()
+    assert problems == []
 
 
 async def test_blocked_peer_is_asked_nothing(tiny_models: Any) -> None:
