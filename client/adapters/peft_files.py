@@ -24,6 +24,7 @@ from ...protocol.messages.adapters import (
     PREFIX,
     UP,
     LoraConfig,
+    check_rank,
     find_block,
     parse_lora_config,
 )
@@ -198,6 +199,14 @@ def match_targets(linears: Mapping[str, LinearShape], targets: str | list[str]) 
     ]
 
 
+def check_linear(rank: int, module: str, linear: LinearShape) -> None:
+    """Raise UsageError if a linear has no use for so high a rank."""
+    try:
+        check_rank(rank, module, linear.num_inputs, linear.num_outputs)
+    except ValueError as error:
+        raise UsageError(f"the adapter cannot be used: {error}") from None
+
+
 def check_fit(matrices: Mapping[str, Tensor], rank: int, config: PreTrainedConfig) -> None:
     """Raise UsageError that names the first matrix which does not fit the model."""
     linears = list_linears(config)
@@ -212,6 +221,7 @@ def check_fit(matrices: Mapping[str, Tensor], rank: int, config: PreTrainedConfi
         linear = linears.get(module)
         if linear is None:
             raise UsageError(f"{name} does not fit: this model has no linear {module}")
+        check_linear(rank, module, linear)
         shape = (rank, linear.num_inputs) if ending == DOWN else (linear.num_outputs, rank)
         if tuple(matrix.shape) != shape:
             raise UsageError(f"{name} has shape {tuple(matrix.shape)}, this model needs {shape}")

@@ -25,6 +25,7 @@ from ..adapters.peft_files import (
     LinearShape,
     PeftFiles,
     check_fit,
+    check_linear,
     list_linears,
     make_fields,
     match_targets,
@@ -115,6 +116,7 @@ class LoraAdapter(nn.Module):
         matrices: dict[str, Tensor] = {}
         for name in chosen:
             linear = linears[name]
+            check_linear(rank, name, linear)
             down_RI = torch.empty(rank, linear.num_inputs)
             nn.init.kaiming_uniform_(down_RI, a=math.sqrt(5), generator=generator)
             matrices[PREFIX + name + DOWN] = down_RI

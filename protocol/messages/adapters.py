@@ -38,7 +38,8 @@ from .fields import (
     sized,
 )
 
-MAX_RANK = 1024
+MAX_RANK = 256
+"""An adapter costs each token as much as its numbers: of higher ranks more than its block."""
 
 PREFIX = "base_model.model."
 """Before the name that a linear has in transformers."""
@@ -149,6 +150,16 @@ def parse_lora_config(data: bytes) -> tuple[LoraConfig, dict[str, Any]]:
     if not isinstance(uses_root, bool):
         raise ValueError(f"use_rslora must be true or false, not {uses_root!r:.60}")
     return LoraConfig(rank, alpha, uses_root), fields
+
+
+def check_rank(rank: int, module: str, num_inputs: int, num_outputs: int) -> None:
+    """Raise ValueError, with half a sentence, if a linear has no use for so high a rank."""
+    most = min(MAX_RANK, num_inputs, num_outputs)
+    if rank > most:
+        raise ValueError(
+            f"{module:.200} has {num_inputs} inputs and {num_outputs} outputs, so its rank is at "
+            f"most {most}, not {rank}"
+        )
 
 
 def find_block(name: str) -> int | None:

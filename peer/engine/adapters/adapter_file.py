@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ....models.specs.model_spec import FusedOrder, MlpKind, ModelShape, ModelSpec
 from ....protocol.errors import ErrorCode, RefusedError
-from ....protocol.messages.adapters import DOWN, PREFIX, UP, parse_lora_config
+from ....protocol.messages.adapters import DOWN, PREFIX, UP, check_rank, parse_lora_config
 from ....protocol.spans import Span
 from .adapter import Adapter, AdapterPart, LinearKey
 
@@ -123,6 +123,10 @@ def _read_parts(
         if module not in known:
             raise _refuse(f"this model has no linear {module:.200} that an adapter could change")
         num_inputs, num_outputs = known[module].sizes
+        try:
+            check_rank(rank, module, num_inputs, num_outputs)
+        except ValueError as error:
+            raise _refuse(str(error)) from None
         down.check_shape((rank, num_inputs))
         up.check_shape((num_outputs, rank))
     ranges = sorted((entry.start, entry.stop) for pair in modules.values() for entry in pair)

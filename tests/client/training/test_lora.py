@@ -97,7 +97,11 @@ def test_new_adapter_changes_nothing_and_is_the_same_for_a_seed(tiny_models: Any
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"rank": 0}, "rank must be a number from 1 to 1024, not 0"),
+        ({"rank": 0}, "rank must be a number from 1 to 256, not 0"),
+        (
+            {"rank": 33, "target_modules": ["v_proj"]},
+            "v_proj has 64 inputs and 32 outputs, so its rank is at most 32, not 33",
+        ),
         ({"rank": True}, "rank must be a number"),
         ({"alpha": float("nan")}, "alpha must be a number above 0"),
         ({"target_modules": ["c_attn"]}, "no linear that matches target_modules"),
@@ -168,6 +172,17 @@ def test_matrices_that_do_not_fit_are_refused_by_name(
     safetensors.torch.save_file(left, tmp_path / "adapter_model.safetensors")
 
     with pytest.raises(UsageError, match=complaint):
+        LoraAdapter.load(tmp_path, reference)
+
+
+def test_rank_of_peft_that_a_linear_has_no_use_for_is_refused(
+    tiny_models: Any, tmp_path: Path
+) -> None:
+    reference = tiny_models.get().reference
+    config = peft.LoraConfig(r=33, target_modules=["q_proj", "v_proj"])
+    peft.get_peft_model(copy.deepcopy(reference), config).save_pretrained(tmp_path)
+
+    with pytest.raises(UsageError, match="v_proj has 64 inputs and 32 outputs, so its rank is"):
         LoraAdapter.load(tmp_path, reference)
 
 

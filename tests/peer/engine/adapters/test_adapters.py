@@ -78,7 +78,8 @@ def test_scale_is_that_of_peft(tiny_models, changes: dict, scale: float) -> None
         (b"[" * 50_000, "not JSON"),
         ([], "does not describe a LoRA adapter"),
         ({**CONFIG, "peft_type": "IA3"}, "does not describe a LoRA adapter"),
-        ({**CONFIG, "r": 0}, "its rank r must be a number from 1 to 1024, not 0"),
+        ({**CONFIG, "r": 0}, "its rank r must be a number from 1 to 256, not 0"),
+        ({**CONFIG, "r": 257}, "its rank r must be a number from 1 to 256, not 257"),
         ({**CONFIG, "r": True}, "its rank r must be"),
         ({**CONFIG, "r": 2**40}, "its rank r must be"),
         ({**CONFIG, "r": 8}, r"lora_A.weight has shape \(4, 64\), this model needs \(8, 64\)"),
@@ -120,6 +121,16 @@ def test_matrices_of_another_model_are_refused(tiny_models, changes: dict, compl
     with pytest.raises(RefusedError, match=complaint) as refusal:
         read(tiny_models, tensors={**make_matrices(), **changes})
     assert refusal.value.code is ErrorCode.BAD_VALUES
+
+
+def test_rank_that_a_linear_has_no_use_for_is_refused(tiny_models) -> None:
+    complaint = "v_proj has 64 inputs and 32 outputs, so its rank is at most 32, not 33"
+
+    with pytest.raises(RefusedError, match=complaint) as refusal:
+        read(tiny_models, {**CONFIG, "r": 33}, make_matrices(33))
+
+    assert refusal.value.code is ErrorCode.BAD_VALUES
+    assert read(tiny_models, {**CONFIG, "r": 32}, make_matrices(32)).rank == 32
 
 
 @pytest.mark.parametrize("data", [b"", pickle.dumps({"a": 1}), b"\xff" * 100, b"PK\x03\x04" * 9])
