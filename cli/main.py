@@ -13,7 +13,7 @@ from ..protocol.errors import ShoalError, UnavailableError, UsageError
 from ..protocol.versions import SOFTWARE
 from .options.shared_options import join_addresses
 from .terminal.interrupts import INTERRUPTED, INTERRUPTED_FACTS, quitting_at_once
-from .terminal.terminal import Terminal, open_closed_streams
+from .terminal.terminal import Terminal, prepare_streams
 
 # Modules of the subcommands, imported only when one is chosen: `shoal --help` is instant.
 _COMMANDS = {
@@ -56,7 +56,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; return the exit code. Prints no traceback unless SHOAL_DEBUG is set."""
-    open_closed_streams()
+    prepare_streams()
     try:
         with quitting_at_once():
             options = _parse(list(sys.argv[1:] if arguments is None else arguments))

@@ -273,8 +273,7 @@ def _print_for_people(event: PeerEvent) -> None:
         is_done = facts["done"] == facts["blocks"]
         if terminal.can_redraw or is_done:
             end = "\n" if is_done else ""
-            start = "\r" if terminal.can_redraw else ""
-            terminal.write(f"{start}Loading block {facts['done']} of {facts['blocks']}{end}")
+            terminal.redraw(f"Loading block {facts['done']} of {facts['blocks']}{end}")
     else:
         # A peer runs for days, so its readers need the time of an event.
         for sentence in _describe_event(event):

@@ -1,8 +1,13 @@
-"""Output to a terminal: colours, encodable characters, wrapping, and a progress line."""
+"""Output to a terminal: colours, encodable characters, wrapping, and a progress line.
+
+Models, config.json and other peers choose much of what is shown, and control characters of theirs
+could write to the clipboard or disguise text: none gets past this file.
+"""
 
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -10,7 +15,7 @@ import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 from ...protocol.errors import UnavailableError
 
@@ -24,27 +29,58 @@ _FALLBACKS = str.maketrans("…→✓✗•─■·“”" + _SPINNER, '.>+x*-#.
 
 _TICK_SECONDS = 0.1
 
+_CODE = f"\x1b{os.urandom(8).hex()}"
+"""What `paint` begins a code with, for `_clean` to know it: nobody else can guess it."""
 
-def open_closed_streams() -> None:
-    """Open /dev/null for each standard stream that this process was started without (`>&-`).
+_CONTROLS = re.compile(f"{_CODE}|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""All of C0 but tab and newline, DEL, and C1: terminals also obey escape sequences of 8 bits."""
 
-    Python has None in its place. Also, the next file or connection would get the descriptor of the
-    stream, and the output that libraries and other processes write to it.
+
+def prepare_streams() -> None:
+    """Keep control characters off stdout and stderr, and open /dev/null for streams not there.
+
+    Where this process was started without one (`>&-`), Python has None in its place. Also, the next
+    file or connection would get the descriptor of the stream, and the output that libraries and
+    other processes write to it.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - it stays
+        stream: Any = getattr(sys, name)
+        if stream is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 - it stays
+        if mode == "w" and not isinstance(stream, CleanStream):
+            stream = CleanStream(stream)
+        setattr(sys, name, stream)
+
+
+class CleanStream:
+    """A standard stream without control characters, for what is not written through a `Terminal`.
+
+    That is logs, warnings and tracebacks, whose messages may quote anybody. A progress bar of a
+    library may still return to the beginning of its line.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.original = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.original, name)
+
+    def write(self, text: str) -> int:
+        """Write the text without its control characters."""
+        start = "\r" if text.startswith("\r") else ""
+        self.original.write(start + _clean(text))
+        return len(text)
 
 
 class Terminal:
     """A text stream with its width, colours and encoding.
 
     Colours only on a terminal and not under NO_COLOR (no-color.org); plain ASCII where the
-    stream's encoding is not UTF-8.
+    stream's encoding is not UTF-8. Control characters are left out, see `_clean`.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
+    def __init__(self, stream: TextIO | CleanStream) -> None:
+        self.stream = stream.original if isinstance(stream, CleanStream) else stream
         self.is_terminal = stream.isatty()
         self.can_redraw = self.is_terminal and os.environ.get("TERM") != "dumb"
         """Whether a line can be drawn over."""
@@ -60,11 +96,14 @@ class Terminal:
         return max(20, min(columns, MAX_WIDTH))
 
     def paint(self, text: str, *styles: str) -> str:
-        """Return the text in the given styles, or as it is where there are no colours."""
+        """Return the text in the given styles, or as it is where there are no colours.
+
+        It is for `write` and `print` of a terminal in this process.
+        """
         if not self.has_colours or not text:
             return text
         codes = ";".join(_STYLES[style] for style in styles)
-        return f"\x1b[{codes}m{text}\x1b[0m"
+        return f"{_CODE}{codes}m{text}{_CODE}0m"
 
     def wrap(self, text: str) -> list[str]:
         """Return the lines of a sentence: as many as it needs on a terminal, elsewhere one.
@@ -92,6 +131,13 @@ class Terminal:
 
         Raises UnavailableError when the stream takes no more, such as a file on a full disk.
         """
+        self._send(_clean(text))
+
+    def redraw(self, line: str) -> None:
+        """Write from the beginning of the current line, over what stands there."""
+        self._send(("\r" if self.can_redraw else "") + _clean(line))
+
+    def _send(self, text: str) -> None:
         if text:
             self._is_mid_line = not text.endswith("\n")
         try:
@@ -121,12 +167,17 @@ class Terminal:
         self.write(line + "\n")
 
     def print_json(self, value: object) -> None:
-        """Write a value as one line of JSON."""
-        self.print(json.dumps(value))
+        """Write a value as one line of JSON, in ASCII without control characters."""
+        self.print(json.dumps(value).replace("\x7f", "\\u007f"))
 
     def print_event(self, event: str, /, **facts: object) -> None:
         """Write an event as one line of JSON: an object with its name and its facts."""
         self.print_json({"event": event, **facts})
+
+
+def _clean(text: str) -> str:
+    """Return a text without control characters but tabs, newlines and the codes of `paint`."""
+    return _CONTROLS.sub(lambda found: "\x1b[" if found[0] == _CODE else "", text)
 
 
 def _forget_unwritten(stream: TextIO) -> None:
@@ -249,7 +300,8 @@ class Progress:
             with self._drawing:
                 seconds = f"  {self.seconds:.0f} s" if self._is_timed else ""
                 line = f"  {sign} {self._describe()}{seconds}"[:room].ljust(room)
-                self._terminal.write("\r" + self._terminal.paint(line, "dim"))
+                self._terminal.redraw(self._terminal.paint(line, "dim"))
 
     def _erase(self) -> None:
-        self._terminal.write("\r" + " " * (self._terminal.width - 1) + "\r")
+        self._terminal.redraw(" " * (self._terminal.width - 1))
+        self._terminal.redraw("")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -203,6 +204,20 @@ def test_error_is_a_json_object_for_who_asks_for_json(
     assert output.err == f"shoal {arguments[0]}: {facts['error']}\n"
 
 
+def test_error_shows_no_control_characters_of_a_file_from_the_hub(
+    byte_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "\x1b]52;c;eA==\x07\x9b2J.safetensors"
+    shutil.copy(byte_model / "config.json", tmp_path)
+    index = {"weight_map": {"lm_head.weight": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    code, error = run_and_read_error(["serve", str(tmp_path), "--new-swarm"], capsys)
+
+    assert code == 2
+    assert "names ]52;c;eA==2J.safetensors, which is not there" in error
+
+
 def test_error_of_several_lines_is_told_in_one() -> None:
     assert _in_one_line(ModelError("one line\n  and another")) == "one line and another"
 
@@ -366,18 +381,20 @@ def test_level_of_logging_that_does_not_exist_is_ignored() -> None:
 
 
 @pytest.mark.slow
-def test_library_of_the_hub_does_not_warn_of_its_attempts() -> None:
+def test_library_of_the_hub_logs_errors_without_control_characters_and_no_attempts() -> None:
     code = (
         "from shoal.cli.main import main\n"
         "main(['serve', 'm'])\n"
         "from huggingface_hub.utils import logging\n"
         "logging.get_logger('huggingface_hub.utils._http').warning('Retrying in 8s')\n"
+        "logging.get_logger('huggingface_hub').error('a title \\x1b]0;x\\x07')\n"
     )
 
     process = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
 
     assert "--new-swarm" in process.stderr
     assert "Retrying" not in process.stderr
+    assert "a title ]0;x\n" in process.stderr
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -71,6 +72,27 @@ def test_generate_reports_what_transformers_would_say(
     assert result["route"][0]["peer_id"] == swarm.peers[0].peer_id
     assert 0 < result["time_to_first_token_seconds"] <= result["seconds"]
     assert result["tokens_per_second"] > 0
+
+
+def test_generate_shows_no_control_characters_that_a_model_chose(
+    swarm: LocalSwarm, byte_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copying = "\x1b]52;c;eA==\x07 \x9b2J\x7f"
+    model = shutil.copytree(byte_model, tmp_path / "model")
+    saved = json.loads((model / "tokenizer.json").read_text())
+    replacement = {"type": "Replace", "pattern": {"Regex": r"[\s\S]"}, "content": copying}
+    saved["decoder"] = {"type": "Sequence", "decoders": [saved["decoder"], replacement]}
+    (model / "tokenizer.json").write_text(json.dumps(saved))
+    command = ["generate", str(model), PROMPT, "--max-new-tokens", "8", "--initial-peers"]
+
+    assert main([*command, *swarm.initial_peers]) == 0
+    shown = capsys.readouterr().out
+    code, result = run_json([*command, *swarm.initial_peers], capsys)
+
+    num_letters = len(result["text"]) // len(copying)
+    assert (code, result["text"]) == (0, copying * num_letters)  # programs get what the model says
+    assert num_letters > 0
+    assert shown == "]52;c;eA== 2J" * num_letters + "\n"
 
 
 def test_bench_measures_a_swarm_that_runs(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import textwrap
 import threading
+from typing import TextIO, cast
 
 import pytest
 from screens import Screen
 
-from shoal.cli.terminal.terminal import Progress, Terminal, WordWrapper
+from shoal.cli.terminal.terminal import CleanStream, Progress, Terminal, WordWrapper
 
 SEED = 7
 
@@ -58,15 +61,61 @@ def test_wrapper_breaks_scripts_without_spaces() -> None:
     assert wrapper.feed("日本語の文章") == "日本語の\n文章"
 
 
-def test_colours_are_for_terminals_only() -> None:
-    assert Terminal(Screen()).paint("x", "red") == "\x1b[31mx\x1b[0m"
-    assert Terminal(Screen(is_terminal=False)).paint("x", "red") == "x"
+@pytest.mark.parametrize(("is_terminal", "shown"), [(True, "\x1b[31mx\x1b[0m"), (False, "x")])
+def test_colours_are_for_terminals_only(is_terminal: bool, shown: str) -> None:
+    screen = Screen(is_terminal=is_terminal)
+    terminal = Terminal(screen)
+
+    terminal.write(terminal.paint("x", "red"))
+
+    assert screen.text == shown
 
 
 def test_colours_obey_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
 
     assert Terminal(Screen()).paint("x", "bold", "red") == "x"
+
+
+CONTROLS = "".join(map(chr, [*range(0x20), *range(0x7F, 0xA0)]))
+COPYING = "\x1b]52;c;c2hvYWw=\x07"  # OSC 52 writes to the clipboard
+EIGHT_BITS = "\x9b2J\x9d0;title\x9c"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1"])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_control_characters_are_left_out_but_tabs_and_newlines(
+    encoding: str, is_terminal: bool
+) -> None:
+    screen = Screen(encoding, is_terminal)
+    terminal = Terminal(screen)
+
+    terminal.write("a" + CONTROLS + "b")
+    terminal.redraw(terminal.paint("\rc" + COPYING + EIGHT_BITS, "red"))
+    terminal.write("\x1b[31md")
+
+    start, red, plain = ("\r", "\x1b[31m", "\x1b[0m") if is_terminal else ("", "", "")
+    assert screen.text == f"a\t\nb{start}{red}c]52;c;c2hvYWw=2J0;title{plain}[31md"
+
+
+def test_clean_stream_lets_nothing_but_progress_bars_through() -> None:
+    screen = Screen()
+    stream = CleanStream(screen)
+
+    print("a" + CONTROLS, end="b\n", file=cast(TextIO, stream))
+    stream.write("\r 45% \x1b[A\r")
+
+    assert screen.text == "a\t\nb\n\r 45% [A"
+    assert stream.isatty()
+
+
+def test_json_escapes_every_control_character() -> None:
+    screen = Screen()
+
+    Terminal(screen).print_event("said", text=CONTROLS)
+
+    assert re.fullmatch(r"[ -~]+\n", screen.text)
+    assert json.loads(screen.text)["text"] == CONTROLS
 
 
 def test_signs_have_a_plain_form_where_the_encoding_lacks_them() -> None:
