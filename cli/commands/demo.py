@@ -115,7 +115,7 @@ def _run_demo(
             importing.start()
             stack.enter_context(swarm)
             importing.join()
-            tokenizer = load_tokenizer(model_path)
+            tokenizer, _ = load_tokenizer(model_path)
             model = stack.enter_context(open_model(model_path, swarm.initial_peers))
         letters = {peer.peer_id: _LETTERS[i] for i, peer in enumerate(swarm.peers)}
         if screen:

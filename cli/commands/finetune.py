@@ -58,11 +58,11 @@ def run(options: argparse.Namespace) -> int:
             if options.resume:
                 settle_options(options, _read_options(options.out))
             with quitting_at_once(options.json):
-                tokenizer = load_tokenizer(name)
+                tokenizer, revision = load_tokenizer(name)
             texts = read_texts(name, tokenizer, options)
         with _locking(options.out):
             with Progress(notices, lambda: "Joining the swarm"):
-                model = _open_model(name, joining, options)
+                model = _open_model(name, revision, joining, options)
             with model:
                 return _fine_tune(model, texts, joining, options, reporter)
 
@@ -122,7 +122,9 @@ def _read_options(folder: Path) -> Mapping[str, Any]:
     return Checkpoints(folder).load_newest().options
 
 
-def _open_model(name: str, joining: Joining, options: argparse.Namespace) -> "DistributedCausalLM":
+def _open_model(
+    name: str, revision: str, joining: Joining, options: argparse.Namespace
+) -> "DistributedCausalLM":
     import torch
 
     torch.manual_seed(options.seed)  # new prompts are random
@@ -130,6 +132,7 @@ def _open_model(name: str, joining: Joining, options: argparse.Namespace) -> "Di
     return open_model(
         name,
         joining.initial_peers,
+        revision=revision,
         join=joining.join,
         failover_timeout_seconds=options.wait,
         **(prompts if options.method != "lora" else {}),

@@ -131,10 +131,11 @@ def _generate(
         # transformers imports its parts when they are first used, and turns an interrupt there
         # into errors of its own.
         with quitting_at_once(options.json):
-            tokenizer = load_tokenizer(name)
+            tokenizer, revision = load_tokenizer(name)
         model = open_model(
             name,
             joining.initial_peers,
+            revision=revision,
             torch_dtype=options.dtype,
             failover_timeout_seconds=options.wait,
             kv_format=options.kv,
@@ -150,8 +151,7 @@ def _generate(
         is_published = isinstance(adapter.get("active_adapter"), str)
 
         def describe_start() -> str:
-            is_redrawn = notices.can_redraw
-            return _describe_start(model, sessions, is_published, options.wait, is_redrawn)
+            return _describe_start(model, sessions, is_published, options.wait, notices.can_redraw)
 
         waiting.enter_context(show_waiting(notices, describe_start, "Generating"))
         printer = TextPrinter(None if options.json else output, notices, prompt)

@@ -31,9 +31,10 @@ def import_client() -> None:
     disable_progress_bars()
 
 
-def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of a model; code that comes with a model is never run.
+def load_tokenizer(name: str) -> "tuple[PreTrainedTokenizerBase, str]":
+    """Return the tokenizer of a model and the revision that both are to be opened at.
 
+    A branch of the Hub may move between two questions. Code that comes with a model is never run.
     Raises ModelError when the model, or its tokenizer, cannot be used.
     """
     import_client()
@@ -44,12 +45,14 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     folder = Path(name).expanduser()
     # First, because transformers reads config.json for its tokenizer: its errors would name only
     # the tokenizer, or make no sense where the file is damaged.
-    open_checkpoint(name, revision=None)
+    checkpoint, _ = open_checkpoint(name, revision=None)
     if folder.is_dir() and not any(folder.glob("*token*")):
         raise ModelError(f"{name} has no tokenizer; add its files, such as tokenizer.json")
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        return AutoTokenizer.from_pretrained(
+            name, revision=checkpoint.revision, trust_remote_code=False
+        ), checkpoint.revision
+    except Exception as error:  # tokenizers, in Rust, raises no narrower one
         reason = " ".join(str(error).split())
         raise ModelError(f"the tokenizer of {name} cannot be loaded: {reason:.200}") from error
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from announcements import describe_peer
+from fake_hub import serving_hub
 
 from shoal.cli.remote_models.opening import load_tokenizer
 from shoal.cli.remote_models.routes import describe_failover, failover_facts
@@ -77,6 +81,49 @@ def test_model_without_a_tokenizer_is_refused(byte_model: Path, tmp_path: Path) 
 
     with pytest.raises(ModelError, match="has no tokenizer"):
         load_tokenizer(str(directory))
+
+
+def test_model_with_a_damaged_tokenizer_is_refused(byte_model: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(byte_model, tmp_path / "model")
+    (directory / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "none"}}')
+
+    with pytest.raises(ModelError, match=r"the tokenizer of .* cannot be loaded: "):
+        load_tokenizer(str(directory))
+
+
+HUB_SCRIPT = """
+from shoal.cli.remote_models.opening import load_tokenizer
+from shoal.models.checkpoints.checkpoint import Checkpoint
+
+tokenizer, revision = load_tokenizer("org/model")
+print(tokenizer.eos_token, revision, Checkpoint.open("org/model", revision).revision)
+"""
+
+
+@pytest.mark.network
+@pytest.mark.slow
+def test_tokenizer_is_that_of_the_models_revision_while_the_branch_moves_on(
+    byte_model: Path, tmp_path: Path
+) -> None:
+    revisions = {commit * 40: tmp_path / commit for commit in "ab"}
+    for commit, folder in revisions.items():
+        shutil.copytree(byte_model, folder)
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        changed = {**settings, "eos_token": f"<end of {commit[0]}>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(changed))
+
+    with serving_hub(revisions) as hub:
+        # A process of its own, because the Hub's client reads its settings when it is imported.
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", HUB_SCRIPT],
+            env={**os.environ, **hub.make_environment(tmp_path / "home")},
+            capture_output=True,
+            text=True,
+        )
+        moved_to = hub.main
+
+    assert done.stdout.split("\n")[0] == f"<end of a> {'a' * 40} {'a' * 40}", done.stderr
+    assert moved_to == "b" * 40
 
 
 @pytest.mark.parametrize(
