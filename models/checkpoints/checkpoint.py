@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, cast
 
@@ -15,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...protocol.errors import ModelError
-from .fingerprint import CACHE_DIRECTORY, compute_fingerprint
+from .fingerprint import CACHE_DIRECTORY, check_download, compute_fingerprint
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -65,15 +66,16 @@ class Checkpoint:
     ) -> "Checkpoint":
         """Open a local directory or a Hub id; `revision` is a commit, tag or branch of the Hub.
 
-        A large local directory is read as a whole the first time, which takes about a second per
-        gigabyte; `cache_directory` is where the answer is kept for the next time.
+        A large local directory is read as a whole the first time, and a file from the Hub before
+        its first tensor, which takes about a second per gigabyte; `cache_directory` is where the
+        answer is kept for the next time.
         Raises ModelError in one sentence when there is nothing usable.
         """
         directory = Path(model).expanduser()
         if directory.is_dir():
             return _open_directory(directory, cache_directory)
         if isinstance(model, str) and _HUB_ID.fullmatch(model):
-            return _open_hub(model, revision)
+            return _open_hub(model, revision, cache_directory)
         raise ModelError(f"there is no model directory {str(model)!r}; check the path")
 
     @property
@@ -121,7 +123,7 @@ def _open_directory(directory: Path, cache_directory: Path) -> Checkpoint:
     return Checkpoint(directory, config, revision, file_of, directory.joinpath)
 
 
-def _open_hub(model: str, revision: str | None) -> Checkpoint:
+def _open_hub(model: str, revision: str | None, cache_directory: Path) -> Checkpoint:
     """Fetch the configuration and the index; weights follow when they are asked for."""
     # Only Hub users pay for this import, and a local directory works without the network.
     from huggingface_hub import errors, hf_hub_download
@@ -151,14 +153,19 @@ def _open_hub(model: str, revision: str | None) -> Checkpoint:
     # The cache keeps each commit in a folder of its name; later files come from the same commit.
     directory, commit = config_path.parent, config_path.parent.name
 
+    @cache  # it is asked for each tensor
     def fetch_weights(file_name: str) -> Path:
         # With a commit, a file that is cached is found without a request.
         try:
-            return fetch(file_name, commit)
+            path = fetch(file_name, commit)
+            check_download(path, cache_directory)
         except FileNotFoundError as error:
             raise ModelError(
                 f"{model} on the Hub has no {file_name}; shoal reads safetensors only"
             ) from error
+        except OSError as error:
+            raise ModelError(f"{file_name} of {model} cannot be read: {error}") from error
+        return path
 
     try:
         # A single file that is cached already spares the question, and works offline.

@@ -1,4 +1,4 @@
-"""Tell weights apart by all of their bytes, and remember the answer.
+"""Tell weights apart by all of their bytes, check downloaded ones, and remember the answers.
 
 The fingerprint becomes part of the model id, and peers of one id are chained into one pipeline.
 Two fine-tunes may differ in a single tensor, so every byte counts, also for a client that needs
@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
+
+from ...protocol.errors import ModelError
 
 _logger = logging.getLogger(__name__)
 
@@ -48,6 +50,24 @@ def compute_fingerprint(paths: Sequence[Path], cache_directory: Path = CACHE_DIR
     return hashlib.sha256("".join(digests).encode()).hexdigest()[:40]
 
 
+def check_download(path: Path, cache_directory: Path = CACHE_DIRECTORY) -> None:
+    """Raise ModelError unless a file of the Hub's cache has the content that the Hub promised.
+
+    The Hub's client names a large file by the SHA-256 that the Hub gave, and checks its length only
+    when it arrives. Afterwards a disk or another user may have changed it. Small files have other
+    names, from which nothing follows. Raises OSError when the file cannot be read.
+    """
+    promised = path.resolve().name
+    if _SHA256.fullmatch(promised):
+        cache = _DigestCache(cache_directory)
+        if cache.compute_digest(path) != promised:
+            raise ModelError(
+                f"{path.name} does not have the SHA-256 that the Hub gave for it; delete "
+                f"{path.resolve()} and repeat the command, which downloads it again"
+            )
+        cache.save()
+
+
 class _DigestCache:
     """SHA-256 digests of files, valid while path, size, times and inode are what they were.
 
@@ -62,8 +82,6 @@ class _DigestCache:
     def compute_digest(self, path: Path) -> str:
         """Return the SHA-256 of a file as 64 hex digits, from memory where that is safe."""
         resolved = path.resolve()
-        if _is_hub_blob(resolved):
-            return resolved.name
         with resolved.open("rb") as file:
             state = _describe_state(file.fileno())
             known_state, _, digest = self._known.get(str(resolved), "").rpartition(" ")
@@ -91,20 +109,6 @@ class _DigestCache:
             write_atomically(directory / CACHE_FILE, json.dumps(newest).encode())
         except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
             _logger.debug("the digests of this checkpoint cannot be cached: %s", error)
-
-
-def _is_hub_blob(path: Path) -> bool:
-    """Return whether the Hub's client put a file here, under the SHA-256 that the Hub says it has.
-
-    It moves large files to `models--NAME/blobs/SHA256` of its cache when they are complete, and
-    snapshots only link to them. Small files have shorter names. A folder that merely looks like
-    this is none: whoever packed a model directory may have made it.
-    """
-    if path.parent.name != "blobs" or not _SHA256.fullmatch(path.name):
-        return False
-    from huggingface_hub.constants import HF_HUB_CACHE  # only its users pay for the import
-
-    return path.parent.parent.parent == Path(HF_HUB_CACHE).resolve()
 
 
 def _describe_state(descriptor: int) -> str:

@@ -11,15 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fake_hub import FakeHub, serving_hub
 
 from shoal.models.checkpoints import fingerprint
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.models.checkpoints.fingerprint import (
     CACHE_FILE,
     MAX_CACHED_FILES,
-    _is_hub_blob,
+    check_download,
     compute_fingerprint,
 )
+from shoal.protocol.errors import ModelError
 
 NUM_BYTES = 2**20
 PLANTED = "f" * 64
@@ -259,37 +261,72 @@ def test_checkpoint_is_remembered_where_it_is_told_to(
 
 HUB_SCRIPT = """
 import sys
-from pathlib import Path
-from shoal.models.checkpoints.fingerprint import compute_fingerprint
+from shoal.models.checkpoints.checkpoint import Checkpoint
+from shoal.protocol.errors import ModelError
 
-for path in sys.argv[2:]:
-    print(compute_fingerprint([Path(path)], Path(sys.argv[1])))
+try:
+    checkpoint = Checkpoint.open("org/model")
+    print(checkpoint.revision, Checkpoint.open(checkpoint.directory).revision)
+except ModelError as error:
+    print(error)
 """
 
 
-def test_files_of_the_hub_have_their_digest_in_their_name(tmp_path: Path, cache: Path) -> None:
-    links: list[Path] = []
-    for hub in (tmp_path / "hub", tmp_path / "not the hub"):
-        blob = hub / "models--org--name" / "blobs" / PLANTED
-        blob.parent.mkdir(parents=True)
-        blob.write_bytes(b"weights")
-        link = hub / "models--org--name" / "snapshots" / "model.safetensors"
-        link.parent.mkdir()
-        link.symlink_to(blob)
-        links.append(link)
-
+def open_from_hub(hub: FakeHub, home: Path) -> str:
+    """Open a model; return its revision and that of its folder in the cache, or the error."""
     # A process of its own, because the Hub's client reads its settings when it is imported.
     done = subprocess.run(
-        [sys.executable, "-P", "-c", HUB_SCRIPT, cache, *links],
-        env={**os.environ, "HF_HOME": str(tmp_path)},
+        [sys.executable, "-P", "-c", HUB_SCRIPT],
+        env={**os.environ, **hub.make_environment(home)},
         capture_output=True,
         text=True,
-        timeout=120,
     )
-
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [fingerprint_of_digest(PLANTED), digest_of(links[1])]
+    return done.stdout.rstrip()
 
 
-def test_file_in_a_folder_below_the_root_is_no_blob_of_the_hub() -> None:
-    assert not _is_hub_blob(Path("/blobs") / PLANTED)
+@pytest.mark.network
+@pytest.mark.slow
+def test_download_with_other_bytes_than_the_hub_promised_is_refused(
+    tmp_path: Path, large: Path
+) -> None:
+    model, home, commit = tmp_path / "model", tmp_path / "home", "a" * 40
+    write_checkpoint(model, large)
+    weights = model / "model.safetensors"
+    blobs = home / "hub" / "hub" / "models--org--model" / "blobs"
+    blob = blobs / hashlib.sha256(weights.read_bytes()).hexdigest()
+    is_right = f"{commit} {digest_of(weights)}"
+
+    with serving_hub({commit: model}, num_damaged=1) as hub:
+        arrived = open_from_hub(hub, home)
+        blob.unlink()
+        repeated = open_from_hub(hub, home)
+        write_byte(blob, NUM_BYTES // 2, 1)
+        changed = open_from_hub(hub, home)
+
+    assert arrived == changed
+    assert arrived == (
+        "model.safetensors does not have the SHA-256 that the Hub gave for it; delete "
+        f"{blob} and repeat the command, which downloads it again"
+    )
+    assert repeated == is_right
+
+
+def test_download_is_read_once(tmp_path: Path, large: Path, cache: Path) -> None:
+    digest = hashlib.sha256(large.read_bytes()).hexdigest()
+    blob = large.rename(tmp_path / digest)
+
+    check_download(blob, cache)
+
+    plant_digest(cache)
+    with pytest.raises(ModelError, match=f"delete {blob} "):  # by what is remembered
+        check_download(blob, cache)
+
+
+def test_small_file_of_the_hub_has_no_digest_in_its_name(tmp_path: Path, cache: Path) -> None:
+    blob = tmp_path / ("a" * 40)
+    blob.write_bytes(b"{}")
+
+    check_download(blob, cache)
+
+    assert not cache.exists()
