@@ -32,8 +32,9 @@ _MEANINGS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal swarm-new`."""
     parser.description = (
-        "Create the join code of a new swarm, private by default. No peer is started: start the "
-        "first one with `shoal serve MODEL --new-swarm --join @FILE`."
+        "Create the join code of a new swarm, private by default, or with --from a code with fewer "
+        "rights. No peer is started: start the first one with `shoal serve MODEL --new-swarm "
+        "--join @FILE` and a code that may serve."
     )
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--public", action="store_true", help="a swarm that anyone can join")
@@ -83,8 +84,9 @@ def _describe(membership: Membership, path: Path | None) -> str:
     """Return what was made, and what its holders may do with it."""
     if path is not None and membership.role is Role.OWN:
         return (
-            f"Wrote the owner's code of {membership} to {path}. Keep it secret. Start the swarm: "
-            f"shoal serve MODEL --new-swarm --join @{shlex.quote(str(path))}"
+            f"Wrote the owner's code of {membership} to {path}. Keep it secret, and off the peers. "
+            f"Make their code: shoal swarm-new --from @{shlex.quote(str(path))} --role serve --out "
+            "serve.code"
         )
     what = f"Join code of {membership}" + (f", written to {path}" if path else "")
     meaning = _MEANINGS[membership.role] if membership.is_private else "anyone can join with it"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ...peer.process.identity_file import check_private
 from ...protocol.errors import UsageError
 from ...protocol.membership.join_code import MAX_CODE_CHARACTERS, JoinCode, parse_join_arguments
 from ...protocol.membership.membership import Membership
@@ -71,13 +72,14 @@ def _read_variable() -> str:
 def read_join(given: str | None) -> str:
     """Return the join code of an option, read from a file if it names one; empty without one.
 
-    Raises UsageError for an invalid code, and for a file that cannot be read.
+    Raises UsageError for an invalid code, and for a file that cannot be read or is not private.
     """
     if given is None:
         return ""
-    code = _read_file(Path(given[1:])) if given.startswith("@") else given
-    JoinCode.parse(code)
-    return code
+    if given.startswith("@"):
+        return _read_file(Path(given[1:]))
+    JoinCode.parse(given)
+    return given
 
 
 def quote_swarm(addresses: Sequence[str], code: str | None) -> str:
@@ -105,9 +107,11 @@ def quote_command(command: str, addresses: Sequence[str], code: str | None) -> s
 def _read_file(path: Path) -> str:
     try:
         with path.open(encoding="ascii", errors="replace") as file:
-            code = file.read(MAX_CODE_CHARACTERS + 1)
+            code, mode = file.read(MAX_CODE_CHARACTERS + 1), os.fstat(file.fileno()).st_mode
     except OSError as error:
         raise UsageError(f"cannot read a join code from {path}: {error.strerror}") from error
     if not code.strip():
         raise UsageError(f"cannot read a join code from {path}: the file is empty")
+    JoinCode.parse(code)
+    check_private(path, mode, "join code in")
     return code

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import shlex
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -46,7 +47,7 @@ def hold_identity(path: Path | None) -> Iterator[Identity]:
 def load_or_create_identity(path: Path) -> Identity:
     """Return the identity kept in a file, making a fresh one when the file is not there.
 
-    Raises UsageError when others may read the file, or when it holds something else.
+    Raises UsageError when others may use the file, or when it holds something else.
     """
     try:
         return _load(path)
@@ -70,12 +71,20 @@ def _load(path: Path) -> Identity:
         identity = Identity.from_libp2p_private_key(content)
     except (RemoteProtocolError, ValueError) as error:
         raise UsageError(f"{path} is not an identity file: {error}") from error
-    if mode & 0o077:  # said of keys only: /etc/passwd is not to be deleted
-        raise UsageError(
-            f"others may read the identity file {path} (mode {stat.S_IMODE(mode):04o}): "
-            "chmod 600 it, or delete it to get a new identity"
-        )
+    check_private(path, mode, "identity file")  # of keys only: others need /etc/passwd
     return identity
+
+
+def check_private(path: Path, mode: int, what: str) -> None:
+    """Raise UsageError if other users of this machine may use a file with a secret.
+
+    Pipes and terminals, which shells pass by a name in /dev/fd, are none.
+    """
+    if stat.S_ISREG(mode) and mode & 0o077:
+        raise UsageError(
+            f"other users of this machine may use the {what} {path} "
+            f"(mode {stat.S_IMODE(mode):04o}); run `chmod 600 {shlex.quote(str(path))}`"
+        )
 
 
 def _create(path: Path) -> Identity:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -32,11 +33,16 @@ def read(*words: str) -> Joining:
     return read_joining(_parse(["generate", "m", "p", *words]))
 
 
+def write_code(file: Path, code: str, mode: int = 0o600) -> Path:
+    file.write_text(f"{code}\n")
+    file.chmod(mode)
+    return file
+
+
 def test_code_may_stand_on_the_line_in_a_file_or_in_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "code"
-    file.write_text(f"{CODE}\n")
+    file = write_code(tmp_path / "code", CODE)
 
     given, from_file = read("--join", CODE), read("--join", f"@{file}")
     monkeypatch.setenv(VARIABLE, CODE)
@@ -47,6 +53,34 @@ def test_code_may_stand_on_the_line_in_a_file_or_in_the_environment(
     for joining in (given, from_file, from_variable, from_both):
         assert joining.membership == OWNER.as_role(Role.SERVE)
         assert joining.addresses == (FIRST,)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o620, 0o602])
+def test_code_in_a_file_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> None:
+    file = write_code(tmp_path / "a code", CODE, mode)
+
+    with pytest.raises(UsageError, match=rf"{mode:04o}\); run `chmod 600 '{file}'`$"):
+        read("--join", f"@{file}")
+
+
+def test_file_without_a_code_keeps_its_mode(tmp_path: Path) -> None:
+    file = write_code(tmp_path / "passwd", "root:x:0:0", 0o644)
+
+    with pytest.raises(UsageError, match="begins with shoal:"):
+        read("--join", f"@{file}")
+
+
+def test_code_comes_through_a_pipe() -> None:
+    reader, writer = os.pipe()
+    os.write(writer, CODE.encode())
+    os.close(writer)
+
+    try:
+        joining = read("--join", f"@/dev/fd/{reader}")
+    finally:
+        os.close(reader)
+
+    assert joining.membership == OWNER.as_role(Role.SERVE)
 
 
 def test_variable_gives_way_to_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +140,7 @@ def test_new_swarms_are_private_unless_said_otherwise(capsys: pytest.CaptureFixt
 def test_codes_for_others_are_made_from_ones_own(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    file = tmp_path / "own"
-    file.write_text(str(JoinCode(OWNER)))
+    file = write_code(tmp_path / "own", str(JoinCode(OWNER)))
 
     serve = make(capsys, "--from", f"@{file}", "--role", "serve", "--initial-peers", FIRST, SECOND)
     use = make(capsys, "--from", str(serve))
@@ -130,7 +163,7 @@ def test_code_goes_into_a_file_that_others_cannot_read(
     output = capsys.readouterr()
     assert output.out == ""
     assert output.err.startswith("Wrote the owner's code of private swarm ")
-    assert output.err.endswith(f"shoal serve MODEL --new-swarm --join @{file}\n")
+    assert output.err.endswith(f"shoal swarm-new --from @{file} --role serve --out serve.code\n")
     assert main(["swarm-new", "--out", str(file)]) == 2
     assert "already exists" in capsys.readouterr().err
 
