@@ -1,9 +1,10 @@
-"""Passes whose rows have adapters: eight different ones in a batch beside the same one in all rows.
+"""What adapters cost in one engine with int8 weights, without a network.
 
     make bench BENCHMARKS=engine_benchmarks.adapters
 
-Eight rows of 256 tokens go forward and backward through some blocks of the benchmark model in
-one engine with int8 weights, without a network, in turns.
+Passes: eight rows of 256 tokens go forward and backward through some blocks of the benchmark model,
+with eight different adapters, or the same one in all rows, in turns. Steps: milliseconds per block
+for a token of each of some sessions, and for a prompt, where each session has its own adapter.
 """
 
 import argparse
@@ -26,10 +27,18 @@ from shoal.peer.engine.adapters.adapter_file import read_adapter
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.engine.passes.span_passes import PassWork
+from shoal.peer.engine.steps import StepWork
 from shoal.protocol.spans import Span
 
 ROWS, TOKENS, RANK = 8, 256, 8
 NUM_TRIALS = 3
+
+RANKS = (0, 8, 64, 256)
+"""Of the adapters of sessions; with 0 they have none."""
+
+SESSIONS = (1, 4, 16)
+PROMPT_TOKENS = 64
+NUM_STEPS = 12
 
 
 class Described:
@@ -39,11 +48,13 @@ class Described:
         self.config = AutoConfig.from_pretrained(directory)
 
 
-def make_adapters(engine: Engine, described: Described) -> list[Adapter]:
-    """Return an adapter of all linears for each row."""
+def make_adapters(
+    engine: Engine, described: Described, rank: int = RANK, count: int = ROWS
+) -> list[Adapter]:
+    """Return different adapters of all linears."""
     adapters: list[Adapter] = []
-    for seed in range(ROWS):
-        trained = LoraAdapter.create(described, rank=RANK, seed=seed)
+    for seed in range(count):
+        trained = LoraAdapter.create(described, rank=rank, seed=seed)
         tensors = safetensors.torch.save(
             {
                 name: matrix.contiguous()
@@ -66,6 +77,47 @@ def measure(engine: Engine, adapters: Sequence[Adapter | None]) -> float:
     return ROWS * TOKENS / (time.perf_counter() - started_at)
 
 
+def measure_steps(
+    engine: Engine, adapters: Sequence[Adapter | None], num_tokens: int
+) -> list[float]:
+    """Return the milliseconds that steps of these sessions take per block."""
+    caches = [engine.pool.open(1, 4096, engine.span) for _ in adapters]
+    seconds: list[float] = []
+    for number in range(NUM_STEPS):
+        works = [
+            StepWork(
+                cache,
+                cache.length,
+                0.02 * torch.randn(1, num_tokens, engine.spec.hidden_size),
+                decoded=num_tokens == 1,
+                adapter=adapter,
+            )
+            for cache, adapter in zip(caches, adapters, strict=True)
+        ]
+        started_at = time.thread_time()
+        engine.execute(works)
+        if number:  # the first one warms up
+            seconds.append(time.thread_time() - started_at)
+    for cache in caches:
+        cache.close()
+    return [1000 * one / len(engine.span) for one in seconds]
+
+
+def measure_sessions(engine: Engine, described: Described) -> dict[str, dict[str, float]]:
+    """Return milliseconds per block for each rank."""
+    found: dict[str, dict[str, float]] = {}
+    for rank in RANKS:
+        adapters: list[Adapter | None] = [None] * max(SESSIONS)
+        if rank:
+            adapters = [*make_adapters(engine, described, rank, max(SESSIONS))]
+        cells = {f"{n} sessions": (adapters[:n], 1) for n in SESSIONS}
+        cells[f"a prompt of {PROMPT_TOKENS}"] = adapters[:1], PROMPT_TOKENS
+        found[f"rank {rank}"] = {
+            name: round(median(measure_steps(engine, *cell)), 3) for name, cell in cells.items()
+        }
+    return found
+
+
 def main() -> None:
     """Measure in turns, and print the medians as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -77,10 +129,12 @@ def main() -> None:
         Checkpoint.open(model.directory),
         Span(0, options.blocks),
         WeightFormat.INT8,
-        kv_budget_bytes=2**24,
+        kv_budget_bytes=2**26,
         num_threads=options.threads,
     )
-    different = make_adapters(engine, Described(str(model.directory)))
+    described = Described(str(model.directory))
+    steps = measure_sessions(engine, described)
+    different = make_adapters(engine, described)
     kinds = {"none": [], "one": different[:1] * ROWS, "eight": different}
     rates: dict[str, list[float]] = {kind: [] for kind in kinds}
     measure(engine, different)  # warm
@@ -89,7 +143,16 @@ def main() -> None:
             rates[kind].append(measure(engine, adapters))
     found = {kind: round(median(values), 1) for kind, values in rates.items()}
     ratio = round(found["eight"] / found["one"], 3)
-    print(json.dumps({"machine": describe_machine(), "tokens_per_second": found, "ratio": ratio}))
+    print(
+        json.dumps(
+            {
+                "machine": describe_machine(),
+                "tokens_per_second": found,
+                "ratio": ratio,
+                "step_milliseconds_per_block": steps,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

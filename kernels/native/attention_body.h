@@ -105,9 +105,8 @@ INLINE float add_lanes(Floats values) {
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
-/* The same for four. */
-INLINE Quad add_lanes_of_four(const Floats *values) {
-    const Quad a = fold(values[0]), b = fold(values[1]), c = fold(values[2]), d = fold(values[3]);
+/* The sums of four times four, one beside the other. */
+INLINE Quad add_quads(Quad a, Quad b, Quad c, Quad d) {
 #if defined(__x86_64__)
     const __m128 one = _mm_unpacklo_ps((__m128)a, (__m128)b) + _mm_unpackhi_ps((__m128)a, (__m128)b);
     const __m128 two = _mm_unpacklo_ps((__m128)c, (__m128)d) + _mm_unpackhi_ps((__m128)c, (__m128)d);
@@ -118,6 +117,11 @@ INLINE Quad add_lanes_of_four(const Floats *values) {
         (c[0] + c[2]) + (c[1] + c[3]), (d[0] + d[2]) + (d[1] + d[3]),
     };
 #endif
+}
+
+/* `add_lanes` of four. */
+INLINE Quad add_lanes_of_four(const Floats *values) {
+    return add_quads(fold(values[0]), fold(values[1]), fold(values[2]), fold(values[3]));
 }
 
 /* e to the power of numbers that are not positive, to about 1e-7 of the result; NaN stays NaN. */

@@ -8,11 +8,11 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_VERSIONS = {"int8": 3, "attention": 2, "norm": 1, "prompt_attention": 2, "gate": 2}
+_VERSIONS = {"int8": 3, "attention": 2, "norm": 1, "prompt_attention": 2, "gate": 2, "low_rank": 1}
 """Of the kernels in native/. A library of other versions is as good as none."""
 
 INSTRUCTION_SETS = {2: "avx512", 1: "avx2", 0: "portable"}
-"""The numbers that attention and gate give them in native/, fastest first."""
+"""The numbers that all of these but int8 and norm give them in native/, fastest first."""
 
 
 @cache
@@ -33,7 +33,7 @@ def load_library() -> ctypes.CDLL | None:
 def list_instruction_sets(kernel: str) -> dict[str, int]:
     """Return those of this processor by name, fastest first; none without the library.
 
-    `kernel` is "attention", "prompt_attention" or "gate".
+    `kernel` is "attention", "prompt_attention", "gate" or "low_rank".
     """
     library = load_library()
     if library is None:
@@ -55,6 +55,9 @@ def _declare(library: ctypes.CDLL) -> bool:
             ]  # fmt: skip
         library.shoal_norm_rms.argtypes = [pointer, pointer, pointer, size, size, ctypes.c_float]
         library.shoal_gate_silu.argtypes = [*[pointer] * 3, size, size, number, number]
+        library.shoal_low_rank_add.argtypes = [
+            *[pointer] * 6, *[size] * 5, ctypes.c_float, *[number] * 4,
+        ]  # fmt: skip
         return all(
             getattr(library, f"shoal_{kernel}_version")() == version
             for kernel, version in _VERSIONS.items()

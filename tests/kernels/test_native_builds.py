@@ -94,7 +94,12 @@ def there(emulator: str, tmp_path_factory: pytest.TempPathFactory) -> Build:
 
 @pytest.mark.parametrize(
     ("driver", "share"),
-    [("int8_driver", "11"), ("prompt_attention_driver", "31"), ("gate_norm_driver", "1")],
+    [
+        ("int8_driver", "11"),
+        ("prompt_attention_driver", "31"),
+        ("gate_norm_driver", "1"),
+        ("low_rank_driver", "1"),
+    ],
 )
 def test_results_on_arm_have_the_bits_of_this_processor(
     driver: str, share: str, there: Build, emulator: str, here: Build
@@ -138,7 +143,7 @@ def test_code_for_arm_touches_no_byte_outside_its_arrays(emulator: str, tmp_path
 def test_code_for_this_processor_touches_no_byte_outside_its_arrays(tmp_path: Path) -> None:
     build = compile_extension([find("cc"), *CHECKING_FLAGS], tmp_path)
 
-    for driver in ("int8_driver", "prompt_attention_driver", "gate_norm_driver"):
+    for driver in ("int8_driver", "prompt_attention_driver", "gate_norm_driver", "low_rank_driver"):
         call(build.link(driver))
 
 

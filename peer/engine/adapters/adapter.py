@@ -12,10 +12,8 @@ import torch
 from torch import Tensor
 
 from ....kernels.linear.linear import Linear
+from ....kernels.linear.low_rank import add_low_rank
 from ....protocol.spans import Span
-
-_NUMBERS_AT_ONCE = 2**18
-"""As many as stay in a core's cache."""
 
 LinearKey = tuple[int, str]
 """A block, and the name of one of our linears in it: "query_key_value", "gate_up", …"""
@@ -42,17 +40,14 @@ class AdapterPart:
         down_RI, up_OR = self.down_RI.to(hidden_NI.dtype), up_OR.to(hidden_NI.dtype)
         return (hidden_NI @ down_RI.t()) @ up_OR.t() * self.scale
 
-    def compute_apart(self, hidden_NI: Tensor) -> Tensor:
-        """Return the same for each token to the bit, whatever other tokens there are.
-
-        On the CPU the last digit of a matrix product depends on how many rows it has, and on where
-        they lie in memory.
+    def add_to(self, hidden_NI: Tensor, target_NO: Tensor) -> None:
+        """Add the same in place: on the CPU with the same bits for each token, whatever others
+        there are.
         """
         if hidden_NI.device.type != "cpu":
-            return self.compute(hidden_NI)
-        up_OR = self.up_OR if self.order_O is None else self.up_OR[self.order_O]
-        hidden_NR = _multiply_apart(hidden_NI.float(), self.down_RI.float())
-        return (_multiply_apart(hidden_NR, up_OR.float()) * self.scale).to(hidden_NI.dtype)
+            target_NO += self.compute(hidden_NI)
+            return
+        add_low_rank(hidden_NI, self.down_RI, self.up_OR, self.scale, target_NO, self.order_O)
 
     def open(self, torch_device: torch.device, has_gradients: bool) -> AdapterPart:
         """Return the part on a device; with gradients, as float32 copies that accumulate them."""
@@ -109,13 +104,3 @@ class Adapter:
         """Memory of its matrices."""
         parts = [part for parts in self.parts.values() for part in parts]
         return sum(part.down_RI.nbytes + part.up_OR.nbytes for part in parts)
-
-
-def _multiply_apart(rows_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    """Return the product with each sum taken by itself, in the same order for each row."""
-    step = max(1, _NUMBERS_AT_ONCE // weight_OI.numel())
-    products = [
-        (rows_NI[start : start + step, None] * weight_OI).sum(-1)
-        for start in range(0, len(rows_NI), step)
-    ]
-    return products[0] if len(products) == 1 else torch.cat(products)

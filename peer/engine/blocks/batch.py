@@ -106,8 +106,7 @@ class TokenRange:
     ) -> torch.Tensor:
         for adapted in self.adapters:
             for part in adapted.parts.get(linear, ()):
-                change_NO = part.compute_apart(tokens_NI[adapted.tokens])
-                tokens_NO[adapted.tokens, part.outputs] += change_NO
+                part.add_to(tokens_NI[adapted.tokens], tokens_NO[adapted.tokens, part.outputs])
         return tokens_NO
 
 
