@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import runpy
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -263,4 +264,16 @@ def test_example_kills_a_host_and_tells_the_same_story(capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert "was killed; 1 hop was replaced" in printed
     assert "the same words as without" in printed
+    assert shoal_threads() == set()
+
+
+@pytest.mark.slow
+def test_example_reads_most_of_a_prompt_at_every_hop(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "read_prompts.py"), run_name="__main__")
+
+    lines = capsys.readouterr().out.splitlines()
+    found = [re.match(r"block (\d): (\d+) of (\d+): ", line) for line in lines]
+    numbers = [tuple(map(int, one.groups())) for one in found if one]
+    assert [block for block, _, _ in numbers] == [1, 3, 5, 7]
+    assert all(num_right > 0.9 * num_tokens > 10 for _, num_right, num_tokens in numbers)
     assert shoal_threads() == set()
