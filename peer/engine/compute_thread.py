@@ -33,7 +33,7 @@ from .scheduler import (
     WaitingStep,
     choose_batch,
     choose_urgent,
-    count_cost,
+    count_token_cost,
     renew_usage,
 )
 from .steps import ComputedStep, StepWork
@@ -56,6 +56,7 @@ class StepJob:
     tenant: tuple[str, str]
     future: asyncio.Future[ComputedStep]
     submitted_at: float
+    token_cost: float = 1.0
     compute_seconds: float = 0.0
     num_done: int = 0
     outputs: list[Tensor] = field(default_factory=list)
@@ -68,7 +69,12 @@ class StepJob:
         """Return the step as the policy sees it."""
         num_tokens = self.work.num_tokens - self.num_done
         return WaitingStep(
-            id(self.work.cache), self.tenant, self.work.num_rows, num_tokens, self.is_decoding
+            id(self.work.cache),
+            self.tenant,
+            self.work.num_rows,
+            num_tokens,
+            self.is_decoding,
+            self.token_cost,
         )
 
     def take(self, num_tokens: int) -> StepWork:
@@ -190,6 +196,9 @@ class ComputeThread:
         """
         future: asyncio.Future[ComputedStep] = self._loop.create_future()
         job = StepJob(work, tenant, future, self._now())
+        if work.adapter is not None:
+            num_weight_bytes = self._engine.num_weight_bytes
+            job.token_cost = count_token_cost(work.adapter.num_numbers, num_weight_bytes)
         with self.wake:
             if job.is_decoding:
                 self._is_decoding_new = True
@@ -435,7 +444,7 @@ class ComputeThread:
             else:
                 unfinished.append(job)
         num_filling = sum(
-            count_cost(part.num_rows * part.num_tokens, job.is_decoding)
+            job.describe().count_cost(part.num_tokens)
             for job, part in iteration.parts[iteration.num_urgent :]
         )
         with self.wake:
@@ -447,7 +456,8 @@ class ComputeThread:
 
     def _note_decoding(self, job: StepJob, now: float) -> None:
         # At arrival and at the end: a step may wait for longer than counts as recent.
-        self.budget.note_decoding(now, job.tenant, id(job.work.cache), job.work.num_rows)
+        num_rows = job.work.num_rows * job.token_cost
+        self.budget.note_decoding(now, job.tenant, id(job.work.cache), num_rows)
 
     def _turn_away(self, item: StepJob | _Call | PassJob) -> None:
         self._answer(item.future, _make_stopping_error())

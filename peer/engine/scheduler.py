@@ -9,7 +9,7 @@ The functions are pure decisions; `IterationBudget` measures what they go by.
 """
 
 import heapq
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,13 +38,17 @@ decoding rows can take as much time as a prompt."""
 DECODED_TOKENS = 8
 """Tokens of a prompt that take about as long as one decoding row, with few rows at a time."""
 
+_NUMBER_BYTES = 4
+"""Of an adapter, computed in float32: one takes as long as so many bytes of weights."""
+
 
 @dataclass(frozen=True, slots=True)
 class WaitingStep:
     """A waiting step as the policy sees it.
 
     Steps of one `session` never overtake each other. `tenant` is an address, and a client there.
-    `num_tokens` are the tokens per row that are not computed yet.
+    `num_tokens` are the tokens per row that are not computed yet. Each costs `token_cost` times as
+    much as one without an adapter.
     """
 
     session: int
@@ -52,6 +56,22 @@ class WaitingStep:
     num_rows: int
     num_tokens: int
     is_decoding: bool
+    token_cost: float = 1.0
+
+    def count_cost(self, num_tokens: int) -> float:
+        """Return what so many tokens per row count for, in tokens of a prompt."""
+        cost = self.num_rows * num_tokens * self.token_cost
+        return cost * DECODED_TOKENS if self.is_decoding else cost
+
+
+def count_token_cost(num_numbers: int, num_weight_bytes: int) -> float:
+    """Return the cost of a token with an adapter of so many numbers beside weights, see
+    `WaitingStep`.
+
+    >>> count_token_cost(100, 1600)
+    1.25
+    """
+    return 1 + num_numbers * _NUMBER_BYTES / num_weight_bytes
 
 
 _FORGETTING = 1 / 32
@@ -79,7 +99,7 @@ def choose_urgent(
     crowding: Collection[tuple[str, str]] = (),
     running: Sequence[WaitingStep] = (),
 ) -> list[ScheduledPart]:
-    """Return the steps for which all other work has to wait, up to `token_budget` rows.
+    """Return the steps for which all other work has to wait, up to the cost of `token_budget` rows.
 
     `waiting` is in order of arrival; only the oldest step of a session is a candidate, and only if
     the session has none that is `running`. Decoding steps are urgent, except those of two kinds of
@@ -175,19 +195,20 @@ def _share_out(
 ) -> None:
     """Take parts of the candidates in fair order while the budget lasts.
 
-    The budget counts rows times tokens, or, `by_cost`, as many tokens of a prompt as take as long.
+    The budget counts rows times tokens without adapters, or, `by_cost`, tokens of a prompt, as many
+    as take as long.
     The chosen parts are added to `taken`, their cost to the `shares`.
     """
-    left = budget
+    left: float = budget
     for index in _in_fair_order(waiting, candidates, shares, taken):
         step = waiting[index]
-        size = _count_next(step, taken.get(index, 0), part_tokens)
-        cost = count_cost(size, step.is_decoding)
-        needed = cost if by_cost else size
+        num_tokens = _count_next(step, taken.get(index, 0), part_tokens)
+        cost = step.count_cost(num_tokens)
+        needed = cost if by_cost else step.num_rows * num_tokens * step.token_cost
         if left <= 0 or (needed > left and left < budget):
             break
         left -= needed
-        taken[index] = taken.get(index, 0) + size // step.num_rows
+        taken[index] = taken.get(index, 0) + num_tokens
         for key in _keys_of(step):
             shares[key] = shares.get(key, 0.0) + cost
 
@@ -249,15 +270,9 @@ def _in_fair_order(
 
 
 def _count_next(step: WaitingStep, num_taken: int, part_tokens: int) -> int:
-    """Return the rows times tokens of a step's next part."""
+    """Return the tokens per row of a step's next part."""
     part = count_part_tokens(step.num_rows, part_tokens)
-    num_tokens = min(part, step.num_tokens - num_taken)
-    return step.num_rows * num_tokens
-
-
-def count_cost(size: int, is_decoding: bool) -> int:
-    """Return what rows times tokens of a step count for, in tokens of a prompt."""
-    return size * DECODED_TOKENS if is_decoding else size
+    return min(part, step.num_tokens - num_taken)
 
 
 def renew_usage(
@@ -286,7 +301,7 @@ def renew_usage(
     for part in batch:
         step = waiting[part.index]
         for key in _keys_of(step):
-            renewed[key] += count_cost(step.num_rows * part.num_tokens, step.is_decoding)
+            renewed[key] += step.count_cost(part.num_tokens)
     return renewed
 
 
@@ -294,9 +309,9 @@ class _DecodingSessions:
     """The sessions that had a step recently, and their rows."""
 
     def __init__(self) -> None:
-        self._sessions: dict[tuple[tuple[str, str], int], tuple[float, int]] = {}
+        self._sessions: dict[tuple[tuple[str, str], int], tuple[float, float]] = {}
 
-    def note(self, now: float, tenant: tuple[str, str], session: int, num_rows: int) -> None:
+    def note(self, now: float, tenant: tuple[str, str], session: int, num_rows: float) -> None:
         self._sessions.pop((tenant, session), None)
         self._sessions[tenant, session] = now, num_rows
 
@@ -310,10 +325,10 @@ class _DecodingSessions:
     def __bool__(self) -> bool:
         return bool(self._sessions)
 
-    def count_rows(self) -> tuple[Counter[str], Counter[tuple[str, str]]]:
+    def count_rows(self) -> tuple[dict[str, float], dict[tuple[str, str], float]]:
         """Return the rows of each address and of each tenant."""
-        addresses: Counter[str] = Counter()
-        tenants: Counter[tuple[str, str]] = Counter()
+        addresses: defaultdict[str, float] = defaultdict(float)
+        tenants: defaultdict[tuple[str, str], float] = defaultdict(float)
         for (tenant, _), (_, num_rows) in self._sessions.items():
             addresses[tenant[0]] += num_rows
             tenants[tenant] += num_rows
@@ -346,9 +361,11 @@ class IterationBudget:
         return self._owed_seconds > 0
 
     def note_decoding(
-        self, now: float, tenant: tuple[str, str], session: int, num_rows: int
+        self, now: float, tenant: tuple[str, str], session: int, num_rows: float
     ) -> None:
-        """Note that a decoding step has arrived, or was computed."""
+        """Note that a decoding step has arrived, or was computed. A row with an adapter counts as
+        many as cost the same without.
+        """
         self._decoding.note(now, tenant, session, num_rows)
 
     def find_crowding(self, now: float) -> set[tuple[str, str]]:
@@ -386,7 +403,9 @@ class IterationBudget:
         """Return whether this iteration has had its time, and stops for urgent steps."""
         return now - self._filling_since >= self._owed_seconds
 
-    def note_iteration(self, now: float, seconds: float, num_urgent: int, num_filling: int) -> None:
+    def note_iteration(
+        self, now: float, seconds: float, num_urgent: int, num_filling: float
+    ) -> None:
         """Note an iteration that ended now, and how long it took without interruptions.
 
         It carried `num_urgent` urgent steps, and filling work of `num_filling` tokens.

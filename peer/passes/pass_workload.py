@@ -38,6 +38,7 @@ from .wire_passes import (
     Adapters,
     WireWork,
     check_adapters,
+    count_cost,
     cut_adapters,
     find_accumulated,
     find_kept,
@@ -54,9 +55,6 @@ _UPLOAD_SECONDS = 300.0
 MiB, the most in 16 bits, need 286 seconds at 2.5 megabits a second."""
 
 _FLOAT_BYTES = 4
-
-_COSTS = {PassKind.FORWARD: 1, PassKind.BACKWARD: 3}
-"""Backward, blocks are computed twice and differentiated."""
 
 
 @dataclass(eq=False)
@@ -314,7 +312,8 @@ class PassStreamWork(AccountedStreamWork):
     def _begin_computing(self, asked: _OpenPass) -> None:
         message, compute = asked.work.message, self._passes.compute
         run = partial(run_pass, self._passes.engine.passes, asked.work)
-        cost = message.num_rows * message.num_tokens * len(message.span) * _COSTS[message.kind]
+        engine = self._passes.engine
+        cost = count_cost(asked.work, engine.num_weight_bytes // len(engine.span))
         asked.job = compute.submit_pass(run, cost, asked.tenant, asked.work_bytes)
         asked.job.future.add_done_callback(partial(self._answer, asked))
         self._stop_timers()

@@ -34,12 +34,16 @@ from ..engine.adapters.adapter import Adapter
 from ..engine.adapters.adapter_store import AdapterStore, KeptAdapter
 from ..engine.adapters.trained_adapter import AccumulatedGradients
 from ..engine.passes.span_passes import PassWork, SpanPasses
+from ..engine.scheduler import count_token_cost
 from ..streams.client_stream import check_fits
 
 Adapters = tuple[Adapter | None, ...]
 """One for each row, or none at all."""
 
 _FLOAT_BYTES = 4
+
+_COSTS = {PassKind.FORWARD: 1, PassKind.BACKWARD: 3}
+"""Backward, blocks are computed twice and differentiated."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,15 @@ def check_trained(num_numbers: int, most_bytes: int) -> None:
             f"once, and its blocks have {num_numbers:,} of them; train a smaller rank or fewer "
             "modules",
         )
+
+
+def count_cost(asked: WireWork, block_bytes: int) -> int:
+    """Return the cost of a pass, see `PassJob`, where the weights of a block take so many bytes."""
+    message, num_bytes = asked.message, block_bytes * len(asked.message.span)
+    adapters = [adapter for adapter in asked.adapters if adapter is not None]
+    num_rows = message.num_rows - len(adapters)
+    num_rows += sum(count_token_cost(adapter.num_numbers, num_bytes) for adapter in adapters)
+    return round(num_rows * message.num_tokens * len(message.span) * _COSTS[message.kind])
 
 
 def run_pass(passes: SpanPasses, asked: WireWork, give_way: GiveWay) -> list[bytes]:

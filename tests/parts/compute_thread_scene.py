@@ -38,6 +38,7 @@ class NotingEngine:
 
     part_tokens = PART_TOKENS
     span = Span(0, 1)
+    num_weight_bytes = 1
 
     def __init__(self) -> None:
         self.batches: list[list[StepWork]] = []

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ class Adapter:
         """Return the parts for each of a block's linears, which are given by name."""
         return {linear: self.parts.get((block, name), ()) for name, linear in linears.items()}
 
-    @property
+    @cached_property
     def num_numbers(self) -> int:
         """How many numbers its matrices have."""
         parts = [part for parts in self.parts.values() for part in parts]

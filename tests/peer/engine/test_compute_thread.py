@@ -14,6 +14,7 @@ import pytest
 import torch
 from compute_thread_scene import FakeCache, NotingEngine, make_thread, make_work, on_loop
 
+from shoal.peer.engine.adapters.adapter import Adapter, AdapterPart
 from shoal.peer.engine.blocks.batch import PART_TOKENS
 from shoal.peer.engine.compute_thread import ComputedStep
 from shoal.peer.engine.scheduler import DECODED_TOKENS, IterationBudget
@@ -57,6 +58,30 @@ async def test_steps_of_a_session_are_computed_one_by_one_in_their_order() -> No
         assert computed == list(range(len(sizes)))
     for batch in engine.batches:
         assert len({id(work.cache) for work in batch}) == len(batch)
+
+
+@on_loop()
+async def test_prompts_with_an_adapter_pay_for_its_numbers() -> None:
+    """By the cost of a token: the adapter has half as many numbers as the weights have bytes."""
+    numbers = torch.ones(8, 8), torch.ones(8, 8)
+    part = AdapterPart("up", slice(0, 8), *numbers, scale=1.0, order_O=None)
+    adapter = Adapter(8, {(0, "up"): (part,)})
+    engine = NotingEngine()
+    engine.num_weight_bytes = 2 * adapter.num_numbers
+    costly = make_work(FakeCache(), num_tokens=3 * PART_TOKENS, adapter=adapter)
+    plain = make_work(FakeCache(), num_tokens=9 * PART_TOKENS)
+
+    engine.gate.clear()
+    async with make_thread(engine, now=lambda: 0.0) as compute:
+        first = compute.submit(make_work(FakeCache()))
+        await engine.wait_entered()
+        futures = [compute.submit(costly, ("a", "")), compute.submit(plain, ("b", ""))]
+        engine.gate.set()
+        await asyncio.gather(first, *futures)
+
+    parts = [work.cache for work in engine.order if work.num_tokens == PART_TOKENS]
+    assert len(parts) == 12
+    assert [cache is costly.cache for cache in parts[:8]].count(True) == 2
 
 
 @on_loop()

@@ -107,6 +107,16 @@ def test_who_decodes_many_rows_crowds_those_who_decode_few(
     assert budget.find_crowding(100.4) == set(), "the others are gone"
 
 
+@pytest.mark.parametrize(("token_cost", "crowds"), [(2.0, False), (2.1, True)])
+def test_few_rows_that_cost_as_much_as_many_crowd(token_cost: float, crowds: bool) -> None:
+    budget = IterationBudget(MOST, LEAST, NUM_BLOCKS)
+    for session in range(2):
+        budget.note_decoding(100.0, FLOOD, session, 1 * token_cost)
+    note_sessions(budget, 100.0, QUIET, 1)
+
+    assert budget.find_crowding(100.0) == ({FLOOD} if crowds else set())
+
+
 def test_those_who_all_decode_many_rows_do_not_crowd_each_other() -> None:
     budget = IterationBudget(MOST, LEAST, NUM_BLOCKS)
     for tenant in (ONE, FLOOD, QUIET):

@@ -102,6 +102,29 @@ def test_names_that_are_made_up_share_what_their_address_gets() -> None:
     assert chosen[10] == chosen[11] == 2 * PART_TOKENS
 
 
+def test_tokens_that_cost_more_get_fewer_into_an_iteration() -> None:
+    costly = replace(prompt(1, 1000, "costly"), token_cost=3.0)
+
+    chosen = dict(choose([costly, prompt(2, 1000, "plain")], prompt_budget=12 * PART_TOKENS))
+
+    assert chosen == {0: 2 * PART_TOKENS, 1: 6 * PART_TOKENS}
+    assert choose([costly], prompt_budget=12 * PART_TOKENS) == [(0, 4 * PART_TOKENS)]
+
+
+def test_rows_that_cost_more_fill_the_iteration_of_urgent_steps() -> None:
+    rows = [replace(token(session, "costly"), token_cost=3.0) for session in range(8)]
+
+    assert len(choose_urgent(rows, {}, 12)) == 4
+
+
+def test_usage_counts_what_adapters_cost() -> None:
+    costly = replace(prompt(1, 100, "costly"), token_cost=3.0)
+
+    renewed = renew_usage({}, [costly, prompt(2, 100, "plain")], [ScheduledPart(0, 64)])
+
+    assert (renewed["costly",], renewed["plain",]) == (3 * 64, 0)
+
+
 def test_usage_follows_what_was_taken() -> None:
     waiting = [token(1, "a/x", num_rows=3), prompt(2, 100, "a/y"), prompt(3, 100, "c")]
     usage = {("a",): 12.0, ("a", "x"): 5.0, ("a", "y"): 7.0}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,18 +16,19 @@ import pytest
 
 from shoal.peer.engine.blocks.batch import count_part_tokens
 from shoal.peer.engine.scheduler import (
+    DECODED_TOKENS,
     LEAD_TOKENS,
     ScheduledPart,
     WaitingStep,
     choose_batch,
     choose_urgent,
-    count_cost,
     renew_usage,
 )
 
 Tenant = tuple[str, str]
 PART_TOKENS = 16
 MAX_ROWS = 20
+MAX_TOKEN_COST = 2.5
 BUDGET = 64
 
 
@@ -66,7 +67,7 @@ def is_urgent(
 def take_slowly(
     waiting: Sequence[WaitingStep],
     candidates: Sequence[int],
-    had: Counter[tuple[str, ...]],
+    had: defaultdict[tuple[str, ...], float],
     budget: int,
     counts_cost: bool,
 ) -> Counter[int]:
@@ -80,15 +81,16 @@ def take_slowly(
         ]
 
     taken: Counter[int] = Counter()
-    left = budget
+    left: float = budget
     while unfinished := [i for i in candidates if taken[i] < waiting[i].num_tokens]:
         index = min(unfinished, key=find_place)
         step = waiting[index]
         num_tokens = min(
             count_part_tokens(step.num_rows, PART_TOKENS), step.num_tokens - taken[index]
         )
-        cost = count_cost(num_tokens * step.num_rows, step.is_decoding)
-        needed = cost if counts_cost else num_tokens * step.num_rows
+        needed = num_tokens * step.num_rows * step.token_cost
+        cost = DECODED_TOKENS * needed if step.is_decoding else needed
+        needed = cost if counts_cost else needed
         if left <= 0 or (needed > left and left < budget):
             break
         left -= needed
@@ -109,7 +111,7 @@ def choose_slowly(
     heads = find_heads(waiting)
     urgent = [i for i in heads if is_urgent(waiting[i], waiting, usage, crowding)]
     filling = [i for i in heads if i not in urgent]
-    had = Counter(dict(usage))
+    had = defaultdict(float, usage)
     return (
         take_slowly(waiting, urgent, had, token_budget, counts_cost=False),
         take_slowly(waiting, filling, had, filling_budget, counts_cost=True),
@@ -124,7 +126,7 @@ class Peer:
     has_tokens: bool
     waiting: list[WaitingStep] = field(default_factory=list)
     usage: dict[tuple[str, ...], float] = field(default_factory=dict)
-    had: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    had: defaultdict[tuple[str, ...], float] = field(default_factory=lambda: defaultdict(float))
     num_sessions: int = 0
 
     def arrive(self) -> None:
@@ -136,8 +138,9 @@ class Peer:
                 is_decoding = self.has_tokens and self.dice.random() < 0.6
                 num_tokens = 1 if is_decoding else self.dice.randint(2, 100)
                 num_rows = self.dice.choice([1, 1, 2, 5, MAX_ROWS])
+                cost = self.dice.choice([1.0, 1.0, MAX_TOKEN_COST])
                 self.waiting.append(
-                    WaitingStep(self.num_sessions, tenant, num_rows, num_tokens, is_decoding)
+                    WaitingStep(self.num_sessions, tenant, num_rows, num_tokens, is_decoding, cost)
                 )
 
     def draw_crowding(self) -> set[Tenant]:
@@ -152,7 +155,7 @@ class Peer:
         for index, num_tokens in taken.items():
             step = self.waiting[index]
             for key in keys_of(step):
-                self.had[key] += count_cost(num_tokens * step.num_rows, step.is_decoding)
+                self.had[key] += step.count_cost(num_tokens)
             if num_tokens < step.num_tokens:
                 left.append(replace(step, num_tokens=step.num_tokens - num_tokens))
         self.waiting = left + [s for i, s in enumerate(self.waiting) if i not in taken]
@@ -207,6 +210,9 @@ def test_who_waits_beside_others_gets_what_they_get(seed: int) -> None:
         peer.go_on(choose_batch(peer.waiting, peer.usage, 1, BUDGET, PART_TOKENS))
 
         for (one, other), (ahead, before) in began.items():
-            assert ahead + had[one] - had[other] - before <= max(ahead, 0) + BUDGET + MAX_ROWS
+            assert (
+                ahead + had[one] - had[other] - before
+                <= max(ahead, 0) + BUDGET + MAX_ROWS * MAX_TOKEN_COST
+            )
             num_compared += 1
     assert num_compared > 1000

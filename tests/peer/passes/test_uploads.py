@@ -26,7 +26,7 @@ from pass_talk import GRADIENTS, ROWS, TEXTS, TOKENS, ask, cut, join, make_pass
 from service_scene import HELLO, HIDDEN, SPAN, Peer, Talk, assert_declined, draw_hidden, with_peer
 from virtual_time import VirtualClock
 
-from shoal.peer.engine.adapters.adapter import Adapter
+from shoal.peer.engine.adapters.adapter import Adapter, AdapterPart
 from shoal.peer.engine.adapters.adapter_file import read_adapter
 from shoal.peer.engine.adapters.adapter_store import AdapterStore
 from shoal.peer.engine.engine import Engine
@@ -35,6 +35,7 @@ from shoal.peer.engine.passes.pass_memory import PassBudget
 from shoal.peer.engine.passes.span_passes import PassWork
 from shoal.peer.passes import uploads
 from shoal.peer.passes.uploads import UploadStreamWork
+from shoal.peer.passes.wire_passes import WireWork, count_cost
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import NO_ADAPTER, AdapterId, UploadId
@@ -529,3 +530,15 @@ async def test_client_hears_that_its_adapter_is_read_if_it_understands_that(peer
         await talk.say(head, *cut_adapter(head.upload_id, files[1]))
         answer = await talk.hear()
         assert isinstance(answer, AdapterKept if version == PASS_VERSION else Queued)
+
+
+def test_rows_with_an_adapter_are_charged_for_its_numbers() -> None:
+    part = AdapterPart("up", slice(0, 8), torch.ones(4, 8), torch.ones(8, 4), 1.0, None)
+    adapter = Adapter(4, {(SPAN.start, "up"): (part,)})
+    asked = make_pass(num_rows=3, kind=PassKind.BACKWARD)
+    work = WireWork(asked, {}, HIDDEN, (adapter, None, adapter))
+
+    # A number is computed in the time of four bytes of weights, in all blocks together.
+    weights = 4 * adapter.num_numbers // len(SPAN)
+    assert count_cost(work, weights) == (2 + 1 + 2) * TOKENS * len(SPAN) * 3
+    assert count_cost(replace(work, adapters=()), weights) == 3 * TOKENS * len(SPAN) * 3
