@@ -6,6 +6,9 @@ from dataclasses import dataclass
 BYTE_COST = 16
 """The cost of touching a byte, in the units of `Pauses`."""
 
+COST_BETWEEN_PAUSES = 2**29
+"""The work that one core does in about 3 milliseconds."""
+
 _ENDLESS = 2**62
 
 GiveWay = Callable[[], object]

@@ -325,12 +325,12 @@ class ComputeThread:
 
     def _compute(self, iteration: Iteration) -> None:
         started_at = self._now()
-        before_block = None
+        give_way = None
         if iteration.is_filling:
             self.budget.begin_filling(started_at)
-            before_block = partial(self._give_way, iteration)
+            give_way = partial(self._give_way, iteration)
         try:
-            results = self._execute([part for _, part in iteration.parts], before_block)
+            results = self._execute([part for _, part in iteration.parts], give_way)
             now = self._now()
             self._deliver(iteration, results, now, now - started_at - iteration.interrupted_seconds)
         except BaseException:
@@ -349,10 +349,10 @@ class ComputeThread:
                 iteration.interrupted_seconds += self._now() - now
 
     def _execute(
-        self, works: list[StepWork], before_block: Callable[[], object] | None = None
+        self, works: list[StepWork], give_way: Callable[[], object] | None = None
     ) -> list[Tensor | ShoalError]:
         try:
-            results = list(self._engine.execute(works, before_block))
+            results = list(self._engine.execute(works, give_way))
             if len(results) != len(works):
                 raise LocalProtocolError(f"{len(works)} steps got {len(results)} results")
             return results

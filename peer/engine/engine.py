@@ -82,11 +82,12 @@ class Engine:
 
     @torch.inference_mode()
     def execute(
-        self, batch: Sequence[StepWork], before_block: Callable[[], object] | None = None
+        self, batch: Sequence[StepWork], give_way: Callable[[], object] | None = None
     ) -> list[torch.Tensor | ShoalError]:
         """Compute all steps together; each gets its hidden states [B, T or 1, H] or its error.
 
-        `before_block` is called before each block, and may execute steps of other sessions.
+        `give_way` is called before each block, and between the products of adapters; it may
+        execute steps of other sessions.
 
         A refused step disturbs no other. Steps of one session need batches of their own. A
         refusal leaves the step's cache as it was, with one exception: that a result is not finite
@@ -98,7 +99,7 @@ class Engine:
             steps = self._accept(batch, results)
             self._bring(steps)
             for group in group_steps(steps, self._rotary):
-                self._run_blocks(group, before_block)
+                self._run_blocks(group, give_way)
             outputs = self.device.fetch([step.hidden_NH for step in steps])
         for step, output_NH in zip(steps, outputs, strict=True):
             results[step.index] = step.finish(output_NH)
@@ -136,19 +137,20 @@ class Engine:
         for step, hidden_NH in zip(steps, brought, strict=True):
             step.hidden_NH = hidden_NH
 
-    def _run_blocks(self, group: StepGroup, before_block: Callable[[], object] | None) -> None:
+    def _run_blocks(self, group: StepGroup, give_way: Callable[[], object] | None) -> None:
         """Move hidden states through the blocks that their steps have in common."""
         hidden_NH, batch, span = group.join(), group.batch, group.span
         graphs = self._graphs if group.is_plain and span == self.span else None
         if graphs is not None and graphs.can_run(batch):
-            if before_block is not None:
-                before_block()
+            if give_way is not None:
+                give_way()
             hidden_NH = graphs.run(hidden_NH, batch)
         else:
             blocks = self._blocks[span.start - self.span.start :][: len(span)]
             for index, block in enumerate(blocks, span.start):
-                if before_block is not None:
-                    before_block()
+                if give_way is not None:
+                    give_way()
                 hidden_NH = group.add_prompts(hidden_NH, index)
-                hidden_NH = block(hidden_NH, batch, group.find_ranges(index, block.linears))
+                ranges = group.find_ranges(index, block.linears, give_way)
+                hidden_NH = block(hidden_NH, batch, ranges)
         group.split(hidden_NH)

@@ -17,6 +17,7 @@ import torch
 
 from ...kernels.attention.rotary import RotaryTable, Rotation
 from ...kernels.linear.linear import Linear, RowPrecision
+from ...kernels.pauses import COST_BETWEEN_PAUSES, NO_PAUSES, GiveWay, Pauses
 from ...kernels.wire_tensors import has_only_finite
 from ...protocol.errors import ErrorCode, RefusedError, ShoalError
 from ...protocol.spans import Span
@@ -202,8 +203,12 @@ class StepGroup:
             hidden_BTH[:, : prompts_BPH.shape[1]] += prompts_BPH
         return hidden_NH
 
-    def find_ranges(self, block: int, linears: Mapping[str, Linear]) -> Sequence[TokenRange]:
+    def find_ranges(
+        self, block: int, linears: Mapping[str, Linear], give_way: GiveWay | None
+    ) -> Sequence[TokenRange]:
         """Return the ranges for a block's linears, with the steps' adapters for these.
+
+        While these are applied, `give_way` is called every few milliseconds.
 
         The tokens of two steps never share a product with an adapter, even if they share it.
         """
@@ -214,8 +219,9 @@ class StepGroup:
             for step, place in zip(self._steps, self.batch.steps, strict=True)
             if step.work.adapter is not None
         ]
+        pauses = NO_PAUSES if give_way is None else Pauses(give_way, COST_BETWEEN_PAUSES)
         return [
-            replace(part, adapters=cut_adapted(adapted, part.start, part.stop))
+            replace(part, adapters=cut_adapted(adapted, part.start, part.stop), pauses=pauses)
             for part in self._ranges
         ]
 

@@ -56,15 +56,15 @@ class NotingEngine:
         self.deadly: list[StepWork] = []
 
     def execute(
-        self, batch: Sequence[StepWork], before_block: Callable[[], object] | None = None
+        self, batch: Sequence[StepWork], give_way: Callable[[], object] | None = None
     ) -> list[Tensor | ShoalError]:
         self.batches.append(list(batch))
         self.entered.set()
         assert self.gate.wait(PATIENCE_SECONDS)
         self.inside()
-        if before_block is not None:
+        if give_way is not None:
             self.between()
-            before_block()
+            give_way()
         if any(work is deadly for work in batch for deadly in self.deadly):
             raise ZeroDivisionError("on purpose")
         self.finished.append(list(batch))

@@ -35,6 +35,11 @@ class AdapterPart:
     scale: float
     order_O: Tensor | None
 
+    @property
+    def row_cost(self) -> int:
+        """The cost of a token, see `Pauses`."""
+        return (self.down_RI.numel() + self.up_OR.numel()) * torch.float32.itemsize
+
     def compute(self, hidden_NI: Tensor) -> Tensor:
         """Return what is added for these tokens."""
         up_OR = self.up_OR if self.order_O is None else self.up_OR[self.order_O]

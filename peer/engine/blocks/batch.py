@@ -23,7 +23,7 @@ import torch
 
 from ....kernels.attention.rotary import RotaryTable, Rotation
 from ....kernels.linear.linear import GradientLinears, Linear, RowPrecision
-from ....kernels.pauses import Pauses
+from ....kernels.pauses import NO_PAUSES, Pauses
 from ..adapters.adapter import AdapterPart
 from ..cache.kv_memory import SessionMemory
 
@@ -75,7 +75,8 @@ def cut_adapted(
 class TokenRange:
     """The tokens `[start, stop)` of N, which linears take in one precision.
 
-    Those of a pass are computed by its `linears`. Slices of `adapters` count from `start`.
+    Those of a pass are computed by its `linears`. Slices of `adapters` count from `start`; steps
+    apply them with `pauses`.
     """
 
     start: int
@@ -83,6 +84,7 @@ class TokenRange:
     precision: RowPrecision
     linears: GradientLinears | None = None
     adapters: tuple[AdaptedTokens, ...] = ()
+    pauses: Pauses = NO_PAUSES
 
     def apply(self, linear: Linear, tokens_NI: torch.Tensor) -> torch.Tensor:
         """Return the linear's output for these tokens."""
@@ -106,7 +108,12 @@ class TokenRange:
     ) -> torch.Tensor:
         for adapted in self.adapters:
             for part in adapted.parts.get(linear, ()):
-                part.add_to(tokens_NI[adapted.tokens], tokens_NO[adapted.tokens, part.outputs])
+                rows_NI, target_NO = (
+                    tokens_NI[adapted.tokens],
+                    tokens_NO[adapted.tokens, part.outputs],
+                )
+                for rows in self.pauses.cut(len(rows_NI), part.row_cost):
+                    part.add_to(rows_NI[rows], target_NO[rows])
         return tokens_NO
 
 

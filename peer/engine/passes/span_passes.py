@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ....kernels.attention.rotary import RotaryTable
 from ....kernels.linear.quantize import WeightFormat
-from ....kernels.pauses import NO_PAUSES, GiveWay, Pauses
+from ....kernels.pauses import COST_BETWEEN_PAUSES, NO_PAUSES, GiveWay, Pauses
 from ....kernels.wire_tensors import has_only_finite
 from ....models.specs.model_spec import ModelShape
 from ....protocol.errors import ErrorCode, RefusedError
@@ -33,9 +33,6 @@ from ..devices.device import Numerics
 from .pass_memory import estimate_pass_bytes
 
 Result = TypeVar("Result")
-
-COST_BETWEEN_PAUSES = 2**29
-"""The work that one core does in about 3 milliseconds; see `Pauses`."""
 
 TOKENS_AT_ONCE = dict.fromkeys(WeightFormat, 256) | {WeightFormat.INT8: 64}
 """As few as make products no slower, on the CPU: what they become stays in its caches."""

@@ -109,7 +109,7 @@ async def test_step_whose_parts_cannot_be_joined_fails_alone(
         """Stands for a machine without the memory to join the parts of a prompt."""
 
         def execute(
-            self, batch: Sequence[StepWork], before_block: Callable[[], object] | None = None
+            self, batch: Sequence[StepWork], give_way: Callable[[], object] | None = None
         ) -> list[Tensor | ShoalError]:
             return [work.hidden_BTH.expand(1, -1, 2 + work.position // 64) for work in batch]
 
@@ -177,7 +177,7 @@ async def test_thread_that_dies_leaves_nobody_waiting() -> None:
 async def test_thread_that_dies_in_the_engine_answers_the_steps_in_its_hands() -> None:
     class DeadlyEngine(NotingEngine):
         def execute(
-            self, batch: Sequence[StepWork], before_block: Callable[[], object] | None = None
+            self, batch: Sequence[StepWork], give_way: Callable[[], object] | None = None
         ) -> list[Tensor | ShoalError]:
             super().execute(batch)
             raise SystemExit

@@ -100,14 +100,14 @@ class EngineWithArrivals:
         return getattr(self._engine, name)
 
     def execute(
-        self, batch: Sequence[StepWork], before_block: Callable[[], object] | None = None
+        self, batch: Sequence[StepWork], give_way: Callable[[], object] | None = None
     ) -> list[Tensor | ShoalError]:
-        if before_block is None:
+        if give_way is None:
             return self._engine.execute(batch)
 
         def arrive_and_give_way() -> None:
             self.arrive()
-            before_block()
+            give_way()
             self.go_on()
 
         return self._engine.execute(batch, arrive_and_give_way)

@@ -12,6 +12,7 @@ from pass_scene import check_close, draw, load_engine
 from torch import Tensor
 
 from shoal.kernels.linear.quantize import WeightFormat
+from shoal.peer.engine import steps
 from shoal.peer.engine.adapters.adapter import Adapter
 from shoal.peer.engine.adapters.adapter_file import read_adapter
 from shoal.peer.engine.engine import Engine
@@ -151,3 +152,44 @@ def test_fused_linears_are_changed_where_peft_changes_them(tiny_models: Any, var
 
     (found,) = step(Session(engine, adapter).plan(texts), engine=engine)
     check_close(found, expected)
+
+
+def test_tokens_of_others_are_computed_between_the_products_of_an_adapter(tiny_models: Any) -> None:
+    engine = load_engine(tiny_models.get(), WeightFormat.INT8)
+    adapter, prompt = make_adapter(engine, 1, 8), draw(1, 9, HIDDEN)
+    hidden = [draw(1, 1, HIDDEN, seed=seed) for seed in range(2, 40)]
+    expected = step(Session(engine, adapter).plan(prompt), engine=engine)
+    tokens = [Session(engine, None).plan(one, decoded=True) for one in hidden]
+    expected_tokens = [step(one, engine=engine)[0] for one in tokens]
+    waiting = [Session(engine, None).plan(one, decoded=True) for one in hidden]
+    computed: list[Tensor] = []
+
+    def give_way() -> None:
+        computed.extend(step(waiting[len(computed)], engine=engine))
+
+    results = engine.execute([Session(engine, adapter).plan(prompt)], give_way)
+
+    assert len(computed) == 4 * (1 + len(LINEARS))  # before each block and each linear's product
+    for found, alone in zip([*results, *computed], [*expected, *expected_tokens], strict=False):
+        assert torch.equal(expect_tensor(found), alone)
+
+
+def test_large_products_of_an_adapter_are_cut_into_rows(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "COST_BETWEEN_PAUSES", 2**15)
+    engine = load_engine(tiny_models.get(), WeightFormat.INT8)
+    adapter, prompt = make_adapter(engine, 1, 32), draw(1, 40, HIDDEN)
+    (expected,) = step(Session(engine, adapter).plan(prompt), engine=engine)
+    calls: list[None] = []
+
+    (found,) = engine.execute([Session(engine, adapter).plan(prompt)], lambda: calls.append(None))
+
+    # Of the smallest linear, three rows cost more than that; of the largest one.
+    assert 4 * 6 * 40 / 3 < len(calls) <= 4 * (1 + 6 * 40)
+    assert torch.equal(expect_tensor(found), expected)
+
+
+def expect_tensor(result: object) -> Tensor:
+    assert isinstance(result, Tensor), result
+    return result
