@@ -11,6 +11,7 @@ inside an address in a way that p2pd does not read; so `connect` and `open_byte_
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import tempfile
 import warnings
@@ -18,6 +19,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
+from uuid import UUID
+from weakref import WeakValueDictionary
 
 from ...endpoints import Relay, is_loopback
 from ...errors import (
@@ -30,6 +33,7 @@ from ...errors import (
 from ...fair_share import Tenant, name_address
 from ...identity import Identity, peer_id_bytes
 from ..addresses import check_can_listen
+from ..tasks import cancel_all
 from .multiaddrs import (
     PeerAddress,
     find_listening,
@@ -52,16 +56,34 @@ with warnings.catch_warnings():
     )
     from hivemind.proto import p2pd_pb2
 
+_logger = logging.getLogger(__name__)
+
 _START_SECONDS = 5.5  # p2pd itself gives its initial peers 5 s
 _STOP_SECONDS = 2.0
 
+MAX_MESSAGE_BYTES = 132 * 2**10
+"""Of one question or answer of nodes: room for the longest, the 128 KiB of records that one answer
+holds. p2pd sets aside what a stranger says that he is going to send."""
+
+MAX_DATA_BYTES = 512 * 2**20
+"""Memory in which p2pd ends rather than take more: it bounds neither streams nor connections. It
+has 73 MiB at its start, and takes 8 KiB for each stream."""
+
 # Python puts itself into a process group of its own and becomes p2pd, under the same process id.
 # No session of its own: a stopped p2pd would then survive us, as the kernel would not wake it.
-_IN_OWN_GROUP = "import os, sys; os.setpgid(0, 0); os.execv(sys.argv[1], sys.argv[1:])"
+_LAUNCHER = f"""
+import os, resource, sys
+_, most = resource.getrlimit(resource.RLIMIT_DATA)
+num_bytes = {MAX_DATA_BYTES} if most < 0 else min({MAX_DATA_BYTES}, most)
+resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
+os.environ["GOTRACEBACK"] = "none"  # it would say of each stream where it stood
+os.setpgid(0, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 # For a relay: with one thread that runs Go, p2pd nearly always sets up its relay services in the
 # order that we need, see circuit.py. With more it seldom does.
-_IN_ONE_THREAD = f"import os; os.environ['GOMAXPROCS'] = '1'; {_IN_OWN_GROUP}"
+_IN_ONE_THREAD = f"import os; os.environ['GOMAXPROCS'] = '1'\n{_LAUNCHER}"
 
 
 class OwnGroupP2P(P2P):
@@ -73,7 +95,7 @@ class OwnGroupP2P(P2P):
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
         is_relay = "forceReachabilityPublic" in kwargs
-        launcher = _IN_ONE_THREAD if is_relay else _IN_OWN_GROUP
+        launcher = _IN_ONE_THREAD if is_relay else _LAUNCHER
         start = [sys.executable, "-I", "-S", "-c", launcher]
         if kwargs.get("autoRelay"):
             # Else p2pd looks at the DHT for more relays, three minutes long, before it uses one.
@@ -162,6 +184,7 @@ async def stop_p2pd(p2p: P2P) -> None:
             await p2p.shutdown()
     except TimeoutError:
         child_of(p2p).kill()
+    cast(Any, p2p)._remove_socket()  # one that was killed leaves it
     # Not only waits: it closes the pipe of what p2pd says, which hivemind leaves open.
     await child_of(p2p).communicate()
 
@@ -205,6 +228,7 @@ async def _start(
             OwnGroupP2P.create(
                 initial_peers=[peer.text for peer in initial_peers],
                 startup_timeout=_START_SECONDS,
+                persistent_conn_max_msg_size=MAX_MESSAGE_BYTES,
                 check_if_identity_free=False,  # starts a second p2pd just to ask
                 **options,
             )
@@ -220,20 +244,42 @@ async def _start(
 
 
 _read_answers = cast(Any, ControlClient)._read_from_persistent_conn
+_write_questions = cast(Any, ControlClient)._write_to_persistent_conn
 
 
-async def _read_on(control: ControlClient, reader: asyncio.StreamReader) -> None:
-    """Read what p2pd answers, in place of hivemind's own reader.
+async def _read_on(control: Any, reader: asyncio.StreamReader) -> None:
+    """Read what p2pd says, in place of hivemind's own reader, and own what comes of it.
 
     That one ends where an answer comes in the moment in which the asker gives up, and p2pd would
-    not be heard any more.
+    not be heard any more. When p2pd has ended it leaves tasks that wait for ever, of which asyncio
+    tells the user.
     """
-    while True:
-        with suppress(asyncio.InvalidStateError):
-            return await _read_answers(control, reader)
+    # hivemind never forgets a question whose asker gave up. And askers choose the ids: it removes
+    # one that is there twice for each of them. Here both go by themselves, with their tasks.
+    handling: Any = WeakValueDictionary[UUID, asyncio.Task[Any]]()
+    handling.pop = handling.get
+    control._handler_tasks = handling
+    try:
+        while True:
+            with suppress(asyncio.InvalidStateError):
+                return await _read_answers(control, reader)
+    except OSError as error:
+        _logger.debug("p2pd is not heard any more: %r", error)
+    finally:
+        for asked in control._pending_calls.values():
+            if not asked.done():
+                asked.set_exception(P2PDaemonError("the p2pd process has ended"))
+        await cancel_all(handling.values())
+
+
+async def _write_on(control: Any, writer: asyncio.StreamWriter) -> None:
+    """Tell p2pd what there is to say, as long as it hears."""
+    with suppress(OSError):
+        await _write_questions(control, writer)
 
 
 cast(Any, ControlClient)._read_from_persistent_conn = _read_on
+cast(Any, ControlClient)._write_to_persistent_conn = _write_on
 
 
 def _translate(

@@ -1,0 +1,214 @@
+"""What p2pd takes from strangers, and what is left of their questions. Starts real p2pds."""
+
+# pyright: reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from libp2p_parts import connected_p2pds
+
+from shoal.protocol.errors import ShoalError
+from shoal.protocol.ids import PeerId
+from shoal.protocol.net.dht.gated_node import MAX_STORE_BYTES
+from shoal.protocol.net.dht.record_gate import KEY_BYTES, MAX_ANSWER_BYTES, MAX_KNOWN
+from shoal.protocol.net.libp2p.p2p_daemon import (
+    MAX_DATA_BYTES,
+    MAX_MESSAGE_BYTES,
+    child_of,
+    open_byte_stream,
+    stop_p2pd,
+)
+
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+PROTOCOL = "a question"
+PATIENCE_SECONDS = 60.0  # only a broken test waits this long
+MOST_STREAMS = 10_000
+
+
+def encode_length(number: int) -> bytes:
+    """Return how protobuf says that so many bytes follow."""
+    digits = b""
+    while number >= 0x80:
+        digits += bytes([number & 0x7F | 0x80])
+        number >>= 7
+    return digits + bytes([number])
+
+
+def read_peak_bytes(pid: int) -> int:
+    """Return the most memory that a process has had."""
+    (line,) = (
+        line
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
+    return int(line.split()[1]) * 1024
+
+
+async def handle_at_once(question: bytes, _: object) -> bytes:
+    return question
+
+
+@contextlib.contextmanager
+def collect_complaints() -> Iterator[list[str]]:
+    """Give what asyncio would tell the user."""
+    complaints: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: complaints.append(str(context["message"])))
+    yield complaints
+    gc.collect()
+
+
+@pytest.mark.slow
+async def test_p2pd_ends_rather_than_take_all_memory_for_what_strangers_promise() -> None:
+    """Each stream says that the longest message follows, which never comes."""
+    async with connected_p2pds() as ((victim,), (stranger,)):
+        await victim._client.add_unary_handler(PROTOCOL, handle_at_once)
+        peer_id, process = PeerId(str(victim.peer_id)), child_of(victim)
+        opened: list[asyncio.StreamWriter] = []
+        peak_bytes = 0
+        with contextlib.suppress(ShoalError):
+            for number in range(MOST_STREAMS):
+                _, writer = await open_byte_stream(stranger, peer_id, PROTOCOL)
+                opened.append(writer)
+                writer.write(encode_length(MAX_MESSAGE_BYTES))
+                if number % 100 == 0:
+                    peak_bytes = max(peak_bytes, read_peak_bytes(process.pid))
+        for writer in opened:
+            writer.transport.abort()
+
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await process.wait()
+
+    assert len(opened) < MOST_STREAMS
+    assert 0 < peak_bytes < MAX_DATA_BYTES
+
+
+@pytest.mark.parametrize(
+    "num_bytes", [MAX_ANSWER_BYTES, MAX_STORE_BYTES, KEY_BYTES + 8 * MAX_KNOWN]
+)
+async def test_longest_messages_of_nodes_come_through(num_bytes: int) -> None:
+    async with connected_p2pds() as ((asked,), (asker,)):
+        await asked._client.add_unary_handler(PROTOCOL, handle_at_once)
+
+        message = bytes(num_bytes)
+        assert await asker._client.call_unary_handler(asked.peer_id, PROTOCOL, message) == message
+
+
+async def test_longer_message_is_neither_sent_nor_received() -> None:
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+
+    async with connected_p2pds() as ((asked,), (asker,)):
+        await asked._client.add_unary_handler(PROTOCOL, handle_at_once)
+        client = asker._client
+        with pytest.raises(P2PDaemonError, match="size exceeds"):
+            await client.call_unary_handler(asked.peer_id, PROTOCOL, bytes(MAX_MESSAGE_BYTES))
+        _, writer = stream = await open_byte_stream(asker, PeerId(str(asked.peer_id)), PROTOCOL)
+        writer.write(encode_length(MAX_MESSAGE_BYTES + 1))
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            assert await stream[0].read() == b""
+        writer.transport.abort()
+
+
+async def test_questions_that_nobody_waits_for_any_more_are_forgotten() -> None:
+    num_begun = num_ended = 0
+
+    async def handle(question: bytes, _: object) -> bytes:
+        nonlocal num_begun, num_ended
+        num_begun += 1
+        try:
+            await asyncio.Future()
+        finally:
+            num_ended += 1
+        return b""
+
+    async with connected_p2pds() as ((asked,), (asker,)), asyncio.timeout(PATIENCE_SECONDS):
+        await asked._client.add_unary_handler(PROTOCOL, handle)
+        for number in range(1, 6):
+            asking = asyncio.create_task(
+                asker._client.call_unary_handler(asked.peer_id, PROTOCOL, b"")
+            )
+            while num_begun < number:  # noqa: ASYNC110 - hivemind's task
+                await asyncio.sleep(0)
+            asking.cancel()
+            while num_ended < number:  # noqa: ASYNC110 - hivemind's task
+                await asyncio.sleep(0)
+        gc.collect()
+
+        # hivemind's loop has the last one at hand.
+        assert len(asked._client.control._handler_tasks) <= 1
+
+
+async def test_two_questions_under_one_id_are_answered_without_a_complaint() -> None:
+    """The asker chooses the id, as a p2pd of its own would have it do by chance only."""
+    from hivemind.proto import p2pd_pb2
+
+    num_begun, both = 0, asyncio.Event()
+
+    async def handle(question: bytes, _: object) -> bytes:
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun == 2:
+            both.set()
+        await both.wait()
+        return b""
+
+    with collect_complaints() as complaints:
+        async with connected_p2pds() as ((asked,), (asker,)), asyncio.timeout(PATIENCE_SECONDS):
+            await asked._client.add_unary_handler(PROTOCOL, handle)
+            peer_id = PeerId(str(asked.peer_id))
+            question = p2pd_pb2.PersistentConnectionRequest(
+                callId=bytes(16),
+                callUnary=p2pd_pb2.CallUnaryRequest(peer=b"", proto=PROTOCOL, data=b""),
+            ).SerializeToString()
+            streams = [await open_byte_stream(asker, peer_id, PROTOCOL) for _ in range(2)]
+            for _, writer in streams:
+                writer.write(encode_length(len(question)) + question)
+            await both.wait()
+            done = [asyncio.create_task(reader.read(1)) for reader, _ in streams]
+            await asyncio.wait(done, return_when=asyncio.FIRST_COMPLETED)
+            for _, writer in streams:
+                writer.transport.abort()
+            await asyncio.wait(done)
+
+    assert complaints == []
+
+
+@pytest.mark.parametrize("ends_first", ["p2pd", "we"])
+async def test_nothing_that_waits_is_left_behind(ends_first: str) -> None:
+    """Else asyncio says on a user's screen that a task of hivemind was destroyed."""
+    begun = asyncio.Event()
+
+    async def handle(question: bytes, _: object) -> bytes:
+        begun.set()
+        await asyncio.Future()
+        return b""
+
+    before = asyncio.all_tasks()
+    with collect_complaints() as complaints:
+        async with connected_p2pds() as ((asked,), (asker,)):
+            await asked._client.add_unary_handler(PROTOCOL, handle)
+            client: Any = asker._client
+            asking = asyncio.create_task(client.call_unary_handler(asked.peer_id, PROTOCOL, b""))
+            await begun.wait()
+            if ends_first == "p2pd":
+                for p2p in (asked, asker):
+                    child_of(p2p).kill()
+            else:
+                await stop_p2pd(asker)
+            with pytest.raises(Exception, match="has ended"):
+                await asking
+            del asked, asker, client
+        await asyncio.sleep(0)
+        left = asyncio.all_tasks() - before
+    assert complaints == []
+    assert {task for task in left if not task.done()} == set()
