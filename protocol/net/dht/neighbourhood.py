@@ -22,10 +22,11 @@ from itertools import islice
 from random import Random
 from typing import Any, cast
 
-from ...errors import DirectoryError, RemoteProtocolError, UsageError
+from ...errors import DirectoryError, RemoteProtocolError, ShoalError, UsageError
 from ...ids import PeerId
 from ...records.announcements import Announcement, PeerState
 from ..libp2p.multiaddrs import PeerAddress, find_listening
+from ..libp2p.p2p_daemon import connect
 from .gated_node import make_node_id
 from .record_gate import (
     MAX_KNOWN,
@@ -45,12 +46,10 @@ with warnings.catch_warnings():
     from hivemind.dht.routing import DHTID
     from hivemind.p2p import P2P, PeerID
     from hivemind.p2p.p2p_daemon_bindings.utils import (
-        ControlFailure,
         P2PDaemonError,
         P2PHandlerError,
     )
     from hivemind.utils import MSGPackSerializer
-    from hivemind.utils.multiaddr import Multiaddr
 
 _logger = logging.getLogger(__name__)
 
@@ -128,16 +127,14 @@ class Neighbourhood:
             await asyncio.gather(*map(self._greet, listening))
 
     async def _greet(self, peer: PeerAddress) -> None:
-        peer_id = PeerID.from_base58(peer.peer_id)
         try:
-            transport_address = Multiaddr(peer.text.rpartition("/p2p/")[0])
             # A ping alone would need p2pd to remember an address, which it does for a while.
             async with asyncio.timeout(_ANSWER_SECONDS):
-                await cast(Any, self._p2p)._client.connect(peer_id, [transport_address])
-        except (ControlFailure, OSError, EOFError, TimeoutError, ValueError) as error:
+                await connect(self._p2p, peer.peer_id, peer.text.rpartition("/p2p/")[0])
+        except (ShoalError, TimeoutError) as error:
             _logger.debug("the neighbour %s does not answer: %r", peer.text, error)
         else:
-            await self._node.protocol.call_ping(peer_id)
+            await self._node.protocol.call_ping(PeerID.from_base58(peer.peer_id))
 
 
 class LostNeighbours:

@@ -23,6 +23,8 @@ _CODES = {
     "tcp": b"\x06",
     "ip6": b"\x29",
     "dns": b"\x35",
+    "dns4": b"\x36",
+    "dns6": b"\x37",
     "p2p-circuit": b"\xa2\x02",
     "p2p": b"\xa5\x03",
 }
