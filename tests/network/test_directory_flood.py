@@ -30,7 +30,7 @@ def make_large_record(number: int, expires_at: float) -> tuple[Announcement, byt
 
 def fill(directory: HivemindDirectory, num_records: int) -> None:
     """Have a node store records, of those that pass, as if they had come one by one for long."""
-    protocol, gate = directory._node.protocol, directory._gate
+    protocol, gate = directory._node.dht.protocol, directory._gate
     key = DHTID.generate(source=gate.key_of(MODEL))
     expires_at = CLOCK.wall() + 250
     for number in range(num_records):
@@ -65,11 +65,11 @@ async def test_one_record_in_the_cache_does_not_hide_the_others(dht: Directories
     announcement, record = make_large_record(1, CLOCK.wall() + 60)
     await honest.announce(record)
     theirs, record = make_large_record(2, CLOCK.wall() + 250)
-    protocol, gate = stranger._node.protocol, stranger._gate
-    assert honest._p2p.peer_id is not None
+    protocol, gate = stranger._node.dht.protocol, stranger._gate
+    assert honest._access.p2p.peer_id is not None
 
     await protocol.call_store(
-        honest._p2p.peer_id,
+        honest._access.p2p.peer_id,
         [DHTID.generate(source=gate.key_of(MODEL))],
         [MSGPackSerializer.dumps(gate.wrap(record))],
         theirs.expires_at,

@@ -1,7 +1,8 @@
-"""A client whose directory is gone lives on what peers tell it. Real processes, fp32."""
+"""A client whose directory is silent lives on what peers tell it. Real processes, fp32."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import children_of, is_running
+from processes import children_of, is_running, kill_if_running
 
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.peer.local_swarm.swarm import LocalSwarm
@@ -32,6 +33,7 @@ def test_text_goes_on_when_everybody_who_was_there_first_has_died(tiny_models: A
     expected = tiny.reference.generate(inputs, max_new_tokens=16, do_sample=False)
     before = set(list_p2pd(os.getpid()))
     with (
+        contextlib.ExitStack() as ending,
         LocalSwarm(tiny.directory, spans=HALVES, weights="fp32") as swarm,
         AutoDistributedModelForCausalLM.from_pretrained(
             tiny.directory, initial_peers=swarm.initial_peers, refresh_seconds=1.0
@@ -41,7 +43,8 @@ def test_text_goes_on_when_everybody_who_was_there_first_has_died(tiny_models: A
         model: Any = opened
         begun = model.generate(inputs, max_new_tokens=8, do_sample=False, session=session)
         (own,) = set(list_p2pd(os.getpid())) - before
-        os.kill(own, signal.SIGKILL)
+        os.kill(own, signal.SIGSTOP)  # killed, it would be replaced
+        ending.callback(kill_if_running, own)
         first = list(swarm.peers)
 
         newcomers = {swarm.add(span=span).peer_id for span in HALVES}

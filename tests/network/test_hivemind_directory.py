@@ -234,7 +234,7 @@ async def test_split_swarm_becomes_one_again_without_those_it_was_joined_through
 
 def forget(directory: HivemindDirectory, peer_ids: Collection[str]) -> None:
     """Let a node do what it does when neighbours do not answer."""
-    table = directory._node.protocol.routing_table
+    table = directory._node.dht.protocol.routing_table
     known = {str(peer_id): node_id for node_id, peer_id in table.uid_to_peer_id.items()}
     for peer_id in known.keys() & set(peer_ids):
         del table[known[peer_id]]
@@ -280,7 +280,7 @@ async def test_dishonest_node_neither_fills_nor_hides_nor_poisons(
     await honest.announce(sign(victim, 1))
     await honest.announce(sign(bystander, 2))
     # This reaches into the directory: what is stored is exactly what is in question.
-    gate, storage = honest._gate, honest._node.protocol.storage
+    gate, storage = honest._gate, honest._node.dht.protocol.storage
     key, forever = gate.key_of(MODEL), float("inf")
     genuine = gate.wrap(sign(victim, 1))
     lies: list[tuple[Any, Any, float]] = [

@@ -11,14 +11,14 @@ from ...identity import Identity
 from ...ids import PeerId
 from ...membership.membership import Membership, begin_public
 from ..clock import Clock
-from ..libp2p.multiaddrs import PeerAddress
+from ..libp2p.multiaddrs import PeerAddress, split_multiaddr
 from ..libp2p.p2p_daemon import (
     P2P,
-    child_of,
     list_relays,
     start_reading_p2pd,
     start_serving_p2pd,
     stop_p2pd,
+    stopping_if_failed,
 )
 from ..libp2p.swarm_question import answer_questions, find_swarm, make_ask
 from ..relays.circuit import RelayReservations, start_sufficient_relay
@@ -26,10 +26,28 @@ from ..relays.reachability import answer_dial_back, can_be_dialled
 from ..relays.relay_selection import NUM_RELAYS, RelaySelection, rank_relays
 
 
+class Place(NamedTuple):
+    """Who one is in a DHT, and where: the same for each p2pd that a directory has in turn."""
+
+    identity: Identity | None
+    listening: tuple[str, int] | None
+    """Host and port of p2pd, 0 for any; None: it only asks."""
+    endpoint: Endpoint | None
+    """Where others dial us without p2pd."""
+
+    @property
+    def is_dialled(self) -> bool:
+        """Whether other machines are to dial us."""
+        where = self.listening
+        return where is not None and self.endpoint is not None and not is_loopback(where[0])
+
+
 class Access(NamedTuple):
     """A running p2pd, connected to peers of the swarm."""
 
     p2p: P2P
+    place: Place
+    """With the port that p2pd has."""
     membership: Membership
     peers: Sequence[PeerAddress]
     """Those that were joined through."""
@@ -40,62 +58,85 @@ class Access(NamedTuple):
 
 
 async def open_access(
-    peers: Sequence[PeerAddress],
-    identity: Identity | None,
-    clock: Clock,
-    listening: tuple[str, int] | None,
-    membership: Membership | None,
-    endpoint: Endpoint | None,
+    peers: Sequence[PeerAddress], place: Place, clock: Clock, membership: Membership | None
 ) -> Access:
-    """Start p2pd and find the swarm; see `HivemindDirectory.join`. `listening` is host and port.
+    """Start p2pd and find the swarm; see `HivemindDirectory.join`.
 
     When that fails or is interrupted, no p2pd is left running.
     """
-    if listening is None:
-        p2p = await start_reading_p2pd(peers, identity)
-    else:
-        p2p = await start_serving_p2pd(peers, identity, *listening)
-    try:
+    p2p = await _start(place, peers)
+    relays: Sequence[Relay] = ()  # that may be ours
+    async with stopping_if_failed(p2p):
         if peers:
             membership, peers = await find_swarm(peers, membership, make_ask(p2p))
         membership = membership or begin_public(PeerId(str(p2p.peer_id)))
-        if listening is None:
-            return Access(p2p, membership, peers, (), None)
-        relays: Sequence[Relay] = ()  # that may be ours
-        if endpoint is not None and not is_loopback(listening[0]):
-            p2p, relays = await make_reachable(p2p, peers, identity, listening, endpoint)
-            await answer_dial_back(p2p)
-        addresses = [str(address) for address in await p2p.get_visible_maddrs()]
-        await answer_questions(p2p, membership)
-    except BaseException:
-        if child_of(p2p).returncode is None:
-            await stop_p2pd(p2p)
-        raise
+    if place.is_dialled:
+        p2p, relays = await make_reachable(p2p, peers, place)
     selection = None
     if relays:
         peer_id = PeerId(str(p2p.peer_id))
         selection = RelaySelection(RelayReservations(p2p), peer_id, clock, relays)
-    return Access(p2p, membership, peers, addresses, selection)
+    return await _begin(p2p, place, membership, peers, selection)
+
+
+async def reopen_access(ended: Access, peers: Sequence[PeerAddress]) -> Access:
+    """Start a p2pd in place of one that has ended: same port, same relays.
+
+    A peer does not need any of `peers` to be there, as one that went on running would not.
+    """
+    place, selection = ended.place, ended.relay_selection
+    if place.listening is None:
+        p2p = await _start(place, peers)
+    elif selection is not None:
+        p2p = await _start(place, (), selection.relays)
+        selection.move(RelayReservations(p2p))
+    else:
+        p2p = await _start(place, ())
+        if place.is_dialled:
+            p2p = await start_sufficient_relay(p2p, lambda: _start(place, ()))
+    return await _begin(p2p, place, ended.membership, peers, selection)
+
+
+async def _start(place: Place, peers: Sequence[PeerAddress], relays: Sequence[Relay] = ()) -> P2P:
+    if place.listening is None:
+        return await start_reading_p2pd(peers, place.identity)
+    return await start_serving_p2pd(peers, place.identity, *place.listening, relays)
+
+
+async def _begin(
+    p2p: P2P,
+    place: Place,
+    membership: Membership,
+    peers: Sequence[PeerAddress],
+    selection: RelaySelection | None,
+) -> Access:
+    """Answer from now on what is asked through a p2pd; stop it where that fails."""
+    if place.listening is None:
+        return Access(p2p, place, membership, peers, (), selection)
+    async with stopping_if_failed(p2p):
+        if place.is_dialled:
+            await answer_dial_back(p2p)
+        addresses = [str(address) for address in await p2p.get_visible_maddrs()]
+        await answer_questions(p2p, membership)
+        host, _ = place.listening
+        _, port = split_multiaddr(addresses[0])
+        place = place._replace(listening=(host, port))
+        return Access(p2p, place, membership, peers, addresses, selection)
 
 
 async def make_reachable(
-    p2p: P2P,
-    initial_peers: Sequence[PeerAddress],
-    identity: Identity | None,
-    listening: tuple[str, int],
-    endpoint: Endpoint,
+    p2p: P2P, initial_peers: Sequence[PeerAddress], place: Place
 ) -> tuple[P2P, Sequence[Relay]]:
     """Return a p2pd that is a relay for others, or one behind relays when nobody can dial us.
 
     With it come all that may be relays, best first; p2pd is told of as many as are needed. It is
-    the one that was given, or a new one.
+    the one that was given, or a new one. When that fails or is interrupted, none is left running.
     """
-
-    async def start(*trusted: Relay) -> P2P:
-        return await start_serving_p2pd(initial_peers, identity, *listening, trusted)
-
-    relays = rank_relays(PeerId(str(p2p.peer_id)), list_relays(initial_peers))
-    if not relays or await can_be_dialled(p2p, endpoint):
-        return await start_sufficient_relay(p2p, start), ()
+    async with stopping_if_failed(p2p):
+        assert place.endpoint is not None
+        relays = rank_relays(PeerId(str(p2p.peer_id)), list_relays(initial_peers))
+        can_dial = not relays or await can_be_dialled(p2p, place.endpoint)
+    if can_dial:
+        return await start_sufficient_relay(p2p, lambda: _start(place, initial_peers)), ()
     await stop_p2pd(p2p)
-    return await start(*relays[:NUM_RELAYS]), relays
+    return await _start(place, initial_peers, relays[:NUM_RELAYS]), relays

@@ -16,7 +16,7 @@ import re
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 from ...errors import DirectoryError, RemoteProtocolError
@@ -90,13 +90,6 @@ MAX_FIND_BYTES = 2**14
 _STORE, _FIND = "DHTProtocol.rpc_store", "DHTProtocol.rpc_find"
 
 
-class GatedNode(NamedTuple):
-    """A node of the DHT, and the gate that all records pass which it stores or finds."""
-
-    node: DHTNode
-    gate: RecordGate
-
-
 class GateValidator(RecordValidatorBase):
     """Makes hivemind ask our gate before it stores anything."""
 
@@ -107,20 +100,20 @@ class GateValidator(RecordValidatorBase):
         return self._gate.accept(record.key, record.subkey, record.value, record.expiration_time)
 
 
-async def start_node(
-    p2p: P2P,
-    membership: Membership,
-    clock: Clock,
-    initial_peers: Sequence[PeerAddress],
-    client_mode: bool,
-) -> GatedNode:
-    """Start a node over a p2pd. Raises DirectoryError when no initial peer wants us."""
-    gate = RecordGate(
+def make_gate(membership: Membership, clock: Clock) -> RecordGate:
+    """Return a gate for all records that nodes store or find, one after the other."""
+    return RecordGate(
         membership,
         clock,
         lambda key: DHTID.generate(source=key).to_bytes(),
         MSGPackSerializer.dumps,
     )
+
+
+async def start_node(
+    p2p: P2P, gate: RecordGate, initial_peers: Sequence[PeerAddress], client_mode: bool
+) -> DHTNode:
+    """Start a node over a p2pd. Raises DirectoryError when no initial peer wants us."""
     try:
         node = await DHTNode.create(
             p2p=p2p,
@@ -145,7 +138,7 @@ async def start_node(
     harden(node.protocol)
     if not client_mode:
         RecordIntake(node.protocol, gate.wall).open(p2p)
-    return GatedNode(node, gate)
+    return node
 
 
 def _explain(error: ValidationError) -> str:

@@ -13,9 +13,16 @@ import logging
 import random
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...endpoints import Endpoint, Relay
-from ...errors import DirectoryError, LocalProtocolError, RemoteProtocolError, UsageError
+from ...errors import (
+    DirectoryError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    ShoalError,
+    UsageError,
+)
 from ...identity import Identity
 from ...ids import ModelId, PeerId
 from ...membership.membership import Membership, Revocations, sign_revocations
@@ -23,10 +30,15 @@ from ...records.announcements import Announcement, KnownRecord, PeerState
 from ..clock import Clock
 from ..libp2p.libp2p_transport import Libp2pTransport
 from ..libp2p.multiaddrs import PeerAddress
-from ..libp2p.p2p_daemon import child_of, stop_p2pd
-from .access import Access, open_access
-from .gated_node import GatedNode, quieten_hivemind, start_node
-from .neighbourhood import Neighbourhood, Replicas
+from ..libp2p.p2p_daemon import child_of, stop_p2pd, stopping_if_failed
+from ..retry import Backoff, Retry
+from .access import Access, Place, open_access, reopen_access
+from .gated_node import make_gate, quieten_hivemind, start_node
+from .neighbourhood import Neighbourhood, Replicas, list_relay_addresses
+from .record_gate import RecordGate
+
+if TYPE_CHECKING:
+    from hivemind.dht.node import DHTNode
 
 _logger = logging.getLogger(__name__)
 
@@ -35,22 +47,75 @@ _OPERATION_SECONDS = 5.0
 
 _CLOSE_SECONDS = 2.0
 
+_RESTARTS = Backoff(1.0, 15.0, jitter_fraction=0.5)
+"""How long p2pd is left alone after it has ended. An attacker who can end it at will has it started
+four times a minute; once he gives up, it is back as soon."""
+
+_STEADY_SECONDS = 60.0
+"""A p2pd that has lasted so long did not end for the reason for which the one before it did."""
+
+_RESTART_SECONDS = 30.0
+"""How long one start may take in all, a relay included."""
+
+
+class _Node(NamedTuple):
+    """A node of the DHT and the p2pd through which it speaks: replaced as one when p2pd ends."""
+
+    access: Access
+    p2pd: asyncio.subprocess.Process
+    dht: DHTNode
+    neighbourhood: Neighbourhood
+    replicas: Replicas
+
+    @classmethod
+    async def start(
+        cls, access: Access, gate: RecordGate, initial_peers: Sequence[PeerAddress]
+    ) -> _Node:
+        """Start a node that answers others unless it only asks; stop p2pd where that fails.
+
+        Raises DirectoryError when no initial peer wants us.
+        """
+        p2p, is_reader = access.p2p, access.place.listening is None
+        async with stopping_if_failed(p2p):
+            dht = await start_node(p2p, gate, initial_peers, is_reader)
+            neighbourhood = Neighbourhood(dht, p2p, access.peers)
+            replicas = Replicas(dht, p2p, gate)
+            if not is_reader:
+                await replicas.serve()
+            return cls(access, child_of(p2p), dht, neighbourhood, replicas)
+
+    @property
+    def is_running(self) -> bool:
+        return self.p2pd.returncode is None
+
+    async def close(self) -> None:
+        """End the node and its p2pd, if it has not ended yet."""
+        if self.is_running:
+            try:
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await self.dht.shutdown()
+            except Exception as error:  # noqa: BLE001 - it tells a p2pd that may be going away
+                _logger.debug("the DHT node did not shut down cleanly: %r", error)
+        await stop_p2pd(self.access.p2p)
+        await self.replicas.close()
+
 
 class HivemindDirectory:
-    """One node of the DHT and its p2pd process. Implements Directory; made by `join`.
+    """One member of the DHT, over a p2pd process. Implements Directory; made by `join`.
 
     Under the key of (swarm, model) the DHT keeps a dictionary from peer id to signed record.
-    Records that are found or stored here pass the gate; lookups answer with admitted records.
+    Records that are found or stored here pass the gate; lookups answer with admitted records. When
+    p2pd ends, another one takes its place; until then operations fail and records stay known.
     """
 
-    def __init__(self, access: Access, gated: GatedNode) -> None:
-        self._access = access
-        self._p2p = access.p2p
-        self._p2pd = child_of(access.p2p)
-        self._node, self._gate = gated
-        self._neighbourhood = Neighbourhood(self._node, self._p2p, access.peers)
-        self._replicas = Replicas(self._node, self._p2p, self._gate)
+    def __init__(self, node: _Node, gate: RecordGate, clock: Clock) -> None:
+        self._node = node
+        self._gate = gate
+        self._clock = clock
+        self._own: dict[ModelId, tuple[Announcement, bytes]] = {}  # with the value in the DHT
+        self._transport: Libp2pTransport | None = None
         self._is_closed = False
+        self._replacing = asyncio.create_task(self._replace_ended())
 
     @classmethod
     async def join(
@@ -79,22 +144,14 @@ class HivemindDirectory:
         quieten_hivemind()
         peers = [PeerAddress.parse(text) for text in initial_peers]
         listening = None if client_mode else (listen_host, port)
-        access = await open_access(peers, identity, clock, listening, membership, endpoint)
-        try:
-            gated = await start_node(
-                access.p2p, access.membership, clock, access.peers, client_mode
-            )
-            directory = cls(access, gated)
-            if not client_mode:
-                await directory._replicas.serve()
-        except BaseException:
-            if child_of(access.p2p).returncode is None:
-                await stop_p2pd(access.p2p)
-            raise
-        return directory
+        place = Place(identity, listening, endpoint)
+        access = await open_access(peers, place, clock, membership)
+        gate = make_gate(access.membership, clock)
+        return cls(await _Node.start(access, gate, access.peers), gate, clock)
 
     def __repr__(self) -> str:
-        return f"<HivemindDirectory {self._p2p.peer_id}, {len(self._neighbourhood)} neighbours>"
+        num_neighbours = len(self._neighbourhood)
+        return f"<HivemindDirectory {self._access.p2p.peer_id}, {num_neighbours} neighbours>"
 
     @property
     def membership(self) -> Membership:
@@ -122,14 +179,16 @@ class HivemindDirectory:
         return self.relays
 
     def make_transport(self) -> Libp2pTransport:
-        """Return a transport over the same p2pd; close it before the directory."""
-        return Libp2pTransport(self._p2p, self.membership)
+        """Return a transport over p2pd, the only one; close it before the directory."""
+        self._transport = Libp2pTransport(self._access.p2p, self.membership)
+        return self._transport
 
     async def announce(self, record: bytes) -> None:
         """See Directory.announce. Raises UsageError in client mode."""
         if self._is_reader:
             raise UsageError("a directory in client mode only reads; join without client_mode")
         announcement, value = self._take_own(record)
+        self._own[announcement.model_id] = announcement, value
         self._check_is_running()
         await self._neighbourhood.restore()
         await self._publish(announcement, value)
@@ -223,19 +282,65 @@ class HivemindDirectory:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._p2pd.returncode is None:
-            try:
-                async with asyncio.timeout(_CLOSE_SECONDS):
-                    await self._node.shutdown()
-            except Exception as error:  # noqa: BLE001 - it tells a p2pd that may be going away
-                _logger.debug("the DHT node did not shut down cleanly: %r", error)
-        await stop_p2pd(self._p2p)
-        await self._replicas.close()
+        self._replacing.cancel()
+        await asyncio.wait([self._replacing])
+        await self._node.close()
+
+    async def _replace_ended(self) -> None:
+        """Start another p2pd whenever the present one has ended, later and later each time."""
+        restarts = Retry(_RESTARTS, self._clock, rng=random.Random())
+        while True:
+            began_at = self._clock.now()
+            status = await self._node.p2pd.wait()
+            if self._clock.now() - began_at > _STEADY_SECONDS:
+                restarts.reset()
+            _logger.warning("p2pd has ended (exit status %d); it is started again", status)
+            await self._node.close()
+            while not self._node.is_running:
+                restarts.note_failure()
+                await restarts.pause()
+                try:
+                    async with asyncio.timeout(_RESTART_SECONDS):
+                        await self._replace()
+                except (ShoalError, TimeoutError) as error:
+                    _logger.warning("p2pd could not be started again: %s", error)
+
+    async def _replace(self) -> None:
+        """Put another node in place of the one whose p2pd has ended, and announce again."""
+        peers = [*self._access.peers, *self._list_meeting_points()]
+        access = await reopen_access(self._access, list(dict.fromkeys(peers)))
+        must_answer = access.peers if self._is_reader else ()
+        self._node = await _Node.start(access, self._gate, must_answer)
+        async with stopping_if_failed(access.p2p):
+            if self._transport is not None:
+                await self._transport.move(access.p2p)
+        await self._neighbourhood.restore()
+        for announcement, value in self._own.values():
+            if announcement.expires_at > self._gate.wall():
+                with suppress(DirectoryError):  # the next announcement is soon due
+                    await self._publish(announcement, value)
+        _logger.info("p2pd runs again, with %d neighbours", len(self._neighbourhood))
+
+    def _list_meeting_points(self) -> list[PeerAddress]:
+        """Return where peers can be joined that announce the models that we announce."""
+        return [
+            address
+            for model_id in self._own
+            for address in list_relay_addresses(self._gate.list_current(model_id))
+        ]
 
     @property
     def _other_keys(self) -> Sequence[str]:
         """The keys that are looked up along with every model."""
         return (self._gate.revocations_key,) if self.membership.is_private else ()
+
+    @property
+    def _access(self) -> Access:
+        return self._node.access
+
+    @property
+    def _neighbourhood(self) -> Neighbourhood:
+        return self._node.neighbourhood
 
     @property
     def _is_reader(self) -> bool:
@@ -248,18 +353,18 @@ class HivemindDirectory:
     def _check_is_running(self) -> None:
         if self._is_closed:
             raise DirectoryError("the directory was closed")
-        if self._p2pd.returncode is not None:
-            raise DirectoryError("the p2pd process has ended; join the directory again")
+        if not self._node.is_running:
+            raise DirectoryError("the p2pd process has ended; another one is being started")
 
     async def _store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
         """Return whether at least one replica holds the value now."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_OPERATION_SECONDS):
-                return await self._replicas.store(key, subkey, value, expires_at)
+                return await self._node.replicas.store(key, subkey, value, expires_at)
         return False
 
     async def _search(self, *keys: str) -> None:
         """Ask everyone near the keys, which feeds the gate."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_OPERATION_SECONDS):
-                await self._replicas.search(keys)
+                await self._node.replicas.search(keys)

@@ -82,9 +82,15 @@ class Libp2pTransport:
             raise UsageError(f"port {fitting[0][1]} on {host} is in use; choose another one")
         peer_id = PeerId(str(self._p2p.peer_id))
         endpoint = Libp2pEndpoint(host, fitting[0][1], peer_id=peer_id)
-        self._listener = Libp2pListener(self._p2p, endpoint, serve, self._membership)
-        await self._listener.start()
+        self._listener = Libp2pListener(endpoint, serve, self._membership)
+        await self._listener.start(self._p2p)
         return self._listener
+
+    async def move(self, p2p: P2P) -> None:
+        """From now on dial and listen through another p2pd; the one before has ended."""
+        self._p2p = p2p
+        if self._listener is not None and self._listener.is_open:
+            await self._listener.start(p2p)
 
     async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> Libp2pStream:
         self._check_open()
@@ -143,12 +149,10 @@ class Libp2pListener:
 
     def __init__(
         self,
-        p2p: P2P,
         endpoint: Libp2pEndpoint,
         serve: StreamServer,
         membership: Membership,
     ) -> None:
-        self._p2p = p2p
         self.endpoint = endpoint
         self._serve = serve
         self._membership = membership
@@ -158,8 +162,10 @@ class Libp2pListener:
         self._limit = FairLimit(MAX_STREAMS, "streams")
         self.is_open = False
 
-    async def start(self) -> None:
-        await self._p2p.add_binary_stream_handler(PROTOCOL, self._accept)
+    async def start(self, p2p: P2P) -> None:
+        """Take the streams that come to a p2pd, until `close`."""
+        self._p2p = p2p
+        await p2p.add_binary_stream_handler(PROTOCOL, self._accept)
         self.is_open = True
 
     async def close(self, grace_seconds: float = 0.0) -> None:

@@ -15,8 +15,8 @@ import logging
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
@@ -187,6 +187,21 @@ async def stop_p2pd(p2p: P2P) -> None:
     cast(Any, p2p)._remove_socket()  # one that was killed leaves it
     # Not only waits: it closes the pipe of what p2pd says, which hivemind leaves open.
     await child_of(p2p).communicate()
+
+
+@asynccontextmanager
+async def stopping_if_failed(p2p: P2P) -> AsyncGenerator[None]:
+    """Stop p2pd where what is done with it fails or is interrupted; hivemind's errors become ours.
+
+    Raises DirectoryError when p2pd does not do what it is asked for.
+    """
+    try:
+        yield
+    except BaseException as error:
+        await stop_p2pd(p2p)
+        if isinstance(error, (P2PDaemonError, ControlFailure, OSError, EOFError)):
+            raise DirectoryError(f"p2pd failed at its start: {error!r}") from error
+        raise
 
 
 def list_relays(initial_peers: Sequence[PeerAddress]) -> list[Relay]:

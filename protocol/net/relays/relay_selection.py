@@ -66,6 +66,11 @@ class RelaySelection:
         self.relays = tuple(rank_relays(peer_id, initial)[:NUM_RELAYS])
         """Best first; those of old while there are no others."""
 
+    def move(self, reservations: RelayReservations) -> None:
+        """From now on make reservations through another p2pd; those of before went with it."""
+        self._reservations = reservations
+        self._renewed_at.clear()
+
     async def renew(self, search: Search) -> None:
         """Leave relays that are gone and take others."""
         connected = await self._reservations.list_connected()

@@ -1,0 +1,156 @@
+"""A p2pd that ends is replaced, and the directory goes on where it was. Starts real p2pds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from announcements import MODEL, identity_of
+from directory_processes import Directories, look_up, sign_now
+
+from shoal.protocol.errors import DirectoryError, ShoalError
+from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
+from shoal.protocol.net.libp2p.p2p_daemon import child_of
+from shoal.protocol.net.transport import Stream
+
+pytestmark = pytest.mark.network
+PATIENCE_SECONDS = 60.0  # only a broken test waits this long
+
+
+def kill_p2pd(directory: HivemindDirectory) -> None:
+    os.kill(child_of(directory._access.p2p).pid, signal.SIGKILL)
+
+
+async def wait_until_found(directory: HivemindDirectory, *numbers: int) -> None:
+    """Look up until exactly the peers of some numbers are found."""
+    expected = {identity_of(number).peer_id for number in numbers}
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            with contextlib.suppress(DirectoryError):
+                if await look_up(directory) == expected:
+                    return
+            await asyncio.sleep(0.1)
+
+
+async def wait_until_ended(directory: HivemindDirectory) -> None:
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await child_of(directory._access.p2p).wait()
+
+
+async def test_peer_is_found_again_where_it_was_and_says_so_in_one_line(
+    dht: Directories, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = await dht.join([], 1)
+    second = await dht.join(first.addresses, 2)
+    for number, directory in ((1, first), (2, second)):
+        await directory.announce(sign_now(number))
+    before = second.addresses
+
+    with caplog.at_level(logging.WARNING):
+        kill_p2pd(second)
+        await wait_until_ended(second)
+        with pytest.raises(DirectoryError, match="another one is being started"):
+            await second.announce(sign_now(2))
+        assert {one.peer_id for one in second._gate.list_current(MODEL)} >= {identity_of(2).peer_id}
+        await wait_until_found(second, 1, 2)
+
+    assert second.addresses == before
+    assert [record.message for record in caplog.records] == [
+        "p2pd has ended (exit status -9); it is started again"
+    ]
+    newcomer = await dht.read(before)
+    await wait_until_found(newcomer, 1, 2)
+
+
+async def test_announcement_returns_with_p2pd_before_the_next_one_is_due(dht: Directories) -> None:
+    """The only node that kept it is the one that lost everything."""
+    only = await dht.join([], 1)
+    await only.announce(sign_now(1))
+
+    kill_p2pd(only)
+    await wait_until_ended(only)
+    await wait_until_found(only, 1)
+
+    reader = await dht.read(only.addresses)
+    await wait_until_found(reader, 1)
+
+
+async def test_peer_comes_back_though_those_it_joined_through_are_gone(
+    dht: Directories,
+) -> None:
+    first = await dht.join([], 1)
+    second = await dht.join(first.addresses, 2)
+    await second.announce(sign_now(2))
+    await first.close()
+
+    kill_p2pd(second)
+    await wait_until_ended(second)
+    await wait_until_found(second, 2)
+
+    newcomer = await dht.read(second.addresses)
+    await wait_until_found(newcomer, 2)
+
+
+async def test_reader_joins_again_each_time(dht: Directories) -> None:
+    server = await dht.join([], 1)
+    await server.announce(sign_now(1))
+    reader = await dht.read(server.addresses)
+
+    for _ in range(2):
+        kill_p2pd(reader)
+        await wait_until_ended(reader)
+        await wait_until_found(reader, 1)
+
+
+async def test_streams_of_libp2p_are_dialled_and_accepted_through_the_new_p2pd(
+    dht: Directories,
+) -> None:
+    server = await dht.join([], 1)
+    client = await dht.read(server.addresses)
+    accepting, dialling = server.make_transport(), client.make_transport()
+
+    async def echo(stream: Stream) -> None:
+        while (frame := await stream.receive()) is not None:
+            await stream.send(frame)
+
+    listener = await accepting.listen("127.0.0.1", 0, echo)
+    for ended in (server, client):
+        kill_p2pd(ended)
+        await wait_until_ended(ended)
+
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            try:
+                stream = await dialling.open_stream(listener.endpoint)
+                await stream.send(b"a token")
+                assert await stream.receive() == b"a token"
+                break
+            except ShoalError:
+                await asyncio.sleep(0.1)
+    await stream.close()
+    await dialling.close()
+    await accepting.close()
+
+
+async def test_closing_while_p2pd_is_started_again_leaves_no_process_or_socket(
+    dht: Directories, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from shoal.protocol.net.libp2p.p2p_daemon import P2P
+
+    monkeypatch.setattr(P2P, "_UNIX_SOCKET_PREFIX", f"/unix{tmp_path}/")
+    server = await dht.join([], 1)
+
+    kill_p2pd(server)
+    await wait_until_ended(server)
+    while not server._node.is_running:  # noqa: ASYNC110 - a process sets no event
+        await asyncio.sleep(0.01)
+    kill_p2pd(server)
+    await wait_until_ended(server)
+    await server.close()
+
+    assert not any(name.endswith(".sock") for name in os.listdir(tmp_path))
