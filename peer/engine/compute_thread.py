@@ -202,7 +202,6 @@ class ComputeThread:
         with self.wake:
             if job.is_decoding:
                 self._is_decoding_new = True
-                self._note_decoding(job, job.submitted_at)
         self._enqueue(self._jobs.append, job)
         return future
 
@@ -413,6 +412,10 @@ class ComputeThread:
         """Return the waiting jobs, and the same as the policy sees them."""
         self._is_decoding_new = False
         jobs = [job for job in self._jobs if not job.future.cancelled()]
+        now = self._now()
+        for job in jobs:
+            if job.is_decoding:
+                self._note_decoding(job, now)
         return jobs, [job.describe() for job in jobs]
 
     def _take(
@@ -455,7 +458,7 @@ class ComputeThread:
             self._jobs.extendleft(reversed(unfinished))
 
     def _note_decoding(self, job: StepJob, now: float) -> None:
-        # At arrival and at the end: a step may wait for longer than counts as recent.
+        # While a step waits, which may be for longer than counts as recent, and at its end.
         num_rows = job.work.num_rows * job.token_cost
         self.budget.note_decoding(now, job.tenant, id(job.work.cache), num_rows)
 

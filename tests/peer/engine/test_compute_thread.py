@@ -85,6 +85,23 @@ async def test_prompts_with_an_adapter_pay_for_its_numbers() -> None:
 
 
 @on_loop()
+async def test_rows_that_wait_for_long_crowd_as_before() -> None:
+    engine, clock = NotingEngine(), [0.0]
+    compute = make_thread(engine, now=lambda: clock[0])  # not entered: the test is the thread
+    flood = [compute.submit(make_work(FakeCache()), ("flood", "")) for _ in range(12)]
+    clock[0] = 60.0
+    quiet = make_work(FakeCache())
+    answer = compute.submit(quiet, ("quiet", ""))
+
+    compute.iterate()
+    assert engine.batches == [[quiet]]
+
+    while not all(future.done() for future in (answer, *flood)):
+        compute.iterate()
+        await asyncio.sleep(0)
+
+
+@on_loop()
 async def test_cancelled_step_that_waits_is_never_computed() -> None:
     engine = NotingEngine()
     first, dropped, last = (make_work(FakeCache(), position) for position in range(3))
