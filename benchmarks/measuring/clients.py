@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from measuring.benchmark_model import BenchmarkModel
+from shoal.client.adapters.adapter_versions import AdapterVersion
 from shoal.client.routing.route_finder import SwarmModel
 from shoal.client.runtime.async_client import AsyncClient
 from shoal.client.runtime.client import Connect, find_network
@@ -63,6 +64,13 @@ class Clients:
             hashlib.sha256(client.encode()).digest()[:16],
         )
         session = self._client.open_session_as(facts, kind)
+        self._sessions.append(session)
+        return session
+
+    def open_adapted(self, max_tokens: int, adapter: AdapterVersion) -> RemoteSession:
+        """Return a session over all blocks whose rows have an adapter, of one more client."""
+        span = Span(0, self._address.model.num_blocks)
+        session = self._client.open_session(max_tokens, span, adapter=adapter)
         self._sessions.append(session)
         return session
 

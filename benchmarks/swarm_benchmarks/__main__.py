@@ -39,6 +39,9 @@ PARTS = {
     "hop": Part("What a hop costs beside computing: tiny model, one peer", hop.measure),
     "memory": Part("Memory of a session, of all peers together", memory.measure),
     "flood": Part("A client beside another one that floods the peers", flood.measure),
+    "adapters": Part(
+        "The same where each session of the flood has the largest adapter", flood.measure_adapters
+    ),
     "finetune": Part(
         "Gradients through frozen blocks, and steps beside a client that trains", finetune.measure
     ),
