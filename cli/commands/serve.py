@@ -74,6 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="port of the DHT (default: any free port)",
     )
     parser.add_argument(
+        "--relay", action="store_true",
+        help="carry the sessions of peers that nobody can dial, such as those behind a NAT",
+    )  # fmt: skip
+    parser.add_argument(
         "--identity", type=Path, metavar="FILE",
         help="file with the private key behind the peer's id; created if missing",
     )  # fmt: skip
@@ -167,6 +171,7 @@ def _make_config(options: argparse.Namespace) -> PeerConfig:
         listen_port=port,
         directory_port=options.directory_port,
         announce_host=options.announce_host,
+        is_relay=options.relay,
         identity_path=options.identity,
         announce_period_seconds=options.announce_period,
         drain_seconds=options.drain,
@@ -240,7 +245,11 @@ async def _run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> 
 
     clock = SystemClock()
     listening = Listening(
-        config.listen_host, config.listen_port, config.directory_port, config.announce_host
+        config.listen_host,
+        config.listen_port,
+        config.directory_port,
+        config.announce_host,
+        config.is_relay,
     )
     network = InternetNetwork(clock, config.initial_peers, config.membership, listening)
     async with Peer.join(config, network, clock, report) as peer:

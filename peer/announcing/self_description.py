@@ -56,6 +56,7 @@ def make_template(
         endpoints=() if relays else (presence.endpoint,),
         relays=relays,
         relay_port=presence.relay_port,
+        directory_port=presence.directory_port,
         min_version=MIN_VERSION,
         max_version=MAX_VERSION,
         software=SOFTWARE,

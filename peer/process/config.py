@@ -80,6 +80,9 @@ class PeerConfig:
     announce_host: str | None = None
     """Host that others dial; None: the one of `listen_host`."""
 
+    is_relay: bool = False
+    """Whether to carry streams to peers that cannot be dialled."""
+
     identity_path: Path | None = None
     """Key file of the peer; None: a fresh identity that ends with the process."""
 

@@ -40,6 +40,8 @@ class Presence:
 
     Empty at first means empty for good.
     """
+    directory_port: int = 0
+    """The port at which others on the internet can join through the peer; 0: none."""
     relay_port: int = 0
     """The port at which the peer is a relay of others; 0: it is none."""
     find_relays: Callable[[ModelId], Awaitable[Sequence[Relay]]] | None = None

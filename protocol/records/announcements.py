@@ -156,6 +156,8 @@ class Announcement:
     """How the ids of the peers end that hold connections which this one has opened, to push over
     them: it cannot be dialled. A whole id is no use; who finds another with the same end gains
     nothing by it."""
+    directory_port: Annotated[int, Field(ge=0, lt=2**16)] = 0
+    """Port of libp2p at its first endpoint, where others can join through the peer; 0: none."""
 
     def __post_init__(self) -> None:
         if self.span.stop > self.num_blocks:
@@ -179,9 +181,17 @@ class Announcement:
     @property
     def as_relay(self) -> Relay | None:
         """The peer as a relay of others; None when it is none."""
-        if not self.relay_port or not self.endpoints:
+        return self._locate(self.relay_port)
+
+    @property
+    def as_node(self) -> Relay | None:
+        """Where others can join through the peer; None where they cannot."""
+        return self._locate(self.directory_port or self.relay_port)
+
+    def _locate(self, port: int) -> Relay | None:
+        if not port or not self.endpoints:
             return None
-        return Relay(self.endpoints[0].host, self.relay_port, self.peer_id)
+        return Relay(self.endpoints[0].host, port, self.peer_id)
 
 
 class KnownRecord(NamedTuple):

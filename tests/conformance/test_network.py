@@ -81,7 +81,8 @@ async def test_peer_that_others_can_dial_has_no_relays(
 ) -> None:
     assert presence.identity is IDENTITY
     assert [listener.endpoint for listener in presence.listeners] == [presence.endpoint]
-    assert (list(presence.relays), presence.relay_port) == ([], 0)
+    assert list(presence.relays) == []
+    assert (presence.relay_port, presence.directory_port) == (0, 0)
     assert not await presence.renew_relays(MODEL)
 
 

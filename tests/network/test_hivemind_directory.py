@@ -246,8 +246,8 @@ async def find_spans(directory: HivemindDirectory) -> set[Span]:
 
 async def announce_all(directories: Mapping[int, HivemindDirectory], **changes: Any) -> None:
     for number, directory in directories.items():
-        _, relay_port = split_multiaddr(directory.addresses[0])
-        await directory.announce(sign_now(number, relay_port=relay_port, **changes))
+        _, port = split_multiaddr(directory.addresses[0])
+        await directory.announce(sign_now(number, directory_port=port, **changes))
 
 
 async def test_dishonest_node_neither_fills_nor_hides_nor_poisons(

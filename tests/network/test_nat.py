@@ -61,7 +61,7 @@ class Scene(NamedTuple):
 def scene() -> Iterator[Scene]:
     with nat_networks() as networks, contextlib.ExitStack() as stack:
         networks.forget_after("a", FORGETTING_SECONDS)
-        public = start_peer(networks, stack, "public", PUBLIC_HOST, "0:4", "--new-swarm")
+        public = start_peer(networks, stack, "public", PUBLIC_HOST, "0:4", "--new-swarm", "--relay")
         join = ("--initial-peers", public.address)
         relayed = start_peer(networks, stack, "home-a", HOME_HOSTS["a"], "4:8", *join)
         read_event(relayed.process, "parked")
@@ -140,6 +140,25 @@ def test_peer_that_can_be_dialled_announces_itself(scene: Scene) -> None:
         assert direct.facts["endpoint"].startswith(f"{host}:")
 
 
+def test_peer_that_nobody_can_dial_says_how_to_find_a_relay(scene: Scene) -> None:
+    """It joins through a peer that is none, as no peer is unless it is told to."""
+    with contextlib.ExitStack() as stack:
+        join = ("--initial-peers", scene.address)
+        other = start_peer(scene.networks, stack, "router-b", ROUTER_HOSTS["b"], "0:4", *join)
+        serve = (sys.executable, "-P", "-m", "shoal.cli", "serve", MODEL, "--blocks", "4:8")
+        options = ("--listen", HOME_HOSTS["a"], "--initial-peers", other.address)
+
+        refused = warm_python.run(
+            scene.networks.command("home-a", *serve, *options),
+            capture_output=True,
+            text=True,
+            timeout=START_SECONDS,
+        )
+
+    assert refused.returncode == 1
+    assert "open the port, or join through a peer that was started with --relay" in refused.stderr
+
+
 def test_long_prompt_goes_through_a_relay_in_one_go(scene: Scene) -> None:
     done = generate(scene, "home-b", LONG_PROMPT, "--delivery", "star")
 
@@ -176,10 +195,10 @@ def test_parked_streams_survive_a_nat_that_forgets_what_is_silent(scene: Scene) 
 @pytest.mark.thorough
 def test_text_goes_on_when_the_relay_dies_through_one_that_came_later() -> None:
     with nat_networks() as networks, contextlib.ExitStack() as stack:
-        relay = start_peer(networks, stack, "public", PUBLIC_HOST, "0:4", "--new-swarm")
+        relay = start_peer(networks, stack, "public", PUBLIC_HOST, "0:4", "--new-swarm", "--relay")
         join = ("--initial-peers", relay.address)
         relayed = start_peer(networks, stack, "home-a", HOME_HOSTS["a"], "4:8", *join)
-        other = start_peer(networks, stack, "router-b", ROUTER_HOSTS["b"], "0:4", *join)
+        other = start_peer(networks, stack, "router-b", ROUTER_HOSTS["b"], "0:4", "--relay", *join)
         assert read_event(relayed.process, "relayed")["relays"] == [relay.address, other.address]
         writing = write_text(networks, stack, "home-b", relay.address, other.address)
         assert writing.stdout is not None
@@ -214,9 +233,9 @@ def write_text(
 @pytest.mark.thorough
 def test_text_goes_on_when_either_end_of_a_parked_stream_dies() -> None:
     with nat_networks() as networks, contextlib.ExitStack() as stack:
-        first = start_peer(networks, stack, "public", PUBLIC_HOST, "0:4", "--new-swarm")
+        first = start_peer(networks, stack, "public", PUBLIC_HOST, "0:4", "--new-swarm", "--relay")
         join = ("--initial-peers", first.address)
-        hosts = [first, start_peer(networks, stack, "public", PUBLIC_HOST, "0:4", *join)]
+        hosts = [first, start_peer(networks, stack, "public", PUBLIC_HOST, "0:4", "--relay", *join)]
         addresses = [host.address for host in hosts]
         join = ("--initial-peers", ",".join(addresses))
         relayed = {

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from async_tests import RunAsync
 
+from shoal.protocol.endpoints import Relay
+from shoal.protocol.net.libp2p.multiaddrs import split_multiaddr
+
 pytestmark = [
     pytest.mark.network,
     pytest.mark.slow,
@@ -26,14 +29,17 @@ class Starts:
         """Not reachable as far as it knows, p2pd sets up only the service that it always does."""
         return await self._start()
 
+    async def start_without(self) -> Any:
+        return await self._start(is_relay=False)
+
     async def start_public(self) -> Any:
         return await self._start(force_reachability="public")
 
-    async def _start(self, **options: Any) -> Any:
+    async def _start(self, *, is_relay: bool = True, **options: Any) -> Any:
         from shoal.protocol.net.libp2p import p2p_daemon
 
         p2p = await p2p_daemon.OwnGroupP2P.create(
-            nat_port_map=False, auto_nat=False, use_relay=True, **options
+            nat_port_map=False, auto_nat=False, use_relay=is_relay, **options
         )
         self.started.append(p2p)
         return p2p
@@ -70,6 +76,22 @@ async def test_relay_is_started_anew_until_it_carries_texts_and_kept_then(starts
     assert starts.list_running() == [relay]
     assert await start_sufficient_relay(relay, starts.start_public) is relay
     assert starts.started[-1] is relay
+
+
+async def test_only_a_relay_that_carries_texts_grants_a_reservation(starts: Starts) -> None:
+    from shoal.protocol.ids import PeerId
+    from shoal.protocol.net.relays.circuit import RelayReservations, start_sufficient_relay
+
+    poor = await starts.start_with_limits_of_libp2p()
+    none = await starts.start_without()
+    good = await start_sufficient_relay(await starts.start_public(), starts.start_public)
+    asking = RelayReservations(await starts.start_without())
+    relays = [
+        Relay(*split_multiaddr(str((await p2p.get_visible_maddrs())[0])), PeerId(str(p2p.peer_id)))
+        for p2p in (poor, none, good)
+    ]
+
+    assert await asking.list_granting(relays) == relays[2:]
 
 
 async def test_none_is_left_running_when_starting_is_interrupted(starts: Starts) -> None:

@@ -67,8 +67,8 @@ async def serve(number: int, port: int, initial_peers: list[str]) -> None:
         initial_peers, identity=identity_of(number), clock=CLOCK, port=port
     )
     address = directory.addresses[0]
-    _, relay_port = split_multiaddr(address)
-    await directory.announce(sign_now(number, relay_port=relay_port))
+    _, directory_port = split_multiaddr(address)
+    await directory.announce(sign_now(number, directory_port=directory_port))
     print(address, flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...endpoints import Endpoint, Relay, is_loopback
+from ...errors import DirectoryError
 from ...identity import Identity
 from ...ids import PeerId
 from ...membership.membership import Membership, begin_public
@@ -25,6 +27,8 @@ from ..relays.circuit import RelayReservations, start_sufficient_relay
 from ..relays.reachability import answer_dial_back, can_be_dialled
 from ..relays.relay_selection import NUM_RELAYS, RelaySelection, rank_relays
 
+_logger = logging.getLogger(__name__)
+
 
 class Place(NamedTuple):
     """Who one is in a DHT, and where: the same for each p2pd that a directory has in turn."""
@@ -34,6 +38,8 @@ class Place(NamedTuple):
     """Host and port of p2pd, 0 for any; None: it only asks."""
     endpoint: Endpoint | None
     """Where others dial us without p2pd."""
+    is_relay: bool = False
+    """Whether to carry streams to peers that cannot be dialled, where we can be."""
 
     @property
     def is_dialled(self) -> bool:
@@ -92,7 +98,7 @@ async def reopen_access(ended: Access, peers: Sequence[PeerAddress]) -> Access:
         selection.move(RelayReservations(p2p))
     else:
         p2p = await _start(place, ())
-        if place.is_dialled:
+        if place.is_dialled and place.is_relay:
             p2p = await start_sufficient_relay(p2p, lambda: _start(place, ()))
     return await _begin(p2p, place, ended.membership, peers, selection)
 
@@ -100,7 +106,9 @@ async def reopen_access(ended: Access, peers: Sequence[PeerAddress]) -> Access:
 async def _start(place: Place, peers: Sequence[PeerAddress], relays: Sequence[Relay] = ()) -> P2P:
     if place.listening is None:
         return await start_reading_p2pd(peers, place.identity)
-    return await start_serving_p2pd(peers, place.identity, *place.listening, relays)
+    return await start_serving_p2pd(
+        peers, place.identity, *place.listening, relays, is_relay=place.is_relay
+    )
 
 
 async def _begin(
@@ -127,16 +135,27 @@ async def _begin(
 async def make_reachable(
     p2p: P2P, initial_peers: Sequence[PeerAddress], place: Place
 ) -> tuple[P2P, Sequence[Relay]]:
-    """Return a p2pd that is a relay for others, or one behind relays when nobody can dial us.
+    """Return a p2pd that others can dial, maybe as a relay, or one behind relays.
 
-    With it come all that may be relays, best first; p2pd is told of as many as are needed. It is
-    the one that was given, or a new one. When that fails or is interrupted, none is left running.
+    With it come the initial peers that are relays, best first; p2pd is told of as many as are
+    needed. It is the one that was given, or a new one. When that fails or is interrupted, none is
+    left running. Raises DirectoryError when nobody can dial us and no initial peer is a relay.
     """
     async with stopping_if_failed(p2p):
         assert place.endpoint is not None
-        relays = rank_relays(PeerId(str(p2p.peer_id)), list_relays(initial_peers))
-        can_dial = not relays or await can_be_dialled(p2p, place.endpoint)
-    if can_dial:
-        return await start_sufficient_relay(p2p, lambda: _start(place, initial_peers)), ()
-    await stop_p2pd(p2p)
-    return await _start(place, initial_peers, relays[:NUM_RELAYS]), relays
+        candidates = rank_relays(PeerId(str(p2p.peer_id)), list_relays(initial_peers))
+        can_dial = not candidates or await can_be_dialled(p2p, place.endpoint)
+        relays = () if can_dial else await RelayReservations(p2p).list_granting(candidates)
+        if not can_dial and not relays:
+            raise DirectoryError(
+                f"nobody can dial this peer at {place.endpoint}, and no initial peer is a relay: "
+                "open the port, or join through a peer that was started with --relay"
+            )
+    if relays:
+        if place.is_relay:
+            _logger.warning("nobody can dial this peer, so it is no relay")
+        await stop_p2pd(p2p)
+        return await _start(place, initial_peers, relays[:NUM_RELAYS]), relays
+    if place.is_relay:
+        p2p = await start_sufficient_relay(p2p, lambda: _start(place, initial_peers))
+    return p2p, ()

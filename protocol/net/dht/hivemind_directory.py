@@ -34,7 +34,7 @@ from ..libp2p.p2p_daemon import child_of, stop_p2pd, stopping_if_failed
 from ..retry import Backoff, Retry
 from .access import Access, Place, open_access, reopen_access
 from .gated_node import make_gate, quieten_hivemind, start_node
-from .neighbourhood import Neighbourhood, Replicas, list_relay_addresses
+from .neighbourhood import Neighbourhood, Replicas, list_meeting_points
 from .record_gate import RecordGate
 
 if TYPE_CHECKING:
@@ -129,22 +129,24 @@ class HivemindDirectory:
         client_mode: bool = False,
         membership: Membership | None = None,
         endpoint: Endpoint | None = None,
+        is_relay: bool = False,
     ) -> HivemindDirectory:
         """Start a node and join through `initial_peers`; with none of them, begin a new DHT.
 
         With an identity, the node has its peer id. With `client_mode`, the node reads, and
         neither listens nor stores. `port` 0 takes any free one. Without a membership the swarm is
         the public one of the initial peers, or the one that this node begins. With an `endpoint`,
-        others are asked to dial it; if they cannot, initial peers become our relays (see `relays`).
+        others are asked to dial it; if they cannot, initial peers become our relays (see `relays`),
+        if they are relays. With `is_relay` this one is, off loopback, if it can be dialled.
 
         Raises UsageError for a malformed address and when it cannot listen there, WrongSwarmError
         when the membership does not fit the initial peers, DirectoryError when no initial peer
-        answers within ten seconds or the clock is off.
+        answers within ten seconds, the clock is off, or we need a relay and there is none.
         """
         quieten_hivemind()
         peers = [PeerAddress.parse(text) for text in initial_peers]
         listening = None if client_mode else (listen_host, port)
-        place = Place(identity, listening, endpoint)
+        place = Place(identity, listening, endpoint, is_relay)
         access = await open_access(peers, place, clock, membership)
         gate = make_gate(access.membership, clock)
         return cls(await _Node.start(access, gate, access.peers), gate, clock)
@@ -237,7 +239,7 @@ class HivemindDirectory:
                 raise DirectoryError(f"no peer of the directory answers: {self._initial_texts}")
         found = self._gate.list_current(model_id)
         drawn = random.sample(found, len(found))  # else made-up peers could be the first ones
-        self._neighbourhood.note_relays(drawn)
+        self._neighbourhood.note_meeting_points(drawn)
         return found
 
     def list_records(self, model_id: ModelId) -> list[KnownRecord]:
@@ -326,7 +328,7 @@ class HivemindDirectory:
         return [
             address
             for model_id in self._own
-            for address in list_relay_addresses(self._gate.list_current(model_id))
+            for address in list_meeting_points(self._gate.list_current(model_id))
         ]
 
     @property

@@ -33,6 +33,8 @@ class Listening:
     """Port of the directory, and of streams through relays; 0: any free one."""
     announce_host: str | None = None
     """Host that others dial; None: the one of `listen_host`."""
+    is_relay: bool = False
+    """Whether to carry streams to peers that cannot be dialled."""
 
     def __post_init__(self) -> None:
         check_can_be_dialled(self.announce_host or self.host)
@@ -90,6 +92,7 @@ class InternetNetwork:
                 clock=self.clock,
                 membership=self.membership,
                 endpoint=endpoint,
+                is_relay=where.is_relay,
             )
             stack.push_async_callback(directory.close)
             if directory.relays:
@@ -97,6 +100,7 @@ class InternetNetwork:
                 stack.push_async_callback(behind.close)
                 listeners.append(await behind.listen(where.host, where.directory_port, serve))
             host, port = split_multiaddr(directory.addresses[0])  # that of p2pd
+            can_be_dialled = not directory.relays and not is_loopback(host)
             return Presence(
                 identity,
                 transport,
@@ -106,7 +110,8 @@ class InternetNetwork:
                 opened=stack.pop_all(),
                 facts=self._describe(directory),
                 relays=directory.relays,
-                relay_port=0 if directory.relays or is_loopback(host) else port,
+                directory_port=port if can_be_dialled else 0,
+                relay_port=port if can_be_dialled and where.is_relay else 0,
                 find_relays=directory.find_relays,
             )
 

@@ -61,8 +61,8 @@ LOST_SECONDS = 24 * 3600.0
 _LOST_AT_ONCE = 2
 """Most of the neighbours that are lost are gone for good."""
 
-_MAX_RELAYS = 16
-"""Relays that are dialled at once when all neighbours are gone."""
+_MAX_MEETING_POINTS = 16
+"""Other peers that are dialled at once when all neighbours are gone."""
 
 _NUM_ASKED = 10
 """Nodes near a key that are asked: twice as many as keep a record, for some come and some go."""
@@ -85,21 +85,21 @@ class Neighbourhood:
         self._p2p = p2p
         self.initial_peers = tuple(initial_peers)
         self._lost = LostNeighbours(Random())
-        self._relays: Sequence[PeerAddress] = ()
+        self._meeting_points: Sequence[PeerAddress] = ()
 
     def __len__(self) -> int:
         return len(self._table.uid_to_peer_id)
 
-    def note_relays(self, announced: Iterable[Announcement]) -> None:
-        """Remember where those can be joined that say that they are relays, if there are any."""
-        self._relays = list_relay_addresses(announced) or self._relays
+    def note_meeting_points(self, announced: Iterable[Announcement]) -> None:
+        """Remember where others can join through those who say so, if there are any."""
+        self._meeting_points = list_meeting_points(announced) or self._meeting_points
 
     async def restore(self) -> None:
-        """Go back to the initial peers, and to relays, after losing every neighbour."""
+        """Go back to the initial peers, and to others, after losing every neighbour."""
         if len(self):
             return
         self._node.blacklist.clear()
-        await self._greet_listening([*self.initial_peers, *self._relays])
+        await self._greet_listening([*self.initial_peers, *self._meeting_points])
         await asyncio.sleep(0)  # the answers enter the routing table in tasks of their own
 
     async def look_for_lost(self, announced: Iterable[Announcement], now: float) -> None:
@@ -157,7 +157,7 @@ class LostNeighbours:
             if peer.state is PeerState.OFFLINE:
                 self._met.pop(peer.peer_id, None)
                 self._lost.pop(peer.peer_id, None)
-            elif peer.peer_id in known and (address := find_relay_address(peer)) is not None:
+            elif peer.peer_id in known and (address := find_meeting_point(peer)) is not None:
                 self._met[peer.peer_id] = address
         for peer_id, (_, since) in list(self._lost.items()):
             is_too_old = now - since > LOST_SECONDS or len(self._lost) > MAX_LOST
@@ -170,23 +170,23 @@ class LostNeighbours:
         return self._rng.sample(lost, min(num_most, len(lost)))
 
 
-def find_relay_address(peer: Announcement) -> PeerAddress | None:
-    """Return where a peer can be joined that says that it is a relay for others.
+def find_meeting_point(peer: Announcement) -> PeerAddress | None:
+    """Return where others can join through a peer, if they can.
 
     None also where it says what is no address, such as 300.1.1.1: strangers name their hosts.
     """
-    if (relay := peer.as_relay) is None:
+    if (node := peer.as_node) is None:
         return None
     try:
-        return PeerAddress.parse(str(relay))
+        return PeerAddress.parse(str(node))
     except UsageError:
         return None
 
 
-def list_relay_addresses(announcements: Iterable[Announcement]) -> list[PeerAddress]:
-    """Return addresses of some peers that announce to be relays."""
-    found = (address for peer in announcements if (address := find_relay_address(peer)))
-    return list(islice(found, _MAX_RELAYS))
+def list_meeting_points(announcements: Iterable[Announcement]) -> list[PeerAddress]:
+    """Return addresses of some peers through which others can join."""
+    found = (address for peer in announcements if (address := find_meeting_point(peer)))
+    return list(islice(found, _MAX_MEETING_POINTS))
 
 
 class Replicas:

@@ -81,6 +81,9 @@ os.setpgid(0, 0)
 os.execv(sys.argv[1], sys.argv[1:])
 """
 
+_AS_RELAY = {"relayBufferSize": 2**15, "relayMaxReservations": 64, "relayMaxCircuits": 16}
+"""64 MiB at most, with two buffers for each of 16 connections to each of 64 peers."""
+
 # For a relay: with one thread that runs Go, p2pd nearly always sets up its relay services in the
 # order that we need, see circuit.py. With more it seldom does.
 _IN_ONE_THREAD = f"import os; os.environ['GOMAXPROCS'] = '1'\n{_LAUNCHER}"
@@ -94,7 +97,8 @@ class OwnGroupP2P(P2P):
 
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
-        is_relay = "forceReachabilityPublic" in kwargs
+        is_relay = kwargs["relay"] and "forceReachabilityPublic" in kwargs
+        kwargs |= _AS_RELAY if is_relay else {"relayService": False}
         launcher = _IN_ONE_THREAD if is_relay else _LAUNCHER
         start = [sys.executable, "-I", "-S", "-c", launcher]
         if kwargs.get("autoRelay"):
@@ -149,11 +153,13 @@ async def start_serving_p2pd(
     host: str,
     port: int,
     relays: Sequence[Relay] = (),
+    *,
+    is_relay: bool = False,
 ) -> P2P:
     """Start a p2pd that others ask; port 0 takes any free one. Outside traffic only off loopback.
 
     With relays it stays connected to them, and they carry to us what is meant for us. Without any
-    it takes itself for reachable, off loopback, and is a relay for others.
+    it takes itself for reachable, off loopback, and can be a relay for others there.
 
     Raises UsageError when it cannot listen there or when an initial peer has the same identity,
     DirectoryError when no initial peer can be reached.
@@ -163,7 +169,7 @@ async def start_serving_p2pd(
         "host_maddrs": [make_listen_multiaddr(host, port)],
         "nat_port_map": is_public,
         "auto_nat": is_public,
-        "use_relay": is_public,
+        "use_relay": is_public and (is_relay or bool(relays)),
     }
     if relays:
         options |= {"use_auto_relay": True, "trusted_relays": [str(relay) for relay in relays]}

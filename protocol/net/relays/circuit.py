@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -93,6 +93,22 @@ class RelayReservations:
             raise UnavailableError(
                 f"the relay {relay} refused a reservation: status {answer.status}"
             )
+        if not is_sufficient(answer):
+            raise UnavailableError(f"the relay {relay} closes connections too soon")
+
+    async def list_granting(self, relays: Sequence[Relay]) -> list[Relay]:
+        """Return those of some peers that are relays and have a place for us."""
+
+        async def grants(relay: Relay) -> bool:
+            try:
+                await self.reserve(relay)
+            except ShoalError as error:
+                log.info("%s is no relay for us: %s", relay, error)
+                return False
+            return True
+
+        answers = await asyncio.gather(*map(grants, relays))
+        return [relay for relay, is_granted in zip(relays, answers, strict=True) if is_granted]
 
 
 async def ask_for_reservation(p2p: P2P, peer_id: PeerId) -> RelayAnswer:
@@ -142,6 +158,11 @@ async def is_sufficient_relay(p2p: P2P) -> bool:
     except (ShoalError, OSError, EOFError, TimeoutError) as error:
         log.info("cannot find out the relay limits of this p2pd: %s", error)
         return True
+    return is_sufficient(answer)
+
+
+def is_sufficient(answer: RelayAnswer) -> bool:
+    """Return whether a relay with the limits of this answer carries whole texts."""
     limit = answer.limit or RelayLimit()
     is_long = not 0 < limit.max_seconds < _MIN_SECONDS
     return is_long and not 0 < limit.max_bytes < _MIN_BYTES

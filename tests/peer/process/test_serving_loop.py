@@ -217,7 +217,11 @@ class World:
         identity = Identity(hashlib.sha256(name.encode()).digest())
         clock, directory, events = VirtualClock(), TroubledDirectory(self.store), list[PeerEvent]()
         presence: Any = SimpleNamespace(
-            identity=identity, endpoint=Endpoint(name, 1, "f" * 64), relays=(), relay_port=0
+            identity=identity,
+            endpoint=Endpoint(name, 1, "f" * 64),
+            relays=(),
+            relay_port=0,
+            directory_port=0,
         )
         template = make_template(CONFIG, MODEL_ID, NUM_BLOCKS, presence)
         description = SelfDescription(template, LoopLag(clock), WORK)

@@ -14,7 +14,7 @@ from shoal.protocol.net.dht.neighbourhood import (
     LOST_SECONDS,
     MAX_LOST,
     LostNeighbours,
-    list_relay_addresses,
+    list_meeting_points,
 )
 from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.spans import Span
@@ -23,7 +23,7 @@ PEER_ID = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
 
 def make_peer(
-    number: int, state: PeerState = PeerState.ONLINE, relay_port: int = 1
+    number: int, state: PeerState = PeerState.ONLINE, directory_port: int = 1
 ) -> Announcement:
     return describe_peer(
         peer_id=Identity(number.to_bytes(32, "big")).peer_id,
@@ -34,7 +34,7 @@ def make_peer(
         issued_at=0.0,
         expires_at=90.0,
         endpoints=(Endpoint(f"10.0.{number // 256}.{number % 256}", 4000, "c" * 64),),
-        relay_port=relay_port,
+        directory_port=directory_port,
     )
 
 
@@ -58,7 +58,7 @@ def test_neighbour_that_fell_silent_is_looked_for_until_it_is_back() -> None:
 
 
 def test_nobody_is_looked_for_who_never_answered_or_cannot_be_dialled() -> None:
-    met, hidden, stranger = make_peer(1), make_peer(2, relay_port=0), make_peer(3)
+    met, hidden, stranger = make_peer(1), make_peer(2, directory_port=0), make_peer(3)
     neighbours = LostNeighbours(Random(0))
 
     neighbours.note({met.peer_id, hidden.peer_id}, [met, hidden, stranger], 0.0)
@@ -108,4 +108,4 @@ def test_relay_whose_host_cannot_be_hides_no_other(host: str) -> None:
         for name in (host, "192.0.2.7")
     ]
 
-    assert [relay.host for relay in list_relay_addresses(peers)] == ["192.0.2.7"]
+    assert [relay.host for relay in list_meeting_points(peers)] == ["192.0.2.7"]
