@@ -7,9 +7,11 @@ import contextlib
 import logging
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
+import warm_python
 from announcements import MODEL, identity_of
 from directory_processes import Directories, look_up, sign_now
 
@@ -20,6 +22,35 @@ from shoal.protocol.net.transport import Stream
 
 pytestmark = pytest.mark.network
 PATIENCE_SECONDS = 60.0  # only a broken test waits this long
+
+CLIENT = """
+import asyncio, contextlib, gc, os, signal, sys
+from shoal.client.concurrency.portal import Portal
+from shoal.protocol.errors import DirectoryError
+from shoal.protocol.net.clock import SystemClock
+from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
+
+MODEL, ADDRESS = sys.argv[1:]
+
+async def read(portal):
+    directory = await HivemindDirectory.join(
+        [ADDRESS], identity=None, clock=SystemClock(), client_mode=True
+    )
+    portal.run_at_close(directory.close)
+    looking_up = asyncio.create_task(directory.lookup(MODEL))
+    await asyncio.sleep(0)
+    os.kill(directory._node.p2pd.pid, signal.SIGKILL)
+    with contextlib.suppress(DirectoryError):
+        await looking_up
+    while not directory._node.is_running or not await directory.lookup(MODEL):
+        await asyncio.sleep(0.01)
+    asyncio.create_task(directory.lookup(MODEL))
+    await asyncio.sleep(0)
+
+with Portal() as portal:
+    portal.run(read(portal))
+gc.collect()
+"""
 
 
 def kill_p2pd(directory: HivemindDirectory) -> None:
@@ -154,3 +185,18 @@ async def test_closing_while_p2pd_is_started_again_leaves_no_process_or_socket(
     await server.close()
 
     assert not any(name.endswith(".sock") for name in os.listdir(tmp_path))
+
+
+async def test_program_whose_p2pd_is_killed_is_told_of_nothing_else(dht: Directories) -> None:
+    server = await dht.join([], 1)
+    await server.announce(sign_now(1))
+
+    client = await asyncio.to_thread(
+        warm_python.run,
+        [sys.executable, "-P", "-c", CLIENT, MODEL, *server.addresses],
+        capture_output=True,
+        text=True,
+    )
+
+    assert client.stderr == "p2pd has ended (exit status -9); it is started again\n"
+    assert client.returncode == 0
