@@ -158,7 +158,6 @@ def _make_directory(presence: Presence, clock: Clock) -> GossipDirectory:
         clock,
         rng,
         lambda peer: bool(peer.endpoints),  # our transport reaches nobody behind relays
-        presence.identity.peer_id,
     )
 
 

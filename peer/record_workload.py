@@ -9,7 +9,7 @@ from ..protocol.errors import RemoteProtocolError
 from ..protocol.ids import ModelId
 from ..protocol.messages.fields import Message
 from ..protocol.messages.records import RecordFetch
-from ..protocol.net.gossip import answer_fetch
+from ..protocol.net.clock import Clock
 from ..protocol.net.network import Presence
 from ..protocol.wire.codec import encode_frame
 from .streams.client_stream import ClientStream, Handler, StreamWork
@@ -19,9 +19,10 @@ from .streams.service import Workload
 class RecordWorkload(Workload):
     """Answers from what the peer's directory knows of one model; asks nobody."""
 
-    def __init__(self, presence: Presence, model_id: ModelId) -> None:
-        self._presence = presence
+    def __init__(self, presence: Presence, model_id: ModelId, clock: Clock) -> None:
         self._model_id = model_id
+        self._records = presence.directory.records
+        self._clock = clock
         self._rng = random.Random(presence.identity.derive_secret("shoal told records"))
 
     def accept(self, stream: ClientStream) -> StreamWork:
@@ -29,9 +30,10 @@ class RecordWorkload(Workload):
         return _RecordStreamWork(self, stream)
 
     def answer(self, fetch: RecordFetch, stream: ClientStream) -> None:
-        """Queue the answer to a question of a stream."""
-        own_id, directory = self._presence.identity.peer_id, self._presence.directory
-        answer = answer_fetch(directory, self._model_id, fetch, own_id, self._rng)
+        """Queue the answer to a question of a stream. Raises RefusedError."""
+        answer = self._records.answer(
+            stream.tenant.address, self._model_id, fetch, self._clock.wall(), self._rng
+        )
         stream.answers.post(encode_frame(answer))
 
 

@@ -70,6 +70,6 @@ def make_service(
         AccountedWorkload(passes, UpdateStreamWork),
         PublicationWorkload(passes, presence, announce),
         SessionWorkload(Admission(engine, compute, clock, for_sessions)),
-        RecordWorkload(presence, model.model_id),
+        RecordWorkload(presence, model.model_id, clock),
     )
     return Service(host, workloads, _STREAMS_PER_SESSION * config.max_sessions, changed)

@@ -6,7 +6,7 @@ nobody is held to a fixed number, only to a part of what others have left.
 
 import ipaddress
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -36,6 +36,20 @@ def name_address(remote_host: str | None) -> str:
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
     return str(ipaddress.ip_network((int(address), _IPV6_NETWORK_BITS), strict=False))
+
+
+def name_network(remote_host: str | None) -> str:
+    """Return the name of the network around a host: what one owner often has whole.
+
+    >>> name_network("192.0.2.7"), name_network("2001:db8:1::1"), name_network("")
+    ('192.0.0.0/16', '2001:db8::/32', 'unknown')
+    """
+    try:
+        address = ipaddress.ip_address(remote_host or "")
+    except ValueError:
+        return remote_host or "unknown"
+    num_bits = 16 if address.version == 4 else 32
+    return str(ipaddress.ip_network(f"{address}/{num_bits}", strict=False))
 
 
 class Tenant(NamedTuple):
@@ -192,3 +206,41 @@ def may_displace(asker: Tenant, idle: Tenant, held: Mapping[Tenant, int], num_by
         return sum(n for other, n in held.items() if other.address == tenant.address)
 
     return count(asker) + num_bytes < count(idle)
+
+
+WINDOW_SECONDS = 10.0
+
+
+class WindowBudget:
+    """Counts what strangers cost within ten seconds; nobody gets more than stays free.
+
+    Each gets `certain` whatever others take: an attacker with many identities pays a handshake for
+    each, which costs about as much.
+
+    >>> budget = WindowBudget(100, certain=5)
+    >>> budget.take("greedy", 50, now=0.0), budget.take("greedy", 1, now=1.0)
+    (True, False)
+    >>> budget.take("other", 25, now=1.0), budget.take("other", 1, now=1.0)
+    (True, False)
+    >>> budget.take("third", 5, now=2.0), budget.take("greedy", 1, now=WINDOW_SECONDS)
+    (True, True)
+    """
+
+    def __init__(self, limit: int, certain: int) -> None:
+        self._limit = limit
+        self._certain = certain
+        self._begun_at = float("-inf")
+        self._taken: dict[Hashable, int] = {}
+        self._num_taken = 0
+
+    def take(self, stranger: Hashable, cost: int, now: float) -> bool:
+        """Return whether a stranger may cost so much now, and count it then."""
+        if not 0 <= now - self._begun_at < WINDOW_SECONDS:
+            self._begun_at, self._taken, self._num_taken = now, {}, 0
+        num_before = self._taken.get(stranger, 0)
+        share = (self._limit - (self._num_taken - num_before)) // 2
+        if num_before + cost > max(share, self._certain):
+            return False
+        self._taken[stranger] = num_before + cost
+        self._num_taken += cost
+        return True

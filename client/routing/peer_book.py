@@ -5,7 +5,7 @@ faults, and whether it is avoided for them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,7 +15,6 @@ from ...protocol.errors import ErrorCode, RefusedError, SilentError
 from ...protocol.ids import ModelId, PeerId
 from ...protocol.messages.passes import PassKind
 from ...protocol.net.clock import Clock
-from ...protocol.net.directory import Directory
 from ...protocol.records.announcements import Announcement
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.versions import PASS_VERSION
@@ -364,14 +363,14 @@ class PeerBook:
 
     def __init__(
         self,
-        directory: Directory,
+        look_up: Callable[[ModelId], Awaitable[list[Announcement]]],
         model_id: ModelId,
         num_blocks: int,
         clock: Clock,
         allowed: Collection[str] | None = None,
         blocked: Collection[str] = (),
     ) -> None:
-        self._directory = directory
+        self._look_up = look_up
         self._allowed = allowed
         self._blocked = blocked
         self.clock = clock
@@ -395,7 +394,7 @@ class PeerBook:
         """
         if self.clock.now() - self._refreshed_at > max_age_seconds:
             model_id, num_blocks = self.view.model_id, self.view.num_blocks
-            known = await self._directory.lookup(model_id)
+            known = await self._look_up(model_id)
             found = [peer for peer in known if peer.peer_id not in self._blocked]
             if self._allowed is not None:
                 found = [peer for peer in found if peer.peer_id in self._allowed]

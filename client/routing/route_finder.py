@@ -70,7 +70,7 @@ class RouteFinder:
             ),
         )
         self.book = PeerBook(
-            self._directory, model.model_id, model.num_blocks, clock, allowed, blocked
+            self._directory.lookup, model.model_id, model.num_blocks, clock, allowed, blocked
         )
         self._coordinate = OwnCoordinate(self.book, clock, self._rng)
 

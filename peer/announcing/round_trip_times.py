@@ -15,7 +15,7 @@ from ...protocol.errors import DirectoryError, RefusedError, RemoteProtocolError
 from ...protocol.ids import ModelId, PeerId
 from ...protocol.net.clock import Clock
 from ...protocol.net.dialling import measure_rtt
-from ...protocol.net.directory import Directory
+from ...protocol.net.directory import KNOWN_PERIODS, Directory
 from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement
 from ...protocol.records.coordinates import ORIGIN, Coordinate, estimate_rtt_seconds, settle
@@ -137,7 +137,9 @@ class RoundTripTimes:
 
     async def _look(self, model_id: ModelId) -> None:
         try:
-            announcements = await self._directory.lookup(model_id)
+            announcements = await self._directory.lookup(
+                model_id, KNOWN_PERIODS * self._period_seconds
+            )
         except DirectoryError as error:
             _logger.debug("cannot look up neighbours to measure: %s", error)
             return

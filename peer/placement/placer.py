@@ -10,7 +10,7 @@ from typing import Protocol
 from ...protocol.errors import DirectoryError, UsageError
 from ...protocol.ids import ModelId, PeerId
 from ...protocol.net.clock import Clock
-from ...protocol.net.directory import Directory
+from ...protocol.net.directory import KNOWN_PERIODS, Directory
 from ...protocol.net.retry import Backoff, Backoffs
 from ...protocol.records.announcements import PeerState
 from ...protocol.records.swarm_view import SwarmView
@@ -148,7 +148,9 @@ class Placer:
         """Decide, and if it is for a move say so and decide again."""
         intent: Intent | None = None
         while True:
-            supply = await self._take_supply()
+            # What others tell is enough to find a reason, and not to act on it.
+            max_age_periods = KNOWN_PERIODS if intent is None else 0
+            supply = await self._take_supply(max_age_periods * self._announcer.period_seconds)
             decision = self._decide(supply, current, intent)
             if decision.span in (None, current.span):
                 return None
@@ -189,8 +191,8 @@ class Placer:
         )
         return decide_placement(supply, candidate, self._rng)
 
-    async def _take_supply(self) -> Supply:
-        announcements = await self._directory.lookup(self._model.model_id)
+    async def _take_supply(self, max_age_seconds: float = 0.0) -> Supply:
+        announcements = await self._directory.lookup(self._model.model_id, max_age_seconds)
         view = SwarmView.from_announcements(
             self._model.model_id, announcements, self._clock.wall(), self._model.num_blocks
         )

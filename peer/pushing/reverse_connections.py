@@ -17,7 +17,7 @@ from ...protocol.messages.reverse_connections import Parked, make_offer
 from ...protocol.messages.session import Lane
 from ...protocol.net.clock import AnswerTimeout, Clock
 from ...protocol.net.dialling import dial, greet_peer
-from ...protocol.net.directory import Directory
+from ...protocol.net.directory import KNOWN_PERIODS, Directory
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.net.tasks import cancel_all
 from ...protocol.net.transport import Stream, StreamServer, Transport
@@ -134,7 +134,9 @@ class ReverseConnections:
     async def _look(self, own: Announcement) -> None:
         """Follow the directory: park where it is of use, and take away what is elsewhere."""
         try:
-            others = await self._directory.lookup(own.model_id)
+            others = await self._directory.lookup(
+                own.model_id, KNOWN_PERIODS * self._period_seconds
+            )
         except DirectoryError as error:
             _logger.debug("cannot look up peers to park streams at: %s", error)
             return

@@ -12,8 +12,8 @@ DIGEST_BYTES = 8
 
 MAX_NAMED_RECORDS = 4096
 
-MAX_RECORD_BYTES = limits.MAX_ANNOUNCEMENT_BYTES + 256
-"""One record with what belongs to it in a private swarm: seal and certificate."""
+MAX_RECORD_BYTES = 2 * limits.MAX_ANNOUNCEMENT_BYTES
+"""One record with what belongs to it in a private swarm. The longest is a list of revocations."""
 
 MAX_RECORDS_BYTES = 48 * 2**10
 """All records of an answer. 1,000 announcements of 400 bytes take nine answers."""

@@ -4,7 +4,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ..ids import ModelId
-from ..records.announcements import Announcement, KnownRecord
+from ..records.announcements import Announcement
+from ..records.swarm_records import SwarmRecords
+
+KNOWN_PERIODS = 10
+"""Announcement periods for which a peer may go by what others tell before it reads again."""
 
 
 class Directory(Protocol):
@@ -14,6 +18,11 @@ class Directory(Protocol):
     within limits, not expired, the newest of each peer. All implementations pass the same
     conformance tests.
     """
+
+    @property
+    def records(self) -> SwarmRecords:
+        """What is known here, also while nobody can be reached."""
+        ...
 
     @property
     def addresses(self) -> Sequence[str]:
@@ -33,32 +42,11 @@ class Directory(Protocol):
         """
         ...
 
-    async def lookup(self, model_id: ModelId) -> list[Announcement]:
+    async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
         """Return the valid announcements for a model, in any order; empty when there are none.
 
-        Raises DirectoryError when the directory cannot be reached.
-        """
-        ...
-
-    def list_records(self, model_id: ModelId) -> list[KnownRecord]:
-        """Return the valid announcements that are known here, also while nobody can be reached.
-
-        Each comes with the value that other members of the swarm pass to `take_record`.
-        """
-        ...
-
-    def list_hints(self, model_id: ModelId) -> list[Announcement]:
-        """Return announcements that have expired within a day, the newest first.
-
-        They tell whom to dial, and nothing else: never route to them, count them or hand them on.
-        """
-        ...
-
-    def take_record(self, model_id: ModelId, value: bytes) -> Announcement:
-        """Remember an announcement that another member knew (see `list_records`), and return it.
-
-        Raises RemoteProtocolError if it is not valid, of another model or swarm, or older than what
-        is known.
+        A directory whose members tell each other what they know may answer from that while it was
+        read `max_age_seconds` ago. Raises DirectoryError when it cannot be reached.
         """
         ...
 

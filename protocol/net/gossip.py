@@ -11,13 +11,17 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from secrets import token_bytes
 
-from ..errors import DirectoryError, RefusedError, RemoteProtocolError, UnavailableError
-from ..ids import ModelId, PeerId, SessionId
-from ..messages.records import MAX_NAMED_RECORDS, MAX_RECORDS_BYTES, RecordFetch, Records
-from ..records.announcements import Announcement, KnownRecord, PeerState, verify_announcement
-from ..records.record_exchange import choose_records, join_digests, split_digests
+from ..errors import (
+    DirectoryError,
+    RefusedError,
+    RemoteProtocolError,
+    UnavailableError,
+)
+from ..ids import ModelId, PeerId
+from ..messages.records import MAX_RECORDS_BYTES, Records
+from ..records.announcements import Announcement, PeerState, verify_announcement
+from ..records.swarm_records import SwarmRecords
 from ..versions import RECORDS_VERSION
 from ..wire.codec import check_kind, encode_frame, read_answer
 from .clock import AnswerTimeout, Clock
@@ -47,18 +51,12 @@ _MOST_ASKED = 24
 _MOST_TOLD = 12
 """Peers that are told at once what a peer has become."""
 
-_CHECKED_AT_ONCE = 16
-"""Records that are checked before others get their turn: each takes 0.2 ms."""
-
 _FAILING = Backoff(2.0, 60.0)
 """How long a peer is asked after all others that did not answer."""
 
 
 class GossipDirectory:
-    """A directory and the peers that it has found. Implements Directory.
-
-    Made for one process, which is the peer `own_id` or a client (None).
-    """
+    """The directory of one process, and the peers that it has found. Implements Directory."""
 
     def __init__(
         self,
@@ -67,7 +65,6 @@ class GossipDirectory:
         clock: Clock,
         rng: random.Random,
         may_ask: Callable[[Announcement], bool],
-        own_id: PeerId | None = None,
     ) -> None:
         """Use a directory, and the transport to dial peers that may be asked.
 
@@ -78,13 +75,17 @@ class GossipDirectory:
         self._clock = clock
         self._rng = rng
         self._may_ask = may_ask
-        self._own_id = own_id
         self._failing = Backoffs[PeerId](_FAILING, clock)
+        self._read_at: dict[ModelId, float] = {}
         self._announced: PeerState | None = None
         self._has_changed = asyncio.Event()
         self._turn = asyncio.Lock()
         self._asked_at = float("-inf")
         self._has_heard = False
+
+    @property
+    def records(self) -> SwarmRecords:
+        return self._directory.records
 
     @property
     def addresses(self) -> Sequence[str]:
@@ -102,34 +103,32 @@ class GossipDirectory:
         try:
             await self._directory.announce(record)
         except DirectoryError as error:
-            is_known = own in [one.announcement for one in self.list_records(own.model_id)]
+            is_known = own in self.records.list_current(own.model_id, self._clock.wall())
             if not is_known or not await self.tell(own.model_id):
                 raise
             _logger.warning("announced to %d peers at most, not in the DHT: %s", _MOST_TOLD, error)
 
-    async def lookup(self, model_id: ModelId) -> list[Announcement]:
+    async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
         """See Directory.lookup; peers are asked where the directory is slow or out of reach."""
+        now = self._clock.now()
+        known = self.records.list_current(model_id, self._clock.wall())
+        is_alone = all(map(self.records.is_own, known))
+        if not is_alone and now - self._read_at.get(model_id, float("-inf")) <= max_age_seconds:
+            return known
         looking = asyncio.ensure_future(self._directory.lookup(model_id))
         # It may fail while peers are asked, and asyncio would tell the user.
         looking.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             await asyncio.wait([looking], timeout=_PATIENCE_SECONDS)
             is_read = looking.done() and not looking.cancelled() and looking.exception() is None
+            if is_read:
+                self._read_at[model_id] = now
             if is_read or not await self.ask(model_id):
                 return await looking
         finally:
             if not looking.done():
                 await cancel_all([looking])
-        return [known.announcement for known in self.list_records(model_id)]
-
-    def list_records(self, model_id: ModelId) -> list[KnownRecord]:
-        return self._directory.list_records(model_id)
-
-    def list_hints(self, model_id: ModelId) -> list[Announcement]:
-        return self._directory.list_hints(model_id)
-
-    def take_record(self, model_id: ModelId, value: bytes) -> Announcement:
-        return self._directory.take_record(model_id, value)
+        return self.records.list_current(model_id, self._clock.wall())
 
     async def close(self) -> None:
         await self._directory.close()
@@ -187,17 +186,18 @@ class GossipDirectory:
         Those that did not answer come last: if it was our own line, they are the ones to ask.
         """
         self._failing.forget_expired()
+        now = self._clock.wall()
         announced = [
-            known.announcement
-            for known in self.list_records(model_id)
-            if known.announcement.state in (PeerState.ONLINE, PeerState.DRAINING)
+            peer
+            for peer in self.records.list_current(model_id, now)
+            if peer.state in (PeerState.ONLINE, PeerState.DRAINING)
         ]
         chosen: list[Announcement] = []
-        for peers in (announced, self.list_hints(model_id)):
+        for peers in (announced, self.records.list_hints(model_id, now)):
             able = [
                 peer
                 for peer in peers
-                if peer.peer_id != self._own_id and peer.max_version >= RECORDS_VERSION
+                if not self.records.is_own(peer) and peer.max_version >= RECORDS_VERSION
                 if self._may_ask(peer)
             ]
             self._rng.shuffle(able)
@@ -216,17 +216,16 @@ class GossipDirectory:
             _logger.debug("peer …%s told nothing of others: %s", peer.peer_id[-6:], error)
             self._failing.note_failure(peer.peer_id)
             return None
-        num_taken = 0
-        for number, record in enumerate(answer.records, 1):
-            num_taken += _take(self, peer.model_id, record)
-            if number % _CHECKED_AT_ONCE == 0:
-                await asyncio.sleep(0)
+        num_taken, now = 0, self._clock.wall()
+        for num in self.records.take_in_turns(peer.model_id, answer.records, now):
+            num_taken += num
+            await asyncio.sleep(0)
         self._failing.note_success(peer.peer_id)
         return answer if num_taken else None
 
     async def _fetch(self, peer: Announcement, max_bytes: int) -> Records:
         name = f"peer …{peer.peer_id[-6:]}"
-        question = self._make_question(peer.model_id, max_bytes)
+        question = self.records.make_fetch(peer.model_id, self._clock.wall(), self._rng, max_bytes)
         async with AnswerTimeout(_ANSWER_SECONDS, f"{name} did not answer in time"):
             stream = await dial(
                 self._transport, self._clock, peer.peer_id, peer.all_endpoints, _ANSWER_SECONDS
@@ -243,31 +242,3 @@ class GossipDirectory:
         if sum(map(len, records.records)) > max_bytes:
             raise RemoteProtocolError(f"{name} told more than it was asked for")
         return records
-
-    def _make_question(self, model_id: ModelId, max_bytes: int) -> RecordFetch:
-        known = self.list_records(model_id)
-        own = (one.value for one in known if one.announcement.peer_id == self._own_id)
-        named = self._rng.sample(known, min(len(known), MAX_NAMED_RECORDS))
-        # Names of what is known would take more than a short answer.
-        digests = join_digests(named) if max_bytes >= MAX_RECORDS_BYTES else b""
-        return RecordFetch(SessionId(token_bytes(16)), next(own, b""), digests, max_bytes)
-
-
-def answer_fetch(
-    directory: Directory, model_id: ModelId, fetch: RecordFetch, own_id: PeerId, rng: random.Random
-) -> Records:
-    """Take what somebody tells of itself, and return what it lacks, our own record first."""
-    has_own = bool(fetch.own) and _take(directory, model_id, fetch.own)
-    records, known = directory.list_records(model_id), split_digests(fetch.known)
-    chosen = choose_records(records, known, fetch.max_bytes, rng, own_id)
-    return Records(fetch.question, chosen, has_own)
-
-
-def _take(directory: Directory, model_id: ModelId, record: bytes) -> bool:
-    """Remember what a stranger told, if it is valid; return whether it is."""
-    try:
-        directory.take_record(model_id, record)
-    except RemoteProtocolError as error:
-        _logger.debug("refused an announcement that a peer told: %s", error)
-        return False
-    return True

@@ -6,7 +6,6 @@ has to go when there are too many.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 
 from .. import limits
@@ -43,8 +42,6 @@ class AnnouncementBook:
     ) -> None:
         self._max_per_scope = max_per_scope
         self._max_shared = max_shared
-        self.on_displaced: Callable[[str, PeerId], None] = lambda scope, peer_id: None
-        """Called with each peer that had to give way to another one."""
         # In each scope in the order in which peers came; a renewal keeps the place.
         self._scopes: dict[str, dict[PeerId, KnownRecord]] = {}
         # Of scopes that are not reserved, in the order of renewals, the longest ago first.
@@ -52,7 +49,7 @@ class AnnouncementBook:
         self._reserved: set[str] = set()
         self._own: set[PeerId] = set()
         # Directories hand in the same record again and again, and a signature takes about 0.1 ms.
-        self._verify = lru_cache(maxsize=max_per_scope + max_shared)(verify_announcement)
+        self.verify = lru_cache(maxsize=max_per_scope + max_shared)(verify_announcement)
 
     def __len__(self) -> int:
         return sum(map(len, self._scopes.values()))
@@ -63,9 +60,13 @@ class AnnouncementBook:
         for peer_id in self._scopes.get(scope, ()):
             self._shared.pop((scope, peer_id), None)
 
+    def is_own(self, peer_id: PeerId) -> bool:
+        """Return whether a peer is one of this process."""
+        return peer_id in self._own
+
     def read(self, record: bytes, now: float) -> Announcement:
         """Do what `read_announcement` does, faster when the record was seen before."""
-        announcement = self._verify(record)
+        announcement = self.verify(record)
         check_is_current(announcement, now)
         return announcement
 
@@ -138,7 +139,6 @@ class AnnouncementBook:
         else:
             return
         self._forget(*displaced)
-        self.on_displaced(*displaced)
 
     def _forget(self, scope: str, peer_id: PeerId) -> None:
         self._shared.pop((scope, peer_id), None)

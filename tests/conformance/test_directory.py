@@ -16,14 +16,14 @@ from shoal.protocol.errors import DirectoryError, LocalProtocolError, RemoteProt
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.directory import Directory
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
-from shoal.protocol.records.announcements import Announcement, PeerState
+from shoal.protocol.records.announcements import Announcement, KnownRecord, PeerState
 from shoal.protocol.spans import Span
 
 OTHER_MODEL = ModelId("b" * 32)
 
 
 class ManualClock:
-    """Stands still until told. Starts now, because hivemind expires records by the real clock."""
+    """Stands still until told."""
 
     def __init__(self) -> None:
         self.seconds = time.time()
@@ -116,9 +116,9 @@ async def test_older_announcement_does_not_replace_newer(
     newer = announce(clock, sequence=2)
     await ours.announce(sign(newer))
 
-    with pytest.raises(DirectoryError, match=r"newer|no replica"):
+    with pytest.raises(DirectoryError, match=r"newer|no node"):
         await ours.announce(sign(older))
-    with pytest.raises(DirectoryError, match=r"newer|no replica"):
+    with pytest.raises(DirectoryError, match=r"newer|no node"):
         await theirs.announce(sign(older))
 
     assert await ours.lookup(MODEL) == [newer]
@@ -228,6 +228,10 @@ async def test_memory_directory_can_be_cut_off(clock: ManualClock) -> None:
 # ---- what is known without asking
 
 
+def list_known(directory: Directory, clock: ManualClock) -> list[KnownRecord]:
+    return directory.records.list_records(MODEL, clock.wall())
+
+
 async def test_member_takes_what_another_one_knows(
     ours: Directory, theirs: Directory, clock: ManualClock
 ) -> None:
@@ -235,48 +239,47 @@ async def test_member_takes_what_another_one_knows(
     await ours.announce(sign(first, 1))
     await theirs.announce(sign(second, 2))
     assert await ours.lookup(MODEL) != []
-    records = ours.list_records(MODEL)
 
-    taken = [theirs.take_record(MODEL, known.value) for known in records]
+    values = [known.value for known in list_known(ours, clock)]
 
-    assert [known.announcement for known in records] == taken
-    assert {first, second} == set(taken)
-    listed = {known.announcement for known in theirs.list_records(MODEL)}
-    assert listed == {first, second}
-    assert ours.list_records(OTHER_MODEL) == []
+    assert theirs.records.take_all(MODEL, values, clock.wall()) == 2
+    for directory in (ours, theirs):
+        listed = {known.announcement for known in list_known(directory, clock)}
+        assert listed == {first, second}
+    assert ours.records.list_records(OTHER_MODEL, clock.wall()) == []
 
 
 async def test_damaged_foreign_and_old_records_are_not_taken(
     ours: Directory, theirs: Directory, clock: ManualClock
 ) -> None:
     await ours.announce(sign(announce(clock)))
-    (old,) = ours.list_records(MODEL)
+    (old,) = list_known(ours, clock)
     clock.seconds += 1
     newer = announce(clock, sequence=2)
     await ours.announce(sign(newer))
-    (known,) = ours.list_records(MODEL)
-    theirs.take_record(MODEL, known.value)
+    (known,) = list_known(ours, clock)
+    theirs.records.take(MODEL, known.value, clock.wall())
     damaged = known.value[:-1] + bytes([known.value[-1] ^ 1])
 
     for refused in (b"", b"\x02", damaged, old.value, known.value + b"\0"):
         with pytest.raises(RemoteProtocolError):
-            theirs.take_record(MODEL, refused)
+            theirs.records.take(MODEL, refused, clock.wall())
 
     with pytest.raises(RemoteProtocolError, match="another model"):
-        theirs.take_record(OTHER_MODEL, known.value)
-    assert [one.announcement for one in theirs.list_records(MODEL)] == [newer]
-    assert theirs.list_records(OTHER_MODEL) == []
+        theirs.records.take(OTHER_MODEL, known.value, clock.wall())
+    assert [one.announcement for one in list_known(theirs, clock)] == [newer]
+    assert theirs.records.list_records(OTHER_MODEL, clock.wall()) == []
 
 
 async def test_expired_announcement_is_only_a_hint(ours: Directory, clock: ManualClock) -> None:
     peer = announce(clock)
     await ours.announce(sign(peer))
-    assert ours.list_hints(MODEL) == []
-    (known,) = ours.list_records(MODEL)
+    assert ours.records.list_hints(MODEL, clock.wall()) == []
+    (known,) = list_known(ours, clock)
 
     clock.seconds = peer.expires_at
 
-    assert ours.list_records(MODEL) == []
-    assert ours.list_hints(MODEL) == [peer]
+    assert list_known(ours, clock) == []
+    assert ours.records.list_hints(MODEL, clock.wall()) == [peer]
     with pytest.raises(RemoteProtocolError, match="expired"):
-        ours.take_record(MODEL, known.value)
+        ours.records.take(MODEL, known.value, clock.wall())

@@ -1,50 +1,46 @@
 """Valid records of strangers must not keep a node of the DHT from answering. Starts real p2pds."""
 
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+from typing import Any
+
 import pytest
 from announcements import MODEL
-from dht_records import number_identity
-from directory_processes import CLOCK, Directories, announce_now
-from hivemind.dht.routing import DHTID
-from hivemind.utils import MSGPackSerializer
+from directory_processes import CLOCK, Directories, announce_now, look_up, sign_now
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
+from swarm_values import number_identity
 
 from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.fair_share import WINDOW_SECONDS
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
-from shoal.protocol.records.announcements import Announcement, sign_announcement
+from shoal.protocol.records.announcements import sign_announcement
+from shoal.protocol.records.swarm_records import SwarmRecords
+from shoal.protocol.wire.codec import encode_frame
 
 pytestmark = pytest.mark.network
 
 
-def make_large_record(number: int, expires_at: float) -> tuple[Announcement, bytes]:
+def make_large_value(directory: HivemindDirectory, number: int) -> bytes:
     """Return what a peer may announce, nearly as large as it may be."""
     identity = number_identity(number)
     announcement = announce_now(
         1,
         peer_id=identity.peer_id,
         endpoints=(Endpoint("h" * 250, 65535, "c" * 64),) * 8,
-        expires_at=expires_at,
+        expires_at=CLOCK.wall() + 250,
         software="s" * 64,
     )
-    return announcement, sign_announcement(identity, announcement)
-
-
-def fill(directory: HivemindDirectory, num_records: int) -> None:
-    """Have a node store records, of those that pass, as if they had come one by one for long."""
-    protocol, gate = directory._node.dht.protocol, directory._gate
-    key = DHTID.generate(source=gate.key_of(MODEL))
-    expires_at = CLOCK.wall() + 250
-    for number in range(num_records):
-        announcement, record = make_large_record(number, expires_at)
-        value = MSGPackSerializer.dumps(gate.wrap(record))
-        subkey = MSGPackSerializer.dumps(announcement.peer_id)
-        if gate.accept(key.to_bytes(), subkey, value, expires_at):
-            protocol.storage.store_subkey(key, announcement.peer_id, value, expires_at)
+    record = sign_announcement(identity, announcement)
+    return SwarmRecords(directory.membership).add_own(record, CLOCK.wall())
 
 
 async def test_flooded_node_still_answers(dht: Directories) -> None:
+    """As if the records of 2,000 strangers had come one by one for long."""
     flooded = await dht.join()
     reader = await dht.read(flooded.addresses)
-    fill(flooded, 2000)
+    values = [make_large_value(flooded, number) for number in range(2000)]
+    assert flooded.records.take_all(MODEL, values, CLOCK.wall()) == 2000
 
     theirs = await flooded.lookup(MODEL)
     found = await reader.lookup(MODEL)
@@ -53,29 +49,28 @@ async def test_flooded_node_still_answers(dht: Directories) -> None:
         found = await reader.lookup(MODEL)
         assert len(found) > num_before
 
-    assert len(found) > 900
     assert sorted(found, key=str) == sorted(theirs, key=str)
 
 
-async def test_one_record_in_the_cache_does_not_hide_the_others(dht: Directories) -> None:
-    """hivemind lets strangers say where a record is kept, and answers from the cache first."""
-    honest = await dht.join()
-    stranger = await dht.join(honest.addresses)
-    reader = await dht.read(honest.addresses)
-    announcement, record = make_large_record(1, CLOCK.wall() + 60)
-    await honest.announce(record)
-    theirs, record = make_large_record(2, CLOCK.wall() + 250)
-    protocol, gate = stranger._node.dht.protocol, stranger._gate
-    assert honest._access.p2p.peer_id is not None
+async def test_node_that_is_asked_too_much_refuses_and_answers_others(dht: Directories) -> None:
+    """A stranger gets half of what a node answers in ten seconds: 100 of the longest answers."""
+    node = await dht.join([], 1)
+    await node.announce(sign_now(1))
+    greedy = await dht.read(node.addresses)
+    other = await dht.read(node.addresses)
+    client: Any = greedy._access.p2p._client  # type: ignore[union-attr]
+    num_answers, began_at = 0, CLOCK.now()
+    refusal = ""
 
-    await protocol.call_store(
-        honest._access.p2p.peer_id,
-        [DHTID.generate(source=gate.key_of(MODEL))],
-        [MSGPackSerializer.dumps(gate.wrap(record))],
-        theirs.expires_at,
-        subkeys=[theirs.peer_id],
-        in_cache=True,
-    )
-    await stranger.close()
+    while not refusal and CLOCK.now() - began_at < WINDOW_SECONDS:
+        fetch = greedy.records.make_fetch(MODEL, CLOCK.wall(), greedy._rng)
+        question = greedy.records.seal(MODEL.encode() + encode_frame(fetch))
+        try:
+            await client.call_unary_handler(node._access.p2p.peer_id, "shoal.records.2", question)
+        except P2PHandlerError as error:
+            refusal = str(error)
+        num_answers += not refusal
 
-    assert announcement in await reader.lookup(MODEL)
+    assert "too many announcements" in refusal
+    assert num_answers == 100
+    assert await look_up(other) == {node._access.p2p.peer_id.to_base58()}  # type: ignore[union-attr]

@@ -1,30 +1,39 @@
 """The DHT with real processes: joining it, sharing it, and a dishonest node in it."""
 
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import signal
 import socket
 import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import warm_python
 from announcements import MODEL, identity_of, sign
-from directory_processes import Directories, announce_now, intrude, look_up, sign_now, start
-from processes import children_of, is_running, kill_if_running
+from directory_processes import CLOCK, Directories, announce_now, intrude, look_up, sign_now, start
+from hivemind.dht.routing import DHTID
+from hivemind.p2p import PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
+from processes import children_of, is_running
 
-from shoal.protocol.errors import DirectoryError, UsageError, WrongSwarmError
-from shoal.protocol.membership.membership import Membership, Role, make_owner
+from shoal.protocol.errors import DirectoryError, UnavailableError, UsageError, WrongSwarmError
+from shoal.protocol.ids import MODEL_ID_CHARACTERS
+from shoal.protocol.membership.membership import Membership, Role, make_owner, make_public
+from shoal.protocol.messages.records import RecordFetch, Records
+from shoal.protocol.net.dht.dht_node import make_node_id
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
-from shoal.protocol.net.dht.record_gate import QUESTION, Entry, encode_answer
-from shoal.protocol.net.libp2p import p2p_daemon, swarm_question
+from shoal.protocol.net.dht.known_addresses import AddressFolder
+from shoal.protocol.net.libp2p import p2p_daemon
 from shoal.protocol.net.libp2p.multiaddrs import split_multiaddr
+from shoal.protocol.records.swarm_records import SwarmRecords
 from shoal.protocol.spans import Span
+from shoal.protocol.wire.codec import check_kind, decode_frame, encode_frame
 
 pytestmark = pytest.mark.network
 OWNER = make_owner(bytes(range(16)))
@@ -189,6 +198,26 @@ async def test_newcomer_joins_through_whoever_of_some_addresses_is_left(dht: Dir
     assert await look_up(third) == {identity_of(2).peer_id}
 
 
+async def test_restart_needs_no_initial_peer_that_still_lives(
+    dht: Directories, tmp_path: Path
+) -> None:
+    known = AddressFolder(tmp_path, keeps_loopback=True).find(OWNER, [])
+    options = {"membership": OWNER.as_role(Role.SERVE), "known": known}
+    first = await dht.join([], 1, membership=OWNER.as_role(Role.SERVE))
+    others = {number: await dht.join(first.addresses, number, **options) for number in (2, 3)}
+    await announce_all(others)
+    assert await look_up(others[3]) == {identity_of(number).peer_id for number in (2, 3)}
+    for gone in (first, others[3]):
+        await gone.close()
+
+    again = await dht.join(first.addresses, 3, **options)
+
+    assert identity_of(2).peer_id in await look_up(again)
+    stranger = {"membership": make_owner(bytes(16)).as_role(Role.USE), "known": known}
+    with pytest.raises(WrongSwarmError):
+        await dht.read(others[2].addresses, **stranger)
+
+
 async def test_swarm_stays_whole_when_the_peer_that_began_it_begins_it_again(
     dht: Directories,
 ) -> None:
@@ -250,73 +279,97 @@ async def announce_all(directories: Mapping[int, HivemindDirectory], **changes: 
         await directory.announce(sign_now(number, directory_port=port, **changes))
 
 
-async def test_dishonest_node_neither_fills_nor_hides_nor_poisons(
-    peers: contextlib.ExitStack, dht: Directories
-) -> None:
-    """A node without our checks stores junk and answers with it; honest ones are not impressed."""
-    from hivemind.dht.node import DHTNode
-    from hivemind.dht.routing import DHTID
-    from hivemind.p2p import P2P
+async def test_dishonest_node_neither_fills_nor_hides_nor_poisons(dht: Directories) -> None:
+    """It keeps nothing and answers with junk; that honest nodes are asked as well is enough."""
+    honest = await dht.join([], 1)
+    liar = await dht.join(honest.addresses, 2)
+    lies = make_lies(honest.membership)
+    num_asked = 0
 
-    from shoal.protocol.net.dht.gated_node import make_node_id
+    async def lie(question: bytes, _: object) -> bytes:
+        nonlocal num_asked
+        num_asked += 1
+        content = liar.records.open(question)
+        fetch = check_kind(decode_frame(content[MODEL_ID_CHARACTERS:]), RecordFetch, "a node")
+        if num_asked % 2:
+            return b"junk"
+        return liar.records.seal(encode_frame(Records(fetch.question, tuple(lies), True)))
 
-    honest = await dht.join()
-    (p2pd,) = children_of(os.getpid())
-    p2p: Any = await P2P.create(initial_peers=list(honest.addresses), nat_port_map=False)
-    liar: Any = await DHTNode.create(
-        p2p=p2p, node_id=make_node_id(p2p.peer_id), initial_peers=list(honest.addresses)
-    )
-    await swarm_question.answer_questions(liar.p2p, honest.membership)
-
-    async def say_what_is_stored(question: bytes, _: object) -> bytes:
-        stored = liar.protocol.storage.get(DHTID.from_bytes(question[:20])).value.items()
-        return encode_answer(
-            [Entry(subkey, *entry) for subkey, entry in stored if isinstance(subkey, str)], ()
-        )
-
-    await liar.p2p._client.add_unary_handler(QUESTION, say_what_is_stored)
-    victim, bystander = announce_now(1), announce_now(2)
-    everyone = {victim.peer_id, bystander.peer_id}
+    handlers: Any = liar._access.p2p._client.control.unary_handlers  # type: ignore[union-attr]
+    handlers["shoal.records.2"] = lie
+    victim = announce_now(1)
     await honest.announce(sign(victim, 1))
-    await honest.announce(sign(bystander, 2))
-    # This reaches into the directory: what is stored is exactly what is in question.
-    gate, storage = honest._gate, honest._node.dht.protocol.storage
-    key, forever = gate.key_of(MODEL), float("inf")
-    genuine = gate.wrap(sign(victim, 1))
-    lies: list[tuple[Any, Any, float]] = [
-        (victim.peer_id, gate.wrap(sign(announce_now(3), 3)), forever),
-        (victim.peer_id, genuine, forever),
-        (identity_of(3).peer_id, genuine, victim.expires_at),
-        (victim.peer_id, b"junk", forever),
-        (victim.peer_id, ["junk"], forever),
-        ("junk", b"junk", forever),
-        (17, b"junk", 1e15),
-        (None, b"junk in place of the dictionary", forever),
-    ]
+    reader = await dht.read(liar.addresses)
 
-    for subkey, value, expires_at in lies:
-        await liar.store(key, value, expires_at, subkey=subkey)
-    await liar.store("another key", genuine, victim.expires_at, subkey=victim.peer_id)
-
-    assert len(storage) == 1
-    assert await honest.lookup(MODEL) == [victim, bystander]
-    # The liar claims to have a later answer than anyone could have; nobody stops at it.
-    liars_addresses = [str(address) for address in await liar.get_visible_maddrs()]
-    peers.callback(kill_if_running, p2pd)
-    assert await read_once(dht, liars_addresses, honest.membership, slow=p2pd) == everyone
-    # Alone, it can hide the one whose record it replaced, but the rest of its answer counts.
-    await honest.close()
-    assert await read_once(dht, liars_addresses, honest.membership) == {bystander.peer_id}
-    await liar.shutdown()
-    await p2p.shutdown()
+    for _ in range(2):
+        assert await reader.lookup(MODEL) == [victim]
+        assert await honest.lookup(MODEL) == [victim]
+    assert num_asked > 2
+    await honest.close()  # alone, it can only be silent
+    newcomer = await dht.read(liar.addresses, membership=honest.membership)
+    assert await newcomer.lookup(MODEL) == []
 
 
-async def read_once(
-    dht: Directories, addresses: list[str], membership: Membership, slow: int | None = None
-) -> set[str]:
-    """Return whom a newcomer finds; the p2pd `slow` stands still for the start of it."""
-    reader = await dht.read(addresses, membership=membership)
-    if slow is not None:
-        os.kill(slow, signal.SIGSTOP)
-        asyncio.get_running_loop().call_later(0.3, os.kill, slow, signal.SIGCONT)
-    return await look_up(reader)
+def make_lies(membership: Membership) -> list[bytes]:
+    """Return values that no member takes, and one of a peer that is gone."""
+    now = CLOCK.wall()
+    ours = SwarmRecords(membership)
+    gone = announce_now(3, issued_at=now - 90, expires_at=now - 1)
+    value = ours.add_own(sign_now(4, model_id="b" * 32), now)
+    other_swarm = SwarmRecords(make_public(bytes(16))).add_own(sign_now(5), now)
+    return [value, other_swarm, ours.seal(sign(gone, 3)), ours.seal(b"junk"), b"junk"]
+
+
+async def test_stranger_without_the_secret_is_told_nothing_and_keeps_nothing(
+    dht: Directories,
+) -> None:
+    """It has a node among those of a private swarm, and asks as members do."""
+    member = await dht.join([], 1, membership=OWNER.as_role(Role.SERVE))
+    stranger = await dht.join([], 3)
+    await intrude(stranger, member.addresses)
+    await member.announce(sign_now(1))
+    client: Any = stranger._access.p2p._client  # type: ignore[union-attr]
+    fetch = stranger.records.make_fetch(MODEL, CLOCK.wall(), Random(0))
+
+    for swarm_id in (stranger.membership.swarm_id, member.membership.swarm_id):
+        with pytest.raises(P2PHandlerError):
+            await client.call_unary_handler(
+                member._access.p2p.peer_id,
+                "shoal.records.2",
+                swarm_id + MODEL.encode() + encode_frame(fetch),
+            )
+    await stranger.lookup(MODEL)
+    assert stranger.records.list_records(MODEL, CLOCK.wall()) == []
+    assert len(stranger.records._book) == 0
+
+
+async def test_made_up_identities_around_a_key_do_not_empty_the_view_of_a_newcomer(
+    dht: Directories,
+) -> None:
+    """Ten nodes that are nearer than any other answer nothing; the newcomer joins through one."""
+    honest = await dht.join([], 1)
+    key = DHTID.generate(source=f"shoal directory 3\0{honest.membership.swarm_id.hex()}\0{MODEL}")
+    silents = [await dht.join(honest.addresses, number) for number in grind_identities(key, 10)]
+    for silent in silents:
+        control: Any = silent._access.p2p._client.control  # type: ignore[union-attr]
+        del control.unary_handlers["shoal.records.2"]
+        control.unary_handlers["shoal.records.2"] = be_silent
+    await honest.announce(sign_now(1))
+
+    newcomer = await dht.read(silents[0].addresses)
+
+    assert await look_up(newcomer) == {identity_of(1).peer_id}
+
+
+async def be_silent(_: bytes, sender: object) -> bytes:
+    raise UnavailableError("nothing")
+
+
+def grind_identities(key: DHTID, num_identities: int) -> list[int]:
+    """Return the numbers of peers, of the first 200, whose nodes are nearest to a key."""
+
+    def find_distance(number: int) -> int:
+        peer_id = PeerID.from_base58(identity_of(number).peer_id)
+        return int(key) ^ int(make_node_id(peer_id))
+
+    return sorted(range(2, 200), key=find_distance)[:num_identities]

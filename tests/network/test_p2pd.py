@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,16 @@ import pytest
 from libp2p_parts import connected_p2pds
 
 from shoal.protocol.errors import ShoalError
-from shoal.protocol.ids import PeerId
-from shoal.protocol.net.dht.gated_node import MAX_STORE_BYTES
-from shoal.protocol.net.dht.record_gate import KEY_BYTES, MAX_ANSWER_BYTES, MAX_KNOWN
+from shoal.protocol.ids import PeerId, SessionId
+from shoal.protocol.messages.records import (
+    DIGEST_BYTES,
+    MAX_NAMED_RECORDS,
+    MAX_RECORD_BYTES,
+    MAX_RECORDS_BYTES,
+    RecordFetch,
+    Records,
+)
+from shoal.protocol.net.dht.dht_node import MAX_FIND_BYTES
 from shoal.protocol.net.libp2p.p2p_daemon import (
     MAX_DATA_BYTES,
     MAX_MESSAGE_BYTES,
@@ -24,6 +32,7 @@ from shoal.protocol.net.libp2p.p2p_daemon import (
     open_byte_stream,
     stop_p2pd,
 )
+from shoal.protocol.wire.codec import encode_frame
 
 pytestmark = [
     pytest.mark.network,
@@ -33,6 +42,17 @@ pytestmark = [
 PROTOCOL = "a question"
 PATIENCE_SECONDS = 60.0  # only a broken test waits this long
 MOST_STREAMS = 10_000
+LESS_DATA_BYTES = 160 * 2**20
+SESSION = SessionId(bytes(range(16)))
+LONGEST_ANSWER = encode_frame(Records(SESSION, (bytes(100),) * (MAX_RECORDS_BYTES // 100)))
+LONGEST_QUESTION = encode_frame(
+    RecordFetch(
+        SESSION,
+        bytes(MAX_RECORD_BYTES),
+        bytes(DIGEST_BYTES * MAX_NAMED_RECORDS),
+        MAX_RECORDS_BYTES,
+    )
+)
 
 
 def encode_length(number: int) -> bytes:
@@ -70,10 +90,15 @@ def collect_complaints() -> Iterator[list[str]]:
 
 @pytest.mark.slow
 async def test_p2pd_ends_rather_than_take_all_memory_for_what_strangers_promise() -> None:
-    """Each stream says that the longest message follows, which never comes."""
+    """Each stream says that the longest message follows, which never comes.
+
+    The limit is lowered, so that one stranger reaches it before the limit of its own p2pd.
+    """
     async with connected_p2pds() as ((victim,), (stranger,)):
         await victim._client.add_unary_handler(PROTOCOL, handle_at_once)
         peer_id, process = PeerId(str(victim.peer_id)), child_of(victim)
+        assert resource.prlimit(process.pid, resource.RLIMIT_DATA)[0] == MAX_DATA_BYTES
+        resource.prlimit(process.pid, resource.RLIMIT_DATA, (LESS_DATA_BYTES, LESS_DATA_BYTES))
         opened: list[asyncio.StreamWriter] = []
         peak_bytes = 0
         with contextlib.suppress(ShoalError):
@@ -90,11 +115,11 @@ async def test_p2pd_ends_rather_than_take_all_memory_for_what_strangers_promise(
             await process.wait()
 
     assert len(opened) < MOST_STREAMS
-    assert 0 < peak_bytes < MAX_DATA_BYTES
+    assert 0 < peak_bytes < LESS_DATA_BYTES
 
 
 @pytest.mark.parametrize(
-    "num_bytes", [MAX_ANSWER_BYTES, MAX_STORE_BYTES, KEY_BYTES + 8 * MAX_KNOWN]
+    "num_bytes", [len(LONGEST_ANSWER) + 100, len(LONGEST_QUESTION) + 100, MAX_FIND_BYTES]
 )
 async def test_longest_messages_of_nodes_come_through(num_bytes: int) -> None:
     async with connected_p2pds() as ((asked,), (asker,)):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import warm_python
 from announcements import MODEL, identity_of
-from directory_processes import Directories, look_up, sign_now
+from directory_processes import CLOCK, Directories, look_up, sign_now
 
 from shoal.protocol.errors import DirectoryError, ShoalError
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
@@ -87,7 +87,8 @@ async def test_peer_is_found_again_where_it_was_and_says_so_in_one_line(
         await wait_until_ended(second)
         with pytest.raises(DirectoryError, match="another one is being started"):
             await second.announce(sign_now(2))
-        assert {one.peer_id for one in second._gate.list_current(MODEL)} >= {identity_of(2).peer_id}
+        known = second.records.list_current(MODEL, CLOCK.wall())
+        assert {one.peer_id for one in known} >= {identity_of(2).peer_id}
         await wait_until_found(second, 1, 2)
 
     assert second.addresses == before
@@ -178,7 +179,7 @@ async def test_closing_while_p2pd_is_started_again_leaves_no_process_or_socket(
 
     kill_p2pd(server)
     await wait_until_ended(server)
-    while not server._node.is_running:  # noqa: ASYNC110 - a process sets no event
+    while server._node.p2pd.returncode is not None:  # noqa: ASYNC110 - a process sets no event
         await asyncio.sleep(0.01)
     kill_p2pd(server)
     await wait_until_ended(server)

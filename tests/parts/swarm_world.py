@@ -27,7 +27,7 @@ class CountingDirectory(MemoryDirectory):
 
     num_lookups = 0
 
-    async def lookup(self, model_id: ModelId) -> list[Announcement]:
+    async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
         self.num_lookups += 1
         return await super().lookup(model_id)
 

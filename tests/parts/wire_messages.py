@@ -249,7 +249,7 @@ HONEST: list[Message] = [
     RecordFetch(SESSION, b"", b"", 1),
     RecordFetch(SESSION, bytes(MAX_RECORD_BYTES), bytes(2**15), MAX_RECORDS_BYTES),
     Records(SESSION, (), has_own=True),
-    Records(SESSION, (bytes(MAX_RECORD_BYTES),) * 21),
+    Records(SESSION, (bytes(2304),) * 21),
     *(Declined(None, 0, code, code.name) for code in ErrorCode),
 ]
 _ONE_OF_EACH: list[Message] = [

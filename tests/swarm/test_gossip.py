@@ -42,7 +42,7 @@ class LostDirectory(MemoryDirectory):
     is_silent = False
     silent_seconds = 3600.0
 
-    async def lookup(self, model_id: ModelId) -> list[Announcement]:
+    async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
         if self.is_silent:
             await asyncio.sleep(self.silent_seconds)
             raise DirectoryError("every contact is gone")
@@ -215,8 +215,9 @@ async def test_client_that_was_away_finds_back_by_what_has_expired(tiny_models: 
             world.swarm.network.partition("client", host)
 
         await asyncio.sleep(10 * PERIOD_SECONDS)
-        assert client.directory.list_records(MODEL_ID) == []
-        assert len(client.directory.list_hints(MODEL_ID)) == 2
+        records, now = client.directory.records, VirtualClock().wall()
+        assert records.list_current(MODEL_ID, now) == []
+        assert len(records.list_hints(MODEL_ID, now)) == 2
         for host in ("peer0", "peer1"):
             world.swarm.network.heal("client", host)
 

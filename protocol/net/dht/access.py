@@ -1,9 +1,13 @@
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+# pyright: reportUnknownVariableType=false
 """The way into the network of a directory: p2pd, the swarm behind it, and how others reach us."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import random
+import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,10 +16,12 @@ from ...errors import DirectoryError
 from ...identity import Identity
 from ...ids import PeerId
 from ...membership.membership import Membership, begin_public
+from ...records.swarm_records import SwarmRecords
 from ..clock import Clock
 from ..libp2p.multiaddrs import PeerAddress, split_multiaddr
 from ..libp2p.p2p_daemon import (
     P2P,
+    child_of,
     list_relays,
     start_reading_p2pd,
     start_serving_p2pd,
@@ -26,8 +32,16 @@ from ..libp2p.swarm_question import answer_questions, find_swarm, make_ask
 from ..relays.circuit import RelayReservations, start_sufficient_relay
 from ..relays.reachability import answer_dial_back, can_be_dialled
 from ..relays.relay_selection import NUM_RELAYS, RelaySelection, rank_relays
+from .dht_node import quieten_hivemind, start_node
+from .neighbourhood import Neighbourhood, RecordNodes
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # about what hivemind itself uses
+    from hivemind.dht.node import DHTNode
 
 _logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 2.0
 
 
 class Place(NamedTuple):
@@ -70,6 +84,7 @@ async def open_access(
 
     When that fails or is interrupted, no p2pd is left running.
     """
+    quieten_hivemind()
     p2p = await _start(place, peers)
     relays: Sequence[Relay] = ()  # that may be ours
     async with stopping_if_failed(p2p):
@@ -159,3 +174,45 @@ async def make_reachable(
     if place.is_relay:
         p2p = await start_sufficient_relay(p2p, lambda: _start(place, initial_peers))
     return p2p, ()
+
+
+class DirectoryNode(NamedTuple):
+    """A node of the DHT and the p2pd through which it speaks: replaced as one when p2pd ends."""
+
+    access: Access
+    p2pd: asyncio.subprocess.Process
+    dht: DHTNode
+    neighbourhood: Neighbourhood
+    records: RecordNodes
+
+    @classmethod
+    async def start(
+        cls,
+        access: Access,
+        records: SwarmRecords,
+        clock: Clock,
+        initial_peers: Sequence[PeerAddress],
+    ) -> DirectoryNode:
+        """Start a node that answers others unless it only asks; stop p2pd where that fails.
+
+        Raises DirectoryError when no initial peer wants us.
+        """
+        p2p, is_reader = access.p2p, access.place.listening is None
+        async with stopping_if_failed(p2p):
+            dht = await start_node(p2p, initial_peers, is_reader)
+            neighbourhood = Neighbourhood(dht, p2p, access.peers)
+            nodes = RecordNodes(neighbourhood, p2p, records, clock, random.Random())
+            if not is_reader:
+                await nodes.answer_questions()
+            return cls(access, child_of(p2p), dht, neighbourhood, nodes)
+
+    async def close(self) -> None:
+        """End the node and its p2pd, if it has not ended yet."""
+        if self.p2pd.returncode is None:
+            try:
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await self.dht.shutdown()
+            except Exception as error:  # noqa: BLE001 - it tells a p2pd that may be going away
+                _logger.debug("the DHT node did not shut down cleanly: %r", error)
+        await stop_p2pd(self.access.p2p)
+        await self.neighbourhood.close()

@@ -17,6 +17,7 @@ from ..directory import Directory
 from ..libp2p.multiaddrs import replace_host, split_multiaddr
 from ..network import Presence
 from ..transport import ChoosingTransport, Listener, StreamServer, Transport
+from .known_addresses import AddressFolder
 
 if TYPE_CHECKING:
     from .hivemind_directory import HivemindDirectory
@@ -54,6 +55,8 @@ class InternetNetwork:
     membership: Membership | None = None
     """The swarm to join or begin; None: the public one of the initial peers, or a new one."""
     listening: Listening = field(default_factory=Listening)
+    folder: AddressFolder = field(default_factory=AddressFolder)
+    """Where addresses of the swarm are kept for the next start."""
 
     async def connect(self) -> tuple[Transport, Directory]:
         from ..tcp.tcp_transport import TcpTransport
@@ -65,6 +68,7 @@ class InternetNetwork:
             clock=self.clock,
             client_mode=True,
             membership=self.membership,
+            known=self.folder.find(self.membership, self.initial_peers),
         )
         direct = TcpTransport(membership=directory.membership)
         return ChoosingTransport(direct, directory.make_transport()), directory
@@ -93,6 +97,7 @@ class InternetNetwork:
                 membership=self.membership,
                 endpoint=endpoint,
                 is_relay=where.is_relay,
+                known=self.folder.find(self.membership, self.initial_peers),
             )
             stack.push_async_callback(directory.close)
             if directory.relays:

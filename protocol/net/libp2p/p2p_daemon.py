@@ -61,8 +61,8 @@ _logger = logging.getLogger(__name__)
 _START_SECONDS = 5.5  # p2pd itself gives its initial peers 5 s
 _STOP_SECONDS = 2.0
 
-MAX_MESSAGE_BYTES = 132 * 2**10
-"""Of one question or answer of nodes: room for the longest, the 128 KiB of records that one answer
+MAX_MESSAGE_BYTES = 64 * 2**10
+"""Of one question or answer of nodes: room for the longest, the 48 KiB of records that one answer
 holds. p2pd sets aside what a stranger says that he is going to send."""
 
 MAX_DATA_BYTES = 512 * 2**20

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 
 from ...errors import DirectoryError, LocalProtocolError, RemoteProtocolError
 from ...ids import ModelId
-from ...records.announcement_book import AnnouncementBook
-from ...records.announcements import Announcement, KnownRecord
+from ...records.announcements import Announcement
+from ...records.swarm_records import SwarmRecords
 from ..clock import Clock
 
 
@@ -20,7 +19,7 @@ class MemoryDirectoryStore:
 
     def __init__(self) -> None:
         self.is_reachable = True
-        self.book = AnnouncementBook()
+        self.records = SwarmRecords()
 
 
 class MemoryDirectory:
@@ -29,7 +28,7 @@ class MemoryDirectory:
     def __init__(self, store: MemoryDirectoryStore, clock: Clock) -> None:
         self._store = store
         self._clock = clock
-        self._book = AnnouncementBook()
+        self.records = SwarmRecords()
         self._is_closed = False
 
     @property
@@ -40,36 +39,23 @@ class MemoryDirectory:
     async def announce(self, record: bytes) -> None:
         now = self._clock.wall()
         try:
-            model_id = self._book.read(record, now).model_id
+            model_id = self.records.read(record, now).model_id
         except RemoteProtocolError as error:
             raise LocalProtocolError(f"our own announcement is not valid: {error}") from error
         try:
-            self._book.add_own(model_id, record, now)
+            value = self.records.add_own(record, now)
             self._check_is_reachable()
-            self._store.book.add(model_id, record, now)
+            self._store.records.take(model_id, value, now)
         except RemoteProtocolError as error:
             raise DirectoryError(f"the directory refused our announcement: {error}") from error
 
-    async def lookup(self, model_id: ModelId) -> list[Announcement]:
+    async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
         self._check_is_reachable()
         now = self._clock.wall()
-        self._book.reserve(model_id)
-        for known in self._store.book.list_records(model_id, now):
-            with suppress(RemoteProtocolError):  # a newer one is known
-                self._book.add(model_id, known.value, now)
-        return self._book.list_current(model_id, now)
-
-    def list_records(self, model_id: ModelId) -> list[KnownRecord]:
-        return self._book.list_records(model_id, self._clock.wall())
-
-    def list_hints(self, model_id: ModelId) -> list[Announcement]:
-        return self._book.list_hints(model_id, self._clock.wall())
-
-    def take_record(self, model_id: ModelId, value: bytes) -> Announcement:
-        now = self._clock.wall()
-        if self._book.read(value, now).model_id != model_id:
-            raise RemoteProtocolError("the record is of another model")
-        return self._book.add(model_id, value, now)
+        self.records.reserve(model_id)
+        found = self._store.records.list_records(model_id, now)
+        self.records.take_all(model_id, [known.value for known in found], now)
+        return self.records.list_current(model_id, now)
 
     async def close(self) -> None:
         self._is_closed = True

@@ -45,7 +45,7 @@ class FlakyDirectory(MemoryDirectory):
             raise DirectoryError("lost on the way")
         await super().announce(record)
 
-    async def lookup(self, model_id: ModelId) -> list[Announcement]:
+    async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
         self.num_lookups += 1
         await asyncio.sleep(self.lookup_seconds)
         return await super().lookup(model_id)

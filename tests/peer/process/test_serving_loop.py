@@ -63,7 +63,7 @@ class TroubledDirectory(MemoryDirectory):
             raise DirectoryError("nobody listens")
         await super().announce(record)
 
-    async def lookup(self, model_id: ModelId) -> list[Announcement]:
+    async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
         if self.is_broken:
             raise DirectoryError("nobody answers")
         announcements = await super().lookup(model_id)

@@ -260,7 +260,7 @@ DISHONEST: list[Message] = [
     RecordFetch(SESSION, bytes(MAX_RECORD_BYTES + 1), b"", 1),
     Records(SESSION, (bytes(MAX_RECORD_BYTES + 1),)),
     Records(SESSION, (b"",)),
-    Records(SESSION, (bytes(MAX_RECORD_BYTES),) * 22),
+    Records(SESSION, (bytes(MAX_RECORD_BYTES),) * 13),
     PublicationFetch(PASS_ID, ADAPTER, limits.MAX_BLOCKS, 1),
     PublicationFetch(PASS_ID, ADAPTER, 0, limits.MAX_BLOCKS + 1),
     replace(ADAPTED, accumulate=AccumulationOrder(0, 1)),

@@ -1,0 +1,75 @@
+"""Where a swarm was last reached, kept in a file: initial peers may be gone at the next start."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...errors import UsageError
+from ...membership.membership import Membership
+from ..libp2p.multiaddrs import PeerAddress
+
+_logger = logging.getLogger(__name__)
+
+_MAX_ADDRESSES = 32
+_MAX_BYTES = 2**14
+_MAX_FILES = 64
+"""Swarms that are remembered; the ones that were used longest ago are forgotten."""
+
+
+@dataclass(frozen=True)
+class AddressFolder:
+    """A folder with one file for each swarm. Nothing in it is secret."""
+
+    path: Path = Path("~/.cache/shoal/swarms")
+    keeps_loopback: bool = False
+    """Whether addresses are kept that only this machine can dial. Tests say so."""
+
+    def find(self, membership: Membership | None, initial_peers: Sequence[str]) -> KnownAddresses:
+        """Return the addresses of a swarm: of a membership, else of the one behind some peers."""
+        text = "\n".join(sorted(initial_peers))
+        name = (
+            membership.swarm_id.hex() if membership else hashlib.sha256(text.encode()).hexdigest()
+        )
+        return KnownAddresses(self.path.expanduser() / name[:32], self.keeps_loopback)
+
+
+class KnownAddresses:
+    """The addresses of one swarm. Without a disk to keep them on, there are none."""
+
+    def __init__(self, path: Path, keeps_loopback: bool) -> None:
+        self._path = path
+        self._keeps_loopback = keeps_loopback
+
+    def load(self) -> list[str]:
+        """Return the addresses; none where nothing valid was kept."""
+        try:
+            with self._path.open(encoding="ascii") as file:
+                lines = file.read(_MAX_BYTES).splitlines()
+            return [PeerAddress.parse(line).text for line in lines[:_MAX_ADDRESSES]]
+        except (OSError, ValueError, UsageError) as error:
+            _logger.debug("no known addresses of the swarm in %s: %s", self._path, error)
+            return []
+
+    def save(self, addresses: Sequence[PeerAddress]) -> None:
+        """Keep addresses in place of those before; none are no reason to forget these."""
+        kept = [one for one in addresses if self._keeps_loopback or not one.is_loopback]
+        if not kept:
+            return
+        text = "\n".join(address.text for address in kept[:_MAX_ADDRESSES])
+        try:
+            folder = self._path.parent
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+                file.write(text)
+            os.replace(file.name, self._path)
+            files = sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime)
+            for old in files[:-_MAX_FILES]:
+                old.unlink(missing_ok=True)
+        except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+            _logger.warning("cannot keep the addresses of the swarm: %s", error)

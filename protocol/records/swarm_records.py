@@ -1,0 +1,289 @@
+"""What one process knows of its swarm: announcements by model, and which peers were revoked.
+
+Records travel as values that name the swarm; in a private one they are sealed, and an announcement
+comes with the certificate that its peer may serve. Junk, records of strangers and replays of older
+records are refused, and so are those of peers that the owner has revoked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import secrets
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache
+
+from ..errors import ErrorCode, RefusedError, RemoteProtocolError, RevokedError
+from ..fair_share import BUSY_SECONDS, WindowBudget
+from ..ids import ModelId, SessionId
+from ..membership.membership import (
+    NO_MEMBERSHIP,
+    NONCE_BYTES,
+    SWARM_ID_BYTES,
+    Membership,
+    Revocations,
+    read_revocations,
+)
+from ..messages.records import (
+    DIGEST_BYTES,
+    MAX_NAMED_RECORDS,
+    MAX_RECORDS_BYTES,
+    RecordFetch,
+    Records,
+)
+from .announcement_book import AnnouncementBook
+from .announcements import Announcement, KnownRecord, PeerState
+
+_REVOCATIONS = b"shoal revocations\0"
+"""What the value of the owner's list begins with; that of an announcement with a certificate."""
+
+_CHECKED_AT_ONCE = 16
+"""Records that are checked before others get their turn: each takes 0.2 ms."""
+
+_MAX_OPENED = 4096
+
+_COST_BYTES = 5 * 2**10
+"""So many bytes of an answer count as one, and so does a record that is checked in 0.2 ms."""
+
+_MOST_COST = 2000
+"""Of all strangers in ten seconds: 4 % of a core and 1 MB/s. 6,000 peers that announce themselves
+to the same nodes every 30 s cost that."""
+
+_CERTAIN_COST = 32
+"""Of each stranger whatever others take: three of the longest answers in ten seconds."""
+
+
+class SwarmRecords:
+    """Remembers records of one swarm, tells them to others and takes what others tell.
+
+    `now` is in wall seconds throughout.
+    """
+
+    def __init__(
+        self, membership: Membership = NO_MEMBERSHIP, book: AnnouncementBook | None = None
+    ) -> None:
+        self.membership = membership
+        self.revocations = Revocations()
+        """The newest list of the owner that is known."""
+        self._revocations_value = b""
+        self._budget = WindowBudget(_MOST_COST, _CERTAIN_COST)
+        self._book = AnnouncementBook() if book is None else book
+        # The same values come again and again, and a certificate takes 0.1 ms to check.
+        self._open_announcement = lru_cache(maxsize=_MAX_OPENED)(self._open_announcement_anew)
+
+    # ---- what is known
+
+    def read(self, record: bytes, now: float) -> Announcement:
+        """Return the announcement in a record that holds now; raises RemoteProtocolError."""
+        return self._book.read(record, now)
+
+    def add_own(self, record: bytes, now: float) -> bytes:
+        """Remember a record of ours, which never gives way; return its value.
+
+        Raises RemoteProtocolError when it is not valid or a newer one is known, RevokedError when
+        the owner has revoked us, UsageError when we may not serve.
+        """
+        announcement = self.read(record, now)
+        if announcement.peer_id in self.revocations.peer_ids:
+            raise RevokedError(
+                f"the owner of the swarm has revoked this peer, {announcement.peer_id}: members "
+                "now ignore its announcements; ask the owner for access"
+            )
+        value = self.seal(self.membership.certify(announcement.peer_id) + record)
+        self._book.add_own(announcement.model_id, record, now, value)
+        return value
+
+    def reserve(self, model_id: ModelId) -> None:
+        """Keep the room of a model for it from now on: we use it."""
+        self._book.reserve(model_id)
+
+    def list_current(self, model_id: ModelId, now: float) -> list[Announcement]:
+        """Return the announcements that hold, the newest of each peer."""
+        return [known.announcement for known in self.list_records(model_id, now)]
+
+    def list_records(self, model_id: ModelId, now: float) -> list[KnownRecord]:
+        """Return the same with the values that other members take."""
+        return [one for one in self._book.list_records(model_id, now) if self._is_welcome(one)]
+
+    def list_hints(self, model_id: ModelId, now: float) -> list[Announcement]:
+        """Return announcements that have expired within a day, the newest first.
+
+        They tell whom to dial, and nothing else: never route to them, count them or hand them on.
+        """
+        hints = self._book.list_hints(model_id, now)
+        return [one for one in hints if one.peer_id not in self.revocations.peer_ids]
+
+    def is_own(self, announcement: Announcement) -> bool:
+        """Return whether a peer of this process has made an announcement."""
+        return self._book.is_own(announcement.peer_id)
+
+    def _is_welcome(self, known: KnownRecord) -> bool:
+        return known.announcement.peer_id not in self.revocations.peer_ids
+
+    # ---- values
+
+    def seal(self, content: bytes) -> bytes:
+        """Return what only members can read, and is taken for a message of this swarm."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        return self.membership.swarm_id + self.membership.seal(content, nonce)
+
+    def open(self, value: bytes) -> bytes:
+        """Undo `seal`; raises RemoteProtocolError."""
+        if not value.startswith(self.membership.swarm_id):
+            raise RemoteProtocolError("the record is of another swarm")
+        return self.membership.open(value[SWARM_ID_BYTES:])
+
+    def seal_revocations(self, record: bytes) -> bytes:
+        """Return the value of a list that the owner has signed."""
+        return self.seal(_REVOCATIONS + record)
+
+    def take(self, model_id: ModelId, value: bytes, now: float) -> None:
+        """Remember the value of an announcement of a model, or of the owner's list.
+
+        Raises RemoteProtocolError if it is not valid, of another model or swarm, or older than what
+        is known.
+        """
+        record = self._open_announcement(value)
+        if record.startswith(_REVOCATIONS):
+            return self._take_revocations(record.removeprefix(_REVOCATIONS), value)
+        announcement = self.read(record, now)
+        if announcement.peer_id in self.revocations.peer_ids:
+            raise RemoteProtocolError(f"the owner has revoked peer {announcement.peer_id}")
+        if announcement.model_id != model_id:
+            raise RemoteProtocolError("the record is of another model")
+        self._book.add(model_id, record, now, value)
+
+    def _open_announcement_anew(self, value: bytes) -> bytes:
+        """Return the record in a value if its peer may serve; the owner's list as it is."""
+        content = self.open(value)
+        if content.startswith(_REVOCATIONS):
+            return content
+        num_bytes = self.membership.certificate_bytes
+        certificate, record = content[:num_bytes], content[num_bytes:]
+        if not self.membership.is_certified(self._book.verify(record).peer_id, certificate):
+            raise RemoteProtocolError("this peer has no certificate to serve in this swarm")
+        return record
+
+    def _take_revocations(self, record: bytes, value: bytes) -> None:
+        if value == self._revocations_value:
+            return
+        found = read_revocations(self.membership, record)
+        if found.sequence < self.revocations.sequence:
+            raise RemoteProtocolError("a newer revocation list is already known")
+        self.revocations, self._revocations_value = found, value
+
+    # ---- exchange
+
+    def make_fetch(
+        self, model_id: ModelId, now: float, rng: random.Random, max_bytes: int = MAX_RECORDS_BYTES
+    ) -> RecordFetch:
+        """Return the question for records that are not known here; it brings our own."""
+        known = self.list_records(model_id, now)
+        own = next((one.value for one in known if self.is_own(one.announcement)), b"")
+        values = [self._revocations_value] if self._revocations_value else []
+        if max_bytes >= MAX_RECORDS_BYTES:  # else the names would take more than the answer
+            named = rng.sample(known, min(len(known), MAX_NAMED_RECORDS - 1))
+            values += [one.value for one in named]
+        digests = b"".join(map(digest_record, values))
+        return RecordFetch(SessionId(secrets.token_bytes(16)), own, digests, max_bytes)
+
+    def answer(
+        self,
+        stranger: Hashable,
+        model_id: ModelId,
+        fetch: RecordFetch,
+        now: float,
+        rng: random.Random,
+    ) -> Records:
+        """Take what a stranger tells of itself; return what it lacks of a model.
+
+        Raises RefusedError when it asks for more than is left for others.
+        """
+        if not self._budget.take(stranger, 1 + fetch.max_bytes // _COST_BYTES, now):
+            raise RefusedError(ErrorCode.BUSY, "you ask for too many announcements", BUSY_SECONDS)
+        has_own = bool(fetch.own) and self.take_all(model_id, [fetch.own], now) == 1
+        known, revocations = split_digests(fetch.known), self._revocations_value
+        room = fetch.max_bytes - len(revocations)
+        is_lacking = bool(revocations) and digest_record(revocations) not in known
+        told = (revocations,) if is_lacking and room >= 0 else ()
+        records = self.list_records(model_id, now)
+        chosen = choose_records(records, known, room if told else fetch.max_bytes, rng, self.is_own)
+        return Records(fetch.question, (*told, *chosen), has_own)
+
+    def take_all(self, model_id: ModelId, values: Iterable[bytes], now: float) -> int:
+        """Take what is valid of what a stranger told; return how many were."""
+        return sum(self.take_in_turns(model_id, values, now))
+
+    def take_in_turns(
+        self, model_id: ModelId, values: Iterable[bytes], now: float
+    ) -> Iterator[int]:
+        """Do the same in steps after which others may have their turn; yield how many each took."""
+        num_taken = 0
+        for number, value in enumerate(values, 1):
+            with suppress(RemoteProtocolError):
+                self.take(model_id, value, now)
+                num_taken += 1
+            if number % _CHECKED_AT_ONCE == 0:
+                yield num_taken
+                num_taken = 0
+        yield num_taken
+
+
+# ---- which records are told
+
+
+def digest_record(value: bytes) -> bytes:
+    """Return the short name of a record."""
+    return hashlib.sha256(value).digest()[:DIGEST_BYTES]
+
+
+def split_digests(joined: bytes) -> frozenset[bytes]:
+    """Return the names in a question."""
+    starts = range(0, len(joined), DIGEST_BYTES)
+    return frozenset(joined[start : start + DIGEST_BYTES] for start in starts)
+
+
+def choose_records(
+    records: Collection[KnownRecord],
+    known: Collection[bytes],
+    max_bytes: int,
+    rng: random.Random,
+    is_own: Callable[[Announcement], bool],
+) -> tuple[bytes, ...]:
+    """Return the values to tell somebody who has the `known` ones, as many as `max_bytes` hold.
+
+    Our own (`is_own`) comes first, also if it is known: it shows that we live. The others are drawn
+    anew each time; those that add a block which nobody before them serves come before the rest.
+    """
+    own = [one for one in records if is_own(one.announcement)]
+    num_blocks = own[0].announcement.num_blocks if own else 0
+    new = [
+        one
+        for one in records
+        if not is_own(one.announcement) and digest_record(one.value) not in known
+    ]
+    chosen: list[bytes] = []
+    num_bytes = 0
+    for record in (*own, *_order_by_cover(rng.sample(new, len(new)), num_blocks)):
+        num_bytes += len(record.value)
+        if num_bytes > max_bytes:
+            break
+        chosen.append(record.value)
+    return tuple(chosen)
+
+
+def _order_by_cover(records: Sequence[KnownRecord], num_blocks: int) -> list[KnownRecord]:
+    """Return records, those first that add to the blocks which the ones before them serve."""
+    missing = set(range(num_blocks))
+    adding: list[KnownRecord] = []
+    rest: list[KnownRecord] = []
+    for record in records:
+        peer = record.announcement
+        added: set[int] = set()
+        # How many blocks there are is for us to say: strangers say what they like.
+        if missing and peer.state is PeerState.ONLINE and peer.num_blocks == num_blocks:
+            added = missing.intersection(range(peer.span.start, peer.span.stop))
+        missing.difference_update(added)
+        (adding if added else rest).append(record)
+    return adding + rest

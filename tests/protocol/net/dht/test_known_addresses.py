@@ -1,0 +1,82 @@
+"""What is kept on disk of the addresses of a swarm."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from announcements import identity_of
+
+from shoal.protocol.membership.membership import Role, make_owner
+from shoal.protocol.net.dht.known_addresses import AddressFolder
+from shoal.protocol.net.libp2p.multiaddrs import PeerAddress
+
+OWNER = make_owner(bytes(range(16)))
+
+
+def address_of(number: int, host: str = "192.0.2.7") -> PeerAddress:
+    return PeerAddress.parse(f"/ip4/{host}/tcp/{4000 + number}/p2p/{identity_of(number).peer_id}")
+
+
+def test_addresses_are_found_again_by_whoever_joins_the_same_swarm(tmp_path: Path) -> None:
+    folder = AddressFolder(tmp_path / "shoal" / "swarms")
+    addresses = [address_of(1), address_of(2)]
+
+    folder.find(OWNER.as_role(Role.SERVE), ["/ip4/any"]).save(addresses)
+    folder.find(None, ["/ip4/b", "/ip4/a"]).save(addresses[:1])
+
+    assert folder.find(OWNER, []).load() == [address.text for address in addresses]
+    assert folder.find(None, ["/ip4/a", "/ip4/b"]).load() == [addresses[0].text]
+    assert folder.find(None, ["/ip4/a"]).load() == []
+
+
+def test_loopback_and_nothing_are_not_kept(tmp_path: Path) -> None:
+    known = AddressFolder(tmp_path).find(OWNER, [])
+    known.save([address_of(1), address_of(2, "127.0.0.1")])
+
+    known.save([address_of(2, "127.0.0.1")])
+
+    assert known.load() == [address_of(1).text]
+
+
+def test_only_so_many_are_kept(tmp_path: Path) -> None:
+    known = AddressFolder(tmp_path).find(OWNER, [])
+
+    known.save([address_of(number) for number in range(1, 100)])
+
+    assert known.load() == [address_of(number).text for number in range(1, 33)]
+
+
+def test_swarms_of_long_ago_are_forgotten(tmp_path: Path) -> None:
+    folder = AddressFolder(tmp_path)
+    for number in range(70):
+        folder.find(None, [str(number)]).save([address_of(1)])
+        for age, file in enumerate(
+            sorted(tmp_path.iterdir(), key=lambda one: -os.stat(one).st_mtime)
+        ):
+            os.utime(file, (1e9 - age, 1e9 - age))
+
+    assert len(list(tmp_path.iterdir())) == 64
+    assert folder.find(None, ["69"]).load() != []
+
+
+@pytest.mark.parametrize("content", [b"junk", b"\xff\xfe", b"/ip4/1/tcp/1/p2p/x\n", b""])
+def test_damaged_file_holds_nothing(content: bytes, tmp_path: Path) -> None:
+    folder = AddressFolder(tmp_path)
+    folder.find(OWNER, []).save([address_of(1)])
+    (file,) = tmp_path.iterdir()
+
+    file.write_bytes(content)
+
+    assert folder.find(OWNER, []).load() == []
+
+
+def test_no_place_to_write_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    known = AddressFolder(tmp_path / "file").find(OWNER, [])
+
+    known.save([address_of(1)])
+
+    assert known.load() == []
+    assert "cannot keep the addresses" in caplog.text

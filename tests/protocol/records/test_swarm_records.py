@@ -1,0 +1,317 @@
+"""What a member takes of its swarm: what members signed and sealed, and nothing else."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from announcements import MODEL, NOW, identity_of, make_announcement, sign
+from swarm_values import PUBLIC, make_values
+
+from shoal.peer.announcing.round_trip_times import MAX_ANNOUNCED_RTTS
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.errors import RemoteProtocolError, RevokedError, UsageError
+from shoal.protocol.identity import Identity
+from shoal.protocol.ids import ModelId
+from shoal.protocol.membership.membership import (
+    MAX_REVOKED,
+    Membership,
+    Revocations,
+    Role,
+    make_owner,
+    make_public,
+    sign_revocations,
+)
+from shoal.protocol.messages.records import MAX_RECORDS_BYTES
+from shoal.protocol.records.announcement_book import AnnouncementBook
+from shoal.protocol.records.announcements import Announcement, sign_announcement
+from shoal.protocol.records.coordinates import Coordinate
+from shoal.protocol.records.swarm_records import SwarmRecords
+from shoal.protocol.wire.codec import encode_frame
+
+OWNER, STRANGER = make_owner(bytes(range(16))), make_owner(bytes(16))
+SERVER, USER = OWNER.as_role(Role.SERVE), OWNER.as_role(Role.USE)
+RECORD = sign(make_announcement())
+SEED = 7
+
+
+def make_value(number: int = 1, writer: Membership = SERVER, **changes: Any) -> bytes:
+    announcement = make_announcement(number, **changes)
+    return SwarmRecords(writer).add_own(sign(announcement, number), NOW)
+
+
+def list_value(revocations: Revocations, owner: Membership = OWNER) -> bytes:
+    return SwarmRecords(owner).seal_revocations(sign_revocations(owner, revocations))
+
+
+def revoke(*numbers: int, sequence: int = 1) -> Revocations:
+    return Revocations(sequence, frozenset(identity_of(number).peer_id for number in numbers))
+
+
+def found(records: SwarmRecords) -> set[str]:
+    return {peer.peer_id for peer in records.list_current(MODEL, NOW)}
+
+
+@pytest.mark.parametrize("reader", [OWNER, SERVER, USER, PUBLIC], ids=str)
+def test_members_remember_what_a_peer_signed(reader: Membership) -> None:
+    records = SwarmRecords(reader)
+    value = make_value(writer=SERVER if reader.is_private else PUBLIC)
+
+    for _ in range(2):
+        records.take(MODEL, value, NOW)
+
+    assert records.list_current(MODEL, NOW) == [make_announcement()]
+    assert [known.value for known in records.list_records(MODEL, NOW)] == [value]
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        (b"", "another swarm"),
+        (bytes(15), "another swarm"),
+        (bytes(16), "cut short"),
+        (bytes(16) + b"\x01" + bytes(64), "cut short"),
+        (make_value(writer=PUBLIC) + b"\0", "damaged|cut short|signed"),
+        (make_value(writer=make_public(bytes(range(16)))), "another swarm"),
+        (make_value(writer=PUBLIC, model_id=ModelId("b" * 32)), "another model"),
+        (make_value(), "another swarm"),
+        (b"\xff\0" + RECORD, "another swarm"),
+    ],
+)
+def test_what_is_no_record_of_this_swarm_and_model_is_refused(value: bytes, complaint: str) -> None:
+    records = SwarmRecords(PUBLIC)
+
+    with pytest.raises(RemoteProtocolError, match=complaint):
+        records.take(MODEL, value, NOW)
+
+    assert found(records) == set()
+
+
+def test_replay_of_an_older_record_is_refused_and_an_expired_one_forgotten() -> None:
+    records = SwarmRecords(PUBLIC)
+    newer = {"sequence": 2, "expires_at": NOW + 91}
+    records.take(MODEL, make_value(writer=PUBLIC, **newer), NOW)
+
+    with pytest.raises(RemoteProtocolError, match="newer"):
+        records.take(MODEL, make_value(writer=PUBLIC), NOW)
+
+    assert records.list_current(MODEL, NOW) == [make_announcement(**newer)]
+    assert records.list_current(MODEL, NOW + 91) == []
+    assert records.list_hints(MODEL, NOW + 91) == [make_announcement(**newer)]
+
+
+def test_what_we_announce_and_look_up_has_room() -> None:
+    records = SwarmRecords(PUBLIC, AnnouncementBook(2, 20))
+    other = ModelId("b" * 32)
+    records.reserve(other)
+    records.take(other, make_value(writer=PUBLIC, model_id=other), NOW)
+    records.add_own(sign(make_announcement(2), 2), NOW)
+
+    for number in range(1, 41):
+        model_id = ModelId(f"{number:032x}")
+        records.take(model_id, make_value(number, PUBLIC, model_id=model_id), NOW)
+
+    assert len(records.list_current(other, NOW)) == 1
+    assert records.list_current(MODEL, NOW) == [make_announcement(2)]
+    assert records.list_current(ModelId(f"{1:032x}"), NOW) == []
+
+
+# ---- private swarms
+
+
+def test_peer_that_no_member_let_serve_is_refused() -> None:
+    sealed_by_a_user = SwarmRecords(USER).seal(bytes(64) + RECORD)
+    borrowed = SwarmRecords(USER).seal(SERVER.certify(identity_of(2).peer_id) + RECORD)
+    records = SwarmRecords(USER)
+
+    for value in (sealed_by_a_user, borrowed):
+        with pytest.raises(RemoteProtocolError, match="no certificate"):
+            records.take(MODEL, value, NOW)
+    with pytest.raises(UsageError, match="only allows using"):
+        SwarmRecords(USER).add_own(RECORD, NOW)
+    assert found(records) == set()
+
+
+def test_strangers_neither_write_nor_read() -> None:
+    ours = make_value()
+    for reader, value in (
+        (USER, make_value(writer=STRANGER)),
+        (USER, SERVER.swarm_id + RECORD),
+        (USER, make_value(writer=PUBLIC)),
+        (STRANGER, ours),
+        (STRANGER, STRANGER.swarm_id + ours[16:]),
+        (make_public(SERVER.swarm_id), ours),
+    ):
+        with pytest.raises(RemoteProtocolError):
+            SwarmRecords(reader).take(MODEL, value, NOW)
+
+    assert identity_of(1).peer_id.encode() not in ours
+    assert b"endpoints" not in ours
+
+
+def test_revoked_peer_is_ignored_at_once_and_from_then_on() -> None:
+    records = SwarmRecords(SERVER)
+    for number in (1, 2):
+        records.take(MODEL, make_value(number), NOW)
+
+    records.take(MODEL, list_value(revoke(1)), NOW)
+
+    assert found(records) == {identity_of(2).peer_id}
+    assert [peer.peer_id for peer in records.list_hints(MODEL, NOW + 90)] == [
+        identity_of(2).peer_id
+    ]
+    with pytest.raises(RemoteProtocolError, match="revoked"):
+        records.take(MODEL, make_value(1, sequence=2, expires_at=NOW + 91), NOW)
+    with pytest.raises(RevokedError, match="has revoked"):
+        records.add_own(RECORD, NOW)
+
+
+def test_newest_list_of_the_owner_counts_and_no_other() -> None:
+    records = SwarmRecords(SERVER)
+    records.take(MODEL, list_value(revoke(1, sequence=2)), NOW)
+
+    for refused in (list_value(revoke(sequence=1)), list_value(revoke(sequence=3), STRANGER)):
+        with pytest.raises(RemoteProtocolError):
+            records.take(MODEL, refused, NOW)
+    forged = SwarmRecords(SERVER).seal_revocations(b"\x01" + bytes(64 + 8))
+    with pytest.raises(RemoteProtocolError, match="not signed by the owner"):
+        records.take(MODEL, forged, NOW)
+
+    assert records.revocations == revoke(1, sequence=2)
+
+
+def test_public_swarm_has_nobody_who_could_revoke() -> None:
+    records = SwarmRecords(PUBLIC)
+
+    with pytest.raises(RemoteProtocolError, match="not signed by the owner"):
+        records.take(MODEL, records.seal_revocations(b"\x01" + bytes(64 + 8)), NOW)
+
+
+def test_junk_is_refused_with_a_protocol_error() -> None:
+    rng = random.Random(SEED)
+    for membership in (USER, PUBLIC):
+        genuine = make_value(writer=SERVER if membership.is_private else PUBLIC)
+        records = SwarmRecords(membership)
+        for _ in range(1000):
+            value = bytearray(rng.choice([genuine, membership.swarm_id + rng.randbytes(200), b""]))
+            for _ in range(1 + rng.randrange(3)):
+                place = rng.randrange(len(value) + 1)
+                value[place : place + rng.randrange(9)] = rng.randbytes(rng.randrange(9))
+            if bytes(value) != genuine:
+                with pytest.raises(RemoteProtocolError):
+                    records.take(MODEL, bytes(value), NOW)
+        assert found(records) == set()
+
+
+# ---- what members tell each other
+
+
+def ask(asker: SwarmRecords, answering: SwarmRecords, max_bytes: int = MAX_RECORDS_BYTES) -> int:
+    """Have one ask another; return how many records it was told."""
+    rng = random.Random(SEED)
+    fetch = asker.make_fetch(MODEL, NOW, rng, max_bytes)
+    answer = answering.answer("stranger", MODEL, fetch, NOW, rng)
+    assert asker.take_all(MODEL, answer.records, NOW) == len(answer.records)
+    return len(answer.records)
+
+
+@pytest.mark.parametrize("membership", [PUBLIC, SERVER], ids=str)
+def test_two_members_know_the_same_after_one_question_each(membership: Membership) -> None:
+    first, second = SwarmRecords(membership), SwarmRecords(membership)
+    for number, records in ((1, first), (2, second)):
+        records.add_own(sign(make_announcement(number), number), NOW)
+        records.take(MODEL, make_value(number + 2, membership), NOW)
+
+    assert ask(first, second) == 2
+    assert ask(second, first) == 2  # its own once more, and what it had been told
+
+    everyone = {identity_of(number).peer_id for number in (1, 2, 3, 4)}
+    assert found(first) == found(second) == everyone
+    assert ask(first, second) == ask(second, first) == 1
+
+
+def test_asker_hears_whether_its_own_record_is_kept() -> None:
+    rng = random.Random(SEED)
+    asker, answering = SwarmRecords(PUBLIC), SwarmRecords(PUBLIC)
+    nothing = asker.make_fetch(MODEL, NOW, rng)
+    asker.add_own(RECORD, NOW)
+    fetch = asker.make_fetch(MODEL, NOW, rng)
+
+    assert not answering.answer("stranger", MODEL, nothing, NOW, rng).has_own
+    assert answering.answer("stranger", MODEL, fetch, NOW, rng).has_own
+    answering.take(MODEL, make_value(writer=PUBLIC, sequence=2, expires_at=NOW + 91), NOW)
+    assert not answering.answer("stranger", MODEL, fetch, NOW, rng).has_own
+    assert not answering.answer("stranger", MODEL, replace(fetch, own=b"junk"), NOW, rng).has_own
+
+
+def test_list_of_revocations_is_told_until_it_is_known_and_taken_from_its_owner() -> None:
+    rng = random.Random(SEED)
+    longest = Revocations(
+        1, frozenset(Identity(number.to_bytes(32)).peer_id for number in range(MAX_REVOKED))
+    )
+    owner, member, newcomer = SwarmRecords(OWNER), SwarmRecords(SERVER), SwarmRecords(USER)
+    fetch = replace(owner.make_fetch(MODEL, NOW, rng, 1), own=list_value(longest))
+
+    assert member.answer("stranger", MODEL, fetch, NOW, rng).has_own
+    assert ask(newcomer, member, 1) == 0  # it has no room for it
+    assert ask(newcomer, member, 5000) == 1
+    assert ask(newcomer, member, 5000) == 0
+
+    assert newcomer.revocations == longest
+
+
+def test_newcomer_learns_of_many_peers_in_several_answers() -> None:
+    values = make_values(600, NOW)
+    answering, newcomer = SwarmRecords(PUBLIC), SwarmRecords(PUBLIC)
+    assert answering.take_all(MODEL, values, NOW) == 600
+
+    num_answers = 0
+    while ask(newcomer, answering):
+        num_answers += 1
+
+    assert len(newcomer.list_current(MODEL, NOW)) == 600
+    assert num_answers == -(-sum(map(len, values)) // (MAX_RECORDS_BYTES - 500))
+
+
+def announce_everything(rng: random.Random, number: int) -> tuple[Identity, Announcement]:
+    """Return what a peer announces that tells all that peers tell."""
+    identity = Identity(rng.randbytes(32))
+    others = [Identity(rng.randbytes(32)).peer_id for _ in range(MAX_ANNOUNCED_RTTS)]
+    return identity, make_announcement(
+        peer_id=identity.peer_id,
+        endpoints=(Endpoint(f"203.0.113.{number % 256}", 1024 + number, rng.randbytes(32).hex()),),
+        free_kv_tokens=rng.randrange(10**6),
+        decode_steps_per_second=100 * rng.random(),
+        loaded_decode_steps_per_second=100 * rng.random(),
+        prefill_tokens_per_second=1000 * rng.random(),
+        queue_seconds=rng.random(),
+        rtts=tuple((other, round(rng.random(), 4)) for other in others),
+        coordinate=Coordinate(*(rng.random() for _ in range(5))).rounded(),
+        software="shoal 0.1.0",
+        kernels="native int8 with avx512_vnni",
+        relay_port=31337,
+        sequence=1_790_000_000_000 + rng.randrange(10**6),
+    )
+
+
+def test_lookup_in_a_private_swarm_of_a_thousand_peers_takes_less_than_a_megabyte() -> None:
+    """Sixteen nodes are asked that all know the same; the first is asked until it has no more."""
+    rng = random.Random(SEED)
+    answering, asker = SwarmRecords(SERVER), SwarmRecords(SERVER)
+    for number in range(1000):
+        identity, announcement = announce_everything(rng, number)
+        record = sign_announcement(identity, announcement)
+        answering.take(MODEL, SwarmRecords(SERVER).add_own(record, NOW), NOW)
+    num_bytes, num_nodes = 0, 0
+
+    while num_nodes < 16:
+        fetch = asker.make_fetch(MODEL, NOW, rng)
+        answer = answering.answer("stranger", MODEL, fetch, NOW, rng)
+        asker.take_all(MODEL, answer.records, NOW)
+        num_bytes += len(encode_frame(fetch)) + len(encode_frame(answer))
+        num_nodes += sum(map(len, answer.records)) < MAX_RECORDS_BYTES // 2
+
+    assert len(asker.list_current(MODEL, NOW)) == 1000
+    assert num_bytes < 1_000_000
