@@ -32,19 +32,23 @@ from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
 
 MODEL, ADDRESS = sys.argv[1:]
 
+async def look_up(directory):
+    with contextlib.suppress(DirectoryError):
+        return await directory.lookup(MODEL)
+
 async def read(portal):
     directory = await HivemindDirectory.join(
         [ADDRESS], identity=None, clock=SystemClock(), client_mode=True
     )
     portal.run_at_close(directory.close)
-    looking_up = asyncio.create_task(directory.lookup(MODEL))
+    looking_up = asyncio.create_task(look_up(directory))
     await asyncio.sleep(0)
-    os.kill(directory._node.p2pd.pid, signal.SIGKILL)
-    with contextlib.suppress(DirectoryError):
-        await looking_up
-    while not directory._node.is_running or not await directory.lookup(MODEL):
+    p2pd = directory._node.p2pd
+    os.kill(p2pd.pid, signal.SIGKILL)
+    await looking_up
+    while directory._node.p2pd is p2pd or not await look_up(directory):
         await asyncio.sleep(0.01)
-    asyncio.create_task(directory.lookup(MODEL))
+    in_flight = asyncio.create_task(look_up(directory))
     await asyncio.sleep(0)
 
 with Portal() as portal:
