@@ -6,17 +6,22 @@ nobody is held to a fixed number, only to a part of what others have left.
 
 import ipaddress
 from collections import Counter
-from collections.abc import Generator, Hashable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from .errors import ErrorCode, RefusedError
 
 BUSY_SECONDS = 5.0
 """When to ask again: most generations are over sooner."""
 
-_IPV6_NETWORK_BITS = 64
-"""The prefix that a provider gives to one customer, at least; all its addresses count as one."""
+_IPV6_PREFIXES = (32, 48, 56, 64)
+"""An IPv6 customer gets a /64 at least, and may have a /56 or a /48 for nothing; a provider, a /32.
+All addresses of a /64 count as one."""
+
+_TIMES_FREE_OF_PREFIX = 7
+"""The wider prefixes get seven times what they leave to others: more than any address, not all."""
 
 
 def name_address(remote_host: str | None) -> str:
@@ -35,7 +40,7 @@ def name_address(remote_host: str | None) -> str:
         return str(address)
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
-    return str(ipaddress.ip_network((int(address), _IPV6_NETWORK_BITS), strict=False))
+    return str(ipaddress.ip_network((int(address), _IPV6_PREFIXES[-1]), strict=False))
 
 
 def name_network(remote_host: str | None) -> str:
@@ -59,7 +64,54 @@ class Tenant(NamedTuple):
     client: str = ""
 
 
-def check_share(holder: str, holders: Sequence[str], limit: int, of_what: str) -> None:
+Holder = str | Tenant
+"""Who holds something: an address, or a client at one."""
+
+
+@lru_cache(4096)
+def _list_groups(holder: Holder) -> tuple[str, ...]:
+    """Return the groups that a holder is in, the widest first, and itself.
+
+    >>> _list_groups("2001:db8::/64")
+    ('2001:db8::/32', '2001:db8::/48', '2001:db8::/56', '2001:db8::/64')
+    >>> _list_groups(Tenant("192.0.2.7", "laptop"))
+    ('192.0.2.7', 'laptop')
+    """
+    if isinstance(holder, Tenant):
+        return (*_list_groups(holder.address), holder.client)
+    try:
+        network = ipaddress.IPv6Network(holder)
+    except ValueError:
+        return (holder,)
+    return tuple(str(network.supernet(new_prefix=bits)) for bits in _IPV6_PREFIXES)
+
+
+def _list_rooms(
+    holder: Holder, held: Mapping[Any, int], amount: int, times_free: int, extra: int
+) -> Iterator[tuple[int, int]]:
+    """Yield how much each group of a holder has, and how much of the amount it may have.
+
+    The first is everybody, the last the holder. Nobody may have more than `times_free` times what
+    stays free of what the group around it may have, and `extra` more.
+    """
+    groups = _list_groups(holder)
+    num_held = [0] * (len(groups) + 1)
+    for other, num in held.items():
+        num_held[0] += num
+        for depth, (ours, theirs) in enumerate(zip(groups, _list_groups(other), strict=False), 1):
+            if ours != theirs:
+                break
+            num_held[depth] += num
+    num_addresses = len(groups) - isinstance(holder, Tenant)
+    yield num_held[0], amount
+    for depth in range(1, len(groups) + 1):
+        times = times_free if depth >= num_addresses else _TIMES_FREE_OF_PREFIX
+        others = num_held[depth - 1] - num_held[depth]
+        amount = max(0, amount - others) * times // (times + 1) + extra
+        yield num_held[depth], amount
+
+
+def check_share(holder: Holder, holders: Sequence[Holder], limit: int, of_what: str) -> None:
     """Raise RefusedError unless `holder` may take one more; `holders` are those of all taken ones.
 
     Nobody may hold more than is free. Alone, an address gets half of the limit and one, which is
@@ -71,58 +123,47 @@ def check_share(holder: str, holders: Sequence[str], limit: int, of_what: str) -
     Traceback (most recent call last):
     shoal.protocol.errors.RefusedError: the peer has no room for more sessions of yours
     >>> check_share("b", ["a", "a", "a"], 4, "sessions")
-    """
-    num_free = limit - len(holders)
-    if num_free <= 0:
-        raise RefusedError(ErrorCode.BUSY, f"the peer has no room for more {of_what}", BUSY_SECONDS)
-    if holders.count(holder) > num_free:
-        detail = f"the peer has no room for more {of_what} of yours"
-        raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS)
 
-
-def check_client_share(tenant: Tenant, tenants: Sequence[Tenant], limit: int, of_what: str) -> None:
-    """Do the same twice: for the address, and for the client within what its address may hold.
-
-    So clients behind one address do not shut each other out, and made-up names get no more
-    than one address does. All of an address that give no name count as one client.
+    A client is held to the same within what its address may hold. So clients behind one address do
+    not shut each other out, and made-up names get no more than one address does. All of an address
+    that give no name count as one client.
 
     >>> greedy = Tenant("home", "greedy")
-    >>> check_client_share(Tenant("home", "other"), [greedy] * 3, 8, "sessions")
-    >>> check_client_share(greedy, [greedy] * 3, 8, "sessions")
+    >>> check_share(Tenant("home", "other"), [greedy] * 3, 8, "sessions")
+    >>> check_share(greedy, [greedy] * 3, 8, "sessions")
     Traceback (most recent call last):
     shoal.protocol.errors.RefusedError: the peer has no room for more sessions of yours
     """
-    addresses = [other.address for other in tenants]
-    check_share(tenant.address, addresses, limit, of_what)
-    num_of_others = len(addresses) - addresses.count(tenant.address)
-    limit_here = (limit - num_of_others) // 2 + 1
-    clients = [other.client for other in tenants if other.address == tenant.address]
-    check_share(tenant.client, clients, limit_here, of_what)
+    rooms = _list_rooms(holder, Counter(holders), limit, times_free=1, extra=1)
+    for depth, (num_held, room) in enumerate(rooms):
+        if num_held >= room:
+            detail = f"the peer has no room for more {of_what}" + (" of yours" if depth else "")
+            raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS)
 
 
 class FairLimit:
-    """A limit on how many of something are held at once, and the present tenants."""
+    """A limit on how many of something are held at once, and the present holders."""
 
     def __init__(self, limit: int, of_what: str) -> None:
         self._limit = limit
         self._of_what = of_what
-        self._tenants: list[Tenant] = []
+        self._holders: list[Holder] = []
 
     @contextmanager
-    def hold(self, tenant: Tenant) -> Generator[None]:
-        """Hold one. Raises RefusedError if the tenant has more than is left for others."""
-        check_client_share(tenant, self._tenants, self._limit, self._of_what)
-        self._tenants.append(tenant)
+    def hold(self, holder: Holder) -> Generator[None]:
+        """Hold one. Raises RefusedError if the holder has more than is left for others."""
+        check_share(holder, self._holders, self._limit, self._of_what)
+        self._holders.append(holder)
         try:
             yield
         finally:
-            self._tenants.remove(tenant)
+            self._holders.remove(holder)
 
 
 def compute_share(
-    tenant: Tenant, held: Mapping[Tenant, int], num_bytes: int, times_free: int = 1
+    holder: Holder, held: Mapping[Any, int], num_bytes: int, times_free: int = 1
 ) -> int:
-    """Return how many of `num_bytes` a tenant may have, given what each tenant has.
+    """Return how many of `num_bytes` a holder may have, given what each one has.
 
     Nobody may hold more than `times_free` times what stays free: that holds for an address among
     addresses, and for a client within what its address may hold.
@@ -134,14 +175,8 @@ def compute_share(
     >>> compute_share(Tenant("a", "other"), {Tenant("a", "greedy"): 30}, 100)
     10
     """
-    strangers = neighbours = 0
-    for other, num_held in held.items():
-        if other.address != tenant.address:
-            strangers += num_held
-        elif other.client != tenant.client:
-            neighbours += num_held
-    of_address = (num_bytes - strangers) * times_free // (times_free + 1)
-    return max(0, (of_address - neighbours) * times_free // (times_free + 1))
+    *_, (_, share) = _list_rooms(holder, held, num_bytes, times_free, extra=0)
+    return share
 
 
 class SharedBytes:

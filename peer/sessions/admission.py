@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ...protocol.errors import CacheFullError, ErrorCode, LocalProtocolError, RefusedError
-from ...protocol.fair_share import SharedBytes, Tenant, check_client_share, may_displace
+from ...protocol.fair_share import SharedBytes, Tenant, check_share, may_displace
 from ...protocol.ids import ModelId, SessionId
 from ...protocol.messages.session import Open
 from ...protocol.net.clock import Clock
@@ -124,7 +124,7 @@ class Admission:
         """Return whether a tenant may have one more session wait: each gets its share."""
         try:
             most = self.resources.max_sessions
-            check_client_share(tenant, list(self._waiting.values()), most, "waiting ones")
+            check_share(tenant, list(self._waiting.values()), most, "waiting ones")
         except RefusedError:
             return False
         return True
@@ -274,7 +274,7 @@ class Admission:
             tenants += [held.tenant for held in sessions if held.cache.is_open]
             try:
                 most = self.resources.max_sessions
-                return check_client_share(tenant, tenants, most, "sessions")
+                return check_share(tenant, tenants, most, "sessions")
             except RefusedError:
                 session = self._find_idle(tenant, Counter(tenants))
                 if session is None:

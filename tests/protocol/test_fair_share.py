@@ -6,7 +6,6 @@ from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.fair_share import (
     SharedBytes,
     Tenant,
-    check_client_share,
     check_share,
     compute_share,
     name_address,
@@ -50,7 +49,7 @@ def count_taken(tenant: Tenant, tenants: list[Tenant], num_places: int) -> int:
     before = len(tenants)
     while len(tenants) <= num_places:
         try:
-            check_client_share(tenant, tenants, num_places, "places")
+            check_share(tenant, tenants, num_places, "places")
         except RefusedError:
             break
         tenants.append(tenant)
@@ -122,6 +121,52 @@ def test_places_that_are_given_back_are_for_everybody_again() -> None:
     assert refusal.value.code is ErrorCode.BUSY
     assert refusal.value.retry_after_seconds
     assert has_room_for("a", ["a"] * 4, 8)
+
+
+IPV6 = "2001:db8:{}:{:02x}{:02x}::/64"
+
+
+def count_taken_by_prefix(prefix: int, holders: list[str], num_places: int) -> int:
+    """Let who has an IPv6 prefix take what he can get with all his networks, or many of them."""
+    num_networks = {32: 2**10, 48: 2**8, 56: 2**4, 64: 1}[prefix]
+    names = [
+        IPV6.format(
+            number % 64 if prefix < 48 else 1,
+            number % 16 if prefix < 56 else 1,
+            number % 256 if prefix < 64 else 1,
+        )
+        for number in range(num_networks)
+    ]
+    before = len(holders)
+    while True:
+        num_holders = len(holders)
+        for name in names:
+            if has_room_for(name, holders, num_places):
+                holders.append(name)
+        if len(holders) == num_holders:
+            return num_holders - before
+
+
+def test_wider_ipv6_prefixes_get_more_and_leave_room_to_everybody_else() -> None:
+    taken = {prefix: count_taken_by_prefix(prefix, [], 256) for prefix in (64, 56, 48, 32)}
+
+    assert 70 < taken[64] < taken[56] < taken[48] < taken[32] <= 225
+    holders: list[str] = []
+    count_taken_by_prefix(48, holders, 256)
+    for newcomer in ("192.0.2.7", "2001:db8:7::/64", "2a00::/64"):
+        assert has_room_for(newcomer, holders, 256), newcomer
+
+
+def test_bytes_are_shared_among_ipv6_prefixes() -> None:
+    networks = [Tenant(f"2001:db8:1:{number:02x}00::/64") for number in range(256)]
+    shared = SharedBytes(2**20)
+    for tenant in networks * 16:
+        if shared.has_room_for(tenant, 2**10):
+            shared.count(tenant, 2**10)
+
+    assert 2**19 < shared.used_bytes < 2**20 * 4 // 5
+    assert shared.find_share(Tenant("192.0.2.7"))[1] > 2**15
+    assert shared.find_share(Tenant("2001:db8:2::/64"))[1] > 2**12
 
 
 @pytest.mark.parametrize(
