@@ -7,6 +7,10 @@ one peer together is bounded where it is held, in `peer/streams/client_stream.py
 MAX_FRAME_BYTES = 16 * 2**20
 """One frame, header included. Longer prompts are cut into several steps by the client."""
 
+MAX_SMALL_FRAME_BYTES = 16 * 2**10
+"""A larger frame has to be admitted before it arrives, and has a deadline. Of a smaller one, all
+streams that one peer serves hold 16 MiB."""
+
 MAX_PIECE_BYTES = 256 * 2**10
 """The part of a larger frame that one message of the transport carries. Streams are many, and what
 has arrived of a message is not counted; a connection carries about so much in each round trip."""

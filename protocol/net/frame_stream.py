@@ -22,15 +22,16 @@ from ..errors import (
     ShoalError,
     UnavailableError,
 )
-from ..limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES
+from ..limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES, MAX_SMALL_FRAME_BYTES
 from .addresses import set_keepalive
 from .transport import FrameGate, open_gate
 
 _LINGER_SECONDS = 5.0
 """How long a closed stream waits for the other end to read what was sent and to close as well."""
 
-_FRAME_SECONDS = 60.0
-"""How long a large frame may take: the largest one needs 54 seconds at 2.5 megabits a second. A
+_FRAME_SECONDS = 6.0
+_LEAST_BYTES_PER_SECOND = 2.5e6 / 8
+"""How long a large frame may take, and how fast it has to come: a minute for the largest one. A
 sender that stops half-way would keep memory that others need."""
 
 _MAX_WAITING_BYTES = 64 * 2**10
@@ -41,9 +42,14 @@ _WAITING_FRAME_BYTES = 64
 
 LENGTH = struct.Struct("<I")
 
-MAX_FRAMES_AT_ONCE = 1024
-"""Cut in one go, also where they are dropped: tens of thousands of tiny ones may arrive together,
-and would hold up everybody else."""
+MAX_FRAMES_AT_ONCE = 64
+"""Cut in one go, also where they are dropped, and kept unread: tens of thousands of tiny ones may
+arrive together, and would hold up everybody else."""
+
+_MAX_DROPPED_FRAMES = 1024
+_MAX_DROPPED_BYTES = 2 * MAX_FRAME_BYTES
+"""What may still come when nothing is received any more: a sender that is busy with a large frame
+hears the reason behind it. Who sends more does not listen."""
 
 
 class Mark(IntEnum):
@@ -57,8 +63,8 @@ class Mark(IntEnum):
 class Framing:
     """Cuts what arrives into frames, and packs those that leave.
 
-    A frame larger than MAX_PIECE_BYTES is held: `held_bytes` says how large it is, and nothing is
-    cut before `admit` says what becomes of it.
+    A frame larger than MAX_SMALL_FRAME_BYTES is held: `held_bytes` says how large it is, and
+    nothing is cut before `admit` says what becomes of it.
     """
 
     def __init__(self) -> None:
@@ -151,7 +157,7 @@ class Framing:
         """Begin a frame with so many bytes up to the next header; return whether they come now."""
         self._num_missing, self._num_ahead = num_bytes, num_ahead
         self._keeps = not self._drops_all
-        if num_bytes > MAX_PIECE_BYTES and self._keeps:
+        if num_bytes > MAX_SMALL_FRAME_BYTES and self._keeps:
             self.held_bytes = num_bytes
         return not self.held_bytes
 
@@ -195,6 +201,8 @@ class FrameStream(asyncio.Protocol):
         """Done when the connection is gone."""
         self._transport: asyncio.Transport | None = None
         self._is_paused = False
+        self._num_ended_before_drop: int | None = None  # what comes is dropped if it is known
+        self._num_dropped_bytes = 0
 
     def set_gate(self, gate: FrameGate) -> None:
         self._gate = gate
@@ -300,6 +308,9 @@ class FrameStream(asyncio.Protocol):
         if data and self._framing.mark is not None:
             self._abort()  # who goes on behind his own end would keep us reading
             return
+        if self._has_dropped_enough(len(data)):
+            self._abort()
+            return
         try:
             for frame in self._framing.feed(data):
                 self._frames.append(frame)
@@ -314,6 +325,14 @@ class FrameStream(asyncio.Protocol):
             self._transport.close()
         self._regulate()
         self._wake()
+
+    def _has_dropped_enough(self, num_bytes: int) -> bool:
+        """Count what is dropped from now on; return whether the other end does not listen."""
+        if self._num_ended_before_drop is None:
+            return False
+        self._num_dropped_bytes += num_bytes
+        num_frames = self._framing.num_ended - self._num_ended_before_drop
+        return num_frames > _MAX_DROPPED_FRAMES or self._num_dropped_bytes > _MAX_DROPPED_BYTES
 
     def connection_lost(self, exc: Exception | None) -> None:
         detail = "the other end went away" if exc is None else f"the connection broke: {exc}"
@@ -348,26 +367,27 @@ class FrameStream(asyncio.Protocol):
         try:
             async with self._gate(num_bytes):
                 self._framing.admit()
-                await self._wait_large_frame()
+                await self._wait_large_frame(num_bytes)
         except RefusedError as error:
             # A sender that is still busy would not receive the reason.
             self._framing.drop_all()
-            await self._wait_large_frame()
+            await self._wait_large_frame(num_bytes)
             self._refuse(error)
         finally:
             self._large_frame_task = None
             self._wake()
 
-    async def _wait_large_frame(self) -> None:
+    async def _wait_large_frame(self, num_bytes: int) -> None:
         """Wait until the large frame has come, or the stream is over."""
+        seconds = _FRAME_SECONDS + num_bytes / _LEAST_BYTES_PER_SECOND
         self._large_frame_passed = passing = asyncio.get_running_loop().create_future()
         self._num_ended_before = self._framing.num_ended
         self.data_received(b"")
         await asyncio.wait(
-            {passing, self._over}, timeout=_FRAME_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            {passing, self._over}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
         )
         if not passing.done() and not self._over.done():
-            detail = f"a frame was begun and not finished within {_FRAME_SECONDS:g} s"
+            detail = f"a frame was begun and not finished within {seconds:.0f} s"
             self._refuse(RemoteProtocolError(detail))
         self._large_frame_passed = None
 
@@ -378,13 +398,17 @@ class FrameStream(asyncio.Protocol):
 
     def _drop_all(self) -> None:
         self._framing.drop_all()
+        if self._num_ended_before_drop is None:
+            self._num_ended_before_drop = self._framing.num_ended
         self._frames.clear()
         self._num_waiting_bytes = 0
         self.data_received(b"")
 
     def _regulate(self) -> None:
         """Read on, or let the other end wait."""
-        is_full = self._num_waiting_bytes > _MAX_WAITING_BYTES or self._framing.held_bytes > 0
+        has_many = len(self._frames) >= MAX_FRAMES_AT_ONCE
+        is_full = has_many or self._num_waiting_bytes > _MAX_WAITING_BYTES
+        is_full = is_full or self._framing.held_bytes > 0
         has_more = self._framing.has_more
         if has_more and not is_full and self._catching_up is None:
             self._catching_up = asyncio.get_running_loop().call_soon(self._catch_up)

@@ -29,12 +29,14 @@ def open_gate(num_bytes: int) -> AbstractAsyncContextManager[object]:
 
 
 @asynccontextmanager
-async def refuse_large_frames(num_bytes: int) -> AsyncGenerator[None]:
+async def refuse_large_frames(num_bytes: int, limit: int = 0) -> AsyncGenerator[None]:
     """Be the gate of a stream on which nothing but a few words has to be said to us.
 
-    A large frame on its way counts against no tenant.
+    A frame that the gate is asked about is refused unless it is within the limit. It counts against
+    no tenant.
     """
-    raise RefusedError(ErrorCode.BAD_FRAME, f"an unexpected frame of {num_bytes} bytes arrived")
+    if num_bytes > limit:
+        raise RefusedError(ErrorCode.BAD_FRAME, f"an unexpected frame of {num_bytes} bytes arrived")
     yield
 
 
@@ -73,7 +75,7 @@ class Stream(Protocol):
         ...
 
     def set_gate(self, gate: FrameGate) -> None:
-        """Ask a gate about every frame larger than `limits.MAX_PIECE_BYTES` from now on.
+        """Ask a gate about every frame larger than `limits.MAX_SMALL_FRAME_BYTES` from now on.
 
         Such frames take memory before they are received. Without a gate all are admitted.
         """

@@ -14,7 +14,7 @@ from shoal.protocol.errors import (
     RemoteProtocolError,
     UsageError,
 )
-from shoal.protocol.limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES
+from shoal.protocol.limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES, MAX_SMALL_FRAME_BYTES
 from shoal.protocol.net.transport import Stream
 
 SIZES = [0, 1, 16 * 2**10, 5 * 2**20]
@@ -75,11 +75,12 @@ async def test_gate_lets_large_frames_in_and_is_not_asked_about_others(seam: Sea
 
     listener = await seam.listen(serve)
     stream = await seam.transport("client").open_stream(listener.endpoint)
-    for size in (MAX_PIECE_BYTES, MAX_PIECE_BYTES + 1, 5, MAX_FRAME_BYTES):
+    sizes = (MAX_SMALL_FRAME_BYTES, MAX_SMALL_FRAME_BYTES + 1, MAX_PIECE_BYTES, 5, MAX_FRAME_BYTES)
+    for size in sizes:
         await stream.send(bytes(size))
         assert await stream.receive() == bytes(size)
 
-    assert asked == [MAX_PIECE_BYTES + 1, MAX_FRAME_BYTES]
+    assert asked == [MAX_SMALL_FRAME_BYTES + 1, MAX_PIECE_BYTES, MAX_FRAME_BYTES]
     await stream.close()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from raw_connection import dial_raw
 
+from shoal.protocol.limits import MAX_FRAME_BYTES
 from shoal.protocol.net.frame_stream import MAX_FRAMES_AT_ONCE, Framing, Mark
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream
@@ -57,6 +58,32 @@ def test_who_goes_on_behind_his_end_is_cut_off_and_his_frames_still_count() -> N
 
     run(serve, attack)
     assert frames == [b"before", None]
+
+
+@pytest.mark.parametrize("frame", [b"", bytes(2**14)], ids=["tiny", "large"])
+def test_who_floods_a_stream_that_was_closed_is_cut_off(frame: bytes) -> None:
+    """Else he would keep us reading. It takes less than the seconds for which he may go on."""
+    packed = b"".join(Framing().pack(frame))
+    num_sent = 0
+
+    async def serve(stream: Stream) -> None:
+        await stream.close()
+
+    async def attack(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def send() -> None:
+            nonlocal num_sent
+            while True:
+                writer.write(portion)
+                await writer.drain()
+                num_sent += len(portion)
+
+        portion = packed * max(1, 2**14 // len(packed))
+        with pytest.raises(ConnectionError):
+            await send()
+
+    run(serve, attack)
+    # What was dropped, and what the system holds of a connection.
+    assert num_sent < 2 * MAX_FRAME_BYTES + 16 * 2**20
 
 
 def count_waiting(stream: Stream) -> int:

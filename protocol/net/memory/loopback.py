@@ -25,7 +25,7 @@ from ...errors import (
     UnavailableError,
     UsageError,
 )
-from ...limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES
+from ...limits import MAX_FRAME_BYTES, MAX_SMALL_FRAME_BYTES
 from ...membership.membership import NO_MEMBERSHIP, Membership
 from ..transport import (
     FrameGate,
@@ -470,7 +470,7 @@ class LoopbackStream:
         if self._is_closed:
             return None
         num_bytes = self._incoming.num_bytes_of_next
-        if num_bytes > MAX_PIECE_BYTES:
+        if num_bytes > MAX_SMALL_FRAME_BYTES:
             await self._pass_gate(num_bytes)
         return self._incoming.take()
 

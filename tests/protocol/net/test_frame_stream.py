@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from shoal.protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
-from shoal.protocol.limits import MAX_PIECE_BYTES
-from shoal.protocol.net.frame_stream import FrameStream, Framing
+from shoal.protocol.limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES, MAX_SMALL_FRAME_BYTES
+from shoal.protocol.net.frame_stream import LENGTH, FrameStream, Framing
 
 LARGE = bytes(range(256)) * (3 * MAX_PIECE_BYTES // 256) + b"end"
 FIRST, SECOND, *_ = Framing().pack(LARGE)
@@ -32,12 +32,18 @@ async def test_stream_that_ends_within_a_frame_is_broken() -> None:
         await receiving
 
 
-async def test_frame_that_was_begun_and_is_not_finished_ends_the_stream() -> None:
+@pytest.mark.parametrize(
+    ("num_bytes", "least_seconds", "most_seconds"),
+    [(MAX_FRAME_BYTES, 54, 60), (len(LARGE), 5, 10), (MAX_SMALL_FRAME_BYTES + 1, 5, 10)],
+)
+async def test_frame_that_was_begun_and_is_not_finished_ends_the_stream(
+    num_bytes: int, least_seconds: float, most_seconds: float
+) -> None:
     stream = FrameStream("peer")
-    stream.data_received(FIRST + SECOND)
+    stream.data_received(LENGTH.pack(num_bytes) + bytes(num_bytes - 1))
     with pytest.raises(RemoteProtocolError, match="not finished"):
         await stream.receive()
-    assert 20 < asyncio.get_running_loop().time() < 120
+    assert least_seconds < asyncio.get_running_loop().time() < most_seconds
     over = asyncio.create_task(stream.wait_over())
     await asyncio.sleep(0)
     assert not over.done(), "the answer to it still has to leave"

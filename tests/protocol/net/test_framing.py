@@ -43,6 +43,9 @@ def test_frames_come_out_whole_however_their_bytes_arrive(framing: Framing, seed
     while content:
         size = rng.choice((1, 2, 7, 5000, 2**20))
         received += feed(framing, content[:size])
+        while framing.held_bytes:
+            framing.admit()
+            received += feed(framing, b"")
         content = content[size:]
 
     assert received == frames
@@ -101,7 +104,7 @@ def test_many_tiny_frames_are_cut_in_several_goes(framing: Framing, is_dropping:
         data = b""
         num_goes += 1
 
-    assert num_goes == 5
+    assert num_goes == -(-5001 // MAX_FRAMES_AT_ONCE)
     assert framing.num_ended == num_at_first + 5001
     assert received == ([] if is_dropping else [b""] * 5000 + [b"last"])
 

@@ -77,7 +77,7 @@ async def test_end_in_the_middle_of_a_frame_is_an_end_and_no_lie(num_bytes: int)
 
 async def test_break_is_noticed_behind_frames_that_nobody_has_read() -> None:
     async with stream_and_stranger() as (stream, stranger):
-        stranger.write(pack(bytes(20_000), bytes(20_000)))
+        stranger.write(pack(bytes(10_000), bytes(10_000)))
         stranger.close()
 
         async with asyncio.timeout(5):
@@ -112,14 +112,14 @@ async def test_tiny_messages_take_no_more_memory_than_others() -> None:
 async def test_dropping_tiny_messages_lets_others_have_their_turns() -> None:
     async with stream_and_stranger() as (stream, stranger):
         await stream.close()
-        stranger.write(pack(b"") * 50_000 + END)
+        stranger.write(pack(b"") * 1000 + END)
         gone = asyncio.create_task(stream.wait_lost())
         num_turns = 0
         while not gone.done():
             await asyncio.sleep(0)
             num_turns += 1
 
-        assert num_turns > 50
+        assert num_turns > 10
 
 
 async def test_frame_beyond_the_limit_is_the_fault_of_the_other_end_who_hears_our_answer() -> None:
