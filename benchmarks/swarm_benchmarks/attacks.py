@@ -1,0 +1,124 @@
+"""Tokens of a client, and the lag of the peer's event loop, while strangers attack the peer.
+
+The peer and its client have one core, the attacker (`attacker.py`) the other; `quiet` is measured
+while he keeps it busy with nothing.
+"""
+
+import asyncio
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from measuring.clients import SwarmAddress, join_swarm
+from measuring.helper_process import HelperProcess
+from measuring.report import TargetFigure, at_most, compute_percentile
+from shoal.cli.benchmarking.figure import Figure
+from shoal.client.session.session import RemoteSession
+from shoal.protocol.errors import ShoalError
+from shoal.protocol.ids import ModelId
+from swarm_benchmarks.attacker import ATTACKS
+from swarm_benchmarks.memory import read_process_bytes
+from swarm_benchmarks.setting import Setting
+
+_MAX_TOKENS = 500
+_MOST_LAG_MS = 50.0
+_QUIET = "quiet"
+
+
+class _Seen(NamedTuple):
+    """What was measured during one attack."""
+
+    steps: list[float]
+    lags: list[float]
+    memory_bytes: int
+
+
+def measure(setting: Setting) -> list[Figure]:
+    """Attack a peer of the bundled model in every way in turn."""
+    model = setting.tiny_model
+    setting.say("starting the peer")
+    module, arguments = "measuring.watched_peer", (str(model.directory), str(model.num_blocks), "0")
+    with _on_core(0), HelperProcess(module, *arguments) as peer:
+        facts = peer.read()
+        address = SwarmAddress(model, ModelId(facts["model_id"]), tuple(facts["addresses"]))
+        host, _, port = facts["endpoint"].rpartition(":")
+        core = str(_find_other_core())
+        with HelperProcess("swarm_benchmarks.attacker", host, port, core) as foe:
+            foe.read()
+            return setting.run(_measure(setting, address, peer, foe, facts["pid"]))
+
+
+def _find_other_core() -> int:
+    return max(1, (os.cpu_count() or 1) - 1)
+
+
+@contextmanager
+def _on_core(core: int) -> Iterator[None]:
+    """Stay on one core, with all processes that are started."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+async def _measure(
+    setting: Setting, address: SwarmAddress, peer: HelperProcess, foe: HelperProcess, pid: int
+) -> list[Figure]:
+    figures: list[Figure] = []
+    quiet_p95 = math.nan
+    async with join_swarm(address) as clients:
+        for name in (_QUIET, *ATTACKS):
+            setting.say(name)
+            session = clients.open(_MAX_TOKENS)
+            await _time_steps(session, setting, setting.effort.load_seconds / 5)
+            before = read_process_bytes(pid)
+            foe.tell(name)
+            foe.read()
+            try:
+                await _time_steps(session, setting, setting.effort.load_seconds / 5)
+                peer.tell("forget")
+                await asyncio.to_thread(peer.read)
+                steps = await _time_steps(session, setting, setting.effort.load_seconds)
+            except ShoalError as error:
+                setting.say(f"{name}: {error}")
+                steps = [math.inf]
+            peer.tell("lags")
+            lags = await asyncio.to_thread(peer.read)
+            growth = read_process_bytes(pid) - before
+            foe.tell("nothing")
+            num_times = await asyncio.to_thread(foe.read)
+            p95, p99 = compute_percentile(steps, 95), compute_percentile(lags, 99)
+            figures += [
+                Figure(f"{name}: median step", 1000 * statistics.median(steps), "ms"),
+                Figure(f"{name}: 95th percentile", 1000 * p95, "ms"),
+                Figure(f"{name}: median loop lag", 1000 * statistics.median(lags), "ms"),
+                TargetFigure(f"{name}: 99th percentile", 1000 * p99, "ms", at_most(_MOST_LAG_MS)),
+            ]
+            if name == _QUIET:
+                quiet_p95 = p95
+                continue
+            figures += [
+                TargetFigure(f"{name}: steps to quiet ones", p95 / quiet_p95, "x", at_most(2)),
+                Figure(f"{name}: memory meanwhile", growth / 2**20, "MiB"),
+                Figure(f"{name}: repeated", num_times, "times"),
+            ]
+    return figures
+
+
+async def _time_steps(session: RemoteSession, setting: Setting, load_seconds: float) -> list[float]:
+    """Return the seconds of steps of one token, one behind the other."""
+    model, seconds = setting.tiny_model, list[float]()
+    until = time.perf_counter() + load_seconds
+    while time.perf_counter() < until:
+        if session.position + 1 >= _MAX_TOKENS:
+            session.rollback(0)
+        started_at = time.perf_counter()
+        await session.step(model.make_hidden(1), is_decoded=True)
+        seconds.append(time.perf_counter() - started_at)
+    return seconds
