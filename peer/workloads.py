@@ -18,8 +18,8 @@ from .pushing.session_outputs import PushResources
 from .record_workload import RecordWorkload
 from .sessions.admission import Admission, SessionResources
 from .sessions.sessions import SessionWorkload
-from .streams.client_stream import PendingBytes, StreamHost
 from .streams.service import MAX_PENDING_BYTES, Service
+from .streams.stream_host import PendingBytes, StreamHost
 
 _STREAMS_PER_SESSION = 4
 """Streams that a peer serves for each session it may hold: a session uses two, and some streams

@@ -310,6 +310,7 @@ class SessionStreamWork(StreamWork):
         elif decision.action in (StepAction.EXECUTE, StepAction.ROLLBACK):
             held.used_at = self._admission.clock.now()
             held.cache.touch()
+            self._stream.touch()
             held.state.accept(step)
             self._used.add(step.session)
             answer: Answer | None = None if held.capability else asyncio.Future()

@@ -20,7 +20,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -28,18 +27,16 @@ from torch import Tensor
 from ...kernels.wire_tensors import has_only_finite
 from ...protocol import limits
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
-from ...protocol.fair_share import BUSY_SECONDS, SharedBytes, Tenant, name_address
-from ...protocol.ids import OFFER_NONCE_BYTES, ModelId, PeerId, SessionId
+from ...protocol.fair_share import BUSY_SECONDS, Tenant, name_address
+from ...protocol.ids import OFFER_NONCE_BYTES, SessionId
 from ...protocol.messages.fields import Message
 from ...protocol.messages.reverse_connections import Offer
 from ...protocol.messages.session import Declined, Hello, Queued, Welcome
-from ...protocol.net.clock import Clock
 from ...protocol.net.transport import Stream, open_gate
-from ...protocol.spans import Span
 from ...protocol.tensors import WireDtype
 from ...protocol.versions import REVERSE_VERSION, SOFTWARE, agree_on_version
 from ...protocol.wire.codec import decode_frame, encode_frame
-from ..pushing.parked_streams import ParkedStreams
+from .stream_host import PendingBytes, StreamHost
 
 _logger = logging.getLogger(__name__)
 
@@ -69,6 +66,15 @@ _KEEP_ALIVE_SECONDS = 1.0
 _SEND_SECONDS = 30.0
 """How long a frame may take to leave: the largest one needs 27 seconds at 5 megabits a second. A
 client that reads less has gone, or wants the memory that its answers take."""
+
+_FRAME_MICROSECONDS = 40
+"""What a frame takes beside what is measured: it wakes a task, and may have an answer."""
+
+_BYTES_PER_MICROSECOND = 1000
+"""What TLS and copies have done with a frame before it is taken."""
+
+_TIMES_USELESS = 4
+"""So many times as much is charged for a frame by which nothing was begun or came further."""
 
 Answer = asyncio.Future[bytes | None]
 """The answer to a step, which is not known yet; None when there is none in the end."""
@@ -108,44 +114,6 @@ class StreamWork(Protocol):
 
     def end(self) -> None:
         """Free everything: the stream has ended."""
-
-
-class PendingBytes(SharedBytes):
-    """Memory for frames that arrive in pieces, steps that wait, and answers that do."""
-
-    def __init__(self, budget_bytes: int) -> None:
-        super().__init__(budget_bytes)
-        self._freed = asyncio.Event()
-
-    def count(self, tenant: Tenant, num_bytes: int) -> None:
-        """See SharedBytes.count."""
-        super().count(tenant, num_bytes)
-        if num_bytes < 0:
-            self._freed.set()
-
-    async def wait_for_room(self, tenant: Tenant, num_bytes: int, seconds: float) -> None:
-        """Wait until a tenant may have so many bytes more. Raises RefusedError after so long."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while not self.has_room_for(tenant, num_bytes):
-                    self._freed.clear()
-                    await self._freed.wait()
-        self.check_room_for(tenant, num_bytes)
-
-
-@dataclass(frozen=True)
-class StreamHost:
-    """Resources that all streams of a peer share while it serves one span."""
-
-    peer_id: PeerId
-    model_id: ModelId
-    span: Span
-    clock: Clock
-    idle_seconds: float
-    """A stream is closed on which nothing is done for so long."""
-    pending: PendingBytes
-    parked: ParkedStreams | None
-    """Keeps the streams that are offered; None where none are taken."""
 
 
 class ClientStream:
@@ -264,8 +232,29 @@ class ClientStream:
         self._large_frame_until = 0.0
         if frame is None:
             return False
-        await self._take(decode_frame(frame))
+        if self._host.turns.must_wait(self.tenant):
+            await self._wait_for_turn(len(frame))
+        began_at = self._host.clock.now()
+        microseconds = _FRAME_MICROSECONDS + len(frame) // _BYTES_PER_MICROSECOND
+        outcome = self._take(decode_frame(frame))
+        del frame
+        seconds = self._host.clock.now() - began_at
+        is_useful = outcome is not None or self._active_at >= began_at
+        microseconds += int(1e6 * seconds)
+        self._host.turns.charge(self.tenant, microseconds * (1 if is_useful else _TIMES_USELESS))
+        if outcome is not None:
+            with self._being_busy():
+                await outcome
         return self.offer is None
+
+    async def _wait_for_turn(self, num_bytes: int) -> None:
+        """Wait until the frames of others were taken; the one in hand counts meanwhile."""
+        tenant, pending = self.tenant, self._host.pending
+        pending.count(tenant, num_bytes)
+        try:
+            await self._host.turns.wait(tenant)
+        finally:
+            pending.count(tenant, -num_bytes)
 
     async def _wait_for_room(self) -> None:
         """Wait until more may be asked. Raises RefusedError when that takes too long."""
@@ -324,25 +313,24 @@ class ClientStream:
         _logger.info("closing a client's stream: %s", error)
         self.answers.put(encode_refusal(None, 0, error))
 
-    async def _take(self, message: Message) -> None:
-        """Act on one message; a refusal of a session is an answer, of a stream an exception."""
+    def _take(self, message: Message) -> Awaitable[None] | None:
+        """Act on one message; a refusal of a session is an answer, of a stream an exception.
+
+        Returns what is left to do before the next message, if anything is.
+        """
         if isinstance(message, Hello):
             self._welcome(message)
-            return
+            return None
         self._check_greeted()
         for handle in self._handlers.get(type(message), ()):
             outcome = handle(message)
-            if outcome is False:
-                continue
-            if outcome is not None and outcome is not True:
-                with self._being_busy():
-                    await outcome
-            return
+            if outcome is not False:
+                return None if isinstance(outcome, bool) else outcome
         if isinstance(message, Offer) and not any(work.is_in_use for work in self._works):
             self._take_offer(message)
-            return
-        if type(message) not in self._handlers:  # else it belongs to what was refused or is over
+        elif type(message) not in self._handlers:  # else it belongs to what was refused or is over
             raise RemoteProtocolError(f"a client does not send {type(message).__name__}")
+        return None
 
     def _check_greeted(self) -> None:
         if not self.version:

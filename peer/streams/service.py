@@ -17,7 +17,8 @@ from ...protocol.fair_share import BUSY_SECONDS, check_share
 from ...protocol.messages.reverse_connections import Offer
 from ...protocol.net.transport import Stream, refuse_large_frames
 from ...protocol.records.announcements import Announcement
-from .client_stream import ClientStream, StreamHost, StreamWork, encode_refusal
+from .client_stream import ClientStream, StreamWork, encode_refusal
+from .stream_host import StreamHost
 
 MAX_PENDING_BYTES = 32 * limits.MAX_FRAME_BYTES
 """Frames of all streams that arrive in pieces, steps that wait for the engine, and answers that

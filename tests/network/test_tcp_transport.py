@@ -290,6 +290,31 @@ async def test_silent_strangers_leave_room_for_other_addresses(
     await transport.close()
 
 
+async def test_strangers_who_dial_too_often_wait_for_a_handshake_and_others_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tcp_listener, "MAX_HANDSHAKE_MICROSECONDS", 2500)  # two at once
+    monkeypatch.setattr(tcp_listener, "HELLO_SECONDS", 0.2)
+
+    transport = TcpTransport()
+    endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
+    dials = [asyncio.create_task(dial_from("127.0.0.2", endpoint)) for _ in range(8)]
+    stream = await transport.open_stream(endpoint)
+
+    assert sum(await asyncio.gather(*dials)) == 2
+    await stream.close()
+    await transport.close()
+
+
+async def dial_from(host: str, endpoint: Endpoint) -> bool:
+    """Dial from an address; return whether that made a stream."""
+    try:
+        async with dial_raw(endpoint, host):
+            return True
+    except (OSError, asyncio.IncompleteReadError):
+        return False
+
+
 async def test_strangers_who_say_nothing_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_listener, "HELLO_SECONDS", 0.2)
 

@@ -28,7 +28,7 @@ from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.reverse_connections import Parked, make_offer
-from shoal.protocol.messages.session import Close, Declined, Hello, Welcome
+from shoal.protocol.messages.session import Close, Declined, Hello, Probe, Welcome
 from shoal.protocol.net.frame_stream import Framing
 from shoal.protocol.versions import MAX_VERSION
 from shoal.protocol.wire.codec import HEADER_BYTES, decode_frame, encode_frame
@@ -201,6 +201,37 @@ async def step_unknown_sessions(gang: Gang) -> None:
         assert (answer.session, answer.code) == (session, ErrorCode.UNKNOWN_SESSION)
 
 
+async def flood_with_useless_frames(gang: Gang) -> None:
+    """Many small frames from several streams, which change nothing; some have an answer."""
+    unknown = make_session()
+    content = b"".join(Framing().pack(encode_frame(Close(unknown, 1)))) * 1000
+    question = b"".join(Framing().pack(encode_frame(Probe(unknown, 1))))
+    async with contextlib.AsyncExitStack() as floods:
+        readers: list[asyncio.StreamReader] = []
+        for _ in range(8):
+            flood = dial_raw(gang.target.endpoint, "127.0.0.2")
+            reader, writer = await floods.enter_async_context(flood)
+            writer.write(b"".join(Framing().pack(encode_frame(HELLO))) + content + question)
+            readers.append(reader)
+        for reader in readers:
+            framing, num_answers = Framing(), 0
+            while num_answers < 2:
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    data = await reader.read(2**16)
+                assert data
+                num_answers += len(list(framing.feed(data)))
+
+
+async def go_on_behind_a_refusal(gang: Gang) -> None:
+    """Send without end where nothing is read any more."""
+    async with dial_raw(gang.target.endpoint) as (_, writer), asyncio.timeout(PATIENCE_SECONDS):
+        with contextlib.suppress(ConnectionError):
+            while not writer.transport.is_closing():
+                writer.write(b"".join(Framing().pack(b"no frame of ours")) * 1000)
+                await writer.drain()
+                await asyncio.sleep(0)  # the break is noticed in a turn of its own
+
+
 async def send_values_that_are_none(gang: Gang) -> None:
     session = make_session()
     stranger = await gang.open(session)
@@ -308,6 +339,8 @@ ATTACKS: tuple[Attack, ...] = (
     send_long_control_parts,
     send_negative_positions,
     step_unknown_sessions,
+    flood_with_useless_frames,
+    go_on_behind_a_refusal,
     send_values_that_are_none,
     drop_hundreds_of_sessions,
     never_say_hello,

@@ -9,13 +9,14 @@ import ssl
 
 from ...endpoints import Endpoint
 from ...errors import RefusedError, ShoalError
-from ...fair_share import check_share, name_address
+from ...fair_share import Tenant, check_share, name_address
 from ...limits import MAX_FRAME_BYTES
 from ...membership.membership import Membership
 from ..addresses import open_listening
 from ..frame_stream import FrameStream, Mark
 from ..tasks import cancel_all
 from ..transport import StreamServer, end_serving, serve_stream
+from ..turns import Turns
 from .tls import SHUTDOWN_SECONDS
 
 log = logging.getLogger(__name__)
@@ -29,8 +30,16 @@ MAX_HANDSHAKES = 512
 """Connections in the handshake. Those of one address are held to their share, so
 that who says nothing keeps nobody else out."""
 
+MAX_HANDSHAKE_MICROSECONDS = 100_000
+"""Of each second, the most that goes into handshakes: 66 of them, 37 of a single address, which may
+begin twice as many at once after a second or two without any."""
+
+_HANDSHAKE_MICROSECONDS = 1_500
+"""What one takes of the event loop, measured with ECDSA on P-256."""
+
 HELLO_SECONDS = 5.0
-"""How long a stranger may take for the handshake and his first frame."""
+"""How long a stranger may take for the handshake and his first frame; so long one may also have to
+wait for the handshake."""
 
 HELLO = b"shoal/1"
 """The first frame from either end: it proves that the other one is of our kind."""
@@ -39,6 +48,9 @@ _MAX_HELLO_BYTES = 1024
 
 _PAUSE_SECONDS = 0.1
 """Before another attempt to accept, when the system cannot."""
+
+_PACE_SECONDS = 0.004
+"""Between two connections: many that come at once leave time for others, and wait outside."""
 
 
 class TcpListener:
@@ -59,6 +71,7 @@ class TcpListener:
         self._serving: set[asyncio.Task[None]] = set()
         self._greeting: list[str] = []  # by tenant
         self._served: list[str] = []
+        self._turns = Turns(MAX_HANDSHAKE_MICROSECONDS, 1.0)
         self._streams: set[FrameStream] = set()
 
     async def start(self, host: str, port: int, fingerprint: str) -> None:
@@ -90,12 +103,14 @@ class TcpListener:
                 check_share(tenant, self._greeting, MAX_HANDSHAKES, "strangers")
             except RefusedError:
                 accepted.close()
+                await asyncio.sleep(_PACE_SECONDS)
                 continue
             accepted.setblocking(False)
             self._greeting.append(tenant)
             task = asyncio.create_task(self._attend(accepted, address[0], tenant))
             self._serving.add(task)
             task.add_done_callback(self._serving.discard)
+            await asyncio.sleep(_PACE_SECONDS)
 
     async def _attend(self, accepted: socket.socket, host: str, tenant: str) -> None:
         """See a connection from the handshake to its end."""
@@ -103,7 +118,10 @@ class TcpListener:
         stream.limit(_MAX_HELLO_BYTES)
         self._streams.add(stream)
         try:
+            await self._wait_for_turn(accepted, tenant)
             is_welcome = await self._greet(accepted, stream, tenant)
+        except TimeoutError:
+            is_welcome = False
         finally:
             self._greeting.remove(tenant)
         if not is_welcome:
@@ -115,6 +133,16 @@ class TcpListener:
             await serve_stream(self._serve, stream, self.endpoint, stream.break_off)
         finally:
             self._served.remove(tenant)
+
+    async def _wait_for_turn(self, accepted: socket.socket, tenant: str) -> None:
+        """Wait until a handshake may begin. Hangs up and raises TimeoutError if that takes long."""
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                await self._turns.wait(Tenant(tenant))
+        except BaseException:
+            accepted.close()
+            raise
+        self._turns.charge(Tenant(tenant), _HANDSHAKE_MICROSECONDS)
 
     async def _greet(self, accepted: socket.socket, stream: FrameStream, tenant: str) -> bool:
         """Make the connection safe and let the stream begin; return whether it did."""

@@ -33,8 +33,8 @@ from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.process.config import PeerConfig
 from shoal.peer.streams import client_stream
-from shoal.peer.streams.client_stream import PendingBytes
 from shoal.peer.streams.service import MAX_PENDING_BYTES
+from shoal.peer.streams.stream_host import PendingBytes
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, UnavailableError
 from shoal.protocol.fair_share import Tenant
@@ -430,7 +430,7 @@ async def let_others_run() -> None:
 
 @with_peer(gate="execute")
 async def test_steps_of_a_stream_that_broke_count_until_they_are_computed(peer: Peer) -> None:
-    prompt = draw_hidden(1, 1, 100)
+    prompt = draw_hidden(1, 1, 60)  # a larger frame would wait for room
 
     peer.service.pending = PendingBytes(16 * prompt.nbytes)
     talk = await peer.open()

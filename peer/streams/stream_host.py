@@ -1,0 +1,60 @@
+"""What all streams of a peer share while it serves one span: its memory and its time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+
+from ...protocol.fair_share import SharedBytes, Tenant
+from ...protocol.ids import ModelId, PeerId
+from ...protocol.net.clock import Clock
+from ...protocol.net.turns import Turns
+from ...protocol.spans import Span
+from ..pushing.parked_streams import ParkedStreams
+
+_MICROSECONDS_FOR_FRAMES = 500_000
+"""Of each second, the most that the event loop gives to the frames of all streams."""
+
+_SHORTLY_SECONDS = 0.025
+"""When half of what somebody's frames took is forgotten. So long nothing else may be done."""
+
+
+class PendingBytes(SharedBytes):
+    """Memory for frames that arrive in pieces, steps that wait, and answers that do."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        super().__init__(budget_bytes)
+        self._freed = asyncio.Event()
+
+    def count(self, tenant: Tenant, num_bytes: int) -> None:
+        """See SharedBytes.count."""
+        super().count(tenant, num_bytes)
+        if num_bytes < 0:
+            self._freed.set()
+
+    async def wait_for_room(self, tenant: Tenant, num_bytes: int, seconds: float) -> None:
+        """Wait until a tenant may have so many bytes more. Raises RefusedError after so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self.has_room_for(tenant, num_bytes):
+                    self._freed.clear()
+                    await self._freed.wait()
+        self.check_room_for(tenant, num_bytes)
+
+
+@dataclass(frozen=True)
+class StreamHost:
+    """Resources that all streams of a peer share while it serves one span."""
+
+    peer_id: PeerId
+    model_id: ModelId
+    span: Span
+    clock: Clock
+    idle_seconds: float
+    """A stream is closed on which nothing is done for so long."""
+    pending: PendingBytes
+    parked: ParkedStreams | None
+    """Keeps the streams that are offered; None where none are taken."""
+    turns: Turns = field(default_factory=lambda: Turns(_MICROSECONDS_FOR_FRAMES, _SHORTLY_SECONDS))
+    """Whose frames are taken next."""
