@@ -38,6 +38,25 @@ def test_others_are_drawn_anew_and_no_node_is_asked_twice() -> None:
     assert len(set(first)) == len(first) == 16
 
 
+@pytest.mark.parametrize("num_honest", [10, 100, 1000])
+def test_view_is_emptied_only_from_several_times_as_many_networks(num_honest: int) -> None:
+    """An attacker has the nearest ten, and one more node in each of his networks; no initial peer
+    is left. With 87, 909 and 8,476 networks he has an even chance, about 8.5 for each honest one.
+    """
+    rng = Random(SEED)
+
+    def count_empty(num_networks: int, trusted: tuple[str, ...] = ()) -> int:
+        networks = {f"honest{n}": f"network{n}" for n in range(num_honest)}
+        networks |= {f"liar{n}": f"liars{n}" for n in range(num_networks)}
+        views = [choose_nodes(NEAREST, networks, trusted, rng) for _ in range(40)]
+        return sum(not any(node.startswith("honest") for node in view) for view in views)
+
+    assert count_empty(0) == 0
+    assert count_empty(4 * num_honest) < 20
+    assert count_empty(20 * num_honest) > 20
+    assert count_empty(20 * num_honest, ("honest0",)) == 0
+
+
 def test_small_swarm_is_asked_whole() -> None:
     assert choose_nodes(["a", "b"], {"a": "net", "b": "net"}, (), Random(SEED)) == ["a", "b"]
     assert choose_nodes([], {}, ("gone",), Random(SEED)) == []
