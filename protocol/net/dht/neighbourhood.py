@@ -27,7 +27,7 @@ from ...records.swarm_records import SwarmRecords
 from ...wire.codec import check_kind, decode_frame, encode_frame
 from ..clock import Clock
 from ..libp2p.multiaddrs import PeerAddress, find_listening
-from ..libp2p.p2p_daemon import connect
+from ..libp2p.p2p_daemon import connect, list_peers
 from .dht_node import make_node_id
 
 with warnings.catch_warnings():
@@ -108,14 +108,16 @@ class Neighbourhood:
 
     async def find_nodes(self, key: str) -> list[PeerID]:
         """Return the nodes to ask for what stands under a key, and to bring it to."""
-        key_id = DHTID.generate(source=key)
-        search = asyncio.create_task(
-            self._node.find_nearest_nodes([key_id], k_nearest=_NUM_NEAREST, exclude_self=True)
-        )
+        search = asyncio.create_task(self._find_nodes(DHTID.generate(source=key)))
         self._searches.add(search)
         search.add_done_callback(self._searches.discard)
-        # hivemind loses tasks of a search that is cancelled, and asyncio would tell the user.
-        found = await asyncio.shield(search)
+        # hivemind loses tasks and sockets of a search that is cancelled, and Python would say so.
+        return await asyncio.shield(search)
+
+    async def _find_nodes(self, key_id: DHTID) -> list[PeerID]:
+        found = await self._node.find_nearest_nodes(
+            [key_id], k_nearest=_NUM_NEAREST, exclude_self=True
+        )
         # Made-up nodes that are nearer must not displace those that we know.
         nodes = found[key_id] | dict(self._table.get_nearest_neighbors(key_id, _NUM_NEAREST))
         nearest = [
@@ -129,13 +131,11 @@ class Neighbourhood:
 
     async def _find_networks(self) -> dict[PeerID, Hashable]:
         """Return all neighbours with the networks that they are connected from."""
-        hosts: dict[PeerID, str] = {}
-        with suppress(P2PDaemonError, OSError, EOFError):
-            for peer in await self._p2p.list_peers():
-                address = str(peer.addrs[0]) if peer.addrs else "//"
-                hosts[peer.peer_id] = address.split("/")[2]
+        hosts: dict[str, str] = {}
+        with suppress(ShoalError):
+            hosts = {peer_id: text.split("/")[2] for peer_id, text in await list_peers(self._p2p)}
         return {
-            peer_id: name_network(hosts.get(peer_id))
+            peer_id: name_network(hosts.get(peer_id.to_base58()))
             for peer_id in self._table.uid_to_peer_id.values()
         }
 
