@@ -7,11 +7,13 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from secrets import token_bytes
 from typing import TypeVar
 
 from ...protocol.errors import DirectoryError, RefusedError, RemoteProtocolError, UnavailableError
 from ...protocol.ids import AdapterId, ModelId, PassId, PeerId, SessionId
+from ...protocol.limits import MAX_PIECE_BYTES
 from ...protocol.messages.adapters import (
     AdapterHead,
     AdapterKept,
@@ -156,7 +158,7 @@ class Holders:
         try:
             stream = await self._open(peer)
             try:
-                stream.set_gate(refuse_large_frames)
+                stream.set_gate(partial(refuse_large_frames, limit=MAX_PIECE_BYTES))
                 await stream.send(encode_frame(asked))
                 yield stream, asked
             finally:
