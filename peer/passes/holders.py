@@ -7,13 +7,11 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from secrets import token_bytes
 from typing import TypeVar
 
 from ...protocol.errors import DirectoryError, RefusedError, RemoteProtocolError, UnavailableError
 from ...protocol.ids import AdapterId, ModelId, PassId, PeerId, SessionId
-from ...protocol.limits import MAX_PIECE_BYTES
 from ...protocol.messages.adapters import (
     AdapterHead,
     AdapterKept,
@@ -28,7 +26,7 @@ from ...protocol.net.clock import AnswerTimeout, Clock
 from ...protocol.net.dialling import open_greeted
 from ...protocol.net.network import Presence
 from ...protocol.net.retry import Backoff, Backoffs
-from ...protocol.net.transport import Stream, refuse_large_frames
+from ...protocol.net.transport import Stream, admit_pieces
 from ...protocol.records.announcements import MAX_ADAPTERS, Announcement, shorten_adapter
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
@@ -158,7 +156,7 @@ class Holders:
         try:
             stream = await self._open(peer)
             try:
-                stream.set_gate(partial(refuse_large_frames, limit=MAX_PIECE_BYTES))
+                stream.set_gate(admit_pieces)
                 await stream.send(encode_frame(asked))
                 yield stream, asked
             finally:

@@ -68,7 +68,7 @@ _SEND_SECONDS = 30.0
 client that reads less has gone, or wants the memory that its answers take."""
 
 _FRAME_MICROSECONDS = 40
-"""What a frame takes beside what is measured: it wakes a task, and may have an answer."""
+"""Fixed cost of a frame on top of the measured time: it wakes a task and may be answered."""
 
 _BYTES_PER_MICROSECOND = 1000
 """What TLS and copies have done with a frame before it is taken."""

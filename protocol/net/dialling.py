@@ -1,7 +1,6 @@
 """Dialling a peer: the greeting that clients and peers send first on a stream."""
 
 from collections.abc import Sequence
-from functools import partial
 
 from .. import versions
 from ..endpoints import Endpoint
@@ -12,14 +11,13 @@ from ..errors import (
     UsageError,
 )
 from ..ids import NO_CLIENT, ClientToken, ModelId, PeerId
-from ..limits import MAX_PIECE_BYTES
 from ..messages.fields import Message
 from ..messages.session import Hello, Welcome
 from ..records.announcements import Announcement
 from ..spans import Span
 from ..wire.codec import check_kind, encode_frame, read_answer
 from .clock import AnswerTimeout, Clock
-from .transport import Stream, Transport, refuse_large_frames
+from .transport import Stream, Transport, admit_pieces
 
 
 async def dial(
@@ -78,7 +76,7 @@ async def greet_peer(stream: Stream, peer_id: PeerId, clock: Clock) -> tuple[Wel
     Returns and raises what `greet` does; closes the stream when that fails.
     """
     name = f"peer …{peer_id[-6:]}"
-    stream.set_gate(partial(refuse_large_frames, limit=MAX_PIECE_BYTES))
+    stream.set_gate(admit_pieces)
     try:
         welcome, rtt_seconds = await greet(stream, name, clock)
         if welcome.peer_id != peer_id:

@@ -48,8 +48,8 @@ arrive together, and would hold up everybody else."""
 
 _MAX_DROPPED_FRAMES = 1024
 _MAX_DROPPED_BYTES = 2 * MAX_FRAME_BYTES
-"""What may still come when nothing is received any more: a sender that is busy with a large frame
-hears the reason behind it. Who sends more does not listen."""
+"""Limits on input after receiving has stopped. A sender in the middle of a large frame still reads
+the reason; a sender that exceeds the limits is disconnected."""
 
 
 class Mark(IntEnum):

@@ -12,12 +12,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from ..errors import (
-    DirectoryError,
-    RefusedError,
-    RemoteProtocolError,
-    UnavailableError,
-)
+from ..errors import DirectoryError, RefusedError, RemoteProtocolError, UnavailableError
 from ..ids import ModelId, PeerId
 from ..messages.records import MAX_RECORDS_BYTES, Records
 from ..records.announcements import Announcement, PeerState, verify_announcement

@@ -8,10 +8,12 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
 from typing import Protocol
 
 from ..endpoints import Endpoint, Libp2pEndpoint
 from ..errors import ErrorCode, NotAMemberError, RefusedError, ShoalError
+from ..limits import MAX_PIECE_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +40,10 @@ async def refuse_large_frames(num_bytes: int, limit: int = 0) -> AsyncGenerator[
     if num_bytes > limit:
         raise RefusedError(ErrorCode.BAD_FRAME, f"an unexpected frame of {num_bytes} bytes arrived")
     yield
+
+
+admit_pieces: FrameGate = partial(refuse_large_frames, limit=MAX_PIECE_BYTES)
+"""The gate of a stream on which a peer answers with nothing larger than a piece of data."""
 
 
 def make_not_a_member_error(endpoint: Endpoint, has_secret: bool) -> NotAMemberError:

@@ -104,7 +104,8 @@ class SwarmRecords:
 
     def list_records(self, model_id: ModelId, now: float) -> list[KnownRecord]:
         """Return the same with the values that other members take."""
-        return [one for one in self._book.list_records(model_id, now) if self._is_welcome(one)]
+        known, revoked = self._book.list_records(model_id, now), self.revocations.peer_ids
+        return [one for one in known if one.announcement.peer_id not in revoked]
 
     def list_hints(self, model_id: ModelId, now: float) -> list[Announcement]:
         """Return announcements that have expired within a day, the newest first.
@@ -117,9 +118,6 @@ class SwarmRecords:
     def is_own(self, announcement: Announcement) -> bool:
         """Return whether a peer of this process has made an announcement."""
         return self._book.is_own(announcement.peer_id)
-
-    def _is_welcome(self, known: KnownRecord) -> bool:
-        return known.announcement.peer_id not in self.revocations.peer_ids
 
     # ---- values
 

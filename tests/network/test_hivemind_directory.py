@@ -320,6 +320,28 @@ def make_lies(membership: Membership) -> list[bytes]:
     return [value, other_swarm, ours.seal(sign(gone, 3)), ours.seal(b"junk"), b"junk"]
 
 
+async def test_answer_to_an_earlier_question_is_not_believed(dht: Directories) -> None:
+    """A node cannot show for ever what it was told once, nor claim to keep what it does not."""
+    honest = await dht.join([], 1)
+    liar = await dht.join(honest.addresses, 2)
+    handlers: Any = liar._access.p2p._client.control.unary_handlers  # type: ignore[union-attr]
+    answer = handlers["shoal.records.2"]
+    first: list[bytes] = []
+
+    async def repeat_the_first(question: bytes, sender: object) -> bytes:
+        first.append(await answer(question, sender))
+        return first[0]
+
+    handlers["shoal.records.2"] = repeat_the_first
+    fetch = honest.records.make_fetch(MODEL, CLOCK.wall(), Random(0))
+    (node,) = await honest._node.neighbourhood.find_nodes("a key")
+
+    assert await honest._node.records._ask(node, MODEL, fetch) is not None
+    later = honest.records.make_fetch(MODEL, CLOCK.wall(), Random(0))
+    assert await honest._node.records._ask(node, MODEL, later) is None
+    assert len(first) == 2
+
+
 async def test_stranger_without_the_secret_is_told_nothing_and_keeps_nothing(
     dht: Directories,
 ) -> None:

@@ -45,7 +45,7 @@ _CLOSE_SECONDS = 2.0
 
 
 class Place(NamedTuple):
-    """Who one is in a DHT, and where: the same for each p2pd that a directory has in turn."""
+    """The identity and addresses of a directory, the same for each p2pd that it starts."""
 
     identity: Identity | None
     listening: tuple[str, int] | None

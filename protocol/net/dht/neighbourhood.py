@@ -59,8 +59,8 @@ _NUM_NEAREST = 10
 """Nodes nearest to a key that are asked: some come and some go."""
 
 _NUM_OTHERS = 6
-"""Nodes anywhere that are asked as well. Whoever makes up identities until they are nearest to a
-key, which takes milliseconds, has the former to himself, and not these."""
+"""Other nodes that are asked as well. An attacker can make identities that are nearest to a key
+within milliseconds; these nodes are chosen without regard to the key."""
 
 _MOST_GREETED = 16
 """Peers that are dialled at once when all neighbours are gone."""
@@ -254,7 +254,10 @@ class RecordNodes:
         try:
             async with asyncio.timeout(_NODE_SECONDS):
                 answer = await self._client.call_unary_handler(node, _QUESTION, question)
-            return check_kind(decode_frame(self._records.open(answer)), Records, "a node")
+            records = check_kind(decode_frame(self._records.open(answer)), Records, "a node")
+            if records.question != fetch.question:
+                raise RemoteProtocolError("the answer is to another question")
+            return records
         except (P2PDaemonError, P2PHandlerError, OSError, TimeoutError) as error:
             _logger.debug("%s did not answer a question for records: %r", node, error)
         except RemoteProtocolError as error:

@@ -35,7 +35,7 @@ MAX_HANDSHAKE_MICROSECONDS = 100_000
 begin twice as many at once after a second or two without any."""
 
 _HANDSHAKE_MICROSECONDS = 1_500
-"""What one takes of the event loop, measured with ECDSA on P-256."""
+"""Event-loop time of one handshake, measured with ECDSA on P-256."""
 
 HELLO_SECONDS = 5.0
 """How long a stranger may take for the handshake and his first frame; so long one may also have to
