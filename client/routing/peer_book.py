@@ -363,16 +363,15 @@ class PeerBook:
 
     def __init__(
         self,
-        look_up: Callable[[ModelId], Awaitable[list[Announcement]]],
+        read: Callable[[], Awaitable[object]],
+        list_known: Callable[[], Iterable[Announcement]],
         model_id: ModelId,
         num_blocks: int,
         clock: Clock,
-        allowed: Collection[str] | None = None,
-        blocked: Collection[str] = (),
     ) -> None:
-        self._look_up = look_up
-        self._allowed = allowed
-        self._blocked = blocked
+        """`read` reads the directory; `list_known` has what it or others have told."""
+        self._read = read
+        self._list_known = list_known
         self.clock = clock
         self._refreshed_at = float("-inf")
         self._records: dict[PeerId, _PeerRecord] = {}
@@ -390,20 +389,25 @@ class PeerBook:
     async def refresh(self, max_age_seconds: float = 0.0) -> SwarmView:
         """Read the directory unless the view is fresh enough, and return the view.
 
-        Raises DirectoryError when the directory cannot be read; the old view stays.
+        Raises DirectoryError when the directory cannot be read. Then, and when it is cancelled, the
+        view has what peers have told until then.
         """
         if self.clock.now() - self._refreshed_at > max_age_seconds:
-            model_id, num_blocks = self.view.model_id, self.view.num_blocks
-            known = await self._look_up(model_id)
-            found = [peer for peer in known if peer.peer_id not in self._blocked]
-            if self._allowed is not None:
-                found = [peer for peer in found if peer.peer_id in self._allowed]
-            self.view = SwarmView.from_announcements(model_id, found, self.clock.wall(), num_blocks)
-            self._refreshed_at = self.clock.now()
-            self.revision += 1
-            self.way_seconds.clear()
-            self._forget_absent()
+            try:
+                await self._read()
+                self._refreshed_at = self.clock.now()
+            finally:
+                self._take_view()
         return self.view
+
+    def _take_view(self) -> None:
+        """Make a view of all that is known now."""
+        self.view = SwarmView.from_announcements(
+            self.view.model_id, self._list_known(), self.clock.wall(), self.view.num_blocks
+        )
+        self.revision += 1
+        self.way_seconds.clear()
+        self._forget_absent()
 
     def _forget_absent(self) -> None:
         """Drop what is known of peers that left long ago: identities are free and many."""

@@ -12,6 +12,7 @@ from ...protocol.net.directory import Directory
 from ...protocol.net.gossip import GossipDirectory
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.net.transport import Transport
+from ...protocol.records.announcements import Announcement
 from ...protocol.spans import Span
 from ..settings.client_config import ClientConfig
 from .own_coordinate import OwnCoordinate
@@ -60,17 +61,20 @@ class RouteFinder:
         self._transport = transport
         self._gossip_seconds = max(config.refresh_seconds, _LEAST_GOSSIP_SECONDS)
         allowed, blocked = config.allowed_servers, config.blocked_servers
+
+        def may_use(peer: Announcement) -> bool:
+            return peer.peer_id not in blocked and (allowed is None or peer.peer_id in allowed)
+
         self._directory = GossipDirectory(
-            directory,
-            transport,
-            clock,
-            random.Random(config.seed),
-            lambda peer: (
-                peer.peer_id not in blocked and (allowed is None or peer.peer_id in allowed)
-            ),
+            directory, transport, clock, random.Random(config.seed), may_use
         )
+        records, model_id = directory.records, model.model_id
         self.book = PeerBook(
-            self._directory.lookup, model.model_id, model.num_blocks, clock, allowed, blocked
+            lambda: self._directory.lookup(model_id),
+            lambda: filter(may_use, records.list_current(model_id, clock.wall())),
+            model_id,
+            model.num_blocks,
+            clock,
         )
         self._coordinate = OwnCoordinate(self.book, clock, self._rng)
 

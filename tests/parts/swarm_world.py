@@ -26,9 +26,12 @@ class CountingDirectory(MemoryDirectory):
     """Counts how often it is read."""
 
     num_lookups = 0
+    is_silent = False
 
     async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
         self.num_lookups += 1
+        if self.is_silent:
+            await asyncio.sleep(3600.0)
         return await super().lookup(model_id)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from swarm_world import FIRST_SECONDS, World, in_world
+from swarm_world import FIRST_SECONDS, MODEL, World, in_world
 
 from shoal.client.routing.route import Fault
 from shoal.protocol.errors import DirectoryError, RouteError
@@ -28,19 +28,42 @@ async def test_view_is_read_again_only_when_it_is_too_old(world: World) -> None:
     assert world.directory.num_lookups == 2
 
 
+def hear_of_everybody(world: World) -> None:
+    """Let the client know what its peers have told it meanwhile."""
+    now = world.clock.wall()
+    told = [known.value for known in world.store.records.list_records(MODEL, now)]
+    world.directory.records.take_all(MODEL, told, now)
+
+
 @in_world()
-async def test_old_view_stays_when_the_directory_cannot_be_read(world: World) -> None:
-    await world.announce(1)
-    view = await world.swarm.book.refresh()
+async def test_what_is_known_has_to_do_when_the_directory_cannot_be_read(world: World) -> None:
+    first = await world.announce(1)
+    assert (await world.swarm.book.refresh()).peers == (first,)
     await asyncio.sleep(1)
+    second = await world.announce(2)
+    hear_of_everybody(world)
     world.store.is_reachable = False
 
     with pytest.raises(DirectoryError):
         await world.swarm.book.refresh()
 
-    assert world.swarm.book.view is view
+    assert set(world.swarm.book.view.peers) == {first, second}
     world.store.is_reachable = True
-    assert await world.swarm.book.refresh(0.5) is not view
+    assert world.directory.num_lookups == 2
+    await world.swarm.book.refresh(0.5)
+    assert world.directory.num_lookups == 3
+
+
+@in_world()
+async def test_newcomer_that_is_known_is_used_while_the_directory_is_silent(world: World) -> None:
+    lost = await world.announce(1)
+    await world.swarm.book.refresh()
+    await asyncio.sleep(1)  # or the view is new enough
+    newcomer = await world.announce(2)
+    hear_of_everybody(world)
+    world.directory.is_silent = True
+
+    assert await world.route(exclude=[lost.peer_id]) == [newcomer.peer_id]
 
 
 @in_world()
