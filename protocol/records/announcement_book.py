@@ -22,6 +22,9 @@ from .announcements import (
 HINT_SECONDS = 24 * 3600.0
 """How long after its expiry an announcement tells whom to dial."""
 
+_DISPLACED_PARTS = 100
+"""One of so many announcements of a full scope give way at once."""
+
 
 class AnnouncementBook:
     """The newest announcement of each peer, in separate scopes (a model, or a model of a swarm).
@@ -53,6 +56,10 @@ class AnnouncementBook:
 
     def __len__(self) -> int:
         return sum(map(len, self._scopes.values()))
+
+    def count(self, scope: str) -> int:
+        """Return how many announcements of a scope are known, hints included."""
+        return len(self._scopes.get(scope, ()))
 
     def reserve(self, scope: str) -> None:
         """Keep the room of a scope for it from now on, whatever happens in others."""
@@ -105,7 +112,6 @@ class AnnouncementBook:
 
     def list_records(self, scope: str, now: float) -> list[KnownRecord]:
         """Return what holds at `now`, with the bytes in which it travels."""
-        self._forget_old(scope, now)
         peers = self._scopes.get(scope, {}).values()
         return [known for known in peers if known.announcement.expires_at > now]
 
@@ -123,22 +129,22 @@ class AnnouncementBook:
                 self._forget(scope, peer_id)
 
     def _make_room(self, scope: str, now: float) -> None:
-        """Make a place for one more peer in a scope, at the cost of another if need be."""
-        if len(self._scopes.get(scope, ())) >= self._max_per_scope:
+        """Make a place for one more peer in a scope, at the cost of others if need be."""
+        if self.count(scope) >= self._max_per_scope:
             hints = self.list_hints(scope, now)
             current = [peer.peer_id for peer in self.list_current(scope, now)]
             if len(hints) + len(current) < self._max_per_scope:
                 return
-            # What expired first; else, of the half that came last, the one that came first: a
-            # flood moves on in this half.
+            # What expired first; else, of the half that came last, those that came first: a flood
+            # moves on in this half.
             expired = [peer.peer_id for peer in reversed(hints)]
             givers = (*expired, *current[len(current) // 2 :], *current)
-            displaced = scope, next(peer_id for peer_id in givers if peer_id not in self._own)
+            displaced = [peer_id for peer_id in givers if peer_id not in self._own]
+            # Several, since finding them takes milliseconds, and more will come.
+            for peer_id in displaced[: max(1, self._max_per_scope // _DISPLACED_PARTS)]:
+                self._forget(scope, peer_id)
         elif scope not in self._reserved and len(self._shared) >= self._max_shared:
-            displaced = next(iter(self._shared))
-        else:
-            return
-        self._forget(*displaced)
+            self._forget(*next(iter(self._shared)))
 
     def _forget(self, scope: str, peer_id: PeerId) -> None:
         self._shared.pop((scope, peer_id), None)

@@ -142,6 +142,19 @@ def test_half_that_came_first_stays_and_the_next_one_gives_way() -> None:
     assert len(crowd.book) == 10
 
 
+def test_hundredth_of_a_large_scope_gives_way_at_once() -> None:
+    crowd = Crowd(max_per_scope=300, max_shared=300)
+    crowd.come("scope", range(1, 301))
+
+    crowd.come("scope", [400])
+    assert crowd.find("scope", range(1, 401)) == [*range(1, 151), *range(154, 301), 400]
+
+    crowd.come("scope", [401, 402])
+    assert len(crowd.book) == 300
+    crowd.come("scope", [403])
+    assert crowd.find("scope", range(1, 401)) == [*range(1, 151), *range(157, 301), 400]
+
+
 def test_renewal_keeps_a_place_and_expired_announcements_give_way_first() -> None:
     crowd = Crowd(max_per_scope=10)
     crowd.come("scope", range(1, 11))

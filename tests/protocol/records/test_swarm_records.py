@@ -12,7 +12,7 @@ from swarm_values import PUBLIC, make_values
 
 from shoal.peer.announcing.round_trip_times import MAX_ANNOUNCED_RTTS
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.errors import RemoteProtocolError, RevokedError, UsageError
+from shoal.protocol.errors import RefusedError, RemoteProtocolError, RevokedError, UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.membership.membership import (
@@ -260,6 +260,30 @@ def test_list_of_revocations_is_told_until_it_is_known_and_taken_from_its_owner(
     assert ask(newcomer, member, 5000) == 0
 
     assert newcomer.revocations == longest
+
+
+def count_answers(records: SwarmRecords, max_bytes: int) -> int:
+    """Return how often a stranger is answered in ten seconds, however often it asks."""
+    rng = random.Random(SEED)
+    fetch = SwarmRecords(PUBLIC).make_fetch(MODEL, NOW, rng, max_bytes)
+    for num_answers in range(10_000):
+        try:
+            records.answer("stranger", MODEL, fetch, NOW, rng)
+        except RefusedError:
+            return num_answers
+    raise AssertionError("it is never refused")
+
+
+def test_question_counts_for_more_where_many_records_are_looked_through_for_it() -> None:
+    values = make_values(1000, NOW)
+    few, many = SwarmRecords(PUBLIC), SwarmRecords(PUBLIC)
+    many.take_all(MODEL, values, NOW)
+
+    assert count_answers(few, 100) == 1000
+    assert count_answers(many, 100) == 333
+    many = SwarmRecords(PUBLIC)
+    many.take_all(MODEL, values, NOW)
+    assert count_answers(many, 1) == 1000  # it tells, and asks for nothing
 
 
 def test_newcomer_learns_of_many_peers_in_several_answers() -> None:
