@@ -102,7 +102,7 @@ class Peer:
         presence = replace(presence, directory=directory)
         lag = LoopLag(clock)
         connections = Connections.make(
-            identity, presence, handler.serve, clock, period_seconds, rng
+            identity, presence, model.model_id, handler.serve, clock, period_seconds, rng
         )
         template = make_template(config, model.model_id, model.spec.num_blocks, presence)
         description = SelfDescription(template, lag, model.sizes.work, connections.describers)
@@ -135,7 +135,7 @@ class Peer:
             config.drain_seconds,
         )
         placed = PlacedModel(model.model_id, model.sizes.work, model.find_room())
-        placer = Placer(placed, directory, announcer, description, clock, rng)
+        placer = Placer(placed, presence, announcer, description, clock, rng)
         return cls(config, announcer, handler, placer, loop, tasks)
 
     async def serve(self, stop: asyncio.Event) -> None:

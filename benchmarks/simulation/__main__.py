@@ -92,6 +92,7 @@ def check_churn(run: Run, outcome: ChurnOutcome) -> dict[str, float]:
     print(f"  weakest block, mean part of the optimum: {figures['mean_ratio']:.3f}")
     run.check("replicas, least", figures["min_replicas"], figures["min_replicas"] >= 2, ">= 2")
     run.check("moves per peer and hour", moves, moves <= 1, "<= 1")
+    print(f"  dials before moves, per peer and hour: {figures['dials_per_peer_and_hour']:.2f}")
     most = figures["most_moves_of_a_peer_in_an_hour"]
     print(f"  moves of the most restless peer in an hour: {most:.0f}")
     run.check("moves back within an hour", figures["returns"], figures["returns"] == 0, "0")

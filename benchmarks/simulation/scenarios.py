@@ -58,6 +58,8 @@ class ChurnOutcome:
     """From the very beginning, to draw."""
     moves: list[Move]
     recovery_seconds: list[float]
+    num_dials: list[tuple[float, int]]
+    """How many hosts were dialled before each move, the first ones included, and when."""
 
     @property
     def judged(self) -> list[Sample]:
@@ -83,6 +85,16 @@ class ChurnOutcome:
         return num_moves / self.setting.num_peers / self.setting.hours
 
     @property
+    def dials_per_peer_and_hour(self) -> float:
+        """How often a peer dials another one to see whether it is there."""
+        num_dials = sum(
+            num
+            for seconds, num in self.num_dials
+            if WARM_UP_SECONDS <= seconds < self.setting.end_seconds
+        )
+        return num_dials / self.setting.num_peers / self.setting.hours
+
+    @property
     def num_late_moves(self) -> int:
         """Moves in the second half of the quiet time."""
         begin = self.setting.end_seconds + 1800 * self.setting.quiet_hours
@@ -96,6 +108,7 @@ class ChurnOutcome:
             "min_replicas": min(sample.min_replicas for sample in self.judged),
             "min_covered_blocks": min(sample.num_covered for sample in self.judged),
             "moves_per_peer_and_hour": self.moves_per_peer_and_hour,
+            "dials_per_peer_and_hour": self.dials_per_peer_and_hour,
             "most_moves_of_a_peer_in_an_hour": find_most_moves_of_a_peer(self.moves),
             "returns": count_returns(self.moves),
             "moves_in_quiet_half_hour": self.num_late_moves,
@@ -122,7 +135,9 @@ def run_churn(
     )
     recorder = Recorder(world, _SAMPLE_SECONDS)
     world.run_until(setting.end_seconds + 3600 * setting.quiet_hours)
-    return ChurnOutcome(setting, recorder.samples, world.moves, recorder.recovery_seconds)
+    return ChurnOutcome(
+        setting, recorder.samples, world.moves, recorder.recovery_seconds, world.num_dials
+    )
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from shoal.peer.placement.placement import (
     Intent,
     decide_placement,
 )
-from shoal.peer.placement.supply import Room, Supply
+from shoal.peer.placement.roll_call import draw_hosts
+from shoal.peer.placement.supply import Room, Supply, may_count
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.ids import MODEL_ID_CHARACTERS, ModelId, PeerId
 from shoal.protocol.records.announcements import Announcement, PeerState
@@ -102,6 +103,8 @@ class World:
         self.moves: list[Move] = []
         """Those that were begun."""
         self.num_withdrawn = 0
+        self.num_dials: list[tuple[float, int]] = []
+        """How many hosts were dialled before a move, and when."""
         self.on_change: Callable[[SimulatedPeer, bool], None] = lambda peer, serves: None
         """Called when a peer begins or ends to serve its span."""
         self._rng = rng
@@ -212,7 +215,7 @@ class World:
         """Carry an intent out, unless others were faster."""
         if not peer.is_alive or peer.intent is None:
             return
-        supply = self._take_supply()
+        supply = self._call_hosts(peer, self._take_supply())
         decision = decide_placement(supply, peer.make_candidate(self.now), self._rng)
         if decision.span == peer.intent.span:
             self._begin_loading(peer, peer.intent.span)
@@ -223,6 +226,25 @@ class World:
             assert decision.span is not None
             is_last = peer.num_intents == MAX_INTENTS
             self._intend(peer, Intent(decision.span, supply), is_last)
+
+    def _call_hosts(self, peer: SimulatedPeer, supply: Supply) -> Supply:
+        """Dial hosts as a roll call does; return the supply without those that are gone."""
+        assert self._seen is not None
+        view = self._seen[1]
+        span = peer.span or Span(0, self.config.num_blocks)
+        hosts = [
+            host
+            for host in view.peers
+            if host.peer_id != peer.peer_id and may_count(host, view) and host.span.overlap(span)
+        ]
+        called = {host.peer_id for host in draw_hosts(hosts, span, random.Random(peer.peer_id))}
+        self.num_dials.append((self.now, len(called)))
+        gone = {peer_id for peer_id in called if peer_id not in self.peers}
+        if not gone:
+            return supply
+        if peer.span is not None:
+            gone = {host.peer_id for host in hosts} - called | gone
+        return Supply.of_view(view, gone)
 
     def _begin_loading(self, peer: SimulatedPeer, span: Span) -> None:
         kept = None if peer.span is None else peer.span.overlap(span)

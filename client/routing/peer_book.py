@@ -354,6 +354,13 @@ class _PeerRecord:
         return self.has_taken_pass or self.steps.has_answered
 
 
+def make_filter(
+    allowed: Collection[str] | None, blocked: Collection[str]
+) -> Callable[[Announcement], bool]:
+    """Return what tells whether a client may use a peer, by lists of peer ids."""
+    return lambda peer: peer.peer_id not in blocked and (allowed is None or peer.peer_id in allowed)
+
+
 class PeerBook:
     """The record of all peers of one swarm, shared by all sessions and passes of a client.
 
@@ -364,14 +371,16 @@ class PeerBook:
     def __init__(
         self,
         read: Callable[[], Awaitable[object]],
-        list_known: Callable[[], Iterable[Announcement]],
+        list_known: Callable[[float], Iterable[Announcement]],
+        may_use: Callable[[Announcement], bool],
         model_id: ModelId,
         num_blocks: int,
         clock: Clock,
     ) -> None:
-        """`read` reads the directory; `list_known` has what it or others have told."""
+        """`read` reads the directory, `list_known` has what it or others told (by wall time)."""
         self._read = read
         self._list_known = list_known
+        self._may_use = may_use
         self.clock = clock
         self._refreshed_at = float("-inf")
         self._records: dict[PeerId, _PeerRecord] = {}
@@ -402,8 +411,10 @@ class PeerBook:
 
     def _take_view(self) -> None:
         """Make a view of all that is known now."""
+        now = self.clock.wall()
+        usable = filter(self._may_use, self._list_known(now))
         self.view = SwarmView.from_announcements(
-            self.view.model_id, self._list_known(), self.clock.wall(), self.view.num_blocks
+            self.view.model_id, usable, now, self.view.num_blocks
         )
         self.revision += 1
         self.way_seconds.clear()

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ...protocol.errors import DirectoryError, RouteError
 from ...protocol.ids import ModelId, PeerId
@@ -12,11 +13,10 @@ from ...protocol.net.directory import Directory
 from ...protocol.net.gossip import GossipDirectory
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.net.transport import Transport
-from ...protocol.records.announcements import Announcement
 from ...protocol.spans import Span
 from ..settings.client_config import ClientConfig
 from .own_coordinate import OwnCoordinate
-from .peer_book import NO_DOUBT, PeerBook
+from .peer_book import NO_DOUBT, PeerBook, make_filter
 from .route import Ends, Fault, Hop, Route
 from .router import RoutingCosts, expect_way_seconds, plan_route
 
@@ -60,18 +60,15 @@ class RouteFinder:
         self._clock = clock
         self._transport = transport
         self._gossip_seconds = max(config.refresh_seconds, _LEAST_GOSSIP_SECONDS)
-        allowed, blocked = config.allowed_servers, config.blocked_servers
-
-        def may_use(peer: Announcement) -> bool:
-            return peer.peer_id not in blocked and (allowed is None or peer.peer_id in allowed)
-
+        may_use = make_filter(config.allowed_servers, config.blocked_servers)
         self._directory = GossipDirectory(
             directory, transport, clock, random.Random(config.seed), may_use
         )
-        records, model_id = directory.records, model.model_id
+        model_id = model.model_id
         self.book = PeerBook(
-            lambda: self._directory.lookup(model_id),
-            lambda: filter(may_use, records.list_current(model_id, clock.wall())),
+            partial(self._directory.lookup, model_id),
+            partial(directory.records.list_current, model_id),
+            may_use,
             model_id,
             model.num_blocks,
             clock,

@@ -10,7 +10,8 @@ from typing import Protocol
 from ...protocol.errors import DirectoryError, UsageError
 from ...protocol.ids import ModelId, PeerId
 from ...protocol.net.clock import Clock
-from ...protocol.net.directory import KNOWN_PERIODS, Directory
+from ...protocol.net.directory import KNOWN_PERIODS
+from ...protocol.net.network import Presence
 from ...protocol.net.retry import Backoff, Backoffs
 from ...protocol.records.announcements import PeerState
 from ...protocol.records.swarm_view import SwarmView
@@ -26,7 +27,8 @@ from .placement import (
     Placement,
     decide_placement,
 )
-from .supply import Room, Supply
+from .roll_call import RollCall
+from .supply import Room, Supply, may_count
 
 _logger = logging.getLogger(__name__)
 
@@ -85,16 +87,17 @@ class Placer:
     def __init__(
         self,
         model: PlacedModel,
-        directory: Directory,
+        presence: Presence,
         announcer: Announcer,
         description: SelfDescription,
         clock: Clock,
         rng: random.Random,
     ) -> None:
         self._model = model
-        self._directory = directory
+        self._directory = presence.directory
         self._announcer = announcer
         self._description = description
+        self._roll_call = RollCall(presence.transport, clock, rng)
         self._clock = clock
         self._rng = rng
         self._unloadable = Backoffs[int](_UNLOADABLE, clock)
@@ -112,7 +115,10 @@ class Placer:
         intent: Intent | None = None
         num_intents = 0
         while True:
-            supply = await self._take_supply()
+            view = await self._look()
+            if intent is not None:
+                await self._call_hosts(view, Span(0, self._model.num_blocks))
+            supply = self._count(view)
             decision = self._decide(supply, None, intent)
             assert decision.span is not None
             has_choice = len(decision.span) < self._model.num_blocks and supply.rows
@@ -149,8 +155,12 @@ class Placer:
         intent: Intent | None = None
         while True:
             # What others tell is enough to find a reason, and not to act on it.
-            max_age_periods = KNOWN_PERIODS if intent is None else 0
-            supply = await self._take_supply(max_age_periods * self._announcer.period_seconds)
+            if intent is None:
+                view = await self._look(KNOWN_PERIODS * self._announcer.period_seconds)
+                supply = self._count(view)
+            else:
+                view = await self._look()
+                supply = self._count(view, await self._call_hosts(view, current.span))
             decision = self._decide(supply, current, intent)
             if decision.span in (None, current.span):
                 return None
@@ -191,12 +201,25 @@ class Placer:
         )
         return decide_placement(supply, candidate, self._rng)
 
-    async def _take_supply(self, max_age_seconds: float = 0.0) -> Supply:
+    async def _look(self, max_age_seconds: float = 0.0) -> SwarmView:
         announcements = await self._directory.lookup(self._model.model_id, max_age_seconds)
-        view = SwarmView.from_announcements(
+        return SwarmView.from_announcements(
             self._model.model_id, announcements, self._clock.wall(), self._model.num_blocks
         )
-        return Supply.of_view(view, self._list_doubted(view), self._model.work)
+
+    async def _call_hosts(self, view: SwarmView, span: Span) -> Collection[PeerId]:
+        """Dial hosts of a span, which decide a move; return those that do not count for it."""
+        passed_over = self._roll_call.absent | {self._announcer.peer_id}
+        hosts = [peer for peer in view.peers if peer.span.overlap(span)]
+        return await self._roll_call.call(
+            [host for host in hosts if host.peer_id not in passed_over and may_count(host, view)],
+            span,
+        )
+
+    def _count(self, view: SwarmView, uncounted: Collection[PeerId] = ()) -> Supply:
+        """Return the supply without hosts that have proved to be none."""
+        doubted = {*self._list_doubted(view), *self._roll_call.absent, *uncounted}
+        return Supply.of_view(view, doubted, self._model.work)
 
     def _list_doubted(self, view: SwarmView) -> list[PeerId]:
         """Return peers that have been JOINING for too long."""

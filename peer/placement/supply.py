@@ -102,9 +102,7 @@ class Supply:
         """
         costs = np.ones(view.num_blocks) if work is None else np.array(work, dtype=float)
         peers = [
-            peer
-            for peer in view.peers
-            if _can_be_counted_on(peer, view) and peer.peer_id not in doubted
+            peer for peer in view.peers if may_count(peer, view) and peer.peer_id not in doubted
         ]
         starts = np.array([peer.span.start for peer in peers], dtype=int)
         stops = np.array([min(peer.span.stop, view.num_blocks) for peer in peers], dtype=int)
@@ -225,7 +223,8 @@ def _sum_over_blocks(amounts: Column, starts: Column, stops: Column, num_blocks:
     return np.cumsum(changes)[:num_blocks].clip(min=0.0)
 
 
-def _can_be_counted_on(peer: Announcement, view: SwarmView) -> bool:
+def may_count(peer: Announcement, view: SwarmView) -> bool:
+    """Return whether a peer of a view hosts blocks, or is about to, as far as it says in time."""
     lifetime_seconds = peer.expires_at - peer.issued_at
     return (
         peer.state in (PeerState.ONLINE, PeerState.JOINING)

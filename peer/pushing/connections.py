@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from ...protocol.endpoints import Endpoint
 from ...protocol.identity import Identity
+from ...protocol.ids import ModelId
+from ...protocol.messages.session import NextHop
 from ...protocol.net.clock import Clock
+from ...protocol.net.directory import Directory
 from ...protocol.net.network import Presence
 from ...protocol.net.transport import StreamServer
 from ...protocol.records.announcements import Announcement
@@ -33,6 +39,7 @@ class Connections:
         cls,
         identity: Identity,
         presence: Presence,
+        model_id: ModelId,
         serve: StreamServer,
         clock: Clock,
         period_seconds: float,
@@ -50,7 +57,9 @@ class Connections:
             )
         else:
             parked = ParkedStreams(presence.endpoint.fingerprint)
-        push_links = PushLinks(transport, clock, parked)
+        push_links = PushLinks(
+            transport, partial(find_endpoints, directory, model_id), clock, parked
+        )
         return cls(push_links, parked, round_trip_times, reverse)
 
     @property
@@ -58,3 +67,20 @@ class Connections:
         """The functions that add round-trip times and parked streams to an announcement."""
         reverse = self.reverse
         return (self.round_trip_times.describe, *(() if reverse is None else (reverse.describe,)))
+
+
+async def find_endpoints(
+    directory: Directory, model_id: ModelId, following: NextHop
+) -> Sequence[Endpoint]:
+    """Return the endpoints that a next hop has announced itself; none if it is not known.
+
+    What a client says of it is reason enough to look again, as often as it may have peers dialled,
+    and no more: or else clients could have us dial anybody. Raises DirectoryError.
+    """
+    announced: Sequence[Endpoint] = ()
+    for max_age_seconds in (math.inf, 0.0):
+        peers = await directory.lookup(model_id, max_age_seconds)
+        announced = next((p.endpoints for p in peers if p.peer_id == following.peer_id), ())
+        if announced and set(following.endpoints) <= set(announced):
+            break
+    return announced

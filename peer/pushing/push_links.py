@@ -1,20 +1,22 @@
 """The connections over which a peer pushes: one for each peer and lane, shared by all sessions.
 
-Strangers choose whom to dial. So every dial has a pinned certificate and a deadline, each tenant
-has a share of the dials of a minute, and a peer that failed is not dialled for a while. A peer
-without any endpoint is not dialled, but reached over streams that it has parked here.
+Strangers choose whom to dial. So a peer is dialled only where it announces itself, every dial has a
+pinned certificate and a deadline, each tenant has a share of the dials of a minute, and a peer that
+failed is not dialled for a while. Why it failed the strangers do not hear: they could scan our
+network through us. A peer without any endpoint is reached over streams that it has parked here.
 """
 
 import asyncio
 import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from ...protocol.endpoints import Endpoint
 from ...protocol.errors import (
     ErrorCode,
     RefusedError,
@@ -23,7 +25,7 @@ from ...protocol.errors import (
     UnavailableError,
 )
 from ...protocol.fair_share import BUSY_SECONDS, Tenant, compute_share
-from ...protocol.ids import SessionId
+from ...protocol.ids import PeerId, SessionId
 from ...protocol.limits import MAX_PIECE_BYTES
 from ...protocol.messages.session import Attach, Declined, Lane, NextHop
 from ...protocol.net.clock import AnswerTimeout, Clock
@@ -44,6 +46,9 @@ NAT that forgot it nobody is, and the system notices that only after half a minu
 _UNREACHED = Backoff(10.0, 10.0)
 """How long a peer that could not be reached is not dialled again."""
 
+_MOST_ENDPOINTS = 2
+"""Of one peer, that are tried."""
+
 _IDLE_SECONDS = 10.0
 """How long a connection stays that no session uses; the other end waits twice as long for one."""
 
@@ -57,6 +62,13 @@ _MAX_REPLAYED_BYTES_A_MINUTE = 2**30
 
 _MOST_REFUSAL_SECONDS = 1.0
 """How long a replay waits at most, behind its first frame, for the word that nobody wants it."""
+
+
+_Key = tuple[PeerId, Lane]
+
+FindEndpoints = Callable[[NextHop], Awaitable[Sequence[Endpoint]]]
+"""Tells where a next hop announces that it can be dialled, whatever a client says. May raise
+DirectoryError."""
 
 
 class Sender(Protocol):
@@ -77,7 +89,7 @@ class Sender(Protocol):
         """Hear that so many bytes to push were sent, or never will be."""
         ...
 
-    def note_lost(self, following: NextHop, error: ShoalError) -> None:
+    def note_lost(self, following: NextHop) -> None:
         """Hear that the next hop cannot be reached, or does not take the session."""
         ...
 
@@ -138,18 +150,20 @@ class PushLinks:
     def __init__(
         self,
         transport: Transport,
+        find_endpoints: FindEndpoints,
         clock: Clock,
         parked: ParkedStreams | None = None,
     ) -> None:
         """Without `parked` the peer takes no offers: it cannot be dialled itself."""
         self._parked = parked
         self._transport = transport
+        self._find_endpoints = find_endpoints
         self._clock = clock
-        self._known: dict[Hashable, _PushLink] = {}
+        self._known: dict[_Key, _PushLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._dials = RecentShares(clock, _MAX_DIALS_A_MINUTE)
-        self._unreached = Backoffs[Hashable](_UNREACHED, clock)
+        self._unreached = Backoffs[_Key](_UNREACHED, clock)
         self.replayed = RecentShares(clock, _MAX_REPLAYED_BYTES_A_MINUTE)
 
     def prepare(self, following: NextHop, sender: Sender) -> None:
@@ -177,9 +191,10 @@ class PushLinks:
         try:
             link = self._find(following, lane, sender.tenant)
         except RefusedError as error:
+            _logger.info("peer …%s is not dialled: %s", following.peer_id[-6:], error)
             sender.note_left(parcel.num_bytes)
             # Behind the answer to what has set this off.
-            asyncio.get_running_loop().call_soon(sender.note_lost, following, error)
+            asyncio.get_running_loop().call_soon(sender.note_lost, following)
         else:
             link.parcels.put_nowait(parcel)
 
@@ -197,15 +212,15 @@ class PushLinks:
         """Return the connection, or begin one. Raises RefusedError when that is too much."""
         if self._is_closed:  # sessions may still compute, and push what comes of it
             raise RefusedError(ErrorCode.DRAINING, "this peer is stopping")
-        key = (following.peer_id, following.endpoints, lane)
+        key = (following.peer_id, lane)
         known = self._known.get(key)
         if known is not None:
             return known
-        if not self._unreached.may_try(key) and not self._has_parked(following, lane):
-            raise RefusedError(
-                ErrorCode.BUSY, "the next hop could not be reached a moment ago", BUSY_SECONDS
-            )
-        if not self._dials.take(tenant, max(1, len(following.endpoints))):
+        has_parked = self._parked is not None and self._parked.has(*key)
+        if not self._unreached.may_try(key) and not has_parked:
+            detail = "it could not be reached a moment ago"
+            raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS)
+        if not self._dials.take(tenant, 1):
             detail = "too many connections to other peers were asked for in this minute"
             raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS)
         link = self._known[key] = _PushLink(following, lane)
@@ -214,9 +229,8 @@ class PushLinks:
         task.add_done_callback(self._tasks.discard)
         return link
 
-    async def _serve(self, key: Hashable, link: "_PushLink") -> None:
+    async def _serve(self, key: _Key, link: "_PushLink") -> None:
         """Be one connection, from the dial to its end."""
-        error: ShoalError = UnavailableError("the peer hung up on the next hop")
         leave = partial(self._leave, key, link)
         try:
             stream = await self._use_parked(link) or await self._dial(key, link)
@@ -226,31 +240,20 @@ class PushLinks:
                 await stream.close()
         except ShoalError as failure:
             _logger.info("the connection to %r is lost: %s", link, failure)
-            error = copy(failure)  # this one has the frames in which steps are
         finally:
             leave()
-            link.give_up(error)
+            link.give_up()
 
-    def _leave(self, key: Hashable, link: "_PushLink") -> None:
+    def _leave(self, key: _Key, link: "_PushLink") -> None:
         """Have nobody push over a connection any more; there may be another one by now."""
         if self._known.get(key) is link:
             del self._known[key]
 
-    def _has_parked(self, following: NextHop, lane: Lane) -> bool:
-        if self._parked is None or following.endpoints:
-            return False
-        return self._parked.has(following.peer_id, lane)
-
     async def _use_parked(self, link: "_PushLink") -> Stream | None:
-        """Return a stream that the peer has parked here; None if there is none that works.
-
-        One with endpoints is dialled: those are made up easily, and each set of them has a link of
-        its own, which would take a stream away.
-        """
-        if self._parked is None or link.following.endpoints:
+        """Return a stream that the peer has parked here; None if there is none that works."""
+        if self._parked is None:
             return None
-        peer_id, lane = link.following.peer_id, link.lane
-        while (stream := await self._parked.take(peer_id, lane)) is not None:
+        while (stream := await self._parked.take(link.following.peer_id, link.lane)) is not None:
             try:
                 async with asyncio.timeout(_PARKED_SECONDS):
                     await self._greet(link, stream)
@@ -262,14 +265,16 @@ class PushLinks:
                 return stream
         return None
 
-    async def _dial(self, key: Hashable, link: "_PushLink") -> Stream:
+    async def _dial(self, key: _Key, link: "_PushLink") -> Stream:
+        peer_id = link.following.peer_id
         failure: ShoalError
-        peer_id, endpoints = link.following.peer_id, link.following.endpoints
         try:
-            if not endpoints:
-                raise UnavailableError(f"{link.name} is not connected any more")
             async with AnswerTimeout(_DIAL_SECONDS, f"{link.name} did not answer in time"):
-                stream = await dial(self._transport, self._clock, peer_id, endpoints, _DIAL_SECONDS)
+                endpoints = await self._find_endpoints(link.following)
+                if not endpoints:
+                    raise UnavailableError(f"{link.name} is not announced, or not connected")
+                tried = endpoints[:_MOST_ENDPOINTS]
+                stream = await dial(self._transport, self._clock, peer_id, tried, _DIAL_SECONDS)
                 await self._greet(link, stream)
                 return stream
         except ShoalError as error:
@@ -387,10 +392,11 @@ class _PushLink:
                 raise UnavailableError(f"{self!r} ended the stream: {message.detail}")
             following, sender = self._users.pop(message.session, (None, None))
             if following is not None and sender is not None:
-                sender.note_lost(following, RefusedError(message.code, message.detail))
+                _logger.info("%r declined a session: %s", self, message.detail)
+                sender.note_lost(following)
         raise UnavailableError(f"{self!r} ended the stream")
 
-    def give_up(self, error: ShoalError) -> None:
+    def give_up(self) -> None:
         """Tell all senders whose steps may not have arrived."""
         lost, self._users = self._users, {}
         while not self.parcels.empty():
@@ -398,4 +404,4 @@ class _PushLink:
             parcel.sender.note_left(parcel.num_bytes)
             lost[parcel.following.session] = parcel.following, parcel.sender
         for following, sender in lost.values():
-            sender.note_lost(following, error)
+            sender.note_lost(following)

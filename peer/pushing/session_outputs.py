@@ -8,7 +8,7 @@ from itertools import chain
 from torch import Tensor
 
 from ...kernels.wire_tensors import decode_as, encode_as, join_pieces
-from ...protocol.errors import ErrorCode, RefusedError, ShoalError
+from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.fair_share import SharedBytes, Tenant
 from ...protocol.ids import SessionId
 from ...protocol.limits import MAX_CONTROL_BYTES, MAX_FRAME_BYTES, MAX_STEP_TOKENS
@@ -223,9 +223,9 @@ class SessionOutputs:
         """See `Sender`."""
         self._resources.pending.count(self.tenant, -num_bytes)
 
-    def note_lost(self, following: NextHop, error: ShoalError) -> None:
-        """See `Sender`."""
-        detail = f"blocks behind cannot be reached: {error}"
+    def note_lost(self, following: NextHop) -> None:
+        """See `Sender`. The client hears the same whatever was the reason."""
+        detail = f"peer …{following.peer_id[-6:]} cannot be reached from here"
         self.refuse(following, RefusedError(ErrorCode.NEXT_UNREACHABLE, detail))
 
     def refuse(self, following: NextHop, refusal: RefusedError) -> None:

@@ -147,7 +147,8 @@ _check_capability = sized(CAPABILITY_BYTES, "a capability")
 class NextHop(Record):
     """The next hop of a session: a session at another peer, and the capability for it.
 
-    Without endpoints it is reached over connections that it has offered.
+    It is dialled where it has announced itself, or reached over connections that it has offered.
+    The endpoints here are what the client has seen: others are a reason to look it up again.
 
     Outputs of steps before `first_sequence` are not pushed but answered: they are a replay, which
     the next hop has no need of.

@@ -264,7 +264,7 @@ def test_moves_stand_before_the_mark_of_the_time_in_which_they_happen() -> None:
     axes: Any = Figure().subplots()
     sample = Sample(7200.0, 1, 16, 1, 1.0, 1.0)
     move = Move(3000.0, PeerId("a"), Span(0, 4), Span(4, 8))
-    churn = ChurnOutcome(ChurnSetting(1, 1.0), [sample], [move], [])
+    churn = ChurnOutcome(ChurnSetting(1, 1.0), [sample], [move], [], [])
 
     draw_moves(axes, churn)
     bars = list(axes.patches)

@@ -17,7 +17,9 @@ from shoal.protocol.errors import (
     UnavailableError,
 )
 from shoal.protocol.limits import MAX_FRAME_BYTES
+from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.tcp import tcp_listener
+from shoal.protocol.net.tcp.dial_rules import DialRules
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.tcp.tls import make_server_context, make_tls_identity
 from shoal.protocol.net.transport import Stream
@@ -241,6 +243,24 @@ async def test_closing_a_transport_ends_a_dial_in_progress() -> None:
 async def test_endpoint_without_a_fingerprint_is_not_dialled() -> None:
     with pytest.raises(RemoteProtocolError, match="fingerprint"):
         await TcpTransport().open_stream(Endpoint("192.0.2.1", 1))
+
+
+async def test_peer_of_the_internet_connects_to_nothing_on_its_own_machine() -> None:
+    heard = 0
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal heard
+        heard += 1
+        writer.close()
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        for own_host, num_heard in (("203.0.113.1", 0), ("127.0.0.1", 1)):
+            peer = TcpTransport(rules=DialRules(SystemClock(), own_host))
+            with pytest.raises(UnavailableError):
+                await peer.open_stream(Endpoint("127.0.0.1", port, "a" * 64))
+            assert heard == num_heard
+            await peer.close()
 
 
 async def test_streams_beyond_the_limit_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

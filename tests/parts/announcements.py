@@ -5,6 +5,8 @@ from typing import Any
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
+from shoal.protocol.net.clock import Clock
+from shoal.protocol.net.directory import Directory
 from shoal.protocol.records.announcements import Announcement, PeerState, sign_announcement
 from shoal.protocol.spans import Span
 
@@ -51,3 +53,21 @@ def describe_peer(**facts: Any) -> Announcement:
         "sequence": 1,
     }
     return Announcement(**(usual | facts))
+
+
+async def announce_scripted(
+    directory: Directory, clock: Clock, identity: Identity, endpoint: Endpoint, **facts: Any
+) -> None:
+    """Announce, once and for ten minutes, a peer that a test scripts."""
+    now = clock.wall()
+    usual: dict[str, Any] = {
+        "peer_id": identity.peer_id,
+        "model_id": MODEL,
+        "num_blocks": 8,
+        "span": Span(4, 8),
+        "endpoints": (endpoint,),
+        "sequence": int(1000 * now),
+        "issued_at": now,
+        "expires_at": now + 600,
+    }
+    await directory.announce(sign_announcement(identity, describe_peer(**(usual | facts))))

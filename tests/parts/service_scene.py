@@ -10,16 +10,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from announcements import announce_scripted
 from async_tests import Story, make_test
 from memory_swarm import MODEL_ID, Inside, MemorySwarm, SceneLoader
 from torch import Tensor
-from virtual_time import run_virtual
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.kernels.wire_tensors import DTYPES, decode_tensor, encode_tensor
 from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.steps import StepWork
 from shoal.peer.process.config import PeerConfig
+from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, ShoalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import SessionId
@@ -183,6 +185,11 @@ class Peer:
 
     async def read_directory(self) -> list[Announcement]:
         return await self.swarm.open_directory().lookup(MODEL_ID)
+
+    async def announce(self, identity: Identity, endpoint: Endpoint) -> None:
+        """Announce a scripted peer of the same model."""
+        directory = self.swarm.open_directory()
+        await announce_scripted(directory, VirtualClock(), identity, endpoint)
 
     async def dial(self) -> Talk:
         return Talk(await self.client.open_stream(self.endpoint))

@@ -74,6 +74,7 @@ class InternetNetwork:
         return ChoosingTransport(direct, directory.make_transport()), directory
 
     async def serve(self, identity: Identity, serve: StreamServer) -> Presence:
+        from ..tcp.dial_rules import DialRules
         from ..tcp.tcp_transport import TcpTransport
         from ..tcp.tls import make_tls_identity
         from .hivemind_directory import HivemindDirectory
@@ -82,7 +83,8 @@ class InternetNetwork:
         async with AsyncExitStack() as stack:
             # Peers that know the announcement from before a restart find the same key again.
             tls_identity = make_tls_identity(identity.derive_secret("shoal TLS key"))
-            transport = TcpTransport(tls_identity, membership=self.membership)
+            rules = DialRules(self.clock, where.announce_host or where.host)
+            transport = TcpTransport(tls_identity, membership=self.membership, rules=rules)
             stack.push_async_callback(transport.close)
             listeners: list[Listener] = [await transport.listen(where.host, where.port, serve)]
             listening = listeners[0].endpoint

@@ -14,6 +14,7 @@ from ...errors import LocalProtocolError, RemoteProtocolError, UnavailableError
 from ...membership.membership import NO_MEMBERSHIP, Membership
 from ..frame_stream import FrameStream, Mark
 from ..transport import StreamServer, make_not_a_member_error
+from .dial_rules import DialRules
 from .tcp_listener import HELLO, TcpListener
 from .tls import (
     TlsIdentity,
@@ -32,8 +33,14 @@ class TcpTransport:
     """
 
     def __init__(
-        self, identity: TlsIdentity | None = None, *, membership: Membership | None = None
+        self,
+        identity: TlsIdentity | None = None,
+        *,
+        membership: Membership | None = None,
+        rules: DialRules | None = None,
     ) -> None:
+        """`rules` say what may be dialled; without them, everything."""
+        self._rules = rules
         self._membership = membership or NO_MEMBERSHIP
         self._identity = identity or make_tls_identity()
         self._context = make_client_context()
@@ -53,6 +60,27 @@ class TcpTransport:
         if not endpoint.fingerprint:
             # Endpoints come from strangers' announcements: they cannot talk us out of TLS.
             raise RemoteProtocolError(f"{endpoint} has no TLS fingerprint, and TLS is required")
+        if self._rules is None:
+            return await self._open_stream(endpoint, timeout_seconds)
+        allowed = await self._rules.resolve(endpoint, timeout_seconds)
+        try:
+            return await self._open_stream(allowed, timeout_seconds)
+        except (UnavailableError, RemoteProtocolError):
+            self._rules.note_failure(allowed.host)
+            raise
+
+    async def close(self) -> None:
+        self._is_closed = True
+        streams = list(self._streams)
+        for stream in streams:
+            stream.break_off("this transport was closed")
+        for listener in list(self._listeners):
+            await listener.close()
+        self._listeners.clear()
+        for stream in streams:
+            await stream.wait_lost()
+
+    async def _open_stream(self, endpoint: Endpoint, timeout_seconds: float) -> FrameStream:
         stream = FrameStream(str(endpoint))
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -66,17 +94,6 @@ class TcpTransport:
             stream.break_off("dialling failed")
             raise
         return stream
-
-    async def close(self) -> None:
-        self._is_closed = True
-        streams = list(self._streams)
-        for stream in streams:
-            stream.break_off("this transport was closed")
-        for listener in list(self._listeners):
-            await listener.close()
-        self._listeners.clear()
-        for stream in streams:
-            await stream.wait_lost()
 
     async def _dial(self, endpoint: Endpoint, stream: FrameStream) -> None:
         await connect_pinned(lambda: stream, endpoint, self._context)

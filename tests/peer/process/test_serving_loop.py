@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from announcements import announce_scripted
 from async_tests import Story, make_decorator
 from virtual_time import VirtualClock
 
@@ -34,10 +35,14 @@ from shoal.peer.streams.service import StreamHandler
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, UnavailableError, UsageError
 from shoal.protocol.identity import Identity
-from shoal.protocol.ids import ModelId
+from shoal.protocol.ids import ModelId, PeerId
+from shoal.protocol.messages.session import Welcome
+from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.spans import Span
+from shoal.protocol.wire.codec import encode_frame
 
 MODEL_ID = ModelId("a" * 32)
 NUM_BLOCKS = 8
@@ -79,8 +84,9 @@ class IdleService:
     is_empty = False
     workloads = ()
 
-    def __init__(self, drain_seconds: float) -> None:
+    def __init__(self, peer_id: PeerId, span: Span, drain_seconds: float) -> None:
         self.num_streams = 0
+        self.welcome = Welcome(1, "idle", peer_id, MODEL_ID, span, 0.0)
         self.drain_seconds = drain_seconds
 
     def begin_draining(self) -> None:
@@ -96,8 +102,14 @@ class IdleService:
     def count_work(self) -> dict[str, object]:
         return {}
 
-    async def serve(self, stream: object) -> None:
+    async def serve(self, stream: Stream) -> None:
         self.num_streams += 1
+        await answer_hello(stream, self.welcome)
+
+
+async def answer_hello(stream: Stream, welcome: Welcome) -> None:
+    if await stream.receive() is not None:
+        await stream.send(encode_frame(welcome))
 
 
 class IdleEngine:
@@ -118,7 +130,8 @@ class IdleEngine:
 class CountingLoader:
     """Takes its time for each block that is not there yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, peer_id: PeerId) -> None:
+        self.peer_id = peer_id
         self.broken: set[int] = set()
         """Blocks that cannot be loaded."""
         self.has_memory_for_one = True
@@ -157,8 +170,8 @@ class CountingLoader:
             blocks_per_second=BLOCKS_PER_SECOND,
         )
 
-    def make_service(self, served: object) -> Any:
-        self.services.append(IdleService(self.drain_seconds))
+    def make_service(self, served: Any) -> Any:
+        self.services.append(IdleService(self.peer_id, served.span, self.drain_seconds))
         return self.services[-1]
 
     def keep_blocks(self, engine: IdleEngine, span: Span) -> dict[int, Any]:
@@ -210,15 +223,19 @@ class World:
 
     def __init__(self) -> None:
         self.store = MemoryDirectoryStore()
+        self.network = LoopbackNetwork()
         self.peers: list[Peer] = []
 
     def add(self, max_blocks: int = 4, span: Span | None = None) -> Peer:
         name = f"peer{len(self.peers)}"
         identity = Identity(hashlib.sha256(name.encode()).digest())
         clock, directory, events = VirtualClock(), TroubledDirectory(self.store), list[PeerEvent]()
+        transport = LoopbackTransport(self.network, name)
         presence: Any = SimpleNamespace(
             identity=identity,
-            endpoint=Endpoint(name, 1, "f" * 64),
+            transport=transport,
+            directory=directory,
+            endpoint=Endpoint(name, 1, self.network.fingerprint_of(name, 1)),
             relays=(),
             relay_port=0,
             directory_port=0,
@@ -228,8 +245,8 @@ class World:
         announcer = Announcer(directory, identity, description.describe, clock, PERIOD_SECONDS)
         model = PlacedModel(MODEL_ID, WORK, Room(max_blocks))
         rng = random.Random(name)
-        placer = Placer(model, directory, announcer, description, clock, rng)
-        loader: Any = CountingLoader()
+        placer = Placer(model, presence, announcer, description, clock, rng)
+        loader: Any = CountingLoader(identity.peer_id)
         handler = StreamHandler()
         loop = ServingLoop(
             loader,
@@ -244,13 +261,26 @@ class World:
         stop = asyncio.Event()
 
         async def live() -> None:
-            async with BackgroundTasks() as tasks:
-                await loop.run(span, placer, tasks, stop)
+            await transport.listen(name, 1, handler.serve)
+            try:
+                async with BackgroundTasks() as tasks:
+                    await loop.run(span, placer, tasks, stop)
+            finally:
+                await transport.close()
 
         running = asyncio.create_task(live())
         peer = Peer(name, events, directory, handler, loader, stop, running)
         self.peers.append(peer)
         return peer
+
+    async def make_up(self, number: int, span: Span) -> None:
+        """Announce a peer that is not there, once and for three minutes."""
+        identity = Identity(bytes([number]) * 32)
+        await announce_scripted(
+            MemoryDirectory(self.store, VirtualClock()), VirtualClock(), identity,
+            Endpoint("nowhere", number, "f" * 64), num_blocks=NUM_BLOCKS, span=span,
+            decode_steps_per_second=BLOCKS_PER_SECOND,
+        )  # fmt: skip
 
     async def read(self) -> list[Announcement]:
         return await MemoryDirectory(self.store, VirtualClock()).lookup(MODEL_ID)
@@ -426,6 +456,41 @@ async def test_liar_who_is_always_about_to_be_there_too_keeps_nobody_out(world: 
     await asyncio.sleep(3 * PERIOD_SECONDS)
 
     assert len(newcomer.span) == 1
+
+
+@pytest.mark.parametrize("num_made_up", [6, 24])
+@in_world()
+async def test_made_up_hosts_draw_nobody_away_from_the_blocks_that_they_name(
+    world: World, num_made_up: int
+) -> None:
+    """All honest hosts of 0:4 would leave for 4:8, where they are worth more by those words."""
+    honest = [world.add() for _ in range(4)]
+    await asyncio.sleep(2 * PERIOD_SECONDS)
+    before = Counter(peer.span for peer in honest)
+    assert before == {Span(0, 4): 2, Span(4, 8): 2}
+
+    for _ in range(15):
+        for number in range(num_made_up):
+            await world.make_up(100 + number, Span(0, 4))
+        await asyncio.sleep(180)
+
+    assert Counter(peer.span for peer in honest) == before
+    assert sum(peer.num_moves for peer in honest) == 0
+
+
+@in_world()
+async def test_newcomer_goes_where_hosts_are_only_made_up(world: World) -> None:
+    world.add(span=Span(0, 4))
+    for number in range(2):
+        await world.make_up(100 + number, Span(4, 8))
+    await asyncio.sleep(PERIOD_SECONDS)
+    newcomer = world.add()
+    for _ in range(4):
+        for number in range(2):
+            await world.make_up(100 + number, Span(4, 8))
+        await asyncio.sleep(PERIOD_SECONDS)
+
+    assert newcomer.span == Span(4, 8)
 
 
 @in_world()

@@ -55,7 +55,7 @@ from shoal.protocol.net.transport import Stream
 from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 KEY, NEW_KEY, NEXT_KEY = (Capability(bytes([n]) * 16) for n in (1, 2, 3))
-NEXT_ID = Identity(bytes([9]) * 32).peer_id
+NEXT, HEIR = Identity(bytes([9]) * 32), Identity(bytes([8]) * 32)
 NEXT_SESSION = SessionId(b"the one behind..")
 
 
@@ -64,6 +64,7 @@ class NextPeer:
     """Stands where outputs are pushed, and hears everything."""
 
     transport: LoopbackTransport
+    identity: Identity
     endpoint: Endpoint = field(init=False)
     heard: list[Message] = field(default_factory=list)
     num_streams: int = 0
@@ -77,7 +78,7 @@ class NextPeer:
         while (frame := await stream.receive()) is not None:
             message = decode_frame(frame)
             if isinstance(message, Hello):
-                welcome = Welcome(2, "next", NEXT_ID, MODEL_ID, SPAN, 0.0)
+                welcome = Welcome(2, "next", self.identity.peer_id, MODEL_ID, SPAN, 0.0)
                 await stream.send(encode_frame(welcome))
                 continue
             self.heard.append(message)
@@ -98,16 +99,17 @@ class NextPeer:
         return self.steps
 
     def name(self, **changes: Any) -> NextHop:
-        following = NextHop(NEXT_ID, (self.endpoint,), NEXT_SESSION, 5, NEXT_KEY)
+        following = NextHop(self.identity.peer_id, (self.endpoint,), NEXT_SESSION, 5, NEXT_KEY)
         return replace(following, **changes)
 
 
 async def start_next(peer: Peer, host: str = "next") -> NextPeer:
     transport = LoopbackTransport(peer.network, host)
     peer.clients.append(transport)
-    following = NextPeer(transport)
+    following = NextPeer(transport, HEIR if host == "heir" else NEXT)
     listener = await transport.listen(host, 0, following.serve)
     following.endpoint = listener.endpoint
+    await peer.announce(following.identity, following.endpoint)
     return following
 
 
@@ -462,22 +464,25 @@ async def test_sessions_share_one_connection_which_ends_when_idle(peer: Peer) ->
     assert not peer.service.push_links._known
 
 
-@pytest.mark.parametrize("what", ["nobody", "another peer", "another certificate"])
+@pytest.mark.parametrize("what", ["nobody", "another peer", "another certificate", "not announced"])
 @with_peer()
 async def test_next_hop_that_cannot_be_reached_is_told_to_the_client(peer: Peer, what: str) -> None:
-    following = await start_next(peer)
-    wrong = {
-        "nobody": following.name(endpoints=(Endpoint("nowhere", 1, "a" * 64),)),
-        "another peer": following.name(peer_id=Identity(bytes([8]) * 32).peer_id),
-        "another certificate": following.name(
-            endpoints=(replace(following.endpoint, fingerprint="b" * 64),)
-        ),
-    }
-    client = await peer.open(capability=KEY, next=wrong[what])
+    following, named = await start_next(peer), HEIR
+    announced = {
+        "nobody": Endpoint("nowhere", 1, "a" * 64),
+        "another peer": following.endpoint,
+        "another certificate": replace(following.endpoint, fingerprint="b" * 64),
+        "not announced": None,
+    }[what]
+    if announced is not None:
+        await peer.announce(named, announced)
+    client = await peer.open(capability=KEY, next=following.name(peer_id=named.peer_id))
 
     await client.say(make_step(1, 0, draw_hidden(1)))
 
-    assert_declined(await client.hear(), ErrorCode.NEXT_UNREACHABLE)
+    declined = assert_declined(await client.hear(), ErrorCode.NEXT_UNREACHABLE)
+    # In the same words, whatever the reason: they tell nothing of what is at the endpoint.
+    assert declined.detail == f"peer …{named.peer_id[-6:]} cannot be reached from here"
     assert following.heard == []
 
 

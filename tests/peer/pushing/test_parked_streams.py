@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from dataclasses import replace
 
 import pytest
 from reverse_scene import FRAME, HELLO, HOME, Scene, in_scene, make_welcome, name
 from service_scene import DeafStream, Peer, Talk, assert_declined, with_peer
 
-from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, UnavailableError
 from shoal.protocol.fair_share import Tenant
 from shoal.protocol.identity import Identity
@@ -63,7 +61,7 @@ async def test_what_is_pushed_goes_over_the_stream_that_was_parked(
     assert isinstance(await talk.hear(), Attach)
     assert isinstance(await talk.hear(), Probe)
     assert pusher.num_bytes_left == len(FRAME)
-    assert pusher.losses == []
+    assert pusher.num_losses == 0
 
 
 @in_scene()
@@ -73,7 +71,7 @@ async def test_stream_of_the_other_lane_is_not_used(scene: Scene) -> None:
     pusher = scene.public.push(name(), Lane.BULK)
     await asyncio.sleep(1)
 
-    assert "not connected" in pusher.losses[0]
+    assert pusher.num_losses == 1
 
 
 @in_scene()
@@ -98,7 +96,7 @@ async def test_peer_that_does_not_answer_on_its_newest_stream_may_on_the_other(
     await answer_hello(older)
 
     assert isinstance(await older.hear(), Attach)
-    assert pusher.losses == []
+    assert pusher.num_losses == 0
 
 
 @in_scene()
@@ -110,7 +108,7 @@ async def test_another_peer_behind_the_stream_is_not_pushed_to(scene: Scene) -> 
     await talk.say(make_welcome(STRANGER))
     await asyncio.sleep(1)
 
-    assert len(pusher.losses) == 1
+    assert pusher.num_losses == 1
 
 
 @in_scene()
@@ -271,17 +269,6 @@ async def test_what_is_said_behind_an_offer_ends_the_stream(scene: Scene) -> Non
 
 
 @in_scene()
-async def test_client_that_makes_endpoints_up_takes_no_stream_away(scene: Scene) -> None:
-    await park(scene)
-    for number in range(1, 20):
-        made_up = Endpoint("nowhere", number, "a" * 64)
-        scene.public.push(replace(name(number=number), endpoints=(made_up,)))
-    await asyncio.sleep(30)
-
-    assert scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
-
-
-@in_scene()
 async def test_client_that_names_the_peer_again_and_again_uses_up_nothing_of_others(
     scene: Scene,
 ) -> None:
@@ -290,5 +277,5 @@ async def test_client_that_names_the_peer_again_and_again_uses_up_nothing_of_oth
     await answer_hello(talk)
     await asyncio.sleep(1)
 
-    assert not any(pusher.losses for pusher in pushers)
+    assert not any(pusher.num_losses for pusher in pushers)
     assert pushers[0].tenant == Tenant("192.0.2.1")

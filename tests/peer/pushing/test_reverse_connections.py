@@ -271,7 +271,7 @@ async def test_end_leaves_nothing_behind_even_in_the_middle_of_a_push(scene: Sce
     await asyncio.sleep(1)
 
     assert not has_parked(scene)
-    assert len(pusher.losses) == 1
+    assert pusher.num_losses == 1
 
 
 # ---- peers that misbehave

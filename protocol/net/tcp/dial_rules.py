@@ -1,0 +1,107 @@
+"""Where a peer dials because strangers say that somebody is there: their announcements are signed,
+but nothing keeps them from naming the address of a third party.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from contextlib import suppress
+from dataclasses import replace
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+
+from ...endpoints import Endpoint
+from ...errors import UnavailableError
+from ..clock import Clock
+
+_MAX_FAILURES = 16
+"""Dials of one host that may fail in a minute, under whatever identities."""
+
+_MINUTE = 60.0
+
+_MAX_HOSTS = 1024
+"""Hosts whose failures are kept."""
+
+_Network = IPv4Network | IPv6Network
+
+_LOOPBACK = (ip_network("127.0.0.0/8"), ip_network("::1/128"))
+
+_LOCAL_NETWORKS = (
+    *_LOOPBACK,
+    ip_network("10.0.0.0/8"),
+    ip_network("172.16.0.0/12"),
+    ip_network("192.168.0.0/16"),
+    ip_network("100.64.0.0/10"),
+    ip_network("169.254.0.0/16"),
+    ip_network("fc00::/7"),
+    ip_network("fe80::/10"),
+    ip_network("0.0.0.0/8"),
+    ip_network("::/128"),
+)
+"""Networks whose addresses mean another machine elsewhere."""
+
+
+def find_local_network(host: str) -> _Network | None:
+    """Return the network outside of which an address means nothing; None if it has no such bounds.
+
+    >>> find_local_network("192.168.1.7"), find_local_network("::ffff:127.0.0.1")
+    (IPv4Network('192.168.0.0/16'), IPv4Network('127.0.0.0/8'))
+    >>> find_local_network("8.8.8.8")
+    """
+    address: IPv4Address | IPv6Address = ip_address(host)
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    return next((network for network in _LOCAL_NETWORKS if address in network), None)
+
+
+class DialRules:
+    """What one peer dials: nothing in a local network unless it announces an address in that
+    network itself, and no host where many dials have failed in the last minute.
+
+    A client has no such rules: it dials for its user, who chose the swarm.
+    """
+
+    def __init__(self, clock: Clock, own_host: str) -> None:
+        """`own_host` is the one that the peer announces."""
+        self._clock = clock
+        self._own_host = own_host
+        self._failures: dict[str, deque[float]] = {}
+
+    async def resolve(self, endpoint: Endpoint, timeout_seconds: float) -> Endpoint:
+        """Return the endpoint with an address that may be dialled as its host.
+
+        Raises UnavailableError when there is none.
+        """
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                address, own = await _resolve(endpoint.host), await _resolve(self._own_host)
+        except TimeoutError as error:
+            raise UnavailableError(f"nobody says which address {endpoint.host} has") from error
+        network = find_local_network(address)
+        if network is not None and network != find_local_network(own):
+            raise UnavailableError(f"{endpoint} is in a network that this peer does not share")
+        if network not in _LOOPBACK and self._count_failures(address) >= _MAX_FAILURES:
+            raise UnavailableError(f"too many dials of {endpoint.host} have failed in this minute")
+        return replace(endpoint, host=address)
+
+    def note_failure(self, address: str) -> None:
+        """Count a dial that did not lead to a peer."""
+        self._failures.setdefault(address, deque(maxlen=_MAX_FAILURES)).append(self._clock.now())
+        if len(self._failures) > _MAX_HOSTS:
+            del self._failures[next(iter(self._failures))]
+
+    def _count_failures(self, address: str) -> int:
+        since = self._clock.now() - _MINUTE
+        return sum(at > since for at in self._failures.get(address, ()))
+
+
+async def _resolve(host: str) -> str:
+    """Return the address of a host, the first if it has several. Raises UnavailableError."""
+    with suppress(ValueError):
+        return str(ip_address(host))
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise UnavailableError(f"the host {host} has no address") from error
+    return str(found[0][4][0])
