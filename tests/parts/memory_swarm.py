@@ -26,6 +26,7 @@ from shoal.peer.streams.service import Service
 from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
+from shoal.protocol.membership.membership import NO_MEMBERSHIP, Membership
 from shoal.protocol.net.clock import Clock
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
@@ -110,9 +111,9 @@ class _SceneModel(HostedModel):
 class MemorySwarm:
     """A network and a directory, and the peers and clients that a test puts there."""
 
-    def __init__(self, link: Link | None = None) -> None:
+    def __init__(self, link: Link | None = None, membership: Membership = NO_MEMBERSHIP) -> None:
         self.network = LoopbackNetwork(link=link)
-        self.store = MemoryDirectoryStore()
+        self.store = MemoryDirectoryStore(membership)
 
     def at(self, host: str) -> MemoryNetwork:
         """Return the network as one host has it."""

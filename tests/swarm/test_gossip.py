@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections import Counter
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,20 +22,32 @@ from shoal.client.runtime.async_client import AsyncClient
 from shoal.client.session.session import RemoteSession
 from shoal.client.settings.client_config import ClientConfig
 from shoal.peer.process.config import PeerConfig
-from shoal.protocol.errors import DirectoryError
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.errors import DirectoryError, NotAMemberError, RefusedError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
-from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
-from shoal.protocol.net.memory.memory_directory import MemoryDirectory
+from shoal.protocol.membership.membership import NO_MEMBERSHIP, Membership, Role, make_owner
+from shoal.protocol.messages.records import Records
+from shoal.protocol.net.dialling import greet_peer
+from shoal.protocol.net.gossip import GossipDirectory
+from shoal.protocol.net.memory.loopback import (
+    Link,
+    LoopbackNetwork,
+    LoopbackStream,
+    LoopbackTransport,
+)
+from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.net.network import Presence
 from shoal.protocol.net.transport import StreamServer
-from shoal.protocol.records.announcements import Announcement
+from shoal.protocol.records.announcements import Announcement, sign_announcement
 from shoal.protocol.spans import Span
+from shoal.protocol.wire.codec import decode_frame, encode_frame, read_answer
 
 pytestmark = pytest.mark.slow
 
 OVERLAP_SECONDS = 35.0
 HALVES = (Span(0, 2), Span(2, 4))
+MEMBER = make_owner(bytes(range(16))).as_role(Role.SERVE)
 
 
 class LostDirectory(MemoryDirectory):
@@ -54,11 +69,25 @@ class LostDirectory(MemoryDirectory):
         super()._check_is_reachable()
 
 
+class NotingTransport(LoopbackTransport):
+    """Notes which hosts were dialled."""
+
+    def __init__(
+        self, network: LoopbackNetwork, host: str, membership: Membership = NO_MEMBERSHIP
+    ) -> None:
+        super().__init__(network, host, membership)
+        self.dialled = Counter[str]()
+
+    async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> LoopbackStream:
+        self.dialled[endpoint.host] += 1
+        return await super().open_stream(endpoint, timeout_seconds)
+
+
 class World:
     """Peers of a model of 4 blocks, and clients; all are closed when the test is over."""
 
-    def __init__(self, model: str, stack: AsyncExitStack) -> None:
-        self.swarm = MemorySwarm()
+    def __init__(self, model: str, stack: AsyncExitStack, membership: Membership) -> None:
+        self.swarm = MemorySwarm(membership=membership)
         self._model = model
         self._stack = stack
 
@@ -69,11 +98,11 @@ class World:
         )  # fmt: skip
         return await self._stack.enter_async_context(self.swarm.serve(host, config))
 
-    async def join(self, host: str = "client", **settings: Any) -> Client:
+    async def join(self, host: str = "client", seed: int = 7, **settings: Any) -> Client:
         directory = LostDirectory(self.swarm.store, VirtualClock())
         client = Client(self.swarm, host, directory)
         client.joined = await AsyncClient.join(
-            ClientConfig(seed=7, **settings),
+            ClientConfig(seed=seed, **settings),
             client,
             VirtualClock(),
             SwarmModel(MODEL_ID, WHOLE.stop, HIDDEN),
@@ -92,12 +121,12 @@ class Client:
     joined: AsyncClient
 
     def __init__(self, swarm: MemorySwarm, host: str, directory: LostDirectory) -> None:
-        self._swarm = swarm
-        self._host = host
         self.directory = directory
+        membership = swarm.store.records.membership
+        self.transport = NotingTransport(swarm.network, host, membership)
 
     async def connect(self) -> tuple[LoopbackTransport, MemoryDirectory]:
-        return LoopbackTransport(self._swarm.network, self._host), self.directory
+        return self.transport, self.directory
 
     async def serve(self, identity: Identity, serve: StreamServer) -> Presence:
         raise NotImplementedError
@@ -112,9 +141,9 @@ class Client:
 
 
 @asynccontextmanager
-async def open_world(models: Any) -> AsyncGenerator[World]:
+async def open_world(models: Any, membership: Membership = NO_MEMBERSHIP) -> AsyncGenerator[World]:
     async with AsyncExitStack() as stack:
-        yield World(str(models.get("llama").directory), stack)
+        yield World(str(models.get("llama").directory), stack, membership)
 
 
 async def replace_everybody(world: World, client: Client) -> None:
@@ -128,10 +157,11 @@ async def replace_everybody(world: World, client: Client) -> None:
     client.directory.is_lost = True
 
 
+@pytest.mark.parametrize("membership", [NO_MEMBERSHIP, MEMBER], ids=str)
 async def test_session_and_idle_client_outlive_everybody_whom_they_have_met(
-    tiny_models: Any,
+    tiny_models: Any, membership: Membership
 ) -> None:
-    async with open_world(tiny_models) as world:
+    async with open_world(tiny_models, membership) as world:
         for number, span in enumerate(HALVES):
             await world.add(f"old{number}", span)
         client = await world.join()
@@ -170,7 +200,7 @@ async def test_swarm_whose_directory_is_dead_goes_on_and_heals(tiny_models: Any)
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_new_peer_is_used_at_once_by_a_client_that_needs_it(
+async def test_new_peer_is_used_at_once_by_a_session_that_waits_for_it(
     tiny_models: Any, seed: int
 ) -> None:
     async with open_world(tiny_models) as world:
@@ -188,6 +218,30 @@ async def test_new_peer_is_used_at_once_by_a_client_that_needs_it(
             await world.add("new", HALVES[1])
             async with asyncio.timeout(1.0):
                 await waiting
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("is_running", [True, False], ids=["running", "idle"])
+async def test_new_peer_is_usable_ten_seconds_after_its_announcement(
+    tiny_models: Any, seed: int, is_running: bool
+) -> None:
+    """More peers than it tells at once; nobody but the new peer can read or write the directory."""
+    async with open_world(tiny_models) as world:
+        for number in range(20):
+            await world.add(f"peer{number}", HALVES[0])
+        await world.add("lost", HALVES[1])
+        client = await world.join(seed=seed)
+        async with client.open_session() as session:
+            if is_running:
+                await session.step(draw(1, 3))
+            client.directory.is_lost = True
+            world.kill("lost")
+            await asyncio.sleep(5.0)
+
+            await world.add("new", HALVES[1])
+            world.swarm.store.is_reachable = False
+            async with asyncio.timeout(10.0):
+                await session.step(draw(2, 1))
 
 
 async def test_dead_peer_is_not_routed_to_by_hearsay(tiny_models: Any) -> None:
@@ -272,3 +326,112 @@ async def test_blocked_peer_is_asked_nothing(tiny_models: Any) -> None:
 
         with pytest.raises(DirectoryError):
             await client.joined.swarm.book.refresh()
+
+
+# ---- peers that do not answer
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_peers_are_asked_side_by_side_while_some_stand_still(
+    tiny_models: Any, seed: int
+) -> None:
+    async with open_world(tiny_models) as world:
+        for number in range(6):
+            await world.add(f"peer{number}", WHOLE)
+        client = await world.join(seed=seed)
+        client.directory.is_lost = True
+        for number in range(5):
+            world.swarm.network.pause(f"peer{number}")
+        await asyncio.sleep(1.0)  # or the view is new enough
+
+        async with asyncio.timeout(3.5):  # one answer is waited for, at most 3 s
+            view = await client.joined.swarm.book.refresh()
+
+        assert len(view.online) == 6
+        assert client.transport.dialled["peer5"] == 1
+
+
+async def test_peers_that_did_not_answer_are_asked_after_those_that_did(tiny_models: Any) -> None:
+    async with open_world(tiny_models) as world:
+        for number in range(9):
+            await world.add(f"peer{number}", WHOLE)
+        client = await world.join()
+        client.directory.is_lost = True
+        dead = [f"peer{number}" for number in range(6)]
+        world.kill(*dead)
+
+        for _ in range(40):
+            await asyncio.sleep(1.1)
+            await client.joined.swarm.book.refresh()
+
+        # They rest for 2, 4, 8, 16 and 32 s: five times in 44 s, and once more at the end.
+        assert all(1 <= client.transport.dialled[host] <= 6 for host in dead)
+
+
+# ---- questions
+
+
+async def test_second_question_on_a_stream_is_refused(tiny_models: Any) -> None:
+    async with open_world(tiny_models) as world:
+        inside = await world.add("peer", WHOLE)
+        client = await world.join()
+        clock = VirtualClock()
+        fetch = client.directory.records.make_fetch(MODEL_ID, clock.wall(), Random(1))
+        stream = await client.transport.open_stream(inside.endpoint)
+        await greet_peer(stream, inside.peer.announcer.peer_id, clock)
+
+        await stream.send(encode_frame(fetch))
+        assert isinstance(decode_frame(await stream.receive() or b""), Records)
+        await stream.send(encode_frame(fetch))
+
+        with pytest.raises(RefusedError, match="once on a stream"):
+            read_answer(await stream.receive(), "the peer", fetch.question)
+        assert await stream.receive() is None
+        await stream.close()
+
+
+@pytest.mark.parametrize("has_proof", [False, True], ids=["outside", "inside"])
+async def test_stranger_in_a_private_swarm_is_neither_told_nor_believed(
+    tiny_models: Any, has_proof: bool
+) -> None:
+    """He knows where a peer is; with a proof of membership, he can even dial it."""
+    async with open_world(tiny_models, MEMBER) as world:
+        peer = await world.add("peer", HALVES[0])
+        await world.add("other", HALVES[1])
+        client = await world.join()
+        clock = VirtualClock()
+        (seen,) = (
+            known
+            for known in client.directory.records.list_records(MODEL_ID, clock.wall())
+            if known.announcement.peer_id == peer.peer.announcer.peer_id
+        )
+        record = client.directory.records.open(seen.value)[MEMBER.certificate_bytes :]
+        store = MemoryDirectoryStore()
+        store.records.take(MODEL_ID, store.records.seal(record), clock.wall())
+        directory = MemoryDirectory(store, clock)
+        await directory.lookup(MODEL_ID)
+        transport = NotingTransport(
+            world.swarm.network, "stranger", MEMBER if has_proof else NO_MEMBERSHIP
+        )
+        gossip = GossipDirectory(directory, transport, clock, Random(1), lambda _: True)
+        if not has_proof:
+            with pytest.raises(NotAMemberError, match="private swarm"):
+                await transport.open_stream(seen.announcement.endpoints[0])
+        identity = Identity(bytes(32))
+        own = replace(seen.announcement, peer_id=identity.peer_id)
+
+        await gossip.announce(sign_announcement(identity, own))
+
+        assert not await gossip.tell(MODEL_ID)
+        assert not await gossip.ask(MODEL_ID)
+        assert transport.dialled["peer"] >= 2
+        assert {one.peer_id for one in directory.records.list_current(MODEL_ID, clock.wall())} == {
+            seen.announcement.peer_id,
+            identity.peer_id,
+        }
+        client.directory.is_lost = True
+        await asyncio.sleep(PERIOD_SECONDS)
+        view = await client.joined.swarm.book.refresh()
+        assert identity.peer_id not in {one.peer_id for one in view.peers}
+        assert len(view.peers) == 2
+        await transport.close()

@@ -6,20 +6,21 @@ from collections.abc import Sequence
 
 from ...errors import DirectoryError, LocalProtocolError, RemoteProtocolError
 from ...ids import ModelId
+from ...membership.membership import NO_MEMBERSHIP, Membership
 from ...records.announcements import Announcement
 from ...records.swarm_records import SwarmRecords
 from ..clock import Clock
 
 
 class MemoryDirectoryStore:
-    """The records that all directories of one swarm share.
+    """The records that all directories of one swarm share, its members if it is private.
 
     Set `is_reachable` to False to cut all of them off.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, membership: Membership = NO_MEMBERSHIP) -> None:
         self.is_reachable = True
-        self.records = SwarmRecords()
+        self.records = SwarmRecords(membership)
 
 
 class MemoryDirectory:
@@ -28,7 +29,7 @@ class MemoryDirectory:
     def __init__(self, store: MemoryDirectoryStore, clock: Clock) -> None:
         self._store = store
         self._clock = clock
-        self.records = SwarmRecords()
+        self.records = SwarmRecords(store.records.membership)
         self._is_closed = False
 
     @property

@@ -46,7 +46,7 @@ class MemoryNetwork:
 
     def make_transport(self) -> LoopbackTransport:
         """Return what this host dials and listens with."""
-        return LoopbackTransport(self.network, self.host)
+        return LoopbackTransport(self.network, self.host, self._store.records.membership)
 
     def make_directory(self) -> MemoryDirectory:
         """Return this host's access to the directory: a host that is dead or paused has none."""
