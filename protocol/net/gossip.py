@@ -11,6 +11,7 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 
 from ..errors import DirectoryError, RefusedError, RemoteProtocolError, UnavailableError
 from ..ids import ModelId, PeerId
@@ -38,7 +39,10 @@ _AGAIN_SECONDS = 1.0
 """How long what peers have told is new enough for everybody who waits for it here."""
 
 _AT_ONCE = 3
-"""Peers that are asked side by side: the first that answers is enough."""
+"""Peers that are asked side by side."""
+
+_OTHERS_SECONDS = 0.5
+"""How long the others of them have to answer as well."""
 
 _MOST_ASKED = 24
 """Peers that are asked before all are taken for gone; half of them may be hints."""
@@ -141,7 +145,7 @@ class GossipDirectory:
                 self._has_changed.clear()
                 await self.tell(model_id)
             elif peers := self._list_peers(model_id):
-                await self._exchange(peers[0], max_bytes)
+                await self._exchange(self._rng.choice(peers[:2]), max_bytes)
 
     async def ask(self, model_id: ModelId) -> bool:
         """Ask peers until one has told what it knows; return whether one did.
@@ -170,13 +174,16 @@ class GossipDirectory:
             try:
                 for answer in asyncio.as_completed(asking):
                     if await answer is not None:
+                        # What the first one told may be next to nothing.
+                        await asyncio.wait(asking, timeout=_OTHERS_SECONDS)
                         return True
             finally:
                 await cancel_all(asking)
         return False
 
     def _list_peers(self, model_id: ModelId) -> list[Announcement]:
-        """Return peers to ask, each kind in any order: announced ones, then those that may be back.
+        """Return peers to ask: announced ones and those that may be back in turns, or else a few
+        who lie would keep us from all others.
 
         Those that did not answer come last: if it was our own line, they are the ones to ask.
         """
@@ -187,7 +194,7 @@ class GossipDirectory:
             for peer in self.records.list_current(model_id, now)
             if peer.state in (PeerState.ONLINE, PeerState.DRAINING)
         ]
-        chosen: list[Announcement] = []
+        kinds: list[list[Announcement]] = []
         for peers in (announced, self.records.list_hints(model_id, now)):
             able = [
                 peer
@@ -196,9 +203,13 @@ class GossipDirectory:
                 if self._may_ask(peer)
             ]
             self._rng.shuffle(able)
-            able.sort(key=lambda peer: not self._failing.may_try(peer.peer_id))
-            chosen += able[: _MOST_ASKED // 2]
-        return chosen
+            able.sort(key=self._is_failing)
+            kinds.append(able[: _MOST_ASKED // 2])
+        in_turns = [peer for pair in zip_longest(*kinds) for peer in pair if peer is not None]
+        return sorted(in_turns, key=self._is_failing)
+
+    def _is_failing(self, peer: Announcement) -> bool:
+        return not self._failing.may_try(peer.peer_id)
 
     async def _exchange(self, peer: Announcement, max_bytes: int) -> Records | None:
         """Ask one peer and take what is valid; return its answer, None where nothing was."""
