@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -168,3 +169,25 @@ def test_quick_run_measures_every_part_that_needs_peers(names: list[str]) -> Non
         assert part["figures"]
         assert all(math.isfinite(figure["value"]) for figure in part["figures"])
         assert all(figure.get("is_met") is None for figure in part["figures"])
+
+
+@pytest.mark.network
+@pytest.mark.slow
+def test_traffic_of_an_idle_peer_and_client_is_counted() -> None:
+    options = ["--peers", "20", "--warm-up", "0", "--seconds", "4"]
+    process = warm_python.run(
+        [sys.executable, "-P", "-m", "swarm_benchmarks.gossip", *options],
+        starts_peers=True,
+        env={**os.environ, "PYTHONPATH": str(BENCHMARKS)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+    assert process.stderr == ""
+    _, *lines = process.stdout.splitlines()
+    figures = dict(re.findall(r"20 peers: (\S.*?)  +([0-9.e-]+) ", "\n".join(lines)))
+    assert {"peer, sent", "client, received", "client, both"} < figures.keys()
+    # A peer that has come tells twelve others of it, and is told of all that it lacks.
+    assert float(figures["peer, sent"]) > 1.0
+    assert float(figures["peer, received"]) > 1.0
