@@ -48,7 +48,7 @@ test-fast: .venv/installed-dev  ## run one case of each quick test, for use befo
 	    -m "not gpu and not thorough and not network and not slow" $(TESTS) $(ARGS)
 
 # -m: the run is a program in several modules, which tests use as well.
-CHAOS := PYTHONPATH=tests/parts $(TEST_ENVIRONMENT) $(RUN) -m chaos
+CHAOS := PYTHONPATH=tests/parts:benchmarks $(TEST_ENVIRONMENT) $(RUN) -m chaos
 
 chaos: .venv/installed-dev  ## kill, pause, cut off and start peers for SECONDS=60 while clients write; SEED=n
 	@$(CHAOS) --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)

@@ -6,6 +6,7 @@ answered with how often the attack before was repeated.
 """
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -17,15 +18,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from secrets import token_bytes
 
-from shoal.protocol.ids import ClientToken, SessionId
+import numpy
+import safetensors.numpy
+
+from shoal.protocol.ids import ClientToken, SessionId, UploadId, make_adapter_id
 from shoal.protocol.limits import MAX_FRAME_BYTES
+from shoal.protocol.messages.adapters import (
+    DOWN,
+    MAX_RANK,
+    PREFIX,
+    UP,
+    AdapterHead,
+    LoraConfig,
+    cut_adapter,
+)
+from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.records import DIGEST_BYTES, MAX_NAMED_RECORDS, RecordFetch
-from shoal.protocol.messages.session import Close, Hello, Probe
+from shoal.protocol.messages.session import Close, Hello, Open, Probe, Welcome
 from shoal.protocol.net.frame_stream import LENGTH, Framing
 from shoal.protocol.net.tcp.tcp_listener import HELLO
 from shoal.protocol.net.tcp.tls import make_client_context
+from shoal.protocol.tensors import WireDtype
 from shoal.protocol.versions import MAX_VERSION, MIN_VERSION
-from shoal.protocol.wire.codec import encode_frame
+from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 _FROM_HOST = "127.0.0.2"
 """Not that of the peer's other clients, which would share what it may have."""
@@ -52,14 +67,27 @@ def _repeat(frame: bytes) -> bytes:
 
 @dataclass
 class Raid:
-    """One attack that goes on, and its strangers."""
+    """One attack that goes on, and its strangers, who come from one address."""
 
     address: tuple[str, int]
     is_over: threading.Event = field(default_factory=threading.Event)
+    from_host: str = _FROM_HOST
     counts: list[int] = field(default_factory=list[int])
 
-    def run(self, attack: Callable[["Raid"], None], number: int) -> None:
-        """Be one stranger, who repeats an attack to the end."""
+    def carry_out(self, attack: Callable[["Raid"], None], num_strangers: int) -> int:
+        """Have some strangers repeat an attack until it is over; return how often they did."""
+        self.counts = [0] * num_strangers
+        threads = [
+            threading.Thread(target=self._repeat, args=(attack, number))
+            for number in range(num_strangers)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return sum(self.counts)
+
+    def _repeat(self, attack: Callable[["Raid"], None], number: int) -> None:
         while not self.is_over.is_set():
             with contextlib.suppress(OSError):
                 attack(self)
@@ -69,7 +97,7 @@ class Raid:
     def connect(self) -> Iterator[socket.socket]:
         """Open a TCP connection."""
         with socket.create_connection(
-            self.address, timeout=_SOCKET_SECONDS, source_address=(_FROM_HOST, 0)
+            self.address, timeout=_SOCKET_SECONDS, source_address=(self.from_host, 0)
         ) as connected:
             yield connected
 
@@ -108,9 +136,15 @@ def ask_for_records(raid: Raid) -> None:
     question = RecordFetch(SessionId(token_bytes(16)), b"", _KNOWN, 48 * 2**10)
     with raid.greet() as stream:
         stream.sendall(_pack(encode_frame(question)))
-        framing, num_answers = Framing(), 0
-        while num_answers < 2 and (data := stream.recv(2**16)):
-            num_answers += len(list(framing.feed(data)))
+        _hear(stream, 2)
+
+
+def _hear(stream: socket.socket, num_messages: int) -> list[Message]:
+    """Return that many messages, or those that came before the end of a stream."""
+    framing, heard = Framing(), list[Message]()
+    while len(heard) < num_messages and (data := stream.recv(2**16)):
+        heard += map(decode_frame, framing.feed(data))
+    return heard
 
 
 def hold_half_frames(raid: Raid) -> None:
@@ -120,6 +154,42 @@ def hold_half_frames(raid: Raid) -> None:
         with contextlib.suppress(TimeoutError):
             stream.sendall(LENGTH.pack(num_bytes) + bytes(num_bytes - 1))
         raid.is_over.wait()
+
+
+def leave_half_opens(raid: Raid) -> None:
+    """Open a session, send the beginning of another Open, and hang up."""
+    with raid.greet() as stream:
+        (welcome,) = _hear(stream, 1)
+        if isinstance(welcome, Welcome):
+            whole = _pack(encode_frame(_make_open(welcome)))
+            stream.sendall(whole)
+            _hear(stream, 1)
+            stream.sendall(whole[: len(whole) // 2])
+
+
+def _make_open(welcome: Welcome) -> Open:
+    session = SessionId(token_bytes(16))
+    return Open(session, 1, welcome.model_id, welcome.span, 1, 64, WireDtype.FP32)
+
+
+def upload_huge_adapters(raid: Raid) -> None:
+    """Upload an adapter whose rank is higher than any that a linear has a use for."""
+    with raid.greet() as stream:
+        (welcome,) = _hear(stream, 1)
+        if isinstance(welcome, Welcome):
+            upload = UploadId(SessionId(token_bytes(16)))
+            config, tensors = LoraConfig(MAX_RANK, 1).to_json(), _make_tensors(welcome.span.start)
+            head = AdapterHead(upload, make_adapter_id(config, tensors), config, len(tensors))
+            for message in (head, *cut_adapter(upload, tensors)):
+                stream.sendall(_pack(encode_frame(message)))
+            _hear(stream, 1)
+
+
+@functools.cache
+def _make_tensors(block: int) -> bytes:
+    linear, row = f"{PREFIX}model.layers.{block}.self_attn.q_proj", (MAX_RANK, 8)
+    down = numpy.zeros(row, numpy.float32)
+    return safetensors.numpy.save({linear + DOWN: down, linear + UP: down.reshape(row[::-1])})
 
 
 def shake_hands(raid: Raid) -> None:
@@ -159,6 +229,8 @@ ATTACKS: dict[str, tuple[Callable[[Raid], None], int]] = {
     "half handshakes": (begin_handshakes, 16),
     "connections": (connect_only, 16),
     "record questions": (ask_for_records, 16),
+    "half opens": (leave_half_opens, 16),
+    "huge adapters": (upload_huge_adapters, 16),
 }
 """By name, each with its number of strangers."""
 
@@ -173,16 +245,7 @@ def _carry_out(name: str, address: tuple[str, int], is_over: threading.Event) ->
     if name not in ATTACKS:
         _spin(is_over)
         return 0
-    attack, num_strangers = ATTACKS[name]
-    raid = Raid(address, is_over, [0] * num_strangers)
-    threads = [
-        threading.Thread(target=raid.run, args=(attack, number)) for number in range(num_strangers)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(raid.counts)
+    return Raid(address, is_over).carry_out(*ATTACKS[name])
 
 
 def _main(host: str, port: str, core: str) -> None:

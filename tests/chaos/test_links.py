@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from chaos.links import PEER_HOST, PROXY_HOST, Links, find_owner
+from chaos.links import PEER_HOST, PROXY_HOST, STRANGER_HOST, Links, find_owner, is_connected
 from chaos.plan import CLIENTS
 
 pytestmark = pytest.mark.network
@@ -118,3 +118,12 @@ def test_owner_of_a_connection_is_the_process_that_dialled(wire: Wire) -> None:
 
     assert find_owner(port, wire.port, {1: "somebody", os.getpid(): "we"}) == "we"
     assert find_owner(port, wire.port, {1: "somebody"}) == ""
+
+
+def test_connection_to_the_stranger_is_seen_until_it_is_closed() -> None:
+    with socket.create_server((STRANGER_HOST, 0)) as listening:
+        assert not is_connected(os.getpid(), STRANGER_HOST)
+        with socket.create_connection(listening.getsockname()):
+            assert is_connected(os.getpid(), STRANGER_HOST)
+
+        assert not is_connected(os.getpid(), STRANGER_HOST)

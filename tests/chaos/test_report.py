@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from chaos.plan import CLIENTS, Action, Kind
@@ -17,7 +18,8 @@ SETTING = Setting(31, 180.0, [Span(0, 4), Span(4, 8)] * 2, num_clients=5, weight
 def make_outcome() -> Outcome:
     done = [Action(1.0, Kind.KILL, "P1"), Action(2.5, Kind.CUT, "P2", CLIENTS)]
     stall = Stall(3.21, 40, "client 2, star over P2 0:4\nat 60 P1, for it P2: " + "x" * 100)
-    return Outcome(SETTING, done, Tally(12, 3456, 7, 4, stall))
+    attacks = Counter({"tiny frames": 9, "handshakes": 37, "x" * 40: 1})
+    return Outcome(SETTING, done, Tally(12, 3456, 7, 4, stall), attacks=attacks)
 
 
 def test_summary_tells_what_was_done_in_80_columns() -> None:
@@ -26,6 +28,7 @@ def test_summary_tells_what_was_done_in_80_columns() -> None:
     assert "every answer is as if nothing had happened" in text
     assert "cut 1, drain 0, join 0, kill 1, pause 0, reset 0" in text
     assert "12, with 3456 tokens" in text
+    assert "the stranger   handshakes 37, tiny frames 9," in text
     assert "3.2 s" in text
     assert "left out" not in text
     assert all(len(line) <= 80 for line in text.splitlines())

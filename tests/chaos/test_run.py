@@ -9,6 +9,7 @@ from chaos.report import describe_failure, describe_outcome
 from chaos.run import Setting, run_chaos
 
 from shoal.protocol.spans import Span
+from swarm_benchmarks.attacker import ATTACKS
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
@@ -30,5 +31,7 @@ def test_every_answer_in_chaos_is_as_undisturbed(seconds: float) -> None:
     assert not outcome.failures, describe_failure(outcome)
     assert outcome.tally.num_texts > 0
     assert {action.kind for action in outcome.done} == set(Kind)
+    assert outcome.attacks.keys() >= {"false announcements", "false peers were dialled", *ATTACKS}
+    assert all(outcome.attacks.values()), outcome.attacks
     assert len(outcome.done) + outcome.num_left_out == len(setting.plan())
     assert all(len(line) <= 80 for line in describe_outcome(outcome).splitlines())

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from chaos.links import STRANGER_HOST, is_connected
 from chaos.live_swarm import LiveSwarm
 
 from shoal.peer.local_swarm.swarm import PeerProcessError
@@ -38,6 +39,8 @@ def check_nothing_is_held(swarm: LiveSwarm, model: Any, room_at_first: Mapping[i
 def _find_held(swarm: LiveSwarm, model: Any, room_at_first: Mapping[int, int]) -> Iterator[str]:
     view = model._client.view_swarm()
     for name, process in swarm.running.items():
+        if is_connected(process.pid, STRANGER_HOST):
+            yield f"a connection to the stranger at {name}"
         peer = view.find(process.peer_id)
         if peer is None or peer not in view.online:
             yield f"the place of {name}, which is not announced"

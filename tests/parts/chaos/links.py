@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-PROXY_HOST, PEER_HOST = "127.0.0.2", "127.0.0.3"
+PROXY_HOST, PEER_HOST, STRANGER_HOST = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 """Linux takes all of 127.0.0.0/8 for loopback: so a proxy can have the same port as its peer."""
 
 _PIECE_BYTES = 2**16
@@ -197,6 +197,14 @@ def find_owner(port: int, listening_port: int, names: Mapping[int, str]) -> str:
         if f"socket:[{inode}]" in _list_descriptors(pid):
             return name
     return ""
+
+
+def is_connected(pid: int, host: str) -> bool:
+    """Return whether a process has a connection to an address, or one that it has not closed."""
+    far = socket.inet_aton(host)[::-1].hex().upper()
+    lines = Path("/proc/net/tcp").read_text(encoding="ascii").splitlines()[1:]
+    inodes = {line.split()[9] for line in lines if line.split()[2].startswith(far)}
+    return not _list_descriptors(pid).isdisjoint(f"socket:[{inode}]" for inode in inodes)
 
 
 def _find_inode(port: int, listening_port: int) -> str:

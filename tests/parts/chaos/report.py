@@ -15,6 +15,7 @@ def describe_outcome(outcome: Outcome) -> str:
     counts, stall = outcome.counts, tally.longest_stall
     verdict = "FAILED" if outcome.failures else "every answer is as if nothing had happened"
     done = ", ".join(f"{kind} {counts[kind]}" for kind in sorted(set(CHOSEN)))
+    attacks = ", ".join(f"{name} {num}" for name, num in sorted(outcome.attacks.items()))
     left_out = f"  left out       {outcome.num_left_out} actions: the swarm was not ready in time"
     return "\n".join(
         [
@@ -22,6 +23,9 @@ def describe_outcome(outcome: Outcome) -> str:
             "",
             f"  done           {done}",
             *([left_out] if outcome.num_left_out else []),
+            *textwrap.wrap(
+                attacks, 79, initial_indent="  the stranger   ", subsequent_indent=indent
+            ),
             f"  clients        {setting.num_clients}, which joined {tally.num_visits} times",
             f"  generations    {tally.num_texts}, with {tally.num_tokens} tokens",
             f"  failovers      {tally.num_failovers}",

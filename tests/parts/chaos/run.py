@@ -18,6 +18,7 @@ from chaos.halves import plan_halves
 from chaos.leftovers import Leftovers, put_temporary_files_in
 from chaos.live_swarm import LiveSwarm
 from chaos.plan import Action, plan_chaos
+from chaos.stranger import Stranger
 from chaos.writers import LONGEST_TEXT, Tally, Task, Writer, tell_stories, write, write_longest
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -65,6 +66,8 @@ class Outcome:
     tally: Tally = field(default_factory=Tally)
     failures: list[str] = field(default_factory=list)
     """With all that helps to find the cause; empty when everything is as undisturbed."""
+    attacks: Counter[str] = field(default_factory=Counter[str])
+    """How often the stranger did what."""
     num_left_out: int = 0
     """Actions that a swarm which was late had no time left for."""
 
@@ -108,6 +111,7 @@ class _Run:
             with connect(delivery="star") as model:
                 room = measure_room(model)
                 expected = expected or [write(model, prompt, LONGEST_TEXT) for prompt in prompts]
+                model_id = model._client.view_swarm().model_id
             task = Task(
                 connect,
                 prompts,
@@ -121,12 +125,14 @@ class _Run:
                 Writer(number, setting.seed, task, self._outcome.tally)
                 for number in range(setting.num_clients)
             ]
-            for writer in writers:
-                writer.start()
-            with self._noting_failures(swarm, writers):
-                self._carry_out(swarm)
-            with self._noting_failures(swarm, writers):
-                self._finish(swarm, writers, room)
+            num_blocks = max(span.stop for span in setting.spans)
+            with Stranger(setting.seed, model_id, num_blocks, swarm.initial_peers) as stranger:
+                for writer in writers:
+                    writer.start()
+                with self._noting_failures(swarm, writers):
+                    self._carry_out(swarm)
+                with self._noting_failures(swarm, writers):
+                    self._finish(swarm, stranger, writers, room)
             self._leftovers.note_processes()
             self._say("Ending the swarm ...")
 
@@ -154,7 +160,13 @@ class _Run:
             self._outcome.done.append(action)
             late = max(late, time.monotonic() - first - action.at)
 
-    def _finish(self, swarm: LiveSwarm, writers: Sequence[Writer], room: Mapping[int, int]) -> None:
+    def _finish(
+        self,
+        swarm: LiveSwarm,
+        stranger: Stranger,
+        writers: Sequence[Writer],
+        room: Mapping[int, int],
+    ) -> None:
         has_failed = self._stop.is_set()
         self._say("Waiting for the last texts ...")
         self._stop.set()
@@ -165,6 +177,7 @@ class _Run:
                 raise PeerProcessError(f"a text does not come to its end: {writer.doing}")
         if has_failed:
             return
+        self._outcome.attacks = stranger.leave()
         self._say("Waiting until peers hold nothing any more ...")
         swarm.check_peers()
         swarm.wait_for_leavers()
