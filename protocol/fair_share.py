@@ -5,8 +5,9 @@ nobody is held to a fixed number, only to a part of what others have left.
 """
 
 import ipaddress
+import math
 from collections import Counter
-from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -67,9 +68,12 @@ class Tenant(NamedTuple):
 Holder = str | Tenant
 """Who holds something: an address, or a client at one."""
 
+_Groups = tuple[str, ...]
+"""The groups that somebody is in, the widest first; empty: everybody."""
+
 
 @lru_cache(4096)
-def _list_groups(holder: Holder) -> tuple[str, ...]:
+def _list_groups(holder: Holder) -> _Groups:
     """Return the groups that a holder is in, the widest first, and itself.
 
     >>> _list_groups("2001:db8::/64")
@@ -86,29 +90,40 @@ def _list_groups(holder: Holder) -> tuple[str, ...]:
     return tuple(str(network.supernet(new_prefix=bits)) for bits in _IPV6_PREFIXES)
 
 
+def _add(held: dict[_Groups, float], holder: Holder, amount: float) -> None:
+    """Count an amount for a holder, for each group that it is in, and for everybody."""
+    groups = _list_groups(holder)
+    for depth in range(len(groups) + 1):
+        held[groups[:depth]] = held.get(groups[:depth], 0) + amount
+
+
+def _count(held: Mapping[Any, int]) -> dict[_Groups, float]:
+    """Return what each group has, given what each holder has."""
+    counted: dict[_Groups, float] = {}
+    for holder, num in held.items():
+        _add(counted, holder, num)
+    return counted
+
+
 def _list_rooms(
-    holder: Holder, held: Mapping[Any, int], amount: int, times_free: int, extra: int
-) -> Iterator[tuple[int, int]]:
+    holder: Holder, held: Mapping[_Groups, float], amount: float, times_free: int, extra: int
+) -> Iterator[tuple[float, float]]:
     """Yield how much each group of a holder has, and how much of the amount it may have.
 
     The first is everybody, the last the holder. Nobody may have more than `times_free` times what
     stays free of what the group around it may have, and `extra` more.
     """
     groups = _list_groups(holder)
-    num_held = [0] * (len(groups) + 1)
-    for other, num in held.items():
-        num_held[0] += num
-        for depth, (ours, theirs) in enumerate(zip(groups, _list_groups(other), strict=False), 1):
-            if ours != theirs:
-                break
-            num_held[depth] += num
     num_addresses = len(groups) - isinstance(holder, Tenant)
-    yield num_held[0], amount
+    num_around = held.get((), 0)
+    yield num_around, amount
     for depth in range(1, len(groups) + 1):
+        num_held = held.get(groups[:depth], 0)
         times = times_free if depth >= num_addresses else _TIMES_FREE_OF_PREFIX
-        others = num_held[depth - 1] - num_held[depth]
+        others = num_around - num_held
         amount = max(0, amount - others) * times // (times + 1) + extra
-        yield num_held[depth], amount
+        yield num_held, amount
+        num_around = num_held
 
 
 def check_share(holder: Holder, holders: Sequence[Holder], limit: int, of_what: str) -> None:
@@ -134,7 +149,7 @@ def check_share(holder: Holder, holders: Sequence[Holder], limit: int, of_what: 
     Traceback (most recent call last):
     shoal.protocol.errors.RefusedError: the peer has no room for more sessions of yours
     """
-    rooms = _list_rooms(holder, Counter(holders), limit, times_free=1, extra=1)
+    rooms = _list_rooms(holder, _count(Counter(holders)), limit, times_free=1, extra=1)
     for depth, (num_held, room) in enumerate(rooms):
         if num_held >= room:
             detail = f"the peer has no room for more {of_what}" + (" of yours" if depth else "")
@@ -175,8 +190,8 @@ def compute_share(
     >>> compute_share(Tenant("a", "other"), {Tenant("a", "greedy"): 30}, 100)
     10
     """
-    *_, (_, share) = _list_rooms(holder, held, num_bytes, times_free, extra=0)
-    return share
+    *_, (_, share) = _list_rooms(holder, _count(held), num_bytes, times_free, extra=0)
+    return int(share)
 
 
 class SharedBytes:
@@ -243,39 +258,65 @@ def may_displace(asker: Tenant, idle: Tenant, held: Mapping[Tenant, int], num_by
     return count(asker) + num_bytes < count(idle)
 
 
-WINDOW_SECONDS = 10.0
+class RecentCosts:
+    """What strangers have cost lately. All together may cost `budget` within `seconds`, or that at
+    once after some quiet; nobody more than three times what stays free.
 
+    Costs fade: after `seconds` 37 % of one counts. So there is no window at whose beginning all
+    come at once. Each may cost `certain` whatever others do: an attacker with many identities pays
+    a handshake for each, which costs about as much.
 
-class WindowBudget:
-    """Counts what strangers cost within ten seconds; nobody gets more than stays free.
-
-    Each gets `certain` whatever others take: an attacker with many identities pays a handshake for
-    each, which costs about as much.
-
-    >>> budget = WindowBudget(100, certain=5)
-    >>> budget.take("greedy", 50, now=0.0), budget.take("greedy", 1, now=1.0)
+    >>> recent = RecentCosts(100, 10.0, certain=5)
+    >>> recent.take("greedy", 75, now=0.0), recent.take("greedy", 1, now=0.1)
     (True, False)
-    >>> budget.take("other", 25, now=1.0), budget.take("other", 1, now=1.0)
+    >>> recent.take("other", 18, now=0.1), recent.take("other", 1, now=0.1)
     (True, False)
-    >>> budget.take("third", 5, now=2.0), budget.take("greedy", 1, now=WINDOW_SECONDS)
-    (True, True)
+    >>> recent.take("third", 6, now=0.1), recent.take("third", 5, now=0.1)
+    (False, True)
+    >>> recent.take("greedy", 40, now=10.0)
+    True
     """
 
-    def __init__(self, limit: int, certain: int) -> None:
-        self._limit = limit
+    def __init__(self, budget: float, seconds: float, certain: int = 0) -> None:
+        self._budget = budget
+        self._seconds = seconds
         self._certain = certain
-        self._begun_at = float("-inf")
-        self._taken: dict[Hashable, int] = {}
-        self._num_taken = 0
+        self._costs: dict[_Groups, float] = {}
+        self._reckoned_at = -math.inf  # later costs are noted with a weight that grows
 
-    def take(self, stranger: Hashable, cost: int, now: float) -> bool:
-        """Return whether a stranger may cost so much now, and count it then."""
-        if not 0 <= now - self._begun_at < WINDOW_SECONDS:
-            self._begun_at, self._taken, self._num_taken = now, {}, 0
-        num_before = self._taken.get(stranger, 0)
-        share = (self._limit - (self._num_taken - num_before)) // 2
-        if num_before + cost > max(share, self._certain):
+    def __repr__(self) -> str:
+        return f"<RecentCosts of {len(self._costs)} groups, budget {self._budget:.0f}>"
+
+    def take(self, holder: Holder, cost: float, now: float) -> bool:
+        """Return whether somebody may cost so much now, and note it then."""
+        had, share = self._find_share(holder, now)
+        if had + cost > max(share, self._certain):
             return False
-        self._taken[stranger] = num_before + cost
-        self._num_taken += cost
+        self.charge(holder, cost, now)
         return True
+
+    def charge(self, holder: Holder, cost: float, now: float) -> None:
+        """Note what somebody has cost."""
+        weight = self._reckon(now)  # which may forget what is noted
+        _add(self._costs, holder, cost * weight)
+
+    def has_room_for(self, holder: Holder, now: float) -> bool:
+        """Return whether somebody may cost anything."""
+        had, share = self._find_share(holder, now)
+        return had < share
+
+    def _find_share(self, holder: Holder, now: float) -> tuple[float, float]:
+        """Return what somebody has cost, and may have."""
+        weight = self._reckon(now)
+        rooms = _list_rooms(holder, self._costs, self._budget * weight, times_free=3, extra=0)
+        *_, (had, share) = rooms
+        return had / weight, share / weight
+
+    def _reckon(self, now: float) -> float:
+        """Return how much more a cost of now counts than those that are noted."""
+        age = (now - self._reckoned_at) / self._seconds
+        if not 0 <= age < 1:  # the wall clock may be set back
+            faded = {groups: cost * math.exp(-abs(age)) for groups, cost in self._costs.items()}
+            self._costs = {groups: cost for groups, cost in faded.items() if cost >= 0.5}
+            self._reckoned_at, age = now, 0.0
+        return math.exp(age)

@@ -9,7 +9,6 @@ network through us. A peer without any endpoint is reached over streams that it 
 import asyncio
 import contextlib
 import logging
-from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from ...protocol.errors import (
     ShoalError,
     UnavailableError,
 )
-from ...protocol.fair_share import BUSY_SECONDS, Tenant, compute_share
+from ...protocol.fair_share import BUSY_SECONDS, RecentCosts, Tenant
 from ...protocol.ids import PeerId, SessionId
 from ...protocol.limits import MAX_PIECE_BYTES
 from ...protocol.messages.session import Attach, Declined, Lane, NextHop
@@ -55,7 +54,8 @@ _IDLE_SECONDS = 10.0
 _SEND_SECONDS = 30.0
 
 _MAX_DIALS_A_MINUTE = 128
-"""Of all tenants; a single one gets 72 of them. Sessions share connections that are open."""
+"""Of all tenants; a single one gets 72 of them at once. Sessions share connections that are
+open."""
 
 _MAX_REPLAYED_BYTES_A_MINUTE = 2**30
 """Bytes that clients may have pushed again, of all sessions: four times what a peer logs."""
@@ -122,28 +122,6 @@ def _make_next(parcel: _Parcel, frames: Iterator[bytes]) -> bytes | None:
         return None
 
 
-class RecentShares:
-    """Counts dials or bytes of each tenant in the last minute, and holds it to its fair share."""
-
-    def __init__(self, clock: Clock, budget: int) -> None:
-        self._clock = clock
-        self._budget = budget
-        self._taken: deque[tuple[float, Tenant, int]] = deque()
-
-    def take(self, tenant: Tenant, amount: int) -> bool:
-        """Count so much for a tenant; False, and nothing is counted, if that is too much."""
-        now = self._clock.now()
-        while self._taken and now - self._taken[0][0] >= 60.0:
-            self._taken.popleft()
-        held = Counter[Tenant]()
-        for _, other, taken in self._taken:
-            held[other] += taken
-        if held[tenant] + amount > compute_share(tenant, held, self._budget, times_free=3):
-            return False
-        self._taken.append((now, tenant, amount))
-        return True
-
-
 class PushLinks:
     """All of them, of one peer. Closes what it has opened."""
 
@@ -162,9 +140,9 @@ class PushLinks:
         self._known: dict[_Key, _PushLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
-        self._dials = RecentShares(clock, _MAX_DIALS_A_MINUTE)
+        self._dials = RecentCosts(_MAX_DIALS_A_MINUTE, 60.0)
         self._unreached = Backoffs[_Key](_UNREACHED, clock)
-        self.replayed = RecentShares(clock, _MAX_REPLAYED_BYTES_A_MINUTE)
+        self.replayed = RecentCosts(_MAX_REPLAYED_BYTES_A_MINUTE, 60.0)
 
     def prepare(self, following: NextHop, sender: Sender) -> None:
         """Dial a next hop before there is anything to push, if that may be."""
@@ -177,7 +155,7 @@ class PushLinks:
 
     def count_replay(self, tenant: Tenant, num_bytes: int) -> None:
         """Count a replay that is to begin. Raises RefusedError when there were too many lately."""
-        if not self.replayed.take(tenant, max(num_bytes, MAX_PIECE_BYTES)):
+        if not self.replayed.take(tenant, max(num_bytes, MAX_PIECE_BYTES), self._clock.now()):
             raise RefusedError(ErrorCode.LOG_INCOMPLETE, "too much was sent again in this minute")
 
     def replay(
@@ -220,7 +198,7 @@ class PushLinks:
         if not self._unreached.may_try(key) and not has_parked:
             detail = "it could not be reached a moment ago"
             raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS)
-        if not self._dials.take(tenant, 1):
+        if not self._dials.take(tenant, 1, self._clock.now()):
             detail = "too many connections to other peers were asked for in this minute"
             raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS)
         link = self._known[key] = _PushLink(following, lane)

@@ -16,8 +16,9 @@ from ..pushing.parked_streams import ParkedStreams
 _MICROSECONDS_FOR_FRAMES = 500_000
 """Of each second, the most that the event loop gives to the frames of all streams."""
 
-_SHORTLY_SECONDS = 0.025
-"""When half of what somebody's frames took is forgotten. So long nothing else may be done."""
+_SHORTLY_SECONDS = 0.036
+"""In which fades what somebody's frames took, half of it in 25 ms. So long nothing else may be
+done."""
 
 
 class PendingBytes(SharedBytes):

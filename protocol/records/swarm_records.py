@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import random
 import secrets
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from itertools import chain
 
 from .. import limits
 from ..errors import ErrorCode, RefusedError, RemoteProtocolError, RevokedError
-from ..fair_share import BUSY_SECONDS, WindowBudget
+from ..fair_share import BUSY_SECONDS, Holder, RecentCosts
 from ..ids import ModelId, SessionId
 from ..membership.membership import (
     NO_MEMBERSHIP,
@@ -59,7 +59,7 @@ _MOST_COST = 2000
 to the same nodes every 30 s cost that."""
 
 _CERTAIN_COST = 32
-"""Of each stranger whatever others take: three of the longest answers in ten seconds."""
+"""Of each stranger whatever others take: three of the longest answers."""
 
 
 class SwarmRecords:
@@ -75,7 +75,7 @@ class SwarmRecords:
         self.revocations = Revocations()
         """The newest list of the owner that is known."""
         self._revocations_value = b""
-        self._budget = WindowBudget(_MOST_COST, _CERTAIN_COST)
+        self._budget = RecentCosts(_MOST_COST, 10.0, _CERTAIN_COST)
         self._book = AnnouncementBook() if book is None else book
         # The same values come again and again, and a certificate takes 0.1 ms to check.
         self._open_announcement = lru_cache(maxsize=_MAX_OPENED)(self._open_announcement_anew)
@@ -198,7 +198,7 @@ class SwarmRecords:
 
     def answer(
         self,
-        stranger: Hashable,
+        stranger: Holder,
         model_id: ModelId,
         fetch: RecordFetch,
         now: float,

@@ -12,7 +12,6 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 from swarm_values import number_identity
 
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.fair_share import WINDOW_SECONDS
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
 from shoal.protocol.records.announcements import sign_announcement
 from shoal.protocol.records.swarm_records import SwarmRecords
@@ -53,16 +52,17 @@ async def test_flooded_node_still_answers(dht: Directories) -> None:
 
 
 async def test_node_that_is_asked_too_much_refuses_and_answers_others(dht: Directories) -> None:
-    """A stranger gets half of what a node answers in ten seconds: 100 of the longest answers."""
+    """A stranger gets three quarters of what a node answers in ten seconds at once: 150 of the
+    longest answers.
+    """
     node = await dht.join([], 1)
     await node.announce(sign_now(1))
     greedy = await dht.read(node.addresses)
     other = await dht.read(node.addresses)
     client: Any = greedy._access.p2p._client  # type: ignore[union-attr]
-    num_answers, began_at = 0, CLOCK.now()
-    refusal = ""
+    num_answers, refusal = 0, ""
 
-    while not refusal and CLOCK.now() - began_at < WINDOW_SECONDS:
+    while not refusal and num_answers < 2000:
         fetch = greedy.records.make_fetch(MODEL, CLOCK.wall(), greedy._rng)
         question = greedy.records.seal(MODEL.encode() + encode_frame(fetch))
         try:
@@ -72,5 +72,5 @@ async def test_node_that_is_asked_too_much_refuses_and_answers_others(dht: Direc
         num_answers += not refusal
 
     assert "too many announcements" in refusal
-    assert num_answers == 100
+    assert 150 <= num_answers < 400
     assert await look_up(other) == {node._access.p2p.peer_id.to_base58()}  # type: ignore[union-attr]

@@ -4,6 +4,7 @@ import pytest
 
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.fair_share import (
+    RecentCosts,
     SharedBytes,
     Tenant,
     check_share,
@@ -167,6 +168,32 @@ def test_bytes_are_shared_among_ipv6_prefixes() -> None:
     assert 2**19 < shared.used_bytes < 2**20 * 4 // 5
     assert shared.find_share(Tenant("192.0.2.7"))[1] > 2**15
     assert shared.find_share(Tenant("2001:db8:2::/64"))[1] > 2**12
+
+
+def test_address_that_costs_as_much_as_it_can_gets_three_quarters_of_what_all_may_cost() -> None:
+    recent, num_minutes = RecentCosts(100, 60.0), 60
+
+    times = range(num_minutes * 60 * 10)
+    num_taken = sum(recent.take("greedy", 1, now=number / 10) for number in times)
+
+    assert 0.9 < num_taken / (num_minutes * 75) < 1.1
+
+
+def test_costs_are_forgotten_when_the_clock_is_set_back() -> None:
+    recent = RecentCosts(100, 60.0)
+    assert recent.take("greedy", 75, now=1e9)
+
+    assert recent.take("greedy", 75, now=0.0)
+    assert not recent.take("greedy", 75, now=1.0)
+
+
+def test_many_strangers_get_what_is_certain_and_no_more_each() -> None:
+    recent, names = RecentCosts(100, 60.0, certain=2), [f"{number}" for number in range(500)]
+
+    taken = {name: sum(recent.take(name, 1, now=0.0) for _ in range(100)) for name in names}
+
+    assert sum(num > 2 for num in taken.values()) < 5
+    assert min(taken.values()) == 2
 
 
 @pytest.mark.parametrize(

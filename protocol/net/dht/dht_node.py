@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any, cast
 
 from ...errors import DirectoryError, ErrorCode, RefusedError, RemoteProtocolError
-from ...fair_share import BUSY_SECONDS, WindowBudget
+from ...fair_share import BUSY_SECONDS, RecentCosts
 from ..libp2p.multiaddrs import PeerAddress
 from ..libp2p.swarm_question import make_silence_error
 
@@ -168,10 +168,10 @@ def bound_questions(protocol: DHTProtocol, handlers: dict[str, Any]) -> None:
 
     hivemind answers for any number of keys, with all that stands under them.
     """
-    hivemind_ping, budget = handlers[_PING], WindowBudget(MOST_QUESTIONS, CERTAIN_QUESTIONS)
+    hivemind_ping, budget = handlers[_PING], RecentCosts(MOST_QUESTIONS, 10.0, CERTAIN_QUESTIONS)
 
     def check_budget(sender: PeerID) -> None:
-        if not budget.take(sender, 1, asyncio.get_running_loop().time()):
+        if not budget.take(str(sender), 1, asyncio.get_running_loop().time()):
             raise RefusedError(ErrorCode.BUSY, "you ask too many questions", BUSY_SECONDS)
 
     async def ping(message: bytes, sender: PeerID) -> bytes:

@@ -272,7 +272,7 @@ class RecordNodes:
             model_id = ModelId(content[:MODEL_ID_CHARACTERS].decode("ascii", "replace"))
             fetch = check_kind(decode_frame(content[MODEL_ID_CHARACTERS:]), RecordFetch, "a node")
             now, records = self._clock.wall(), self._records
-            answer = records.answer(sender, model_id, fetch, now, self._rng)
+            answer = records.answer(str(sender), model_id, fetch, now, self._rng)
             return records.seal(encode_frame(answer))
 
         await self._client.add_unary_handler(_QUESTION, handle)

@@ -71,7 +71,7 @@ class TcpListener:
         self._serving: set[asyncio.Task[None]] = set()
         self._greeting: list[str] = []  # by tenant
         self._served: list[str] = []
-        self._turns = Turns(MAX_HANDSHAKE_MICROSECONDS, 1.0)
+        self._turns = Turns(MAX_HANDSHAKE_MICROSECONDS, 1.44)  # half is forgotten in 1 s
         self._streams: set[FrameStream] = set()
 
     async def start(self, host: str, port: int, fingerprint: str) -> None:

@@ -22,14 +22,12 @@ from service_scene import (
     with_peer,
 )
 from torch import Tensor
-from virtual_time import VirtualClock
 
 from shoal.kernels.wire_tensors import decode_tensor
 from shoal.peer.engine.engine import Engine
-from shoal.peer.pushing.push_links import RecentShares
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode
-from shoal.protocol.fair_share import SharedBytes
+from shoal.protocol.fair_share import RecentCosts, SharedBytes
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
 from shoal.protocol.limits import MAX_HOPS
@@ -380,7 +378,7 @@ async def test_redirects_do_not_have_a_log_sent_over_and_over(peer: Peer) -> Non
     following = await start_next(peer)
     links: Any = peer.service.push_links
     # The least that a replay counts is a quarter of a MiB.
-    links.replayed = RecentShares(VirtualClock(), 2**20)
+    links.replayed = RecentCosts(2**20, 60.0)
     client = await peer.open(capability=KEY, next=following.name())
     await client.say(make_step(1, 0, draw_hidden(1, 1, 3)), make_step(2, 3, draw_hidden(2)))
     await following.wait_for(2)

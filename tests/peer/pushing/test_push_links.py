@@ -14,10 +14,10 @@ from announcements import announce_scripted
 from async_tests import Story, make_decorator
 from reverse_scene import Pusher
 from service_scene import MODEL_ID, SPAN
-from virtual_time import VirtualClock, run_virtual
+from virtual_time import VirtualClock
 
 from shoal.peer.pushing.connections import find_endpoints
-from shoal.peer.pushing.push_links import PushLinks, RecentShares
+from shoal.peer.pushing.push_links import PushLinks
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.fair_share import Tenant
@@ -352,17 +352,3 @@ async def test_who_does_not_want_a_replay_is_sent_one_frame_of_it(scene: Scene) 
     assert session.num_losses == 1
     assert scene.heard == [make_frame(0)]
     assert session.num_bytes_left == 50
-
-
-def test_what_strangers_ask_for_is_shared_and_bounded_for_a_minute() -> None:
-    async def story() -> None:
-        recent = RecentShares(VirtualClock(), 100)
-        greedy, other = Tenant("a"), Tenant("b")
-
-        assert recent.take(greedy, 56)
-        assert not recent.take(greedy, 1)
-        assert recent.take(other, 10)
-        await asyncio.sleep(60)
-        assert recent.take(greedy, 56)
-
-    run_virtual(story())

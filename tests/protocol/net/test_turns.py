@@ -12,7 +12,7 @@ OTHER = Tenant("cellar", "other")
 
 
 def make_turns() -> Turns:
-    return Turns(microseconds=500_000, half_life_seconds=0.025)
+    return Turns(microseconds=500_000, seconds=0.036)
 
 
 async def spend(turns: Turns, tenant: Tenant, seconds: float) -> float:
@@ -97,4 +97,4 @@ async def test_costs_are_forgotten_and_so_are_those_who_gave_up_waiting() -> Non
     await asyncio.sleep(10.0)
 
     assert not turns.must_wait(GREEDY)
-    assert repr(turns) == "<Turns 0/18033 us, 0 tenants>"
+    assert repr(turns) == "<Turns <RecentCosts of 0 groups, budget 18000>, 0 lines>"
