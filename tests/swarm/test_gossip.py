@@ -394,6 +394,36 @@ async def test_blocked_peer_is_asked_nothing(tiny_models: Any) -> None:
             await client.joined.swarm.book.refresh()
 
 
+@pytest.mark.parametrize("has_peers", [True, False])
+async def test_announcement_needs_the_directory_or_a_peer_that_keeps_it(
+    tiny_models: Any, has_peers: bool
+) -> None:
+    async with open_world(tiny_models) as world:
+        await world.add("other", WHOLE)
+        client = await world.join()
+        client.directory.is_lost = True
+        directory, clock = LostDirectory(world.swarm.store, VirtualClock()), VirtualClock()
+        await directory.lookup(MODEL_ID)
+        directory.is_lost = True
+        transport = LoopbackTransport(world.swarm.network, "newcomer")
+        gossip = GossipDirectory(directory, transport, clock, Random(1), lambda _: True)
+        if not has_peers:
+            world.kill("other")
+        newcomer = Identity(bytes(32))
+        (seen,) = directory.records.list_current(MODEL_ID, clock.wall())
+        record = sign_announcement(newcomer, replace(seen, peer_id=newcomer.peer_id))
+
+        if not has_peers:
+            with pytest.raises(DirectoryError):
+                await gossip.announce(record)
+        else:
+            await gossip.announce(record)
+            await asyncio.sleep(1.1)  # or the view is new enough
+            view = await client.joined.swarm.book.refresh()
+            assert newcomer.peer_id in {peer.peer_id for peer in view.online}
+        await transport.close()
+
+
 # ---- peers that do not answer
 
 
