@@ -6,18 +6,14 @@ has to go when there are too many.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from heapq import nsmallest
+from itertools import chain, islice
 
 from .. import limits
 from ..errors import RemoteProtocolError
 from ..ids import PeerId
-from .announcements import (
-    Announcement,
-    KnownRecord,
-    PeerState,
-    check_is_current,
-    verify_announcement,
-)
+from ..messages.records import digest_record
+from .announcements import Announcement, KnownRecord, PeerState
 
 HINT_SECONDS = 24 * 3600.0
 """How long after its expiry an announcement tells whom to dial."""
@@ -51,8 +47,7 @@ class AnnouncementBook:
         self._shared: dict[tuple[str, PeerId], None] = {}
         self._reserved: set[str] = set()
         self._own: set[PeerId] = set()
-        # Directories hand in the same record again and again, and a signature takes about 0.1 ms.
-        self.verify = lru_cache(maxsize=max_per_scope + max_shared)(verify_announcement)
+        self._by_value: dict[bytes, KnownRecord] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._scopes.values()))
@@ -71,40 +66,39 @@ class AnnouncementBook:
         """Return whether a peer is one of this process."""
         return peer_id in self._own
 
-    def read(self, record: bytes, now: float) -> Announcement:
-        """Do what `read_announcement` does, faster when the record was seen before."""
-        announcement = self.verify(record)
-        check_is_current(announcement, now)
-        return announcement
+    def find(self, value: bytes) -> Announcement | None:
+        """Return the announcement in a value that is known, without a look at its signature."""
+        known = self._by_value.get(value)
+        return None if known is None else known.announcement
 
-    def add_own(self, scope: str, record: bytes, now: float, value: bytes = b"") -> Announcement:
+    def add_own(self, scope: str, announcement: Announcement, value: bytes, now: float) -> None:
         """Do what `add` does for a peer of this process: it never gives way in this scope."""
-        self._own.add(self.read(record, now).peer_id)
+        self._own.add(announcement.peer_id)
         self.reserve(scope)
-        return self.add(scope, record, now, value)
+        self.add(scope, announcement, value, now)
 
-    def add(self, scope: str, record: bytes, now: float, value: bytes = b"") -> Announcement:
-        """Remember a record; one that is known already changes nothing.
+    def add(self, scope: str, announcement: Announcement, value: bytes, now: float) -> None:
+        """Remember an announcement that holds at `now` (wall seconds), and how it travels.
 
-        `value` holds the record where it travels in another form. Raises RemoteProtocolError when
-        the record is not valid at `now` (wall seconds), and when another one of the same peer is
-        newer.
+        One that is known already changes nothing. Raises RemoteProtocolError when another one of
+        the same peer is newer.
         """
-        announcement = self.read(record, now)
         peer_id = announcement.peer_id
         entry = self._scopes.get(scope, {}).get(peer_id)
         known = None if entry is None else entry.announcement
         if known == announcement:
-            return announcement
+            return
         if known is not None and known.expires_at > now and not _supersedes(announcement, known):
             raise RemoteProtocolError("a newer announcement of this peer is already known")
-        if known is None:
+        if entry is None:
             self._make_room(scope, now)
-        self._scopes.setdefault(scope, {})[peer_id] = KnownRecord(announcement, value or record)
+        else:
+            del self._by_value[entry.value]
+        entry = KnownRecord(announcement, value, digest_record(value))
+        self._by_value[value] = self._scopes.setdefault(scope, {})[peer_id] = entry
         if scope not in self._reserved:
             self._shared.pop((scope, peer_id), None)
             self._shared[scope, peer_id] = None
-        return announcement
 
     def list_current(self, scope: str, now: float) -> list[Announcement]:
         """Return what holds at `now`, at most `limits.MAX_ANNOUNCEMENTS_PER_MODEL`."""
@@ -115,6 +109,12 @@ class AnnouncementBook:
         peers = self._scopes.get(scope, {}).values()
         return [known for known in peers if known.announcement.expires_at > now]
 
+    def list_own(self, scope: str, now: float) -> list[KnownRecord]:
+        """Return those that hold of peers of this process."""
+        peers = self._scopes.get(scope, {})
+        own = [peers[peer_id] for peer_id in self._own if peer_id in peers]
+        return [known for known in own if known.announcement.expires_at > now]
+
     def list_hints(self, scope: str, now: float) -> list[Announcement]:
         """Return what has expired, the newest first: whom to dial to see who is still there."""
         self._forget_old(scope, now)
@@ -123,7 +123,7 @@ class AnnouncementBook:
         return sorted(expired, key=lambda peer: peer.expires_at, reverse=True)
 
     def _forget_old(self, scope: str, now: float) -> None:
-        for peer_id, (announcement, _) in list(self._scopes.get(scope, {}).items()):
+        for peer_id, (announcement, *_) in list(self._scopes.get(scope, {}).items()):
             is_hint = announcement.state is not PeerState.OFFLINE
             if announcement.expires_at + (HINT_SECONDS if is_hint else 0.0) <= now:
                 self._forget(scope, peer_id)
@@ -131,17 +131,17 @@ class AnnouncementBook:
     def _make_room(self, scope: str, now: float) -> None:
         """Make a place for one more peer in a scope, at the cost of others if need be."""
         if self.count(scope) >= self._max_per_scope:
-            hints = self.list_hints(scope, now)
-            current = [peer.peer_id for peer in self.list_current(scope, now)]
-            if len(hints) + len(current) < self._max_per_scope:
-                return
+            peers = self._scopes[scope]
+            # Several, since finding what has expired takes a millisecond, and more will come.
+            num_displaced = max(1, self._max_per_scope // _DISPLACED_PARTS)
+            past = (known.announcement for known in peers.values() if known[0].expires_at <= now)
+            first = nsmallest(num_displaced, past, key=lambda peer: peer.expires_at)
             # What expired first; else, of the half that came last, those that came first: a flood
             # moves on in this half.
-            expired = [peer.peer_id for peer in reversed(hints)]
-            givers = (*expired, *current[len(current) // 2 :], *current)
-            displaced = [peer_id for peer_id in givers if peer_id not in self._own]
-            # Several, since finding them takes milliseconds, and more will come.
-            for peer_id in displaced[: max(1, self._max_per_scope // _DISPLACED_PARTS)]:
+            expired = [peer.peer_id for peer in first]
+            givers = chain(expired, islice(peers, len(peers) // 2, None), peers)
+            able = (peer_id for peer_id in givers if peer_id not in self._own)
+            for peer_id in dict.fromkeys(islice(able, num_displaced)):
                 self._forget(scope, peer_id)
         elif scope not in self._reserved and len(self._shared) >= self._max_shared:
             self._forget(*next(iter(self._shared)))
@@ -149,7 +149,8 @@ class AnnouncementBook:
     def _forget(self, scope: str, peer_id: PeerId) -> None:
         self._shared.pop((scope, peer_id), None)
         peers = self._scopes.get(scope, {})
-        peers.pop(peer_id, None)
+        if (known := peers.pop(peer_id, None)) is not None:
+            del self._by_value[known.value]
         if not peers:
             self._scopes.pop(scope, None)
 

@@ -199,6 +199,8 @@ class KnownRecord(NamedTuple):
 
     announcement: Announcement
     value: bytes
+    digest: bytes
+    """What it is named by in questions, see `digest_record`."""
 
 
 def shorten(peer_id: PeerId) -> str:

@@ -7,15 +7,12 @@ records are refused, and so are those of peers that the owner has revoked.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from functools import lru_cache
-from itertools import chain
+from itertools import chain, islice
 
-from .. import limits
 from ..errors import ErrorCode, RefusedError, RemoteProtocolError, RevokedError
 from ..fair_share import BUSY_SECONDS, Holder, RecentCosts
 from ..ids import ModelId, SessionId
@@ -33,29 +30,37 @@ from ..messages.records import (
     MAX_RECORDS_BYTES,
     RecordFetch,
     Records,
+    digest_record,
 )
 from .announcement_book import AnnouncementBook
-from .announcements import Announcement, KnownRecord, PeerState
+from .announcements import (
+    Announcement,
+    KnownRecord,
+    PeerState,
+    check_is_current,
+    read_announcement,
+)
 
 _REVOCATIONS = b"shoal revocations\0"
 """What the value of the owner's list begins with; that of an announcement with a certificate."""
 
 _CHECKED_AT_ONCE = 16
-"""Records that are checked before others get their turn: each takes 0.2 ms."""
-
-_MAX_OPENED = 4096
+"""Records that are checked before others get their turn: each takes 0.3 ms."""
 
 _COST_BYTES = 5 * 2**10
-"""So many bytes of an answer count as one, and so does a record that is checked in 0.2 ms."""
+"""So many bytes of names and of the answer count as one, as does a record, checked in 0.3 ms."""
 
-_COST_RECORDS = 500
-"""So many known records, looked through for an answer in 0.2 ms, count as one."""
+_MOST_DRAWN = 2000
+"""Records that are looked at for one answer, which holds about 120."""
+
+_COST_RECORDS = 400
+"""So many known records, looked through for an answer in 0.3 ms, count as one."""
 
 _LEAST_RECORD_BYTES = 64
 """Of a signature alone: whoever asks for less only tells, and nothing is looked through."""
 
 _MOST_COST = 2000
-"""Of all strangers in ten seconds: 4 % of a core and 1 MB/s. 6,000 peers that announce themselves
+"""Of all strangers in ten seconds: 6 % of a core and 1 MB/s. 6,000 peers that announce themselves
 to the same nodes every 30 s cost that."""
 
 _CERTAIN_COST = 32
@@ -77,14 +82,8 @@ class SwarmRecords:
         self._revocations_value = b""
         self._budget = RecentCosts(_MOST_COST, 10.0, _CERTAIN_COST)
         self._book = AnnouncementBook() if book is None else book
-        # The same values come again and again, and a certificate takes 0.1 ms to check.
-        self._open_announcement = lru_cache(maxsize=_MAX_OPENED)(self._open_announcement_anew)
 
     # ---- what is known
-
-    def read(self, record: bytes, now: float) -> Announcement:
-        """Return the announcement in a record that holds now; raises RemoteProtocolError."""
-        return self._book.read(record, now)
 
     def add_own(self, record: bytes, now: float) -> bytes:
         """Remember a record of ours, which never gives way; return its value.
@@ -92,14 +91,14 @@ class SwarmRecords:
         Raises RemoteProtocolError when it is not valid or a newer one is known, RevokedError when
         the owner has revoked us, UsageError when we may not serve.
         """
-        announcement = self.read(record, now)
+        announcement = read_announcement(record, now)
         if announcement.peer_id in self.revocations.peer_ids:
             raise RevokedError(
                 f"the owner of the swarm has revoked this peer, {announcement.peer_id}: members "
                 "now ignore its announcements; ask the owner for access"
             )
         value = self.seal(self.membership.certify(announcement.peer_id) + record)
-        self._book.add_own(announcement.model_id, record, now, value)
+        self._book.add_own(announcement.model_id, announcement, value, now)
         return value
 
     def reserve(self, model_id: ModelId) -> None:
@@ -152,26 +151,28 @@ class SwarmRecords:
         Raises RemoteProtocolError if it is not valid, of another model or swarm, or older than what
         is known.
         """
-        record = self._open_announcement(value)
-        if record.startswith(_REVOCATIONS):
-            return self._take_revocations(record.removeprefix(_REVOCATIONS), value)
-        announcement = self.read(record, now)
+        announcement = self._book.find(value)
+        if announcement is not None:
+            check_is_current(announcement, now)
+        else:
+            content = self.open(value)
+            if content.startswith(_REVOCATIONS):
+                return self._take_revocations(content.removeprefix(_REVOCATIONS), value)
+            announcement = self._open_announcement(content, now)
         if announcement.peer_id in self.revocations.peer_ids:
             raise RemoteProtocolError(f"the owner has revoked peer {announcement.peer_id}")
         if announcement.model_id != model_id:
             raise RemoteProtocolError("the record is of another model")
-        self._book.add(model_id, record, now, value)
+        self._book.add(model_id, announcement, value, now)
 
-    def _open_announcement_anew(self, value: bytes) -> bytes:
-        """Return the record in a value if its peer may serve; the owner's list as it is."""
-        content = self.open(value)
-        if content.startswith(_REVOCATIONS):
-            return content
+    def _open_announcement(self, content: bytes, now: float) -> Announcement:
+        """Return what the content of a value announces, if its peer may serve."""
         num_bytes = self.membership.certificate_bytes
         certificate, record = content[:num_bytes], content[num_bytes:]
-        if not self.membership.is_certified(self._book.verify(record).peer_id, certificate):
+        announcement = read_announcement(record, now)
+        if not self.membership.is_certified(announcement.peer_id, certificate):
             raise RemoteProtocolError("this peer has no certificate to serve in this swarm")
-        return record
+        return announcement
 
     def _take_revocations(self, record: bytes, value: bytes) -> None:
         if value == self._revocations_value:
@@ -188,13 +189,12 @@ class SwarmRecords:
     ) -> RecordFetch:
         """Return the question for records that are not known here; it brings our own."""
         known = self.list_records(model_id, now)
-        own = next((one.value for one in known if self.is_own(one.announcement)), b"")
-        values = [self._revocations_value] if self._revocations_value else []
+        own = next((one.value for one in self._book.list_own(model_id, now)), b"")
+        named = [digest_record(self._revocations_value)] if self._revocations_value else []
         if max_bytes >= MAX_RECORDS_BYTES:  # else the names would take more than the answer
-            named = rng.sample(known, min(len(known), MAX_NAMED_RECORDS - 1))
-            values += [one.value for one in named]
-        digests = b"".join(map(digest_record, values))
-        return RecordFetch(SessionId(secrets.token_bytes(16)), own, digests, max_bytes)
+            chosen = rng.sample(known, min(len(known), MAX_NAMED_RECORDS - 1))
+            named += [one.digest for one in chosen]
+        return RecordFetch(SessionId(secrets.token_bytes(16)), own, b"".join(named), max_bytes)
 
     def answer(
         self,
@@ -210,7 +210,8 @@ class SwarmRecords:
         """
         is_asking = fetch.max_bytes >= _LEAST_RECORD_BYTES
         num_read = self._book.count(model_id) if is_asking else 0
-        cost = 1 + fetch.max_bytes // _COST_BYTES + num_read // _COST_RECORDS
+        num_bytes = fetch.max_bytes + len(fetch.known)
+        cost = 1 + num_bytes // _COST_BYTES + num_read // _COST_RECORDS
         if not self._budget.take(stranger, cost, now):
             raise RefusedError(ErrorCode.BUSY, "you ask for too many announcements", BUSY_SECONDS)
         has_own = bool(fetch.own) and self.take_all(model_id, [fetch.own], now) == 1
@@ -219,7 +220,8 @@ class SwarmRecords:
         is_lacking = bool(revocations) and digest_record(revocations) not in known
         told = (revocations,) if is_lacking and room >= 0 else ()
         records = self.list_records(model_id, now) if is_asking else ()
-        chosen = choose_records(records, known, room if told else fetch.max_bytes, rng, self.is_own)
+        own = self._book.list_own(model_id, now) if is_asking else ()
+        chosen = choose_records(own, records, known, room if told else fetch.max_bytes, rng)
         return Records(fetch.question, (*told, *chosen), has_own)
 
     def take_all(self, model_id: ModelId, values: Iterable[bytes], now: float) -> int:
@@ -244,12 +246,6 @@ class SwarmRecords:
 # ---- which records are told
 
 
-@lru_cache(maxsize=2 * limits.MAX_ANNOUNCEMENTS_PER_MODEL)
-def digest_record(value: bytes) -> bytes:
-    """Return the short name of a record."""
-    return hashlib.sha256(value).digest()[:DIGEST_BYTES]
-
-
 def split_digests(joined: bytes) -> frozenset[bytes]:
     """Return the names in a question."""
     starts = range(0, len(joined), DIGEST_BYTES)
@@ -257,26 +253,26 @@ def split_digests(joined: bytes) -> frozenset[bytes]:
 
 
 def choose_records(
+    own: Sequence[KnownRecord],
     records: Collection[KnownRecord],
     known: Collection[bytes],
     max_bytes: int,
     rng: random.Random,
-    is_own: Callable[[Announcement], bool],
 ) -> tuple[bytes, ...]:
     """Return the values to tell somebody who has the `known` ones, as many as `max_bytes` hold.
 
-    Our own (`is_own`) comes first, also if it is known: it shows that we live. The others are drawn
+    Our `own` comes first, also if it is known: it shows that we live. The others are drawn
     anew each time; those that add a block which nobody before them serves come before the rest. A
     node of the DHT that serves another model knows no number of blocks, and tells in any order: it
-    is asked until it has no more.
+    is asked until it has no more. Of very many records, only some are looked at for one answer.
     """
-    own = [one for one in records if is_own(one.announcement)]
     num_blocks = own[0].announcement.num_blocks if own else 0
-    known = {*known, *(digest_record(one.value) for one in own)}
-    others = (one for one in records if digest_record(one.value) not in known)
+    known = {*known, *(one.digest for one in own)}
+    drawn = islice(_draw(list(records), rng), _MOST_DRAWN)
+    others = (one for one in drawn if one.digest not in known)
     chosen: list[bytes] = []
     num_bytes = 0
-    for record in chain(own, _draw_by_cover(others, num_blocks, rng)):
+    for record in chain(own, _draw_by_cover(others, num_blocks)):
         num_bytes += len(record.value)
         if num_bytes > max_bytes:
             break
@@ -284,13 +280,10 @@ def choose_records(
     return tuple(chosen)
 
 
-def _draw_by_cover(
-    records: Iterable[KnownRecord], num_blocks: int, rng: random.Random
-) -> Iterator[KnownRecord]:
+def _draw_by_cover(drawn: Iterator[KnownRecord], num_blocks: int) -> Iterator[KnownRecord]:
     """Yield records, those first that add to the blocks which the ones before them serve."""
     missing = set(range(num_blocks))
     skipped: list[KnownRecord] = []
-    drawn = _draw(list(records), rng)
     while missing and (record := next(drawn, None)) is not None:
         peer = record.announcement
         # How many blocks there are is for us to say: strangers say what they like.

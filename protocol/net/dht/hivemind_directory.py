@@ -25,7 +25,7 @@ from ...errors import (
 from ...identity import Identity
 from ...ids import MODEL_ID_CHARACTERS, ModelId, PeerId
 from ...membership.membership import Membership, Revocations, sign_revocations
-from ...records.announcements import Announcement, PeerState
+from ...records.announcements import Announcement, PeerState, read_announcement
 from ...records.swarm_records import SwarmRecords
 from ..clock import Clock
 from ..libp2p.libp2p_transport import Libp2pTransport
@@ -179,7 +179,7 @@ class HivemindDirectory:
             raise UsageError("a directory in client mode only reads; join without client_mode")
         now = self._clock.wall()
         try:
-            announcement = self.records.read(record, now)
+            announcement = read_announcement(record, now)
         except RemoteProtocolError as error:
             raise LocalProtocolError(f"our own announcement is not valid: {error}") from error
         try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...errors import DirectoryError, LocalProtocolError, RemoteProtocolError
 from ...ids import ModelId
 from ...membership.membership import NO_MEMBERSHIP, Membership
-from ...records.announcements import Announcement
+from ...records.announcements import Announcement, read_announcement
 from ...records.swarm_records import SwarmRecords
 from ..clock import Clock
 
@@ -40,7 +40,7 @@ class MemoryDirectory:
     async def announce(self, record: bytes) -> None:
         now = self._clock.wall()
         try:
-            model_id = self.records.read(record, now).model_id
+            model_id = read_announcement(record, now).model_id
         except RemoteProtocolError as error:
             raise LocalProtocolError(f"our own announcement is not valid: {error}") from error
         try:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from announcements import MODEL, NOW, identity_of, make_announcement, sign
+from operations import count_operations
 from swarm_values import PUBLIC, make_values
 
 from shoal.peer.announcing.round_trip_times import MAX_ANNOUNCED_RTTS
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import RefusedError, RemoteProtocolError, RevokedError, UsageError
 from shoal.protocol.identity import Identity
-from shoal.protocol.ids import ModelId
+from shoal.protocol.ids import ModelId, PeerId
+from shoal.protocol.limits import MAX_ANNOUNCEMENTS_PER_MODEL
 from shoal.protocol.membership.membership import (
     MAX_REVOKED,
     Membership,
@@ -24,7 +28,7 @@ from shoal.protocol.membership.membership import (
     make_public,
     sign_revocations,
 )
-from shoal.protocol.messages.records import MAX_RECORDS_BYTES
+from shoal.protocol.messages.records import MAX_NAMED_RECORDS, MAX_RECORDS_BYTES, RecordFetch
 from shoal.protocol.records.announcement_book import AnnouncementBook
 from shoal.protocol.records.announcements import Announcement, sign_announcement
 from shoal.protocol.records.coordinates import Coordinate
@@ -262,10 +266,9 @@ def test_list_of_revocations_is_told_until_it_is_known_and_taken_from_its_owner(
     assert newcomer.revocations == longest
 
 
-def count_answers(records: SwarmRecords, max_bytes: int) -> int:
-    """Return how often a stranger is answered in ten seconds, however often it asks."""
+def count_answers(records: SwarmRecords, fetch: RecordFetch) -> int:
+    """Return how often a stranger is answered at once, however often it asks."""
     rng = random.Random(SEED)
-    fetch = SwarmRecords(PUBLIC).make_fetch(MODEL, NOW, rng, max_bytes)
     for num_answers in range(10_000):
         try:
             records.answer("stranger", MODEL, fetch, NOW, rng)
@@ -274,16 +277,54 @@ def count_answers(records: SwarmRecords, max_bytes: int) -> int:
     raise AssertionError("it is never refused")
 
 
-def test_question_counts_for_more_where_many_records_are_looked_through_for_it() -> None:
-    values = make_values(1000, NOW)
-    few, many = SwarmRecords(PUBLIC), SwarmRecords(PUBLIC)
-    many.take_all(MODEL, values, NOW)
+def make_full(num_records: int = MAX_ANNOUNCEMENTS_PER_MODEL) -> SwarmRecords:
+    """Return records of as many peers of 8 blocks, of which nobody serves the last 4."""
+    book = AnnouncementBook()
+    for number in range(num_records):
+        peer = make_announcement(peer_id=PeerId(f"peer {number}"))
+        book.add(MODEL, peer, f"value {number} {'…' * 100}".encode(), NOW)
+    records = SwarmRecords(PUBLIC, book)
+    records.add_own(RECORD, NOW)
+    return records
 
-    assert count_answers(few, 100) == 1000
-    assert count_answers(many, 100) == 333
-    many = SwarmRecords(PUBLIC)
-    many.take_all(MODEL, values, NOW)
-    assert count_answers(many, 1) == 1000  # it tells, and asks for nothing
+
+@pytest.mark.parametrize("num_records", [100, 2000, MAX_ANNOUNCEMENTS_PER_MODEL - 1])
+@pytest.mark.parametrize("max_bytes", [0, 64, MAX_RECORDS_BYTES])
+@pytest.mark.parametrize("num_named", [0, MAX_NAMED_RECORDS])
+def test_stranger_is_charged_for_what_its_questions_cost(
+    num_records: int, max_bytes: int, num_named: int
+) -> None:
+    """A unit of the budget pays for 16,000 instructions, 0.3 ms at most."""
+    records, rng = make_full(num_records), random.Random(SEED)
+    fetch = records.make_fetch(MODEL, NOW, rng)
+    fetch = replace(fetch, own=b"", known=fetch.known[: num_named * 8], max_bytes=max_bytes)
+
+    num_operations = count_operations(lambda: records.answer("one", MODEL, fetch, NOW, rng))
+
+    assert num_operations * count_answers(records, fetch) <= 1500 * 16_000
+
+
+def test_newcomer_to_a_full_book_costs_what_any_other_does() -> None:
+    values = make_values(150, NOW)
+    few, full = SwarmRecords(PUBLIC), make_full()
+
+    first, *_ = counted = [count_operations(lambda: few.take(MODEL, values[0], NOW))] + [
+        count_operations(lambda value=value: full.take(MODEL, value, NOW)) for value in values
+    ]
+
+    assert sum(counted) <= 2 * first * len(counted)
+    assert max(counted) <= 150_000  # 3 ms, once in a hundred
+
+
+def test_only_the_newest_announcement_of_a_peer_takes_memory() -> None:
+    records, old = SwarmRecords(SERVER), []
+    for number in range(20):
+        renewed = {"sequence": number, "expires_at": NOW + 90 + number}
+        records.take(MODEL, make_value(**renewed), NOW)
+        old += map(weakref.ref, records.list_current(MODEL, NOW))
+    gc.collect()
+
+    assert [peer() for peer in old] == [None] * 19 + records.list_current(MODEL, NOW)
 
 
 def test_newcomer_learns_of_many_peers_in_several_answers() -> None:
