@@ -9,10 +9,12 @@ network through us. A peer without any endpoint is reached over streams that it 
 import asyncio
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 from ...protocol.endpoints import Endpoint
@@ -104,17 +106,17 @@ class _Parcel:
 
     sender: Sender
     following: NextHop
-    frames: Iterable[bytes]
+    frames: Iterator[bytes]
     num_bytes: int
     is_replay: bool = False
 
 
-def _make_next(parcel: _Parcel, frames: Iterator[bytes]) -> bytes | None:
+def _make_next(parcel: _Parcel) -> bytes | None:
     """Return the next frame of a parcel. If none can be made, only its session is lost: what others
     push over the same connection goes on.
     """
     try:
-        return next(frames, None)
+        return next(parcel.frames, None)
     except Exception:
         _logger.exception("cannot make a frame to push")
         fault = RefusedError(ErrorCode.INTERNAL, "the peer failed to push what it computed")
@@ -151,7 +153,7 @@ class PushLinks:
 
     def push(self, following: NextHop, lane: Lane, frame: bytes, sender: Sender) -> None:
         """Send a step to the session of a next hop, behind what was pushed there before."""
-        self._take(lane, _Parcel(sender, following, (frame,), len(frame)))
+        self._take(lane, _Parcel(sender, following, iter([frame]), len(frame)))
 
     def count_replay(self, tenant: Tenant, num_bytes: int) -> None:
         """Count a replay that is to begin. Raises RefusedError when there were too many lately."""
@@ -162,7 +164,7 @@ class PushLinks:
         self, following: NextHop, frames: Iterable[bytes], num_bytes: int, sender: Sender
     ) -> None:
         """Send a next hop what it lacks; each frame is made when the one before has left."""
-        self._take(Lane.BULK, _Parcel(sender, following, frames, num_bytes, is_replay=True))
+        self._take(Lane.BULK, _Parcel(sender, following, iter(frames), num_bytes, is_replay=True))
 
     def _take(self, lane: Lane, parcel: _Parcel) -> None:
         sender, following = parcel.sender, parcel.following
@@ -174,7 +176,7 @@ class PushLinks:
             # Behind the answer to what has set this off.
             asyncio.get_running_loop().call_soon(sender.note_lost, following)
         else:
-            link.parcels.put_nowait(parcel)
+            link.put(parcel)
 
     def forget(self, following: NextHop) -> None:
         """Note that a session pushes there no more."""
@@ -272,7 +274,8 @@ class _PushLink:
     def __init__(self, following: NextHop, lane: Lane) -> None:
         self.following = following
         self.lane = lane
-        self.parcels: asyncio.Queue[_Parcel] = asyncio.Queue()
+        self._lines: dict[Tenant, deque[_Parcel]] = {}  # in the order of their turns
+        self._has_parcels = asyncio.Event()
         self._users: dict[SessionId, tuple[NextHop, Sender]] = {}  # those that are attached
         self._refusal_seconds = 0.0
 
@@ -287,6 +290,11 @@ class _PushLink:
     def note_rtt(self, seconds: float) -> None:
         """Note how long a refusal is under way, at least."""
         self._refusal_seconds = min(1.5 * seconds, _MOST_REFUSAL_SECONDS)
+
+    def put(self, parcel: _Parcel) -> None:
+        """Queue a parcel behind others of its tenant: one who pushes much delays nobody else."""
+        self._lines.setdefault(parcel.sender.tenant, deque()).append(parcel)
+        self._has_parcels.set()
 
     def forget(self, following: NextHop) -> None:
         """Note that a session is over, or pushes elsewhere."""
@@ -322,28 +330,39 @@ class _PushLink:
         leave()
 
     async def _send_next(self, stream: Stream) -> bool:
-        """Send a parcel, which nothing here holds on to; return whether to go on."""
-        try:
-            async with asyncio.timeout(_IDLE_SECONDS):
-                parcel = await self.parcels.get()
-        except TimeoutError:
-            return bool(self._users) or not self.parcels.empty()
-        await self._send(stream, parcel)
+        """Send a frame of the tenant whose turn it is; return whether to go on."""
+        if not self._lines:
+            self._has_parcels.clear()
+            try:
+                async with asyncio.timeout(_IDLE_SECONDS):
+                    await self._has_parcels.wait()
+            except TimeoutError:
+                return bool(self._users or self._lines)
+        tenant, line = next(iter(self._lines.items()))
+        if not await self._send(stream, line[0]):
+            parcel = line.popleft()
+            parcel.sender.note_left(parcel.num_bytes)
+        del self._lines[tenant]
+        if line:
+            self._lines[tenant] = line  # behind all others
         return True
 
-    async def _send(self, stream: Stream, parcel: _Parcel) -> None:
-        """Send a parcel, as long as its session is not over, or lost, or pushes elsewhere."""
-        following, sender, frames = parcel.following, parcel.sender, iter(parcel.frames)
-        try:
-            while sender.pushes_to(following) and (frame := _make_next(parcel, frames)) is not None:
-                is_attached = self._is_attached(following)
-                if not await self._send_in_time(stream, parcel, frame):
-                    raise UnavailableError(f"{self!r} does not read what is pushed")
-                if parcel.is_replay:
-                    # Send no long replay to a peer that refuses it.
-                    await asyncio.sleep(0.0 if is_attached else self._refusal_seconds)
-        finally:
-            sender.note_left(parcel.num_bytes)
+    async def _send(self, stream: Stream, parcel: _Parcel) -> bool:
+        """Send a frame, unless its session is over, or lost, or pushes elsewhere; return whether
+        there may be more in the parcel.
+        """
+        if not parcel.sender.pushes_to(parcel.following):
+            return False
+        frame = _make_next(parcel)
+        if frame is None:
+            return False
+        is_attached = self._is_attached(parcel.following)
+        if not await self._send_in_time(stream, parcel, frame):
+            raise UnavailableError(f"{self!r} does not read what is pushed")
+        if parcel.is_replay:
+            # Send no long replay to a peer that refuses it.
+            await asyncio.sleep(0.0 if is_attached else self._refusal_seconds)
+        return parcel.is_replay
 
     async def _send_in_time(self, stream: Stream, parcel: _Parcel, frame: bytes) -> bool:
         """Send a frame; return whether it left. No error comes of the timeout, which knows this
@@ -377,8 +396,8 @@ class _PushLink:
     def give_up(self) -> None:
         """Tell all senders whose steps may not have arrived."""
         lost, self._users = self._users, {}
-        while not self.parcels.empty():
-            parcel = self.parcels.get_nowait()
+        lines, self._lines = self._lines, {}
+        for parcel in chain.from_iterable(lines.values()):
             parcel.sender.note_left(parcel.num_bytes)
             lost[parcel.following.session] = parcel.following, parcel.sender
         for following, sender in lost.values():

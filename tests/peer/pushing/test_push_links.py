@@ -298,6 +298,38 @@ async def test_link_that_sends_a_large_frame_is_hung_up_on(scene: Scene) -> None
     assert session.num_losses == 1
 
 
+# ---- turns
+
+
+async def push_beside_fifty_frames(scene: Scene, is_replay: bool) -> int:
+    """Push two frames behind fifty of another client; return how many came before the last one."""
+    lane = Lane.BULK if is_replay else Lane.INTERACTIVE
+    greedy, honest = Pusher(GREEDY), Pusher(HONEST)
+    if is_replay:
+        frames = [make_frame(number) for number in range(50)]
+        scene.links.replay(scene.name(1), frames, 50, greedy)
+    else:
+        for number in range(50):
+            scene.links.push(scene.name(1), lane, make_frame(number), greedy)
+    for number in (50, 51):
+        scene.links.push(scene.name(2), lane, make_frame(number), honest)
+    await asyncio.sleep(5)
+
+    for numbers in (range(50), (50, 51)):
+        sent = [make_frame(number) for number in numbers]
+        assert [frame for frame in scene.heard if frame in sent] == sent
+    assert (greedy.num_losses, honest.num_losses) == (0, 0)
+    return scene.heard.index(make_frame(51))
+
+
+@pytest.mark.parametrize("is_replay", [False, True], ids=["steps", "a replay"])
+@in_scene()
+async def test_client_that_pushes_much_delays_others_by_a_frame_for_each_of_theirs(
+    scene: Scene, is_replay: bool
+) -> None:
+    assert await push_beside_fifty_frames(scene, is_replay) == 3
+
+
 # ---- replays
 
 
