@@ -8,14 +8,13 @@ import gc
 import os
 import signal
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from announcements import MODEL, identity_of
 from directory_processes import Directories, look_up, start
-from processes import children_of, is_running, kill_if_running
+from processes import children_of, kill_if_running, stop, wait_until_dead
 
 from shoal.protocol.errors import DirectoryError
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
@@ -24,29 +23,10 @@ pytestmark = pytest.mark.network
 PATIENCE_SECONDS = 120.0  # only a broken test waits this long
 
 
-def wait_until_gone(pid: int) -> None:
-    wait_until(lambda: not is_running(pid), f"process {pid} outlived its parent")
-
-
-def wait_until(condition: Callable[[], bool], complaint: str) -> None:
-    """Poll for what another process does; the bound only keeps a broken test from hanging."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, complaint
-        time.sleep(0.02)
-
-
 def pause(peers: contextlib.ExitStack, pid: int) -> None:
     """Stop a p2pd, and kill it when the test is over: stopped, it would outlive everybody."""
     peers.callback(kill_if_running, pid)
-    os.kill(pid, signal.SIGSTOP)
-    # Its threads stop one after the other, and any of them could still answer.
-    wait_until(lambda: is_paused(pid), f"process {pid} does not stop")
-
-
-def is_paused(pid: int) -> bool:
-    threads = Path(f"/proc/{pid}/task").glob("*/stat")
-    return all(file.read_text().rpartition(")")[2].split()[0] == "T" for file in threads)
+    stop(pid)
 
 
 async def wait_until_answered(directory: HivemindDirectory, num_peers: int = 1) -> None:
@@ -94,7 +74,7 @@ async def test_lookup_survives_the_kill_of_a_peer_and_its_p2pd_leaves_with_it(
 
     assert found == everyone  # its word stands until it expires
     assert found_by_newcomer >= {peer.peer_id for peer in others}
-    wait_until_gone(p2pd)
+    wait_until_dead([p2pd])
     await dht.close()
     assert children_of(os.getpid()) == [peer._process.pid for peer in others]
 
@@ -151,7 +131,7 @@ async def test_reader_says_when_everyone_is_gone_and_finds_back(
 
     p2pd = first.p2pd
     first.kill()
-    wait_until_gone(p2pd)  # it holds the port, and the next one needs it
+    wait_until_dead([p2pd])  # it holds the port, and the next one needs it
     with pytest.raises(DirectoryError, match=r"no peer of the directory answers: /ip4/127"):
         await reader.lookup(MODEL)
 
@@ -181,7 +161,7 @@ async def test_reader_finds_back_through_a_peer_that_it_did_not_join_through(
     p2pd = second.p2pd
     for peer in (first, second):
         peer.kill()
-    wait_until_gone(p2pd)
+    wait_until_dead([p2pd])
     with pytest.raises(DirectoryError, match="no peer of the directory answers"):
         await reader.lookup(MODEL)
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import warm_python
 from directory_processes import read_announcements
-from processes import children_of, wait_until_dead
+from processes import children_of, stop, wait_until_dead
 
 from shoal.peer.local_swarm.swarm import LocalSwarm, PeerProcessError
 from shoal.protocol.errors import UsageError
@@ -115,7 +115,7 @@ def test_interrupt_of_the_start_is_told_from_a_peer_that_served(tiny_models: Any
 def test_p2pd_that_stands_still_ends_with_its_peer(swarm: LocalSwarm) -> None:
     peer = swarm.add((2, 4))
     (p2pd,) = children_of(peer.pid)
-    os.kill(p2pd, signal.SIGSTOP)
+    stop(p2pd)
 
     peer.kill()
 

@@ -39,6 +39,17 @@ def kill_if_running(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+def stop(pid: int) -> None:
+    """Send SIGSTOP, and wait until all threads of the process stand still.
+
+    The kernel ends stopped processes whose parent dies, but not those that are only about to stop.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    threads = list(Path(f"/proc/{pid}/task").glob("*/stat"))
+    while any(file.read_text().rpartition(")")[2].split()[0] != "T" for file in threads):
+        time.sleep(0.01)  # there is nothing to wait on: it may not be our child
+
+
 def wait_until_dead(pids: Sequence[int], timeout_seconds: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_seconds
     while any(is_running(pid) for pid in pids):
