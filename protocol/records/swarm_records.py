@@ -11,6 +11,7 @@ import random
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain, islice
 
 from ..errors import ErrorCode, RefusedError, RemoteProtocolError, RevokedError
@@ -124,6 +125,10 @@ class SwarmRecords:
         hints = self._book.list_hints(model_id, now)
         return [one for one in hints if one.peer_id not in self.revocations.peer_ids]
 
+    def is_known(self, value: bytes) -> bool:
+        """Return whether a value of an announcement has been taken already."""
+        return self._book.find(value) is not None
+
     def is_own(self, announcement: Announcement) -> bool:
         """Return whether a peer of this process has made an announcement."""
         return self._book.is_own(announcement.peer_id)
@@ -180,7 +185,9 @@ class SwarmRecords:
         found = read_revocations(self.membership, record)
         if found.sequence < self.revocations.sequence:
             raise RemoteProtocolError("a newer revocation list is already known")
-        self.revocations, self._revocations_value = found, value
+        # The owner may have made it without finding this list: nobody is let in again by it.
+        revoked = found.peer_ids | self.revocations.peer_ids
+        self.revocations, self._revocations_value = replace(found, peer_ids=revoked), value
 
     # ---- exchange
 

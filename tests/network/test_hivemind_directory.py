@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,6 +22,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 from processes import children_of, is_running
+from swarm_values import make_values
 
 from shoal.protocol.errors import DirectoryError, UnavailableError, UsageError, WrongSwarmError
 from shoal.protocol.ids import MODEL_ID_CHARACTERS
@@ -365,26 +367,52 @@ async def test_stranger_without_the_secret_is_told_nothing_and_keeps_nothing(
     assert len(stranger.records._book) == 0
 
 
+@pytest.mark.parametrize("are_slow", [False, True], ids=["silent", "slow"])
 async def test_made_up_identities_around_a_key_do_not_empty_the_view_of_a_newcomer(
-    dht: Directories,
+    dht: Directories, are_slow: bool
 ) -> None:
-    """Ten nodes that are nearer than any other answer nothing; the newcomer joins through one."""
+    """Ten nodes that are nearer than any other answer nothing, or the same again and again just in
+    time; the newcomer joins through one.
+    """
     honest = await dht.join([], 1)
     key = DHTID.generate(source=f"shoal directory 3\0{honest.membership.swarm_id.hex()}\0{MODEL}")
     silents = [await dht.join(honest.addresses, number) for number in grind_identities(key, 10)]
+    lies = tuple(make_values(100, CLOCK.wall(), honest.membership)) if are_slow else ()
     for silent in silents:
         control: Any = silent._access.p2p._client.control  # type: ignore[union-attr]
-        del control.unary_handlers["shoal.records.2"]
-        control.unary_handlers["shoal.records.2"] = be_silent
+        control.unary_handlers["shoal.records.2"] = partial(repeat_slowly, silent.records, lies)
     await honest.announce(sign_now(1))
 
     newcomer = await dht.read(silents[0].addresses)
 
-    assert await look_up(newcomer) == {identity_of(1).peer_id}
+    assert identity_of(1).peer_id in await look_up(newcomer)
 
 
-async def be_silent(_: bytes, sender: object) -> bytes:
-    raise UnavailableError("nothing")
+async def repeat_slowly(
+    records: SwarmRecords, lies: tuple[bytes, ...], question: bytes, _: object
+) -> bytes:
+    if not lies:
+        raise UnavailableError("nothing")
+    content = records.open(question)
+    fetch = check_kind(decode_frame(content[MODEL_ID_CHARACTERS:]), RecordFetch, "a node")
+    await asyncio.sleep(1.0)  # of the 1.5 s that an answer may take
+    return records.seal(encode_frame(Records(fetch.question, lies, True)))
+
+
+async def test_owner_revokes_nobody_while_nobody_tells_who_is_revoked(dht: Directories) -> None:
+    """The list would lack those whom it had before."""
+    member = await dht.join([], 1, membership=OWNER.as_role(Role.SERVE))
+    owner = await dht.read(member.addresses, membership=OWNER)
+    handlers: Any = member._access.p2p._client.control.unary_handlers  # type: ignore[union-attr]
+    answer = handlers["shoal.records.2"]
+
+    handlers["shoal.records.2"] = partial(repeat_slowly, member.records, ())
+    with pytest.raises(DirectoryError, match="says which peers are revoked so far"):
+        await owner.revoke([identity_of(3).peer_id])
+    handlers["shoal.records.2"] = answer
+    await owner.revoke([identity_of(2).peer_id])
+
+    assert member.records.revocations.peer_ids == {identity_of(2).peer_id}
 
 
 def grind_identities(key: DHTID, num_identities: int) -> list[int]:

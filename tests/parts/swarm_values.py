@@ -6,7 +6,7 @@ from announcements import make_announcement
 
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import PeerId
-from shoal.protocol.membership.membership import make_public
+from shoal.protocol.membership.membership import Membership, make_public
 from shoal.protocol.records.announcements import sign_announcement
 from shoal.protocol.records.swarm_records import SwarmRecords
 
@@ -21,12 +21,12 @@ def number_peer(number: int) -> PeerId:
     return number_identity(number).peer_id
 
 
-def make_values(num_values: int, now: float) -> list[bytes]:
+def make_values(num_values: int, now: float, membership: Membership = PUBLIC) -> list[bytes]:
     """Return valid values of as many peers, which hold for 90 s."""
     values: list[bytes] = []
     for number in range(num_values):
         identity = number_identity(number)
         announcement = make_announcement(1, now, peer_id=identity.peer_id)
         record = sign_announcement(identity, announcement)
-        values.append(SwarmRecords(PUBLIC).add_own(record, now))
+        values.append(SwarmRecords(membership).add_own(record, now))
     return values

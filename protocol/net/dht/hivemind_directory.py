@@ -229,10 +229,14 @@ class HivemindDirectory:
         """Add peers to the owner's list, publish it and return it; peers hand it on from then on.
 
         With nobody to add it is only read. Raises UsageError unless we are the owner,
-        DirectoryError when nobody took it.
+        DirectoryError when nobody tells who is revoked so far, or nobody takes the list.
         """
         self._check_is_running()
-        await self._node.records.search(_NO_MODEL)
+        if not await self._node.records.search(_NO_MODEL):
+            raise DirectoryError(
+                "no peer of the swarm says which peers are revoked so far, so nothing was changed; "
+                "check that one is running"
+            )
         known = self.records.revocations
         if not set(peer_ids) - known.peer_ids:
             return known

@@ -50,7 +50,8 @@ _QUESTION = "shoal.records.2"
 """The name of the libp2p protocol that carries a question for records there and an answer back."""
 
 _NODE_SECONDS = 1.5
-"""How long one answer of a node may take; it arrives where a link carries 0.3 Mbit/s."""
+"""How long one answer of a node may take; it arrives where a link carries 0.3 Mbit/s. The nodes
+that are asked alone have no longer for all of theirs."""
 
 _MAX_ANSWERS = 32
 """Of one node in a search."""
@@ -209,14 +210,22 @@ class RecordNodes:
         self._clock = clock
         self._rng = rng
 
-    async def search(self, model_id: ModelId) -> None:
-        """Ask one node, a second one, and then all others, which have little left to tell."""
+    async def search(self, model_id: ModelId) -> bool:
+        """Ask one node, a second one, and then all others, which have little left to tell.
+
+        Return whether one of them answered.
+        """
+        heard: set[PeerID] = set()
         with suppress(TimeoutError):
             async with asyncio.timeout(_OPERATION_SECONDS):
                 nodes = await self._find_nodes(model_id)
                 self._rng.shuffle(nodes)  # it spreads the longest answers over all of them
-                for asked in (nodes[:1], nodes[1:2], nodes[2:]):
-                    await asyncio.gather(*(self._learn_from(node, model_id) for node in asked))
+                for node in nodes[:2]:  # neither may take the time for the others
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_NODE_SECONDS):
+                            await self._learn_from(node, model_id, heard)
+                await asyncio.gather(*(self._learn_from(n, model_id, heard) for n in nodes[2:]))
+        return bool(heard)
 
     async def bring(self, model_id: ModelId, value: bytes) -> list[bool]:
         """Bring a value to nodes; return of each that answers whether it keeps it."""
@@ -233,19 +242,20 @@ class RecordNodes:
         key = f"shoal directory 3\0{self._records.membership.swarm_id.hex()}\0{model_id}"
         return await self._neighbourhood.find_nodes(key)
 
-    async def _learn_from(self, node: PeerID, model_id: ModelId) -> None:
-        """Ask a node until it has no more, or sends much that is of no use."""
+    async def _learn_from(self, node: PeerID, model_id: ModelId, heard: set[PeerID]) -> None:
+        """Ask a node until it has nothing new; note whether it is heard."""
         for _ in range(_MAX_ANSWERS):
             fetch = self._records.make_fetch(model_id, self._clock.wall(), self._rng)
             answer = await self._ask(node, model_id, fetch)
             if answer is None:
                 return
+            heard.add(node)
+            new = [value for value in answer.records if not self._records.is_known(value)]
             num_taken, now = 0, self._clock.wall()
-            for num in self._records.take_in_turns(model_id, answer.records, now):
+            for num in self._records.take_in_turns(model_id, new, now):
                 num_taken += num
                 await asyncio.sleep(0)
-            # A node always tells its own record again.
-            if num_taken < 2 or sum(map(len, answer.records)) < MAX_RECORDS_BYTES // 2:
+            if not num_taken or sum(map(len, answer.records)) < MAX_RECORDS_BYTES // 2:
                 return
 
     async def _ask(self, node: PeerID, model_id: ModelId, fetch: RecordFetch) -> Records | None:

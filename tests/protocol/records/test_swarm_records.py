@@ -186,6 +186,16 @@ def test_newest_list_of_the_owner_counts_and_no_other() -> None:
     assert records.revocations == revoke(1, sequence=2)
 
 
+def test_newer_list_that_lacks_somebody_lets_nobody_in_again() -> None:
+    """The owner made it while nobody told of the one before."""
+    records = SwarmRecords(SERVER)
+
+    for revoked in (revoke(1, sequence=1), revoke(2, sequence=2)):
+        records.take(MODEL, list_value(revoked), NOW)
+
+    assert records.revocations == revoke(1, 2, sequence=2)
+
+
 def test_public_swarm_has_nobody_who_could_revoke() -> None:
     records = SwarmRecords(PUBLIC)
 
