@@ -26,7 +26,7 @@ from .process.config import PeerConfig, PeerEvent, Report, ignore
 from .process.identity_file import hold_identity
 from .pushing.connections import Connections
 from .serving_loop import ServingLoop
-from .streams.service import StreamHandler
+from .streams.service import MAX_PENDING_BYTES, StreamHandler
 from .workloads import make_service
 
 _logger = logging.getLogger(__name__)
@@ -165,7 +165,10 @@ def _describe_start(identity: Identity, loader: SpanLoader) -> dict[str, object]
     return {
         "peer_id": identity.peer_id,
         "model_id": loader.model.model_id,
+        "kv_bytes": loader.model.config.kv_budget_bytes,
+        "pass_bytes": loader.model.pass_bytes,
         "adapter_bytes": loader.model.adapter_bytes,
+        "message_bytes": MAX_PENDING_BYTES,
     }
 
 

@@ -271,6 +271,8 @@ def _print_for_people(event: PeerEvent) -> None:
     terminal = Terminal(sys.stdout)
     if event.name == "started":
         terminal.print(f"Peer {facts['peer_id']}")
+        for line in terminal.wrap(_describe_memory(facts)):
+            terminal.print(line)
         if not facts["adapter_bytes"]:
             terminal.print("Accepts no adapters: it has no memory for them (--adapter-memory).")
     elif event.name == "directory":
@@ -288,6 +290,15 @@ def _print_for_people(event: PeerEvent) -> None:
         for sentence in _describe_event(event):
             for line in terminal.wrap(f"{time.strftime('%H:%M:%S')} {sentence}"):
                 terminal.print(line)
+
+
+def _describe_memory(facts: dict[str, Any]) -> str:
+    sizes = (facts[f"{kind}_bytes"] // 2**20 for kind in ("kv", "pass", "adapter", "message"))
+    kv, training, adapters, messages = sizes
+    return (
+        f"Clients may take {kv:,} MiB for KV caches, {training:,} MiB for training, "
+        f"{adapters:,} MiB for adapters and {messages:,} MiB for messages that wait."
+    )
 
 
 def _describe_event(event: PeerEvent) -> Iterator[str]:

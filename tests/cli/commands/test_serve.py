@@ -81,13 +81,16 @@ def test_new_swarm_says_who_may_join_and_shows_codes_whole(
 
 
 @pytest.mark.parametrize(("num_bytes", "is_told"), [(0, True), (2**24, False)])
-def test_peer_that_keeps_no_adapters_says_so_at_its_start(
+def test_peer_says_at_its_start_what_clients_may_take_and_when_it_keeps_no_adapters(
     num_bytes: int, is_told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     screen = Screen()
     monkeypatch.setattr("sys.stdout", screen)
 
     facts: dict[str, object] = {"peer_id": "a", "model_id": "b", "adapter_bytes": num_bytes}
+    facts |= {"kv_bytes": 2**30, "pass_bytes": 0, "message_bytes": 2**29}
     _print_for_people(PeerEvent("started", facts))
 
+    assert "1,024 MiB for KV caches, 0 MiB for training" in " ".join(screen.text.split())
+    assert "512 MiB for messages that wait" in " ".join(screen.text.split())
     assert ("Accepts no adapters" in screen.text) is is_told
