@@ -12,7 +12,11 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 from swarm_values import number_identity
 
 from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.errors import UnavailableError
+from shoal.protocol.ids import PeerId
+from shoal.protocol.membership.membership import GREETING_NONCE_BYTES
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
+from shoal.protocol.net.libp2p.swarm_question import make_ask
 from shoal.protocol.records.announcements import sign_announcement
 from shoal.protocol.records.swarm_records import SwarmRecords
 from shoal.protocol.wire.codec import encode_frame
@@ -74,3 +78,18 @@ async def test_node_that_is_asked_too_much_refuses_and_answers_others(dht: Direc
     assert "too many announcements" in refusal
     assert 150 <= num_answers < 400
     assert await look_up(other) == {node._access.p2p.peer_id.to_base58()}  # type: ignore[union-attr]
+
+
+async def test_node_that_is_asked_for_its_swarm_too_much_refuses(dht: Directories) -> None:
+    node = await dht.join([], 1)
+    greedy = await dht.read(node.addresses)
+    ask = make_ask(greedy._access.p2p)
+    peer_id = PeerId(node._access.p2p.peer_id.to_base58())  # type: ignore[union-attr]
+
+    async def ask_much() -> None:
+        for _ in range(4000):
+            await ask(peer_id, bytes(GREETING_NONCE_BYTES))
+
+    with pytest.raises(UnavailableError, match="you ask too often"):
+        await ask_much()
+    assert (await dht.read(node.addresses)).membership == node.membership

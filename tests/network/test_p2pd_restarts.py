@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import warm_python
@@ -101,6 +102,24 @@ async def test_peer_is_found_again_where_it_was_and_says_so_in_one_line(
     ]
     newcomer = await dht.read(before)
     await wait_until_found(newcomer, 1, 2)
+
+
+async def test_p2pd_is_started_when_there_is_a_disk_again(
+    dht: Directories, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    directory = await dht.join([], 1)
+
+    with monkeypatch.context() as without_disk, caplog.at_level(logging.WARNING):
+        without_disk.setattr("tempfile.tempdir", str(tmp_path / "none"))
+        kill_p2pd(directory)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while "p2pd could not be started again" not in caplog.text:  # noqa: ASYNC110 - a log
+                await asyncio.sleep(0.01)
+
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while child_of(directory._access.p2p).returncode is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await directory.announce(sign_now(1))
 
 
 async def test_announcement_returns_with_p2pd_before_the_next_one_is_due(dht: Directories) -> None:

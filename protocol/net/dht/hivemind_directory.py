@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import warnings
 from collections.abc import Collection, Sequence
 
 from ...endpoints import Endpoint, Relay
@@ -35,6 +36,10 @@ from ..retry import Backoff, Retry
 from .access import Access, DirectoryNode, Place, open_access, reopen_access
 from .known_addresses import KnownAddresses
 from .neighbourhood import Neighbourhood, list_addresses
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # about what hivemind itself uses
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
 _logger = logging.getLogger(__name__)
 
@@ -274,7 +279,7 @@ class HivemindDirectory:
                 try:
                     async with asyncio.timeout(_RESTART_SECONDS):
                         await self._replace()
-                except (ShoalError, TimeoutError) as error:
+                except (ShoalError, OSError, P2PDaemonError) as error:  # no memory, or no disk
                     _logger.warning("p2pd could not be started again: %s", error)
 
     async def _replace(self) -> None:

@@ -12,7 +12,15 @@ import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
-from ...errors import DirectoryError, RemoteProtocolError, UnavailableError, WrongSwarmError
+from ...errors import (
+    DirectoryError,
+    ErrorCode,
+    RefusedError,
+    RemoteProtocolError,
+    UnavailableError,
+    WrongSwarmError,
+)
+from ...fair_share import BUSY_SECONDS, RecentCosts
 from ...ids import PeerId
 from ...membership.membership import GREETING_NONCE_BYTES, Membership, read_public_greeting
 from .multiaddrs import PeerAddress
@@ -26,6 +34,9 @@ QUESTION = "shoal.swarm.1"
 """The name of the libp2p protocol that carries a nonce there and an answer back."""
 
 _ANSWER_SECONDS = 1.5
+
+_MOST_QUESTIONS, _CERTAIN_QUESTIONS = 2000, 10
+"""Of all strangers in ten seconds, and of each whatever others ask: whoever joins asks once."""
 
 Ask = Callable[[PeerId, bytes], Awaitable[bytes]]
 """Sends a nonce to a peer and returns its answer; raises UnavailableError when there is none."""
@@ -90,8 +101,11 @@ def make_ask(p2p: P2P) -> Ask:
 async def answer_questions(p2p: P2P, membership: Membership) -> None:
     """Answer from now on which swarm we are in."""
     peer_id = PeerId(cast(Any, p2p).peer_id.to_base58())
+    budget = RecentCosts(_MOST_QUESTIONS, 10.0, _CERTAIN_QUESTIONS)
 
-    async def handle(nonce: bytes, _: object) -> bytes:
+    async def handle(nonce: bytes, sender: PeerID) -> bytes:
+        if not budget.take(str(sender), 1, asyncio.get_running_loop().time()):
+            raise RefusedError(ErrorCode.BUSY, "you ask too often", BUSY_SECONDS)
         return answer(membership, peer_id, nonce)
 
     await cast(Any, p2p)._client.add_unary_handler(QUESTION, handle)
