@@ -32,7 +32,7 @@ from shoal.protocol.net.dht.dht_node import make_node_id
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
 from shoal.protocol.net.dht.known_addresses import AddressFolder
 from shoal.protocol.net.libp2p import p2p_daemon
-from shoal.protocol.net.libp2p.multiaddrs import split_multiaddr
+from shoal.protocol.net.libp2p.multiaddrs import PeerAddress, split_multiaddr
 from shoal.protocol.records.swarm_records import SwarmRecords
 from shoal.protocol.spans import Span
 from shoal.protocol.wire.codec import check_kind, decode_frame, encode_frame
@@ -218,6 +218,47 @@ async def test_restart_needs_no_initial_peer_that_still_lives(
     stranger = {"membership": make_owner(bytes(16)).as_role(Role.USE), "known": known}
     with pytest.raises(WrongSwarmError):
         await dht.read(others[2].addresses, **stranger)
+
+
+async def test_restart_joins_no_other_swarm_whatever_addresses_strangers_had_announced(
+    dht: Directories, tmp_path: Path
+) -> None:
+    """Those who listen there are in another swarm, or none that can be joined."""
+    first = await dht.join([], 1)
+    honest = await dht.join(first.addresses, 2)
+    liar = await dht.join([], 3)
+    known = AddressFolder(tmp_path, keeps_loopback=True).find(None, first.addresses)
+    liars, honests = ([PeerAddress.parse(text) for text in one.addresses] for one in (liar, honest))
+    await first.close()
+
+    known.save(first.membership.swarm_id, [*liars, *honests])
+    again = await dht.join(first.addresses, 4, known=known)
+    assert again.membership == first.membership
+    known.save(first.membership.swarm_id, liars)
+    with pytest.raises(WrongSwarmError):
+        await dht.join(first.addresses, 5, known=known)
+
+
+async def test_addresses_of_the_last_time_give_way_to_new_ones(
+    dht: Directories, tmp_path: Path
+) -> None:
+    """31 of 32 are of peers that are gone."""
+    first = await dht.join([], 1)
+    honest = await dht.join(first.addresses, 2)
+    gone = [f"/ip4/127.0.0.1/tcp/{n}/p2p/{identity_of(n).peer_id}" for n in range(100, 131)]
+    known = AddressFolder(tmp_path, keeps_loopback=True).find(None, first.addresses)
+    kept = [PeerAddress.parse(text) for text in (*honest.addresses, *gone)]
+    known.save(first.membership.swarm_id, kept)
+    newer = await dht.join(first.addresses, 3)
+    await first.close()
+    await announce_all({3: newer})
+
+    reader = await dht.read(first.addresses, known=known)
+    await reader.lookup(MODEL)
+
+    _, addresses = known.load()
+    assert len(addresses) == 32
+    assert addresses[0].peer_id == identity_of(3).peer_id
 
 
 async def test_swarm_stays_whole_when_the_peer_that_began_it_begins_it_again(

@@ -25,7 +25,7 @@ from ...errors import (
 )
 from ...identity import Identity
 from ...ids import MODEL_ID_CHARACTERS, ModelId, PeerId
-from ...membership.membership import Membership, Revocations, sign_revocations
+from ...membership.membership import Membership, Revocations, make_public, sign_revocations
 from ...records.announcements import Announcement, PeerState, read_announcement
 from ...records.swarm_records import SwarmRecords
 from ..clock import Clock
@@ -124,9 +124,10 @@ class HivemindDirectory:
         except WrongSwarmError:
             raise
         except DirectoryError as error:
-            others = [PeerAddress.parse(text) for text in known.load()] if known and peers else []
+            swarm_id, others = known.load() if known and peers else (b"", [])
             if not others:
                 raise
+            membership = membership or make_public(swarm_id)
             _logger.warning("%s; trying %d addresses of the last time", error, len(others))
             return await cls._join(others, place, clock, membership, known)
 
@@ -224,7 +225,8 @@ class HivemindDirectory:
             self._kept_at = now
             addresses = list_addresses(announced)
             self._rng.shuffle(addresses)
-            self._known.save([*self._access.peers, *addresses])
+            # New ones first: what was joined through may be what was kept the last time.
+            self._known.save(self.membership.swarm_id, [*addresses, *self._access.peers])
 
     def _list_known(self, model_id: ModelId) -> list[Announcement]:
         now = self._clock.wall()

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import UsageError
-from ...membership.membership import Membership
+from ...ids import PeerId
+from ...membership.membership import Membership, make_public
 from ..libp2p.multiaddrs import PeerAddress
 
 _logger = logging.getLogger(__name__)
@@ -46,22 +47,29 @@ class KnownAddresses:
         self._path = path
         self._keeps_loopback = keeps_loopback
 
-    def load(self) -> list[str]:
-        """Return the addresses; none where nothing valid was kept."""
+    def load(self) -> tuple[bytes, list[PeerAddress]]:
+        """Return the id of the swarm and its addresses; none where nothing valid was kept."""
         try:
             with self._path.open(encoding="ascii") as file:
-                lines = file.read(_MAX_BYTES).splitlines()
-            return [PeerAddress.parse(line).text for line in lines[:_MAX_ADDRESSES]]
+                swarm_id, *lines = file.read(_MAX_BYTES).splitlines()
+            addresses = [PeerAddress.parse(line) for line in lines[:_MAX_ADDRESSES]]
+            return make_public(bytes.fromhex(swarm_id)).swarm_id, addresses
         except (OSError, ValueError, UsageError) as error:
             _logger.debug("no known addresses of the swarm in %s: %s", self._path, error)
-            return []
+            return b"", []
 
-    def save(self, addresses: Sequence[PeerAddress]) -> None:
-        """Keep addresses in place of those before; none are no reason to forget these."""
-        kept = [one for one in addresses if self._keeps_loopback or not one.is_loopback]
+    def save(self, swarm_id: bytes, addresses: Sequence[PeerAddress]) -> None:
+        """Keep addresses, one of each peer, in place of those before, if there are any.
+
+        Strangers name them: so the id of the swarm is kept, which a peer there has to be in.
+        """
+        kept: dict[PeerId, str] = {}
+        for one in addresses:
+            if self._keeps_loopback or not one.is_loopback:
+                kept.setdefault(one.peer_id, one.text)
         if not kept:
             return
-        text = "\n".join(address.text for address in kept[:_MAX_ADDRESSES])
+        text = "\n".join([swarm_id.hex(), *list(kept.values())[:_MAX_ADDRESSES]])
         try:
             folder = self._path.parent
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -23,60 +23,70 @@ def test_addresses_are_found_again_by_whoever_joins_the_same_swarm(tmp_path: Pat
     folder = AddressFolder(tmp_path / "shoal" / "swarms")
     addresses = [address_of(1), address_of(2)]
 
-    folder.find(OWNER.as_role(Role.SERVE), ["/ip4/any"]).save(addresses)
-    folder.find(None, ["/ip4/b", "/ip4/a"]).save(addresses[:1])
+    folder.find(OWNER.as_role(Role.SERVE), ["/ip4/any"]).save(OWNER.swarm_id, addresses)
+    folder.find(None, ["/ip4/b", "/ip4/a"]).save(OWNER.swarm_id, addresses[:1])
 
-    assert folder.find(OWNER, []).load() == [address.text for address in addresses]
-    assert folder.find(None, ["/ip4/a", "/ip4/b"]).load() == [addresses[0].text]
-    assert folder.find(None, ["/ip4/a"]).load() == []
+    assert folder.find(OWNER, []).load() == (OWNER.swarm_id, addresses)
+    assert folder.find(None, ["/ip4/a", "/ip4/b"]).load()[1] == addresses[:1]
+    assert folder.find(None, ["/ip4/a"]).load() == (b"", [])
 
 
 def test_loopback_and_nothing_are_not_kept(tmp_path: Path) -> None:
     known = AddressFolder(tmp_path).find(OWNER, [])
-    known.save([address_of(1), address_of(2, "127.0.0.1")])
+    known.save(OWNER.swarm_id, [address_of(1), address_of(2, "127.0.0.1")])
 
-    known.save([address_of(2, "127.0.0.1")])
+    known.save(OWNER.swarm_id, [address_of(2, "127.0.0.1")])
 
-    assert known.load() == [address_of(1).text]
+    assert known.load() == (OWNER.swarm_id, [address_of(1)])
 
 
 def test_only_so_many_are_kept(tmp_path: Path) -> None:
     known = AddressFolder(tmp_path).find(OWNER, [])
 
-    known.save([address_of(number) for number in range(1, 100)])
+    known.save(OWNER.swarm_id, [address_of(number) for number in range(1, 100)])
 
-    assert known.load() == [address_of(number).text for number in range(1, 33)]
+    assert known.load()[1] == [address_of(number) for number in range(1, 33)]
+
+
+def test_address_of_a_peer_is_kept_once_and_the_first_one_counts(tmp_path: Path) -> None:
+    known = AddressFolder(tmp_path).find(OWNER, [])
+
+    known.save(OWNER.swarm_id, [address_of(2), address_of(1), address_of(2, "192.0.2.8")])
+
+    assert known.load()[1] == [address_of(2), address_of(1)]
 
 
 def test_swarms_of_long_ago_are_forgotten(tmp_path: Path) -> None:
     folder = AddressFolder(tmp_path)
     for number in range(70):
-        folder.find(None, [str(number)]).save([address_of(1)])
+        folder.find(None, [str(number)]).save(OWNER.swarm_id, [address_of(1)])
         for age, file in enumerate(
             sorted(tmp_path.iterdir(), key=lambda one: -os.stat(one).st_mtime)
         ):
             os.utime(file, (1e9 - age, 1e9 - age))
 
     assert len(list(tmp_path.iterdir())) == 64
-    assert folder.find(None, ["69"]).load() != []
+    assert folder.find(None, ["69"]).load()[1] != []
 
 
-@pytest.mark.parametrize("content", [b"junk", b"\xff\xfe", b"/ip4/1/tcp/1/p2p/x\n", b""])
+@pytest.mark.parametrize(
+    "content", [b"junk", b"\xff\xfe", b"00\n", b"00\n/ip4/1/tcp/1/p2p/x\n", b""]
+)
 def test_damaged_file_holds_nothing(content: bytes, tmp_path: Path) -> None:
     folder = AddressFolder(tmp_path)
-    folder.find(OWNER, []).save([address_of(1)])
+    folder.find(OWNER, []).save(OWNER.swarm_id, [address_of(1)])
     (file,) = tmp_path.iterdir()
 
     file.write_bytes(content)
 
-    assert folder.find(OWNER, []).load() == []
+    assert folder.find(OWNER, []).load() == (b"", [])
 
 
 def test_no_place_to_write_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     known = AddressFolder(tmp_path / "file").find(OWNER, [])
 
-    known.save([address_of(1)])
+    known.save(OWNER.swarm_id, [address_of(1)])
 
-    assert known.load() == []
+    assert known.load() == (b"", [])
     assert "cannot keep the addresses" in caplog.text
