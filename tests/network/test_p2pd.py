@@ -6,13 +6,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import resource
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from libp2p_parts import connected_p2pds
+from processes import is_running
 
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.ids import PeerId, SessionId
@@ -30,6 +33,7 @@ from shoal.protocol.net.libp2p.p2p_daemon import (
     MAX_MESSAGE_BYTES,
     child_of,
     open_byte_stream,
+    start_reading_p2pd,
     stop_p2pd,
 )
 from shoal.protocol.wire.codec import encode_frame
@@ -42,6 +46,7 @@ pytestmark = [
 PROTOCOL = "a question"
 PATIENCE_SECONDS = 60.0  # only a broken test waits this long
 MOST_STREAMS = 10_000
+NUM_STOPPED = 10
 LESS_DATA_BYTES = 160 * 2**20
 SESSION = SessionId(bytes(range(16)))
 LONGEST_ANSWER = encode_frame(Records(SESSION, (bytes(100),) * (MAX_RECORDS_BYTES // 100)))
@@ -237,3 +242,32 @@ async def test_nothing_that_waits_is_left_behind(ends_first: str) -> None:
         left = asyncio.all_tasks() - before
     assert complaints == []
     assert {task for task in left if not task.done()} == set()
+
+
+@pytest.mark.slow
+async def test_p2pd_that_ends_while_it_is_stopped_leaves_its_exit_status_to_asyncio(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """On one core, p2pd is often dead for a moment before the thread that waits for it knows."""
+    cores = os.sched_getaffinity(0)
+    try:
+        for _ in range(NUM_STOPPED):
+            p2p = await start_reading_p2pd([], None)
+            process = child_of(p2p)
+            pin_threads({min(cores)}, os.getpid(), process.pid)
+            process.send_signal(signal.SIGKILL)
+            while is_running(process.pid):
+                pass
+            await stop_p2pd(p2p)
+            assert process.returncode == -signal.SIGKILL
+            pin_threads(cores, os.getpid())
+    finally:
+        pin_threads(cores, os.getpid())
+
+    assert caplog.messages == []
+
+
+def pin_threads(cores: set[int], *pids: int) -> None:
+    for pid in pids:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            os.sched_setaffinity(int(thread), cores)

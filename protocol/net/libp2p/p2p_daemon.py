@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
 import sys
 import tempfile
 import warnings
@@ -106,6 +108,19 @@ class OwnGroupP2P(P2P):
             kwargs["relayDiscovery"] = False
         return start + P2P._make_process_args(*args, **kwargs)
 
+    def _terminate(self) -> None:
+        """Do as hivemind does, and leave the exit status of p2pd to asyncio, which waits for it.
+
+        Popen's way to send a signal takes it where p2pd has just ended, and asyncio then warns of
+        an unknown child process.
+        """
+        hivemind = cast(Any, self)
+        child, hivemind._child = hivemind._child, None
+        super()._terminate()
+        hivemind._child = child
+        if child is not None:
+            _send_signal(child, signal.SIGTERM)
+
     def _remove_socket(self) -> None:
         """Do what p2pd forgets that gives up in the middle of its start, and hivemind as well."""
         path = cast(Any, self)._daemon_listen_maddr["unix"]
@@ -189,7 +204,7 @@ async def stop_p2pd(p2p: P2P) -> None:
         async with asyncio.timeout(_STOP_SECONDS):
             await p2p.shutdown()
     except TimeoutError:
-        child_of(p2p).kill()
+        _send_signal(child_of(p2p), signal.SIGKILL)
     cast(Any, p2p)._remove_socket()  # one that was killed leaves it
     # Not only waits: it closes the pipe of what p2pd says, which hivemind leaves open.
     await child_of(p2p).communicate()
@@ -222,6 +237,12 @@ def list_relays(initial_peers: Sequence[PeerAddress]) -> list[Relay]:
 def child_of(p2p: P2P) -> asyncio.subprocess.Process:
     """Return the process of a p2pd."""
     return cast(Any, p2p)._child
+
+
+def _send_signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)
 
 
 def _check_is_alone(listening: Sequence[PeerAddress], identity: Identity | None) -> None:
