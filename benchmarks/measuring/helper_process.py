@@ -43,6 +43,13 @@ class HelperProcess:
             self._process.kill()
             self._process.communicate()
 
+    def end(self) -> Any:
+        """Close its stdin, and return the line of JSON that it says then."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.stdin = None  # communicate() would flush it
+        return self.read()
+
     def tell(self, word: str) -> None:
         """Send a line."""
         assert self._process.stdin is not None

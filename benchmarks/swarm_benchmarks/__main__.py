@@ -12,7 +12,7 @@ from measuring.report import BenchRun
 from shoal.cli.benchmarking.figure import Figure, describe_machine
 from shoal.cli.terminal.interrupts import INTERRUPTED, stop_on_sigterm
 from shoal.protocol.errors import ShoalError
-from swarm_benchmarks import attacks, failover, finetune, flood, hop, memory, start
+from swarm_benchmarks import attacks, failover, finetune, flood, hop, memory, p2pd, start
 from swarm_benchmarks.curve import draw_curve
 from swarm_benchmarks.decoding import measure_context, measure_sessions, measure_single
 from swarm_benchmarks.prompts import measure_newcomer, measure_prompts
@@ -43,6 +43,7 @@ PARTS = {
         "The same where each session of the flood has the largest adapter", flood.measure_adapters
     ),
     "attacks": Part("A client beside strangers who attack the peer", attacks.measure),
+    "p2pd": Part("A client beside a stranger who ends a peer's p2pd again and again", p2pd.measure),
     "finetune": Part(
         "Gradients through frozen blocks, and steps beside a client that trains", finetune.measure
     ),

@@ -54,6 +54,9 @@ class Effort:
     num_flooding: int = 32
     """Sessions of the client that floods the peers."""
 
+    p2pd_attack_seconds: float = 300.0
+    """How long p2pd is attacked."""
+
     texts: tuple[int, int] = (8, 256)
     """Rows of a batch to train on, and their length."""
 
@@ -70,6 +73,7 @@ QUICK = Effort(
     maximum=1000,
     lengths=(100, 500),
     num_flooding=4,
+    p2pd_attack_seconds=3.0,
     texts=(4, 32),
 )
 """Only to see that everything runs."""
