@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 
 from ..ids import ModelId, PeerId
@@ -84,12 +84,3 @@ class SwarmView:
     def find(self, peer_id: PeerId) -> Announcement | None:
         """Return what a peer announced, whatever its state."""
         return self._by_peer_id.get(peer_id)
-
-    def without(self, peer_ids: Collection[PeerId]) -> SwarmView:
-        """Return the view as if these peers were not there."""
-        return replace(self, peers=tuple(p for p in self.peers if p.peer_id not in peer_ids))
-
-    def is_usable(self, now: float) -> bool:
-        """Return whether ONLINE peers whose word still holds at `now` serve every block."""
-        spans = [peer.span for peer in self.online if peer.expires_at > now]
-        return self.num_blocks > 0 and not find_gaps(self.num_blocks, spans)

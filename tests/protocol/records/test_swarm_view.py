@@ -32,7 +32,6 @@ def test_only_online_peers_cover_but_all_are_visible(state: PeerState) -> None:
     assert view.peers == (whole,)
     assert view.online == ()
     assert view.gaps == (Span(0, 8),)
-    assert not view.is_usable(NOW)
     assert str(state) in repr(view)
 
 
@@ -61,33 +60,9 @@ def test_num_blocks_from_the_configuration_overrules_peers() -> None:
     assert view.peers == (honest,)
 
 
-def test_view_without_peers_has_the_gaps_they_leave() -> None:
-    peers = [make_announcement(1, span=Span(0, 8)), make_announcement(2, span=Span(0, 4))]
-    view = SwarmView.from_announcements(MODEL, peers, NOW)
-
-    smaller = view.without({peers[0].peer_id})
-
-    assert view.gaps == ()
-    assert smaller.gaps == (Span(4, 8),)
-    assert smaller.peers == (peers[1],)
-
-
-def test_view_is_usable_until_a_needed_peer_expires() -> None:
-    peers = [
-        make_announcement(1, span=Span(0, 4), expires_at=NOW + 30),
-        make_announcement(2, span=Span(4, 8), expires_at=NOW + 60),
-    ]
-    view = SwarmView.from_announcements(MODEL, peers, NOW)
-
-    assert view.is_usable(NOW)
-    assert view.is_usable(NOW + 29.9)
-    assert not view.is_usable(NOW + 30)
-
-
-def test_empty_view_is_not_usable() -> None:
+def test_empty_view_has_the_gaps_of_its_configuration() -> None:
     view = SwarmView.from_announcements(MODEL, [], NOW)
 
     assert view.num_blocks == 0
     assert view.gaps == ()
-    assert not view.is_usable(NOW)
     assert SwarmView.from_announcements(MODEL, [], NOW, num_blocks=4).gaps == (Span(0, 4),)
