@@ -24,6 +24,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 from processes import children_of, is_running
 from swarm_values import make_values
 
+from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, UnavailableError, UsageError, WrongSwarmError
 from shoal.protocol.ids import MODEL_ID_CHARACTERS
 from shoal.protocol.membership.membership import Membership, Role, make_owner, make_public
@@ -259,6 +260,30 @@ async def test_addresses_of_the_last_time_give_way_to_new_ones(
     _, addresses = known.load()
     assert len(addresses) == 32
     assert addresses[0].peer_id == identity_of(3).peer_id
+
+
+async def test_announced_address_in_a_local_network_is_dialled_from_there_only(
+    dht: Directories,
+) -> None:
+    num_dials = 0
+
+    def count(_: object, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_dials
+        num_dials += 1
+        writer.close()
+
+    async with await asyncio.start_server(count, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        local = await dht.join([], 1)
+        public = await dht.join([], 2, endpoint=Endpoint("192.0.2.1", 4000))
+        for number, directory, expected in ((2, public, False), (1, local, True)):
+            stranger = SwarmRecords(directory.membership)
+            value = stranger.add_own(sign_now(3, directory_port=port), CLOCK.wall())
+            directory.records.take(MODEL, value, CLOCK.wall())
+
+            await directory.announce(sign_now(number))
+
+            assert (num_dials > 0) == expected
 
 
 async def test_swarm_stays_whole_when_the_peer_that_began_it_begins_it_again(

@@ -200,7 +200,9 @@ class DirectoryNode(NamedTuple):
         p2p, is_reader = access.p2p, access.place.listening is None
         async with stopping_if_failed(p2p):
             dht = await start_node(p2p, initial_peers, is_reader)
-            neighbourhood = Neighbourhood(dht, p2p, access.peers)
+            place = access.place
+            own_host = place.endpoint.host if place.endpoint else (place.listening or ("",))[0]
+            neighbourhood = Neighbourhood(dht, p2p, access.peers, clock, own_host)
             nodes = RecordNodes(neighbourhood, p2p, records, clock, random.Random())
             if not is_reader:
                 await nodes.answer_questions()

@@ -18,7 +18,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
-from ...errors import DirectoryError, RemoteProtocolError, ShoalError, UsageError
+from ...endpoints import Endpoint, Relay
+from ...errors import DirectoryError, RemoteProtocolError, ShoalError, UnavailableError, UsageError
 from ...fair_share import name_network
 from ...ids import MODEL_ID_CHARACTERS, ModelId
 from ...messages.records import MAX_RECORDS_BYTES, RecordFetch, Records
@@ -28,6 +29,7 @@ from ...wire.codec import check_kind, decode_frame, encode_frame
 from ..clock import Clock
 from ..libp2p.multiaddrs import PeerAddress, find_listening
 from ..libp2p.p2p_daemon import connect, list_peers
+from ..tcp.dial_rules import DialRules
 from .dht_node import make_node_id
 
 with warnings.catch_warnings():
@@ -97,7 +99,16 @@ def choose_nodes(
 class Neighbourhood:
     """The neighbours of one node, and the initial peers, which it goes back to."""
 
-    def __init__(self, node: DHTNode, p2p: P2P, initial_peers: Sequence[PeerAddress]) -> None:
+    def __init__(
+        self,
+        node: DHTNode,
+        p2p: P2P,
+        initial_peers: Sequence[PeerAddress],
+        clock: Clock | None = None,
+        own_host: str = "",
+    ) -> None:
+        """A peer that announces a host dials announced nodes by `DialRules`."""
+        self._rules = DialRules(clock, own_host) if clock and own_host else None
         self._node = node
         self._p2p = p2p
         self._initial_peers = tuple(initial_peers)
@@ -147,7 +158,7 @@ class Neighbourhood:
         self._node.blacklist.clear()
         others = list_addresses(known)
         self._rng.shuffle(others)
-        await self._greet_listening([*self._initial_peers, *others[:_MOST_GREETED]])
+        await self._greet_listening(self._initial_peers, others[:_MOST_GREETED])
         await asyncio.sleep(0)  # the answers enter the routing table in tasks of their own
 
     async def widen(self, known: Iterable[Announcement]) -> None:
@@ -160,9 +171,9 @@ class Neighbourhood:
         neighbours = {peer_id.to_base58() for peer_id in self._table.uid_to_peer_id.values()}
         away = [peer for peer in self._initial_peers if peer.peer_id not in neighbours]
         others = list_addresses(peer for peer in known if peer.peer_id not in neighbours)
-        away += self._rng.sample(others, min(len(others), _GREETED_EACH_TIME))
-        if away:
-            await self._greet_listening(away)
+        others = self._rng.sample(others, min(len(others), _GREETED_EACH_TIME))
+        if away or others:
+            await self._greet_listening(away, others)
 
     async def close(self) -> None:
         """Wait for searches that nobody waits for any more; call it when p2pd has ended."""
@@ -173,11 +184,24 @@ class Neighbourhood:
     def _table(self) -> Any:
         return self._node.protocol.routing_table
 
-    async def _greet_listening(self, peers: Sequence[PeerAddress]) -> None:
+    async def _greet_listening(
+        self, peers: Sequence[PeerAddress], announced: Sequence[PeerAddress]
+    ) -> None:
+        allowed = await asyncio.gather(*map(self._allow, announced))
         # After a failed dial, libp2p refuses that address for 5 s, and longer each time.
         with suppress(DirectoryError):
-            listening = await find_listening(peers)
+            listening = await find_listening([*peers, *filter(None, allowed)])
             await asyncio.gather(*map(self._greet, listening))
+
+    async def _allow(self, peer: PeerAddress) -> PeerAddress | None:
+        """Return where an announced address leads, None where it must not be dialled."""
+        if self._rules is None or peer.tcp_port is None:
+            return peer
+        with suppress(UnavailableError):
+            place = Endpoint(peer.host, peer.tcp_port)
+            found = await self._rules.resolve(place, _ANSWER_SECONDS)
+            return PeerAddress.parse(str(Relay(found.host, found.port, peer.peer_id)))
+        return None
 
     async def _greet(self, peer: PeerAddress) -> None:
         try:
