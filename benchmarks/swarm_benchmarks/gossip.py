@@ -142,7 +142,7 @@ class Crowd:
     def answer(self, stranger: int, fetch: RecordFetch) -> Records:
         """Answer as the member that a stranger has asked."""
         now = _CLOCK.wall()
-        return self.records.answer(stranger, self.model.model_id, fetch, now, self._rng)
+        return self.records.answer(_name_host(stranger), self.model.model_id, fetch, now, self._rng)
 
 
 def _name_host(number: int) -> str:
