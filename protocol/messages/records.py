@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Annotated
 
 from .. import limits
@@ -18,11 +17,6 @@ MAX_RECORD_BYTES = 2 * limits.MAX_ANNOUNCEMENT_BYTES
 
 MAX_RECORDS_BYTES = 48 * 2**10
 """All records of an answer. 1,000 announcements of 400 bytes take nine answers."""
-
-
-def digest_record(value: bytes) -> bytes:
-    """Return the short name of a record."""
-    return hashlib.sha256(value).digest()[:DIGEST_BYTES]
 
 
 def _check_known(value: bytes) -> None:

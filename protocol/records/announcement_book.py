@@ -6,13 +6,14 @@ has to go when there are too many.
 
 from __future__ import annotations
 
+import hashlib
 from heapq import nsmallest
 from itertools import chain, islice
 
 from .. import limits
 from ..errors import RemoteProtocolError
 from ..ids import PeerId
-from ..messages.records import digest_record
+from ..messages.records import DIGEST_BYTES
 from .announcements import Announcement, KnownRecord, PeerState
 
 HINT_SECONDS = 24 * 3600.0
@@ -20,6 +21,11 @@ HINT_SECONDS = 24 * 3600.0
 
 _DISPLACED_PARTS = 100
 """One of so many announcements of a full scope give way at once."""
+
+
+def digest_record(value: bytes) -> bytes:
+    """Return the short name of a record."""
+    return hashlib.sha256(value).digest()[:DIGEST_BYTES]
 
 
 class AnnouncementBook:

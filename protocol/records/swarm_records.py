@@ -31,9 +31,8 @@ from ..messages.records import (
     MAX_RECORDS_BYTES,
     RecordFetch,
     Records,
-    digest_record,
 )
-from .announcement_book import AnnouncementBook
+from .announcement_book import AnnouncementBook, digest_record
 from .announcements import (
     Announcement,
     KnownRecord,

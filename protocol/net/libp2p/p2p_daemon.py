@@ -340,6 +340,8 @@ def _translate(
         return DirectoryError(
             f"p2pd did not start in time: this machine is busy, or no peer responds at: {texts}"
         )
+    if "failed to start: None" in str(error):
+        return DirectoryError("p2pd ended before it was ready, without a word")
     return DirectoryError(f"cannot start p2pd to join the directory: {error}")
 
 

@@ -19,6 +19,7 @@ from shoal.client.settings.client_config import ClientConfig
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import NO_CAPABILITY, ModelId, SessionId
+from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.records.announcements import shorten
 from shoal.protocol.session.recovery_log import RecoveryLog
 from shoal.protocol.spans import Span
@@ -50,7 +51,8 @@ def make_plan(delivery: str = "chain", clock: HandClock | None = None) -> PushPl
     nobody = cast(Any, None)
     model = SwarmModel(MODEL_ID, 3, 8)
     config = ClientConfig(delivery=delivery)
-    swarm = RouteFinder(nobody, nobody, model, clock or HandClock(), config)
+    directory = MemoryDirectory(MemoryDirectoryStore(), clock or HandClock())
+    swarm = RouteFinder(directory, nobody, model, clock or HandClock(), config)
     facts = SessionFacts(MODEL_ID, Span(0, 3), 8, 100, session=SessionId(b"the secret of it"))
     return PushPlan(SessionContext(facts, swarm, nobody, nobody, config, nobody), nobody, nobody)
 

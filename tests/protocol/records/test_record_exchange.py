@@ -10,7 +10,8 @@ from announcements import make_announcement, sign
 
 from shoal.client.routing.route_finder import GOSSIP_BYTES
 from shoal.protocol.ids import SessionId
-from shoal.protocol.messages.records import Records, digest_record
+from shoal.protocol.messages.records import Records
+from shoal.protocol.records.announcement_book import digest_record
 from shoal.protocol.records.announcements import (
     Announcement,
     KnownRecord,
