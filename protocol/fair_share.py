@@ -259,8 +259,8 @@ def may_displace(asker: Tenant, idle: Tenant, held: Mapping[Tenant, int], num_by
 
 
 class RecentCosts:
-    """What strangers have cost lately. All together may cost `budget` within `seconds`, or that at
-    once after some quiet; nobody more than three times what stays free.
+    """Counts the costs of strangers. All of them together have a budget: they may cost `budget` in
+    each `seconds`, or at once after a quiet time, and nobody more than three times what stays free.
 
     Costs fade: after `seconds` 37 % of one counts. So there is no window at whose beginning all
     come at once. Each may cost `certain` whatever others do: an attacker with many identities pays

@@ -67,11 +67,14 @@ class RollCall:
         """Dial hosts of a span; return all that cannot be counted on there.
 
         If one that was dialled does not answer, those that were not dialled do not count either.
+        Hosts behind relays cannot be dialled from here: so they never count, and are not absent.
         """
-        called = draw_hosts(hosts, span, self._rng)
+        called = draw_hosts([host for host in hosts if host.endpoints], span, self._rng)
         answers = await asyncio.gather(*map(self._is_there, called))
+        if all(answers):
+            return {host.peer_id for host in hosts if not host.endpoints}
         present = {host.peer_id for host, is_there in zip(called, answers, strict=True) if is_there}
-        return () if all(answers) else {host.peer_id for host in hosts} - present
+        return {host.peer_id for host in hosts} - present
 
     async def _is_there(self, host: Announcement) -> bool:
         """Return whether a host answers, and serves what it announced or is about to."""

@@ -20,7 +20,7 @@ class Turns:
     """Time of the event loop that tenants have cost lately, and a line of those that wait.
 
     All together may cost `microseconds` of each second; an address three quarters of that, and a
-    client there three quarters of what its address may. What they have cost fades in `seconds`.
+    client there three quarters of what its address may. A cost counts for 37 % after `seconds`.
     """
 
     def __init__(self, microseconds: int, seconds: float) -> None:

@@ -200,7 +200,7 @@ class KnownRecord(NamedTuple):
     announcement: Announcement
     value: bytes
     digest: bytes
-    """What it is named by in questions, see `digest_record`."""
+    """The short name that questions give it, see `digest_record`."""
 
 
 def shorten(peer_id: PeerId) -> str:

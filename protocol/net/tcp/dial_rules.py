@@ -75,11 +75,13 @@ class DialRules:
         """
         try:
             async with asyncio.timeout(timeout_seconds):
-                address, own = await _resolve(endpoint.host), await _resolve(self._own_host)
+                address = await _resolve(endpoint.host)
+                network = find_local_network(address)
+                # Public addresses are dialled even while nobody can tell our own.
+                own = None if network is None else await _resolve(self._own_host)
         except TimeoutError as error:
             raise UnavailableError(f"nobody says which address {endpoint.host} has") from error
-        network = find_local_network(address)
-        if network is not None and network != find_local_network(own):
+        if own is not None and network != find_local_network(own):
             raise UnavailableError(f"{endpoint} is in a network that this peer does not share")
         if network not in _LOOPBACK and self._count_failures(address) >= _MAX_FAILURES:
             raise UnavailableError(f"too many dials of {endpoint.host} have failed in this minute")

@@ -1,8 +1,8 @@
 """A stranger with ten identities of his own, who attacks the swarm while it is in trouble.
 
 One process, for which chaos is `Stranger`. He is in the directory of the swarm like anybody else,
-and dials peers past their proxies, from an address of his own. What he does follows from the seed;
-his strokes are short and have pauses between, so that a swarm on two cores has time for its work.
+and dials peers past their proxies, from an address of his own. The seed decides what he does; his
+strokes are short and have pauses between, so that a swarm on two cores has time for its work.
 """
 
 from __future__ import annotations

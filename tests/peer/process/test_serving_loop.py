@@ -32,7 +32,7 @@ from shoal.peer.process.background import BackgroundTasks, LoopLag
 from shoal.peer.process.config import PeerConfig, PeerEvent
 from shoal.peer.serving_loop import ServingLoop
 from shoal.peer.streams.service import StreamHandler
-from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.errors import DirectoryError, UnavailableError, UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId, PeerId
@@ -52,6 +52,7 @@ LOAD_SECONDS = 2.0
 BLOCKS_PER_SECOND = 400.0
 LIAR = max(Identity(bytes([number]) * 32).peer_id for number in range(64))
 """Of two who come at the same time the higher id stays."""
+RELAY = Relay("192.0.2.1", 4001, LIAR)
 CONFIG = PeerConfig(model="", announce_period_seconds=PERIOD_SECONDS)
 
 
@@ -273,13 +274,14 @@ class World:
         self.peers.append(peer)
         return peer
 
-    async def make_up(self, number: int, span: Span) -> None:
+    async def make_up(self, number: int, span: Span, is_relayed: bool = False) -> None:
         """Announce a peer that is not there, once and for three minutes."""
         identity = Identity(bytes([number]) * 32)
         await announce_scripted(
             MemoryDirectory(self.store, VirtualClock()), VirtualClock(), identity,
             Endpoint("nowhere", number, "f" * 64), num_blocks=NUM_BLOCKS, span=span,
             decode_steps_per_second=BLOCKS_PER_SECOND,
+            **({"endpoints": (), "relays": (RELAY,)} if is_relayed else {}),
         )  # fmt: skip
 
     async def read(self) -> list[Announcement]:
@@ -458,10 +460,10 @@ async def test_liar_who_is_always_about_to_be_there_too_keeps_nobody_out(world: 
     assert len(newcomer.span) == 1
 
 
-@pytest.mark.parametrize("num_made_up", [6, 24])
+@pytest.mark.parametrize(("num_made_up", "is_relayed"), [(6, False), (24, False), (6, True)])
 @in_world()
 async def test_made_up_hosts_draw_nobody_away_from_the_blocks_that_they_name(
-    world: World, num_made_up: int
+    world: World, num_made_up: int, is_relayed: bool
 ) -> None:
     """All honest hosts of 0:4 would leave for 4:8, where they are worth more by those words."""
     honest = [world.add() for _ in range(4)]
@@ -471,7 +473,7 @@ async def test_made_up_hosts_draw_nobody_away_from_the_blocks_that_they_name(
 
     for _ in range(15):
         for number in range(num_made_up):
-            await world.make_up(100 + number, Span(0, 4))
+            await world.make_up(100 + number, Span(0, 4), is_relayed)
         await asyncio.sleep(180)
 
     assert Counter(peer.span for peer in honest) == before
@@ -491,6 +493,20 @@ async def test_newcomer_goes_where_hosts_are_only_made_up(world: World) -> None:
         await asyncio.sleep(PERIOD_SECONDS)
 
     assert newcomer.span == Span(4, 8)
+
+
+@in_world()
+async def test_hosts_behind_relays_are_not_taken_for_absent(world: World) -> None:
+    """They cannot be dialled from here, and a newcomer has to leave their blocks to them."""
+    world.add(span=Span(0, 4))
+    for number in range(2):
+        await world.make_up(100 + number, Span(4, 8), is_relayed=True)
+    await asyncio.sleep(PERIOD_SECONDS)
+
+    newcomer = world.add()
+    await asyncio.sleep(PERIOD_SECONDS)
+
+    assert newcomer.span == Span(0, 4)
 
 
 @in_world()

@@ -25,6 +25,8 @@ def may_dial(rules: DialRules, host: str) -> bool:
     [
         ("203.0.113.1", "198.51.100.7", True),
         ("203.0.113.1", "2001:db8::7", True),
+        ("no.such.host.invalid", "198.51.100.7", True),
+        ("no.such.host.invalid", "192.168.1.1", False),
         ("203.0.113.1", "127.0.0.1", False),
         ("203.0.113.1", "localhost", False),
         ("203.0.113.1", "::1", False),
