@@ -313,7 +313,7 @@ async def test_silent_strangers_leave_room_for_other_addresses(
 async def test_strangers_who_dial_too_often_wait_for_a_handshake_and_others_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tcp_listener, "MAX_HANDSHAKE_MICROSECONDS", 2500)  # two at once
+    monkeypatch.setattr(tcp_listener, "MAX_CONNECTION_MICROSECONDS", 2500)  # two at once
     monkeypatch.setattr(tcp_listener, "HELLO_SECONDS", 0.2)
 
     transport = TcpTransport()

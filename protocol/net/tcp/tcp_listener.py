@@ -31,12 +31,16 @@ MAX_HANDSHAKES = 512
 """Connections in the handshake. Those of one address are held to their share, so
 that who says nothing keeps nobody else out."""
 
-MAX_HANDSHAKE_MICROSECONDS = 100_000
-"""Of each second, the most that goes into handshakes: 66 of them, 37 of a single address, which may
-begin twice as many at once after a second or two without any."""
+MAX_CONNECTION_MICROSECONDS = 100_000
+"""Of each second, the most that goes into connections: 66 handshakes, 37 of a single address, which
+may begin twice as many at once after a second or two without any; half as many that are served."""
 
 _HANDSHAKE_MICROSECONDS = 1_500
 """Event-loop time of one handshake, measured with ECDSA on P-256."""
+
+_SERVICE_MICROSECONDS = 1_500
+"""The same of a stream of a few messages and its end, beside what its frames are charged; charged
+at the end, so that many clients may come at once, and nobody for long."""
 
 HELLO_SECONDS = 5.0
 """How long a stranger may take for the handshake and his first frame; so long one may also have to
@@ -77,7 +81,7 @@ class TcpListener:
         self._serving: set[asyncio.Task[None]] = set()
         self._greeting: list[str] = []  # by tenant
         self._served: list[str] = []
-        self._turns = Turns(MAX_HANDSHAKE_MICROSECONDS, 1.44)  # half is forgotten in 1 s
+        self._turns = Turns(MAX_CONNECTION_MICROSECONDS, 1.44)  # half is forgotten in 1 s
         self._streams: set[FrameStream] = set()
 
     async def start(self, host: str, port: int, fingerprint: str) -> None:
@@ -139,6 +143,7 @@ class TcpListener:
             await serve_stream(self._serve, stream, self.endpoint, stream.break_off)
         finally:
             self._served.remove(tenant)
+            self._turns.charge(Tenant(tenant), _SERVICE_MICROSECONDS)
 
     async def _wait_for_turn(self, accepted: socket.socket, tenant: str) -> None:
         """Wait until a handshake may begin. Hangs up and raises TimeoutError if that takes long."""
