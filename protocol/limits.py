@@ -15,6 +15,9 @@ MAX_PIECE_BYTES = 256 * 2**10
 """The part of a larger frame that one message of the transport carries. Streams are many, and what
 has arrived of a message is not counted; a connection carries about so much in each round trip."""
 
+MIN_BYTES_PER_SECOND = 16 * 2**10
+"""A line that carries less of a large frame is taken for a dead one."""
+
 MAX_CONTROL_BYTES = 64 * 2**10
 """The protobuf part of one frame."""
 

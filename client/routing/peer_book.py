@@ -13,6 +13,7 @@ from statistics import median, median_low
 
 from ...protocol.errors import ErrorCode, RefusedError, SilentError
 from ...protocol.ids import ModelId, PeerId
+from ...protocol.limits import MIN_BYTES_PER_SECOND
 from ...protocol.messages.passes import PassKind
 from ...protocol.net.clock import Clock
 from ...protocol.records.announcements import Announcement
@@ -23,7 +24,6 @@ from .route import Fault, Hop, LostHopError, PeerFailure, find_fault
 _UNKNOWN_BYTES_PER_SECOND = 256 * 2**10
 """A line of two megabits per second, until a large step was answered."""
 
-_LEAST_BYTES_PER_SECOND = 16 * 2**10
 _LARGE_BYTES = 64 * 2**10
 """Answers to smaller steps tell of round trips and computing only."""
 
@@ -68,7 +68,7 @@ class Bandwidth:
     def doubt(self) -> None:
         """Take the line for slower than before, as long as nothing else is known."""
         halved = self._guessed_bytes_per_second / 2
-        self._guessed_bytes_per_second = max(halved, _LEAST_BYTES_PER_SECOND)
+        self._guessed_bytes_per_second = max(halved, MIN_BYTES_PER_SECOND)
 
 
 Pair = tuple[PeerId, PeerId]

@@ -64,8 +64,8 @@ until there are less."""
 _KEEP_ALIVE_SECONDS = 1.0
 
 _SEND_SECONDS = 30.0
-"""How long a frame may take to leave: the largest one needs 27 seconds at 5 megabits a second. A
-client that reads less has gone, or wants the memory that its answers take."""
+"""How long a frame may take to leave, and as long as the slowest line takes for its bytes. A client
+that reads less has gone, or wants the memory that its answers take."""
 
 _FRAME_MICROSECONDS = 40
 """Fixed cost of a frame on top of the measured time: it wakes a task and may be answered."""
@@ -469,7 +469,8 @@ class AnswerQueue:
         if self._has_hung_up:
             raise UnavailableError("the stream was closed here")
         try:
-            async with asyncio.timeout(_SEND_SECONDS):
+            seconds = _SEND_SECONDS + len(frame) / limits.MIN_BYTES_PER_SECOND
+            async with asyncio.timeout(seconds):
                 await self._stream.send(frame)
         except TimeoutError as error:
             raise UnavailableError("the client does not read its answers") from error

@@ -20,19 +20,24 @@ from ..errors import (
     RefusedError,
     RemoteProtocolError,
     ShoalError,
+    SilentError,
     UnavailableError,
 )
-from ..limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES, MAX_SMALL_FRAME_BYTES
+from ..limits import (
+    MAX_FRAME_BYTES,
+    MAX_PIECE_BYTES,
+    MAX_SMALL_FRAME_BYTES,
+    MIN_BYTES_PER_SECOND,
+)
 from .addresses import set_keepalive
 from .transport import FrameGate, open_gate
 
 _LINGER_SECONDS = 5.0
 """How long a closed stream waits for the other end to read what was sent and to close as well."""
 
-_FRAME_SECONDS = 6.0
-_LEAST_BYTES_PER_SECOND = 2.5e6 / 8
-"""How long a large frame may take, and how fast it has to come: a minute for the largest one. A
-sender that stops half-way would keep memory that others need."""
+_PROGRESS_SECONDS = 6.0
+"""In so long, a large frame has to bring MIN_BYTES_PER_SECOND: a sender that stops half-way would
+keep memory that others need."""
 
 _MAX_WAITING_BYTES = 64 * 2**10
 """Of frames that nobody has received yet. Beyond it, nothing more is read."""
@@ -109,6 +114,12 @@ class Framing:
         self._keeps = False
         self._parts.clear()
         self.held_bytes = 0
+
+    def abandon(self) -> None:
+        """Drop all frames, and do not look at what comes."""
+        self.drop_all()
+        self._is_over = True
+        self._rest.clear()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the frames that are whole with these bytes, MAX_FRAMES_AT_ONCE at most.
@@ -203,6 +214,7 @@ class FrameStream(asyncio.Protocol):
         self._is_paused = False
         self._num_ended_before_drop: int | None = None  # what comes is dropped if it is known
         self._num_dropped_bytes = 0
+        self._num_bytes = 0  # that have arrived
 
     def set_gate(self, gate: FrameGate) -> None:
         self._gate = gate
@@ -257,6 +269,7 @@ class FrameStream(asyncio.Protocol):
         self._end(UnavailableError("closed in the middle of a frame") if is_cut else None)
         transport = self._transport
         if self._fault is not None or transport is None or transport.is_closing():
+            self._framing.abandon()
             self._drop_all()
             self._abort()
             return
@@ -305,6 +318,7 @@ class FrameStream(asyncio.Protocol):
         set_keepalive(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
+        self._num_bytes += len(data)
         if data and self._framing.mark is not None:
             self._abort()  # who goes on behind his own end would keep us reading
             return
@@ -367,28 +381,30 @@ class FrameStream(asyncio.Protocol):
         try:
             async with self._gate(num_bytes):
                 self._framing.admit()
-                await self._wait_large_frame(num_bytes)
+                await self._wait_large_frame()
         except RefusedError as error:
             # A sender that is still busy would not receive the reason.
             self._framing.drop_all()
-            await self._wait_large_frame(num_bytes)
+            await self._wait_large_frame()
             self._refuse(error)
         finally:
             self._large_frame_task = None
             self._wake()
 
-    async def _wait_large_frame(self, num_bytes: int) -> None:
+    async def _wait_large_frame(self) -> None:
         """Wait until the large frame has come, or the stream is over."""
-        seconds = _FRAME_SECONDS + num_bytes / _LEAST_BYTES_PER_SECOND
         self._large_frame_passed = passing = asyncio.get_running_loop().create_future()
         self._num_ended_before = self._framing.num_ended
         self.data_received(b"")
-        await asyncio.wait(
-            {passing, self._over}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
-        )
-        if not passing.done() and not self._over.done():
-            detail = f"a frame was begun and not finished within {seconds:.0f} s"
-            self._refuse(RemoteProtocolError(detail))
+        ends, done = {passing, self._over}, set[asyncio.Future[None]]()
+        while not done and self._refusal is None:
+            num_bytes_before = self._num_bytes
+            done, _ = await asyncio.wait(
+                ends, timeout=_PROGRESS_SECONDS, return_when=asyncio.FIRST_COMPLETED
+            )
+            progress_bytes = self._num_bytes - num_bytes_before
+            if not done and progress_bytes < _PROGRESS_SECONDS * MIN_BYTES_PER_SECOND:
+                self._refuse(SilentError(f"{self._label} sent part of a frame and stopped"))
         self._large_frame_passed = None
 
     def _refuse(self, error: ShoalError) -> None:

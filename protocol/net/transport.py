@@ -100,9 +100,9 @@ class Stream(Protocol):
         """Return the next frame, or None after either end has closed the stream in good order.
 
         Cancelling loses nothing: the next call continues. Raises UnavailableError if the stream is
-        broken, RemoteProtocolError if the other end sent a frame beyond the limit or did not finish
-        one in time, RefusedError if the gate refuses a frame. After the latter two, nothing more is
-        received, but sent frames still arrive.
+        broken, SilentError if the other end stopped in the middle of a frame, RemoteProtocolError
+        if it sent a frame beyond the limit, RefusedError if the gate refuses a frame. After the
+        latter three, nothing more is received, but sent frames still arrive.
         """
         ...
 

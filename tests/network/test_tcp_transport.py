@@ -5,7 +5,7 @@ import random
 import signal
 import sys
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from raw_connection import dial_raw
@@ -314,23 +314,24 @@ async def test_strangers_who_dial_too_often_wait_for_a_handshake_and_others_do_n
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tcp_listener, "MAX_CONNECTION_MICROSECONDS", 2500)  # two at once
-    monkeypatch.setattr(tcp_listener, "HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(tcp_listener, "HELLO_SECONDS", 0.3)
 
     transport = TcpTransport()
     endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
-    dials = [asyncio.create_task(dial_from("127.0.0.2", endpoint)) for _ in range(8)]
-    stream = await transport.open_stream(endpoint)
+    async with AsyncExitStack() as held:
+        dials = [asyncio.create_task(dial_from("127.0.0.2", endpoint, held)) for _ in range(8)]
+        stream = await transport.open_stream(endpoint)
 
-    assert sum(await asyncio.gather(*dials)) == 2
-    await stream.close()
+        assert sum(await asyncio.gather(*dials)) == 2
+        await stream.close()
     await transport.close()
 
 
-async def dial_from(host: str, endpoint: Endpoint) -> bool:
-    """Dial from an address; return whether that made a stream."""
+async def dial_from(host: str, endpoint: Endpoint, held: AsyncExitStack) -> bool:
+    """Dial from an address; return whether that made a stream, which is held open."""
     try:
-        async with dial_raw(endpoint, host):
-            return True
+        await held.enter_async_context(dial_raw(endpoint, host))
+        return True
     except (OSError, asyncio.IncompleteReadError):
         return False
 
