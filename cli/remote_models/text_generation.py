@@ -167,7 +167,12 @@ def generate_text(
         started_at = time.perf_counter()
         streamer: Any = None if has_beams else stream
         try:
-            output_BT: Any = model.generate(ids_BT, streamer=streamer, **sampling.to_arguments())
+            output_BT: Any = model.generate(
+                ids_BT,
+                attention_mask=torch.ones_like(ids_BT),  # of padding tokens in the prompt as well
+                streamer=streamer,
+                **sampling.to_arguments(),
+            )
         except UsageError:
             raise
         except ValueError as error:  # of transformers, which refuses some settings

@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,7 +39,6 @@ from ..training.tuning import DEEP, Tuning, lay_out_deep_prompts, make_deep_prom
 from .generation import load_generation_config
 from .local_layers import (
     LocalLayers,
-    check_attention_mask,
     check_padding,
     check_positions,
     check_token_ids,
@@ -292,18 +292,19 @@ class DistributedModel(PreTrainedModel):
         """
         embeddings_BTH = self._embed(input_ids, inputs_embeds)
         cache = self._find_cache(past_key_values)
+        run = partial(self._run_blocks, last_token_only=last_token_only)
+        text_position = 0 if cache is None else cache.get_seq_length()
         if cache is None:
             check_padding(attention_mask, embeddings_BTH.shape[:2])
+            hidden_BTH = run(embeddings_BTH, None)
         else:
-            check_attention_mask(attention_mask)
-        text_position = 0 if cache is None else cache.get_seq_length()
-        hidden_BTH = self._run_blocks(embeddings_BTH, cache, last_token_only)
+            hidden_BTH = cache.run(embeddings_BTH, attention_mask, run)
         if cache is not None and past_key_values is None and input_ids is not None:
             _append_text(cache.session, text_position, input_ids.long())
         return hidden_BTH, cache
 
     def _run_blocks(
-        self, embeddings_BTH: Tensor, cache: RemoteCache | None, last_token_only: bool
+        self, embeddings_BTH: Tensor, cache: RemoteCache | None, *, last_token_only: bool
     ) -> Tensor:
         """Run a text behind its trained prompt; leave the outputs of the prompt out."""
         position = 0 if cache is None else cache.session.position

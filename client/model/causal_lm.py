@@ -29,6 +29,7 @@ from .generation import (
     plan_generation,
 )
 from .local_layers import IGNORED, LocalLayers
+from .padded_cache import PaddedCache
 from .remote_cache import RemoteCache
 
 # Shape suffixes: B rows, T tokens, H hidden size, V vocabulary.
@@ -105,7 +106,8 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
         UsageError before anything is sent if the call cannot be completed, and CacheFullError
         before anything is computed if no peer could ever hold the text. The call may still fail
         later if other clients fill the peers' caches meanwhile. `active_adapter` applies to this
-        call only.
+        call only. Rows of different lengths are padded on the left, as for transformers; they take
+        a session for each length, and cannot continue a given one.
         """
         if active_adapter is not UNCHANGED:
             with self.use_adapter(active_adapter):
@@ -120,8 +122,12 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
             check_is_session(session)
             with session.generating():
                 plan = self._plan(inputs, _recall_text(session), generation_config, kwargs)
+                if plan.padding_mask_BT is not None:
+                    raise UsageError("a session takes no padding; generate without a session")
                 return self._generate_in(session, plan, args, kwargs)
         plan = self._plan(inputs, None, generation_config, kwargs)
+        if plan.padding_mask_BT is not None:
+            return self._generate_padded(plan, args, kwargs)
         with self.transformer.h.open_session(plan.cached_length + 1) as opened:
             return self._generate_in(opened, plan, args, kwargs)
 
@@ -176,6 +182,23 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
                 self._undo(session, plan, position)
                 raise
             return self._finish(session, plan, result)
+
+    def _generate_padded(
+        self, plan: GenerationPlan, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor | ModelOutput:
+        """Run a plan whose rows are padded on the left."""
+
+        def open_session(start: int) -> InferenceSession:
+            return self.transformer.h.open_session(plan.cached_length + 1 - start)
+
+        with PaddedCache(open_session) as cache:
+            return super().generate(  # pyright: ignore[reportAttributeAccessIssue]
+                plan.input_ids_BT,
+                *args,
+                attention_mask=plan.padding_mask_BT,
+                past_key_values=cache,
+                **kwargs,
+            )
 
     def _finish(self, session: InferenceSession, plan: GenerationPlan, result: Any) -> Any:
         sequences_BT = result if isinstance(result, Tensor) else result.sequences

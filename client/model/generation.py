@@ -18,7 +18,7 @@ from ...models.checkpoints.checkpoint import Checkpoint
 from ...protocol.errors import ModelError, UsageError
 from ...protocol.limits import MAX_BATCH_ROWS, MAX_SESSION_TOKENS
 from ..settings.client_config import make_whole
-from .local_layers import check_attention_mask, check_token_ids, describe_positions
+from .local_layers import check_token_ids, describe_positions
 
 # Shape suffixes: B rows, T tokens, V vocabulary.
 
@@ -116,6 +116,7 @@ class GenerationPlan:
     `input_ids_BT` is the whole text so far, of which the first `num_remembered` tokens come from
     earlier calls; `num_rows` counts sequences times beams; the text ends after at most
     `max_length` tokens per row. `num_prompt_tokens` of a trained prompt stand before it.
+    `padding_mask_BT` is 0 where rows are padded, None where none is.
     """
 
     input_ids_BT: Tensor
@@ -124,6 +125,7 @@ class GenerationPlan:
     max_length: int
     has_beams: bool
     num_prompt_tokens: int = 0
+    padding_mask_BT: Tensor | None = None
 
     @property
     def cached_length(self) -> int:
@@ -143,17 +145,7 @@ def plan_generation(
     check_settings(settings)
     input_ids_BT = _join_text(inputs, remembered_BT, model_config.vocab_size)
     num_remembered = 0 if remembered_BT is None else remembered_BT.shape[1]
-    check_attention_mask(attention_mask)
-    if attention_mask is None:
-        _check_for_padding(input_ids_BT[:, num_remembered:], settings)
-    elif attention_mask.shape not in (
-        input_ids_BT.shape,
-        input_ids_BT[:, num_remembered:].shape,
-    ):
-        raise UsageError(
-            f"the attention mask has shape {list(attention_mask.shape)}, the token ids have "
-            f"{list(input_ids_BT[:, num_remembered:].shape)}"
-        )
+    mask_BT = _find_padding(input_ids_BT, num_remembered, attention_mask, settings)
 
     num_beams = settings.get_count("num_beams") or 1
     num_returned = settings.get_count("num_return_sequences") or 1
@@ -165,8 +157,9 @@ def plan_generation(
         )
     max_length = _plan_length(input_ids_BT.shape[1], settings, model_config, num_prompt_tokens)
     return GenerationPlan(
-        input_ids_BT, num_remembered, num_rows, max_length, num_beams > 1, num_prompt_tokens
-    )
+        input_ids_BT, num_remembered, num_rows, max_length, num_beams > 1, num_prompt_tokens,
+        mask_BT,
+    )  # fmt: skip
 
 
 def _join_text(inputs: object, remembered_BT: Tensor | None, vocab_size: int) -> Tensor:
@@ -186,16 +179,40 @@ def _join_text(inputs: object, remembered_BT: Tensor | None, vocab_size: int) ->
     return torch.cat([remembered_BT.to(new_ids_BT.device), new_ids_BT], dim=1)
 
 
-def _check_for_padding(new_ids_BT: Tensor, settings: Settings) -> None:
-    """Refuse tokens that transformers would silently treat as padding."""
+def _find_padding(
+    input_ids_BT: Tensor, num_remembered: int, mask_BT: Tensor | None, settings: Settings
+) -> Tensor | None:
+    """Return the mask of a text that is padded on the left, None for one that is not padded.
+
+    Without a mask, padding tokens are padding, as in transformers. Raises UsageError for padding
+    elsewhere, and for padding behind a text that is remembered.
+    """
+    new_ids_BT = input_ids_BT[:, num_remembered:]
     pad, eos = settings.get("pad_token_id"), settings.get("eos_token_id")
-    is_eos = pad in eos if isinstance(eos, list | tuple) else pad == eos
-    if isinstance(pad, int) and not is_eos and bool((new_ids_BT == pad).any()):
+    hint = "pad on the left (tokenizer.padding_side = 'left')"
+    if mask_BT is None:
+        if not isinstance(pad, int) or (
+            pad in eos if isinstance(eos, list | tuple) else pad == eos
+        ):
+            return None
+        mask_BT = (new_ids_BT != pad).long()
+        hint += f", or pass an attention_mask of ones if token {pad} is not meant as padding"
+    if not isinstance(mask_BT, Tensor):
+        raise UsageError(f"the attention mask must be a tensor, got {type(mask_BT).__name__}")
+    if mask_BT.shape not in (input_ids_BT.shape, new_ids_BT.shape):
         raise UsageError(
-            f"the input holds the padding token {pad}, but remote blocks do not support padding; "
-            "give prompts of different lengths one at a time or grouped by length, or pass an "
-            "attention_mask of ones if the token is meant"
+            f"the attention mask has shape {list(mask_BT.shape)}, the token ids have "
+            f"{list(new_ids_BT.shape)}"
         )
+    if bool((mask_BT == 1).all()):
+        return None
+    if num_remembered:
+        raise UsageError("a session takes no padding; generate without one, or row by row")
+    if not bool(((mask_BT == 0) | (mask_BT == 1)).all()):
+        raise UsageError("the attention mask may only contain 0 and 1")
+    if bool((mask_BT[:, :-1] > mask_BT[:, 1:]).any()) or not bool(mask_BT[:, -1].all()):
+        raise UsageError(f"only the beginning of a row can be padding here; {hint}")
+    return mask_BT
 
 
 def _plan_length(

@@ -1,11 +1,16 @@
 """The cache object that transformers' generate() uses; the KV cache itself stays on the peers."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ...protocol.errors import UsageError
 from ..session.inference_session import InferenceSession
+from .local_layers import check_attention_mask
 
 # Shape suffixes: B rows, T tokens, H hidden size.
 
@@ -46,6 +51,16 @@ class RemoteCache(Cache):
         if self._bound_session is None:
             raise UsageError("these past_key_values belong to no session yet")
         return self._bound_session
+
+    def run(
+        self,
+        hidden_BTH: Tensor,
+        mask_BT: Tensor | None,
+        run: Callable[[Tensor, RemoteCache], Tensor],
+    ) -> Tensor:
+        """Run the next tokens; raises UsageError where the mask hides some, before that."""
+        check_attention_mask(mask_BT)
+        return run(hidden_BTH, self)
 
     def step(
         self, hidden_BTH: Tensor, prompts: Tensor | None = None, *, last_token_only: bool

@@ -15,6 +15,7 @@ import pytest
 import torch
 from memory_swarm import look_into
 from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
@@ -54,6 +55,30 @@ class Alarm:
 
     def end(self) -> None:
         self.rang.set()
+
+
+@pytest.mark.slow
+def test_padded_batch_survives_the_kill_of_a_peer(tiny_models: Any) -> None:
+    tiny = tiny_models.get()
+    ids = torch.cat([make_prompt(9) for _ in range(3)])
+    mask = (torch.arange(ids.shape[1]) >= torch.tensor([[0], [4], [7]])).long()
+    options = {"attention_mask": mask, "pad_token_id": 0, **GREEDY}
+    expected = tiny.reference.generate(ids, **options)
+    swarm = LoopbackSwarm(tiny.directory, REPLICAS)
+    model = AutoDistributedModelForCausalLM.from_pretrained(tiny.directory, connect=swarm.connect)
+
+    class KillLate(StoppingCriteria):
+        def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+            if input_ids.shape[1] == ids.shape[1] + 5:
+                swarm.network.kill("peer0")
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    with model:
+        text: Any = model.generate(
+            ids, stopping_criteria=StoppingCriteriaList([KillLate()]), **options
+        )
+
+    assert torch.equal(text, expected)
 
 
 @pytest.mark.slow
