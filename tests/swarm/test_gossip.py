@@ -18,7 +18,7 @@ from memory_swarm import MODEL_ID, Inside, MemorySwarm
 from virtual_swarm import HIDDEN, PERIOD_SECONDS, WHOLE, draw
 from virtual_time import VirtualClock
 
-from shoal.client.routing.route_finder import SwarmModel
+from shoal.client.routing.route_finder import GOSSIP_BYTES, SwarmModel
 from shoal.client.runtime.async_client import AsyncClient
 from shoal.client.session.session import RemoteSession
 from shoal.client.settings.client_config import ClientConfig
@@ -29,7 +29,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.membership.membership import NO_MEMBERSHIP, Membership, Role, make_owner
 from shoal.protocol.messages.fields import Message
-from shoal.protocol.messages.records import RecordFetch, Records
+from shoal.protocol.messages.records import MAX_RECORDS_BYTES, RecordFetch, Records
 from shoal.protocol.messages.session import Welcome
 from shoal.protocol.net.dialling import greet_peer
 from shoal.protocol.net.gossip import GossipDirectory
@@ -41,6 +41,7 @@ from shoal.protocol.net.memory.loopback import (
 )
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.net.network import Presence
+from shoal.protocol.net.tasks import cancel_all
 from shoal.protocol.net.transport import Stream, StreamServer
 from shoal.protocol.records.announcements import Announcement, sign_announcement
 from shoal.protocol.records.swarm_records import SwarmRecords
@@ -123,19 +124,30 @@ class World:
         self._stack.push_async_callback(client.joined.close)
         return client
 
+    async def open_gossip(self) -> tuple[GossipDirectory, NotingTransport]:
+        """Return what a newcomer has that has read the directory once."""
+        directory = MemoryDirectory(self.swarm.store, VirtualClock())
+        await directory.lookup(MODEL_ID)
+        transport = NotingTransport(self.swarm.network, "newcomer")
+        self._stack.push_async_callback(transport.close)
+        gossip = GossipDirectory(directory, transport, VirtualClock(), Random(1), lambda _: True)
+        return gossip, transport
+
     def kill(self, *hosts: str) -> None:
         for host in hosts:
             self.swarm.network.kill(host)
 
 
 class Liar:
-    """A peer that tells of nobody but itself."""
+    """A peer that tells of nobody but itself, and of whom it `invented`."""
 
     endpoint: Endpoint
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self._records = SwarmRecords()
+        self.invented: tuple[bytes, ...] = ()
+        self.asked_bytes: list[int] = []
 
     def sign(self) -> bytes:
         now = VirtualClock().wall()
@@ -150,8 +162,9 @@ class Liar:
         while (frame := await stream.receive()) is not None:
             message = decode_frame(frame)
             if isinstance(message, RecordFetch):
+                self.asked_bytes.append(message.max_bytes)
                 value = self._records.add_own(self.sign(), VirtualClock().wall())
-                answer: Message = Records(message.question, (value,))
+                answer: Message = Records(message.question, (value, *self.invented))
             else:
                 answer = Welcome(MAX_VERSION, "liar", self._identity.peer_id, MODEL_ID, WHOLE, 0.0)
             await stream.send(encode_frame(answer))
@@ -463,6 +476,66 @@ async def test_peers_that_did_not_answer_are_asked_after_those_that_did(tiny_mod
 
         # They rest for 2, 4, 8, 16 and 32 s: five times in 44 s, and once more at the end.
         assert all(1 <= client.transport.dialled[host] <= 6 for host in dead)
+
+
+# ---- how often, and for how much
+
+
+async def test_what_peers_told_is_new_enough_for_a_second(tiny_models: Any) -> None:
+    async with open_world(tiny_models) as world:
+        await world.add("peer", WHOLE)
+        gossip, transport = await world.open_gossip()
+
+        for seconds, num_dialled in ((0.0, 1), (0.5, 1), (0.6, 2)):
+            await asyncio.sleep(seconds)
+            assert await gossip.ask(MODEL_ID)
+            assert transport.dialled["peer"] == num_dialled
+
+
+async def test_directory_is_read_again_once_what_it_said_is_too_old(tiny_models: Any) -> None:
+    async with open_world(tiny_models) as world:
+        await world.add("peer", WHOLE)
+        gossip, _ = await world.open_gossip()
+        await gossip.lookup(MODEL_ID)
+        await world.add("other", WHOLE)
+
+        await asyncio.sleep(9.0)
+        assert len(await gossip.lookup(MODEL_ID, 10.0)) == 1
+        await asyncio.sleep(2.0)
+        assert len(await gossip.lookup(MODEL_ID, 10.0)) == 2
+
+
+@pytest.mark.parametrize("max_bytes", [GOSSIP_BYTES, MAX_RECORDS_BYTES])
+async def test_peer_is_asked_for_so_much_and_believed_no_more(
+    tiny_models: Any, max_bytes: int
+) -> None:
+    async with open_world(tiny_models) as world:
+        liar = await world.add_liar(1)
+        others = [Liar(Identity(bytes([number]) * 32)) for number in range(2, 42)]
+        for other in others:
+            other.endpoint = liar.endpoint
+        values = [SwarmRecords().add_own(one.sign(), VirtualClock().wall()) for one in others]
+        assert GOSSIP_BYTES < sum(map(len, values)) < MAX_RECORDS_BYTES // 2
+        liar.invented = tuple(values)
+        gossip, _ = await world.open_gossip()
+
+        running = asyncio.create_task(gossip.run(MODEL_ID, 1.0, max_bytes))
+        await asyncio.sleep(2.0)
+        await cancel_all([running])
+
+        assert set(liar.asked_bytes) == {max_bytes}
+        num_known = len(gossip.records.list_current(MODEL_ID, VirtualClock().wall()))
+        assert num_known == (1 if max_bytes == GOSSIP_BYTES else 41)
+
+
+async def test_idle_client_asks_for_little(tiny_models: Any) -> None:
+    async with open_world(tiny_models) as world:
+        liar = await world.add_liar(1)
+        await world.join()
+
+        await asyncio.sleep(4 * PERIOD_SECONDS)
+
+        assert set(liar.asked_bytes) == {GOSSIP_BYTES}
 
 
 # ---- questions
