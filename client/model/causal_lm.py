@@ -100,9 +100,11 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
     ) -> Tensor | ModelOutput:
         """Generate text as transformers' generate() does, with the same arguments.
 
-        In a session (given, or active) the text of earlier calls is continued, not recomputed. The
+        In a session (given, or active) the text of earlier calls is continued, not recomputed; an
+        input that begins with that text, as a chat's history, continues where both differ. The
         result is the input of this call and the tokens generated after it; without an input, only
-        the latter. A call that fails or is interrupted leaves the session unchanged. Raises
+        the latter. A call that fails or is interrupted leaves the session as it was, or with what
+        both share. Raises
         UsageError before anything is sent if the call cannot be completed, and CacheFullError
         before anything is computed if no peer could ever hold the text. The call may still fail
         later if other clients fill the peers' caches meanwhile. `active_adapter` applies to this
@@ -161,10 +163,12 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
                 f"{session.max_length}; open it with a larger max_length"
             )
         if kwargs.get("streamer") is not None:
-            kwargs["streamer"] = NewTextStreamer(kwargs["streamer"], plan.num_remembered)
+            kwargs["streamer"] = NewTextStreamer(kwargs["streamer"], plan.input_start)
         # Peers keep the number of rows they were opened with: for others the text is sent again.
         is_of_other_rows = session.num_rows not in (None, plan.num_rows)
         with session.beginning_anew() if is_of_other_rows else nullcontext():
+            if session.text_length > plan.num_remembered:  # of a text given again
+                session.rollback(session.num_prompt_tokens + plan.num_remembered)
             if session.text_length == plan.input_ids_BT.shape[1]:
                 # Everything is cached: the last token goes once more, for its logits.
                 session.rollback(session.position - 1)
@@ -208,7 +212,7 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
             prompt_length = session.num_prompt_tokens + plan.input_ids_BT.shape[1]
             session.rollback(min(session.position, prompt_length))
         session.output_ids = sequences_BT
-        new_BT = sequences_BT[:, plan.num_remembered :].clone()
+        new_BT = sequences_BT[:, plan.input_start :].clone()
         if isinstance(result, Tensor):
             return new_BT
         result.sequences = new_BT

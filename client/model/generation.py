@@ -3,6 +3,7 @@
 Holds no network and no layers: settings, plans, and what generate() is given for them.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ from .local_layers import check_token_ids, describe_positions
 # Shape suffixes: B rows, T tokens, V vocabulary.
 
 GENERATION_FILE = "generation_config.json"
+
+_MIN_SHARED_TOKENS = 8
+"""Fewer may be the same by chance."""
 
 DEFAULT_NEW_TOKENS = 20
 """Default of transformers without max_new_tokens and max_length."""
@@ -113,14 +117,16 @@ def check_settings(settings: Settings) -> None:
 class GenerationPlan:
     """One call of generate(), checked.
 
-    `input_ids_BT` is the whole text so far, of which the first `num_remembered` tokens come from
-    earlier calls; `num_rows` counts sequences times beams; the text ends after at most
+    `input_ids_BT` is the whole text so far. Its first `num_remembered` tokens are in the session's
+    text, and the input of this call begins at `input_start`: behind them, unless a text was given
+    again. `num_rows` counts sequences times beams; the text ends after at most
     `max_length` tokens per row. `num_prompt_tokens` of a trained prompt stand before it.
     `padding_mask_BT` is 0 where rows are padded, None where none is.
     """
 
     input_ids_BT: Tensor
     num_remembered: int
+    input_start: int
     num_rows: int
     max_length: int
     has_beams: bool
@@ -143,9 +149,10 @@ def plan_generation(
 ) -> GenerationPlan:
     """Return the plan of one call; raises UsageError and changes nothing."""
     check_settings(settings)
-    input_ids_BT = _join_text(inputs, remembered_BT, model_config.vocab_size)
-    num_remembered = 0 if remembered_BT is None else remembered_BT.shape[1]
-    mask_BT = _find_padding(input_ids_BT, num_remembered, attention_mask, settings)
+    input_ids_BT, num_remembered, input_start = _join_text(
+        inputs, remembered_BT, model_config.vocab_size
+    )
+    mask_BT = _find_padding(input_ids_BT, input_start, attention_mask, settings)
 
     num_beams = settings.get_count("num_beams") or 1
     num_returned = settings.get_count("num_return_sequences") or 1
@@ -157,37 +164,61 @@ def plan_generation(
         )
     max_length = _plan_length(input_ids_BT.shape[1], settings, model_config, num_prompt_tokens)
     return GenerationPlan(
-        input_ids_BT, num_remembered, num_rows, max_length, num_beams > 1, num_prompt_tokens,
-        mask_BT,
+        input_ids_BT, num_remembered, input_start, num_rows, max_length, num_beams > 1,
+        num_prompt_tokens, mask_BT,
     )  # fmt: skip
 
 
-def _join_text(inputs: object, remembered_BT: Tensor | None, vocab_size: int) -> Tensor:
+def _join_text(
+    inputs: object, remembered_BT: Tensor | None, vocab_size: int
+) -> tuple[Tensor, int, int]:
+    """Return the whole text, how much of it is remembered, and where the input begins.
+
+    An input that shares half of the remembered text is that text again, as a chat sends its
+    history: it continues where both differ.
+    """
     new_ids_BT = None if inputs is None else check_token_ids(inputs, vocab_size)
     if remembered_BT is None:
         if new_ids_BT is None or new_ids_BT.shape[1] == 0:
             raise UsageError("the prompt is empty and there is no text to continue")
-        return new_ids_BT
+        return new_ids_BT, 0, 0
+    num_remembered = remembered_BT.shape[1]
     if new_ids_BT is None:
-        return remembered_BT
+        return remembered_BT, num_remembered, num_remembered
     if new_ids_BT.shape[0] != remembered_BT.shape[0]:
         raise UsageError(
             f"the session's text has {remembered_BT.shape[0]} rows and the new input "
             f"{new_ids_BT.shape[0]}; set session.position = 0 to begin anew, or open another "
             "session"
         )
-    return torch.cat([remembered_BT.to(new_ids_BT.device), new_ids_BT], dim=1)
+    remembered_BT = remembered_BT.to(new_ids_BT.device)
+    num_shared = _count_shared(remembered_BT, new_ids_BT)
+    if num_shared >= max(_MIN_SHARED_TOKENS, num_remembered / 2):
+        warnings.warn(
+            f"the input shares its first {num_shared} tokens with the session's text and continues "
+            "behind them; to append all of it, put session.output_ids before it",
+            stacklevel=5,
+        )
+        return new_ids_BT, num_shared, 0
+    return torch.cat([remembered_BT, new_ids_BT], dim=1), num_remembered, num_remembered
+
+
+def _count_shared(first_BT: Tensor, second_BT: Tensor) -> int:
+    """Return how many tokens all rows of two texts begin with."""
+    length = min(first_BT.shape[1], second_BT.shape[1])
+    differs_T = (first_BT[:, :length] != second_BT[:, :length]).any(0)
+    return int(differs_T.nonzero()[0]) if bool(differs_T.any()) else length
 
 
 def _find_padding(
-    input_ids_BT: Tensor, num_remembered: int, mask_BT: Tensor | None, settings: Settings
+    input_ids_BT: Tensor, input_start: int, mask_BT: Tensor | None, settings: Settings
 ) -> Tensor | None:
     """Return the mask of a text that is padded on the left, None for one that is not padded.
 
     Without a mask, padding tokens are padding, as in transformers. Raises UsageError for padding
-    elsewhere, and for padding behind a text that is remembered.
+    elsewhere.
     """
-    new_ids_BT = input_ids_BT[:, num_remembered:]
+    new_ids_BT = input_ids_BT[:, input_start:]
     pad, eos = settings.get("pad_token_id"), settings.get("eos_token_id")
     hint = "pad on the left (tokenizer.padding_side = 'left')"
     if mask_BT is None:
@@ -206,8 +237,6 @@ def _find_padding(
         )
     if bool((mask_BT == 1).all()):
         return None
-    if num_remembered:
-        raise UsageError("a session takes no padding; generate without one, or row by row")
     if not bool(((mask_BT == 0) | (mask_BT == 1)).all()):
         raise UsageError("the attention mask may only contain 0 and 1")
     if bool((mask_BT[:, :-1] > mask_BT[:, 1:]).any()) or not bool(mask_BT[:, -1].all()):

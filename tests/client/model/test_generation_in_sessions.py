@@ -44,6 +44,34 @@ def test_new_input_is_appended_to_the_text_of_a_session(pair: Any) -> None:
     assert torch.equal(session.output_ids, expected)
 
 
+@pytest.mark.parametrize("num_shared", [16, 15, 12], ids="shares {} of 16".format)
+def test_text_that_is_given_again_continues_where_it_differs(pair: Any, num_shared: int) -> None:
+    ids, more_ids = make_ids(2, 12), make_ids(2, 5, seed=5)
+    recorder = Recorder()
+    with pair.model.inference_session(max_length=60) as session:
+        text = pair.model.generate(ids, max_new_tokens=4)
+        history = torch.cat([text[:, :num_shared], more_ids], dim=1)
+        expected = pair.reference.generate(history, max_new_tokens=5)
+        with pytest.warns(UserWarning, match=f"shares its first {num_shared} tokens"):
+            text = pair.model.generate(history, max_new_tokens=5, streamer=recorder)
+        sent = session.sent[4:]
+
+    assert torch.equal(text, expected)
+    assert torch.equal(session.output_ids, expected)
+    assert torch.equal(recorder.values[0], history)
+    assert sum(step.num_tokens for step in sent) == len(expected[0]) - min(num_shared, 15) - 1
+
+
+def test_input_that_begins_like_the_text_by_chance_is_appended(pair: Any) -> None:
+    ids = make_ids(1, 12)
+    with pair.model.inference_session(max_length=60) as session:
+        first = pair.model.generate(ids, max_new_tokens=4)
+        pair.model.generate(torch.cat([ids[:, :7], make_ids(1, 3, seed=5)], 1), max_new_tokens=1)
+
+        assert session.output_ids.shape == (1, 16 + 10 + 1)
+        assert torch.equal(session.output_ids[:, :16], first)
+
+
 def test_rollback_shortens_the_text_that_generate_remembers(pair: Any) -> None:
     ids, more_ids = make_ids(2, 6), make_ids(2, 3, seed=5)
     expected = pair.reference.generate(torch.cat([ids[:, :4], more_ids], dim=1), max_new_tokens=5)
