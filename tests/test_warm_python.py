@@ -15,6 +15,9 @@ import pytest
 import warm_python
 from processes import children_of, wait_until_dead
 
+from shoal.cli.options.bundled_model import find_model
+from shoal.peer.local_swarm.swarm import LocalSwarm
+
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
 POPENS = pytest.mark.parametrize(
@@ -173,6 +176,39 @@ def test_one_process_finds_nothing_of_another(tmp_path: Path) -> None:
 
     assert done.stdout.startswith("<function make_service")
     assert done.stdout.endswith(" None\n")
+
+
+NOTE_IMPORTS = """
+import atexit, pathlib, sys
+before = set(sys.modules)
+def note():
+    new = sorted(set(sys.modules) - before)
+    pathlib.Path(__file__).with_name(sys.argv[1]).write_text(" ".join(new))
+atexit.register(note)
+"""
+
+
+def test_peer_and_client_have_nothing_left_to_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of us nor of others: where imports move, into functions too, they are followed here."""
+    (tmp_path / "sitecustomize.py").write_text(NOTE_IMPORTS)
+    warm_python.forge.start()  # it is not to note what it imports
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    with LocalSwarm(find_model(), spans=[(0, 8)]) as swarm:
+        shoal = [sys.executable, "-P", "-m", "shoal.cli"]
+        write = ["generate", swarm.model, "Once", "--initial-peers", *swarm.initial_peers]
+        done = warm_python.run([*shoal, *write], capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    for name in ("serve", "generate"):
+        imported = (tmp_path / name).read_text().split()
+        assert not [
+            module
+            for module in imported
+            if module.partition(".")[0] not in sys.stdlib_module_names
+        ]
 
 
 END = """

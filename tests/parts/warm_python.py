@@ -43,7 +43,18 @@ _MODULES = (
     "shoal.peer.peer",
     "shoal.client",
     "shoal.client.model.causal_lm",
+    # Who is not on the internet does without these, and everybody here is.
+    "shoal.protocol.net.dht.hivemind_directory",
+    "shoal.protocol.net.tcp.tcp_transport",
+    "cryptography.hazmat.backends.openssl",
+    "hivemind.utils.multiaddr.codecs.cid",
+    "hivemind.utils.multiaddr.codecs.ip4",
+    "hivemind.utils.multiaddr.codecs.uint16be",
+    "shoal.client.trace.trace_summary",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.convert_slow_tokenizer",
+    "transformers.integrations.mistral",
     "transformers.generation.utils",
 )
 
