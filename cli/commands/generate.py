@@ -11,7 +11,15 @@ from ...protocol.spans import Span
 from ..options.adapter_folder import find_adapter
 from ..options.bundled_model import find_model
 from ..options.join_options import add_join_arguments, read_joining
-from ..options.quantities import parse_count, parse_fraction, parse_non_negative, parse_whole
+from ..options.quantities import (
+    count_of,
+    parse_count,
+    parse_fraction,
+    parse_non_negative,
+    parse_positive,
+    parse_text,
+    parse_whole,
+)
 from ..options.shared_options import add_model_argument, add_wait_argument
 from ..remote_models.opening import load_tokenizer, open_model
 from ..remote_models.routes import describe_failover, describe_route, failover_facts, route_facts
@@ -86,6 +94,18 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-k", type=parse_count, metavar="K", help="sample from the K most likely tokens"
     )
+    parser.add_argument(
+        "--min-p", type=parse_fraction, metavar="P",
+        help="sample from tokens at least P times as likely as the likeliest",
+    )  # fmt: skip
+    parser.add_argument(
+        "--repetition-penalty", type=parse_positive, metavar="R",
+        help="divide the scores of tokens that the text has already by R; 1 is no penalty",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stop", action="append", default=[], type=parse_text, metavar="TEXT",
+        help="end before this text; may be given several times",
+    )  # fmt: skip
     parser.add_argument(
         "--seed", type=parse_whole, metavar="S",
         help="sample with this random seed; the same seed gives the same text",
@@ -184,8 +204,11 @@ def _read_sampling(options: argparse.Namespace) -> Sampling:
         options.temperature,
         options.top_p,
         options.top_k,
+        options.min_p,
         options.seed,
         options.beams,
+        options.repetition_penalty,
+        options.stop,
     )
 
 
@@ -244,14 +267,13 @@ def _warn_of_missing_standbys(notices: Terminal, lacking_standby: Sequence[Span]
 def _report(terminal: Terminal, generation: Generation) -> None:
     """Print one line about the text, and one more for each failover."""
     num_tokens = len(generation.token_ids)
-    terminal.print(
-        terminal.paint(
-            f"{num_tokens} token{'s' if num_tokens != 1 else ''}, "
-            f"{generation.tokens_per_second:.1f} tok/s, "
-            f"route {describe_route(generation.route)}",
-            "dim",
-        )
+    speed = f", then {generation.tokens_per_second:.1f} tok/s" if num_tokens > 1 else ""
+    summary = (
+        f"{count_of(num_tokens, 'token')}, the first after "
+        f"{generation.first_token_seconds:.1f} s{speed}, route {describe_route(generation.route)}"
     )
+    for line in terminal.wrap(summary):
+        terminal.print(terminal.paint(line, "dim"))
     for failover in generation.failovers:
         for line in terminal.wrap(describe_failover(failover)):
             terminal.print(terminal.paint(line, "yellow"))

@@ -69,6 +69,13 @@ parse_part = _make_number_parser(
 )
 
 
+def parse_text(text: str) -> str:
+    """Read a text that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty text is everywhere")
+    return text
+
+
 def parse_threads(text: str) -> int:
     """Read a number of threads that this machine can run."""
     num_threads = parse_count(text)

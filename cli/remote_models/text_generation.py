@@ -26,19 +26,23 @@ OnToken = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings; greedy unless one of the four sampling fields is given."""
+    """Settings of one text; greedy unless one of the five sampling fields is given."""
 
     max_new_tokens: int = 64
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
     num_beams: int = 1
+    repetition_penalty: float | None = None
+    stops: Sequence[str] = ()
+    """Texts that end the generation, and are not part of it."""
 
     @property
     def is_greedy(self) -> bool:
         """Return whether decoding is greedy: always the likeliest token."""
-        given = (self.temperature, self.top_p, self.top_k, self.seed)
+        given = (self.temperature, self.top_p, self.top_k, self.min_p, self.seed)
         return self.temperature == 0 or all(value is None for value in given)
 
     def to_arguments(self) -> dict[str, Any]:
@@ -48,10 +52,13 @@ class Sampling:
             "num_beams": self.num_beams,
             "do_sample": not self.is_greedy,
         }
+        named: dict[str, Any] = {"repetition_penalty": self.repetition_penalty}
         if not self.is_greedy:
-            named = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-            arguments |= {name: value for name, value in named.items() if value is not None}
-        return arguments
+            named |= {"temperature": self.temperature, "top_p": self.top_p}
+            named |= {"top_k": self.top_k, "min_p": self.min_p}
+        if self.stops:
+            named["stop_strings"] = list(self.stops)
+        return arguments | {name: value for name, value in named.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -65,12 +72,13 @@ class Generation:
     route: tuple[Any, ...]
     failovers: tuple[Any, ...]
     is_complete: bool
-    """Whether the model ended the text itself, before the limit."""
+    """Whether the model ended the text itself, or a stop did, before the limit."""
 
     @property
     def tokens_per_second(self) -> float:
-        """The rate over the whole call, prompt included."""
-        return len(self.token_ids) / self.seconds if self.seconds else 0.0
+        """The rate of the tokens behind the first, which waits for the prompt; 0 without any."""
+        seconds = self.seconds - self.first_token_seconds
+        return (len(self.token_ids) - 1) / seconds if seconds > 0 else 0.0
 
 
 class Detokenizer:
@@ -105,12 +113,51 @@ class Detokenizer:
         )
 
 
+class StopFilter:
+    """Passes a text on up to the first of some stops, and nothing that may be the beginning of one.
+
+    >>> stops = StopFilter(["END"])
+    >>> stops.add("the E"), stops.add("N"), stops.add("ough EN"), stops.add("D and more")
+    ('the ', '', 'ENough ', '')
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""
+        self.has_stopped = False
+
+    def add(self, piece: str) -> str:
+        """Return what of the text so far can be shown."""
+        if self.has_stopped:
+            return ""
+        text = self._held + piece
+        ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        self.has_stopped = bool(ends)
+        shown = text[: min(ends) if ends else len(text) - self._count_held(text)]
+        self._held = text[len(shown) :]
+        return shown
+
+    def finish(self) -> str:
+        """Return what was held back for nothing."""
+        return "" if self.has_stopped else self._held
+
+    def _count_held(self, text: str) -> int:
+        lengths = [
+            length
+            for stop in self._stops
+            for length in range(1, len(stop))
+            if text.endswith(stop[:length])
+        ]
+        return max(lengths, default=0)
+
+
 @dataclass
 class TokenStream:
     """The streamer of transformers' generate(), called in the thread that generates."""
 
     detokenizer: Detokenizer
     on_token: OnToken
+    stops: StopFilter = field(default_factory=lambda: StopFilter([]))
     token_ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     first_token_at: float | None = None
@@ -125,11 +172,11 @@ class TokenStream:
             self.first_token_at = time.perf_counter()
         for token_id in value.flatten().tolist():
             self.token_ids.append(token_id)
-            self._pass_on(self.detokenizer.add(token_id))
+            self._pass_on(self.stops.add(self.detokenizer.add(token_id)))
 
     def end(self) -> None:
         """Pass on the rest of the text."""
-        rest = self.detokenizer.finish()
+        rest = self.stops.add(self.detokenizer.finish()) + self.stops.finish()
         if rest:
             self._pass_on(rest)
 
@@ -156,7 +203,8 @@ def generate_text(
     ids_BT = tokenizer(prompt, return_tensors="pt").input_ids.long()
     if not prompt or ids_BT.shape[1] == 0:
         raise UsageError("the prompt is empty; give some text to continue")
-    stream = TokenStream(Detokenizer(tokenizer, ids_BT[0].tolist()), on_token)
+    detokenizer = Detokenizer(tokenizer, ids_BT[0].tolist())
+    stream = TokenStream(detokenizer, on_token, StopFilter(sampling.stops))
     has_beams = sampling.num_beams > 1
     if sampling.seed is not None:
         torch.manual_seed(sampling.seed)
@@ -171,6 +219,7 @@ def generate_text(
                 ids_BT,
                 attention_mask=torch.ones_like(ids_BT),  # of padding tokens in the prompt as well
                 streamer=streamer,
+                tokenizer=tokenizer if sampling.stops else None,
                 **sampling.to_arguments(),
             )
         except UsageError:
@@ -190,7 +239,7 @@ def generate_text(
             (first_token_at or started_at) - started_at,
             session.hops,
             session.failovers,
-            len(stream.token_ids) < sampling.max_new_tokens,
+            stream.stops.has_stopped or len(stream.token_ids) < sampling.max_new_tokens,
         )
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,21 @@ import pytest
 import torch
 from announcements import describe_peer
 from fake_hub import serving_hub
+from transformers import AutoTokenizer
 
 from shoal.cli.remote_models.opening import load_tokenizer
 from shoal.cli.remote_models.routes import describe_failover, failover_facts
-from shoal.cli.remote_models.text_generation import Detokenizer, Sampling, TokenStream
+from shoal.cli.remote_models.text_generation import (
+    Detokenizer,
+    Generation,
+    Sampling,
+    TokenStream,
+    generate_text,
+)
+from shoal.client import AutoDistributedModelForCausalLM
 from shoal.client.routing.route import Hop
 from shoal.client.trace.trace import SessionFailover
+from shoal.peer.local_swarm.loopback import LoopbackSwarm
 from shoal.protocol.errors import ModelError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
@@ -73,6 +83,47 @@ def test_sampling_is_greedy_unless_it_is_asked_for() -> None:
     }
     assert Sampling(seed=1).to_arguments()["do_sample"] is True
     assert Sampling(top_k=3).to_arguments()["top_k"] == 3
+
+
+def test_text_ends_before_the_first_stop(swarm_model: Any) -> None:
+    model, tokenizer = swarm_model
+    pieces: list[str] = []
+
+    def tell(sampling: Sampling) -> Generation:
+        pieces.clear()
+        prompt = "Once upon a time"
+        return generate_text(model, tokenizer, prompt, sampling, pieces.append, lambda _: None)
+
+    whole = tell(Sampling(24))
+    stop = whole.text[20:29]  # in the middle of words
+    cut = tell(Sampling(24, stops=["not in there", stop]))
+
+    assert not whole.is_complete
+    assert cut.text == "".join(pieces) == whole.text[: whole.text.index(stop)]
+    assert cut.is_complete
+    assert len(cut.token_ids) < 24
+    beams = tell(Sampling(24, num_beams=2, stops=[" "]))
+    assert beams.text.count(" ") == 0
+
+
+def test_prompt_may_hold_the_padding_token(swarm_model: Any) -> None:
+    model, tokenizer = swarm_model
+    prompt = "Once upon a time"
+    model.generation_config.pad_token_id = tokenizer(prompt).input_ids[-2]
+
+    text = generate_text(model, tokenizer, prompt, Sampling(4), print, lambda _: None)
+
+    assert len(text.token_ids) == 4
+
+
+@pytest.fixture
+def swarm_model() -> Iterator[tuple[Any, Any]]:
+    """The bundled model over a swarm in this process, and its tokenizer."""
+    path = Path(__file__).resolve().parents[3] / "models" / "shoal-stories"
+    swarm = LoopbackSwarm(path, [(0, 8)])
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    with AutoDistributedModelForCausalLM.from_pretrained(path, connect=swarm.connect) as model:
+        yield model, tokenizer
 
 
 def test_model_without_a_tokenizer_is_refused(byte_model: Path, tmp_path: Path) -> None:
