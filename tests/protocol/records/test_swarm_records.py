@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -287,12 +289,20 @@ def count_answers(records: SwarmRecords, fetch: RecordFetch) -> int:
     raise AssertionError("it is never refused")
 
 
+@cache
+def make_peers() -> Sequence[tuple[Announcement, bytes]]:
+    """Return announcements and values of peers of 8 blocks, of which nobody serves the last 4."""
+    return [
+        (make_announcement(peer_id=PeerId(f"peer {number}")), f"value {number} {'…' * 100}".encode())
+        for number in range(MAX_ANNOUNCEMENTS_PER_MODEL)
+    ]
+
+
 def make_full(num_records: int = MAX_ANNOUNCEMENTS_PER_MODEL) -> SwarmRecords:
-    """Return records of as many peers of 8 blocks, of which nobody serves the last 4."""
+    """Return records of as many peers, and of one more."""
     book = AnnouncementBook()
-    for number in range(num_records):
-        peer = make_announcement(peer_id=PeerId(f"peer {number}"))
-        book.add(MODEL, peer, f"value {number} {'…' * 100}".encode(), NOW)
+    for announcement, value in make_peers()[:num_records]:
+        book.add(MODEL, announcement, value, NOW)
     records = SwarmRecords(PUBLIC, book)
     records.add_own(RECORD, NOW)
     return records
