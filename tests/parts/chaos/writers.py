@@ -114,7 +114,7 @@ class Task:
     stop: threading.Event
     """Set at the end, or by the first failure."""
     token_seconds: float = 0.0
-    """How long to wait behind each token."""
+    """How long to wait behind each token, until told to stop."""
 
 
 class Writer(threading.Thread):
@@ -163,7 +163,7 @@ class Writer(threading.Thread):
         prompt = self._task.prompts[index]
         expected = self._task.expected[index][:, : prompt.shape[1] + num_tokens]
         self._begun_at = time.monotonic()
-        watch = _Watch(self._task.token_seconds)
+        watch = _Watch(self._task.token_seconds, self._task.stop)
         max_length = prompt.shape[1] + LONGEST_TEXT
         with self._model.inference_session(max_length=max_length) as self._session:
             try:
@@ -236,13 +236,14 @@ def _compare(prompt: Tensor, text: Tensor, expected: Tensor) -> str:
 class _Watch(BaseStreamer):
     """Notes when tokens come. A prompt comes before them, at once, and counts as one."""
 
-    def __init__(self, token_seconds: float) -> None:
+    def __init__(self, token_seconds: float, stop: threading.Event) -> None:
         self._token_seconds = token_seconds
+        self._stop = stop
         self._times = [time.monotonic()]
 
     def put(self, value: Tensor) -> None:
         self._times.append(time.monotonic())
-        time.sleep(self._token_seconds)
+        self._stop.wait(self._token_seconds)
 
     def find_stall(self, context: str) -> Stall:
         gaps = [(end - begin) for begin, end in pairwise(self._times)]
