@@ -13,6 +13,7 @@ from transport_seam import echo
 from shoal.protocol.errors import UnavailableError
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.dht.internet import InternetNetwork
+from shoal.protocol.net.libp2p.multiaddrs import split_multiaddr
 from shoal.protocol.net.memory.loopback import LoopbackNetwork
 from shoal.protocol.net.memory.memory_directory import MemoryDirectoryStore
 from shoal.protocol.net.memory.memory_network import MemoryNetwork
@@ -58,6 +59,16 @@ def network(join: Join, presence: Presence) -> Network:
     return join(presence)
 
 
+@pytest.mark.network
+async def test_peer_on_this_machine_says_where_others_join_through_it() -> None:
+    presence = await join_internet()(None).serve(IDENTITY, echo)
+    try:
+        (dialled,) = cast(list[str], presence.facts["dialled"])
+        assert split_multiaddr(dialled) == ("127.0.0.1", presence.directory_port)
+    finally:
+        await presence.close()
+
+
 async def test_client_finds_a_peer_and_dials_what_it_announced(
     presence: Presence, network: Network
 ) -> None:
@@ -82,7 +93,7 @@ async def test_peer_that_others_can_dial_has_no_relays(
     assert presence.identity is IDENTITY
     assert [listener.endpoint for listener in presence.listeners] == [presence.endpoint]
     assert list(presence.relays) == []
-    assert (presence.relay_port, presence.directory_port) == (0, 0)
+    assert presence.relay_port == 0
     assert not await presence.renew_relays(MODEL)
 
 

@@ -107,7 +107,7 @@ class InternetNetwork:
                 stack.push_async_callback(behind.close)
                 listeners.append(await behind.listen(where.host, where.directory_port, serve))
             host, port = split_multiaddr(directory.addresses[0])  # that of p2pd
-            can_be_dialled = not directory.relays and not is_loopback(host)
+            is_relay = where.is_relay and not is_loopback(host)
             return Presence(
                 identity,
                 transport,
@@ -117,8 +117,8 @@ class InternetNetwork:
                 opened=stack.pop_all(),
                 facts=self._describe(directory),
                 relays=directory.relays,
-                directory_port=port if can_be_dialled else 0,
-                relay_port=port if can_be_dialled and where.is_relay else 0,
+                directory_port=0 if directory.relays else port,
+                relay_port=port if is_relay and not directory.relays else 0,
                 find_relays=directory.find_relays,
             )
 
