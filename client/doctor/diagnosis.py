@@ -94,7 +94,8 @@ class Diagnosis:
         """
         model = await self._check_model(read_model)
         reachable = await self._check_addresses(addresses)
-        joined = await self._join(reachable) if reachable else None
+        # With all addresses, as clients do: where none answers, those of the last time may.
+        joined = await self._join(addresses, is_silence_news=bool(reachable))
         if joined is not None:
             try:
                 await self._check_swarm(model, joined)
@@ -194,7 +195,7 @@ class Diagnosis:
             self._check_clocks()
             self._check_blocks(model)
 
-    async def _join(self, addresses: Sequence[str]) -> JoinedSwarm | None:
+    async def _join(self, addresses: Sequence[str], is_silence_news: bool) -> JoinedSwarm | None:
         try:
             async with asyncio.timeout(JOIN_SECONDS):
                 return await self.probes.join(addresses)
@@ -207,7 +208,8 @@ class Diagnosis:
                 fix += "`shoal swarm-new --from CODE` makes one"
             self._note("membership", FindingStatus.BROKEN, str(error), fix)
         except (UnavailableError, UsageError) as error:
-            self._note_directory(str(error))
+            if is_silence_news:
+                self._note_directory(str(error))
         return None
 
     def _note_directory(self, detail: str) -> None:

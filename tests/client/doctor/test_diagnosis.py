@@ -82,7 +82,7 @@ def trouble(**facts: Any) -> Callable[[Swarm], Awaitable[None]]:
 def test_address_that_cannot_be_joined_through_is_told(
     facts: dict[str, Any], detail: str, fix: str
 ) -> None:
-    diagnosis = examine(trouble(**facts))
+    diagnosis = examine(trouble(**facts, join_error=DirectoryError("nobody can be reached")))
 
     finding = find(diagnosis, "address")
     assert not finding.ok
@@ -92,6 +92,20 @@ def test_address_that_cannot_be_joined_through_is_told(
     assert fix in finding.fix
     assert diagnosis.missing is None
     assert len(diagnosis.findings) == 2  # nobody is left to join through
+
+
+def test_swarm_that_is_found_again_at_no_address_that_was_given_is_examined() -> None:
+    """As a client would find it: at addresses of the last time."""
+
+    async def build(swarm: Swarm) -> None:
+        swarm.dial_error = REFUSED
+        await swarm.add(Span(0, 8))
+
+    diagnosis = examine(build)
+
+    assert not find(diagnosis, "address").ok
+    assert find(diagnosis, "directory").ok
+    assert diagnosis.is_usable
 
 
 @pytest.mark.parametrize(
