@@ -42,7 +42,15 @@ def old_objects() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def warm_peers() -> Iterator[None]:
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What shoal keeps for the next start, such as addresses of swarms, is not kept by tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_peers(home: None) -> Iterator[None]:
     """Peers of local swarms start without imports, but for those of tests about the start."""
     LocalPeer.Popen = warm_python.Popen
     yield

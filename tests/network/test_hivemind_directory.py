@@ -31,7 +31,7 @@ from shoal.protocol.membership.membership import Membership, Role, make_owner, m
 from shoal.protocol.messages.records import RecordFetch, Records
 from shoal.protocol.net.dht.dht_node import make_node_id
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
-from shoal.protocol.net.dht.known_addresses import AddressFolder
+from shoal.protocol.net.dht.known_addresses import AddressFolder, KnownAddresses
 from shoal.protocol.net.libp2p import p2p_daemon
 from shoal.protocol.net.libp2p.multiaddrs import PeerAddress, split_multiaddr
 from shoal.protocol.records.swarm_records import SwarmRecords
@@ -201,10 +201,16 @@ async def test_newcomer_joins_through_whoever_of_some_addresses_is_left(dht: Dir
     assert await look_up(third) == {identity_of(2).peer_id}
 
 
+def find_kept(folder: Path, membership: Membership) -> KnownAddresses:
+    known = AddressFolder(folder).find(membership, [])
+    assert known is not None
+    return known
+
+
 async def test_restart_needs_no_initial_peer_that_still_lives(
     dht: Directories, tmp_path: Path
 ) -> None:
-    known = AddressFolder(tmp_path, keeps_loopback=True).find(OWNER, [])
+    known = find_kept(tmp_path, OWNER)
     options = {"membership": OWNER.as_role(Role.SERVE), "known": known}
     first = await dht.join([], 1, membership=OWNER.as_role(Role.SERVE))
     others = {number: await dht.join(first.addresses, number, **options) for number in (2, 3)}
@@ -221,6 +227,55 @@ async def test_restart_needs_no_initial_peer_that_still_lives(
         await dht.read(others[2].addresses, **stranger)
 
 
+async def test_newcomer_is_kept_by_a_peer_that_looks_nobody_up(
+    dht: Directories, tmp_path: Path
+) -> None:
+    """It may be killed as soon as it has announced again."""
+    membership = OWNER.as_role(Role.SERVE)
+    known = find_kept(tmp_path, OWNER)
+    first = await dht.join([], 1, membership=membership, known=known)
+    newcomer = await dht.join(first.addresses, 2, membership=membership)
+    await announce_all({2: newcomer})
+
+    await announce_all({1: first})
+
+    assert identity_of(2).peer_id in {one.peer_id for one in known.load()[1]}
+
+
+async def test_those_met_last_are_kept_when_leaving(dht: Directories, tmp_path: Path) -> None:
+    membership = OWNER.as_role(Role.SERVE)
+    known = find_kept(tmp_path, OWNER)
+    first = await dht.join([], 1, membership=membership)
+    await announce_all({1: first})
+    reader = await dht.read(first.addresses, membership=membership, known=known)
+    await reader.lookup(MODEL)
+    assert {one.peer_id for one in known.load()[1]} == {identity_of(1).peer_id}
+    second = await dht.join(first.addresses, 2, membership=membership)
+    await announce_all({2: second})
+    await reader.lookup(MODEL)  # too soon after the first time
+
+    await reader.close()
+
+    numbers = (1, 2)
+    assert {one.peer_id for one in known.load()[1]} == {identity_of(n).peer_id for n in numbers}
+
+
+async def test_peer_that_was_moved_does_not_take_who_is_there_now_for_itself(
+    dht: Directories, tmp_path: Path
+) -> None:
+    known = find_kept(tmp_path, OWNER)
+    membership = OWNER.as_role(Role.SERVE)
+    living = await dht.join([], 1, membership=membership)
+    (text,) = living.addresses
+    there = text.removesuffix(str(identity_of(1).peer_id)) + identity_of(2).peer_id
+    known.save(OWNER.swarm_id, [PeerAddress.parse(address) for address in (there, text)])
+    nowhere = f"/ip4/127.0.0.1/tcp/9/p2p/{identity_of(3).peer_id}"
+
+    again = await dht.join([nowhere], 2, membership=membership, known=known)
+
+    assert again.membership == membership
+
+
 async def test_restart_joins_no_other_swarm_whatever_addresses_strangers_had_announced(
     dht: Directories, tmp_path: Path
 ) -> None:
@@ -228,7 +283,7 @@ async def test_restart_joins_no_other_swarm_whatever_addresses_strangers_had_ann
     first = await dht.join([], 1)
     honest = await dht.join(first.addresses, 2)
     liar = await dht.join([], 3)
-    known = AddressFolder(tmp_path, keeps_loopback=True).find(None, first.addresses)
+    known = find_kept(tmp_path, first.membership)
     liars, honests = ([PeerAddress.parse(text) for text in one.addresses] for one in (liar, honest))
     await first.close()
 
@@ -247,7 +302,7 @@ async def test_addresses_of_the_last_time_give_way_to_new_ones(
     first = await dht.join([], 1)
     honest = await dht.join(first.addresses, 2)
     gone = [f"/ip4/127.0.0.1/tcp/{n}/p2p/{identity_of(n).peer_id}" for n in range(100, 131)]
-    known = AddressFolder(tmp_path, keeps_loopback=True).find(None, first.addresses)
+    known = find_kept(tmp_path, first.membership)
     kept = [PeerAddress.parse(text) for text in (*honest.addresses, *gone)]
     known.save(first.membership.swarm_id, kept)
     newer = await dht.join(first.addresses, 3)

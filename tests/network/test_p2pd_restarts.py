@@ -18,6 +18,7 @@ from directory_processes import CLOCK, Directories, look_up, sign_now
 
 from shoal.protocol.errors import DirectoryError, ShoalError
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
+from shoal.protocol.net.libp2p.multiaddrs import split_multiaddr
 from shoal.protocol.net.libp2p.p2p_daemon import child_of
 from shoal.protocol.net.transport import Stream
 
@@ -160,6 +161,24 @@ async def test_reader_joins_again_each_time(dht: Directories) -> None:
         kill_p2pd(reader)
         await wait_until_ended(reader)
         await wait_until_found(reader, 1)
+
+
+async def test_reader_comes_back_though_those_it_joined_through_are_gone(
+    dht: Directories,
+) -> None:
+    first = await dht.join([], 1)
+    second = await dht.join(first.addresses, 2)
+    _, port = split_multiaddr(second.addresses[0])
+    await second.announce(sign_now(2, directory_port=port))
+    reader = await dht.read(first.addresses)
+    await wait_until_found(reader, 2)
+    await first.close()
+
+    kill_p2pd(reader)
+    await wait_until_ended(reader)
+    newer = await dht.join(second.addresses, 3)
+    await newer.announce(sign_now(3))
+    await wait_until_found(reader, 2, 3)
 
 
 async def test_streams_of_libp2p_are_dialled_and_accepted_through_the_new_p2pd(

@@ -100,14 +100,14 @@ async def open_access(
     return await _begin(p2p, place, membership, peers, selection)
 
 
-async def reopen_access(ended: Access, peers: Sequence[PeerAddress]) -> Access:
+async def reopen_access(ended: Access) -> Access:
     """Start a p2pd in place of one that has ended: same port, same relays.
 
-    A peer does not need any of `peers` to be there, as one that went on running would not.
+    Nobody needs to be there, as for one that went on running.
     """
     place, selection = ended.place, ended.relay_selection
     if place.listening is None:
-        p2p = await _start(place, peers)
+        p2p = await start_reading_p2pd(ended.peers, place.identity, begins_alone=True)
     elif selection is not None:
         p2p = await _start(place, (), selection.relays)
         selection.move(RelayReservations(p2p))
@@ -115,7 +115,7 @@ async def reopen_access(ended: Access, peers: Sequence[PeerAddress]) -> Access:
         p2p = await _start(place, ())
         if place.is_dialled and place.is_relay:
             p2p = await start_sufficient_relay(p2p, lambda: _start(place, ()))
-    return await _begin(p2p, place, ended.membership, peers, selection)
+    return await _begin(p2p, place, ended.membership, ended.peers, selection)
 
 
 async def _start(place: Place, peers: Sequence[PeerAddress], relays: Sequence[Relay] = ()) -> P2P:

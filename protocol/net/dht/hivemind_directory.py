@@ -43,8 +43,8 @@ with warnings.catch_warnings():
 
 _logger = logging.getLogger(__name__)
 
-_KEEP_SECONDS = 300.0
-"""How often known addresses are written to disk."""
+_KEEP_SECONDS = 10.0
+"""How often at most known addresses are written to disk."""
 
 _NO_MODEL = ModelId("0" * MODEL_ID_CHARACTERS)
 """In place of a model where only the owner's list is in question."""
@@ -81,8 +81,10 @@ class HivemindDirectory:
         self._node = node
         self._clock = clock
         self._known = known
+        self._kept: Collection[Relay] = ()
         self._kept_at = float("-inf")
         self._rng = random.Random()
+        self._models: set[ModelId] = set()  # that we were asked about
         self._own: dict[ModelId, bytes] = {}
         self._transport: Libp2pTransport | None = None
         self._is_closed = False
@@ -125,6 +127,8 @@ class HivemindDirectory:
             raise
         except DirectoryError as error:
             swarm_id, others = known.load() if known and peers else (b"", [])
+            # Ours from before a restart may be somebody else's by now.
+            others = [one for one in others if not identity or one.peer_id != identity.peer_id]
             if not others:
                 raise
             membership = membership or make_public(swarm_id)
@@ -194,43 +198,50 @@ class HivemindDirectory:
             raise DirectoryError(f"the directory refused our announcement: {error}") from error
         model_id = announcement.model_id
         self._own[model_id] = value
+        self._models.add(model_id)
         self._check_is_running()
-        await self._neighbourhood.restore(self._list_known(model_id))
+        await self._neighbourhood.restore(self._list_known())
         answers = await self._node.records.bring(model_id, value)
         # Without any answer it is kept here, where newcomers may ask as well.
         if answers and not any(answers):
             raise DirectoryError("no node of the directory keeps our announcement")
         if announcement.state is not PeerState.OFFLINE:
-            await self._neighbourhood.widen(self._list_known(model_id))
+            await self._neighbourhood.widen(self._list_known())
+        self._keep_addresses(_KEEP_SECONDS)
 
     async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
         """See Directory.lookup."""
         self._check_is_running()
         self.records.reserve(model_id)
+        self._models.add(model_id)
         for _ in range(2):  # the first search may find out that every known neighbour is gone
-            await self._neighbourhood.restore(self._list_known(model_id))
+            await self._neighbourhood.restore(self._list_known())
             await self._node.records.search(model_id)
             if len(self._neighbourhood):
                 break
         else:
             if self._is_reader:
                 raise DirectoryError(f"no peer of the directory answers: {self._initial_texts}")
-        found = self.records.list_current(model_id, self._clock.wall())
-        self._keep_addresses(found)
-        return found
+        self._keep_addresses(_KEEP_SECONDS)
+        return self.records.list_current(model_id, self._clock.wall())
 
-    def _keep_addresses(self, announced: Sequence[Announcement]) -> None:
-        now = self._clock.now()
-        if self._known is not None and now - self._kept_at >= _KEEP_SECONDS:
-            self._kept_at = now
-            addresses = list_addresses(announced)
-            self._rng.shuffle(addresses)
+    def _keep_addresses(self, min_age_seconds: float) -> None:
+        """Write down where we and others can be joined, if there are others and it has changed."""
+        if self._known is None or self._clock.now() - self._kept_at < min_age_seconds:
+            return
+        known, own_id = self._list_known(), str(self._access.p2p.peer_id)
+        nodes = {node for peer in known if (node := peer.as_node) is not None}
+        if nodes != self._kept and any(node.peer_id != own_id for node in nodes):
+            self._kept, self._kept_at = nodes, self._clock.now()
+            self._rng.shuffle(known)
+            known.sort(key=lambda peer: peer.expires_at <= self._clock.wall())  # hints at the end
             # New ones first: what was joined through may be what was kept the last time.
-            self._known.save(self.membership.swarm_id, [*addresses, *self._access.peers])
+            addresses = [*list_addresses(known), *self._access.peers]
+            self._known.save(self.membership.swarm_id, addresses)
 
-    def _list_known(self, model_id: ModelId) -> list[Announcement]:
-        now = self._clock.wall()
-        return self.records.list_current(model_id, now) + self.records.list_hints(model_id, now)
+    def _list_known(self) -> list[Announcement]:
+        now, lists = self._clock.wall(), (self.records.list_current, self.records.list_hints)
+        return [peer for model_id in self._models for read in lists for peer in read(model_id, now)]
 
     async def revoke(self, peer_ids: Collection[PeerId]) -> Revocations:
         """Add peers to the owner's list, publish it and return it; peers hand it on from then on.
@@ -261,6 +272,7 @@ class HivemindDirectory:
         if self._is_closed:
             return
         self._is_closed = True
+        self._keep_addresses(0.0)
         self._replacing.cancel()
         await asyncio.wait([self._replacing])
         await self._node.close()
@@ -286,15 +298,12 @@ class HivemindDirectory:
 
     async def _replace(self) -> None:
         """Put another node in place of the one whose p2pd has ended, and announce again."""
-        known = [peer for model_id in self._own for peer in self._list_known(model_id)]
-        peers = dict.fromkeys([*self._access.peers, *list_addresses(known)])
-        access = await reopen_access(self._access, list(peers))
-        must_answer = access.peers if self._is_reader else ()
-        self._node = await DirectoryNode.start(access, self.records, self._clock, must_answer)
+        access = await reopen_access(self._access)
+        self._node = await DirectoryNode.start(access, self.records, self._clock, ())
         async with stopping_if_failed(access.p2p):
             if self._transport is not None:
                 await self._transport.move(access.p2p)
-        await self._neighbourhood.restore(known)
+        await self._neighbourhood.restore(self._list_known())
         for model_id, value in self._own.items():
             await self._node.records.bring(model_id, value)
         _logger.info("p2pd runs again, with %d neighbours", len(self._neighbourhood))

@@ -7,13 +7,15 @@ import logging
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...endpoints import is_loopback
 from ...errors import UsageError
 from ...ids import PeerId
 from ...membership.membership import Membership, make_public
-from ..libp2p.multiaddrs import PeerAddress
+from ..libp2p.multiaddrs import PeerAddress, split_multiaddr
 
 _logger = logging.getLogger(__name__)
 
@@ -28,16 +30,23 @@ class AddressFolder:
     """A folder with one file for each swarm. Nothing in it is secret."""
 
     path: Path = Path("~/.cache/shoal/swarms")
-    keeps_loopback: bool = False
-    """Whether addresses are kept that only this machine can dial. Tests say so."""
 
-    def find(self, membership: Membership | None, initial_peers: Sequence[str]) -> KnownAddresses:
-        """Return the addresses of a swarm: of a membership, else of the one behind some peers."""
-        text = "\n".join(sorted(initial_peers))
-        name = (
-            membership.swarm_id.hex() if membership else hashlib.sha256(text.encode()).hexdigest()
-        )
-        return KnownAddresses(self.path.expanduser() / name[:32], self.keeps_loopback)
+    def find(
+        self, membership: Membership | None, initial_peers: Sequence[str]
+    ) -> KnownAddresses | None:
+        """Return the addresses of a swarm: of a membership, else of the one behind some peers.
+
+        Those that only this machine can dial are kept where a swarm is joined through this machine:
+        from elsewhere, a stranger could have us dial what else runs here. Of a swarm on this
+        machine that has no join code, as in a demo, nothing is kept: nobody comes back to it, and
+        its file would displace that of another swarm.
+        """
+        is_here = all(is_loopback(split_multiaddr(text)[0]) for text in initial_peers)
+        if is_here and membership is None:
+            return None
+        text = "\n".join(sorted(initial_peers)).encode()
+        name = membership.swarm_id.hex() if membership else hashlib.sha256(text).hexdigest()
+        return KnownAddresses(self.path.expanduser() / name[:32], is_here)
 
 
 class KnownAddresses:
@@ -76,8 +85,10 @@ class KnownAddresses:
             with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
                 file.write(text)
             os.replace(file.name, self._path)
-            files = sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime)
-            for old in files[:-_MAX_FILES]:
-                old.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # another process of this user does the same
+                for old in sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime)[
+                    :-_MAX_FILES
+                ]:
+                    old.unlink()
         except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
             _logger.warning("cannot keep the addresses of the swarm: %s", error)

@@ -168,7 +168,8 @@ class Neighbourhood:
         alone while the others know each other. So would the two parts of a network that was split,
         once the peers are gone through which they had joined.
         """
-        neighbours = {peer_id.to_base58() for peer_id in self._table.uid_to_peer_id.values()}
+        neighbours = {str(peer_id) for peer_id in self._table.uid_to_peer_id.values()}
+        neighbours.add(str(self._p2p.peer_id))
         away = [peer for peer in self._initial_peers if peer.peer_id not in neighbours]
         others = list_addresses(peer for peer in known if peer.peer_id not in neighbours)
         others = self._rng.sample(others, min(len(others), _GREETED_EACH_TIME))

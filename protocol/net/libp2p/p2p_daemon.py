@@ -145,11 +145,11 @@ class OwnGroupP2P(P2P):
 
 
 async def start_reading_p2pd(
-    initial_peers: Sequence[PeerAddress], identity: Identity | None
+    initial_peers: Sequence[PeerAddress], identity: Identity | None, *, begins_alone: bool = False
 ) -> P2P:
     """Start a p2pd that only asks, through relays where initial peers are far.
 
-    Raises DirectoryError when no initial peer can be reached.
+    Raises DirectoryError when no initial peer can be reached, unless it begins alone.
     """
     options: dict[str, Any] = {
         "host_maddrs": None,
@@ -159,7 +159,8 @@ async def start_reading_p2pd(
         "auto_nat": False,
         "use_relay": not all(peer.is_loopback for peer in initial_peers),
     }
-    return await _start(await find_listening(initial_peers), identity, options)
+    listening = () if begins_alone else await find_listening(initial_peers)
+    return await _start(listening, identity, options)
 
 
 async def start_serving_p2pd(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from announcements import identity_of
 
-from shoal.protocol.membership.membership import Role, make_owner
-from shoal.protocol.net.dht.known_addresses import AddressFolder
+from shoal.protocol.membership.membership import Membership, Role, make_owner
+from shoal.protocol.net.dht.known_addresses import AddressFolder, KnownAddresses
 from shoal.protocol.net.libp2p.multiaddrs import PeerAddress
 
 OWNER = make_owner(bytes(range(16)))
@@ -19,20 +19,45 @@ def address_of(number: int, host: str = "192.0.2.7") -> PeerAddress:
     return PeerAddress.parse(f"/ip4/{host}/tcp/{4000 + number}/p2p/{identity_of(number).peer_id}")
 
 
+def find(
+    folder: AddressFolder, membership: Membership | None, initial_peers: list[str]
+) -> KnownAddresses:
+    known = folder.find(membership, initial_peers)
+    assert known is not None
+    return known
+
+
 def test_addresses_are_found_again_by_whoever_joins_the_same_swarm(tmp_path: Path) -> None:
     folder = AddressFolder(tmp_path / "shoal" / "swarms")
     addresses = [address_of(1), address_of(2)]
 
-    folder.find(OWNER.as_role(Role.SERVE), ["/ip4/any"]).save(OWNER.swarm_id, addresses)
-    folder.find(None, ["/ip4/b", "/ip4/a"]).save(OWNER.swarm_id, addresses[:1])
+    find(folder, OWNER.as_role(Role.SERVE), ["/ip4/any"]).save(OWNER.swarm_id, addresses)
+    find(folder, None, ["/ip4/b", "/ip4/a"]).save(OWNER.swarm_id, addresses[:1])
 
-    assert folder.find(OWNER, []).load() == (OWNER.swarm_id, addresses)
-    assert folder.find(None, ["/ip4/a", "/ip4/b"]).load()[1] == addresses[:1]
-    assert folder.find(None, ["/ip4/a"]).load() == (b"", [])
+    assert find(folder, OWNER, []).load() == (OWNER.swarm_id, addresses)
+    assert find(folder, None, ["/ip4/a", "/ip4/b"]).load()[1] == addresses[:1]
+    assert find(folder, None, ["/ip4/a"]).load() == (b"", [])
 
 
-def test_loopback_and_nothing_are_not_kept(tmp_path: Path) -> None:
-    known = AddressFolder(tmp_path).find(OWNER, [])
+@pytest.mark.parametrize(("joined_through", "num_kept"), [("127.0.0.1", 2), ("192.0.2.7", 1)])
+def test_loopback_is_kept_where_it_is_joined_through(
+    joined_through: str, num_kept: int, tmp_path: Path
+) -> None:
+    addresses = [address_of(1), address_of(2, "127.0.0.1")]
+    known = find(AddressFolder(tmp_path), OWNER, [address_of(3, joined_through).text])
+
+    known.save(OWNER.swarm_id, addresses)
+
+    assert known.load()[1] == addresses[:num_kept]
+
+
+@pytest.mark.parametrize("initial_peers", [[], [address_of(3, "127.0.0.1").text]])
+def test_nothing_is_kept_of_a_demo(initial_peers: list[str], tmp_path: Path) -> None:
+    assert AddressFolder(tmp_path).find(None, initial_peers) is None
+
+
+def test_nothing_is_not_kept(tmp_path: Path) -> None:
+    known = find(AddressFolder(tmp_path), OWNER, [address_of(3).text])
     known.save(OWNER.swarm_id, [address_of(1), address_of(2, "127.0.0.1")])
 
     known.save(OWNER.swarm_id, [address_of(2, "127.0.0.1")])
@@ -41,7 +66,7 @@ def test_loopback_and_nothing_are_not_kept(tmp_path: Path) -> None:
 
 
 def test_only_so_many_are_kept(tmp_path: Path) -> None:
-    known = AddressFolder(tmp_path).find(OWNER, [])
+    known = find(AddressFolder(tmp_path), OWNER, [])
 
     known.save(OWNER.swarm_id, [address_of(number) for number in range(1, 100)])
 
@@ -49,7 +74,7 @@ def test_only_so_many_are_kept(tmp_path: Path) -> None:
 
 
 def test_address_of_a_peer_is_kept_once_and_the_first_one_counts(tmp_path: Path) -> None:
-    known = AddressFolder(tmp_path).find(OWNER, [])
+    known = find(AddressFolder(tmp_path), OWNER, [])
 
     known.save(OWNER.swarm_id, [address_of(2), address_of(1), address_of(2, "192.0.2.8")])
 
@@ -59,14 +84,14 @@ def test_address_of_a_peer_is_kept_once_and_the_first_one_counts(tmp_path: Path)
 def test_swarms_of_long_ago_are_forgotten(tmp_path: Path) -> None:
     folder = AddressFolder(tmp_path)
     for number in range(70):
-        folder.find(None, [str(number)]).save(OWNER.swarm_id, [address_of(1)])
+        find(folder, None, [str(number)]).save(OWNER.swarm_id, [address_of(1)])
         for age, file in enumerate(
             sorted(tmp_path.iterdir(), key=lambda one: -os.stat(one).st_mtime)
         ):
             os.utime(file, (1e9 - age, 1e9 - age))
 
     assert len(list(tmp_path.iterdir())) == 64
-    assert folder.find(None, ["69"]).load()[1] != []
+    assert find(folder, None, ["69"]).load()[1] != []
 
 
 @pytest.mark.parametrize(
@@ -74,17 +99,17 @@ def test_swarms_of_long_ago_are_forgotten(tmp_path: Path) -> None:
 )
 def test_damaged_file_holds_nothing(content: bytes, tmp_path: Path) -> None:
     folder = AddressFolder(tmp_path)
-    folder.find(OWNER, []).save(OWNER.swarm_id, [address_of(1)])
+    find(folder, OWNER, []).save(OWNER.swarm_id, [address_of(1)])
     (file,) = tmp_path.iterdir()
 
     file.write_bytes(content)
 
-    assert folder.find(OWNER, []).load() == (b"", [])
+    assert find(folder, OWNER, []).load() == (b"", [])
 
 
 def test_no_place_to_write_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
-    known = AddressFolder(tmp_path / "file").find(OWNER, [])
+    known = find(AddressFolder(tmp_path / "file"), OWNER, [])
 
     known.save(OWNER.swarm_id, [address_of(1)])
 
