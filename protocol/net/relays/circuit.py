@@ -56,7 +56,7 @@ _MIN_BYTES = 1 << 28
 """Between the limits of both services, far from either."""
 
 _MAX_STARTS = 10
-"""Nearly always the first one is right; on a busy machine one in fifteen was not."""
+"""On a busy machine 15 of 40 starts were not right."""
 
 _ASK_SECONDS = 8.0
 
