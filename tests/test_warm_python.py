@@ -205,9 +205,7 @@ def test_peer_and_client_have_nothing_left_to_import(
     for name in ("serve", "generate"):
         imported = (tmp_path / name).read_text().split()
         assert not [
-            module
-            for module in imported
-            if module.partition(".")[0] not in sys.stdlib_module_names
+            module for module in imported if module.partition(".")[0] not in sys.stdlib_module_names
         ]
 
 

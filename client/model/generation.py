@@ -149,6 +149,9 @@ def plan_generation(
 ) -> GenerationPlan:
     """Return the plan of one call; raises UsageError and changes nothing."""
     check_settings(settings)
+    if inputs is None and remembered_BT is None:
+        bos = settings.get("bos_token_id")  # as in transformers
+        inputs = torch.tensor([[bos]]) if isinstance(bos, int) else None
     input_ids_BT, num_remembered, input_start = _join_text(
         inputs, remembered_BT, model_config.vocab_size
     )

@@ -519,7 +519,14 @@ def take_blocks(span: Span, index: int | slice) -> Span:
     >>> take_blocks(Span(2, 6), slice(1, -1)), take_blocks(Span(2, 6), -1)
     (Span(start=3, stop=5), Span(start=5, stop=6))
     """
-    blocks = range(span.start, span.stop)[index]
+    try:
+        blocks = range(span.start, span.stop)[index]
+    except IndexError:
+        raise IndexError(f"there is no block {index}: these are {len(span)} blocks") from None
+    except TypeError as error:
+        raise UsageError(
+            f"a block is chosen by its number or a slice, not {index!r:.40}"
+        ) from error
     if isinstance(blocks, int):
         return Span(blocks, blocks + 1)
     if not blocks or blocks.step != 1:

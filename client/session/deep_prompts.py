@@ -31,8 +31,9 @@ def check_prompts(prompts: Tensor, num_blocks: int, hidden_BTH: Tensor) -> None:
     )
     if not fits:
         raise UsageError(
-            f"deep prompts must be floats of shape [{num_blocks}, {num_rows} or 1, 1 to "
-            f"{num_tokens}, {hidden_size}] here, got {list(prompts.shape)} of {prompts.dtype}"
+            "deep prompts must be floats of shape [blocks, rows, tokens, hidden size]: here of "
+            f"{num_blocks} blocks, {num_rows} rows or one for all, at most {num_tokens} tokens and "
+            f"hidden size {hidden_size}; got {list(prompts.shape)} of {prompts.dtype}"
         )
     if num_blocks * prompts.shape[2] > MAX_PASS_PROMPTS:
         raise UsageError(

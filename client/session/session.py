@@ -521,7 +521,10 @@ class RemoteSession:
         if row_map is not None and (
             len(row_map) != num_rows or not all(0 <= row < num_rows for row in row_map)
         ):
-            raise UsageError(f"a row map for {num_rows} rows cannot be {list(row_map)}")
+            raise UsageError(
+                f"hypo_ids must name for each of the {num_rows} rows the one whose prefix it "
+                f"continues, 0 to {num_rows - 1}, not {list(row_map)}"
+            )
 
     def _check_open(self) -> None:
         if self._is_closed:

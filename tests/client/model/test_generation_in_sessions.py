@@ -31,6 +31,16 @@ def test_calls_in_one_session_continue_the_text_without_computing_it_again(pair:
     assert session.closed
 
 
+def test_text_without_an_input_begins_with_the_bos_token(pair: Any) -> None:
+    expected = pair.reference.generate(bos_token_id=7, max_new_tokens=4)
+
+    assert torch.equal(pair.model.generate(bos_token_id=7, max_new_tokens=4), expected)
+    with pair.model.inference_session(max_length=16) as session:
+        first = pair.model.generate(max_new_tokens=1, session=session, bos_token_id=7)
+        rest = pair.model.generate(max_new_tokens=3, session=session)
+        assert torch.equal(torch.cat([first, rest], dim=1), expected)
+
+
 def test_new_input_is_appended_to_the_text_of_a_session(pair: Any) -> None:
     ids, more_ids = make_ids(1, 6), make_ids(1, 4, seed=5)
     first = pair.reference.generate(ids, max_new_tokens=3)

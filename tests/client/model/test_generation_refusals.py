@@ -12,7 +12,6 @@ from shoal.protocol.errors import UsageError
 @pytest.mark.parametrize(
     ("inputs", "options", "message"),
     [
-        (None, {}, "empty"),
         (torch.zeros(1, 0, dtype=torch.int64), {}, "empty"),
         (torch.zeros(0, 3, dtype=torch.int64), {}, "shape"),
         (torch.tensor([5, 6]), {}, "shape"),
@@ -46,6 +45,13 @@ def test_impossible_call_is_refused_before_anything_is_sent(
         pair.model.generate(inputs, **{"max_new_tokens": 3, **options})
 
     assert pair.client.sessions == []
+
+
+def test_text_cannot_begin_with_nothing(pair: Any) -> None:
+    pair.model.generation_config.bos_token_id = None
+
+    with pytest.raises(UsageError, match="the prompt is empty"):
+        pair.model.generate(max_new_tokens=3)
 
 
 def test_padding_token_is_accepted_when_the_mask_says_it_is_meant(pair: Any) -> None:
