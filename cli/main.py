@@ -13,6 +13,7 @@ from ..protocol.errors import ShoalError, UnavailableError, UsageError
 from ..protocol.versions import SOFTWARE
 from .options.shared_options import join_addresses
 from .terminal.interrupts import INTERRUPTED, INTERRUPTED_FACTS, quitting_at_once
+from .terminal.notices import NoticeHandler
 from .terminal.terminal import Terminal, prepare_streams
 
 # Modules of the subcommands, imported only when one is chosen: `shoal --help` is instant.
@@ -133,11 +134,12 @@ def _is_unquoted_prompt(options: argparse.Namespace, unexpected: Sequence[str]) 
 def _set_up_logging() -> None:
     # The Hub's library logs every failed attempt to reach it; our error says how they ended.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    wanted = os.environ.get("SHOAL_LOG", "WARNING").upper()
-    logging.basicConfig(
-        level=logging.getLevelNamesMapping().get(wanted, logging.WARNING),
-        format="%(levelname)s %(name)s: %(message)s",
-    )
+    wanted = os.environ.get("SHOAL_LOG", "").upper()
+    level = logging.getLevelNamesMapping().get(wanted)
+    if level is not None:
+        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    else:
+        logging.basicConfig(level=logging.WARNING, handlers=[NoticeHandler()])
 
 
 def _in_one_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -140,11 +141,19 @@ def run(options: argparse.Namespace) -> int:
     """Serve until asked to stop; return 0, or 130 if the peer was never online."""
     report = _print_json if options.json else _print_for_people
     config = _make_config(options)
+    _show_losses_of_the_directory()
     with quitting_at_once(), importing_much():
         from ...peer import peer  # noqa: F401 (seconds of torch, before the loop is there)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         was_online = runner.run(_serve(config, report, options.end_with_stdin))
     return 0 if was_online else INTERRUPTED
+
+
+def _show_losses_of_the_directory() -> None:
+    """Print when it is lost and when it is back; in programs of users that is only logged."""
+    logger = logging.getLogger("shoal.protocol.net.dht.hivemind_directory")
+    if not logger.isEnabledFor(logging.INFO):
+        logger.setLevel(logging.INFO)
 
 
 def _make_config(options: argparse.Namespace) -> PeerConfig:

@@ -117,4 +117,4 @@ async def announce_offline(announcer: Announcer) -> None:
     try:
         await announcer.announce(PeerState.OFFLINE)
     except DirectoryError as error:
-        _logger.warning("could not announce to the directory that the peer stopped: %s", error)
+        _logger.info("could not announce to the directory that the peer stopped: %s", error)

@@ -95,6 +95,19 @@ def test_interrupt_from_a_terminal_spares_p2pd_and_is_quiet(swarm: LocalSwarm) -
     wait_until_dead([p2pd])
 
 
+@pytest.mark.usefixtures("plain_peers")
+def test_peer_that_is_ended_together_with_its_p2pd_is_quiet(swarm: LocalSwarm) -> None:
+    """As systemd ends a service."""
+    peer = swarm.add((2, 4))
+    (p2pd,) = children_of(peer.pid)
+
+    os.kill(p2pd, signal.SIGTERM)
+    peer.terminate()
+
+    assert peer.wait(60) == 0
+    assert peer.log() == "it said nothing"
+
+
 def test_interrupt_of_the_start_is_told_from_a_peer_that_served(tiny_models: Any) -> None:
     command = ["serve", str(tiny_models.get().directory), "--new-swarm", "--json"]
     with warm_python.Popen(

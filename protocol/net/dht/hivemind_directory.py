@@ -285,16 +285,20 @@ class HivemindDirectory:
             status = await self._node.p2pd.wait()
             if self._clock.now() - began_at > _STEADY_SECONDS:
                 restarts.reset()
-            _logger.warning("p2pd has ended (exit status %d); it is started again", status)
+            _logger.debug("p2pd has ended (exit status %d)", status)
             await self._node.close()
+            was_told = False
             while self._node.p2pd.returncode is not None:
                 restarts.note_failure()
                 await restarts.pause()
+                if not was_told:  # nor is it where we leave: whoever ends us may end p2pd as well
+                    _logger.info("the directory is lost: p2pd has ended and is started again")
+                    was_told = True
                 try:
                     async with asyncio.timeout(_RESTART_SECONDS):
                         await self._replace()
                 except (ShoalError, OSError, P2PDaemonError) as error:  # no memory, or no disk
-                    _logger.warning("p2pd could not be started again: %s", error)
+                    _logger.debug("p2pd could not be started again: %s", error)
 
     async def _replace(self) -> None:
         """Put another node in place of the one whose p2pd has ended, and announce again."""
@@ -306,7 +310,7 @@ class HivemindDirectory:
         await self._neighbourhood.restore(self._list_known())
         for model_id, value in self._own.items():
             await self._node.records.bring(model_id, value)
-        _logger.info("p2pd runs again, with %d neighbours", len(self._neighbourhood))
+        _logger.info("the directory is back, with %d nodes nearby", len(self._neighbourhood))
 
     @property
     def _access(self) -> Access:
