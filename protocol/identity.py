@@ -80,6 +80,14 @@ class Identity:
         return self._key.sign(message)
 
 
+def make_in_use_error(where: str) -> UsageError:
+    """Return the error of a peer whose identity another process has; `where` that was found out."""
+    return UsageError(
+        f"another running peer uses the identity {where}; stop that peer first, or use another "
+        "identity file (--identity)"
+    )
+
+
 def make_peer_id(public_key: bytes) -> PeerId:
     """Return the peer id of a raw Ed25519 public key of 32 bytes."""
     return PeerId(_encode_base58(_PEER_ID_PREFIX + public_key))

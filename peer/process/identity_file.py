@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...protocol.errors import RemoteProtocolError, UsageError
-from ...protocol.identity import Identity
+from ...protocol.identity import Identity, make_in_use_error
 
 _MAX_FILE_BYTES = 1024
 
@@ -32,10 +32,7 @@ def hold_identity(path: Path | None) -> Iterator[Identity]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UsageError(
-                f"another running peer uses the identity in {path}; end that one first, or name "
-                "another file"
-            ) from error
+            raise make_in_use_error(f"in {path}") from error
         except OSError as error:
             raise UsageError(
                 f"cannot lock the identity file {path}: {error.strerror}; keep it on a file system "

@@ -100,6 +100,11 @@ def _decode(text: str) -> bytes:
         raise UsageError(
             "that is an address, not a join code; pass it with --initial-peers (initial_peers=)"
         )
+    if text.startswith("@"):
+        raise UsageError(
+            "join= takes the join code itself, not @FILE as the command line does; pass "
+            "Path(FILE).read_text()"
+        )
     if not text.startswith(JOIN_CODE_PREFIX):
         raise UsageError(f"a join code begins with {JOIN_CODE_PREFIX}; copy the whole code")
     body = text.removeprefix(JOIN_CODE_PREFIX)

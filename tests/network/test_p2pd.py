@@ -17,7 +17,7 @@ import pytest
 from libp2p_parts import connected_p2pds
 from processes import is_running
 
-from shoal.protocol.errors import ShoalError
+from shoal.protocol.errors import DirectoryError, ShoalError
 from shoal.protocol.ids import PeerId, SessionId
 from shoal.protocol.messages.records import (
     DIGEST_BYTES,
@@ -271,3 +271,12 @@ def pin_threads(cores: set[int], *pids: int) -> None:
     for pid in pids:
         for thread in os.listdir(f"/proc/{pid}/task"):
             os.sched_setaffinity(int(thread), cores)
+
+
+async def test_start_without_a_disk_is_an_error_of_the_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+
+    with pytest.raises(DirectoryError, match=r"cannot start p2pd: .*No such file"):
+        await start_reading_p2pd([], None)

@@ -232,7 +232,7 @@ def test_identity_of_a_running_peer_is_refused(
     peer.wait(60)
 
     expect_one_line(same_file, "another running peer uses the identity", str(path), code=2)
-    expect_one_line(elsewhere, "another running peer uses this identity", peer.addresses[0], code=2)
+    expect_one_line(elsewhere, "another running peer uses the identity", peer.addresses[0], code=2)
 
 
 def test_address_of_another_peer_is_told_from_one_where_nobody_is(

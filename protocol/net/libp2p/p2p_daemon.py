@@ -33,7 +33,7 @@ from ...errors import (
     UsageError,
 )
 from ...fair_share import Tenant, name_address
-from ...identity import Identity, peer_id_bytes
+from ...identity import Identity, make_in_use_error, peer_id_bytes
 from ..addresses import check_can_listen
 from ..tasks import cancel_all
 from .multiaddrs import (
@@ -250,16 +250,22 @@ def _check_is_alone(listening: Sequence[PeerAddress], identity: Identity | None)
     """Raise UsageError when another process has our identity: libp2p would only say "failed"."""
     for peer in listening:
         if identity is not None and peer.peer_id == identity.peer_id and peer.tcp_port is not None:
-            raise UsageError(
-                f"another running peer uses this identity: {peer.text}; stop that peer first, or "
-                "use another identity file"
-            )
+            raise make_in_use_error(f"at {peer.text}")
 
 
 async def _start(
     initial_peers: Sequence[PeerAddress], identity: Identity | None, options: dict[str, Any]
 ) -> P2P:
     """Start p2pd. It ends by itself when our end of its socket closes, as in a kill -9 of us."""
+    try:
+        return await _start_process(initial_peers, identity, options)
+    except OSError as error:  # no room for its files, no descriptors
+        raise DirectoryError(f"cannot start p2pd: {error}") from error
+
+
+async def _start_process(
+    initial_peers: Sequence[PeerAddress], identity: Identity | None, options: dict[str, Any]
+) -> P2P:
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:  # mode 0700
         if identity is not None:
             file = Path(folder) / "identity"

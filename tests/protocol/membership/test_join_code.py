@@ -173,3 +173,8 @@ def test_join_code_in_place_of_an_address_is_told_where_it_belongs_and_not_shown
     with pytest.raises(UsageError, match="--join") as refusal:
         PeerAddress.parse("shoal:aeaaagaaaa")
     assert "aeaaag" not in str(refusal.value)
+
+
+def test_file_in_place_of_a_code_is_told_how_to_be_read() -> None:
+    with pytest.raises(UsageError, match=r"read_text\(\)"):
+        JoinCode.parse("@swarm.code")
