@@ -310,7 +310,7 @@ class HivemindDirectory:
         await self._neighbourhood.restore(self._list_known())
         for model_id, value in self._own.items():
             await self._node.records.bring(model_id, value)
-        _logger.info("the directory is back, with %d nodes nearby", len(self._neighbourhood))
+        _logger.info("the directory is back")
 
     @property
     def _access(self) -> Access:

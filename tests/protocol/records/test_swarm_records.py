@@ -293,7 +293,10 @@ def count_answers(records: SwarmRecords, fetch: RecordFetch) -> int:
 def make_peers() -> Sequence[tuple[Announcement, bytes]]:
     """Return announcements and values of peers of 8 blocks, of which nobody serves the last 4."""
     return [
-        (make_announcement(peer_id=PeerId(f"peer {number}")), f"value {number} {'…' * 100}".encode())
+        (
+            make_announcement(peer_id=PeerId(f"peer {number}")),
+            f"value {number} {'…' * 100}".encode(),
+        )
         for number in range(MAX_ANNOUNCEMENTS_PER_MODEL)
     ]
 
