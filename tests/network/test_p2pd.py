@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hivemind.p2p.p2p_daemon_bindings import p2pclient
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from libp2p_parts import connected_p2pds
 from processes import is_running
 
@@ -280,3 +282,21 @@ async def test_start_without_a_disk_is_an_error_of_the_directory(
 
     with pytest.raises(DirectoryError, match=r"cannot start p2pd: .*No such file"):
         await start_reading_p2pd([], None)
+
+
+async def test_start_that_fails_at_its_last_step_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """p2pd was killed right behind its start: tasks waited on, for a garbage collection."""
+
+    async def identify(client: p2pclient.Client) -> None:
+        await asyncio.sleep(0)
+        raise P2PDaemonError("p2pd has ended")
+
+    monkeypatch.setattr(p2pclient.Client, "identify", identify)
+    with collect_complaints() as complaints:
+        with pytest.raises(DirectoryError):
+            await start_reading_p2pd([], None, begins_alone=True)
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert complaints == []

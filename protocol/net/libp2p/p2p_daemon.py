@@ -108,6 +108,17 @@ class OwnGroupP2P(P2P):
             kwargs["relayDiscovery"] = False
         return start + P2P._make_process_args(*args, **kwargs)
 
+    async def _ping_daemon(self) -> None:
+        """End a start that fails at its last step: nobody else gets hold of what was started.
+
+        Its tasks would wait until a garbage collection, of which asyncio tells the user.
+        """
+        try:
+            await cast(Any, super())._ping_daemon()
+        except BaseException:
+            await stop_p2pd(self)
+            raise
+
     def _terminate(self) -> None:
         """Do as hivemind does, and leave the exit status of p2pd to asyncio, which waits for it.
 
