@@ -267,7 +267,8 @@ def _warn_of_missing_standbys(notices: Terminal, lacking_standby: Sequence[Span]
 def _report(terminal: Terminal, generation: Generation) -> None:
     """Print one line about the text, and one more for each failover."""
     num_tokens = len(generation.token_ids)
-    speed = f", then {generation.tokens_per_second:.1f} tok/s" if num_tokens > 1 else ""
+    rate = generation.tokens_per_second
+    speed = f", then {rate:.1f} tok/s" if rate else ""
     summary = (
         f"{count_of(num_tokens, 'token')}, the first after "
         f"{generation.first_token_seconds:.1f} s{speed}, route {describe_route(generation.route)}"

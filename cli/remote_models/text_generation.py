@@ -76,9 +76,11 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
-        """The rate of the tokens behind the first, which waits for the prompt; 0 without any."""
-        seconds = self.seconds - self.first_token_seconds
-        return (len(self.token_ids) - 1) / seconds if seconds > 0 else 0.0
+        """The rate of the tokens behind the first, which waits for the prompt; 0 without any, and
+        for beam search, whose tokens come together.
+        """
+        seconds, num_tokens = self.seconds - self.first_token_seconds, len(self.token_ids)
+        return (num_tokens - 1) / seconds if seconds > 0 and num_tokens else 0.0
 
 
 class Detokenizer:

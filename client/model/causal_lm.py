@@ -102,14 +102,15 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
 
         In a session (given, or active) the text of earlier calls is continued, not recomputed; an
         input that begins with that text, as a chat's history, continues where both differ. The
-        result is the input of this call and the tokens generated after it; without an input, only
-        the latter. A call that fails or is interrupted leaves the session as it was, or with what
-        both share. Raises
-        UsageError before anything is sent if the call cannot be completed, and CacheFullError
-        before anything is computed if no peer could ever hold the text. The call may still fail
-        later if other clients fill the peers' caches meanwhile. `active_adapter` applies to this
-        call only. Rows of different lengths are padded on the left, as for transformers; they take
-        a session for each length, and cannot continue a given one.
+        result is the input of this call, or BOS at the beginning of a text without an input, and
+        the tokens generated after it. Rows of different lengths are padded on the left, as for
+        transformers; they take a session for each length, and cannot continue a given one.
+
+        A call that fails or is interrupted leaves the session as it was, or with what both texts
+        share. Raises UsageError before anything is sent if the call cannot be completed, and
+        CacheFullError before anything is computed if no peer could ever hold the text. The call may
+        still fail later if other clients fill the peers' caches meanwhile. `active_adapter` applies
+        to this call only.
         """
         if active_adapter is not UNCHANGED:
             with self.use_adapter(active_adapter):
@@ -129,6 +130,8 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
                 return self._generate_in(session, plan, args, kwargs)
         plan = self._plan(inputs, None, generation_config, kwargs)
         if plan.padding_mask_BT is not None:
+            if kwargs.get("prefill_chunk_size") is not None:
+                raise UsageError("padded prompts are not cut: leave prefill_chunk_size out")
             return self._generate_padded(plan, args, kwargs)
         with self.transformer.h.open_session(plan.cached_length + 1) as opened:
             return self._generate_in(opened, plan, args, kwargs)
@@ -166,6 +169,7 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
             kwargs["streamer"] = NewTextStreamer(kwargs["streamer"], plan.input_start)
         # Peers keep the number of rows they were opened with: for others the text is sent again.
         is_of_other_rows = session.num_rows not in (None, plan.num_rows)
+        text_BT = session.output_ids if is_of_other_rows else plan.remembered_BT
         with session.beginning_anew() if is_of_other_rows else nullcontext():
             if session.text_length > plan.num_remembered:  # of a text given again
                 session.rollback(session.num_prompt_tokens + plan.num_remembered)
@@ -183,7 +187,7 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
                     **kwargs,
                 )
             except BaseException:
-                self._undo(session, plan, position)
+                self._undo(session, text_BT, position)
                 raise
             return self._finish(session, plan, result)
 
@@ -218,16 +222,15 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
         result.sequences = new_BT
         return result
 
-    def _undo(self, session: InferenceSession, plan: GenerationPlan, position: int) -> None:
+    def _undo(self, session: InferenceSession, text_BT: Tensor | None, position: int) -> None:
         """Roll back to before the call; close the session if even that fails."""
-        remembered_BT = plan.input_ids_BT[:, : plan.num_remembered]
         try:
             if session.position != position:
                 session.rollback(position)
         except ShoalError:
             session.close()
         # Rolling back shortened the text by what the call had not sent yet.
-        session.output_ids = remembered_BT if plan.num_remembered else None
+        session.output_ids = text_BT
 
     def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_ids: Tensor, **kwargs: Any

@@ -26,7 +26,8 @@ from .local_layers import check_token_ids, describe_positions
 GENERATION_FILE = "generation_config.json"
 
 _MIN_SHARED_TOKENS = 8
-"""Fewer may be the same by chance."""
+"""So many tokens of a text have to be given again, or all of an input with half as many: fewer may
+be the same by chance."""
 
 DEFAULT_NEW_TOKENS = 20
 """Default of transformers without max_new_tokens and max_length."""
@@ -134,6 +135,11 @@ class GenerationPlan:
     padding_mask_BT: Tensor | None = None
 
     @property
+    def remembered_BT(self) -> Tensor | None:
+        """What the session's text shares with this one, None where it is nothing."""
+        return self.input_ids_BT[:, : self.num_remembered] if self.num_remembered else None
+
+    @property
     def cached_length(self) -> int:
         """Tokens per row that the session has to hold: the last one is never sent."""
         return self.num_prompt_tokens + self.max_length - 1
@@ -177,7 +183,7 @@ def _join_text(
 ) -> tuple[Tensor, int, int]:
     """Return the whole text, how much of it is remembered, and where the input begins.
 
-    An input that shares half of the remembered text is that text again, as a chat sends its
+    An input that begins as the remembered text does is that text again, as a chat sends its
     history: it continues where both differ.
     """
     new_ids_BT = None if inputs is None else check_token_ids(inputs, vocab_size)
@@ -196,12 +202,14 @@ def _join_text(
         )
     remembered_BT = remembered_BT.to(new_ids_BT.device)
     num_shared = _count_shared(remembered_BT, new_ids_BT)
-    if num_shared >= max(_MIN_SHARED_TOKENS, num_remembered / 2):
-        warnings.warn(
-            f"the input shares its first {num_shared} tokens with the session's text and continues "
-            "behind them; to append all of it, put session.output_ids before it",
-            stacklevel=5,
-        )
+    if num_shared >= min(_MIN_SHARED_TOKENS, max(new_ids_BT.shape[1], _MIN_SHARED_TOKENS // 2)):
+        if num_shared < num_remembered:
+            warnings.warn(
+                f"the input begins with {num_shared} tokens of the session's text, whose other "
+                f"{num_remembered - num_shared} are dropped; to append all of it, put "
+                "session.output_ids before it",
+                stacklevel=6,  # the caller of generate()
+            )
         return new_ids_BT, num_shared, 0
     return torch.cat([remembered_BT, new_ids_BT], dim=1), num_remembered, num_remembered
 

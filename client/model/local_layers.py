@@ -432,8 +432,8 @@ def check_padding(mask_BT: Tensor | None, shape: Sequence[int]) -> None:
         raise UsageError("the attention mask may only contain 0 and 1")
     if bool((mask_BT[:, 1:] > mask_BT[:, :-1]).any()):
         raise UsageError(
-            "the attention mask hides tokens on the left, which remote blocks do not support; pad "
-            "on the right (tokenizer.padding_side = 'right'), where padding changes nothing"
+            "the attention mask hides tokens on the left, which only generate() supports; pad on "
+            "the right (tokenizer.padding_side = 'right') to call the model itself"
         )
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from ...protocol.limits import MAX_BATCH_ROWS
 from ..session.inference_session import InferenceSession
 from .remote_cache import RemoteCache
 
@@ -38,7 +39,7 @@ class PaddedCache(RemoteCache):
         super().__init__()
         self._open_session = open_session
         self._parts: list[_Part] = []
-        self._threads = ThreadPoolExecutor()
+        self._threads = ThreadPoolExecutor(MAX_BATCH_ROWS)
         self._opened = ExitStack()
 
     def __enter__(self) -> Self:
@@ -73,7 +74,7 @@ class PaddedCache(RemoteCache):
             )
             for part in self._parts
         ]
-        wait(steps)
+        wait(steps)  # also where one of them fails: the sessions are closed then
         outputs = [step.result() for step in steps]
         num_tokens = max(output.shape[1] for output in outputs)
         output_BTH = outputs[0].new_zeros(len(hidden_BTH), num_tokens, hidden_BTH.shape[2])
@@ -91,12 +92,6 @@ class PaddedCache(RemoteCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of tokens of each row in the peers' caches, with its padding."""
         return max((part.start + part.cache.get_seq_length() for part in self._parts), default=0)
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return the maximum number of tokens per row, with its padding."""
-        return max(part.start + part.cache.get_max_length() for part in self._parts)
-
-    get_max_cache_shape = get_max_length
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """See RemoteCache.reorder_cache(). The beams of a row have its length."""

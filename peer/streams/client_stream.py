@@ -26,7 +26,13 @@ from torch import Tensor
 
 from ...kernels.wire_tensors import has_only_finite
 from ...protocol import limits
-from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
+from ...protocol.errors import (
+    ErrorCode,
+    RefusedError,
+    RemoteProtocolError,
+    SilentError,
+    UnavailableError,
+)
 from ...protocol.fair_share import BUSY_SECONDS, Tenant, name_address
 from ...protocol.ids import OFFER_NONCE_BYTES, SessionId
 from ...protocol.messages.fields import Message
@@ -64,8 +70,10 @@ until there are less."""
 _KEEP_ALIVE_SECONDS = 1.0
 
 _SEND_SECONDS = 30.0
-"""How long a frame may take to leave, and as long as the slowest line takes for its bytes. A client
-that reads less has gone, or wants the memory that its answers take."""
+_SENT_BYTES_PER_SECOND = 64 * 2**10
+"""How long a frame may take to leave, and as long as its bytes take over a slow line: 5 minutes for
+the largest. A client that reads less has gone, or wants the memory that its answers take, which
+counts as its own."""
 
 _FRAME_MICROSECONDS = 40
 """Fixed cost of a frame on top of the measured time: it wakes a task and may be answered."""
@@ -221,6 +229,8 @@ class ClientStream:
             self._refuse(RefusedError(ErrorCode.BAD_FRAME, str(error)))
         except RefusedError as error:
             self._refuse(error)
+        except SilentError as error:  # its line may be slow: that is no fault of ours, nor a lie
+            self._refuse(RefusedError(ErrorCode.BUSY, str(error), BUSY_SECONDS))
         except UnavailableError as error:
             _logger.debug("a client disconnected: %s", error)
 
@@ -469,7 +479,7 @@ class AnswerQueue:
         if self._has_hung_up:
             raise UnavailableError("the stream was closed here")
         try:
-            seconds = _SEND_SECONDS + len(frame) / limits.MIN_BYTES_PER_SECOND
+            seconds = _SEND_SECONDS + len(frame) / _SENT_BYTES_PER_SECOND
             async with asyncio.timeout(seconds):
                 await self._stream.send(frame)
         except TimeoutError as error:

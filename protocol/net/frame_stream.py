@@ -11,6 +11,7 @@ import asyncio
 import struct
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from copy import copy
 from enum import IntEnum
 from typing import cast
@@ -38,6 +39,9 @@ _LINGER_SECONDS = 5.0
 _PROGRESS_SECONDS = 6.0
 """In so long, a large frame has to bring MIN_BYTES_PER_SECOND: a sender that stops half-way would
 keep memory that others need."""
+
+_DROPPED_FRAME_SECONDS = 60.0
+"""How long the rest of a refused frame is read, before its sender hears the reason."""
 
 _MAX_WAITING_BYTES = 64 * 2**10
 """Of frames that nobody has received yet. Beyond it, nothing more is read."""
@@ -381,31 +385,35 @@ class FrameStream(asyncio.Protocol):
         try:
             async with self._gate(num_bytes):
                 self._framing.admit()
-                await self._wait_large_frame()
+                if not await self._wait_large_frame():
+                    self._refuse(SilentError(f"{self._label} sent part of a frame and stopped"))
         except RefusedError as error:
             # A sender that is still busy would not receive the reason.
             self._framing.drop_all()
-            await self._wait_large_frame()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_DROPPED_FRAME_SECONDS):
+                    await self._wait_large_frame()
             self._refuse(error)
         finally:
             self._large_frame_task = None
             self._wake()
 
-    async def _wait_large_frame(self) -> None:
-        """Wait until the large frame has come, or the stream is over."""
+    async def _wait_large_frame(self) -> bool:
+        """Wait until the large frame has come or the stream is over; return whether it went on."""
         self._large_frame_passed = passing = asyncio.get_running_loop().create_future()
         self._num_ended_before = self._framing.num_ended
         self.data_received(b"")
         ends, done = {passing, self._over}, set[asyncio.Future[None]]()
-        while not done and self._refusal is None:
+        goes_on = True
+        while not done and goes_on:
             num_bytes_before = self._num_bytes
             done, _ = await asyncio.wait(
                 ends, timeout=_PROGRESS_SECONDS, return_when=asyncio.FIRST_COMPLETED
             )
             progress_bytes = self._num_bytes - num_bytes_before
-            if not done and progress_bytes < _PROGRESS_SECONDS * MIN_BYTES_PER_SECOND:
-                self._refuse(SilentError(f"{self._label} sent part of a frame and stopped"))
+            goes_on = progress_bytes >= _PROGRESS_SECONDS * MIN_BYTES_PER_SECOND
         self._large_frame_passed = None
+        return bool(done) or goes_on
 
     def _refuse(self, error: ShoalError) -> None:
         """Receive nothing more, and drop further bytes: a busy sender would not hear the reason."""

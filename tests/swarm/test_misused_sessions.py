@@ -227,7 +227,7 @@ def test_row_map_that_cannot_be_is_refused_with_the_step_that_brings_it(
     with model.inference_session(max_length=8) as session:
         session.step(torch.zeros(1, 2, 64))
 
-        with pytest.raises(UsageError, match="row map"):
+        with pytest.raises(UsageError, match="hypo_ids must name"):
             session.step(torch.zeros(1, 0, 64), hypo_ids=torch.tensor(rows))
 
         assert session.step(torch.zeros(1, 1, 64)).shape == (1, 1, 64)

@@ -43,6 +43,9 @@ with warnings.catch_warnings():
 
 _logger = logging.getLogger(__name__)
 
+_MOST_KEPT = 64
+"""Peers whose addresses are read for the file, which has room for half of them."""
+
 _KEEP_SECONDS = 10.0
 """How often at most known addresses are written to disk."""
 
@@ -81,7 +84,7 @@ class HivemindDirectory:
         self._node = node
         self._clock = clock
         self._known = known
-        self._kept: Collection[Relay] = ()
+        self._kept: Collection[tuple[PeerId, int]] = ()
         self._kept_at = float("-inf")
         self._rng = random.Random()
         self._models: set[ModelId] = set()  # that we were asked about
@@ -230,10 +233,10 @@ class HivemindDirectory:
         if self._known is None or self._clock.now() - self._kept_at < min_age_seconds:
             return
         known, own_id = self._list_known(), str(self._access.p2p.peer_id)
-        nodes = {node for peer in known if (node := peer.as_node) is not None}
-        if nodes != self._kept and any(node.peer_id != own_id for node in nodes):
+        nodes = {(peer.peer_id, peer.directory_port) for peer in known}
+        if nodes != self._kept and any(peer_id != own_id for peer_id, _ in nodes):
             self._kept, self._kept_at = nodes, self._clock.now()
-            self._rng.shuffle(known)
+            known = self._rng.sample(known, min(_MOST_KEPT, len(known)))
             known.sort(key=lambda peer: peer.expires_at <= self._clock.wall())  # hints at the end
             # New ones first: what was joined through may be what was kept the last time.
             addresses = [*list_addresses(known), *self._access.peers]

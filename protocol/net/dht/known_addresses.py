@@ -41,8 +41,9 @@ class AddressFolder:
         machine that has no join code, as in a demo, nothing is kept: nobody comes back to it, and
         its file would displace that of another swarm.
         """
-        is_here = all(is_loopback(split_multiaddr(text)[0]) for text in initial_peers)
-        if is_here and membership is None:
+        hosts = [split_multiaddr(text)[0] for text in initial_peers]
+        is_here = bool(hosts) and all(map(is_loopback, hosts))
+        if membership is None and (is_here or not hosts):
             return None
         text = "\n".join(sorted(initial_peers)).encode()
         name = membership.swarm_id.hex() if membership else hashlib.sha256(text).hexdigest()
@@ -62,7 +63,7 @@ class KnownAddresses:
             with self._path.open(encoding="ascii") as file:
                 swarm_id, *lines = file.read(_MAX_BYTES).splitlines()
             addresses = [PeerAddress.parse(line) for line in lines[:_MAX_ADDRESSES]]
-            return make_public(bytes.fromhex(swarm_id)).swarm_id, addresses
+            return make_public(bytes.fromhex(swarm_id)).swarm_id, [*filter(self._keeps, addresses)]
         except (OSError, ValueError, UsageError) as error:
             _logger.debug("no known addresses of the swarm in %s: %s", self._path, error)
             return b"", []
@@ -74,15 +75,17 @@ class KnownAddresses:
         """
         kept: dict[PeerId, str] = {}
         for one in addresses:
-            if self._keeps_loopback or not one.is_loopback:
+            if self._keeps(one):
                 kept.setdefault(one.peer_id, one.text)
         if not kept:
             return
         text = "\n".join([swarm_id.hex(), *list(kept.values())[:_MAX_ADDRESSES]])
+        written: Path | None = None
         try:
             folder = self._path.parent
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:
+                written = Path(file.name)
                 file.write(text)
             os.replace(file.name, self._path)
             with suppress(FileNotFoundError):  # another process of this user does the same
@@ -92,3 +95,8 @@ class KnownAddresses:
                     old.unlink()
         except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
             _logger.warning("cannot keep the addresses of the swarm: %s", error)
+            if written is not None:
+                written.unlink(missing_ok=True)
+
+    def _keeps(self, address: PeerAddress) -> bool:
+        return self._keeps_loopback or not address.is_loopback

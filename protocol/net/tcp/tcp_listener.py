@@ -39,8 +39,8 @@ _HANDSHAKE_MICROSECONDS = 1_500
 """Event-loop time of one handshake, measured with ECDSA on P-256."""
 
 _SERVICE_MICROSECONDS = 1_500
-"""The same of a stream of a few messages and its end, beside what its frames are charged; charged
-at the end, so that many clients may come at once, and nobody for long."""
+"""The same of the tasks, the first messages and the end of a stream that is served, beside what its
+frames are charged."""
 
 HELLO_SECONDS = 5.0
 """How long a stranger may take for the handshake and his first frame; so long one may also have to
@@ -139,11 +139,11 @@ class TcpListener:
             return
         stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
         self._served.append(tenant)
+        self._turns.charge(Tenant(tenant), _SERVICE_MICROSECONDS)
         try:
             await serve_stream(self._serve, stream, self.endpoint, stream.break_off)
         finally:
             self._served.remove(tenant)
-            self._turns.charge(Tenant(tenant), _SERVICE_MICROSECONDS)
 
     async def _wait_for_turn(self, accepted: socket.socket, tenant: str) -> None:
         """Wait until a handshake may begin. Hangs up and raises TimeoutError if that takes long."""

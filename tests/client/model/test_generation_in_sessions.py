@@ -1,12 +1,18 @@
 """generate() in a session that stays open: continued, rolled back, interrupted."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from generation_scene import Recorder, make_ids
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from shoal.protocol.errors import UsageError
 
@@ -54,7 +60,7 @@ def test_new_input_is_appended_to_the_text_of_a_session(pair: Any) -> None:
     assert torch.equal(session.output_ids, expected)
 
 
-@pytest.mark.parametrize("num_shared", [16, 15, 12], ids="shares {} of 16".format)
+@pytest.mark.parametrize("num_shared", [16, 15, 8], ids="shares {} of 16".format)
 def test_text_that_is_given_again_continues_where_it_differs(pair: Any, num_shared: int) -> None:
     ids, more_ids = make_ids(2, 12), make_ids(2, 5, seed=5)
     recorder = Recorder()
@@ -62,14 +68,57 @@ def test_text_that_is_given_again_continues_where_it_differs(pair: Any, num_shar
         text = pair.model.generate(ids, max_new_tokens=4)
         history = torch.cat([text[:, :num_shared], more_ids], dim=1)
         expected = pair.reference.generate(history, max_new_tokens=5)
-        with pytest.warns(UserWarning, match=f"shares its first {num_shared} tokens"):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
             text = pair.model.generate(history, max_new_tokens=5, streamer=recorder)
         sent = session.sent[4:]
 
     assert torch.equal(text, expected)
+    assert [one.filename for one in warned] == [__file__] * (num_shared < 16)
     assert torch.equal(session.output_ids, expected)
     assert torch.equal(recorder.values[0], history)
     assert sum(step.num_tokens for step in sent) == len(expected[0]) - min(num_shared, 15) - 1
+
+
+def test_prompt_that_is_given_again_is_tried_again(pair: Any) -> None:
+    ids = make_ids(1, 5)
+    with pair.model.inference_session(max_length=60) as session:
+        first = pair.model.generate(ids, max_new_tokens=9)
+        with pytest.warns(UserWarning, match="whose other 9 are dropped"):
+            second = pair.model.generate(ids, max_new_tokens=9)
+
+        assert torch.equal(first, second)
+        assert torch.equal(session.output_ids, first)
+
+
+def test_rows_of_a_text_that_is_given_again_differ_at_different_tokens(pair: Any) -> None:
+    ids = make_ids(2, 12)
+    with pair.model.inference_session(max_length=60):
+        history = pair.model.generate(ids, max_new_tokens=4)
+        history[0, 10] = 5
+        history[1, 13] = 5
+        with pytest.warns(UserWarning, match="begins with 10 tokens"):
+            text = pair.model.generate(history, max_new_tokens=5)
+
+    assert torch.equal(text, pair.reference.generate(history, max_new_tokens=5))
+
+
+def test_failed_call_with_other_rows_leaves_a_text_that_was_given_again(pair: Any) -> None:
+    ids = make_ids(1, 12)
+    with pair.model.inference_session(max_length=60) as session:
+        text = pair.model.generate(ids, max_new_tokens=4)
+        expected = pair.reference.generate(text, max_new_tokens=3)
+        stop = StoppingCriteriaList([Interrupt()])
+        with pytest.warns(match="are dropped"), pytest.raises(KeyboardInterrupt):
+            pair.model.generate(ids, num_beams=2, max_new_tokens=3, stopping_criteria=stop)
+        pair.model.generate(max_new_tokens=3)
+
+        assert torch.equal(session.output_ids, expected)
+
+
+class Interrupt(StoppingCriteria):
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
 
 
 def test_input_that_begins_like_the_text_by_chance_is_appended(pair: Any) -> None:

@@ -45,6 +45,7 @@ def test_padded_batch_equals_transformers(pair: Any, options: dict[str, Any]) ->
         text, expected = text.sequences, expected.sequences
     assert torch.equal(text, expected)
     assert len(pair.client.sessions) == 3, "rows of one length share a session"
+    assert [session.max_length for session in pair.client.sessions] == [17, 14, 9]
     assert all(session.closed for session in pair.client.sessions)
 
 
@@ -74,6 +75,23 @@ def test_rows_are_the_same_alone_and_in_a_padded_batch(pair: Any) -> None:
 def test_padding_that_is_not_at_the_beginning_is_refused(pair: Any, mask: list[list[int]]) -> None:
     with pytest.raises(UsageError, match=r"attention mask|on the left"):
         pair.model.generate(torch.tensor([[5, 6, 7]]), attention_mask=torch.tensor(mask))
+
+    assert pair.client.sessions == []
+
+
+def test_padded_row_may_be_assisted(pair: Any) -> None:
+    ids, mask = pad(IDS)
+    options = {"attention_mask": mask[:1], "max_new_tokens": 8, "prompt_lookup_num_tokens": 2}
+
+    text = pair.model.generate(ids[:1], **options)
+
+    assert torch.equal(text, pair.reference.generate(ids[:1], **options))
+
+
+def test_padded_prompts_are_not_cut(pair: Any) -> None:
+    ids, mask = pad(IDS)
+    with pytest.raises(UsageError, match="prefill_chunk_size"):
+        pair.model.generate(ids, attention_mask=mask, max_new_tokens=2, prefill_chunk_size=4)
 
     assert pair.client.sessions == []
 

@@ -115,3 +115,13 @@ def test_no_place_to_write_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptur
 
     assert known.load() == (b"", [])
     assert "cannot keep the addresses" in caplog.text
+
+
+def test_loopback_that_another_process_kept_is_not_dialled_from_elsewhere(tmp_path: Path) -> None:
+    folder, address = AddressFolder(tmp_path), address_of(1, "127.0.0.1")
+    here = find(folder, OWNER, [address.text])
+    here.save(OWNER.swarm_id, [address])
+
+    assert find(folder, OWNER, [address_of(2).text]).load()[1] == []
+    assert find(folder, OWNER, []).load()[1] == []
+    assert here.load()[1] == [address]
