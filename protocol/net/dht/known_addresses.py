@@ -36,14 +36,14 @@ class AddressFolder:
     ) -> KnownAddresses | None:
         """Return the addresses of a swarm: of a membership, else of the one behind some peers.
 
-        Those that only this machine can dial are kept where a swarm is joined through this machine:
-        from elsewhere, a stranger could have us dial what else runs here. Of a swarm on this
+        Those that only this machine can dial are kept and read where a swarm is joined through this
+        machine, or through nobody as a member: from elsewhere, a stranger could have us dial what
+        else runs here. Of a swarm on this
         machine that has no join code, as in a demo, nothing is kept: nobody comes back to it, and
         its file would displace that of another swarm.
         """
-        hosts = [split_multiaddr(text)[0] for text in initial_peers]
-        is_here = bool(hosts) and all(map(is_loopback, hosts))
-        if membership is None and (is_here or not hosts):
+        is_here = all(is_loopback(split_multiaddr(text)[0]) for text in initial_peers)
+        if is_here and membership is None:
             return None
         text = "\n".join(sorted(initial_peers)).encode()
         name = membership.swarm_id.hex() if membership else hashlib.sha256(text).hexdigest()
