@@ -272,7 +272,8 @@ async def test_p2pd_that_ends_while_it_is_stopped_leaves_its_exit_status_to_asyn
 def pin_threads(cores: set[int], *pids: int) -> None:
     for pid in pids:
         for thread in os.listdir(f"/proc/{pid}/task"):
-            os.sched_setaffinity(int(thread), cores)
+            with contextlib.suppress(ProcessLookupError):  # a thread that has ended meanwhile
+                os.sched_setaffinity(int(thread), cores)
 
 
 async def test_start_without_a_disk_is_an_error_of_the_directory(
