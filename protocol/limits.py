@@ -16,7 +16,7 @@ MAX_PIECE_BYTES = 256 * 2**10
 has arrived of a message is not counted; a connection carries about so much in each round trip."""
 
 MIN_BYTES_PER_SECOND = 16 * 2**10
-"""A line that carries less of a large frame is taken for a dead one."""
+"""A connection that is slower than this while it carries a large frame counts as broken."""
 
 MAX_CONTROL_BYTES = 64 * 2**10
 """The protobuf part of one frame."""

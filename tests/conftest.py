@@ -43,7 +43,7 @@ def old_objects() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What shoal keeps for the next start, such as addresses of swarms, is not kept by tests."""
+    """Give tests a home of their own, where addresses of swarms are kept."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
         yield

@@ -267,13 +267,13 @@ def _warn_of_missing_standbys(notices: Terminal, lacking_standby: Sequence[Span]
 def _report(terminal: Terminal, generation: Generation) -> None:
     """Print one line about the text, and one more for each failover."""
     num_tokens = len(generation.token_ids)
-    rate = generation.tokens_per_second
-    speed = f", then {rate:.1f} tok/s" if rate else ""
-    summary = (
-        f"{count_of(num_tokens, 'token')}, the first after "
-        f"{generation.first_token_seconds:.1f} s{speed}, route {describe_route(generation.route)}"
-    )
-    for line in terminal.wrap(summary):
+    parts = [count_of(num_tokens, "token")]
+    if num_tokens:
+        parts.append(f"the first after {generation.first_token_seconds:.1f} s")
+    if rate := generation.tokens_per_second:
+        parts.append(f"then {rate:.1f} tok/s")
+    parts.append(f"route {describe_route(generation.route)}")
+    for line in terminal.wrap(", ".join(parts)):
         terminal.print(terminal.paint(line, "dim"))
     for failover in generation.failovers:
         for line in terminal.wrap(describe_failover(failover)):

@@ -72,7 +72,7 @@ parse_part = _make_number_parser(
 def parse_text(text: str) -> str:
     """Read a text that is not empty."""
     if not text:
-        raise argparse.ArgumentTypeError("an empty text is everywhere")
+        raise argparse.ArgumentTypeError("the text is empty")
     return text
 
 

@@ -56,7 +56,7 @@ class Sampling:
         if not self.is_greedy:
             named |= {"temperature": self.temperature, "top_p": self.top_p}
             named |= {"top_k": self.top_k, "min_p": self.min_p}
-        if self.stops:
+        if self.stops and self.num_beams > 1:  # else the filter of the stream finds them
             named["stop_strings"] = list(self.stops)
         return arguments | {name: value for name, value in named.items() if value is not None}
 
@@ -176,6 +176,12 @@ class TokenStream:
             self.token_ids.append(token_id)
             self._pass_on(self.stops.add(self.detokenizer.add(token_id)))
 
+    def has_stopped(self, ids_BT: Any, scores: Any, **_: Any) -> Any:
+        """Return for each row whether a stop has come: a stopping criterion of transformers."""
+        import torch
+
+        return torch.full((len(ids_BT),), self.stops.has_stopped)
+
     def end(self) -> None:
         """Pass on the rest of the text."""
         rest = self.stops.add(self.detokenizer.finish()) + self.stops.finish()
@@ -221,7 +227,8 @@ def generate_text(
                 ids_BT,
                 attention_mask=torch.ones_like(ids_BT),  # of padding tokens in the prompt as well
                 streamer=streamer,
-                tokenizer=tokenizer if sampling.stops else None,
+                stopping_criteria=[stream.has_stopped],
+                tokenizer=tokenizer if has_beams else None,  # for stop_strings
                 **sampling.to_arguments(),
             )
         except UsageError:

@@ -131,7 +131,9 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
         plan = self._plan(inputs, None, generation_config, kwargs)
         if plan.padding_mask_BT is not None:
             if kwargs.get("prefill_chunk_size") is not None:
-                raise UsageError("padded prompts are not cut: leave prefill_chunk_size out")
+                raise UsageError(
+                    "prefill_chunk_size does not work with padded prompts; leave it out"
+                )
             return self._generate_padded(plan, args, kwargs)
         with self.transformer.h.open_session(plan.cached_length + 1) as opened:
             return self._generate_in(opened, plan, args, kwargs)

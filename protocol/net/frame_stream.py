@@ -37,8 +37,8 @@ _LINGER_SECONDS = 5.0
 """How long a closed stream waits for the other end to read what was sent and to close as well."""
 
 _PROGRESS_SECONDS = 6.0
-"""In so long, a large frame has to bring MIN_BYTES_PER_SECOND: a sender that stops half-way would
-keep memory that others need."""
+"""How often the progress of a large frame is checked. A sender that was slower than
+MIN_BYTES_PER_SECOND is given up: it would keep memory that others need."""
 
 _DROPPED_FRAME_SECONDS = 60.0
 """How long the rest of a refused frame is read, before its sender hears the reason."""

@@ -11,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,23 @@ def test_interrupt_from_a_terminal_spares_p2pd_and_is_quiet(swarm: LocalSwarm) -
     assert peer.wait(60) == 0
     assert peer.log() == "it said nothing"
     wait_until_dead([p2pd])
+
+
+def test_peer_says_when_the_directory_is_lost_and_when_it_is_back(swarm: LocalSwarm) -> None:
+    peer = swarm.add((2, 4))
+    (p2pd,) = children_of(peer.pid)
+
+    os.kill(p2pd, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while "The directory is back." not in peer.log():
+        assert time.monotonic() < deadline, peer.log()
+        time.sleep(0.05)  # there is nothing to wait on: a file grows
+
+    lost, back = peer.log().splitlines()
+    assert lost.endswith("The directory is lost: p2pd has ended and is started again.")
+    assert back.endswith("The directory is back.")
+    peer.terminate()
+    assert peer.wait(60) == 0
 
 
 @pytest.mark.usefixtures("plain_peers")

@@ -103,7 +103,7 @@ async def open_access(
 async def reopen_access(ended: Access) -> Access:
     """Start a p2pd in place of one that has ended: same port, same relays.
 
-    Nobody needs to be there, as for one that went on running.
+    It starts although no other node answers, as one that went on running would.
     """
     place, selection = ended.place, ended.relay_selection
     if place.listening is None:

@@ -44,7 +44,7 @@ with warnings.catch_warnings():
 _logger = logging.getLogger(__name__)
 
 _MOST_KEPT = 64
-"""Peers whose addresses are read for the file, which has room for half of them."""
+"""Peers whose addresses are read for the file, and as many that were there earlier."""
 
 _KEEP_SECONDS = 10.0
 """How often at most known addresses are written to disk."""
@@ -236,8 +236,13 @@ class HivemindDirectory:
         nodes = {(peer.peer_id, peer.directory_port) for peer in known}
         if nodes != self._kept and any(peer_id != own_id for peer_id, _ in nodes):
             self._kept, self._kept_at = nodes, self._clock.now()
-            known = self._rng.sample(known, min(_MOST_KEPT, len(known)))
-            known.sort(key=lambda peer: peer.expires_at <= self._clock.wall())  # hints at the end
+            current = [peer for peer in known if peer.expires_at > self._clock.wall()]
+            hints = [peer for peer in known if peer.expires_at <= self._clock.wall()]
+            known = [
+                peer
+                for peers in (current, hints)
+                for peer in self._rng.sample(peers, min(_MOST_KEPT, len(peers)))
+            ]
             # New ones first: what was joined through may be what was kept the last time.
             addresses = [*list_addresses(known), *self._access.peers]
             self._known.save(self.membership.swarm_id, addresses)

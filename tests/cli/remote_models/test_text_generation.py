@@ -83,6 +83,7 @@ def test_sampling_is_greedy_unless_it_is_asked_for() -> None:
     }
     assert Sampling(seed=1).to_arguments()["do_sample"] is True
     assert Sampling(top_k=3).to_arguments()["top_k"] == 3
+    assert Sampling(min_p=0.1).to_arguments()["do_sample"] is True
 
 
 def test_text_ends_before_the_first_stop(swarm_model: Any) -> None:
@@ -102,6 +103,8 @@ def test_text_ends_before_the_first_stop(swarm_model: Any) -> None:
     assert cut.text == "".join(pieces) == whole.text[: whole.text.index(stop)]
     assert cut.is_complete
     assert len(cut.token_ids) < 24
+    # Not in the text, though in the prompt and the text together.
+    assert tell(Sampling(24, stops=["time" + whole.text[:2]])).text == whole.text
     beams = tell(Sampling(24, num_beams=2, stops=[" "]))
     assert beams.text.count(" ") == 0
 

@@ -1,4 +1,4 @@
-"""What people read of what is logged."""
+"""Log records as people see them on stderr."""
 
 from __future__ import annotations
 

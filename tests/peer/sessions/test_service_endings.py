@@ -28,13 +28,14 @@ from service_scene import (
 from virtual_time import VirtualClock
 
 from shoal.peer.engine.engine import Engine
-from shoal.protocol.errors import ErrorCode
+from shoal.protocol.errors import ErrorCode, SilentError
 from shoal.protocol.ids import CLIENT_TOKEN_BYTES, ClientToken
+from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Close, Gap, Hello, Leaving, Opened, Welcome
 from shoal.protocol.net.memory.loopback import LoopbackTransport
 from shoal.protocol.tensors import WireDtype
 from shoal.protocol.versions import HANDOFF_VERSION
-from shoal.protocol.wire.codec import encode_frame
+from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 
 def test_hanging_up_on_a_session_is_quiet(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
@@ -131,6 +132,35 @@ async def test_serving_that_is_cancelled_while_a_session_is_opened_leaves_nothin
     peer.engine.leave.set()
 
     await peer.wait_until_empty()
+
+
+class HaltingStream(PatientStream):
+    """A stream of a client that stopped in the middle of a large frame."""
+
+    def __init__(self) -> None:
+        super().__init__(HELLO)
+        self.heard: list[Message] = []
+
+    async def receive(self) -> bytes | None:
+        if not self._frames:
+            raise SilentError("part of a frame")
+        return await super().receive()
+
+    async def send(self, frame: bytes) -> None:
+        self.heard.append(decode_frame(frame))
+
+
+@with_peer()
+async def test_client_that_is_too_slow_with_a_frame_hears_that_it_may_come_again(
+    peer: Peer,
+) -> None:
+    stream = HaltingStream()
+
+    await peer.service.serve(stream)
+
+    welcome, declined = stream.heard
+    assert isinstance(welcome, Welcome)
+    assert_declined(declined, ErrorCode.BUSY)
 
 
 @with_peer(gate="execute")

@@ -73,6 +73,27 @@ async def test_large_frame_may_come_over_a_slow_line(times_slowest: float, arriv
             await receiving
 
 
+async def test_sender_of_a_refused_frame_hears_the_reason_within_a_minute() -> None:
+    @asynccontextmanager
+    async def gate(num_bytes: int) -> AsyncGenerator[None]:
+        raise RefusedError(ErrorCode.BUSY, "no room")
+        yield
+
+    stream = FrameStream("peer")
+    stream.set_gate(gate)
+    stream.data_received(LENGTH.pack(MAX_FRAME_BYTES))
+    receiving = asyncio.create_task(stream.receive())
+    num_seconds = 0
+    while not receiving.done():
+        stream.data_received(bytes(2 * MIN_BYTES_PER_SECOND))
+        await asyncio.sleep(1)
+        num_seconds += 1
+
+    with pytest.raises(RefusedError, match="no room"):
+        await receiving
+    assert 50 < num_seconds < 70
+
+
 async def test_stream_that_broke_does_not_look_at_what_it_had_read() -> None:
     stream = FrameStream("peer", framing := Framing())
     stream.data_received(LENGTH.pack(0) * 1000)
