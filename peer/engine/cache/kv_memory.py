@@ -51,7 +51,10 @@ class FloatLayout:
 
     def unpack(self, packed_BGSW: torch.Tensor) -> torch.Tensor:
         """Return what attention reads, [B, G, S, D]."""
-        return packed_BGSW[..., : self._head_dim]
+        states_BGSD = packed_BGSW[..., : self._head_dim]
+        # Torch's attention on a device reads rows 16 bytes at a time and trusts that they begin at
+        # a multiple: behind gaps it fails, or reads what is not there.
+        return states_BGSD if self.width == self._head_dim else states_BGSD.contiguous()
 
     def cut(self, num_rows: int, max_tokens: int) -> Iterator[Heads]:
         """Yield which heads of which rows attention should read at once: all of them."""

@@ -227,3 +227,13 @@ def test_check_integrity_notices_pages_that_went_astray(fault: str) -> None:
 
     with pytest.raises(LocalProtocolError):
         pool.check_integrity()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_attention_reads_have_no_gaps(dtype: torch.dtype) -> None:
+    pool, _ = make_pool(20, dtype)
+    cache = pool.open(1, 300, SPAN, None, KVFormat.FLOAT)
+    fill(cache, 40)
+
+    for _, keys_BGSD, values_BGSD in cache.memory.read(SPAN.start, 40):
+        assert keys_BGSD.stride(-2) == values_BGSD.stride(-2) == HEAD_DIM
