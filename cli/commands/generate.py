@@ -236,7 +236,12 @@ def _describe_start(
         return f"Waiting for {waiting if is_redrawn else waiting.place}"
     if is_adapter_published and not model.missing_blocks and not (sessions and sessions[0].hops):
         return "Waiting for peers to fetch the adapter"
-    return _describe_wait(model.missing_blocks, seconds)
+    if missing := _describe_wait(model.missing_blocks, seconds):
+        return missing
+    progress = sessions[0].progress if sessions and is_redrawn else None
+    if progress is None or progress.num_done == 0:  # or the prompt is one piece
+        return ""
+    return f"Reading the prompt: {progress.num_done:,} of {progress.num_tokens:,} tokens"
 
 
 def _describe_wait(missing: Sequence[Span], seconds: float) -> str:

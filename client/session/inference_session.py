@@ -15,7 +15,7 @@ from ..routing.route import Hop
 from ..settings.client_config import make_whole
 from ..trace.trace import Handoff, Recorder, SessionFailover
 from .deep_prompts import are_same, check_prompts, check_rows_stay, share_prompts
-from .state import SessionContext, Waiting
+from .state import SessionContext, StepProgress, Waiting
 
 
 class AsyncSession(Protocol):
@@ -178,6 +178,11 @@ class InferenceSession:
     def waiting(self) -> Waiting | None:
         """The peer in whose queue the session waits, with the estimated time, or None."""
         return self._remote.state.waiting
+
+    @property
+    def progress(self) -> StepProgress | None:
+        """How many tokens of the step under way are through all blocks, or None between steps."""
+        return self._remote.state.progress
 
     @property
     def sought(self) -> Span | None:

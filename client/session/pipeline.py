@@ -235,6 +235,8 @@ class Pipeline:
             tail.append(piece)
         if is_last:
             self.outputs.append(output_BTH)
+            if self._state.progress is not None:
+                self._state.progress.num_done += num_tokens
         else:
             following = self._queues[index + 1]
             following.waiting.append(replace(piece, hidden_BTH=output_BTH))

@@ -39,7 +39,7 @@ from .hop_link import (
 from .hops import HopFinder
 from .pipeline import Pipeline, SegmentQueue, choose_piece_tokens
 from .push_plan import PushPlan
-from .state import SessionContext
+from .state import SessionContext, StepProgress
 
 _logger = logging.getLogger(__name__)
 
@@ -172,6 +172,7 @@ class RemoteSession:
         deadline: float | None = None
         try:
             while True:
+                self.state.progress = StepProgress(question.hidden_BTH.shape[1])
                 try:
                     return await self._run(self._cut(question))
                 except StartOverError as error:
@@ -188,6 +189,8 @@ class RemoteSession:
             if is_moving:
                 await self._restore(before)
             raise
+        finally:
+            self.state.progress = None
 
     async def _run(self, pieces: Sequence[Question]) -> list[Tensor]:
         """Take pieces over all hops, replacing those that are lost on the way.

@@ -96,6 +96,14 @@ class SessionFacts:
         return num_rows * self.max_tokens * _FLOAT_TOKENS[self.kv_format]
 
 
+@dataclass
+class StepProgress:
+    """A step is under way: how many of its tokens per row are through all blocks."""
+
+    num_tokens: int
+    num_done: int = 0
+
+
 @dataclass(frozen=True)
 class Waiting:
     """A session waits for room at a peer, which expects that to take `seconds`."""
@@ -148,6 +156,8 @@ class SessionContext:
         """The peer that has no room for the session yet, and how long it expects that to last."""
         self.sought: Span | None = None
         """The blocks that were lost and that no peer has taken over yet."""
+        self.progress: StepProgress | None = None
+        """How far the step under way is, if one is."""
         self.recorder: Recorder | None = None
         self.on_leaving: Callable[[], None] = lambda: None
         """Called when the peer of a hop says that it will stop soon."""

@@ -31,6 +31,7 @@ from shoal.client.session.state import SessionFacts
 from shoal.protocol.errors import UnavailableError, UsageError
 from shoal.protocol.ids import SessionId
 from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.session import Step
 from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.session.recovery_log import LogEntry
 from shoal.protocol.spans import Span
@@ -126,6 +127,25 @@ async def test_long_prompts_travel_in_pieces(scene: Scene) -> None:
     assert [step.hidden.tokens for step in peer.steps] == [16, 16, 16, 2]
     last = await session.step(prompt, last_token_only=True)
     assert torch.equal(last, oracle.step(prompt)[:, -1:])
+
+
+@in_scene(config=replace(CONFIG, max_step_bytes=16 * WIDTH * 4))
+async def test_progress_of_a_long_prompt_is_known_piece_by_piece(scene: Scene) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def look(message: Message, answer: Answer) -> Answer:
+        if isinstance(message, Step) and session.state.progress is not None:
+            seen.append((session.state.progress.num_done, session.state.progress.num_tokens))
+        return answer
+
+    peer = await scene.add("a", 0, NUM_BLOCKS)
+    peer.mischief = look
+    session = scene.open_session()
+
+    await session.step(draw(1, 50))
+
+    assert seen == [(0, 50), (16, 50), (32, 50), (48, 50)]
+    assert session.state.progress is None
 
 
 @in_scene(Link(delay_seconds=0.05), replace(CONFIG, max_step_bytes=4 * WIDTH * 4))
