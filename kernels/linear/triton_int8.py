@@ -2,10 +2,11 @@
 
 Imports Triton, so nothing but `select.py` imports this file, and only for tensors on such a device.
 
-Tensor suffixes: N rows, I columns, O outputs, C digits, the high one first.
+Tensor suffixes: N rows, I columns, O outputs, C digits of a row, the high one first, M digits of
+all rows.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -14,20 +15,49 @@ from torch import Tensor
 
 from .quantize import DIGIT_LIMITS, SMALLEST_ABSMAX, Int8Kernel, Int8Product, Int8Weight
 
-MAX_ROWS_ONE_BY_ONE = 2
-"""Above, tiles for the matrix units read each weight once for all rows. Not measured yet."""
-
 LAUNCH_OPTIONS = {"enable_fp_fusion": False}
 """A product that is added is rounded first, as the rules say."""
 
 _ROUND_BLOCK = 1024
 
-_ROW_TILE = {"BLOCK_O": 16, "BLOCK_I": 512}
-"""512 products of two digits and a weight, 32639 * 128 at most each, still fit into 32 bits."""
 
-_FEW_ROWS_TILE = {"BLOCK_N": 16, "BLOCK_O": 64, "BLOCK_I": 128}
-_MANY_ROWS_TILE = {"BLOCK_N": 64, "BLOCK_O": 64, "BLOCK_I": 128}
-"""Sixteen rows are the fewest that matrix units take."""
+class Tile(NamedTuple):
+    """How one program's part of a product is cut; every choice gives the same bits."""
+
+    digits: int
+    """M: each digit of a row is a row to the matrix units. A row alone goes without them."""
+    outputs: int
+    columns: int
+    num_warps: int
+    num_stages: int
+    is_weights_first: bool = False
+    """Whether the weights are the left factor to the matrix units."""
+
+    @property
+    def constants(self) -> dict[str, int | bool]:
+        """What its program is compiled with."""
+        constants = {
+            "BLOCK_O": self.outputs, "BLOCK_I": self.columns,
+            "num_warps": self.num_warps, "num_stages": self.num_stages,
+        }  # fmt: skip
+        if self.digits == 1:
+            return constants
+        return {**constants, "BLOCK_M": self.digits, "WEIGHTS_FIRST": self.is_weights_first}
+
+
+Tiles = tuple[Tile, Tile]
+"""For weights with up to twice as many outputs as columns, and for wider ones."""
+
+ROW_TILES: Tiles = Tile(1, 2, 1024, 1, 3), Tile(1, 4, 512, 2, 3)
+FEW_ROWS_TILES: dict[int, Tiles] = {
+    16: (Tile(16, 16, 512, 4, 4, True), Tile(16, 16, 256, 2, 4, True)),
+    32: (Tile(32, 16, 512, 4, 4, True), Tile(32, 64, 256, 4, 4, True)),
+    256: (Tile(64, 32, 256, 4, 3), Tile(64, 64, 256, 4, 3, True)),
+}
+"""By the most digits that they are for."""
+MANY_ROWS_TILE = Tile(128, 64, 128, 4, 4, True)
+# Measured on an H100, with weights out of its caches; of the tiles that fit into Ampere's smaller
+# cards. To split sums over columns as well, where outputs are few, won less than a tenth.
 
 # Adding and subtracting it leaves a whole number, rounded to even, of magnitudes up to 2**22:
 # float32 has no digits behind the point there.
@@ -70,33 +100,40 @@ class _TritonProduct:
         result_NO = hidden_NI.new_empty(num_rows, num_outputs, dtype=torch.float32)
         if num_rows == 0:
             return result_NO.to(hidden_NI.dtype)
-        digits_CNI = hidden_NI.new_empty(num_digits, num_rows, num_columns, dtype=torch.int8)
+        digits_NCI = hidden_NI.new_empty(num_rows, num_digits, num_columns, dtype=torch.int8)
         steps_N = hidden_NI.new_empty(num_rows, dtype=torch.float32)
         _launch(
             _round_row, (num_rows,),
-            hidden_NI.contiguous(), digits_CNI, steps_N, squares_N, num_rows, num_columns,
+            hidden_NI.contiguous(), digits_NCI, steps_N, squares_N, num_columns,
             LIMIT=float(DIGIT_LIMITS[num_digits]), SMALLEST=SMALLEST_ABSMAX,
             NUM_DIGITS=num_digits, BLOCK_I=_ROUND_BLOCK,
         )  # fmt: skip
-        kernel, grid, tile = _choose_tiles(num_rows, num_outputs)
+        tile = choose_tile(num_rows, num_digits, num_columns, num_outputs)
+        is_single = num_rows == 1
+        num_tiles = 1 if is_single else -(-num_rows * num_digits // tile.digits)
         _launch(
-            kernel, grid,
-            digits_CNI, steps_N, self._values_OI, self.scales_O, self._bias_O, result_NO,
-            num_rows, num_columns, num_outputs, NUM_DIGITS=num_digits, **tile,
+            _multiply_row if is_single else _multiply_rows,
+            (num_tiles, -(-num_outputs // tile.outputs)),
+            digits_NCI, steps_N, self._values_OI, self.scales_O, self._bias_O, result_NO,
+            num_rows, num_columns, num_outputs, NUM_DIGITS=num_digits, **tile.constants,
         )  # fmt: skip
         # By torch, since Triton's interpreter cuts off where a device rounds.
         return result_NO.to(hidden_NI.dtype)
 
 
-def _choose_tiles(num_rows: int, num_outputs: int) -> tuple[Any, tuple[int, int], dict[str, int]]:
-    """Return the program, its grid, and the sizes of its tile; all choices give the same bits."""
-    if num_rows <= MAX_ROWS_ONE_BY_ONE:
-        grid = num_rows, -(-num_outputs // _ROW_TILE["BLOCK_O"])
-        return _multiply_row, grid, _ROW_TILE
-    is_few = num_rows <= _FEW_ROWS_TILE["BLOCK_N"]
-    tile = _FEW_ROWS_TILE if is_few else _MANY_ROWS_TILE
-    grid = -(-num_rows // tile["BLOCK_N"]), -(-num_outputs // tile["BLOCK_O"])
-    return _multiply_rows, grid, tile
+def choose_tile(num_rows: int, num_digits: int, num_columns: int, num_outputs: int) -> Tile:
+    """Return how a product is cut.
+
+    >>> choose_tile(1, 2, 1024, 2816).digits, choose_tile(17, 2, 1024, 2816).digits
+    (1, 64)
+    """
+    is_wide = num_outputs > 2 * num_columns
+    if num_rows == 1:
+        return ROW_TILES[is_wide]
+    for most_digits, tiles in FEW_ROWS_TILES.items():
+        if num_rows * num_digits <= most_digits:
+            return tiles[is_wide]
+    return MANY_ROWS_TILE
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
@@ -106,10 +143,9 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants:
 @triton.jit
 def _round_row(
     hidden_NI,
-    digits_CNI,
+    digits_NCI,
     steps_N,
     squares_N,
-    num_rows,
     num_columns,
     LIMIT: tl.constexpr,
     SMALLEST: tl.constexpr,
@@ -144,19 +180,20 @@ def _round_row(
         whole = ((numbers * inverse + _ROUNDER) - _ROUNDER).to(tl.int32)
         if squares_N is not None:
             squares += whole * whole
+        digits = digits_NCI + row * NUM_DIGITS * num_columns + columns
         if NUM_DIGITS == 2:
             high = (whole + 128) >> 8
-            tl.store(digits_CNI + row * num_columns + columns, high.to(tl.int8), inside)
+            tl.store(digits, high.to(tl.int8), inside)
             whole -= high << 8
-        last = (NUM_DIGITS - 1) * num_rows + row
-        tl.store(digits_CNI + last * num_columns + columns, whole.to(tl.int8), inside)
+            digits += num_columns
+        tl.store(digits, whole.to(tl.int8), inside)
     if squares_N is not None:
         tl.store(squares_N + row, tl.sum(squares, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _multiply_row(
-    digits_CNI,
+    digits_NCI,
     steps_N,
     values_OI,
     scales_O,
@@ -173,72 +210,71 @@ def _multiply_row(
     row = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1).to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
     has_output = outputs < num_outputs
-    sums = tl.zeros((BLOCK_O,), tl.int64)
+    # Of 2**16 / BLOCK_I products each, 32639 * 128 at most: 32 bits hold them.
+    sums_OI = tl.zeros((BLOCK_O, BLOCK_I), tl.int32)
+    digits = digits_NCI + row * NUM_DIGITS * num_columns
     for start in range(0, num_columns, BLOCK_I):
         columns = start + tl.arange(0, BLOCK_I)
         inside = columns < num_columns
-        numbers = tl.load(digits_CNI + row * num_columns + columns, inside, other=0).to(tl.int32)
-        if NUM_DIGITS == 2:
-            low = tl.load(digits_CNI + (num_rows + row) * num_columns + columns, inside, other=0)
-            numbers = numbers * 256 + low
-        weights = tl.load(
+        weights_OI = tl.load(
             values_OI + outputs[:, None] * num_columns + columns[None, :],
             has_output[:, None] & inside[None, :],
             other=0,
         )
-        sums += tl.sum(weights.to(tl.int32) * numbers[None, :], axis=1).to(tl.int64)
-    result = sums.to(tl.float32) * tl.load(steps_N + row)
+        numbers = tl.load(digits + columns, inside, other=0).to(tl.int32)
+        if NUM_DIGITS == 2:
+            numbers = numbers * 256 + tl.load(digits + num_columns + columns, inside, other=0)
+        sums_OI += weights_OI.to(tl.int32) * numbers[None, :]
+    result = tl.sum(sums_OI.to(tl.int64), axis=1).to(tl.float32) * tl.load(steps_N + row)
     result *= tl.load(scales_O + outputs, has_output, other=0.0)
     if bias_O is not None:
         result += tl.load(bias_O + outputs, has_output, other=0.0)
     tl.store(result_NO + row * num_outputs + outputs, result, has_output)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _multiply_rows(
-    digits_CNI,
-    steps_N,
-    values_OI,
-    scales_O,
-    bias_O,
-    result_NO,
-    num_rows,
-    num_columns,
-    num_outputs,
-    NUM_DIGITS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
-    """Multiply some rows with some outputs' weights, each digit on the matrix units."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    digits_NCI, steps_N, values_OI, scales_O, bias_O, result_NO, num_rows, num_columns, num_outputs,
+    NUM_DIGITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Multiply some rows with some outputs' weights, on the matrix units."""
+    BLOCK_N: tl.constexpr = BLOCK_M // NUM_DIGITS
+    first_row = tl.program_id(0).to(tl.int64) * BLOCK_N
+    digits_M = first_row * NUM_DIGITS + tl.arange(0, BLOCK_M)
+    has_digit = digits_M < num_rows * NUM_DIGITS
     outputs = tl.program_id(1).to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
-    has_row = rows < num_rows
     has_output = outputs < num_outputs
-    first = tl.zeros((BLOCK_N, BLOCK_O), tl.int32)
-    second = tl.zeros((BLOCK_N, BLOCK_O), tl.int32)
-    for start in range(0, num_columns, BLOCK_I):
-        columns = start + tl.arange(0, BLOCK_I)
-        inside = columns < num_columns
-        weights_IO = tl.load(
-            values_OI + outputs[None, :] * num_columns + columns[:, None],
-            inside[:, None] & has_output[None, :],
-            other=0,
-        )
-        places = digits_CNI + rows[:, None] * num_columns + columns[None, :]
-        is_there = has_row[:, None] & inside[None, :]
-        digits_NI = tl.load(places, is_there, other=0)
-        first = tl.dot(digits_NI, weights_IO, first, out_dtype=tl.int32)
-        if NUM_DIGITS == 2:
-            digits_NI = tl.load(
-                places + tl.cast(num_rows, tl.int64) * num_columns, is_there, other=0
-            )
-            second = tl.dot(digits_NI, weights_IO, second, out_dtype=tl.int32)
-    if NUM_DIGITS == 2:
-        sums = (first.to(tl.int64) * 256 + second).to(tl.float32)
+    columns = tl.arange(0, BLOCK_I)
+    if WEIGHTS_FIRST:
+        weights = values_OI + outputs[:, None] * num_columns + columns[None, :]
+        digits = digits_NCI + digits_M[None, :] * num_columns + columns[:, None]
+        sums = tl.zeros((BLOCK_O, BLOCK_M), tl.int32)
     else:
-        sums = first.to(tl.float32)
-    result = sums * tl.load(steps_N + rows, has_row, other=0.0)[:, None]
+        weights = values_OI + outputs[None, :] * num_columns + columns[:, None]
+        digits = digits_NCI + digits_M[:, None] * num_columns + columns[None, :]
+        sums = tl.zeros((BLOCK_M, BLOCK_O), tl.int32)
+    for start in range(0, num_columns, BLOCK_I):
+        inside = start + columns < num_columns
+        if WEIGHTS_FIRST:
+            left = tl.load(weights, has_output[:, None] & inside[None, :], other=0)
+            right = tl.load(digits, inside[:, None] & has_digit[None, :], other=0)
+        else:
+            left = tl.load(digits, has_digit[:, None] & inside[None, :], other=0)
+            right = tl.load(weights, inside[:, None] & has_output[None, :], other=0)
+        sums = tl.dot(left, right, sums, out_dtype=tl.int32)
+        weights += BLOCK_I
+        digits += BLOCK_I
+    sums_MO = tl.trans(sums) if WEIGHTS_FIRST else sums
+    if NUM_DIGITS == 2:
+        factors = tl.where(tl.arange(0, 2) == 0, 256, 1).to(tl.int64)
+        pairs = tl.reshape(sums_MO, (BLOCK_N, 2, BLOCK_O)).to(tl.int64)
+        whole = tl.sum(pairs * factors[None, :, None], axis=1)
+    else:
+        whole = sums_MO
+    rows = first_row + tl.arange(0, BLOCK_N)
+    has_row = rows < num_rows
+    result = whole.to(tl.float32) * tl.load(steps_N + rows, has_row, other=0.0)[:, None]
     result *= tl.load(scales_O + outputs, has_output, other=0.0)[None, :]
     if bias_O is not None:
         result += tl.load(bias_O + outputs, has_output, other=0.0)[None, :]

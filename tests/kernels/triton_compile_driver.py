@@ -15,11 +15,13 @@ from triton.compiler import ASTSource
 from shoal.kernels.attention import triton_attention
 from shoal.kernels.linear import triton_int8
 
-UNALIGNED = {"queries_NHD", "tables_NM", "lengths_N", "table_width", "num_parts", "window"}
+UNALIGNED = {
+    "queries_NHD", "tables_NM", "lengths_N", "table_width", "num_parts", "window", "num_rows",
+}  # fmt: skip
 """What the programs are not compiled anew for."""
 
 TYPES = {
-    "digits_CNI": "*i8", "values_OI": "*i8", "squares_N": "*i32", "tables_NM": "*i32",
+    "digits_NCI": "*i8", "values_OI": "*i8", "squares_N": "*i32", "tables_NM": "*i32",
     "lengths_N": "*i32", "scale": "fp32", "softcap": "fp32",
     **dict.fromkeys(["num_rows", "num_columns", "num_outputs"], "i32"),
     **dict.fromkeys(["table_width", "num_parts", "window"], "i32"),
@@ -29,10 +31,10 @@ TYPES = {
 PAGE_TOKENS = {"*fp32": 16, "*bf16": 32, "*i8": 64}
 """As `peer/engine/cache/paged_memory.py` lays them out."""
 
+TILES = [tile for tiles in triton_int8.FEW_ROWS_TILES.values() for tile in tiles]
 PRODUCT_TILES = [
-    (triton_int8._multiply_row, triton_int8._ROW_TILE),
-    (triton_int8._multiply_rows, triton_int8._FEW_ROWS_TILE),
-    (triton_int8._multiply_rows, triton_int8._MANY_ROWS_TILE),
+    *((triton_int8._multiply_row, tile) for tile in triton_int8.ROW_TILES),
+    *((triton_int8._multiply_rows, tile) for tile in (*TILES, triton_int8.MANY_ROWS_TILE)),
 ]
 
 
@@ -68,16 +70,18 @@ def compile_program(
 
 
 def compile_int8(capability: int) -> None:
-    # Triton compiles anew for a number that is 1, such as the only row, which one program takes.
-    for num_digits, alone in product((1, 2), ({}, {"num_rows": 1})):
+    for num_digits in (1, 2):
         constants: dict[str, Any] = {"LIMIT": 127.0, "SMALLEST": 2.0**-100, "BLOCK_I": 1024}
         if num_digits == 2:
             constants["squares_N"] = None
-        constants |= {"NUM_DIGITS": num_digits, **alone}
+        constants["NUM_DIGITS"] = num_digits
         compile_program(triton_int8._round_row, capability, constants, triton_int8.LAUNCH_OPTIONS)
-        for program, tile in PRODUCT_TILES[:1] if alone else PRODUCT_TILES:
-            constants = {"NUM_DIGITS": num_digits, **tile, **alone}
-            compile_program(program, capability, constants, triton_int8.LAUNCH_OPTIONS)
+        for program, tile in PRODUCT_TILES:
+            options = {**triton_int8.LAUNCH_OPTIONS}
+            constants = {"NUM_DIGITS": num_digits, **tile.constants}
+            for option in ("num_warps", "num_stages"):
+                options[option] = constants.pop(option)
+            compile_program(program, capability, constants, options)
 
 
 def compile_attention(capability: int) -> None:

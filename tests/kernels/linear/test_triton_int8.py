@@ -20,9 +20,8 @@ from shoal.kernels.linear.select import choose_int8_kernel, make_linear
 
 pytestmark = pytest.mark.slow  # the interpreter is
 
-# One row, a row beside another, and the tiles of few rows and of many. Each row takes the
-# interpreter 5 ms.
-NUMBERS_OF_ROWS = [1, 2, 5, 20]
+# One row, a row beside others, and more than one tile of them. Each row takes the interpreter 5 ms.
+NUMBERS_OF_ROWS = [1, 2, 9, 37]
 every_num_digits = pytest.mark.parametrize("num_digits", [1, 2])
 
 
@@ -66,6 +65,34 @@ def test_kernel_computes_the_bits_of_the_reference(
     result = pack(weight, bias, device).multiply(hidden.to(device), num_digits)
 
     assert_same_bits(result, reference.linear_int8(hidden, weight, bias, num_digits).to(dtype))
+
+
+@every_device
+@every_num_digits
+@pytest.mark.parametrize(("in_features", "out_features"), [(1100, 70), (300, 610)])
+@pytest.mark.parametrize("num_rows", [1, 8, 16, 32, 33, 129])
+def test_every_tile_computes_the_same_bits(
+    in_features: int, out_features: int, num_rows: int, num_digits: int, device: str
+) -> None:
+    weight = make_int8_weight(in_features, out_features)
+    hidden = make_rows(num_rows, in_features)
+
+    result = pack(weight, None, device).multiply(hidden.to(device), num_digits)
+
+    expected = choose_int8_kernel("cpu").pack(weight, None).multiply(hidden, num_digits)
+    assert_same_bits(result, expected)
+
+
+def test_numbers_of_rows_choose_among_all_tiles() -> None:
+    chosen = {
+        triton_int8.choose_tile(num_rows, num_digits, *shape)
+        for num_rows in [1, 8, 16, 32, 33, 129]
+        for num_digits in (1, 2)
+        for shape in [(1100, 70), (300, 610)]
+    }
+
+    few = [tile for tiles in triton_int8.FEW_ROWS_TILES.values() for tile in tiles]
+    assert chosen == {*triton_int8.ROW_TILES, *few, triton_int8.MANY_ROWS_TILE}
 
 
 @every_device
