@@ -15,6 +15,7 @@
         DirectoryError         ... the directory cannot be reached or refuses us
           WrongSwarmError        ... the swarm that was found does not match our join code
           RevokedError           ... the owner of the swarm has revoked us
+          P2pdEndedError         ... the p2pd of this machine ended; no peer is at fault
 
 Only the layer that can act on an error catches it. Errors of other libraries are translated where
 we call these libraries, and keep the original as `__cause__`.
@@ -127,6 +128,10 @@ class WrongSwarmError(DirectoryError):
 
 class RevokedError(DirectoryError):
     """The owner of the swarm has revoked us: members ignore what we announce."""
+
+
+class P2pdEndedError(DirectoryError):
+    """The p2pd of this machine ended while it was needed, which says nothing of any peer."""
 
 
 class RouteError(UnavailableError):

@@ -14,6 +14,7 @@ from statistics import median
 from ...protocol.endpoints import Endpoint
 from ...protocol.errors import (
     DirectoryError,
+    P2pdEndedError,
     ShoalError,
     UnavailableError,
     UsageError,
@@ -207,10 +208,18 @@ class Diagnosis:
                 fix = "ask the person who started the swarm for a join code: "
                 fix += "`shoal swarm-new --from CODE` makes one"
             self._note("membership", FindingStatus.BROKEN, str(error), fix)
+        except P2pdEndedError as error:
+            self._note_p2pd(error)
         except (UnavailableError, UsageError) as error:
             if is_silence_news:
                 self._note_directory(str(error))
         return None
+
+    def _note_p2pd(self, error: P2pdEndedError) -> None:
+        if any(finding.name == "p2pd" for finding in self.findings):
+            return
+        fix = "free memory on this machine, or stop what ends p2pd; no peer is at fault"
+        self._note("p2pd", FindingStatus.BROKEN, str(error), fix)
 
     def _note_directory(self, detail: str) -> None:
         fixes = (fix for words, fix in _JOIN_FIXES.items() if words in detail)
@@ -256,6 +265,9 @@ class Diagnosis:
         try:
             async with asyncio.timeout(REACH_SECONDS):
                 answers = await self.probes.reach(addresses, listen_address)
+        except P2pdEndedError as error:
+            self._note_p2pd(error)
+            return
         except (TimeoutError, UnavailableError):
             answers = []
         except ShoalError as error:

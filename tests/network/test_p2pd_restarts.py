@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
+import pkgutil
 import signal
 import sys
 from pathlib import Path
@@ -15,8 +17,9 @@ import pytest
 import warm_python
 from announcements import MODEL, identity_of
 from directory_processes import CLOCK, Directories, look_up, sign_now
+from processes import children_of, kill_if_running, wait_until_dead
 
-from shoal.protocol.errors import DirectoryError, ShoalError
+from shoal.protocol.errors import DirectoryError, P2pdEndedError, ShoalError
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
 from shoal.protocol.net.libp2p.multiaddrs import split_multiaddr
 from shoal.protocol.net.libp2p.p2p_daemon import child_of
@@ -230,6 +233,85 @@ async def test_closing_while_p2pd_is_started_again_leaves_no_process_or_socket(
     await server.close()
 
     assert not any(name.endswith(".sock") for name in os.listdir(tmp_path))
+
+
+async def kill_new_p2pds(number: int) -> None:
+    """Kill so many children of this process as they appear."""
+    spared = set(children_of(os.getpid()))
+    while number:
+        for pid in set(children_of(os.getpid())) - spared:
+            kill_if_running(pid)
+            spared.add(pid)
+            number -= 1
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_reader", [True, False], ids=["reader", "peer"])
+async def test_start_is_tried_again_where_p2pd_is_killed(dht: Directories, is_reader: bool) -> None:
+    server = await dht.join([], 1)
+    await server.announce(sign_now(1))
+
+    killing = asyncio.create_task(kill_new_p2pds(2))
+    directory = await dht.join(server.addresses, client_mode=is_reader)
+
+    assert killing.done()
+    assert await look_up(directory) == {identity_of(1).peer_id}
+
+
+async def test_start_that_fails_three_times_is_the_fault_of_no_peer(
+    dht: Directories, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from shoal.protocol.net.libp2p.p2p_daemon import P2P
+
+    server = await dht.join([], 1)
+    before = children_of(os.getpid())
+    monkeypatch.setattr(P2P, "_UNIX_SOCKET_PREFIX", f"/unix{tmp_path}/")
+
+    killing = asyncio.create_task(kill_new_p2pds(3))
+    with pytest.raises(P2pdEndedError, match="p2pd on this machine ended while it was starting"):
+        await dht.read(server.addresses)
+
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await killing
+    assert children_of(os.getpid()) == before
+    assert not any(name.endswith(".sock") for name in os.listdir(tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    "step",
+    [
+        "hivemind.p2p.p2p_daemon_bindings.p2pclient.Client.create",
+        "hivemind.p2p.p2p_daemon_bindings.p2pclient.Client.identify",
+        "shoal.protocol.net.dht.access.find_swarm",
+        "shoal.protocol.net.dht.access.start_node",
+    ],
+)
+async def test_start_is_tried_again_wherever_p2pd_ends(
+    step: str, dht: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is a peer blamed that was asked through it. hivemind leaves a socket to be collected."""
+    server = await dht.join([], 1)
+    await server.announce(sign_now(1))
+    spared, killed = set(children_of(os.getpid())), set[int]()
+    real: Any = pkgutil.resolve_name(step.rpartition(".")[0])
+    name = step.rpartition(".")[2]
+    going_on = getattr(real, name)
+
+    async def kill_and_go_on(*args: Any, **options: Any) -> Any:
+        if not killed:
+            killed.update(set(children_of(os.getpid())) - spared)
+            for pid in killed:
+                kill_if_running(pid)
+            wait_until_dead([*killed])
+        return await going_on(*args, **options)
+
+    monkeypatch.setattr(real, name, kill_and_go_on)
+    directory = await dht.read(server.addresses)
+    gc.collect()
+
+    assert len(killed) == 1
+    assert await look_up(directory) == {identity_of(1).peer_id}
 
 
 async def test_program_whose_p2pd_is_killed_prints_nothing(dht: Directories) -> None:

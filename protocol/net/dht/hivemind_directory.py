@@ -18,6 +18,7 @@ from ...endpoints import Endpoint, Relay
 from ...errors import (
     DirectoryError,
     LocalProtocolError,
+    P2pdEndedError,
     RemoteProtocolError,
     ShoalError,
     UsageError,
@@ -61,6 +62,10 @@ _STEADY_SECONDS = 60.0
 
 _RESTART_SECONDS = 30.0
 """How long one start may take in all, a relay included."""
+
+
+_MOST_STARTS = 3
+"""How often p2pd is started until a directory is joined, where it ends meanwhile."""
 
 
 class HivemindDirectory:
@@ -119,14 +124,15 @@ class HivemindDirectory:
 
         Raises UsageError for a malformed address and when it cannot listen there, WrongSwarmError
         when the membership does not fit the initial peers, DirectoryError when no initial peer
-        answers within ten seconds, the clock is off, or we need a relay and there is none.
+        answers within ten seconds, the clock is off, or we need a relay and there is none, and
+        P2pdEndedError when our own p2pd ends again and again.
         """
         peers = [PeerAddress.parse(text) for text in initial_peers]
         listening = None if client_mode else (listen_host, port)
         place = Place(identity, listening, endpoint, is_relay)
         try:
             return await cls._join(peers, place, clock, membership, known)
-        except WrongSwarmError:
+        except (WrongSwarmError, P2pdEndedError):
             raise
         except DirectoryError as error:
             swarm_id, others = known.load() if known and peers else (b"", [])
@@ -147,10 +153,18 @@ class HivemindDirectory:
         membership: Membership | None,
         known: KnownAddresses | None,
     ) -> HivemindDirectory:
-        access = await open_access(peers, place, clock, membership)
-        records = SwarmRecords(access.membership)
-        node = await DirectoryNode.start(access, records, clock, access.peers)
-        return cls(node, records, clock, known)
+        num_left = _MOST_STARTS
+        while True:
+            num_left -= 1
+            try:
+                access = await open_access(peers, place, clock, membership)
+                records = SwarmRecords(access.membership)
+                node = await DirectoryNode.start(access, records, clock, access.peers)
+                return cls(node, records, clock, known)
+            except P2pdEndedError as error:
+                if not num_left:
+                    raise
+                _logger.debug("%s; it is started again", error)
 
     def __repr__(self) -> str:
         num_neighbours = len(self._neighbourhood)

@@ -27,6 +27,7 @@ from weakref import WeakValueDictionary
 from ...endpoints import Relay, is_loopback
 from ...errors import (
     DirectoryError,
+    P2pdEndedError,
     RemoteProtocolError,
     ShoalError,
     UnavailableError,
@@ -62,6 +63,7 @@ _logger = logging.getLogger(__name__)
 
 _START_SECONDS = 20.0  # p2pd gives its initial peers 5 s; the rest is for a busy machine
 _STOP_SECONDS = 2.0
+_NEWS_SECONDS = 0.2  # after which asyncio knows that p2pd has ended
 
 MAX_MESSAGE_BYTES = 64 * 2**10
 """Of one question or answer of nodes: room for the longest, the 48 KiB of records that one answer
@@ -82,6 +84,11 @@ os.environ["GOTRACEBACK"] = "none"  # it would say of each stream where it stood
 os.setpgid(0, 0)
 os.execv(sys.argv[1], sys.argv[1:])
 """
+
+_ENDED = (
+    "p2pd on this machine ended while it was starting: the machine is out of memory, or another "
+    "program ends it"
+)
 
 _AS_RELAY = {"relayBufferSize": 2**15, "relayMaxReservations": 64, "relayMaxCircuits": 16}
 """64 MiB at most, with two buffers for each of 16 connections to each of 64 peers."""
@@ -149,10 +156,11 @@ class OwnGroupP2P(P2P):
         await cast(Any, super())._read_outputs(started)
         error = started.exception()
         if error is not None:
-            await child_of(self).wait()
+            status = await child_of(self).wait()
             self._remove_socket()
             if not ready.done():
-                ready.set_exception(error)
+                is_ended = status < 0 or "failed to start: None" in str(error)
+                ready.set_exception(P2pdEndedError(_ENDED) if is_ended else error)
 
 
 async def start_reading_p2pd(
@@ -226,11 +234,15 @@ async def stop_p2pd(p2p: P2P) -> None:
 async def stopping_if_failed(p2p: P2P) -> AsyncGenerator[None]:
     """Stop p2pd where what is done with it fails or is interrupted; hivemind's errors become ours.
 
-    Raises DirectoryError when p2pd does not do what it is asked for.
+    Raises DirectoryError when p2pd does not do what it is asked for, P2pdEndedError when it has
+    ended, whatever seemed to fail.
     """
     try:
         yield
     except BaseException as error:
+        if isinstance(error, Exception) and await _has_ended(p2p):
+            await stop_p2pd(p2p)
+            raise P2pdEndedError(_ENDED) from error
         await stop_p2pd(p2p)
         if isinstance(error, (P2PDaemonError, ControlFailure, OSError, EOFError)):
             raise DirectoryError(f"p2pd failed at its start: {error!r}") from error
@@ -249,6 +261,14 @@ def list_relays(initial_peers: Sequence[PeerAddress]) -> list[Relay]:
 def child_of(p2p: P2P) -> asyncio.subprocess.Process:
     """Return the process of a p2pd."""
     return cast(Any, p2p)._child
+
+
+async def _has_ended(p2p: P2P) -> bool:
+    """Return whether p2pd has ended by itself; what it was asked for fails a moment earlier."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_NEWS_SECONDS):
+            await child_of(p2p).wait()
+    return child_of(p2p).returncode is not None
 
 
 def _send_signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
@@ -270,6 +290,8 @@ async def _start(
     """Start p2pd. It ends by itself when our end of its socket closes, as in a kill -9 of us."""
     try:
         return await _start_process(initial_peers, identity, options)
+    except (ConnectionError, EOFError) as error:  # between its first word and its first answer
+        raise P2pdEndedError(_ENDED) from error
     except OSError as error:  # no room for its files, no descriptors
         raise DirectoryError(f"cannot start p2pd: {error}") from error
 
@@ -358,8 +380,6 @@ def _translate(
         return DirectoryError(
             f"p2pd did not start in time: this machine is busy, or no peer responds at: {texts}"
         )
-    if "failed to start: None" in str(error):
-        return DirectoryError("p2pd ended before it was ready, without a word")
     return DirectoryError(f"cannot start p2pd to join the directory: {error}")
 
 

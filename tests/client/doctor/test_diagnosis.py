@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from diagnosis_scene import ADDRESS, Swarm, examine, find
 
-from shoal.protocol.errors import DirectoryError, WrongSwarmError
+from shoal.protocol.errors import DirectoryError, P2pdEndedError, WrongSwarmError
 from shoal.protocol.membership.membership import Membership, Role, make_owner, make_public
 from shoal.protocol.records.announcements import PeerState
 from shoal.protocol.spans import Span
@@ -114,6 +114,7 @@ def test_swarm_that_is_found_again_at_no_address_that_was_given_is_examined() ->
         (DirectoryError("no initial peer answers: /ip4/..."), "directory", "paused"),
         (DirectoryError("it is not the peer that the address names"), "directory", "--identity"),
         (DirectoryError("it is in flames"), "directory", "restart the peer at this address"),
+        (P2pdEndedError("p2pd on this machine ended"), "p2pd", "free memory on this machine"),
         (DirectoryError("the clock of this machine is 9 s ahead"), "clock", "time synchronisation"),
         (WrongSwarmError("different swarms; give one"), "membership", "addresses of one swarm"),
         (WrongSwarmError("wrong secret: another swarm"), "membership", "for a join code"),

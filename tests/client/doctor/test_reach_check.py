@@ -7,7 +7,7 @@ from diagnosis_scene import Swarm, examine, find
 
 from shoal.client.doctor.finding import FindingStatus
 from shoal.client.doctor.reach_check import ListenAddress, judge_reach
-from shoal.protocol.errors import DirectoryError, UnavailableError, UsageError
+from shoal.protocol.errors import DirectoryError, P2pdEndedError, UnavailableError, UsageError
 from shoal.protocol.net.addresses import DialBackAnswer
 from shoal.protocol.spans import Span
 
@@ -102,6 +102,19 @@ def test_port_in_use_is_broken() -> None:
     finding = find(examine(build, listen_address=ADDRESS), "reach")
     assert finding.status is FindingStatus.BROKEN
     assert "in use" in finding.detail
+
+
+@pytest.mark.parametrize("is_joined", [True, False])
+def test_end_of_our_own_p2pd_is_no_lack_of_peers(is_joined: bool) -> None:
+    async def build(swarm: Swarm) -> None:
+        await swarm.add(Span(0, 8))
+        swarm.reach_error = P2pdEndedError("p2pd on this machine ended")
+        swarm.join_error = None if is_joined else swarm.reach_error
+
+    diagnosis = examine(build, listen_address=ADDRESS)
+
+    assert find(diagnosis, "p2pd").status is FindingStatus.BROKEN
+    assert "reach" not in {finding.name for finding in diagnosis.findings}
 
 
 @pytest.mark.parametrize(
