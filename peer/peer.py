@@ -165,10 +165,13 @@ def _describe_start(identity: Identity, loader: SpanLoader) -> dict[str, object]
     return {
         "peer_id": identity.peer_id,
         "model_id": loader.model.model_id,
+        "free_bytes": loader.model.read_free_bytes(),
+        "weight_bytes": loader.model.weight_bytes,
         "kv_bytes": loader.model.config.kv_budget_bytes,
         "pass_bytes": loader.model.pass_bytes,
         "adapter_bytes": loader.model.adapter_bytes,
         "message_bytes": MAX_PENDING_BYTES,
+        "block_cache_bytes": loader.model.config.block_cache_bytes,
     }
 
 

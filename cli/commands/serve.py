@@ -1,4 +1,4 @@
-"""`shoal serve`: run a peer until Ctrl-C or SIGTERM."""
+"""`shoal serve`: run a peer until Ctrl-C, SIGTERM or the end of its terminal."""
 
 import argparse
 import asyncio
@@ -24,6 +24,7 @@ from ...protocol.spans import Span
 from ..options.bundled_model import find_model
 from ..options.join_options import add_join_arguments, read_join, read_joining
 from ..options.quantities import (
+    count_of,
     parse_announce_period,
     parse_bytes,
     parse_count,
@@ -37,7 +38,7 @@ from ..options.quantities import (
 from ..options.shared_options import add_model_argument, add_weights_argument, parse_device
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import INTERRUPTED, quitting_at_once
-from ..terminal.terminal import Terminal
+from ..terminal.terminal import Terminal, discard_output
 
 _DEFAULTS = PeerConfig(model="")
 
@@ -201,8 +202,19 @@ async def _serve(config: PeerConfig, report: Report, end_with_stdin: bool) -> bo
     _allow_many_files()
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def leave() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    def leave_without_terminal() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            discard_output(stream)
+        leave()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+        loop.add_signal_handler(number, leave)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        loop.add_signal_handler(signal.SIGHUP, leave_without_terminal)
     if end_with_stdin:
         loop.add_reader(sys.stdin.fileno(), _stop_at_end_of_stdin, stop)
     try:
@@ -272,7 +284,7 @@ def _stop_at_end_of_stdin(stop: asyncio.Event) -> None:
 
 
 def _print_json(event: PeerEvent) -> None:
-    Terminal(sys.stdout).print_event(event.name, **event.facts)
+    Terminal(sys.stdout).print_event(event.name, time=round(time.time(), 3), **event.facts)
 
 
 def _print_for_people(event: PeerEvent) -> None:
@@ -302,12 +314,19 @@ def _print_for_people(event: PeerEvent) -> None:
 
 
 def _describe_memory(facts: dict[str, Any]) -> str:
-    sizes = (facts[f"{kind}_bytes"] // 2**20 for kind in ("kv", "pass", "adapter", "message"))
-    kv, training, adapters, messages = sizes
-    return (
-        f"Clients may take {kv:,} MiB for KV caches, {training:,} MiB for training, "
-        f"{adapters:,} MiB for adapters and {messages:,} MiB for messages that wait."
-    )
+    def show(*kinds: str) -> str:
+        return f"{sum(facts[f'{kind}_bytes'] for kind in kinds) // 2**20:,}"
+
+    kinds = ("kv", "pass", "adapter", "message")
+    uses = f"{show('kv')} for KV caches, {show('pass')} for training, {show('adapter')} for "
+    uses += f"adapters, {show('message')} for messages that wait"
+    free, disk = f"{show('free')} MiB of free memory", show("block_cache")
+    if facts["weight_bytes"] is None:
+        uses = f"Uses at most {free}: {uses}, the rest for weights"
+    else:
+        total = show("weight", *kinds)
+        uses = f"Uses at most {total} of {free}: {show('weight')} for weights, {uses}"
+    return f"{uses}. Keeps at most {disk} MiB of blocks on disk."
 
 
 def _describe_event(event: PeerEvent) -> Iterator[str]:
@@ -315,8 +334,8 @@ def _describe_event(event: PeerEvent) -> Iterator[str]:
     facts: dict[str, Any] = event.facts
     if event.name == "draining":
         yield (
-            f"Moving {facts['sessions']} sessions to other peers and finishing {facts['passes']} "
-            "microbatches of training. Press Ctrl-C again to leave at once."
+            f"Moving {count_of(facts['sessions'], 'session')} to other peers and finishing "
+            f"{facts['passes']} of training's microbatches. Press Ctrl-C again to leave at once."
         )
     elif event.name in ("placed", "moving"):
         verb = "Taking" if event.name == "placed" else "Moving to"

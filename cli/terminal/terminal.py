@@ -147,7 +147,7 @@ class Terminal:
             raise
         except OSError as error:
             self._is_mid_line = False
-            _forget_unwritten(self.stream)
+            discard_output(self.stream)
             raise UnavailableError(
                 f"cannot write the output to {self.stream.name.strip('<>')}: {error.strerror}"
             ) from error
@@ -180,8 +180,8 @@ def _clean(text: str) -> str:
     return _CONTROLS.sub(lambda found: "\x1b[" if found[0] == _CODE else "", text)
 
 
-def _forget_unwritten(stream: TextIO) -> None:
-    """Discard the buffer of a stream; Python would try to write it again at exit."""
+def discard_output(stream: TextIO) -> None:
+    """Discard what is buffered and written from now on: nobody reads a stream any more."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

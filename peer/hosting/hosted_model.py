@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +28,16 @@ from ..engine.loading.block_tensors import WEIGHT_BYTES, count_block_bytes
 from ..engine.loading.loader import check_span, check_weights
 from ..placement.supply import Room
 from ..process.config import PeerConfig, choose_adapter_bytes, choose_pass_bytes
+from ..streams.service import MAX_PENDING_BYTES
 
 RESERVE_BYTES = 2**30
 """Memory that is left to everything else on the machine, and to torch itself."""
 
-CGROUP = Path("/sys/fs/cgroup")
-"""The directory of a container's memory limits under control groups version 2."""
+CGROUPS = Path("/sys/fs/cgroup")
+"""Where control groups are mounted: memory limits of containers and services."""
+
+OWN_CGROUPS = Path("/proc/self/cgroup")
+"""The groups of this process: a line `number:controllers:path` for each hierarchy."""
 
 _TABLES_AT_ONCE = 4
 """Beside the tables of a block that is loaded: a second one to compare with, and those by way of
@@ -110,7 +115,34 @@ class HostedModel:
             pass_bytes = choose_pass_bytes(free_bytes)
         if adapter_bytes is None:
             adapter_bytes = choose_adapter_bytes(free_bytes)
-        return cls(config, checkpoint, model_id, spec, numerics, sizes, pass_bytes, adapter_bytes)
+        model = cls(config, checkpoint, model_id, spec, numerics, sizes, pass_bytes, adapter_bytes)
+        model.check_fits(free_bytes)
+        return model
+
+    @property
+    def weight_bytes(self) -> int | None:
+        """The memory of the weights to serve; None where the swarm decides how many."""
+        sizes, span = self.sizes.num_bytes, self.config.span
+        if span is not None:
+            return sum(sizes[span.start : span.stop])
+        return None if self.config.num_blocks is None else self.config.num_blocks * max(sizes)
+
+    def check_fits(self, free_bytes: int) -> None:
+        """Raise UsageError where more may be used than is free: the system would end the peer."""
+        parts = {
+            "weights": (self.weight_bytes or min(self.sizes.num_bytes)) + self.sizes.loading_bytes,
+            "KV caches (--kv-memory)": self.config.kv_budget_bytes,
+            "training (--training-memory)": self.pass_bytes,
+            "adapters (--adapter-memory)": self.adapter_bytes,
+            "messages that wait": MAX_PENDING_BYTES,
+        }
+        if sum(parts.values()) > free_bytes:
+            shares = ", ".join(f"{size / 2**20:,.0f} for {use}" for use, size in parts.items())
+            raise UsageError(
+                f"the peer may need {sum(parts.values()) / 2**20:,.0f} MiB of memory and "
+                f"{free_bytes / 2**20:,.0f} are free: {shares}; lower one of these, or serve fewer "
+                "blocks (--num-blocks)"
+            )
 
     def read_free_bytes(self) -> int:
         """Return the memory that is left where the blocks are computed."""
@@ -132,15 +164,40 @@ def find_room(sizes: BlockSizes, other_bytes: int, free_bytes: int) -> Room:
 
 def read_free_bytes() -> int:
     """Return the memory that this process may still take, as far as the system says."""
-    free_bytes = _read_available_bytes()
-    with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
-        limit_bytes = int((CGROUP / "memory.max").read_text())
-        used_bytes = int((CGROUP / "memory.current").read_text())
-        fields = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        # Pages of files that were read, such as a checkpoint, are given up for whoever needs them.
-        used_bytes -= int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
-        free_bytes = min(free_bytes, max(0, limit_bytes - max(0, used_bytes)))
-    return free_bytes
+    return min([_read_available_bytes(), *_list_bytes_in_cgroups()])
+
+
+def _list_bytes_in_cgroups() -> Iterator[int]:
+    """Yield what each limit above this process leaves: of its control group and of those around it.
+
+    Files are those of version 2, or of version 1 where that has the memory.
+    """
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = OWN_CGROUPS.read_text().splitlines()
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            root, limit, used, prefix = CGROUPS, "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            root, prefix = CGROUPS / "memory", "total_"
+            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        # A container may see its own group as the root, whatever its path is outside.
+        own = root / path.lstrip("/")
+        for group in (own, *own.parents[: len(own.parents) - len(root.parents)]):
+            with contextlib.suppress(OSError, ValueError):  # no such group, or one without a limit
+                limit_bytes = int((group / limit).read_text())
+                used_bytes = int((group / used).read_text())
+                used_bytes -= _count_file_bytes(group / "memory.stat", prefix)
+                yield max(0, limit_bytes - max(0, used_bytes))
+
+
+def _count_file_bytes(statistics: Path, prefix: str) -> int:
+    """Return the pages of files that were read: they are given up for whoever needs them."""
+    fields = dict(line.split() for line in statistics.read_text().splitlines())
+    return sum(int(fields.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
 
 
 def _count_active_weights(spec: ModelSpec, index: int) -> int:

@@ -52,12 +52,14 @@ def run_shoal(
     return done.returncode, done.stderr
 
 
-def test_peer_says_goodbye_and_leaves_no_process(swarm: LocalSwarm) -> None:
+def test_peer_whose_terminal_is_closed_says_goodbye_and_leaves_no_process(
+    swarm: LocalSwarm,
+) -> None:
     peer = swarm.add((2, 4))
     children = children_of(peer.pid)
     assert children, "the peer has a p2pd"
 
-    peer.terminate()
+    os.kill(peer.pid, signal.SIGHUP)
 
     assert peer.wait(60) == 0
     wait_until_dead(children)

@@ -44,6 +44,7 @@ ONLINE = {
         ("returning", PLACE, "Returning to blocks 0:4"),
         ("online", ONLINE, "blocks 100:126 of 126, 1234.5 steps/s."),
         ("draining", {"sessions": 12, "passes": 3}, "Moving 12 sessions to other peers"),
+        ("draining", {"sessions": 1, "passes": 0}, "Moving 1 session to other peers"),
         ("parked", {"parked_at": ["x6nXTN12"] * 8}, "it keeps open: …x6nXTN12, …x6nXTN12"),
         ("left", {}, "Left the swarm."),
     ],
@@ -81,16 +82,35 @@ def test_new_swarm_says_who_may_join_and_shows_codes_whole(
 
 
 @pytest.mark.parametrize(("num_bytes", "is_told"), [(0, True), (2**24, False)])
-def test_peer_says_at_its_start_what_clients_may_take_and_when_it_keeps_no_adapters(
-    num_bytes: int, is_told: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("weight_bytes", "said"),
+    [
+        (
+            2**27,
+            "Uses at most {} of 8,192 MiB of free memory: 128 for weights, 1,024 for KV caches",
+        ),
+        (None, "Uses at most 8,192 MiB of free memory: 1,024 for KV caches"),
+    ],
+)
+def test_peer_says_at_its_start_what_it_may_use_and_when_it_keeps_no_adapters(
+    weight_bytes: int | None,
+    said: str,
+    num_bytes: int,
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     screen = Screen()
     monkeypatch.setattr("sys.stdout", screen)
 
     facts: dict[str, object] = {"peer_id": "a", "model_id": "b", "adapter_bytes": num_bytes}
-    facts |= {"kv_bytes": 2**30, "pass_bytes": 0, "message_bytes": 2**29}
+    facts |= {"kv_bytes": 2**30, "pass_bytes": 0, "message_bytes": 2**29, "free_bytes": 2**33}
+    facts |= {"weight_bytes": weight_bytes, "block_cache_bytes": 2**34}
     _print_for_people(PeerEvent("started", facts))
 
-    assert "1,024 MiB for KV caches, 0 MiB for training" in " ".join(screen.text.split())
-    assert "512 MiB for messages that wait" in " ".join(screen.text.split())
+    words = " ".join(screen.text.split())
+    total = f"{(2**27 + 2**30 + num_bytes + 2**29) // 2**20:,}"
+    assert said.format(total) in words
+    assert "0 for training" in words
+    assert "512 for messages that wait" in words
+    assert "16,384 MiB of blocks on disk" in words
     assert ("Accepts no adapters" in screen.text) is is_told

@@ -101,21 +101,64 @@ def test_free_memory_is_less_than_there_is() -> None:
     assert 0 < read_free_bytes() < total_bytes
 
 
-def test_files_that_were_read_do_not_count_as_used(
+VERSION_2 = ("0::/a/b", "a/b", "memory.max", "memory.current", "")
+VERSION_1 = (
+    "4:memory:/a/b", "memory/a/b", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_",
+)  # fmt: skip
+
+
+def limit_group(group: Path, names: tuple[str, ...], limit: str, used_bytes: int) -> None:
+    """Write the files of a control group, two thirds of whose memory are files that were read."""
+    _, _, limit_name, used_name, prefix = names
+    group.mkdir(parents=True, exist_ok=True)
+    (group / limit_name).write_text(f"{limit}\n")
+    (group / used_name).write_text(f"{3 * used_bytes}\n")
+    (group / "memory.stat").write_text(
+        f"anon 500\n{prefix}active_file {used_bytes}\n{prefix}inactive_file {used_bytes}\n"
+    )
+
+
+def use_groups(monkeypatch: pytest.MonkeyPatch, folder: Path, line: str) -> None:
+    """Mount control groups at a folder, where this process is in the one that a line names."""
+    own = folder / "own"
+    own.write_text(f"9:name=systemd:/\n{line}\n")
+    monkeypatch.setattr(hosted_model, "CGROUPS", folder)
+    monkeypatch.setattr(hosted_model, "OWN_CGROUPS", own)
+
+
+@pytest.mark.parametrize("names", [VERSION_2, VERSION_1])
+@pytest.mark.parametrize(
+    ("inner", "outer", "free_bytes"),
+    [("8000000", "max", 7_500_000), ("9000000", "8000000", 7_000_000), ("100", "max", 0)],
+)
+def test_smallest_limit_of_the_groups_around_the_process_holds(
+    names: tuple[str, ...],
+    inner: str,
+    outer: str,
+    free_bytes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    line, folder, *_ = names
+    limit_group(tmp_path / folder, names, inner, 500_000)
+    limit_group((tmp_path / folder).parent, names, outer, 1_000_000)
+    use_groups(monkeypatch, tmp_path, line)
+
+    assert read_free_bytes() == free_bytes
+
+
+def test_container_sees_its_own_group_as_the_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosted_model, "CGROUP", tmp_path)
-    (tmp_path / "memory.max").write_text("8000000\n")
-    (tmp_path / "memory.current").write_text("7500000\n")
-    (tmp_path / "memory.stat").write_text("anon 500000\nactive_file 1\ninactive_file 6999999\n")
+    limit_group(tmp_path, VERSION_2, "8000000", 500_000)
+    use_groups(monkeypatch, tmp_path, "0::/as/the/host/names/it")
 
     assert read_free_bytes() == 7_500_000
 
 
-def test_container_without_a_limit_has_what_the_machine_has(
+def test_process_without_control_groups_has_what_the_machine_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosted_model, "CGROUP", tmp_path)
-    (tmp_path / "memory.max").write_text("max\n")
+    monkeypatch.setattr(hosted_model, "OWN_CGROUPS", tmp_path / "none")
 
     assert read_free_bytes() > 8_000_000

@@ -153,6 +153,19 @@ def test_more_blocks_than_the_model_has_are_refused(directory: Path) -> None:
         HostedModel.open(PeerConfig(str(directory), num_blocks=99))
 
 
+@pytest.mark.parametrize("chosen", [{"span": FIRST}, {"num_blocks": 2}, {}])
+def test_more_memory_than_is_free_is_refused_with_each_share(
+    chosen: dict[str, Any], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosted_model, "read_free_bytes", lambda: 2**31)
+    config = PeerConfig(str(directory), **chosen, pass_bytes=2**30, adapter_bytes=2**25)
+    shares = r"\d for weights, 1,024 for KV caches \(--kv-memory\), 1,024 for training"
+
+    with pytest.raises(UsageError, match=rf"need 2,592 MiB of memory and 2,048 are free: {shares}"):
+        HostedModel.open(config)
+    HostedModel.open(replace(config, pass_bytes=2**28))
+
+
 class SmallDevice(PagedDevice):
     """The CPU with a memory of its own, of which a test says how much is free."""
 
@@ -168,10 +181,10 @@ class SmallDevice(PagedDevice):
 def test_room_is_that_of_the_device_however_much_the_machine_has(
     directory: Path, monkeypatch: pytest.MonkeyPatch, machine_bytes: int
 ) -> None:
-    monkeypatch.setattr(hosted_model, "read_free_bytes", lambda: machine_bytes)
     device = SmallDevice()
 
     async def test(loader: SpanLoader) -> None:
+        monkeypatch.setattr(hosted_model, "read_free_bytes", lambda: machine_bytes)
         assert len((await load(loader, FIRST))[1]) == 2
         loader.check_room(LAST, {})
 
