@@ -105,7 +105,9 @@ class GossipDirectory:
             is_known = own in self.records.list_current(own.model_id, self._clock.wall())
             if not is_known or not await self.tell(own.model_id):
                 raise
-            _logger.warning("announced to other peers directly, not in the DHT: %s", error)
+            # A peer may be ended together with its p2pd: it leaves as well as it can.
+            level = logging.INFO if own.state is PeerState.OFFLINE else logging.WARNING
+            _logger.log(level, "announced to other peers directly, not in the DHT: %s", error)
 
     async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
         """See Directory.lookup; peers are asked where the directory is slow or out of reach."""
