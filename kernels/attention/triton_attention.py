@@ -1,18 +1,22 @@
-"""Attention of generated tokens over KV caches in pages, in Triton, for CUDA devices.
+"""Attention over KV caches in pages, in Triton, for CUDA devices: of generated tokens, of prompts.
 
-Each token has a table of pages, so that the caches of many sessions lie in one memory, in any
-order. Its keys are cut into parts of `PART_TOKENS` at fixed positions, which are attended to at the
-same time, and joined in their order. So a token's result has the same bits alone and in any
-company. Sums are float32; they are taken in another order than on the CPU.
+Each row has a table of pages, so that the caches of many sessions lie in one memory, in any order.
+Sums are float32; they are taken in another order than on the CPU.
 
-The shapes of all tensors say how much is launched, never their contents: a launch can be captured
-in a graph and replayed when the lengths have grown.
+- A generated token is alone in its row. Its keys are cut into parts of `PART_TOKENS` at fixed
+  positions, which are attended to at the same time, and joined in their order. The shapes of all
+  tensors say how much is launched, never their contents: a launch can be captured in a graph and
+  replayed when the lengths have grown.
+- Tokens of a prompt are taken by tiles of one row and head, which go through the keys in blocks at
+  fixed positions.
+
+So a token's result has the same bits alone and in any company, and wherever a prompt is cut.
 
 Imports Triton, so nothing but `select.py` imports this file, and only for tensors on such a device.
 
-Tensor suffixes: N tokens, each of another row of a session; M pages of a table, P pages, C keys and
-values, G key-value heads, S tokens of a page, W elements of a token in one head, H query heads,
-D head size, R query heads of a key-value head, B parts, K keys read at once.
+Tensor suffixes: N tokens, X rows of prompts, M pages of a table, P pages, C keys and values,
+G key-value heads, S tokens of a page, W elements of a token in one head, H query heads, D head
+size, R query heads of a key-value head, B parts, T tokens of a tile, K keys read at once.
 """
 
 from typing import Any
@@ -34,6 +38,13 @@ _HEADS_AT_ONCE = 16
 
 _FEWEST_COLUMNS = 16
 _PARTS_AT_ONCE = 16
+
+_PROMPT_TILES = {
+    64: {"BLOCK_T": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2},
+    128: {"BLOCK_T": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2},
+    MAX_HEAD_DIM: {"BLOCK_T": 32, "BLOCK_K": 16, "num_warps": 4, "num_stages": 1},
+}
+"""By the width of heads. Wider ones leave fewer registers to a token."""
 
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 
@@ -59,6 +70,8 @@ def paged_attention(
     is_int8 = pages_PCGSW.dtype is torch.int8
     _check(queries_NHD, pages_PCGSW, tables_NM, lengths_N, sliding_window)
     num_tokens, num_heads, head_dim = queries_NHD.shape
+    if len(tables_NM) != num_tokens or lengths_N.shape != (num_tokens,):
+        raise ValueError(f"{num_tokens} tokens need as many tables and lengths")
     num_groups, page_tokens = pages_PCGSW.shape[2:4]
     heads_per_group = num_heads // num_groups
     num_tiles = -(-heads_per_group // _HEADS_AT_ONCE)
@@ -91,15 +104,58 @@ def paged_attention(
     return result_NHD.to(queries_NHD.dtype)
 
 
+def paged_prompt_attention(
+    queries_NHD: Tensor,
+    pages_PCGSW: Tensor,
+    tables_XM: Tensor,
+    rows_X3: Tensor,
+    most_tokens: int,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return `softmax(scale * q k) v` as NHD in float32, of tokens that lie row by row.
+
+    A row is the index of its first token, the number of its tokens, `most_tokens` at most, and the
+    position of the first: each sees the keys of its table up to its own, with a window only the
+    last `sliding_window` of them. Tokens of no row get nothing. The rest is as for
+    `paged_attention`.
+    """
+    is_int8 = pages_PCGSW.dtype is torch.int8
+    _check(queries_NHD, pages_PCGSW, tables_XM, rows_X3, sliding_window)
+    if rows_X3.shape != (len(tables_XM), 3):
+        raise ValueError(f"{len(tables_XM)} tables need as many rows of three numbers")
+    num_heads, head_dim = queries_NHD.shape[1:]
+    num_groups, page_tokens = pages_PCGSW.shape[2:4]
+    result_NHD = torch.empty(queries_NHD.shape, dtype=torch.float32, device=queries_NHD.device)
+    if len(rows_X3) == 0 or most_tokens == 0:
+        return result_NHD
+    if queries_NHD.stride()[1:] != (head_dim, 1):
+        queries_NHD = queries_NHD.contiguous()
+    window = 2**31 - 1 if sliding_window is None else sliding_window
+    width = max(_FEWEST_COLUMNS, 1 << (head_dim - 1).bit_length())
+    tile = _choose_tile(width)
+    _launch(
+        _attend_tile, (num_heads, -(-most_tokens // tile["BLOCK_T"]), len(rows_X3)),
+        queries_NHD, pages_PCGSW, pages_PCGSW.view(torch.float32) if is_int8 else None,
+        tables_XM, rows_X3, result_NHD,
+        queries_NHD.stride(0), tables_XM.shape[1], window, scale, softcap,
+        HEADS=num_heads // num_groups, GROUPS=num_groups, HEAD_DIM=head_dim,
+        PAGE_TOKENS=page_tokens, PAGE_WIDTH=pages_PCGSW.shape[4], BLOCK_D=width, **tile,
+    )  # fmt: skip
+    return result_NHD
+
+
 def _check(
     queries_NHD: Tensor,
     pages_PCGSW: Tensor,
-    tables_NM: Tensor,
-    lengths_N: Tensor,
+    tables: Tensor,
+    rows: Tensor,
     sliding_window: int | None,
 ) -> None:
     """Addresses are all that a program gets to see."""
-    num_tokens, num_heads, head_dim = queries_NHD.shape
+    _, num_heads, head_dim = queries_NHD.shape
     _, num_kinds, num_groups, _, width = pages_PCGSW.shape
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"heads have at most {MAX_HEAD_DIM} numbers, not {head_dim}")
@@ -109,12 +165,10 @@ def _check(
         raise ValueError(
             f"queries {tuple(queries_NHD.shape)} do not fit pages {tuple(pages_PCGSW.shape)}"
         )
-    if len(tables_NM) != num_tokens or lengths_N.shape != (num_tokens,):
-        raise ValueError(f"{num_tokens} tokens need as many tables and lengths")
-    if not tables_NM.dtype is lengths_N.dtype is torch.int32:
-        raise ValueError("tables and lengths are int32")
-    if not all(tensor.is_contiguous() for tensor in (pages_PCGSW, tables_NM, lengths_N)):
-        raise ValueError("pages, tables and lengths must be contiguous")
+    if not tables.dtype is rows.dtype is torch.int32:
+        raise ValueError("tables, lengths and rows are int32")
+    if not all(tensor.is_contiguous() for tensor in (pages_PCGSW, tables, rows)):
+        raise ValueError("pages, tables, lengths and rows must be contiguous")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"a sliding window holds at least one position, got {sliding_window}")
 
@@ -122,6 +176,11 @@ def _check(
 def _choose_keys_at_once(width: int) -> int:
     # So many that the tiles of wide heads stay in registers.
     return 32 if width <= 128 else 16
+
+
+def _choose_tile(width: int) -> dict[str, int]:
+    """Return how tiles of prompts are computed: the same for all lengths, for the same bits."""
+    return next(tile for widest, tile in _PROMPT_TILES.items() if width <= widest)
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
@@ -170,9 +229,8 @@ def _attend_part(
     for block in range(start, stop, BLOCK_K):
         positions = block + tl.arange(0, BLOCK_K)
         is_visible = (positions >= first) & (positions < length)
-        places = tables_NM + token * table_width + positions // PAGE_TOKENS
-        page_K = tl.load(places, is_visible, other=0).to(tl.int64)
-        keys_K = (page_K * 2 * GROUPS + group) * PAGE_TOKENS + positions % PAGE_TOKENS
+        table_M = tables_NM + token * table_width
+        keys_K = _find_keys(table_M, positions, is_visible, group, GROUPS, PAGE_TOKENS)
         keys_KD = _read_states(
             pages_PCGSW, scales_PCGSW, keys_K, is_visible, dims, HEAD_DIM, PAGE_WIDTH
         )
@@ -194,6 +252,15 @@ def _attend_part(
     tl.store(totals_NHB + rows * num_parts + part, total_R, heads < HEADS)
     places_RD = (rows * num_parts + part)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(sums_NHBD + places_RD, sums_RD, has_number)
+
+
+@triton.jit
+def _find_keys(
+    table_M, positions, is_visible, group, GROUPS: tl.constexpr, PAGE_TOKENS: tl.constexpr
+):
+    """Return which states the keys at some positions of a row are; values are a group further."""
+    page_K = tl.load(table_M + positions // PAGE_TOKENS, is_visible, other=0).to(tl.int64)
+    return (page_K * 2 * GROUPS + group) * PAGE_TOKENS + positions % PAGE_TOKENS
 
 
 @triton.jit
@@ -277,3 +344,69 @@ def _join_parts(
         sums_D = sums_D * shrink + tl.sum(sums_BD * weights_B[:, None], axis=0)
         largest = new_largest
     tl.store(result_NHD + row * HEAD_DIM + dims, sums_D / total, dims < HEAD_DIM)
+
+
+@triton.jit(
+    do_not_specialize=["token_stride", "table_width", "window"],
+    do_not_specialize_on_alignment=["queries_NHD", "tables_XM", "rows_X3"],
+)
+def _attend_tile(
+    queries_NHD, pages_PCGSW, scales_PCGSW, tables_XM, rows_X3, result_NHD,
+    token_stride, table_width, window, scale, softcap,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_TOKENS: tl.constexpr,
+    PAGE_WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Attend with one head of some tokens of a row over all keys that one of them sees."""
+    head = tl.program_id(0)
+    row = tl.program_id(2)
+    first_token = tl.load(rows_X3 + row * 3).to(tl.int64)
+    num_tokens = tl.load(rows_X3 + row * 3 + 1)
+    position = tl.load(rows_X3 + row * 3 + 2)
+    # The last tiles first: they take the longest.
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_T
+    if first >= num_tokens:
+        return
+
+    tokens = first + tl.arange(0, BLOCK_T)
+    positions = position + tokens
+    dims = tl.arange(0, BLOCK_D)
+    has_number = (tokens < num_tokens)[:, None] & (dims < HEAD_DIM)[None, :]
+    places_TD = (first_token + tokens)[:, None] * token_stride + head * HEAD_DIM + dims[None, :]
+    queries_TD = tl.load(queries_NHD + places_TD, has_number, other=0.0).to(tl.float32)
+    first_key = tl.maximum(position + first + 1 - window, 0)
+    stop = position + tl.minimum(first + BLOCK_T, num_tokens)
+    table_M = tables_XM + row.to(tl.int64) * table_width
+
+    largest_T = tl.full((BLOCK_T,), float("-inf"), tl.float32)
+    total_T = tl.zeros((BLOCK_T,), tl.float32)
+    sums_TD = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+    for block in range(first_key // BLOCK_K * BLOCK_K, stop, BLOCK_K):
+        places = block + tl.arange(0, BLOCK_K)
+        is_read = (places >= first_key) & (places < stop)
+        keys_K = _find_keys(table_M, places, is_read, head // HEADS, GROUPS, PAGE_TOKENS)
+        keys_KD = _read_states(
+            pages_PCGSW, scales_PCGSW, keys_K, is_read, dims, HEAD_DIM, PAGE_WIDTH
+        )
+        distances_TK = positions[:, None] - places[None, :]
+        is_seen = (distances_TK >= 0) & (distances_TK < window)
+        scores_TK = _score(queries_TD, keys_KD, scale, softcap)
+        scores_TK = tl.where(is_seen, scores_TK, float("-inf"))
+        new_largest_T = tl.maximum(largest_T, tl.max(scores_TK, axis=1))
+        # A token may see no key of the first blocks: these leave it as it was.
+        base_T = tl.where(new_largest_T == float("-inf"), 0.0, new_largest_T)
+        weights_TK = tl.exp(scores_TK - base_T[:, None])
+        shrink_T = tl.exp(largest_T - base_T)
+        values_K = keys_K + GROUPS * PAGE_TOKENS
+        values_KD = _read_states(
+            pages_PCGSW, scales_PCGSW, values_K, is_read, dims, HEAD_DIM, PAGE_WIDTH
+        )
+        total_T = total_T * shrink_T + tl.sum(weights_TK, axis=1)
+        added_TD = tl.dot(weights_TK, values_KD, input_precision="tf32x3")
+        sums_TD = sums_TD * shrink_T[:, None] + added_TD
+        largest_T = new_largest_T
+
+    # Behind the last token, too, somebody divides.
+    total_T = tl.where(tokens < num_tokens, total_T, 1.0)
+    rows_T = (first_token + tokens) * (GROUPS * HEADS) + head
+    places_TD = rows_T[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(result_NHD + places_TD, sums_TD / total_T[:, None], has_number)

@@ -71,12 +71,17 @@ def choose_int8_kernel(device_type: str) -> Int8Kernel:
     return triton_int8.make_kernel()
 
 
-def choose_paged_attention(device_type: str) -> Callable[..., Tensor]:
-    """Return `paged_attention` of `triton_attention`; raises ValueError where there is none."""
+def choose_paged_attention(
+    device_type: str,
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Return attention over pages, of generated tokens and of prompts, of `triton_attention`.
+
+    Raises ValueError where there is none.
+    """
     _check_triton(device_type)
     from ..attention import triton_attention
 
-    return triton_attention.paged_attention
+    return triton_attention.paged_attention, triton_attention.paged_prompt_attention
 
 
 def _check_triton(device_type: str) -> None:

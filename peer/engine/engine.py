@@ -56,7 +56,8 @@ class Engine:
             [name for block in blocks for name in block.attention_kernels],
             numerics.device.torch_device.type,
         )
-        can_cut = all(block.is_cut_anywhere for block in blocks)
+        # On a device, fewer tokens would take as long.
+        can_cut = self.device.paged_attention is None and all(b.is_cut_anywhere for b in blocks)
         self.part_tokens = SHORT_PART_TOKENS if can_cut else PART_TOKENS
         self._exact_part_tokens = self.part_tokens if numerics.has_float32_weights else None
         self._blocks = blocks

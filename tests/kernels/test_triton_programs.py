@@ -41,7 +41,8 @@ def test_every_program_compiles_and_fits(programs: list[dict[str, Any]]) -> None
     names = {program["program"] for program in programs}
 
     assert names == {
-        "_round_row", "_multiply_row", "_multiply_rows", "_attend_part", "_join_parts",
+        "_round_row", "_multiply_row", "_multiply_rows",
+        "_attend_part", "_join_parts", "_attend_tile",
     }  # fmt: skip
     assert [program for program in programs if program["shared_bytes"] > SHARED_BYTES] == []
 
@@ -58,6 +59,6 @@ def test_int8_rounds_as_the_rules_say(programs: list[dict[str, Any]]) -> None:
 
 @pytest.mark.slow
 def test_many_rows_and_attention_use_the_matrix_units(programs: list[dict[str, Any]]) -> None:
-    tiles = ("_multiply_rows", "_attend_part")
+    tiles = ("_multiply_rows", "_attend_part", "_attend_tile")
 
     assert all(p["on_matrix_units"] for p in programs if p["program"] in tiles)

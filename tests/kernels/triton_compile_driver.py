@@ -17,12 +17,14 @@ from shoal.kernels.linear import triton_int8
 
 UNALIGNED = {
     "queries_NHD", "tables_NM", "lengths_N", "table_width", "num_parts", "window", "num_rows",
+    "tables_XM", "rows_X3", "token_stride",
 }  # fmt: skip
 """What the programs are not compiled anew for."""
 
 TYPES = {
     "digits_NCI": "*i8", "values_OI": "*i8", "squares_N": "*i32", "tables_NM": "*i32",
     "lengths_N": "*i32", "scale": "fp32", "softcap": "fp32",
+    "tables_XM": "*i32", "rows_X3": "*i32", "token_stride": "i32",
     **dict.fromkeys(["num_rows", "num_columns", "num_outputs"], "i32"),
     **dict.fromkeys(["table_width", "num_parts", "window"], "i32"),
 }  # fmt: skip
@@ -97,6 +99,18 @@ def compile_attention(capability: int) -> None:
             constants |= {"scales_PCGSW": None, "softcap": None}
         program = triton_attention._attend_part
         compile_program(program, capability, constants, {}, pages_PCGSW=kind)
+    for head_dim, kind in ((64, "*bf16"), (64, "*i8"), (128, "*fp32"), (256, "*fp32")):
+        tile = triton_attention._choose_tile(head_dim)
+        options = {name: size for name, size in tile.items() if name.startswith("num_")}
+        constants = {
+            "HEADS": 4, "GROUPS": 8, "HEAD_DIM": head_dim, "BLOCK_D": head_dim,
+            "PAGE_TOKENS": PAGE_TOKENS[kind], "PAGE_WIDTH": head_dim + 4,
+            "BLOCK_T": tile["BLOCK_T"], "BLOCK_K": tile["BLOCK_K"],
+        }  # fmt: skip
+        if kind != "*i8":
+            constants |= {"scales_PCGSW": None, "softcap": None}
+        program = triton_attention._attend_tile
+        compile_program(program, capability, constants, options, pages_PCGSW=kind)
     constants = {
         "HEADS": 32, "HEAD_DIM": 64, "PART_TOKENS": triton_attention.PART_TOKENS,
         "BLOCK_B": 16, "BLOCK_D": 64,

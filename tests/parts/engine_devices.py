@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
+from shoal.peer.engine.cache.paged_memory import PagedAttention
 from shoal.peer.engine.devices.cuda_device import choose_device
 from shoal.peer.engine.devices.device import CallingCapturer, Capturer, Device, PagedDevice
 from shoal.peer.engine.engine import Engine
@@ -48,11 +49,29 @@ def attend_slowly(queries_NHD: Tensor, *arguments: Any, **options: Any) -> Tenso
     return reference.paged_attention(queries_NHD, *arguments, **options).to(queries_NHD.dtype)
 
 
+def attend_prompts_slowly(
+    queries_NHD: Tensor,
+    pages_PCGSW: Tensor,
+    tables_XM: Tensor,
+    rows_X3: Tensor,
+    most_tokens: int,
+    **options: Any,
+) -> Tensor:
+    """Attend like the program for prompts, in plain torch."""
+    assert most_tokens == rows_X3[:, 1].max()
+    return reference.paged_prompt_attention(
+        queries_NHD, pages_PCGSW, tables_XM, rows_X3, **options
+    ).float()
+
+
+SLOWLY = PagedAttention(attend_slowly, attend_prompts_slowly)
+
+
 def make_device(name: str = "paged", capturer: Capturer | None = None) -> Device:
     """Return the CPU with caches in pages, which calls where it would capture, or what is named."""
     if name != "paged":
         return choose_device(name)
-    return PagedDevice(torch.device("cpu"), attend_slowly, capturer or CallingCapturer())
+    return PagedDevice(torch.device("cpu"), SLOWLY, capturer or CallingCapturer())
 
 
 def load_engine(

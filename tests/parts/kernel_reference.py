@@ -3,6 +3,8 @@
 It is here because nothing of the product uses it.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -129,6 +131,20 @@ def paged_attention(
             query_HD[None, :, None], states_CGSD[:1], states_CGSD[1:], length - 1,
             scale=scale, sliding_window=sliding_window, softcap=softcap,
         )[0, :, 0]  # fmt: skip
+    return result_NHD
+
+
+def paged_prompt_attention(
+    queries_NHD: Tensor, pages_PCGSW: Tensor, tables_XM: Tensor, rows_X3: Tensor, **options: Any
+) -> Tensor:
+    """Attend with each token of each row as if it had been generated; NaN for tokens of no row."""
+    result_NHD = torch.full(queries_NHD.shape, torch.nan, dtype=torch.float64)
+    for table_M, (first, num_tokens, position) in zip(tables_XM, rows_X3.tolist(), strict=True):
+        tokens = slice(first, first + num_tokens)
+        result_NHD[tokens] = paged_attention(
+            queries_NHD[tokens], pages_PCGSW, table_M.expand(num_tokens, -1),
+            position + 1 + torch.arange(num_tokens), **options,
+        )  # fmt: skip
     return result_NHD
 
 

@@ -5,12 +5,12 @@ alone.
 
 Tensor suffixes: N tokens of a batch, or those that a kernel takes, O query, key and value heads
 side by side, or the query heads; X heads, D head size, G key-value heads, J query and key heads,
-M pages of a row.
+R rows of sessions, M pages of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,6 +52,11 @@ class PagedTokenBatch:
     lengths_N: torch.Tensor
     rotations: tuple[Rotation, ...]
 
+    @property
+    def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What tells attention which keys each token sees."""
+        return self.tables_NM, self.lengths_N
+
     def pages(self, block: int) -> torch.Tensor:
         """Return the memory of a block, `pages_PCGSW`."""
         return self.store.pages(block, self.layout.dtype)
@@ -64,6 +69,35 @@ class PagedTokenBatch:
         pages_N = self.tables_NM.long().gather(1, columns_N1)[:, 0]
         write_tokens(
             pages_PCGSW, pages_N, self.positions_N % page_tokens,
+            self.layout.pack(keys_NGD), self.layout.pack(values_NGD),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PagedPromptBatch:
+    """Prompts over caches of one format in pages; its tensors are where the pages are.
+
+    `tokens` says which tokens of the batch they are; token `n` of them is kept at `places_N[n]` of
+    page `pages_N[n]`. `seen` tells attention which keys each sees: tables of pages, the rows in
+    which the tokens lie, and how many the longest row has.
+    """
+
+    tokens: slice | torch.Tensor
+    store: PagedStore
+    layout: Layout
+    pages_N: torch.Tensor
+    places_N: torch.Tensor
+    seen: tuple[torch.Tensor, torch.Tensor, int]
+    rotations: tuple[Rotation, ...]
+
+    def pages(self, block: int) -> torch.Tensor:
+        """Return the memory of a block, `pages_PCGSW`."""
+        return self.store.pages(block, self.layout.dtype)
+
+    def write(self, block: int, keys_NGD: torch.Tensor, values_NGD: torch.Tensor) -> None:
+        """Write the tokens' keys and values of a block."""
+        write_tokens(
+            self.pages(block), self.pages_N, self.places_N,
             self.layout.pack(keys_NGD), self.layout.pack(values_NGD),
         )  # fmt: skip
 
@@ -95,24 +129,71 @@ def _address(step: BatchedStep, rope: int) -> TokenSegment:
 
 def lay_out_in_pages(batch: StepBatch) -> list[PagedTokenBatch]:
     """Return the generated tokens over pages: one form for each layout of caches."""
-    steps = batch.decoded
-    layouts = list({id(step.memory.layout): step.memory.layout for step in steps}.values())
-    return [
-        _lay_out_pages(
-            [step for step in steps if step.memory.layout is layout], batch.rotary, len(layouts)
-        )
-        for layout in layouts
-    ]
+    groups = _group_by_layout(batch.decoded)
+    return [_lay_out_pages(steps, batch.rotary, len(groups)) for steps in groups]
 
 
-def _lay_out_pages(
-    steps: Sequence[BatchedStep], rotary: Sequence[RotaryTable], num_layouts: int
-) -> PagedTokenBatch:
+def lay_out_prompts_in_pages(batch: StepBatch) -> list[PagedPromptBatch]:
+    """Return the prompts over pages: one form for each layout of caches."""
+    groups = _group_by_layout(batch.prompts)
+    return [_lay_out_rows(steps, batch.rotary, len(groups)) for steps in groups]
+
+
+def _group_by_layout(steps: Sequence[BatchedStep]) -> list[list[BatchedStep]]:
+    layouts = {id(step.memory.layout): step.memory.layout for step in steps}.values()
+    return [[step for step in steps if step.memory.layout is layout] for layout in layouts]
+
+
+def _list_memories(steps: Sequence[BatchedStep]) -> list[PagedMemory]:
     memories: list[PagedMemory] = []
     for step in steps:
         memory = step.memory
         assert isinstance(memory, PagedMemory)
         memories.append(memory)
+    return memories
+
+
+def _lay_out_rows(
+    steps: Sequence[BatchedStep], rotary: Sequence[RotaryTable], num_layouts: int
+) -> PagedPromptBatch:
+    memories = _list_memories(steps)
+    store, layout, page_tokens = memories[0].store, memories[0].layout, memories[0].page_tokens
+    num_rows = sum(step.num_rows for step in steps)
+    num_pages = count_pages(max(step.position + step.num_tokens for step in steps), page_tokens)
+    tables_RM = np.full((num_rows, num_pages), store.nobodys_page, dtype=np.int32)
+    rows: list[tuple[int, int, int]] = []
+    written: list[np.ndarray] = []  # position, page and place of each token
+    first = 0
+    for step, memory in zip(steps, memories, strict=True):
+        positions_T = np.arange(step.position, step.position + step.num_tokens)
+        for taken_M in memory.taken_BM[:, :num_pages]:
+            tables_RM[len(rows), : len(taken_M)] = taken_M
+            rows.append((first, step.num_tokens, step.position))
+            pages_T = taken_M[positions_T // page_tokens]
+            written.append(np.stack([positions_T, pages_T, positions_T % page_tokens]))
+            first += step.num_tokens
+    device = store.device
+    positions_N, pages_N, places_N = torch.from_numpy(np.concatenate(written, 1)).to(device)
+    seen = (
+        torch.from_numpy(tables_RM).to(device),
+        torch.tensor(rows, dtype=torch.int32).to(device),
+        max(step.num_tokens for step in steps),
+    )
+    return PagedPromptBatch(
+        _find_tokens(steps, num_layouts, device),
+        store,
+        layout,
+        pages_N,
+        places_N,
+        seen,
+        tuple(table.select(positions_N) for table in rotary),
+    )
+
+
+def _lay_out_pages(
+    steps: Sequence[BatchedStep], rotary: Sequence[RotaryTable], num_layouts: int
+) -> PagedTokenBatch:
+    memories = _list_memories(steps)
     store, layout = memories[0].store, memories[0].layout
     positions_N = np.concatenate([_list_positions(step) for step in steps])
     num_pages = count_pages(int(positions_N.max()) + 1, memories[0].page_tokens)
@@ -173,7 +254,10 @@ class NativePrompts(NativeTokens):
 
 
 class PagedTokens:
-    """Generated tokens over caches in pages: torch norms, rotates and writes, a kernel attends."""
+    """Tokens over caches in pages, as `lay_out` lays them out: generated ones, or prompts.
+
+    Torch norms, rotates and writes, a kernel attends.
+    """
 
     name = "triton"
 
@@ -182,16 +266,18 @@ class PagedTokens:
         block: int,
         options: AttentionOptions,
         transform: QueryKeyTransform,
-        attend: PagedAttention,
+        attend: Callable[..., torch.Tensor],
+        lay_out: Callable[[StepBatch], Sequence[PagedTokenBatch | PagedPromptBatch]],
     ) -> None:
         self._block = block
         self._options = options
         self._transform = transform
         self._attend = attend
+        self._lay_out = lay_out
 
     def __call__(self, fused_NO: torch.Tensor, batch: StepBatch, attended_NO: torch.Tensor) -> None:
         options = self._options
-        for paged in batch.in_form(lay_out_in_pages):
+        for paged in batch.in_form(self._lay_out):
             # To the transform they are the tokens of one row, each at its own position.
             fused_1NXD = fused_NO[paged.tokens].unflatten(-1, (-1, options.head_dim))[None]
             query_key_1NJD, values_1NGD = fused_1NXD.tensor_split([-options.num_kv_heads], dim=2)
@@ -199,7 +285,7 @@ class PagedTokens:
             queries_NHD, keys_NGD = query_key_NJD.tensor_split([options.num_heads], dim=1)
             paged.write(self._block, keys_NGD, values_1NGD[0])
             attended_NHD = self._attend(
-                queries_NHD, paged.pages(self._block), paged.tables_NM, paged.lengths_N,
+                queries_NHD, paged.pages(self._block), *paged.seen,
                 scale=options.scale, sliding_window=options.sliding_window,
                 softcap=options.softcap,
             )  # fmt: skip
@@ -211,7 +297,7 @@ def choose_kernels(
     options: AttentionOptions,
     transform: QueryKeyTransform,
     paged_attention: PagedAttention | None,
-) -> tuple[NativeTokens | PagedTokens | None, NativePrompts | None]:
+) -> tuple[NativeTokens | PagedTokens | None, NativePrompts | PagedTokens | None]:
     """Return the kernels for a block's generated tokens and for its prompts.
 
     On a device with caches in pages they read these; otherwise they are those in C.
@@ -219,7 +305,11 @@ def choose_kernels(
     if paged_attention is not None:
         if options.alibi is not None or options.head_dim > MAX_PAGED_HEAD_DIM:
             return None, None
-        return PagedTokens(block, options, transform, paged_attention), None
+        parts = block, options, transform
+        return (
+            PagedTokens(*parts, paged_attention.tokens, lay_out_in_pages),
+            PagedTokens(*parts, paged_attention.prompts, lay_out_prompts_in_pages),
+        )
     shape, rope = _find_plain_shape(options), options.rope
     if shape is None or rope is None:
         return None, None

@@ -9,6 +9,7 @@ pages, G, B, T, S and W as in `kv_memory`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +31,12 @@ from .kv_memory import (
 
 _RETRY_AFTER_SECONDS = 2.0
 
-PagedAttention = Callable[..., torch.Tensor]
-"""Attention over these pages, called like `kernels.attention.triton_attention.paged_attention`."""
+
+class PagedAttention(NamedTuple):
+    """Attention over these pages, called like that in `kernels.attention.triton_attention`."""
+
+    tokens: Callable[..., torch.Tensor]
+    prompts: Callable[..., torch.Tensor]
 
 
 def make_paged_layouts(

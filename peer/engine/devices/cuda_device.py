@@ -8,6 +8,7 @@ import torch
 
 from ....kernels.linear.select import choose_paged_attention
 from ....protocol.errors import UsageError
+from ..cache.paged_memory import PagedAttention
 from .device import CPU, Capturer, Device, PagedDevice
 from .device_names import parse_cuda_number
 
@@ -47,11 +48,12 @@ def _find_fault(index: int) -> str | None:
 
 
 class CudaDevice(PagedDevice):
-    """A usable CUDA device; int8 linears and the attention of tokens are in Triton."""
+    """A usable CUDA device; int8 linears and attention are in Triton."""
 
     def __init__(self, index: int) -> None:
         torch_device = torch.device("cuda", index)
-        super().__init__(torch_device, choose_paged_attention("cuda"), _GraphCapturer(torch_device))
+        attention = PagedAttention(*choose_paged_attention("cuda"))
+        super().__init__(torch_device, attention, _GraphCapturer(torch_device))
 
     def read_free_bytes(self) -> int | None:
         # Memory that torch caches of an earlier span is free as well.

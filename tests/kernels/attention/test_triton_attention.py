@@ -1,4 +1,7 @@
-"""Attention over pages in Triton: the reference, whatever the pages, in any company."""
+"""Attention over pages in Triton: the reference, whatever the pages, in any company.
+
+Of generated tokens first, then of prompts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,12 @@ from torch import Tensor
 from triton_devices import every_device
 
 from shoal.kernels.attention.int8_kv import quantize_kv
-from shoal.kernels.attention.triton_attention import MAX_HEAD_DIM, PART_TOKENS, paged_attention
+from shoal.kernels.attention.triton_attention import (
+    MAX_HEAD_DIM,
+    PART_TOKENS,
+    paged_attention,
+    paged_prompt_attention,
+)
 
 pytestmark = pytest.mark.slow  # the interpreter is
 
@@ -44,6 +52,48 @@ class Caches:
             self.queries_NHD[chosen], self.pages_PCGSW,
             self.tables_NM[chosen], self.lengths_N[chosen],
         )  # fmt: skip
+
+
+@dataclass
+class Prompts:
+    """Rows of a number of tokens at a position, of sessions whose pages are scattered."""
+
+    rows: list[tuple[int, int]]
+    queries_NHD: Tensor
+    pages_PCGSW: Tensor
+    tables_XM: Tensor
+
+    @classmethod
+    def make(cls, rows: list[tuple[int, int]], **shape: Any) -> Prompts:
+        caches = make_caches([position + count for count, position in rows], **shape)
+        queries = torch.randn(
+            sum(count for count, _ in rows), *caches.queries_NHD.shape[1:],
+            generator=torch.Generator().manual_seed(4),
+        )  # fmt: skip
+        queries = queries.to(caches.queries_NHD.dtype)
+        return cls(rows, queries, caches.pages_PCGSW, caches.tables_NM)
+
+    def attend(self, device: str = "cpu", **options: Any) -> Tensor:
+        counts = [count for count, _ in self.rows]
+        firsts = [sum(counts[:row]) for row in range(len(counts))]
+        rows = [(first, *row) for first, row in zip(firsts, self.rows, strict=True)]
+        rows_X3 = torch.tensor(rows, dtype=torch.int32).view(-1, 3)
+        tensors = (self.queries_NHD, self.pages_PCGSW, self.tables_XM, rows_X3)
+        options["scale"] = self.queries_NHD.shape[-1] ** -0.5
+        if device == "reference":
+            return reference.paged_prompt_attention(*tensors, **options)
+        queries, pages, tables, rows_X3 = (tensor.to(device) for tensor in tensors)
+        most_tokens = max(counts, default=0)
+        return paged_prompt_attention(queries, pages, tables, rows_X3, most_tokens, **options).cpu()
+
+    def pick(self, row: int, start: int, stop: int) -> Prompts:
+        """Return some tokens of one row, by themselves."""
+        count, position = self.rows[row]
+        first = sum(before for before, _ in self.rows[:row])
+        assert stop <= count
+        queries = self.queries_NHD[first + start : first + stop]
+        table = self.tables_XM[row : row + 1].contiguous()
+        return Prompts([(stop - start, position + start)], queries, self.pages_PCGSW, table)
 
 
 def make_caches(
@@ -212,6 +262,105 @@ def test_no_tokens_at_all_are_fine(device: str) -> None:
     assert make_caches([5]).pick().attend(device).shape == (0, 4, 16)
 
 
+ROWS = [(70, 0), (1, 37), (5, 130)]
+"""A prompt of two tiles, a token, and the rest of a prompt behind some blocks of keys."""
+
+
+@every_device
+@pytest.mark.parametrize("is_int8", [False, True], ids=["floats", "int8"])
+@pytest.mark.parametrize(
+    ("heads", "groups", "head_dim", "page_tokens"),
+    [(4, 2, 16, 64), (2, 1, 26, 5), (2, 2, 80, 300), (3, 1, 256, 16)],
+)
+def test_prompts_match_the_reference(
+    heads: int, groups: int, head_dim: int, page_tokens: int, is_int8: bool, device: str
+) -> None:
+    prompts = Prompts.make(
+        ROWS if heads == 4 else ROWS[1:],
+        heads=heads, groups=groups, head_dim=head_dim, page_tokens=page_tokens, is_int8=is_int8,
+    )  # fmt: skip
+
+    assert_near(prompts.attend(device), prompts.attend("reference"))
+
+
+@every_device
+@pytest.mark.parametrize(
+    ("window", "softcap"), [(1, None), (13, None), (50, 0.8), (None, 0.8), (None, 50.0)]
+)
+def test_prompts_have_windows_and_caps(
+    window: int | None, softcap: float | None, device: str
+) -> None:
+    prompts = Prompts.make(ROWS, heads=2, groups=1)
+    prompts.queries_NHD *= 8
+
+    result = prompts.attend(device, sliding_window=window, softcap=softcap)
+
+    assert_near(result, prompts.attend("reference", sliding_window=window, softcap=softcap))
+    assert not torch.allclose(result, prompts.attend(device), atol=1e-4)
+
+
+@every_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_prompts_of_16_bits_are_attended_to_in_float32(dtype: torch.dtype, device: str) -> None:
+    prompts = Prompts.make(ROWS[1:], heads=2, groups=1, dtype=dtype)
+
+    result = prompts.attend(device)
+
+    assert result.dtype is torch.float32
+    assert_near(result, prompts.attend("reference"))
+
+
+@every_device
+@pytest.mark.parametrize(("window", "is_int8"), [(None, False), (None, True), (50, False)])
+def test_prompt_has_the_same_bits_in_any_company_and_wherever_it_is_cut(
+    window: int | None, is_int8: bool, device: str
+) -> None:
+    prompts = Prompts.make(ROWS, heads=2, groups=1, is_int8=is_int8)
+
+    together = prompts.attend(device, sliding_window=window)
+
+    for row, start, stop in [(0, 0, 70), (0, 0, 3), (0, 3, 64), (0, 64, 70), (2, 0, 5), (2, 4, 5)]:
+        part = prompts.pick(row, start, stop).attend(device, sliding_window=window)
+        first = {0: 0, 2: 71}[row]
+        assert torch.equal(part, together[first + start : first + stop])
+
+
+@every_device
+def test_queries_of_prompts_may_lie_apart(device: str) -> None:
+    prompts = Prompts.make(ROWS[1:], heads=2, groups=1)
+    expected = prompts.attend(device)
+
+    wide = torch.full((6, 3, 16), torch.nan)
+    wide[:, :2] = prompts.queries_NHD
+    prompts.queries_NHD = wide[:, :2]
+    assert torch.equal(prompts.attend(device), expected)
+
+    prompts.queries_NHD = prompts.queries_NHD.mT.contiguous().mT
+    assert torch.equal(prompts.attend(device), expected)
+
+
+@every_device
+def test_numbers_that_are_not_finite_show_in_the_prompts_that_see_them(device: str) -> None:
+    prompts = Prompts.make(ROWS, heads=2, groups=1)
+    clean = prompts.attend(device)
+    page = prompts.tables_XM[2, 1]
+    prompts.pages_PCGSW[page, 0, 0, 3] = torch.nan
+
+    result = prompts.attend(device)
+
+    assert result[71:].isnan().all()
+    assert torch.equal(result[:71], clean[:71])
+    # Behind the window they are not seen.
+    assert prompts.attend(device, sliding_window=100)[71:].isfinite().all()
+
+
+@every_device
+def test_no_prompts_at_all_are_fine(device: str) -> None:
+    prompts = Prompts.make(ROWS[1:]).pick(0, 0, 0)
+
+    assert prompts.attend(device).shape == (0, 4, 16)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     caches = make_caches([5, 9])
     queries, pages, tables, lengths = (
@@ -235,3 +384,5 @@ def test_what_does_not_fit_is_refused() -> None:
         paged_attention(queries, pages.mT.contiguous().mT, tables, lengths, scale=1.0)
     with pytest.raises(ValueError, match="at least one position"):
         paged_attention(queries, pages, tables, lengths, scale=1.0, sliding_window=0)
+    with pytest.raises(ValueError, match="rows of three numbers"):
+        paged_prompt_attention(queries, pages, tables, lengths, 1, scale=1.0)

@@ -133,4 +133,5 @@ def test_triton_computes_on_cuda_devices() -> None:
     pytest.importorskip("triton")
 
     assert choose_int8_kernel("cuda").name == "int8: triton"
-    assert choose_paged_attention("cuda").__module__ == "shoal.kernels.attention.triton_attention"
+    for attend in choose_paged_attention("cuda"):
+        assert attend.__module__ == "shoal.kernels.attention.triton_attention"

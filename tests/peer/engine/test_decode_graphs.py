@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from engine_devices import (
-    attend_slowly,
+    SLOWLY,
     decode,
     draw_hidden,
     execute,
@@ -95,7 +95,7 @@ def test_tables_that_grow_are_captured_anew(
     monkeypatch.setattr(decode_graphs, "LEAST_TABLE_PAGES", 2)
     capturer = NotingCapturer()
     engine = load_engine(tiny_models, make_device(capturer=capturer))
-    plain = load_engine(tiny_models, PagedDevice(torch.device("cpu"), attend_slowly, None))
+    plain = load_engine(tiny_models, PagedDevice(torch.device("cpu"), SLOWLY, None))
     tokens, other = draw_hidden(1, 1, 150), draw_hidden(2, 1, 150)
 
     outputs: list[list[Tensor]] = []
@@ -195,7 +195,7 @@ class FailingCapturer(NotingCapturer):
 
 def test_step_that_could_not_be_captured_is_captured_the_next_time(tiny_models: Any) -> None:
     engine = load_engine(tiny_models, make_device(capturer=FailingCapturer()))
-    plain = load_engine(tiny_models, PagedDevice(torch.device("cpu"), attend_slowly, None))
+    plain = load_engine(tiny_models, PagedDevice(torch.device("cpu"), SLOWLY, None))
     works = [open_work(each, draw_hidden(1), decoded=True) for each in (engine, plain)]
 
     with pytest.raises(torch.OutOfMemoryError):

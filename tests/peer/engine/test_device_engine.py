@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from shoal.kernels.linear.linear import RowPrecision
 from shoal.kernels.linear.quantize import WeightFormat, quantize_int8
 from shoal.kernels.linear.select import choose_paged_attention, make_linear
 from shoal.peer.engine.cache.kv_cache import PrefixCopy
+from shoal.peer.engine.cache.paged_memory import PagedAttention
 from shoal.peer.engine.devices.device import CallingCapturer, PagedDevice
 from shoal.peer.engine.engine import Engine
 from shoal.protocol.tensors import KVFormat
@@ -107,7 +109,11 @@ def test_results_are_those_of_the_cpu(
         outputs.append(torch.cat([first, *decode(engine, [work], [tokens])], dim=1).float())
 
     expected, ours = outputs
-    error = (ours - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    squares = (ours - expected).square().mean(dim=-1)
+    # In bfloat16 the last digits choose other experts for some tokens.
+    is_chosen_by_digits = variant == "mixtral" and weights is WeightFormat.BF16
+    error = (squares.median() if is_chosen_by_digits else squares.mean()).sqrt()
+    error /= expected.square().mean().sqrt()
     # A sum that is rounded in another place may tip a number that is rounded to few digits.
     is_exact = weights is WeightFormat.FP32 and kv_format is KVFormat.FLOAT
     assert error < (1e-5 if is_exact else 2e-2)
@@ -185,6 +191,26 @@ def test_generated_tokens_are_the_same_alone_and_beside_many(
     assert torch.equal(outputs[num_strangers // 2], expected)
     for work in (*works, *strangers):
         work.cache.close()
+
+
+@every_device
+@pytest.mark.parametrize("kv_format", KVFormat)
+@pytest.mark.parametrize(("variant", "num_rows"), [("llama", 1), ("gemma2", 3)])
+def test_results_do_not_depend_on_how_a_prompt_is_cut(
+    load: Load, device_name: str, variant: str, num_rows: int, kv_format: KVFormat
+) -> None:
+    engine = load(device_name, variant)
+    prompt = draw_hidden(1, num_rows, 90)
+    (expected,) = execute(engine, open_work(engine, prompt, kv_format))
+
+    work = open_work(engine, prompt, kv_format)
+    outputs = []
+    for first, stop in pairwise([0, 1, 3, 40, 90]):
+        stranger = open_work(engine, draw_hidden(2, 2, first + 1), kv_format)
+        outputs.append(execute(engine, stranger, work.cut(first, stop - first))[1])
+        stranger.cache.close()
+
+    assert torch.equal(torch.cat(outputs, dim=1), expected)
 
 
 # ---- sessions that go back, fork and are reordered
@@ -293,7 +319,8 @@ def test_interpreted_program_attends_like_the_reference(
     load: Load, tiny_models: Any, variant: str, kv_format: KVFormat
 ) -> None:
     pytest.importorskip("triton")
-    device = PagedDevice(torch.device("cpu"), choose_paged_attention("cuda"), CallingCapturer())
+    attention = PagedAttention(*choose_paged_attention("cuda"))
+    device = PagedDevice(torch.device("cpu"), attention, CallingCapturer())
     interpreted = load_engine(tiny_models, device, variant, WeightFormat.FP32)
     prompts = [draw_hidden(1, 1, 40), draw_hidden(2, 2, 70)]
     tokens = [draw_hidden(3, 1, 1), draw_hidden(4, 2, 1)]  # the interpreter takes a second for each

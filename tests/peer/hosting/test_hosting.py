@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_devices import attend_slowly
+from engine_devices import SLOWLY
 from memory_swarm import MemorySwarm, SceneLoader
 from virtual_time import run_virtual
 
@@ -170,7 +170,7 @@ class SmallDevice(PagedDevice):
     """The CPU with a memory of its own, of which a test says how much is free."""
 
     def __init__(self, capturer: Capturer | None = None) -> None:
-        super().__init__(torch.device("cpu"), attend_slowly, capturer or CallingCapturer())
+        super().__init__(torch.device("cpu"), SLOWLY, capturer or CallingCapturer())
         self.free_bytes = 2**40
 
     def read_free_bytes(self) -> int | None:

@@ -13,8 +13,10 @@ import pytest
 import torch
 from engine_devices import decode, draw_hidden, execute, load_engine, open_work
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.kernels.linear.quantize import WeightFormat
+from shoal.peer.engine.cache.paged_memory import PagedAttention
 from shoal.peer.engine.devices.device import CallingCapturer, PagedDevice
 from shoal.protocol.tensors import KVFormat
 
@@ -25,7 +27,8 @@ class MetaDevice(PagedDevice):
     """Computes shapes, and counts how often hidden states come and go."""
 
     def __init__(self) -> None:
-        super().__init__(META, attend_in_shape, CallingCapturer())
+        attention = PagedAttention(attend_in_shape, attend_in_shape)
+        super().__init__(META, attention, CallingCapturer())
         self.num_brought = self.num_fetched = 0
 
     def bring(self, hidden: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -41,9 +44,9 @@ class MetaDevice(PagedDevice):
 
 
 def attend_in_shape(
-    queries_NHD: Tensor, pages: Tensor, tables: Tensor, lengths: Tensor, **options: object
+    queries_NHD: Tensor, pages: Tensor, tables: Tensor, seen: Tensor, *sizes: int, **options: object
 ) -> Tensor:
-    assert pages.device == tables.device == lengths.device == queries_NHD.device == META
+    assert pages.device == tables.device == seen.device == queries_NHD.device == META
     return torch.empty_like(queries_NHD)
 
 
@@ -75,3 +78,31 @@ def test_prompts_and_tokens_meet_nothing_of_the_cpu(
     decode(engine, [work, other], [tokens, tokens])
 
     assert device.num_brought == device.num_fetched == 2
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch would launch, and more that it would not."""
+
+    num_all = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.num_all += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma2"])
+def test_long_prompt_takes_no_more_operations_than_a_short_one(
+    tiny_models: Any, variant: str
+) -> None:
+    engine = load_engine(tiny_models, MetaDevice(), variant, WeightFormat.FP32)
+
+    counts = []
+    for num_tokens in (8, 300):
+        work = open_work(engine, draw_hidden(1, 1, num_tokens))
+        with Operations() as operations:
+            execute(engine, work)
+        counts.append(operations.num_all)
+
+    assert counts[0] == counts[1]

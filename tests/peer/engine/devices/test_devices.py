@@ -55,7 +55,7 @@ def test_auto_is_the_first_cuda_device() -> None:
 
 @pytest.mark.parametrize(
     ("variant", "words"),
-    [("llama", "attention: torch and triton"), ("bloom", "attention: torch")],
+    [("llama", "attention: triton"), ("bloom", "attention: torch")],
 )
 def test_peer_says_what_computes(tiny_models: Any, variant: str, words: str) -> None:
     engine = load_engine(tiny_models, make_device(), variant, WeightFormat.FP32)
