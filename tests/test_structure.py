@@ -36,7 +36,11 @@ DOORS = {
     "hivemind": {"protocol/net/dht/", "protocol/net/libp2p/"},
     "google": {"protocol/wire/codec.py"},
     "bitsandbytes": {"kernels/"},
-    "triton": {"kernels/linear/triton_int8.py", "kernels/attention/triton_attention.py"},
+    "triton": {
+        "kernels/linear/triton_int8.py",
+        "kernels/layers/triton_rows.py",
+        "kernels/attention/triton_attention.py",
+    },
     "uvloop": {"cli/"},
 }
 """The only files or folders (with a slash at the end) that import a dependency."""

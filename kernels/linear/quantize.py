@@ -16,7 +16,7 @@ So a row's result depends on nothing but the row: not on its batch, the threads,
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -130,6 +130,27 @@ OUTPUT_MULTIPLE = 32
 """Layouts may keep so many outputs together."""
 
 
+@dataclass(frozen=True, slots=True)
+class RoundedRows:
+    """Rows, and what an int8 product with two digits makes of them first; C digits of a row."""
+
+    values_NI: Tensor
+    digits_NCI: Tensor
+    steps_N: Tensor
+
+    def __getitem__(self, rows: slice) -> "RoundedRows":
+        return RoundedRows(self.values_NI[rows], self.digits_NCI[rows], self.steps_N[rows])
+
+
+Rows = Tensor | RoundedRows
+"""Inputs of linears, one row per token: on a device, norms and gates may round them as well."""
+
+
+def get_values(rows: Rows) -> Tensor:
+    """Return the rows as a matrix of floats."""
+    return rows if isinstance(rows, Tensor) else rows.values_NI
+
+
 class Int8Product(Protocol):
     """One weight in a kernel's own layout, ready to multiply."""
 
@@ -158,6 +179,15 @@ class Int8Product(Protocol):
         scales are one, and it has no bias. `first_output` is a multiple of `OUTPUT_MULTIPLE`,
         and there are at most `MAX_COLUMNS` outputs.
         """
+        ...
+
+
+@runtime_checkable
+class AddingProduct(Int8Product, Protocol):
+    """One that takes rows which are rounded already, and adds its result in the same go."""
+
+    def multiply_and_add(self, rows: Rows, added_NO: Tensor | None) -> Tensor:
+        """Return the product with two digits, added to `added_NO`; its bits are those of both."""
         ...
 
 

@@ -65,7 +65,7 @@ def choose_int8_kernel(device_type: str) -> Int8Kernel:
     """
     if device_type == "cpu":
         return choose_fastest(list_int8_kernels(), time.perf_counter)
-    _check_triton(device_type)
+    check_triton(device_type)
     from . import triton_int8
 
     return triton_int8.make_kernel()
@@ -78,13 +78,14 @@ def choose_paged_attention(
 
     Raises ValueError where there is none.
     """
-    _check_triton(device_type)
+    check_triton(device_type)
     from ..attention import triton_attention
 
     return triton_attention.paged_attention, triton_attention.paged_prompt_attention
 
 
-def _check_triton(device_type: str) -> None:
+def check_triton(device_type: str) -> None:
+    """Raise ValueError where there are no kernels in Triton."""
     if device_type != "cuda":
         raise ValueError(f"there are no kernels for tensors on the device {device_type}")
     if find_spec("triton") is None:

@@ -13,12 +13,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .quantize import DIGIT_LIMITS, SMALLEST_ABSMAX, Int8Kernel, Int8Product, Int8Weight
+from .quantize import (
+    DIGIT_LIMITS,
+    SMALLEST_ABSMAX,
+    Int8Kernel,
+    Int8Product,
+    Int8Weight,
+    RoundedRows,
+    Rows,
+    get_values,
+)
 
 LAUNCH_OPTIONS = {"enable_fp_fusion": False}
 """A product that is added is rounded first, as the rules say."""
-
-_ROUND_BLOCK = 1024
 
 
 class Tile(NamedTuple):
@@ -80,45 +87,70 @@ class _TritonProduct:
         self.num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def multiply(self, hidden_NI: Tensor, num_digits: int) -> Tensor:
-        return self._run(hidden_NI, num_digits, None)
+        result_NO = self._multiply(*_round(hidden_NI, num_digits, None), None)
+        # By torch, since Triton's interpreter cuts off where a device rounds.
+        return result_NO.to(hidden_NI.dtype)
 
     def multiply_roughly(self, hidden_NI: Tensor) -> tuple[Tensor, Tensor]:
         squares_N = hidden_NI.new_empty(len(hidden_NI), dtype=torch.int32)
-        return self._run(hidden_NI, 1, squares_N), squares_N
+        result_NO = self._multiply(*_round(hidden_NI, 1, squares_N), None)
+        return result_NO.to(hidden_NI.dtype), squares_N
+
+    def multiply_and_add(self, rows: Rows, added_NO: Tensor | None) -> Tensor:
+        values_NI = get_values(rows)
+        if values_NI.dtype is not torch.float32:
+            result_NO = self.multiply(values_NI, 2)
+            return result_NO if added_NO is None else added_NO + result_NO
+        if isinstance(rows, RoundedRows):
+            return self._multiply(rows.digits_NCI, rows.steps_N, added_NO)
+        return self._multiply(*_round(values_NI, 2, None), added_NO)
 
     def transpose(self, first_output: int, last_output: int) -> Int8Product:
         values_IO = self._values_OI[first_output:last_output].t().contiguous()
         return _TritonProduct(Int8Weight(values_IO, self.scales_O.new_ones(len(values_IO))), None)
 
-    def _run(self, hidden_NI: Tensor, num_digits: int, squares_N: Tensor | None) -> Tensor:
-        num_rows, num_columns = hidden_NI.shape
+    def _multiply(self, digits_NCI: Tensor, steps_N: Tensor, added_NO: Tensor | None) -> Tensor:
+        num_rows, num_digits, num_columns = digits_NCI.shape
         num_outputs = len(self._values_OI)
         if num_columns != self._values_OI.shape[1]:
             raise ValueError(
                 f"rows of {num_columns} numbers for {self._values_OI.shape[1]} columns"
             )
-        result_NO = hidden_NI.new_empty(num_rows, num_outputs, dtype=torch.float32)
+        result_NO = steps_N.new_empty(num_rows, num_outputs)
         if num_rows == 0:
-            return result_NO.to(hidden_NI.dtype)
-        digits_NCI = hidden_NI.new_empty(num_rows, num_digits, num_columns, dtype=torch.int8)
-        steps_N = hidden_NI.new_empty(num_rows, dtype=torch.float32)
-        _launch(
-            _round_row, (num_rows,),
-            hidden_NI.contiguous(), digits_NCI, steps_N, squares_N, num_columns,
-            LIMIT=float(DIGIT_LIMITS[num_digits]), SMALLEST=SMALLEST_ABSMAX,
-            NUM_DIGITS=num_digits, BLOCK_I=_ROUND_BLOCK,
-        )  # fmt: skip
+            return result_NO
         tile = choose_tile(num_rows, num_digits, num_columns, num_outputs)
         is_single = num_rows == 1
         num_tiles = 1 if is_single else -(-num_rows * num_digits // tile.digits)
         _launch(
             _multiply_row if is_single else _multiply_rows,
             (num_tiles, -(-num_outputs // tile.outputs)),
-            digits_NCI, steps_N, self._values_OI, self.scales_O, self._bias_O, result_NO,
+            digits_NCI, steps_N, self._values_OI, self.scales_O, self._bias_O,
+            None if added_NO is None else added_NO.contiguous(), result_NO,
             num_rows, num_columns, num_outputs, NUM_DIGITS=num_digits, **tile.constants,
         )  # fmt: skip
-        # By torch, since Triton's interpreter cuts off where a device rounds.
-        return result_NO.to(hidden_NI.dtype)
+        return result_NO
+
+
+def _round(hidden_NI: Tensor, num_digits: int, squares_N: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the digits of rows and their steps."""
+    num_rows, num_columns = hidden_NI.shape
+    digits_NCI = hidden_NI.new_empty(num_rows, num_digits, num_columns, dtype=torch.int8)
+    steps_N = hidden_NI.new_empty(num_rows, dtype=torch.float32)
+    if num_rows:
+        _launch(
+            _round_row, (num_rows,),
+            hidden_NI.contiguous(), digits_NCI, steps_N, squares_N, num_columns,
+            LIMIT=float(DIGIT_LIMITS[num_digits]), SMALLEST=SMALLEST_ABSMAX, NUM_DIGITS=num_digits,
+            **choose_row_block(num_columns),
+        )  # fmt: skip
+    return digits_NCI, steps_N
+
+
+def choose_row_block(num_columns: int) -> dict[str, int]:
+    """Return how a program keeps a row in registers, with warps as measured on an H100."""
+    block = 1 << (num_columns - 1).bit_length()
+    return {"BLOCK_I": block, "num_warps": min(16, max(4, block // 256))}
 
 
 def choose_tile(num_rows: int, num_digits: int, num_columns: int, num_outputs: int) -> Tile:
@@ -142,70 +174,57 @@ def _launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants:
 
 @triton.jit
 def _round_row(
-    hidden_NI,
-    digits_NCI,
-    steps_N,
-    squares_N,
-    num_columns,
-    LIMIT: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    NUM_DIGITS: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
+    hidden_NI, digits_NCI, steps_N, squares_N, num_columns,
+    LIMIT: tl.constexpr, SMALLEST: tl.constexpr, NUM_DIGITS: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
     """Write the whole numbers of one row, digit by digit, its step, and the sum of its squares."""
     row = tl.program_id(0).to(tl.int64)
-    offsets = tl.arange(0, BLOCK_I)
-    largest = tl.full((BLOCK_I,), SMALLEST, tl.float32)
-    odd = tl.zeros((BLOCK_I,), tl.int32)
-    for start in range(0, num_columns, BLOCK_I):
-        columns = start + offsets
-        numbers = tl.load(hidden_NI + row * num_columns + columns, columns < num_columns, other=0.0)
-        magnitudes = tl.abs(numbers.to(tl.float32))
-        # No comparison is true for NaN, and a maximum may lose it.
-        odd += tl.where(magnitudes < float("inf"), 0, 1)
-        largest = tl.maximum(largest, magnitudes)
-    is_finite = tl.max(odd, axis=0) == 0
-    absmax = tl.where(is_finite, tl.max(largest, axis=0), 1.0)
+    columns = tl.arange(0, BLOCK_I)
+    inside = columns < num_columns
+    numbers = tl.load(hidden_NI + row * num_columns + columns, inside, other=0.0).to(tl.float32)
+    whole = write_digits(
+        numbers, columns, inside, digits_NCI + row * NUM_DIGITS * num_columns, steps_N + row,
+        num_columns, LIMIT, SMALLEST, NUM_DIGITS,
+    )  # fmt: skip
+    if squares_N is not None:
+        tl.store(squares_N + row, tl.sum(whole * whole, axis=0))
+
+
+@triton.jit
+def write_digits(
+    numbers_I, columns_I, inside_I, digits_CI, step, num_columns,
+    LIMIT: tl.constexpr, SMALLEST: tl.constexpr, NUM_DIGITS: tl.constexpr,
+):  # fmt: skip
+    """Write the whole numbers of a row, digit by digit, and its step; return the numbers.
+
+    Numbers that are not inside are zero.
+    """
+    magnitudes = tl.abs(numbers_I)
+    # No comparison is true for NaN, and a maximum may lose it.
+    is_finite = tl.max(tl.where(magnitudes < float("inf"), 0, 1), axis=0) == 0
+    absmax = tl.where(is_finite, tl.maximum(tl.max(magnitudes, axis=0), SMALLEST), 1.0)
     limit = tl.full((), LIMIT, tl.float32)
     # The plain division of a device is not rounded correctly.
-    inverse = tl.div_rn(limit, absmax)
-    tl.store(steps_N + row, tl.where(is_finite, tl.div_rn(absmax, limit), float("nan")))
-
-    squares = tl.zeros((BLOCK_I,), tl.int32)
-    for start in range(0, num_columns, BLOCK_I):
-        columns = start + offsets
-        inside = columns < num_columns
-        numbers = tl.load(hidden_NI + row * num_columns + columns, inside, other=0.0)
-        numbers = tl.where(is_finite, numbers.to(tl.float32), 0.0)
-        whole = ((numbers * inverse + _ROUNDER) - _ROUNDER).to(tl.int32)
-        if squares_N is not None:
-            squares += whole * whole
-        digits = digits_NCI + row * NUM_DIGITS * num_columns + columns
-        if NUM_DIGITS == 2:
-            high = (whole + 128) >> 8
-            tl.store(digits, high.to(tl.int8), inside)
-            whole -= high << 8
-            digits += num_columns
-        tl.store(digits, whole.to(tl.int8), inside)
-    if squares_N is not None:
-        tl.store(squares_N + row, tl.sum(squares, axis=0))
+    tl.store(step, tl.where(is_finite, tl.div_rn(absmax, limit), float("nan")))
+    scaled = tl.where(is_finite, numbers_I, 0.0) * tl.div_rn(limit, absmax)
+    numbers = ((scaled + _ROUNDER) - _ROUNDER).to(tl.int32)
+    digits = digits_CI + columns_I
+    rest = numbers
+    if NUM_DIGITS == 2:
+        high = (numbers + 128) >> 8
+        tl.store(digits, high.to(tl.int8), inside_I)
+        rest = numbers - (high << 8)
+        digits += num_columns
+    tl.store(digits, rest.to(tl.int8), inside_I)
+    return numbers
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _multiply_row(
-    digits_NCI,
-    steps_N,
-    values_OI,
-    scales_O,
-    bias_O,
-    result_NO,
-    num_rows,
-    num_columns,
-    num_outputs,
-    NUM_DIGITS: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-):
+    digits_NCI, steps_N, values_OI, scales_O, bias_O, added_NO, result_NO,
+    num_rows, num_columns, num_outputs,
+    NUM_DIGITS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+):  # fmt: skip
     """Multiply one row with some outputs' weights: reading those is what takes the time."""
     row = tl.program_id(0).to(tl.int64)
     outputs = tl.program_id(1).to(tl.int64) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -229,12 +248,15 @@ def _multiply_row(
     result *= tl.load(scales_O + outputs, has_output, other=0.0)
     if bias_O is not None:
         result += tl.load(bias_O + outputs, has_output, other=0.0)
+    if added_NO is not None:
+        result += tl.load(added_NO + row * num_outputs + outputs, has_output, other=0.0)
     tl.store(result_NO + row * num_outputs + outputs, result, has_output)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _multiply_rows(
-    digits_NCI, steps_N, values_OI, scales_O, bias_O, result_NO, num_rows, num_columns, num_outputs,
+    digits_NCI, steps_N, values_OI, scales_O, bias_O, added_NO, result_NO,
+    num_rows, num_columns, num_outputs,
     NUM_DIGITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
 ):  # fmt: skip
@@ -278,8 +300,8 @@ def _multiply_rows(
     result *= tl.load(scales_O + outputs, has_output, other=0.0)[None, :]
     if bias_O is not None:
         result += tl.load(bias_O + outputs, has_output, other=0.0)[None, :]
-    tl.store(
-        result_NO + rows[:, None] * num_outputs + outputs[None, :],
-        result,
-        has_row[:, None] & has_output[None, :],
-    )
+    places = rows[:, None] * num_outputs + outputs[None, :]
+    is_there = has_row[:, None] & has_output[None, :]
+    if added_NO is not None:
+        result += tl.load(added_NO + places, is_there, other=0.0)
+    tl.store(result_NO + places, result, is_there)

@@ -4,25 +4,15 @@ A file of `models/families` makes a ModelSpec of each `config.json` of its famil
 blocks from it, clients their embedding, norm and head.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
-import torch.nn.functional as F
 
+from ...kernels.layers.activations import ACTIVATIONS
 from ...kernels.layers.norm import NormKind
 from ...protocol.errors import ModelError
-
-ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": lambda gate: F.gelu(gate, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
-    "relu": F.relu,
-}
-"""By the name in `config.json`."""
 
 
 class Residual(Enum):

@@ -13,7 +13,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from shoal.kernels.attention import triton_attention
+from shoal.kernels.layers import triton_rows
 from shoal.kernels.linear import triton_int8
+from shoal.kernels.linear.quantize import MAX_COLUMNS
 
 UNALIGNED = {
     "queries_NHD", "tables_NM", "lengths_N", "table_width", "num_parts", "window", "num_rows",
@@ -24,6 +26,7 @@ UNALIGNED = {
 TYPES = {
     "digits_NCI": "*i8", "values_OI": "*i8", "squares_N": "*i32", "tables_NM": "*i32",
     "lengths_N": "*i32", "scale": "fp32", "softcap": "fp32",
+    "eps": "fp32", "count": "fp32",
     "tables_XM": "*i32", "rows_X3": "*i32", "token_stride": "i32",
     **dict.fromkeys(["num_rows", "num_columns", "num_outputs"], "i32"),
     **dict.fromkeys(["table_width", "num_parts", "window"], "i32"),
@@ -73,17 +76,39 @@ def compile_program(
 
 def compile_int8(capability: int) -> None:
     for num_digits in (1, 2):
-        constants: dict[str, Any] = {"LIMIT": 127.0, "SMALLEST": 2.0**-100, "BLOCK_I": 1024}
+        constants: dict[str, Any] = {
+            "LIMIT": 127.0, "SMALLEST": 2.0**-100, **triton_int8.choose_row_block(1100),
+        }  # fmt: skip
         if num_digits == 2:
             constants["squares_N"] = None
         constants["NUM_DIGITS"] = num_digits
-        compile_program(triton_int8._round_row, capability, constants, triton_int8.LAUNCH_OPTIONS)
+        compile_exact(triton_int8._round_row, capability, constants)
         for program, tile in PRODUCT_TILES:
-            options = {**triton_int8.LAUNCH_OPTIONS}
             constants = {"NUM_DIGITS": num_digits, **tile.constants}
-            for option in ("num_warps", "num_stages"):
-                options[option] = constants.pop(option)
-            compile_program(program, capability, constants, options)
+            compile_exact(program, capability, constants)
+
+
+def compile_rows(capability: int) -> None:
+    for num_columns in (1024, MAX_COLUMNS):
+        constants = {
+            "LIMIT": 32639.0, "SMALLEST": 2.0**-100, **triton_int8.choose_row_block(num_columns),
+        }  # fmt: skip
+        for is_layer in (False, True):
+            more = {"IS_LAYER": is_layer} if is_layer else {"IS_LAYER": False, "bias_I": None}
+            compile_exact(triton_rows._norm_row, capability, constants | more)
+        for activation in ("silu", "gelu_tanh"):
+            more = {"ACTIVATION": activation}
+            compile_exact(triton_rows._gate_row, capability, constants | more)
+
+
+def compile_exact(program: Any, capability: int, constants: dict[str, Any]) -> None:
+    """Compile with the options of int8 products; those of the tile are among the constants."""
+    options = {**triton_int8.LAUNCH_OPTIONS}
+    for option in ("num_warps", "num_stages"):
+        if option in constants:
+            options[option] = constants[option]
+    constants = {name: value for name, value in constants.items() if name not in options}
+    compile_program(program, capability, constants, options)
 
 
 def compile_attention(capability: int) -> None:
@@ -120,4 +145,5 @@ def compile_attention(capability: int) -> None:
 
 if __name__ == "__main__":
     compile_int8(int(sys.argv[1]))
+    compile_rows(int(sys.argv[1]))
     compile_attention(int(sys.argv[1]))

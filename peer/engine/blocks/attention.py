@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ....kernels.attention.torch_attention import attention
 from ....kernels.linear.linear import Linear
+from ....kernels.linear.quantize import Rows
 from ....kernels.pauses import Pauses
 from .attention_options import AttentionOptions, QueryKeyTransform
 from .batch import BatchedStep, PassBatch, StepBatch, TokenRange, apply_linear, count_part_tokens
@@ -80,13 +81,18 @@ class Attention:
         """The linear for queries, keys and values."""
         return self._query_key_value
 
-    def project(self, normed_NH: Tensor, ranges: Sequence[TokenRange]) -> Tensor:
+    def project(self, normed: Rows, ranges: Sequence[TokenRange]) -> Tensor:
         """Return queries, keys and values side by side."""
-        return apply_linear(self._query_key_value, normed_NH, ranges)
+        return apply_linear(self._query_key_value, normed, ranges)
 
-    def finish(self, attended_NO: Tensor, ranges: Sequence[TokenRange]) -> Tensor:
-        """Return the output, which is added to the hidden states."""
-        return apply_linear(self._output, attended_NO, ranges)
+    def finish(
+        self,
+        attended_NO: Tensor,
+        ranges: Sequence[TokenRange],
+        hidden_NH: Tensor | None,
+    ) -> Tensor:
+        """Return the output, added to the hidden states if they are given."""
+        return apply_linear(self._output, attended_NO, ranges, hidden_NH)
 
     def attend_without_cache(self, fused_NO: Tensor, batch: PassBatch) -> Tensor:
         """Attend among the tokens of a pass; autograd may differentiate it."""

@@ -23,6 +23,7 @@ import torch
 
 from ....kernels.attention.rotary import RotaryTable, Rotation
 from ....kernels.linear.linear import GradientLinears, Linear, RowPrecision
+from ....kernels.linear.quantize import Rows, get_values
 from ....kernels.pauses import NO_PAUSES, Pauses
 from ..adapters.adapter import AdapterPart
 from ..cache.kv_memory import SessionMemory
@@ -86,11 +87,23 @@ class TokenRange:
     adapters: tuple[AdaptedTokens, ...] = ()
     pauses: Pauses = NO_PAUSES
 
-    def apply(self, linear: Linear, tokens_NI: torch.Tensor) -> torch.Tensor:
-        """Return the linear's output for these tokens."""
+    def apply(
+        self, linear: Linear, tokens: Rows, added_NO: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the linear's output for these tokens, added to `added_NO` if that is given."""
+        if self.linears is None and not self.adapters:
+            return linear.multiply_and_add(tokens, self.precision, added_NO)
+        tokens_NI = get_values(tokens)
         if self.linears is None:
-            return self._adapt_in_place(linear, tokens_NI, linear(tokens_NI, self.precision))
-        tokens_NO = self.linears(linear, tokens_NI, self.precision)
+            tokens_NO = self._adapt_in_place(linear, tokens_NI, linear(tokens_NI, self.precision))
+        else:
+            tokens_NO = self._run(self.linears, linear, tokens_NI)
+        return tokens_NO if added_NO is None else added_NO + tokens_NO
+
+    def _run(
+        self, linears: GradientLinears, linear: Linear, tokens_NI: torch.Tensor
+    ) -> torch.Tensor:
+        tokens_NO = linears(linear, tokens_NI, self.precision)
         changes = [
             (adapted.tokens, part)
             for adapted in self.adapters
@@ -118,12 +131,24 @@ class TokenRange:
 
 
 def apply_linear(
-    linear: Linear, hidden_NI: torch.Tensor, ranges: Sequence[TokenRange]
+    linear: Linear,
+    rows: Rows,
+    ranges: Sequence[TokenRange],
+    added_NO: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the linear's `hidden_NO`, each range of tokens in its precision."""
+    """Return the linear's output, each range of tokens in its precision.
+
+    It is added to `added_NO` if that is given.
+    """
     if len(ranges) == 1:
-        return ranges[0].apply(linear, hidden_NI)
-    return torch.cat([part.apply(linear, hidden_NI[part.start : part.stop]) for part in ranges])
+        return ranges[0].apply(linear, rows, added_NO)
+    places = [slice(part.start, part.stop) for part in ranges]
+    return torch.cat(
+        [
+            part.apply(linear, rows[place], None if added_NO is None else added_NO[place])
+            for part, place in zip(ranges, places, strict=True)
+        ]
+    )
 
 
 @dataclass(frozen=True, slots=True)

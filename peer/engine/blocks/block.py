@@ -7,18 +7,20 @@ token.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
 import torch
-import torch.nn.functional as F
 
+from ....kernels.layers.activations import Activation
 from ....kernels.layers.expert_routing import Router
-from ....kernels.layers.gated_mlp import gate_silu
+from ....kernels.layers.gated_mlp import gate
 from ....kernels.layers.norm import Norm
+from ....kernels.layers.row_kernels import RowKernels
 from ....kernels.linear.linear import Linear
+from ....kernels.linear.quantize import Rows, get_values
 from ....models.specs.model_spec import ExpertsSpec, Residual
 from .attention import Attention
 from .batch import (
@@ -29,8 +31,6 @@ from .batch import (
     apply_linear,
     differentiate,
 )
-
-Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Mlp(ABC):
@@ -45,26 +45,37 @@ class Mlp(ABC):
     """Those that adapters may change, by our names for them."""
 
     @abstractmethod
-    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[TokenRange]) -> torch.Tensor:
-        """Return the output, which is added to the hidden states; `ranges` covers all tokens."""
+    def __call__(
+        self, normed: Rows, ranges: Sequence[TokenRange], hidden_NH: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the output, added to the hidden states if they are given.
+
+        `ranges` covers all tokens.
+        """
 
 
 class GatedMlp(Mlp):
     """`down(activation(gate(x)) * up(x))`, with gate and up as one linear."""
 
-    def __init__(self, gate_up: Linear, down: Linear, activation: Activation) -> None:
+    def __init__(
+        self,
+        gate_up: Linear,
+        down: Linear,
+        activation: Activation,
+        kernels: RowKernels | None = None,
+    ) -> None:
         self.num_bytes = gate_up.num_bytes + down.num_bytes
         self.linears = {"gate_up": gate_up, "down": down}
         self._gate_up = gate_up
         self._down = self.last = down
         self._activation = activation
+        self._gate = gate if kernels is None else kernels.gate
 
-    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[TokenRange]) -> torch.Tensor:
-        fused_NO = apply_linear(self._gate_up, normed_NH, ranges)
-        if self._activation is F.silu:
-            return apply_linear(self._down, gate_silu(fused_NO), ranges)
-        gate_NO, up_NO = fused_NO.chunk(2, dim=-1)
-        return apply_linear(self._down, self._activation(gate_NO) * up_NO, ranges)
+    def __call__(
+        self, normed: Rows, ranges: Sequence[TokenRange], hidden_NH: torch.Tensor | None
+    ) -> torch.Tensor:
+        inner = self._gate(self._activation, apply_linear(self._gate_up, normed, ranges))
+        return apply_linear(self._down, inner, ranges, hidden_NH)
 
 
 class PlainMlp(Mlp):
@@ -77,9 +88,11 @@ class PlainMlp(Mlp):
         self._down = self.last = down
         self._activation = activation
 
-    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[TokenRange]) -> torch.Tensor:
-        inner_NO = self._activation(apply_linear(self._up, normed_NH, ranges))
-        return apply_linear(self._down, inner_NO, ranges)
+    def __call__(
+        self, normed: Rows, ranges: Sequence[TokenRange], hidden_NH: torch.Tensor | None
+    ) -> torch.Tensor:
+        inner_NO = self._activation(apply_linear(self._up, normed, ranges))
+        return apply_linear(self._down, inner_NO, ranges, hidden_NH)
 
 
 class Experts(Mlp):
@@ -93,10 +106,14 @@ class Experts(Mlp):
         self._router = router
         self._experts = experts
 
-    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[TokenRange]) -> torch.Tensor:
-        return torch.cat(
+    def __call__(
+        self, normed: Rows, ranges: Sequence[TokenRange], hidden_NH: torch.Tensor | None
+    ) -> torch.Tensor:
+        normed_NH = get_values(normed)
+        output_NH = torch.cat(
             [self._compute(normed_NH[part.start : part.stop], part) for part in ranges]
         )
+        return output_NH if hidden_NH is None else hidden_NH + output_NH
 
     def _compute(self, normed_NH: torch.Tensor, part: TokenRange) -> torch.Tensor:
         """Let each chosen expert compute its tokens together.
@@ -111,7 +128,7 @@ class Experts(Mlp):
         for expert in experts_NK.unique().tolist():
             tokens, choices = torch.where(experts_NK == expert)
             computed_NH = self._experts[expert](
-                normed_NH[tokens], [replace(part, start=0, stop=len(tokens))]
+                normed_NH[tokens], [replace(part, start=0, stop=len(tokens))], None
             )
             output_NH.index_add_(0, tokens, computed_NH * shares_NK[tokens, choices, None])
         return output_NH
@@ -121,7 +138,12 @@ class Block(HostedBlock):
     """One decoder block of ours; `norms` are those that the spec names, the others do nothing."""
 
     def __init__(
-        self, residual: Residual, norms: Mapping[str, Norm], attention: Attention, mlp: Mlp
+        self,
+        residual: Residual,
+        norms: Mapping[str, Norm],
+        attention: Attention,
+        mlp: Mlp,
+        kernels: RowKernels | None,
     ) -> None:
         parts = (*norms.values(), attention, mlp)
         self.num_bytes = sum(part.num_bytes for part in parts)
@@ -133,16 +155,17 @@ class Block(HostedBlock):
         self._norms = norms
         self._attention = attention
         self._mlp = mlp
+        self._kernels = kernels
         # Experts choose their tokens among all, so that each expert's weights are read once.
         self._is_whole = not mlp.has_fixed_shapes
 
     def __call__(
         self, hidden_NH: torch.Tensor, batch: StepBatch, ranges: Sequence[TokenRange]
     ) -> torch.Tensor:
-        normed_NH = self._norm("attention_norm", hidden_NH)
-        fused_NO = self._attention.project(normed_NH, ranges)
+        normed = self._norm("attention_norm", hidden_NH)
+        fused_NO = self._attention.project(normed, ranges)
         attended_NO = self._attention.attend(fused_NO, batch)
-        return self._add_up(hidden_NH, normed_NH, attended_NO, ranges)
+        return self._add_up(hidden_NH, normed, attended_NO, ranges)
 
     def run_pass(self, hidden_NH: torch.Tensor, batch: PassBatch) -> torch.Tensor:
         pieces = batch.cut(is_whole=self._is_whole)
@@ -192,26 +215,31 @@ class Block(HostedBlock):
         self, hidden_NH: torch.Tensor, attended_NO: torch.Tensor, ranges: Sequence[TokenRange]
     ) -> torch.Tensor:
         is_normed_once = self._residual is Residual.PARALLEL and "mlp_norm" not in self._norms
-        normed_NH = self._norm("attention_norm", hidden_NH) if is_normed_once else hidden_NH
-        return self._add_up(hidden_NH, normed_NH, attended_NO, ranges)
+        normed = self._norm("attention_norm", hidden_NH) if is_normed_once else hidden_NH
+        return self._add_up(hidden_NH, normed, attended_NO, ranges)
 
     def _add_up(
         self,
         hidden_NH: torch.Tensor,
-        normed_NH: torch.Tensor,
+        normed: Rows,
         attended_NO: torch.Tensor,
         ranges: Sequence[TokenRange],
     ) -> torch.Tensor:
-        attended_NH = self._attention.finish(attended_NO, ranges)
-        attended_NH = self._norm("attention_output_norm", attended_NH)
-        if self._residual is Residual.PARALLEL:
-            if "mlp_norm" in self._norms:
-                normed_NH = self._norm("mlp_norm", hidden_NH)
-            hidden_NH = hidden_NH + attended_NH
+        input_NH = hidden_NH
+        if (norm := self._norms.get("attention_output_norm")) is None:
+            hidden_NH = self._attention.finish(attended_NO, ranges, hidden_NH)
         else:
-            hidden_NH = hidden_NH + attended_NH
-            normed_NH = self._norm("mlp_norm", hidden_NH)
-        return hidden_NH + self._norm("mlp_output_norm", self._mlp(normed_NH, ranges))
+            hidden_NH = hidden_NH + norm(self._attention.finish(attended_NO, ranges, None))
+        if self._residual is Residual.SEQUENTIAL:
+            normed = self._norm("mlp_norm", hidden_NH)
+        elif "mlp_norm" in self._norms:
+            normed = self._norm("mlp_norm", input_NH)
+        if (norm := self._norms.get("mlp_output_norm")) is None:
+            return self._mlp(normed, ranges, hidden_NH)
+        return hidden_NH + norm(self._mlp(normed, ranges, None))
 
-    def _norm(self, name: str, hidden_NH: torch.Tensor) -> torch.Tensor:
-        return self._norms[name](hidden_NH) if name in self._norms else hidden_NH
+    def _norm(self, name: str, hidden_NH: torch.Tensor) -> Rows:
+        if name not in self._norms:
+            return hidden_NH
+        norm = self._norms[name]
+        return norm(hidden_NH) if self._kernels is None else self._kernels.norm(norm, hidden_NH)

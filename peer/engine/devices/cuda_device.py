@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ....kernels.layers.row_kernels import choose_row_kernels
 from ....kernels.linear.select import choose_paged_attention
 from ....protocol.errors import UsageError
 from ..cache.paged_memory import PagedAttention
@@ -48,12 +49,16 @@ def _find_fault(index: int) -> str | None:
 
 
 class CudaDevice(PagedDevice):
-    """A usable CUDA device; int8 linears and attention are in Triton."""
+    """A usable CUDA device; int8 linears, what goes into them, and attention are in Triton."""
 
     def __init__(self, index: int) -> None:
         torch_device = torch.device("cuda", index)
-        attention = PagedAttention(*choose_paged_attention("cuda"))
-        super().__init__(torch_device, attention, _GraphCapturer(torch_device))
+        super().__init__(
+            torch_device,
+            PagedAttention(*choose_paged_attention("cuda")),
+            _GraphCapturer(torch_device),
+            choose_row_kernels("cuda"),
+        )
 
     def read_free_bytes(self) -> int | None:
         # Memory that torch caches of an earlier span is free as well.

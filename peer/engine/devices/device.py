@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ....kernels.layers.row_kernels import RowKernels
 from ....kernels.linear.quantize import WeightFormat
 from ....protocol.spans import Span
 from ....protocol.tensors import KVFormat
@@ -51,7 +52,8 @@ class Device(ABC):
     """A processor with memory of its own: `torch_device` is its name in torch.
 
     `paged_attention` attends over caches in pages, on devices that keep them so. `capturer`
-    captures steps of generated tokens; it is None where that brings nothing.
+    captures steps of generated tokens; it is None where that brings nothing. `row_kernels` compute
+    the inputs of int8 linears, where torch would take more launches.
     """
 
     def __init__(
@@ -59,10 +61,12 @@ class Device(ABC):
         torch_device: torch.device,
         paged_attention: PagedAttention | None,
         capturer: Capturer | None,
+        row_kernels: RowKernels | None = None,
     ) -> None:
         self.torch_device = torch_device
         self.paged_attention = paged_attention
         self.capturer = capturer
+        self.row_kernels = row_kernels
 
     @abstractmethod
     def make_layouts(
@@ -157,6 +161,11 @@ class Numerics:
     def dtype(self) -> torch.dtype:
         """The dtype of activations and KV cache."""
         return COMPUTE_DTYPES[self.weights]
+
+    @property
+    def row_kernels(self) -> RowKernels | None:
+        """The kernels that compute the inputs of int8 linears where the device has some."""
+        return self.device.row_kernels if self.weights is WeightFormat.INT8 else None
 
     @property
     def has_float32_weights(self) -> bool:

@@ -2,10 +2,12 @@
 
 import torch
 
+from ....kernels.layers.activations import ACTIVATIONS
 from ....kernels.layers.expert_routing import Router
+from ....kernels.layers.row_kernels import RowKernels
 from ....kernels.linear.quantize import WeightFormat
 from ....models.checkpoints.checkpoint import Checkpoint
-from ....models.specs.model_spec import ACTIVATIONS, ExpertsSpec, MlpKind, ModelSpec
+from ....models.specs.model_spec import ExpertsSpec, MlpKind, ModelSpec
 from ....protocol.ids import make_model_id
 from ..blocks.attention import Attention
 from ..blocks.attention_kernels import choose_kernels
@@ -47,11 +49,12 @@ def _build_block(tensors: BlockTensors, spec: ModelSpec, index: int, numerics: N
     kernels = choose_kernels(index, options, transform, device.paged_attention)
     attention = Attention(index, options, query_key_value, output, transform, kernels)
     norms = {name: tensors.load_norm(name) for name in spec.norms}
+    row_kernels = numerics.row_kernels
     if spec.experts is not None and spec.has_experts(index):
         mlp = _load_experts(tensors, spec, spec.experts)
     else:
-        mlp = _load_mlp(tensors, spec)
-    return Block(spec.residual, norms, attention, mlp)
+        mlp = _load_mlp(tensors, spec, row_kernels)
+    return Block(spec.residual, norms, attention, mlp, row_kernels)
 
 
 def _load_query_key_norm(tensors: BlockTensors, spec: ModelSpec) -> torch.Tensor | None:
@@ -61,7 +64,13 @@ def _load_query_key_norm(tensors: BlockTensors, spec: ModelSpec) -> torch.Tensor
     return torch.cat([query_D.expand(spec.num_heads, -1), key_D.expand(spec.num_kv_heads, -1)])
 
 
-def _load_mlp(tensors: BlockTensors, spec: ModelSpec, prefix: str = "", expert: int = 0) -> Mlp:
+def _load_mlp(
+    tensors: BlockTensors,
+    spec: ModelSpec,
+    row_kernels: RowKernels | None,
+    prefix: str = "",
+    expert: int = 0,
+) -> Mlp:
     """Load the MLP whose local names begin with `prefix`."""
     down = tensors.load_linear((f"{prefix}down",), spec.has_mlp_bias, expert)
     activation = ACTIVATIONS[spec.activation]
@@ -69,10 +78,13 @@ def _load_mlp(tensors: BlockTensors, spec: ModelSpec, prefix: str = "", expert: 
         up = tensors.load_linear((f"{prefix}up",), spec.has_mlp_bias, expert)
         return PlainMlp(up, down, activation)
     names = (f"{prefix}gate", f"{prefix}up")
-    return GatedMlp(tensors.load_linear(names, spec.has_mlp_bias, expert), down, activation)
+    gate_up = tensors.load_linear(names, spec.has_mlp_bias, expert)
+    return GatedMlp(gate_up, down, activation, row_kernels)
 
 
 def _load_experts(tensors: BlockTensors, spec: ModelSpec, experts: ExpertsSpec) -> Experts:
     router = Router(tensors.load_router())
-    mlps = [_load_mlp(tensors, spec, "expert_", expert) for expert in range(experts.num_experts)]
+    mlps = [
+        _load_mlp(tensors, spec, None, "expert_", expert) for expert in range(experts.num_experts)
+    ]
     return Experts(experts, router, mlps)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from engine_devices import (
+    SLOWLY,
     WHOLE,
     decode,
     draw_hidden,
@@ -28,6 +29,7 @@ from engine_devices import (
 )
 from torch import Tensor
 
+from shoal.kernels.linear import select
 from shoal.kernels.linear.linear import RowPrecision
 from shoal.kernels.linear.quantize import WeightFormat, quantize_int8
 from shoal.kernels.linear.select import choose_paged_attention, make_linear
@@ -333,3 +335,34 @@ def test_interpreted_program_attends_like_the_reference(
 
     for ours, theirs in zip(*outputs, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("variant", ["llama", pytest.param("gemma2", marks=pytest.mark.thorough)])
+def test_interpreted_programs_compute_blocks_in_int8(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    pytest.importorskip("triton")
+    from shoal.kernels.layers.triton_rows import TritonRows
+    from shoal.kernels.linear import triton_int8
+
+    cpu = load_engine(tiny_models, "cpu", variant)
+    kernel = triton_int8.make_kernel()
+    monkeypatch.setattr(select, "choose_int8_kernel", lambda device_type: kernel)
+    device = PagedDevice(torch.device("cpu"), SLOWLY, CallingCapturer(), TritonRows())
+    interpreted = load_engine(tiny_models, device, variant)
+    prompts, tokens = [draw_hidden(1, 1, 3), draw_hidden(2, 2, 4)], draw_hidden(3, 1, 1)
+
+    outputs = []
+    for engine in (cpu, interpreted):
+        works = [open_work(engine, prompts[0]) for _ in range(2)]
+        execute(engine, *works)
+        (alone,) = decode(engine, works[:1], [tokens])
+        step = replace(works[1], position=3, hidden_BTH=tokens, decoded=True)
+        beside, _ = execute(engine, step, open_work(engine, prompts[1]))
+        outputs.append(alone)
+
+        assert torch.equal(alone, beside)
+
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=2e-2, atol=2e-2)

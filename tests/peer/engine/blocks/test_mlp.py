@@ -18,7 +18,7 @@ def compute_inner(activation: Activation, hidden_NH: torch.Tensor) -> torch.Tens
         for size in (2 * NUM_INNER, NUM_INNER)
     )
     ranges = [TokenRange(0, len(hidden_NH), RowPrecision.TWO_DIGITS)]
-    return GatedMlp(gate_up, down, activation)(hidden_NH, ranges)
+    return GatedMlp(gate_up, down, activation)(hidden_NH, ranges, None)
 
 
 def test_gated_mlp_leaves_silu_to_the_kernel_and_other_activations_to_torch() -> None:
