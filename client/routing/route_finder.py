@@ -118,6 +118,14 @@ class RouteFinder:
             await retry.pause()
             max_age_seconds = 0.0
 
+    def find_gaps(self, span: Span, weights: Collection[str | None]) -> RouteError | None:
+        """Return what to say of all the blocks of a span that nobody serves, by the last view."""
+        try:
+            self._plan(span, weights, (), 0.0, None)
+        except RouteError as error:
+            return error
+        return None
+
     def _plan(
         self,
         span: Span,

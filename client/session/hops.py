@@ -74,7 +74,8 @@ class HopFinder:
         """Find hops for missing ones, and have them brought to the state of their log in time.
 
         `preferred` is the weight format of the peer that was lost: its replica computes the
-        same. When the time is up, raises RouteError with the missing blocks, or a refusal:
+        same. When the time is up, raises RouteError with the missing blocks, and those of the rest
+        of the session that nobody serves either, or a refusal:
         RefusedError of a peer that declined for good, also where others could not be reached. Also
         raises what `bring_up` does but LostHopError, after which another route is tried.
         """
@@ -89,7 +90,10 @@ class HopFinder:
         max_wait_seconds = 0.0
         while True:
             num_tried = len(tried)
-            route = await self._find_route(missing, weights, deadline, refusals, tried)
+            try:
+                route = await self._find_route(missing, weights, deadline, refusals, tried)
+            except RouteError as error:
+                raise state.swarm.find_gaps(state.facts.span, weights) or error from None
             if len(tried) < num_tried:
                 # All peers were asked once. A full one may take us into its queue now, for a part
                 # of the time: another one may have room sooner.
@@ -110,12 +114,19 @@ class HopFinder:
                         raise refusals.first from None
                     if isinstance(lost.__cause__, RefusedError):
                         raise lost.__cause__ from None
-                    raise RouteError(
-                        f"no peer could be reached in time for blocks {lost.hop.span}: {lost}; "
-                        "run `shoal doctor` to find out why",
-                        (lost.hop.span,),
-                    ) from lost.__cause__
+                    raise self._make_unreachable_error(lost, weights) from lost.__cause__
             await retry.pause()
+
+    def _make_unreachable_error(
+        self, lost: LostHopError, weights: Sequence[str | None]
+    ) -> RouteError:
+        gaps = self._state.swarm.find_gaps(self._state.facts.span, weights)
+        also, more = ("", ()) if gaps is None else (f"; {gaps}", gaps.missing)
+        return RouteError(
+            f"no peer could be reached in time for blocks {lost.hop.span}: {lost}{also}; "
+            "run `shoal doctor` to find out why",
+            (lost.hop.span, *more),
+        )
 
     async def _find_route(
         self,

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ...protocol.errors import ShoalError
+from ...protocol.errors import RouteError, ShoalError
 from ...protocol.ids import (
     CAPABILITY_BYTES,
     SESSION_ID_BYTES,
@@ -67,6 +67,7 @@ class Routes(Protocol):
         needed_kv_tokens: float = 0.0,
         ends: Ends | None = None,
     ) -> Route: ...
+    def find_gaps(self, span: Span, weights: Collection[str | None]) -> RouteError | None: ...
     async def survey(self) -> None: ...
     def expect_way_seconds(self, hops: Sequence[Hop]) -> list[float]: ...
 
