@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import warm_python
-from announcements import MODEL, identity_of, sign
+from announcements import MODEL, identity_of, make_announcement, sign
 from directory_processes import CLOCK, Directories, announce_now, intrude, look_up, sign_now, start
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
@@ -315,6 +315,39 @@ async def test_addresses_of_the_last_time_give_way_to_new_ones(
     _, addresses = known.load()
     assert len(addresses) == 32
     assert addresses[0].peer_id == identity_of(3).peer_id
+
+
+async def test_peers_that_hold_are_kept_rather_than_those_that_were_there_earlier(
+    dht: Directories, tmp_path: Path
+) -> None:
+    first = await dht.join([], 1)
+    await announce_all({1: first})
+    known, then = find_kept(tmp_path, first.membership), CLOCK.wall() - 1000
+    reader = await dht.read(first.addresses, known=known)
+    for number in range(100, 140):
+        gone = sign(make_announcement(number, then, directory_port=number), number)
+        reader.records.take(MODEL, reader.records.seal(gone), then)
+
+    await reader.lookup(MODEL)
+
+    _, addresses = known.load()
+    assert len(addresses) == 32
+    assert addresses[0].peer_id == identity_of(1).peer_id
+
+
+async def test_peer_that_nobody_has_joined_keeps_the_addresses_of_the_last_time(
+    dht: Directories, tmp_path: Path
+) -> None:
+    membership = OWNER.as_role(Role.SERVE)
+    known = find_kept(tmp_path, OWNER)
+    kept = PeerAddress.parse(f"/ip4/127.0.0.1/tcp/9/p2p/{identity_of(2).peer_id}")
+    known.save(OWNER.swarm_id, [kept])
+
+    first = await dht.join([], 1, membership=membership, known=known)
+    await announce_all({1: first})
+    await first.close()
+
+    assert known.load()[1] == [kept]
 
 
 async def test_announced_address_in_a_local_network_is_dialled_from_there_only(

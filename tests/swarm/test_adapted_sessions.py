@@ -41,6 +41,23 @@ def test_text_is_that_of_peft(
         assert torch.equal(without, plain)
 
 
+def test_padded_batch_is_that_of_peft(tiny_models: Any, tmp_path: Path) -> None:
+    """Rows of different lengths have sessions in threads of their own."""
+    mask = torch.ones(2, PROMPT.shape[1], dtype=torch.long)
+    mask[0, :5] = 0
+    options: dict[str, Any] = {"attention_mask": mask, "pad_token_id": 0, "max_new_tokens": 8}
+    prompts = PROMPT.repeat(2, 1) * mask
+    with swarm_of(tiny_models, TWO_HOPS) as (_, model):
+        adapter = make_adapter(model)
+        theirs = open_with_peft(tiny_models.get(), adapter, tmp_path)
+        expected = theirs.generate(prompts, do_sample=False, **options)
+
+        found = model.generate(prompts, do_sample=False, active_adapter=adapter, **options)
+
+        assert isinstance(found, Tensor)
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("lost", ["peer", "adapter"])
 def test_text_goes_on_when_something_is_lost(tiny_models: Any, lost: str, tmp_path: Path) -> None:
     with swarm_of(tiny_models, REPLICAS) as (swarm, model):
