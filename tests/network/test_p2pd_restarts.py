@@ -20,7 +20,9 @@ from directory_processes import CLOCK, Directories, look_up, sign_now
 from processes import children_of, kill_if_running, wait_until_dead
 
 from shoal.protocol.errors import DirectoryError, P2pdEndedError, ShoalError
+from shoal.protocol.net.dht.access import DirectoryNode
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
+from shoal.protocol.net.dht.neighbourhood import Neighbourhood
 from shoal.protocol.net.libp2p.multiaddrs import split_multiaddr
 from shoal.protocol.net.libp2p.p2p_daemon import child_of
 from shoal.protocol.net.transport import Stream
@@ -312,6 +314,36 @@ async def test_start_is_tried_again_wherever_p2pd_ends(
 
     assert len(killed) == 1
     assert await look_up(directory) == {identity_of(1).peer_id}
+
+
+async def test_p2pd_that_ends_before_all_is_restored_is_closed_before_the_next_one(
+    dht: Directories, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else asyncio says on a user's screen that a task of hivemind was destroyed."""
+    complaints: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: complaints.append(str(context["message"])))
+    server = await dht.join([], 1)
+    await server.announce(sign_now(1))
+    reader = await dht.read(server.addresses)
+    restore, ended = Neighbourhood.restore, list[DirectoryNode]()
+
+    async def restore_after_an_end(*arguments: Any) -> None:
+        if reader._node not in ended and len(ended) < 2:
+            ended.append(reader._node)
+            kill_p2pd(reader)
+            await wait_until_ended(reader)
+        await restore(*arguments)
+
+    monkeypatch.setattr(Neighbourhood, "restore", restore_after_an_end)
+    with contextlib.suppress(DirectoryError):
+        await reader.lookup(MODEL)
+    await wait_until_found(reader, 1)
+    assert len(ended) == 2
+    ended.clear()
+    gc.collect()
+
+    assert complaints == []
 
 
 async def test_program_whose_p2pd_is_killed_prints_nothing(dht: Directories) -> None:

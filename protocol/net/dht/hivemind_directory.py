@@ -308,9 +308,9 @@ class HivemindDirectory:
             if self._clock.now() - began_at > _STEADY_SECONDS:
                 restarts.reset()
             _logger.debug("p2pd has ended (exit status %d)", status)
-            await self._node.close()
-            was_told = False
-            while self._node.p2pd.returncode is not None:
+            ended, was_told = self._node, False
+            await ended.close()
+            while self._node is ended:
                 restarts.note_failure()
                 await restarts.pause()
                 if not was_told:  # nor is it where we leave: whoever ends us may end p2pd as well
@@ -321,6 +321,7 @@ class HivemindDirectory:
                         await self._replace()
                 except (ShoalError, OSError, P2PDaemonError) as error:  # no memory, or no disk
                     _logger.debug("p2pd could not be started again: %s", error)
+            _logger.info("the directory is back")
 
     async def _replace(self) -> None:
         """Put another node in place of the one whose p2pd has ended, and announce again."""
@@ -332,7 +333,6 @@ class HivemindDirectory:
         await self._neighbourhood.restore(self._list_known())
         for model_id, value in self._own.items():
             await self._node.records.bring(model_id, value)
-        _logger.info("the directory is back")
 
     @property
     def _access(self) -> Access:
