@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
+from ...models.checkpoints.hub import Hub, is_hub_id
 from ...protocol.errors import ModelError, UsageError
 from ...protocol.messages.adapters import (
     DOWN,
@@ -60,6 +61,29 @@ class LinearShape:
     num_outputs: int
     num_inputs: int
     is_transposed: bool = False
+
+
+def is_adapter_id(given: str | Path) -> bool:
+    """Return whether a name can be that of an adapter on the Hub.
+
+    >>> is_adapter_id("org/name"), is_adapter_id("name"), is_adapter_id("./org/name")
+    (True, False, False)
+    """
+    return isinstance(given, str) and "/" in given and is_hub_id(given)
+
+
+def fetch_folder(name: str, hub: Hub) -> Path:
+    """Fetch the two files of an adapter on the Hub, both of one commit; return their folder.
+
+    Raises ModelError that says what is missing.
+    """
+    try:
+        folder = hub.fetch(name, CONFIG_FILE, None).parent
+        return hub.fetch(name, TENSORS_FILE, folder.name).parent
+    except FileNotFoundError as error:
+        raise ModelError(
+            f"{name} on the Hub has no {error}; an adapter is a {CONFIG_FILE} with a {TENSORS_FILE}"
+        ) from error
 
 
 def read_folder(folder: str | Path) -> PeftFiles:

@@ -6,7 +6,7 @@ machines.
 
 from __future__ import annotations
 
-import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,13 +17,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from ...kernels.wire_tensors import has_only_finite
 from ...protocol.errors import UsageError
 from ...protocol.ids import parse_adapter_id
 from ...protocol.spans import Span
 from ..session.inference_session import InferenceSession
-from ..settings.client_config import make_client_config, make_whole
+from ..settings.client_config import make_whole
 from ..training.active_adapters import DIGEST, AdapterChoice, read_choice
 from ..training.lora import LoraAdapter
 from ..training.peer_optimizer import PeerOptimizer
@@ -31,22 +31,23 @@ from ..training.saving import (
     ADAPTER_NAME,
     leave_out_adapter,
     leave_out_of_state_dicts,
-    load_trained,
+    load_fitting,
     read_settings,
     save_trained,
 )
 from ..training.tuning import DEEP, Tuning, lay_out_deep_prompts, make_deep_prompts, make_prompt
+from .distributed_config import DistributedConfig, Join, note_origin
 from .generation import load_generation_config
 from .local_layers import (
     LocalLayers,
+    check_others,
     check_padding,
     check_positions,
     check_token_ids,
     load_local_layers,
-    open_checkpoint,
     resolve_dtype,
 )
-from .remote_blocks import Join, RemoteSequential, SwarmClient
+from .remote_blocks import RemoteSequenceManager, RemoteSequential, SwarmClient
 from .remote_cache import RemoteCache
 
 # Shape suffixes: B rows, T tokens, H hidden size, L blocks, P tokens of a prompt.
@@ -78,6 +79,7 @@ class DistributedTransformer(nn.Module):
             )
         self.h = blocks
         self.ln_f = layers.norm
+        self._final_norm = (layers.final_norm,)  # not registered: it may be part of the head
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding; transformers asks for it by this name."""
@@ -106,6 +108,112 @@ class DistributedTransformer(nn.Module):
             return hidden_BTH
         return self.position_embeddings(hidden_BTH, position)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the local parts are."""
+        return self.word_embeddings.weight.device
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: RemoteCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        **others: object,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """Return hidden states [B, T, H] of token ids [B, T] or embeddings [B, T, H].
+
+        Continues `past_key_values` or the active session; otherwise this is one stateless pass, in
+        which rows may be padded on the right.
+        """
+        hidden_BTH, cache = self.run_text(
+            input_ids, attention_mask, past_key_values, inputs_embeds, others
+        )
+        hidden_BTH = self._final_norm[0](hidden_BTH)
+        output = BaseModelOutputWithPast(last_hidden_state=hidden_BTH, past_key_values=cache)
+        return output if return_dict is not False else output.to_tuple()
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise UsageError("the model takes either input_ids or inputs_embeds")
+        if input_ids is not None:
+            ids_BT = check_token_ids(input_ids, self.h.config.vocab_size).to(self.device)
+            # The answer has the dtype of the question: 16 bits would round it needlessly.
+            inputs_embeds = self.word_embeddings(ids_BT).float()
+        embeddings_BTH: Tensor = inputs_embeds  # pyright: ignore[reportAssignmentType]
+        self.h.check_hidden(embeddings_BTH)
+        if embeddings_BTH.shape[1] == 0:
+            raise UsageError("the input is empty; it needs at least one token")
+        return embeddings_BTH
+
+    def run_text(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        past_key_values: object,
+        inputs_embeds: Tensor | None,
+        others: Mapping[str, object],
+        *,
+        last_token_only: bool = False,
+    ) -> tuple[Tensor, RemoteCache | None]:
+        """Check the inputs of forward() and return the output of the last block, [B, T or 1, H].
+
+        Continues the cache that is returned; None stands for a stateless pass. `others` are
+        arguments that may be given as long as they change nothing.
+        """
+        embeddings_BTH = self._embed(input_ids, inputs_embeds)
+        cache = self._find_cache(past_key_values)
+        run = partial(self._run_blocks, last_token_only=last_token_only)
+        text_position = 0 if cache is None else cache.get_seq_length()
+        check_others(others, text_position, embeddings_BTH.shape[:2], attention_mask)
+        if cache is None:
+            check_padding(attention_mask, embeddings_BTH.shape[:2])
+            hidden_BTH = run(embeddings_BTH, None)
+        else:
+            hidden_BTH = cache.run(embeddings_BTH, attention_mask, run)
+        if cache is not None and past_key_values is None and input_ids is not None:
+            _append_text(cache.session, text_position, input_ids.long())
+        return hidden_BTH, cache
+
+    def _run_blocks(
+        self, embeddings_BTH: Tensor, cache: RemoteCache | None, *, last_token_only: bool
+    ) -> Tensor:
+        """Run a text behind its trained prompt; leave the outputs of the prompt out."""
+        position = 0 if cache is None else cache.session.position
+        num_prompt_tokens = self.num_prompt_tokens if position == 0 else 0
+        num_tokens = num_prompt_tokens + embeddings_BTH.shape[1]
+        check_positions(position + num_tokens, self.h.config)
+        hidden_BTH = self.prepare(embeddings_BTH, position)
+        deep_prompts = self.deep_prompts if position == 0 else None
+        if cache is None:
+            output_BTH = self.h(hidden_BTH, deep_prompts, last_token_only=last_token_only)
+        else:
+            self.h.check_adapter(cache.session)
+            if position == 0:
+                cache.session.num_prompt_tokens = num_prompt_tokens
+            output_BTH = cache.step(hidden_BTH, deep_prompts, last_token_only=last_token_only)
+        output_BTH = output_BTH.to(self.device)
+        return output_BTH if last_token_only else output_BTH[:, num_prompt_tokens:]
+
+    def _find_cache(self, past_key_values: object) -> RemoteCache | None:
+        if past_key_values is not None:
+            if not isinstance(past_key_values, RemoteCache):
+                raise UsageError(
+                    "past_key_values must come from this model, got "
+                    f"{type(past_key_values).__name__}; use a session to continue a text"
+                )
+            if past_key_values.is_bound:
+                return past_key_values
+        session = self.h.active_session
+        if session is None:
+            return None
+        session.check_is_idle()
+        cache = RemoteCache() if past_key_values is None else past_key_values
+        cache.bind(session)
+        return cache
+
 
 class DistributedModel(PreTrainedModel):
     """A model over a swarm, up to the final hidden states.
@@ -122,6 +230,9 @@ class DistributedModel(PreTrainedModel):
     main_input_name = "input_ids"
     accepts_loss_kwargs = True
     """Tells Trainer that forward() takes `num_items_in_batch`."""
+
+    _origin: DistributedConfig | None = None
+    """What it was opened with; kept for `RemoteSequential(model.config)`."""
 
     _adapter_of_config: str | None = None
     """Value of `config.active_adapter` when it was last read."""
@@ -140,7 +251,8 @@ class DistributedModel(PreTrainedModel):
         config.dht_prefix = client.swarm.book.view.model_id
         config.initial_peers = list(client.config.initial_peers)
         config.active_adapter = None
-        blocks = RemoteSequential.over(client, Span(0, config.num_hidden_layers), config)
+        span = Span(0, config.num_hidden_layers)
+        blocks = RemoteSequential.over(RemoteSequenceManager.over(client, span, config), config)
         self.transformer = DistributedTransformer(layers, blocks, tuning)
         self._add_head(layers, generation_config)
         leave_out_of_state_dicts(self, layers.list_parameters())
@@ -158,7 +270,7 @@ class DistributedModel(PreTrainedModel):
         model: str | Path,
         *,
         join_swarm: Join,
-        initial_peers: Sequence[str] | str = (),
+        initial_peers: Sequence[str] | str | None = (),
         torch_dtype: str | torch.dtype | None = None,
         revision: str | None = None,
         trained: str | Path | None = None,
@@ -170,25 +282,29 @@ class DistributedModel(PreTrainedModel):
         "auto" keeps the checkpoint's; `dtype` is its newer name. With `tuning_mode` "ptune" or
         "deep_ptune", prompts of `pre_seq_len` tokens are trainable; `trained`, a folder of
         save_pretrained(), sets both and loads the trained parameters. `active_adapter` is the
-        folder of an adapter, or the digest of a published one. The classes of auto.py
-        pass `join_swarm`. All other arguments are fields of ClientConfig. Raises UsageError for an
-        unknown argument, ModelError if the model cannot be used, DirectoryError if the swarm cannot
-        be joined.
+        folder of an adapter, its id on the Hub, or the digest of a published one. The classes of
+        auto.py pass `join_swarm`. All other arguments are those of DistributedConfig.open(). Raises
+        UsageError for an unknown argument, ModelError if the model cannot be used, DirectoryError
+        if the swarm cannot be joined.
         """
         dtype = resolve_dtype(options.pop("dtype", torch_dtype))
         if trained is not None:
             options = {**read_settings(trained), **options}
-        tuning = Tuning(options.pop("tuning_mode", None), options.pop("pre_seq_len", 0))
+        tuning = Tuning(options.pop("tuning_mode", None), options.pop("pre_seq_len", 0) or 0)
         configure, adapter = cls._take_options(options), options.pop("active_adapter", None)
-        config = make_client_config(initial_peers, options)
-        checkpoint, model_config = open_checkpoint(model, revision)
+        checkpoint, origin = DistributedConfig.open(
+            model, join_swarm, initial_peers, revision, options
+        )
+        model_config = origin.model
         configure(model_config)
         tuning.check_fits(model_config)
         layers = load_local_layers(checkpoint, dtype)
         generation_config = load_generation_config(model, checkpoint)
-        client = join_swarm(model_config.dht_prefix, model_config, config)
+        client, kind = origin.join(), cls._find_kind(model_config.model_type)
         try:
-            opened = cls(model_config, layers, client, generation_config, tuning)
+            opened = kind(model_config, layers, client, generation_config, tuning)
+            opened._origin = origin
+            note_origin(origin)
             if trained is not None:
                 opened.load_trained(trained)
             if adapter is not None:
@@ -199,6 +315,11 @@ class DistributedModel(PreTrainedModel):
         return opened
 
     @classmethod
+    def _find_kind(cls, model_type: str) -> type[Self]:
+        """Return the class of the model that is opened."""
+        return cls
+
+    @classmethod
     def _take_options(cls, options: dict[str, Any]) -> Callable[[PreTrainedConfig], None]:
         """Remove the options of this kind of model; return a function that notes them."""
         return lambda config: None
@@ -206,6 +327,20 @@ class DistributedModel(PreTrainedModel):
     def close(self) -> None:
         """Leave the swarm; the model cannot be used afterwards."""
         self._client.close()
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """See nn.Module.named_modules(); raises UsageError if peft looks for linears to wrap.
+
+        Its own message would only say that there are none.
+        """
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith("peft."):
+            raise UsageError(
+                "peft cannot wrap linears that are on other machines; instead of get_peft_model(): "
+                "model.active_adapter = LoraAdapter.create(model, rank=8, target_modules=[...]), "
+                "and instead of PeftModel.from_pretrained(): model.load_adapter(folder)"
+            )
+        return super().named_modules(*args, **kwargs)
 
     def __deepcopy__(self, memo: object) -> Self:
         raise UsageError(
@@ -218,6 +353,11 @@ class DistributedModel(PreTrainedModel):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    @property
+    def model(self) -> DistributedTransformer:
+        """The same as `transformer`; PETALS and transformers call it so in some families."""
+        return self.transformer
 
     @property
     def missing_blocks(self) -> tuple[Span, ...]:
@@ -264,84 +404,6 @@ class DistributedModel(PreTrainedModel):
         else:
             super().__setattr__(name, value)
 
-    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        if (input_ids is None) == (inputs_embeds is None):
-            raise UsageError("the model takes either input_ids or inputs_embeds")
-        if input_ids is not None:
-            ids_BT = check_token_ids(input_ids, self.config.vocab_size).to(self.device)
-            # The answer has the dtype of the question: 16 bits would round it needlessly.
-            inputs_embeds = self.transformer.word_embeddings(ids_BT).float()
-        embeddings_BTH: Tensor = inputs_embeds  # pyright: ignore[reportAssignmentType]
-        self.transformer.h.check_hidden(embeddings_BTH)
-        if embeddings_BTH.shape[1] == 0:
-            raise UsageError("the input is empty; it needs at least one token")
-        return embeddings_BTH
-
-    def _run_text(
-        self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        past_key_values: object,
-        inputs_embeds: Tensor | None,
-        *,
-        last_token_only: bool = False,
-    ) -> tuple[Tensor, RemoteCache | None]:
-        """Check the inputs of forward() and return the output of the last block, [B, T or 1, H].
-
-        Continues the cache that is returned; None stands for a stateless pass.
-        """
-        embeddings_BTH = self._embed(input_ids, inputs_embeds)
-        cache = self._find_cache(past_key_values)
-        run = partial(self._run_blocks, last_token_only=last_token_only)
-        text_position = 0 if cache is None else cache.get_seq_length()
-        if cache is None:
-            check_padding(attention_mask, embeddings_BTH.shape[:2])
-            hidden_BTH = run(embeddings_BTH, None)
-        else:
-            hidden_BTH = cache.run(embeddings_BTH, attention_mask, run)
-        if cache is not None and past_key_values is None and input_ids is not None:
-            _append_text(cache.session, text_position, input_ids.long())
-        return hidden_BTH, cache
-
-    def _run_blocks(
-        self, embeddings_BTH: Tensor, cache: RemoteCache | None, *, last_token_only: bool
-    ) -> Tensor:
-        """Run a text behind its trained prompt; leave the outputs of the prompt out."""
-        position = 0 if cache is None else cache.session.position
-        num_prompt_tokens = self.transformer.num_prompt_tokens if position == 0 else 0
-        num_tokens = num_prompt_tokens + embeddings_BTH.shape[1]
-        check_positions(position + num_tokens, self.config)
-        hidden_BTH = self.transformer.prepare(embeddings_BTH, position)
-        deep_prompts = self.transformer.deep_prompts if position == 0 else None
-        if cache is None:
-            output_BTH = self.transformer.h(
-                hidden_BTH, deep_prompts, last_token_only=last_token_only
-            )
-        else:
-            self.transformer.h.check_adapter(cache.session)
-            if position == 0:
-                cache.session.num_prompt_tokens = num_prompt_tokens
-            output_BTH = cache.step(hidden_BTH, deep_prompts, last_token_only=last_token_only)
-        output_BTH = output_BTH.to(self.device)
-        return output_BTH if last_token_only else output_BTH[:, num_prompt_tokens:]
-
-    def _find_cache(self, past_key_values: object) -> RemoteCache | None:
-        if past_key_values is not None:
-            if not isinstance(past_key_values, RemoteCache):
-                raise UsageError(
-                    "past_key_values must come from this model, got "
-                    f"{type(past_key_values).__name__}; use a session to continue a text"
-                )
-            if past_key_values.is_bound:
-                return past_key_values
-        session = self.active_session
-        if session is None:
-            return None
-        session.check_is_idle()
-        cache = RemoteCache() if past_key_values is None else past_key_values
-        cache.bind(session)
-        return cache
-
     @property
     def active_adapter(self) -> AdapterChoice:
         """The active LoraAdapter, the digest of a published one, a list with one per row, or None.
@@ -384,9 +446,9 @@ class DistributedModel(PreTrainedModel):
     ) -> LoraAdapter:
         """Read an adapter that was saved by shoal or peft, and make it active until further notice.
 
-        Raises UsageError if it does not fit this model.
+        `folder` may also be an id on the Hub. Raises UsageError if it does not fit this model.
         """
-        adapter = LoraAdapter.load(folder, self)
+        adapter = LoraAdapter.load(folder, self, self._origin and self._origin.hub)
         self.set_adapter(adapter)
         self.config.active_adapter = self._adapter_of_config = str(folder)
         return adapter
@@ -416,7 +478,7 @@ class DistributedModel(PreTrainedModel):
         self.transformer.h.withdraw_adapter(digest)
 
     def open_adapter(self, given: AdapterChoice | Path) -> None:
-        """Make an adapter active, given as an object, a folder or a digest.
+        """Make an adapter active, given as an object, a folder, an id on the Hub or a digest.
 
         Raises UsageError for anything else.
         """
@@ -424,11 +486,12 @@ class DistributedModel(PreTrainedModel):
             isinstance(given, str) and parse_adapter_id(given) is not None
         ):
             self.set_adapter(given)
-        elif os.path.exists(given):
+        elif LoraAdapter.can_load(given):
             self.load_adapter(given)
         else:
             raise UsageError(
-                f"active_adapter {str(given)!r:.80} is neither an existing folder nor {DIGEST}"
+                f"active_adapter {str(given)!r:.80} is neither an existing folder nor an id on the "
+                f"Hub (org/name) nor {DIGEST}"
             )
 
     def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -484,22 +547,7 @@ class DistributedModel(PreTrainedModel):
         Raises UsageError, and changes nothing, if it does not fit.
         """
         read_settings(directory, self.config)
-        state, own = (
-            leave_out_adapter(load_trained(directory)),
-            leave_out_adapter(self.state_dict()),
-        )
-        for name in sorted(state.keys() | own.keys()):
-            found, expected = (
-                list(tensors[name].shape) if name in tensors else "nothing"
-                for tensors in (state, own)
-            )
-            if found != expected:
-                raise UsageError(
-                    f"{directory} does not fit: as {name} it holds {found}, and this model trains "
-                    f"{expected}"
-                )
-        if not all(map(has_only_finite, state.values())):
-            raise UsageError(f"{directory} holds NaN or infinity")
+        state = load_fitting(directory, leave_out_adapter(self.state_dict()))
         self.load_state_dict({**self.state_dict(), **state})
 
     def activation_checkpointing_enable(self, *args: object, **kwargs: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -59,6 +59,7 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
+        **others: object,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Return float32 logits [B, T, V] of token ids [B, T] or embeddings [B, T, H].
 
@@ -67,14 +68,15 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
         predicting each token from the tokens before it, except tokens labelled -100: the mean or,
         with `num_items_in_batch`, the sum divided by it. `logits_to_keep` n > 0 returns only the
         last n tokens. In a stateless pass, gradients flow to trained prompts, and to embeddings
-        that require them. Raises UsageError for invalid input, before anything is sent.
+        that require them. `others` may be given as long as they change nothing, as position_ids
+        that are those of the tokens. Raises UsageError for invalid input, before anything is sent.
         """
         given = input_ids if input_ids is not None else inputs_embeds
         if labels is not None and given is not None:
             _check_labels(labels, given.shape[:2], self.config.vocab_size, logits_to_keep)
         is_count = isinstance(logits_to_keep, int)
-        hidden_BTH, cache = self._run_text(
-            input_ids, attention_mask, past_key_values, inputs_embeds,
+        hidden_BTH, cache = self.transformer.run_text(
+            input_ids, attention_mask, past_key_values, inputs_embeds, others,
             last_token_only=is_count and logits_to_keep == 1,
         )  # fmt: skip
         kept = slice(-logits_to_keep, None) if is_count else logits_to_keep
@@ -262,7 +264,7 @@ class SpeculativeCausalLM(DistributedCausalLM):
     @classmethod
     def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, model: Any, *, small_model: PreTrainedModel, **options: Any
-    ) -> SpeculativeCausalLM:
+    ) -> Self:
         """Open a model that is assisted by `small_model`, a local model with the same tokenizer.
 
         All other arguments are those of DistributedModel.from_pretrained().

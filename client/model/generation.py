@@ -19,7 +19,13 @@ from ...models.checkpoints.checkpoint import Checkpoint
 from ...protocol.errors import ModelError, UsageError
 from ...protocol.limits import MAX_BATCH_ROWS, MAX_SESSION_TOKENS
 from ..settings.client_config import make_whole
-from .local_layers import check_token_ids, describe_positions
+from .local_layers import (
+    NOT_RETURNED,
+    Refusals,
+    check_harmless,
+    check_token_ids,
+    describe_positions,
+)
 
 # Shape suffixes: B rows, T tokens, V vocabulary.
 
@@ -32,7 +38,7 @@ be the same by chance."""
 DEFAULT_NEW_TOKENS = 20
 """Default of transformers without max_new_tokens and max_length."""
 
-_REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
+_REFUSED: Refusals = {
     "use_cache": ((None, True), "the KV cache is on the peers and always used"),
     "cache_implementation": ((None,), "the KV cache is on the peers"),
     "past_key_values": ((None,), "pass a session instead: session=... continues its text"),
@@ -43,10 +49,9 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "use_mtp": ((None, False), "it needs hidden states between blocks"),
     "guidance_scale": ((None, 1, 1.0), "guidance needs a second session; it is not supported"),
     "negative_prompt_ids": ((None,), "guidance needs a second session; it is not supported"),
-    "output_attentions": ((None, False), "attention is computed on the peers and not returned"),
-    "output_hidden_states": ((None, False), "hidden states between blocks are not returned"),
+    **NOT_RETURNED,
 }
-"""Arguments of transformers' generate() that cannot work here: values that do no harm, and why."""
+"""Arguments of transformers' generate() that cannot work here."""
 
 
 _COUNTS = ("max_new_tokens", "max_length", "num_beams", "num_return_sequences")
@@ -100,7 +105,12 @@ def load_generation_config(model: str | Path, checkpoint: Checkpoint) -> Generat
     if Path(model).expanduser().is_dir():
         return None
     try:
-        return GenerationConfig.from_pretrained(str(model), revision=checkpoint.revision)
+        return GenerationConfig.from_pretrained(
+            str(model),
+            revision=checkpoint.revision,
+            token=checkpoint.hub.token,
+            cache_dir=checkpoint.hub.cache_dir,
+        )
     except OSError:
         # Many models on the Hub have none; the defaults are in their config.json.
         return None
@@ -108,10 +118,8 @@ def load_generation_config(model: str | Path, checkpoint: Checkpoint) -> Generat
 
 def check_settings(settings: Settings) -> None:
     """Raise UsageError for a setting that generate() cannot follow."""
-    for name, (harmless_values, reason) in _REFUSED.items():
-        value = settings.get(name)
-        if isinstance(value, Tensor) or value not in harmless_values:
-            raise UsageError(f"generate() does not take {name}: {reason}")
+    for name in _REFUSED:
+        check_harmless(settings.get(name), name, _REFUSED, "generate()")
 
 
 @dataclass(frozen=True)

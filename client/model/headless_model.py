@@ -54,26 +54,9 @@ class HeadlessModel(DistributedModel):
         """The norm after the last block."""
         return self.final_norm
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: RemoteCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        return_dict: bool | None = None,
-    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
-        """Return hidden states [B, T, H] of token ids [B, T] or embeddings [B, T, H].
-
-        Continues `past_key_values` or the active session; otherwise this is one stateless pass, in
-        which rows may be padded on the right.
-        """
-        hidden_BTH, cache = self._run_text(
-            input_ids, attention_mask, past_key_values, inputs_embeds
-        )
-        hidden_BTH = self.final_norm(hidden_BTH)
-        output = BaseModelOutputWithPast(last_hidden_state=hidden_BTH, past_key_values=cache)
-        return output if return_dict is not False else output.to_tuple()
+    def forward(self, *inputs: Any, **options: Any) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """Return hidden states [B, T, H]: see DistributedTransformer.forward()."""
+        return self.transformer(*inputs, **options)
 
 
 class DistributedSequenceClassifier(HeadlessModel):
@@ -121,6 +104,7 @@ class DistributedSequenceClassifier(HeadlessModel):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
+        **others: object,
     ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
         """Return logits [B, C] of texts, from the last token of each that is not padding.
 
@@ -134,8 +118,8 @@ class DistributedSequenceClassifier(HeadlessModel):
         last_B = _find_last_tokens(
             input_ids, inputs_embeds, attention_mask, self.config.pad_token_id
         )
-        hidden_BTH, cache = self._run_text(
-            input_ids, attention_mask, past_key_values, inputs_embeds
+        hidden_BTH, cache = self.transformer.run_text(
+            input_ids, attention_mask, past_key_values, inputs_embeds, others
         )
         rows_B = torch.arange(len(hidden_BTH), device=hidden_BTH.device)
         hidden_B1H = self.final_norm(hidden_BTH[rows_B, last_B.to(hidden_BTH.device), None])

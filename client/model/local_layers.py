@@ -4,7 +4,7 @@ These are embedding, final norm and head. Only their tensors are read from a che
 without a file in `models/families` use transformers' own modules, without blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ...kernels.layers.norm import Norm, NormKind
 from ...models.checkpoints.checkpoint import Checkpoint
 from ...models.checkpoints.conversion import ConvertedCheckpoint
+from ...models.checkpoints.hub import DEFAULT_HUB, Hub
 from ...models.families.registry import find_family
 from ...models.shells.shell_opening import open_shell, read_shape
 from ...models.shells.step_cache import StepCache
@@ -44,6 +45,28 @@ _OTHER_HEAD_NAMES = ("embed_out",)
 _TOKENS_AT_ONCE = 32
 """So many at a time have positions added: the decoder draws a mask of these times all before them,
 for blocks that it does not have."""
+
+
+Refusals = Mapping[str, tuple[tuple[object, ...], str]]
+"""Arguments that cannot work: values that do no harm, and why."""
+
+NOT_RETURNED: Refusals = {
+    "output_attentions": ((None, False), "attention is computed on the peers and not returned"),
+    "output_hidden_states": ((None, False), "hidden states between blocks are not returned"),
+}
+
+_OF_MODELS: Refusals = {
+    **NOT_RETURNED,
+    "head_mask": ((None,), "peers compute all heads"),
+    "token_type_ids": ((None,), "the model has no types of tokens here"),
+    "cache_position": ((None,), "positions follow from the session"),
+}
+
+_OF_CLIENTS = {
+    "bos_token_id", "dtype", "eos_token_id", "id2label", "initializer_range", "label2id",
+    "num_labels", "pad_token_id", "problem_type", "return_dict", "torch_dtype", "use_cache",
+}  # fmt: skip
+"""What a configuration says that peers do not compute with."""
 
 
 class LocalNorm(nn.Module):
@@ -217,13 +240,17 @@ class LocalLayers:
         return [value for layer in layers if layer is not None for value in layer.parameters()]
 
 
-def open_checkpoint(model: str | Path, revision: str | None) -> tuple[Checkpoint, PreTrainedConfig]:
+def open_checkpoint(
+    model: str | Path,
+    revision: str | None,
+    hub: Hub = DEFAULT_HUB,
+) -> tuple[Checkpoint, PreTrainedConfig]:
     """Open a model directory or Hub id; raises ModelError when it cannot be used.
 
     `dht_prefix` of the configuration is the model id in the directory: a digest of configuration
     and weights.
     """
-    checkpoint = Checkpoint.open(model, revision)
+    checkpoint = Checkpoint.open(model, revision, hub=hub)
     config = load_config(checkpoint)
     config.name_or_path = str(model)
     config.dht_prefix = make_model_id(checkpoint.config, checkpoint.revision)
@@ -453,4 +480,64 @@ def describe_positions(model_config: PreTrainedConfig, max_positions: int) -> st
     return (
         f"the model has {max_positions} positions here: beyond them its {rope['rope_type']} rope "
         "would change keys that are already cached, which shoal does not support"
+    )
+
+
+def override(config: PreTrainedConfig, changes: Mapping[str, Any]) -> None:
+    """Change a configuration as arguments of from_pretrained() say.
+
+    Raises UsageError for what peers compute with, unless it stays what it is.
+    """
+    for name, value in changes.items():
+        if name in _OF_CLIENTS:
+            setattr(config, name, value)
+        elif value != getattr(config, name):
+            raise UsageError(
+                f"{name} is {getattr(config, name)!r:.60} in the configuration that peers compute "
+                f"with, and cannot be {value!r:.60}"
+            )
+
+
+def check_harmless(given: object, name: str, refusals: Refusals, called: str) -> None:
+    """Raise UsageError for an argument of a call with a value that would change something."""
+    harmless_values, reason = refusals[name]
+    if isinstance(given, Tensor) or given not in harmless_values:
+        raise UsageError(f"{called} does not take {name}: {reason}")
+
+
+def check_others(
+    others: Mapping[str, object], position: int, shape: Sequence[int], mask_BT: Tensor | None
+) -> None:
+    """Check what a model was called with beyond what it uses, for a text of `shape` [B, T].
+
+    `position` is that of its first token. Raises UsageError for what would change something, and
+    TypeError for unknown names.
+    """
+    for name, given in others.items():
+        if name == "position_ids":
+            _check_position_ids(given, position, shape, mask_BT)
+        elif name in _OF_MODELS:
+            check_harmless(given, name, _OF_MODELS, "the model")
+        else:
+            raise TypeError(f"the model got an unexpected keyword argument {name!r}")
+
+
+def _check_position_ids(
+    given: object, position: int, shape: Sequence[int], mask_BT: Tensor | None
+) -> None:
+    """Raise UsageError unless the positions of all tokens but padding are those they have."""
+    if given is None:
+        return
+    num_tokens = shape[1]
+    ours_T = torch.arange(position, position + num_tokens)
+    if isinstance(given, Tensor) and given.shape in ((num_tokens,), (1, num_tokens), tuple(shape)):
+        differs_BT = given.cpu() != ours_T
+        # What is padded on the right has any position: nothing looks at it.
+        if mask_BT is not None and mask_BT.shape == tuple(shape):
+            differs_BT = differs_BT & (mask_BT.cpu() == 1)
+        if not bool(differs_BT.any()):
+            return
+    raise UsageError(
+        f"position_ids cannot change where tokens stand: these {num_tokens} have the positions "
+        f"{position} to {position + num_tokens - 1}; leave position_ids out"
     )

@@ -1,11 +1,11 @@
-"""Remote blocks as one module, the peers that serve them, and the configuration to join them."""
+"""Remote blocks as one module, and the peers that serve them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import fields
 from typing import Any, Protocol
 
 import torch
@@ -13,19 +13,27 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ...protocol.errors import ErrorCode, RefusedError, UsageError
-from ...protocol.ids import ModelId
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter
 from ..concurrency.portal import Portal
 from ..routing.route import Failover, Hop
 from ..routing.route_finder import RouteFinder
 from ..session.deep_prompts import check_prompts
-from ..session.inference_session import InferenceSession, check_is_session
-from ..settings.client_config import ClientConfig, make_client_config, make_whole
+from ..session.inference_session import (
+    InferenceSession,
+    OpenRemote,
+    check_is_session,
+    leave_out_dummy,
+)
+from ..settings.client_config import (
+    ClientConfig,
+    make_whole,
+)
 from ..training.active_adapters import ActiveAdapters, ChosenAdapters, read_digest
 from ..training.autograd import PassRunner
 from ..training.lora import LoraAdapter, check_is_adapter
 from ..training.peer_optimizer import PeerOptimizer
+from .distributed_config import DistributedConfig, find_origin
 from .sequence_info import RemoteSpanInfo, SequenceManagerState, describe_sequence, locate
 
 # Shape suffixes: B rows, T tokens, H hidden size.
@@ -50,66 +58,10 @@ class SwarmClient(Protocol):
     def open_session(
         self, max_length: int, span: Span, kv_format: str | None, adapter: SentAdapter | None
     ) -> InferenceSession: ...
+    def make_opener(
+        self, max_length: int, span: Span, kv_format: str | None, adapter: SentAdapter | None
+    ) -> OpenRemote: ...
     def close(self) -> None: ...
-
-
-Join = Callable[[ModelId, PreTrainedConfig, ClientConfig], SwarmClient]
-"""Joins the swarm of a model; raises what `Client.join` does."""
-
-
-_OWN = ("_model_id", "_join", "model", "client", "initial_peers")
-_SETTINGS = {field.name for field in fields(ClientConfig)} - {"initial_peers", "join"}
-
-
-class DistributedConfig:
-    """The configuration of transformers, extended by the settings to join a swarm.
-
-    `model` is that configuration, `client` the settings of a client that joins. Creating one joins
-    nothing.
-    """
-
-    def __init__(self, model: PreTrainedConfig, client: ClientConfig, join: Join) -> None:
-        self._model_id: ModelId = model.dht_prefix
-        self._join = join
-        self.model = model
-        self.client = client
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "model":  # not there yet, while this object is made or copied
-            raise AttributeError(name)
-        is_setting = name in _SETTINGS
-        return getattr(self.client if is_setting else self.model, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Change a setting of the model, or of clients that join from now on."""
-        if name in _SETTINGS:
-            self._set_client(name, value)
-        elif name in _OWN:
-            super().__setattr__(name, value)
-        else:
-            setattr(self.model, name, value)
-
-    def _set_client(self, name: str, value: object) -> None:
-        settings: dict[str, Any] = {**vars(self.client), name: value}
-        self.client = make_client_config(settings.pop("initial_peers"), settings)
-
-    @property
-    def dht_prefix(self) -> ModelId:
-        """The model id in the directory: a digest of configuration and weights."""
-        return self._model_id
-
-    @property
-    def initial_peers(self) -> tuple[str, ...]:
-        """Addresses of peers to join through."""
-        return self.client.initial_peers
-
-    @initial_peers.setter
-    def initial_peers(self, addresses: Sequence[str] | str) -> None:
-        self._set_client("initial_peers", addresses)
-
-    def join(self) -> SwarmClient:
-        """Join the swarm; the caller closes the client."""
-        return self._join(self._model_id, self.model, self.client)
 
 
 class RemoteSequential(nn.Module):
@@ -124,7 +76,7 @@ class RemoteSequential(nn.Module):
 
     def __init__(
         self,
-        config: DistributedConfig,
+        config: DistributedConfig | PreTrainedConfig,
         *,
         sequence_manager: RemoteSequenceManager | None = None,
         dht: object = None,
@@ -133,39 +85,44 @@ class RemoteSequential(nn.Module):
     ) -> None:
         """Join a swarm for some blocks of its model, by default all.
 
-        With a `sequence_manager`, use its blocks and its client. `dht` has no effect. Raises
-        UsageError for blocks that the model does not have, and the errors of `config.join()`.
+        `config` may also be that of an open model. With a `sequence_manager`, use its blocks and
+        its client. Without initial peers, join through those of `dht`. Raises UsageError for blocks
+        that the model does not have, and the errors of `config.join()`.
         """
         if sequence_manager is not None:
             if (start_block, end_block) != (None, None):
                 raise UsageError(
                     "sequence_manager already names the blocks; leave out start_block and end_block"
                 )
-            self._set_up(sequence_manager.client, sequence_manager.span, config)
+            _warn_of_overrides(type(sequence_manager))
+            self._set_up(sequence_manager, config)
             return
-        _check_is_config(config)
-        num_blocks = config.num_hidden_layers
+        origin = find_origin(config)
+        num_blocks = origin.num_hidden_layers
         start = 0 if start_block is None else make_whole("start_block", start_block)
         stop = num_blocks if end_block is None else make_whole("end_block", end_block)
         if not 0 <= start < stop <= num_blocks:
             raise UsageError(
                 f"blocks {start}:{stop} do not exist: the model has blocks 0:{num_blocks}"
             )
-        self._set_up(config.join(), Span(start, stop), config)
+        manager = RemoteSequenceManager.over(origin.join(dht), Span(start, stop), config)
+        self._set_up(manager, config)
 
     @classmethod
-    def over(cls, client: SwarmClient, span: Span, config: Any) -> RemoteSequential:
-        """Return blocks over a client that the caller closes; `config` is the model's."""
+    def over(cls, manager: RemoteSequenceManager, config: Any) -> RemoteSequential:
+        """Return a manager's blocks; the caller closes its client. `config` is the model's."""
         blocks = cls.__new__(cls)
-        blocks._set_up(client, span, config)
+        blocks._set_up(manager, config)
         return blocks
 
-    def _set_up(self, client: SwarmClient, span: Span, config: Any) -> None:
+    def _set_up(self, manager: RemoteSequenceManager, config: Any) -> None:
         nn.Module.__init__(self)
         self.config = config
         self.adapters = ActiveAdapters()
-        self._client = client
-        self._span = span
+        self.sequence_manager = manager
+        """The peers that serve these blocks."""
+        self._client = manager.client
+        self._span = span = manager.span
         self._hidden_size: int = config.hidden_size
         self._active_session: ContextVar[InferenceSession | None] = ContextVar(
             f"active session of blocks {span}", default=None
@@ -173,7 +130,7 @@ class RemoteSequential(nn.Module):
 
     def close(self) -> None:
         """Leave the swarm; all objects that share the client become unusable."""
-        self._client.close()
+        self.sequence_manager.shutdown()
 
     def __enter__(self) -> RemoteSequential:
         return self
@@ -190,11 +147,6 @@ class RemoteSequential(nn.Module):
         """The blocks that this module runs."""
         return self._span
 
-    @property
-    def sequence_manager(self) -> RemoteSequenceManager:
-        """The peers that serve these blocks."""
-        return RemoteSequenceManager.over(self._client, self._span, self.config)
-
     def __len__(self) -> int:
         return len(self._span)
 
@@ -206,8 +158,7 @@ class RemoteSequential(nn.Module):
 
         Raises IndexError outside of the span and UsageError for an empty or uneven slice.
         """
-        span = take_blocks(self._span, index)
-        blocks = RemoteSequential.over(self._client, span, self.config)
+        blocks = RemoteSequential.over(self.sequence_manager[index], self.config)
         blocks.adapters = self.adapters
         return blocks
 
@@ -224,9 +175,11 @@ class RemoteSequential(nn.Module):
         With an active session the call continues it, and no gradients flow. Without one, all tokens
         go through in one stateless pass, which is differentiable and gives the same values under
         `no_grad`. `prompts`, [L, B, P, H] or [L, 1, P, H], are added to the first P inputs of each
-        of the L blocks.
+        of the L blocks. An empty tensor in their place, PETALS' DUMMY, stands for None.
         """
         hidden_BTH = inputs
+        if prompts is not None or hypo_ids is not None:
+            prompts, hypo_ids = leave_out_dummy(prompts), leave_out_dummy(hypo_ids)
         self.check_hidden(hidden_BTH)
         if self.active_session is not None:
             with torch.no_grad():
@@ -405,16 +358,21 @@ class RemoteSequenceManager:
     """
 
     def __init__(
-        self, config: DistributedConfig, block_uids: Sequence[str], *, dht: object = None
+        self,
+        config: DistributedConfig | PreTrainedConfig,
+        block_uids: Sequence[str],
+        *,
+        dht: object = None,
     ) -> None:
         """Join a swarm for the blocks in `block_uids`.
 
-        `dht` has no effect: the client has a directory of its own, found through
-        `config.initial_peers`. Raises UsageError unless the blocks exist and are consecutive.
+        `config` may also be that of an open model. The client has a directory of its own, found
+        through `config.initial_peers`, or those of `dht`. Raises UsageError unless the blocks exist
+        and are consecutive.
         """
-        _check_is_config(config)
-        span = _read_uids(block_uids, config)
-        self._set_up(config.join(), span, config)
+        origin = find_origin(config)
+        span = _read_uids(block_uids, origin)
+        self._set_up(origin.join(dht), span, config)
 
     @classmethod
     def over(cls, client: SwarmClient, span: Span, config: Any) -> RemoteSequenceManager:
@@ -434,6 +392,15 @@ class RemoteSequenceManager:
     def __getitem__(self, index: int | slice) -> RemoteSequenceManager:
         """Return the same for fewer blocks; raises what `take_blocks` does."""
         return self.over(self.client, take_blocks(self.span, index), self.config)
+
+    @property
+    def portal(self) -> Portal:
+        """The thread and event loop of the client."""
+        return self.client.portal
+
+    def make_opener(self, max_length: int) -> OpenRemote:
+        """Return what `InferenceSession(sequence_manager, max_length)` opens."""
+        return self.client.make_opener(max_length, self.span, None, None)
 
     @property
     def block_uids(self) -> tuple[str, ...]:
@@ -534,11 +501,23 @@ def take_blocks(span: Span, index: int | slice) -> Span:
     return Span(blocks.start, blocks.stop)
 
 
-def _check_is_config(given: object) -> None:
-    if not isinstance(given, DistributedConfig):
-        raise UsageError(
-            "config must be the result of AutoDistributedConfig.from_pretrained(model, "
-            f"initial_peers=...), not {given!r:.60}"
+_NEVER_CALLED = (
+    "get_request_metadata", "get_retry_delay", "make_sequence", "on_request_failure",
+    "on_request_success", "rpc_info", "update",
+)  # fmt: skip
+"""What PETALS calls on a sequence manager, and nothing here does."""
+
+
+def _warn_of_overrides(kind: type[RemoteSequenceManager]) -> None:
+    base = RemoteSequenceManager
+    overridden = [
+        name for name in _NEVER_CALLED if getattr(kind, name, None) is not getattr(base, name, None)
+    ]
+    if overridden:
+        warnings.warn(
+            f"nothing calls {', '.join(overridden)} of {kind.__name__}: a client chooses peers and "
+            "formats by its own settings and measurements",
+            stacklevel=3,  # the caller of RemoteSequential()
         )
 
 

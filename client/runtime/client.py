@@ -18,7 +18,7 @@ from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter
 from ..concurrency.portal import Portal
 from ..routing.route_finder import SwarmModel
-from ..session.inference_session import InferenceSession
+from ..session.inference_session import InferenceSession, OpenRemote
 from ..settings.client_config import ClientConfig
 from ..training.autograd import PassRunner
 from .async_client import AsyncClient
@@ -83,8 +83,14 @@ class Client:
 
         `kv_format` applies to all of its hops; None: the client's. All rows use the `adapter`.
         """
-        open_remote = partial(self._client.open_session, max_length, span, kv_format, adapter)
-        return InferenceSession(open_remote, self.portal)
+        opener = self.make_opener(max_length, span, kv_format, adapter)
+        return InferenceSession.over(opener, self.portal)
+
+    def make_opener(
+        self, max_length: int, span: Span, kv_format: str | None, adapter: SentAdapter | None
+    ) -> OpenRemote:
+        """Return what opens such a session."""
+        return partial(self._client.open_session, max_length, span, kv_format, adapter)
 
     @property
     def is_closed(self) -> bool:

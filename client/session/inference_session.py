@@ -46,8 +46,20 @@ class AsyncSession(Protocol):
     async def close(self) -> None: ...
 
 
+OpenRemote = Callable[[], AsyncSession]
+"""Makes a session whose hops are chosen with its first step."""
+
+
+class SequenceManager(Protocol):
+    """The blocks of a client, as a session sees them; see `RemoteSequenceManager`."""
+
+    @property
+    def portal(self) -> Portal: ...
+    def make_opener(self, max_length: int) -> OpenRemote: ...
+
+
 class InferenceSession:
-    """A generation over the swarm, for one thread at a time. Created by `Client.open_session`.
+    """A generation over the swarm, for one thread at a time. Usually opened by a model.
 
     When `generate` drives the session, `output_ids` holds the tokens [B, T] of the text so far. A
     soft prompt may precede the text: the first `num_prompt_tokens` positions. `adapter` is the
@@ -55,8 +67,18 @@ class InferenceSession:
     `past_key_values` is the cache that models returned in this session, or None.
     """
 
-    def __init__(self, open_remote: Callable[[], AsyncSession], portal: Portal) -> None:
-        """`open_remote` makes a session whose hops are chosen with its first step."""
+    def __init__(self, sequence_manager: SequenceManager, max_length: int) -> None:
+        """Open a session of at most `max_length` tokens per row over the blocks of a manager."""
+        self._set_up(sequence_manager.make_opener(max_length), sequence_manager.portal)
+
+    @classmethod
+    def over(cls, open_remote: OpenRemote, portal: Portal) -> Self:
+        """Return a session over what `open_remote` makes."""
+        session = cls.__new__(cls)
+        session._set_up(open_remote, portal)
+        return session
+
+    def _set_up(self, open_remote: OpenRemote, portal: Portal) -> None:
         self._open_remote = open_remote
         self._remote = open_remote()
         self._portal = portal
@@ -134,7 +156,7 @@ class InferenceSession:
         with self._forking_lock, self.claim():
             self.check_is_idle()
             at = self.position if position is None else make_whole("position", position)
-            fork = InferenceSession(self._open_remote, self._portal)
+            fork = InferenceSession.over(self._open_remote, self._portal)
             fork._remote.state.prompts_LBPH = self._remote.state.prompts_LBPH
             try:
                 self._portal.run(self._remote.fork_into(fork._remote, at))
@@ -295,6 +317,7 @@ class InferenceSession:
     ) -> Tensor:
         """Like `step`; the caller has claimed the session."""
         self._check_open()
+        prompts, hypo_ids = leave_out_dummy(prompts), leave_out_dummy(hypo_ids)
         _check_is_tensor("hidden states", hidden_BTH)
         if hypo_ids is not None:
             _check_is_tensor("hypo_ids", hypo_ids)
@@ -404,6 +427,15 @@ class InferenceSession:
         if not all(0 <= row < len(self._row_map) for row in rows):
             raise UsageError(f"hypo_ids {rows} name rows that the session does not have")
         return tuple(self._row_map[row] for row in rows)
+
+
+def leave_out_dummy(given: Tensor | None) -> Tensor | None:
+    """Return None for an empty tensor, which scripts of PETALS pass where they have nothing.
+
+    >>> leave_out_dummy(torch.empty(0)) is None
+    True
+    """
+    return None if isinstance(given, Tensor) and given.numel() == 0 else given
 
 
 def check_is_session(given: object) -> None:

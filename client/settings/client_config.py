@@ -32,8 +32,15 @@ _WITHOUT_EFFECT: Mapping[str, str] = {
     "ping_timeout": _IS_MEASURED,
     "request_timeout": _IS_MEASURED,
     "show_route": "read `session.hops` instead",
+    "trust_remote_code": "code of a model's repository is never run",
 }
 """Settings of PETALS that are accepted without effect, and why."""
+
+
+_STAR = "use_server_to_server"
+
+PETALS_SETTINGS = frozenset({*_RENAMED_FROM_PETALS, *_WITHOUT_EFFECT, _STAR})
+"""All settings of PETALS that are not called the same here."""
 
 
 @dataclass(frozen=True)
@@ -143,22 +150,35 @@ def _is_seconds(given: object) -> bool:
     return math.isfinite(given) and given >= 0
 
 
-def make_client_config(initial_peers: object, options: dict[str, Any]) -> ClientConfig:
-    """Return the settings passed to from_pretrained(); raises UsageError for unknown ones.
+def is_client_setting(name: str) -> bool:
+    """Return whether an argument of from_pretrained() is a setting of clients."""
+    return name in PETALS_SETTINGS or name in _list_names()
 
-    Names of PETALS are translated.
-    """
-    options = _translate_settings(options)
-    known = sorted(field.name for field in fields(ClientConfig))
-    unknown = sorted(set(options) - set(known))
+
+def check_known(names: Iterable[str]) -> None:
+    """Raise UsageError unless all of these are settings of clients."""
+    known = _list_names()
+    unknown = sorted(set(names) - set(known))
     if unknown:
         raise UsageError(
             f"from_pretrained() does not know {', '.join(unknown)}; client settings are "
             f"{', '.join(known)}"
         )
-    # A caller may pass on what nobody gave it.
-    if options.get("join", "") is None:
-        options = {**options, "join": ""}
+
+
+def _list_names() -> list[str]:
+    return sorted(field.name for field in fields(ClientConfig))
+
+
+def make_client_config(initial_peers: object, options: dict[str, Any]) -> ClientConfig:
+    """Return the settings passed to from_pretrained(); raises UsageError for unknown ones.
+
+    Names of PETALS are translated. What is None is not given: a caller may pass on what nobody gave
+    it.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    options = _translate_settings(given)
+    check_known(options)
     addresses = () if initial_peers is None else make_initial_peers(initial_peers)
     if options.get("allowed_servers") is not None:
         options["allowed_servers"] = _read_peer_ids("allowed_servers", options["allowed_servers"])
@@ -175,7 +195,7 @@ def _translate_settings(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if name in _WITHOUT_EFFECT:
             ignored.append(f"{name} ({_WITHOUT_EFFECT[name]})")
-        elif name == "use_server_to_server":
+        elif name == _STAR:
             found["delivery"] = "chain" if value else "star"
         else:
             found[_RENAMED_FROM_PETALS.get(name, name)] = value
@@ -192,16 +212,20 @@ def _read_peer_ids(name: str, given: object) -> tuple[str, ...]:
 
 
 def make_initial_peers(given: object) -> tuple[str, ...]:
-    """Return the addresses that were given: one, or several.
+    """Return the addresses that were given: one, or several, as texts or objects of multiaddr.
 
     >>> make_initial_peers("/ip4/…") == make_initial_peers(["/ip4/…"])
     True
     """
-    if isinstance(given, str):
-        return (given,)
-    if not isinstance(given, Sequence) or not all(isinstance(peer, str) for peer in given):
+    if _is_address(given):
+        return (str(given),)
+    if not isinstance(given, Sequence) or not all(map(_is_address, given)):
         raise UsageError(f"initial_peers must be addresses, ['/ip4/…'], not {given!r}")
-    return tuple(given)
+    return tuple(map(str, given))
+
+
+def _is_address(given: object) -> bool:
+    return isinstance(given, str) or str(given).startswith("/")
 
 
 def read_max_length(given: object) -> int:

@@ -185,7 +185,7 @@ def _read_adapter(adapter: Any) -> Adapter | None:
     if isinstance(adapter, str | PathLike):
         raise UsageError(
             f"{str(cast('Any', adapter))!r:.80} is not {DIGEST}; load an adapter from a folder "
-            "with LoraAdapter.load(folder, model) or model.load_adapter(folder)"
+            "or the Hub with LoraAdapter.load(folder, model) or model.load_adapter(folder)"
         )
     raise UsageError(
         "active_adapter must be a LoraAdapter, the digest of a published one, or a list with one "

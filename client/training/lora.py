@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ...models.checkpoints.hub import DEFAULT_HUB, Hub
 from ...protocol.errors import UsageError
 from ...protocol.messages.adapters import DOWN, MAX_RANK, PREFIX, UP, LoraConfig
 from ..adapters.adapter_versions import AdapterVersion, ShardedVersion
@@ -26,6 +27,8 @@ from ..adapters.peft_files import (
     PeftFiles,
     check_fit,
     check_linear,
+    fetch_folder,
+    is_adapter_id,
     list_linears,
     make_fields,
     match_targets,
@@ -127,14 +130,26 @@ class LoraAdapter(nn.Module):
         return cls(PeftFiles(config, fields, matrices))
 
     @classmethod
-    def load(cls, folder: str | Path, model: HasConfig) -> Self:
-        """Read an adapter that was saved by shoal or PEFT.
+    def load(
+        cls,
+        folder: str | Path,
+        model: HasConfig,
+        hub: Hub | None = None,
+    ) -> Self:
+        """Read an adapter that was saved by shoal or PEFT, from a folder or the Hub (org/name).
 
         Raises UsageError that names the first matrix which does not fit the model.
         """
+        if not Path(folder).exists() and is_adapter_id(folder):
+            folder = fetch_folder(str(folder), hub or DEFAULT_HUB)
         files = read_folder(folder)
         check_fit(files.matrices, files.config.rank, model.config)
         return cls(files)
+
+    @staticmethod
+    def can_load(given: str | Path) -> bool:
+        """Return whether this names an existing folder, or can be an id on the Hub."""
+        return Path(given).exists() or is_adapter_id(given)
 
     def save(self, folder: str | Path) -> None:
         """Write `adapter_config.json` and `adapter_model.safetensors`, as PEFT reads them."""

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from ...kernels.wire_tensors import has_only_finite
 from ...protocol.errors import UsageError
 from ..adapters.peft_files import CONFIG_FILE, TRAINED_FILE
 from ..adapters.whole_files import Write, write_files
@@ -124,3 +125,20 @@ def load_trained(directory: str | Path) -> dict[str, Tensor]:
         raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
     except SafetensorError as error:
         raise UsageError(f"{file} is truncated or damaged ({error}); copy it again") from error
+
+
+def load_fitting(directory: str | Path, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what save_pretrained() wrote; UsageError unless it fits the parameters of a model."""
+    state = leave_out_adapter(load_trained(directory))
+    for name in sorted(state.keys() | own.keys()):
+        found, expected = (
+            list(tensors[name].shape) if name in tensors else "nothing" for tensors in (state, own)
+        )
+        if found != expected:
+            raise UsageError(
+                f"{directory} does not fit: as {name} it holds {found}, and this model trains "
+                f"{expected}"
+            )
+    if not all(map(has_only_finite, state.values())):
+        raise UsageError(f"{directory} holds NaN or infinity")
+    return state

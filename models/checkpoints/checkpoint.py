@@ -4,11 +4,10 @@ Never unpickles anything; what is read from disk is checked before it is used.
 """
 
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, cast
 
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from ...protocol.errors import ModelError
 from .fingerprint import CACHE_DIRECTORY, check_download, compute_fingerprint
+from .hub import DEFAULT_HUB, Hub, is_hub_id
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -24,7 +24,6 @@ INDEX_FILE = "model.safetensors.index.json"
 MAX_JSON_BYTES = 256 * 2**20
 """Honest files are far below; a damaged one must not make us read gigabytes of JSON."""
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 
 FetchFile = Callable[[str], Path]
@@ -56,6 +55,8 @@ class Checkpoint:
     revision: str
     _file_of: Mapping[str, str] = field(repr=False)
     _fetch: FetchFile = field(repr=False)
+    hub: Hub = DEFAULT_HUB
+    """The Hub with which it was opened, for what else belongs to the model."""
 
     @classmethod
     def open(
@@ -63,6 +64,7 @@ class Checkpoint:
         model: str | Path,
         revision: str | None = None,
         cache_directory: Path = CACHE_DIRECTORY,
+        hub: Hub = DEFAULT_HUB,
     ) -> "Checkpoint":
         """Open a local directory or a Hub id; `revision` is a commit, tag or branch of the Hub.
 
@@ -73,9 +75,9 @@ class Checkpoint:
         """
         directory = Path(model).expanduser()
         if directory.is_dir():
-            return _open_directory(directory, cache_directory)
-        if isinstance(model, str) and _HUB_ID.fullmatch(model):
-            return _open_hub(model, revision, cache_directory)
+            return _open_directory(directory, cache_directory, hub)
+        if isinstance(model, str) and is_hub_id(model):
+            return _open_hub(model, revision, cache_directory, hub)
         raise ModelError(f"there is no model directory {str(model)!r}; check the path")
 
     @property
@@ -99,7 +101,7 @@ class Checkpoint:
             return tensors.get_tensor(name)
 
 
-def _open_directory(directory: Path, cache_directory: Path) -> Checkpoint:
+def _open_directory(directory: Path, cache_directory: Path, hub: Hub) -> Checkpoint:
     config = _read_json(directory / "config.json")
     if (directory / SINGLE_FILE).is_file():
         file_of = dict.fromkeys(_read_names(directory / SINGLE_FILE), SINGLE_FILE)
@@ -120,32 +122,12 @@ def _open_directory(directory: Path, cache_directory: Path) -> Checkpoint:
         revision = compute_fingerprint(list(files.values()), cache_directory)
     except OSError as error:
         raise ModelError(f"the weights in {directory} cannot be read: {error}") from error
-    return Checkpoint(directory, config, revision, file_of, directory.joinpath)
+    return Checkpoint(directory, config, revision, file_of, directory.joinpath, hub)
 
 
-def _open_hub(model: str, revision: str | None, cache_directory: Path) -> Checkpoint:
+def _open_hub(model: str, revision: str | None, cache_directory: Path, hub: Hub) -> Checkpoint:
     """Fetch the configuration and the index; weights follow when they are asked for."""
-    # Only Hub users pay for this import, and a local directory works without the network.
-    from huggingface_hub import errors, hf_hub_download
-
-    def fetch(file_name: str, commit: str | None) -> Path:
-        try:
-            return Path(hf_hub_download(model, file_name, revision=commit))
-        except errors.LocalEntryNotFoundError as error:
-            raise ModelError(
-                f"there is no directory {model!r} here, and the Hub cannot be reached for "
-                f"{file_name}; check the path or the network"
-            ) from error
-        except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-            raise ModelError(
-                f"there is no directory {model!r} here, and the Hub has no such model or "
-                "revision that you may read; check the name"
-            ) from error
-        except errors.EntryNotFoundError as error:
-            raise FileNotFoundError(file_name) from error
-        except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
-            raise ModelError(f"fetching {file_name} of {model} failed: {error}") from error
-
+    fetch = partial(hub.fetch, model)
     try:
         config_path = fetch("config.json", revision)
     except FileNotFoundError as error:
@@ -175,7 +157,7 @@ def _open_hub(model: str, revision: str | None, cache_directory: Path) -> Checkp
         is_single, file_of = True, {}
     if is_single:
         file_of = dict.fromkeys(_read_names(fetch_weights(SINGLE_FILE)), SINGLE_FILE)
-    return Checkpoint(directory, _read_json(config_path), commit, file_of, fetch_weights)
+    return Checkpoint(directory, _read_json(config_path), commit, file_of, fetch_weights, hub)
 
 
 def _is_file(path: Path) -> bool:

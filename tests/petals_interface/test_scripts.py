@@ -13,8 +13,13 @@ from tuning_scene import ONE_HOP, assert_close, open_model
 import shoal.client
 from shoal.client import (
     AutoDistributedConfig,
+    AutoDistributedModel,
     AutoDistributedModelForCausalLM,
+    AutoDistributedModelForSequenceClassification,
     ClientConfig,
+    DistributedBloomForCausalLM,
+    DistributedLlamaConfig,
+    DistributedLlamaForCausalLM,
     RemotePastKeyValues,
     UsageError,
     load_pretrained_block,
@@ -25,14 +30,46 @@ IDS = torch.tensor([[5, 9, 60, 3]])
 
 
 @pytest.mark.parametrize("family", ["Bloom", "Falcon", "Llama", "Mixtral"])
-def test_families_have_the_classes_of_all(family: str) -> None:
-    named = {
+def test_families_have_classes_of_their_own(family: str) -> None:
+    named: dict[str, type] = {
         f"Distributed{family}Config": AutoDistributedConfig,
+        f"Distributed{family}Model": AutoDistributedModel,
         f"Distributed{family}ForCausalLM": AutoDistributedModelForCausalLM,
+        f"Distributed{family}ForSequenceClassification": (
+            AutoDistributedModelForSequenceClassification
+        ),
     }
-    for name, expected in named.items():
-        assert getattr(shoal.client, name) is expected
-    assert f"Distributed{family}ForSequenceClassification" in shoal.client.__all__
+    for name, of_all in named.items():
+        assert name in shoal.client.__all__
+        assert issubclass(getattr(shoal.client, name), of_all)
+        assert getattr(shoal.client, name) is not of_all
+
+
+@pytest.mark.parametrize(
+    ("variant", "opened"),
+    [("bloom", DistributedBloomForCausalLM), ("gpt2", AutoDistributedModelForCausalLM)],
+)
+def test_model_is_of_the_class_of_its_family(tiny_models: Any, variant: str, opened: Any) -> None:
+    with open_model(tiny_models.get(variant), ONE_HOP) as model:
+        assert type(model) is opened
+        assert isinstance(model, AutoDistributedModelForCausalLM)
+
+
+@pytest.mark.parametrize("base", [DistributedLlamaForCausalLM, AutoDistributedModelForCausalLM])
+def test_subclass_keeps_its_methods(tiny_models: Any, base: Any) -> None:
+    class Greedy(base):
+        def generate(self, *inputs: Any, **options: Any) -> Any:
+            return super().generate(*inputs, do_sample=False, **options)
+
+        def write(self) -> Any:
+            return self.generate(IDS, max_new_tokens=3)
+
+    with open_model(tiny_models.get(), ONE_HOP, Greedy) as model, torch.no_grad():
+        assert isinstance(model, base)
+        found = model.write()
+
+    expected = tiny_models.get().reference.generate(IDS, max_new_tokens=3, do_sample=False)
+    assert torch.equal(found, expected)
 
 
 def test_settings_of_petals_are_understood() -> None:
@@ -49,14 +86,21 @@ def test_settings_of_petals_are_understood() -> None:
 
 
 def test_settings_can_be_changed_before_anybody_joins(tiny_models: Any) -> None:
-    config = AutoDistributedConfig.from_pretrained(tiny_models.get().directory)
+    config = DistributedLlamaConfig.from_pretrained(tiny_models.get().directory)
     config.initial_peers = ["/ip4/127.0.0.1/tcp/1"]
     config.wire_dtype = "bf16"
     config.pad_token_id = 7
+    assert isinstance(config, DistributedLlamaConfig)
 
     assert config.initial_peers == config.client.initial_peers == ("/ip4/127.0.0.1/tcp/1",)
     assert config.wire_dtype == config.client.wire_dtype == "bf16"
     assert config.pad_token_id == config.model.pad_token_id == 7
+    config.use_server_to_server = False
+    config.update_period = 7
+    assert (config.delivery, config.client.refresh_seconds) == ("star", 7)
+    with pytest.warns(UserWarning, match=r"without effect: max_retries"):
+        config.max_retries = 3
+    assert not hasattr(config.model, "max_retries")
     with pytest.raises(UsageError, match="wire_dtype must be one of"):
         config.wire_dtype = "fp8"
 

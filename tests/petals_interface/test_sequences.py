@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,9 @@ from tuning_scene import REPLICAS, assert_close, open_model
 from shoal.client import (
     UID_DELIMITER,
     AutoDistributedConfig,
+    AutoDistributedModelForCausalLM,
+    ClientConfig,
+    InferenceSession,
     RemoteSequenceManager,
     RemoteSequential,
     RouteError,
@@ -126,6 +131,7 @@ def test_blocks_are_made_of_a_sequence(config: Any) -> None:
     with RemoteSequential(config, dht=None) as all_blocks:
         assert_close(found, all_blocks[2:4](hidden))
 
+    assert blocks.sequence_manager is manager
     assert manager.block_uids == tuple(names)
     assert manager.config is config
     with pytest.raises(UsageError, match="leave out start"):
@@ -133,6 +139,87 @@ def test_blocks_are_made_of_a_sequence(config: Any) -> None:
     assert manager.is_alive()
     manager.shutdown()
     assert not manager.is_alive()
+
+
+class OwnManager(RemoteSequenceManager):
+    """Says that it was shut down, as one of PETALS's own tests does."""
+
+    def __init__(self, *arguments: Any, told: list[str], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._told = told
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._told.append("shut down")
+
+
+class CompressingManager(OwnManager):
+    @property
+    def rpc_info(self) -> Any:
+        return {**super().rpc_info, "compression": "fp16"}
+
+    def get_request_metadata(self, protocol: str) -> Any:
+        raise AssertionError
+
+
+def test_given_sequence_is_shut_down_with_its_blocks(config: Any) -> None:
+    told: list[str] = []
+    names = [f"{config.dht_prefix}{UID_DELIMITER}0"]
+    with RemoteSequential(config, sequence_manager=OwnManager(config, names, told=told)) as blocks:
+        assert isinstance(blocks.sequence_manager, OwnManager)
+        assert isinstance(blocks[0].sequence_manager, OwnManager)
+        assert not told
+    assert told == ["shut down"]
+
+
+def test_overrides_that_nothing_calls_are_warned_of(config: Any) -> None:
+    manager = CompressingManager(config, [f"{config.dht_prefix}{UID_DELIMITER}0"], told=[])
+    with pytest.warns(
+        UserWarning, match="calls get_request_metadata, rpc_info of CompressingManager"
+    ) as warned:
+        RemoteSequential(config, sequence_manager=manager)
+    assert warned[0].filename == __file__
+    manager.shutdown()
+
+
+def test_session_is_opened_over_a_sequence(blocks: RemoteSequential) -> None:
+    hidden = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(1))
+    with InferenceSession(blocks.sequence_manager, max_length=3) as session:
+        assert session.max_length == 3
+        assert_close(session.step(hidden), blocks(hidden))
+
+
+def test_blocks_are_joined_with_the_configuration_of_a_model(
+    tiny_models: Any, swarms: Swarms
+) -> None:
+    directory = tiny_models.get().directory
+    hidden = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(1))
+    with AutoDistributedModelForCausalLM.from_pretrained(
+        directory, connect=swarms.connect, wire_dtype="fp32"
+    ) as model:
+        with RemoteSequential(model.config, start_block=1) as blocks:
+            assert_close(blocks(hidden), model.transformer.h[1:](hidden))
+            assert blocks.sequence_manager.client.config.wire_dtype == "fp32"
+        assert model.transformer.h.sequence_manager.is_alive()
+        with pytest.raises(UsageError, match="or the config of an open model, not LlamaConfig"):
+            RemoteSequential(copy.copy(model.config))
+
+
+def test_blocks_are_joined_through_the_peers_of_a_dht(tiny_models: Any, swarms: Swarms) -> None:
+    joined: list[tuple[str, ...]] = []
+
+    def connect(client: ClientConfig) -> Any:
+        joined.append(client.initial_peers)
+        return swarms.connect(client)
+
+    config = AutoDistributedConfig.from_pretrained(tiny_models.get().directory, connect=connect)
+    dht = SimpleNamespace(initial_peers=["/ip4/127.0.0.1/tcp/1"])
+    RemoteSequential(config, dht=dht).close()
+    assert config.initial_peers == ()
+    config.initial_peers = "/ip4/127.0.0.1/tcp/2"
+    RemoteSequenceManager(config, [f"{config.dht_prefix}.0"], dht=dht).shutdown()
+
+    assert joined == [("/ip4/127.0.0.1/tcp/1",), ("/ip4/127.0.0.1/tcp/2",)]
 
 
 @pytest.mark.parametrize("blocks", [[], [1, 3], [3, 4], [2, 1]])
