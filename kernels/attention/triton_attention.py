@@ -64,7 +64,7 @@ def paged_attention(
     Token `n` sees the first `lengths_N[n]` keys of its table, its own among them, with a window
     only the last `sliding_window`; a token that sees none, as in an idle row of a captured graph,
     gets zeros. `tables_NM` and `lengths_N` are int32 and trusted: nobody notices a page that is
-    not there. Pages are floats, the first of W, or int8 with the records of `int8_kv` for W.
+    not there. Pages are floats or int8 records of `int8_kv`, the first of W.
     Raises ValueError for shapes and options that contradict each other.
     """
     is_int8 = pages_PCGSW.dtype is torch.int8
@@ -160,7 +160,9 @@ def _check(
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"heads have at most {MAX_HEAD_DIM} numbers, not {head_dim}")
     is_int8 = pages_PCGSW.dtype is torch.int8
-    fits = width == count_record_bytes(head_dim) if is_int8 else width >= head_dim
+    fits = width >= head_dim
+    if is_int8:  # their scales are read as floats
+        fits = width >= count_record_bytes(head_dim) and width % 4 == 0
     if not fits or num_kinds != 2 or num_heads % num_groups:
         raise ValueError(
             f"queries {tuple(queries_NHD.shape)} do not fit pages {tuple(pages_PCGSW.shape)}"

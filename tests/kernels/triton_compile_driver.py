@@ -115,7 +115,7 @@ def compile_attention(capability: int) -> None:
     for head_dim, kind in product((64, triton_attention.MAX_HEAD_DIM), ("*fp32", "*bf16", "*i8")):
         constants: dict[str, Any] = {
             "HEADS": 4, "TILES": 1, "GROUPS": 8,
-            "HEAD_DIM": head_dim, "PAGE_TOKENS": PAGE_TOKENS[kind], "PAGE_WIDTH": head_dim + 4,
+            "HEAD_DIM": head_dim, "PAGE_TOKENS": PAGE_TOKENS[kind], "PAGE_WIDTH": head_dim + 8,
             "BLOCK_D": head_dim, "BLOCK_R": 16,
             "PART_TOKENS": triton_attention.PART_TOKENS,
             "BLOCK_K": triton_attention._choose_keys_at_once(head_dim),
@@ -129,7 +129,7 @@ def compile_attention(capability: int) -> None:
         options = {name: size for name, size in tile.items() if name.startswith("num_")}
         constants = {
             "HEADS": 4, "GROUPS": 8, "HEAD_DIM": head_dim, "BLOCK_D": head_dim,
-            "PAGE_TOKENS": PAGE_TOKENS[kind], "PAGE_WIDTH": head_dim + 4,
+            "PAGE_TOKENS": PAGE_TOKENS[kind], "PAGE_WIDTH": head_dim + 8,
             "BLOCK_T": tile["BLOCK_T"], "BLOCK_K": tile["BLOCK_K"],
         }  # fmt: skip
         if kind != "*i8":

@@ -62,12 +62,14 @@ class FloatLayout:
 
 
 class Int8Layout:
-    """Records of 8-bit integers."""
+    """Records of 8-bit integers; a `width` above theirs leaves gaps."""
 
     dtype = torch.int8
 
-    def __init__(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-        self.width = count_record_bytes(head_dim)
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, width: int | None = None
+    ) -> None:
+        self.width = width or count_record_bytes(head_dim)
         self._num_heads = num_kv_heads
         self.token_bytes = 2 * num_kv_heads * self.width
         self._head_dim = head_dim

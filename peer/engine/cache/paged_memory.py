@@ -42,11 +42,15 @@ class PagedAttention(NamedTuple):
 def make_paged_layouts(
     num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> dict[KVFormat, Layout]:
-    """Return how sessions of each format use the same pages."""
-    width = count_record_bytes(head_dim)
+    """Return how sessions of each format use the same pages.
+
+    Rows of 16-bit numbers begin at multiples of 16 bytes: so much is read at once, and Triton 3.6
+    reads so much wherever they begin.
+    """
+    width = -(-count_record_bytes(head_dim) // 8) * 8
     return {
         KVFormat.FLOAT: FloatLayout(num_kv_heads, head_dim, dtype, width),
-        KVFormat.INT8: Int8Layout(num_kv_heads, head_dim, dtype),
+        KVFormat.INT8: Int8Layout(num_kv_heads, head_dim, dtype, width),
     }
 
 

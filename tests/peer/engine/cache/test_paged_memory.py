@@ -229,6 +229,15 @@ def test_check_integrity_notices_pages_that_went_astray(fault: str) -> None:
         pool.check_integrity()
 
 
+@pytest.mark.parametrize("head_dim", [16, 20, 64, 96, 256])
+def test_rows_of_16_bits_begin_where_16_bytes_are_read_at_once(head_dim: int) -> None:
+    store = PagedStore(2**20, SPAN, NUM_HEADS, head_dim, torch.bfloat16, CPU)
+    pages_PCGSW = store.pages(SPAN.start, torch.bfloat16)
+
+    assert pages_PCGSW.stride(-2) * pages_PCGSW.itemsize % 16 == 0
+    assert pages_PCGSW.shape[-1] == store.pages(SPAN.start, torch.int8).shape[-1] > head_dim
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_attention_reads_have_no_gaps(dtype: torch.dtype) -> None:
     pool, _ = make_pool(20, dtype)
