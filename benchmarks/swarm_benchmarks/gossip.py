@@ -237,7 +237,7 @@ class Lines:
             LinedTransport(transport, self.outward),
             self._open_directory(),
             [listener],
-            replace(listener.endpoint, port=self.inward.port),
+            [replace(listener.endpoint, port=self.inward.port)],
             opened,
             facts={"addresses": [], "dialled": []},
         )

@@ -7,10 +7,7 @@ import logging
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import uvloop
 
@@ -23,30 +20,22 @@ from ...protocol.net.dht.internet import InternetNetwork, Listening
 from ...protocol.spans import Span
 from ..options.bundled_model import find_model
 from ..options.join_options import add_join_arguments, read_join, read_joining
+from ..options.listen_options import add_listen_arguments, choose_place
 from ..options.quantities import (
-    count_of,
     parse_announce_period,
     parse_bytes,
     parse_count,
-    parse_host,
-    parse_listen,
     parse_memory,
     parse_non_negative,
-    parse_port,
     parse_threads,
 )
 from ..options.shared_options import add_model_argument, add_weights_argument, parse_device
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import INTERRUPTED, quitting_at_once
-from ..terminal.terminal import Terminal, discard_output
+from ..terminal.peer_events import print_for_people, print_json
+from ..terminal.terminal import discard_output
 
 _DEFAULTS = PeerConfig(model="")
-
-_PURPOSES = {
-    "use": "The swarm is private. Join code (--join) for members that only use it:",
-    "serve": "Join code for members that may also serve:",
-}
-_PUBLIC_PURPOSE = "The swarm is public: join with an address or with this code (--join):"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,25 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_join_arguments(parser, "join the swarm of the peer at this address", swarm)
     _add_work_arguments(parser)
-    parser.add_argument(
-        "--listen", default=_DEFAULTS.listen_host, metavar="HOST[:PORT]",
-        help="address that accepts sessions (default: %(default)s, any free port)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--announce-host", type=parse_host, metavar="HOST",
-        help="host that clients and other peers dial (default: that of --listen)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--directory-port",
-        type=parse_port,
-        default=0,
-        metavar="PORT",
-        help="port of the DHT (default: any free port)",
-    )
-    parser.add_argument(
-        "--relay", action="store_true",
-        help="carry the sessions of peers that nobody can dial, such as those behind a NAT",
-    )  # fmt: skip
+    add_listen_arguments(parser)
     parser.add_argument(
         "--identity", type=Path, metavar="FILE",
         help="file with the private key behind the peer's id; created if missing",
@@ -140,7 +111,7 @@ def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until asked to stop; return 0, or 130 if the peer was never online."""
-    report = _print_json if options.json else _print_for_people
+    report = print_json if options.json else print_for_people
     config = _make_config(options)
     _show_losses_of_the_directory()
     with quitting_at_once(), importing_much():
@@ -162,8 +133,8 @@ def _make_config(options: argparse.Namespace) -> PeerConfig:
         span = Span.parse(options.blocks) if options.blocks else None
     except ValueError as error:
         raise UsageError(f"--blocks: {error}") from error
-    host, port = parse_listen(options.listen)
     membership, initial_peers = _choose_swarm(options)
+    host, port = choose_place(options, initial_peers)
     return PeerConfig(
         model=find_model(options.model),
         span=span,
@@ -272,7 +243,15 @@ async def _run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> 
         config.announce_host,
         config.is_relay,
     )
-    network = InternetNetwork(clock, config.initial_peers, config.membership, listening)
+    network = InternetNetwork(
+        clock,
+        config.initial_peers,
+        config.membership,
+        listening,
+        note_stranger=lambda host, is_local: report(
+            PeerEvent("got_through", {"host": host, "is_local": is_local})
+        ),
+    )
     async with Peer.join(config, network, clock, report) as peer:
         await peer.serve(stop)
     report(PeerEvent("left"))
@@ -281,86 +260,3 @@ async def _run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> 
 def _stop_at_end_of_stdin(stop: asyncio.Event) -> None:
     if not os.read(sys.stdin.fileno(), 4096):
         stop.set()
-
-
-def _print_json(event: PeerEvent) -> None:
-    Terminal(sys.stdout).print_event(event.name, time=round(time.time(), 3), **event.facts)
-
-
-def _print_for_people(event: PeerEvent) -> None:
-    facts: dict[str, Any] = event.facts
-    terminal = Terminal(sys.stdout)
-    if event.name == "started":
-        terminal.print(f"Peer {facts['peer_id']}")
-        for line in terminal.wrap(_describe_memory(facts)):
-            terminal.print(line)
-        if not facts["adapter_bytes"]:
-            terminal.print("Accepts no adapters: it has no memory for them (--adapter-memory).")
-    elif event.name == "directory":
-        terminal.print("Joined the directory. Others can join through:")
-        for address in facts["dialled"]:
-            terminal.print(f"  {address}")
-        _print_codes(terminal, facts.get("join_codes", {}))
-    elif event.name == "loading":
-        is_done = facts["done"] == facts["blocks"]
-        if terminal.can_redraw or is_done:
-            end = "\n" if is_done else ""
-            terminal.redraw(f"Loading block {facts['done']} of {facts['blocks']}{end}")
-    else:
-        # A peer runs for days, so its readers need the time of an event.
-        for sentence in _describe_event(event):
-            for line in terminal.wrap(f"{time.strftime('%H:%M:%S')} {sentence}"):
-                terminal.print(line)
-
-
-def _describe_memory(facts: dict[str, Any]) -> str:
-    def show(*kinds: str) -> str:
-        return f"{sum(facts[f'{kind}_bytes'] for kind in kinds) // 2**20:,}"
-
-    kinds = ("kv", "pass", "adapter", "message")
-    uses = f"{show('kv')} for KV caches, {show('pass')} for training, {show('adapter')} for "
-    uses += f"adapters, {show('message')} for messages that wait"
-    free, disk = f"{show('free')} MiB of free memory", show("block_cache")
-    if facts["weight_bytes"] is None:
-        uses = f"Uses at most {free}: {uses}, the rest for weights"
-    else:
-        total = show("weight", *kinds)
-        uses = f"Uses at most {total} of {free}: {show('weight')} for weights, {uses}"
-    return f"{uses}. Keeps at most {disk} MiB of blocks on disk."
-
-
-def _describe_event(event: PeerEvent) -> Iterator[str]:
-    """Yield an event of a running peer in sentences for people."""
-    facts: dict[str, Any] = event.facts
-    if event.name == "draining":
-        yield (
-            f"Moving {count_of(facts['sessions'], 'session')} to other peers and finishing "
-            f"{facts['passes']} of training's microbatches. Press Ctrl-C again to leave at once."
-        )
-    elif event.name in ("placed", "moving"):
-        verb = "Taking" if event.name == "placed" else "Moving to"
-        yield f"{verb} blocks {facts['target']}: {facts['why']}."
-    elif event.name == "returning":
-        yield f"Returning to blocks {facts['target']}: {facts['why']}."
-    elif event.name == "online":
-        yield (
-            f"Online at {facts['endpoint']}: blocks {facts['span']} of {facts['num_blocks']}, "
-            f"{facts['decode_steps_per_second']} steps/s."
-        )
-        yield f"Computing with {facts['kernels']}. Press Ctrl-C to leave."
-    elif event.name == "relayed":
-        yield "The relays of this peer have changed. It is now reached through:"
-        yield from facts["relays"]
-    elif event.name == "parked" and facts["parked_at"]:
-        endings = ", ".join(f"…{ending}" for ending in facts["parked_at"])
-        yield f"These peers push to this one over connections that it keeps open: {endings}."
-    elif event.name == "left":
-        yield "Left the swarm."
-
-
-def _print_codes(terminal: Terminal, codes: dict[str, str]) -> None:
-    """Print a code on a line of its own, so that it can be copied whole."""
-    for role, code in codes.items():
-        purpose = _PURPOSES[role] if len(codes) > 1 else _PUBLIC_PURPOSE
-        terminal.print(purpose)
-        terminal.print(code)

@@ -31,7 +31,7 @@ from ...protocol.spans import Span, find_gaps
 from .finding import Finding, FindingStatus
 from .peer_check import FIXES, PeerCheck, check_peer
 from .probes import LIBP2P_GREETING, JoinedSwarm, ModelFacts, Probes
-from .reach_check import ListenAddress, judge_reach
+from .reach_check import LOCAL_FIX, ListenAddress, find_local_peers, judge_reach, name_bounds
 
 DIAL_SECONDS = 3.0
 JOIN_SECONDS = 15.0
@@ -148,17 +148,19 @@ class Diagnosis:
         except TimeoutError:
             return Finding(
                 "address", FindingStatus.BROKEN,
-                f"{name} does not answer within {DIAL_SECONDS:g} s",
+                f"{name} does not answer within {DIAL_SECONDS:g} s{name_bounds(address.host)}",
                 "check the address, and that no firewall blocks the port",
             )  # fmt: skip
         except (OSError, UnicodeError) as error:
             detail = f"{name} cannot be reached: {_explain_failed_dial(error)}"
+            detail += name_bounds(address.host)
             return Finding(
                 "address", FindingStatus.BROKEN, detail, _advise_dialling(address, error)
             )
         seconds = self.probes.clock.now() - started_at
+        detail = f"{name} accepts connections, {_show(seconds)}{name_bounds(address.host)}"
         return await self._check_speaks_libp2p(name, address.host, port) or Finding(
-            "address", FindingStatus.OK, f"{name} accepts connections, {_show(seconds)}"
+            "address", FindingStatus.OK, detail
         )
 
     async def _check_speaks_libp2p(self, name: str, host: str, port: int) -> Finding | None:
@@ -288,10 +290,15 @@ class Diagnosis:
                 return await check_peer(peer, joined.transport, self.probes)
 
         self.checks = list(await asyncio.gather(*(check(peer) for peer in asked)))
+        local = find_local_peers(view.online)
         for result in self.checks:
             name = f"peer …{result.peer.peer_id[-6:]}"
             blocks = f"blocks {result.peer.span}"
-            if result.fault is None:
+            if result.peer in local:
+                detail = f"{blocks}: it announces an address of its own machine only, "
+                detail += f"{result.peer.endpoints[0]}: nobody on another machine can use it"
+                self._note(name, FindingStatus.BROKEN, detail, LOCAL_FIX)
+            elif result.fault is None:
                 seconds = result.rtt_seconds or 0.0
                 self._note(name, FindingStatus.OK, f"{blocks}: answers in {_show(seconds)}")
             else:

@@ -1,16 +1,20 @@
-"""Whether a peer of this machine could be dialled: what the answers of others come to.
+"""Who can be dialled from where: what addresses mean, and what the answers of others come to.
 
 Pure; `protocol/net/relays/reachability.py` asks them.
 """
 
-import ipaddress
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...protocol.endpoints import is_loopback
-from ...protocol.net.addresses import DialBackAnswer
+from ...protocol.net.addresses import DialBackAnswer, is_address
+from ...protocol.net.tcp.dial_rules import find_local_network
+from ...protocol.records.announcements import Announcement
 from .finding import Finding, FindingStatus
+
+LOCAL_FIX = "start it again without --local and without --listen 127.0.0.1"
+"""Advice for a peer of `find_local_peers`."""
 
 _NAME = "reach"
 _RELAYED = "Until then a peer here is reached through relays, which is slower"
@@ -25,13 +29,36 @@ class ListenAddress:
     announced_host: str
 
 
+def name_bounds(host: str) -> str:
+    """Return what to say of an address that means nothing elsewhere; nothing of others.
+
+    >>> name_bounds("192.168.1.5")
+    '; that is an address of a local network, which others cannot reach'
+    """
+    if is_loopback(host):
+        return "; that is an address of this machine only, which others cannot reach"
+    if is_address(host) and find_local_network(host) is not None:
+        return "; that is an address of a local network, which others cannot reach"
+    return ""
+
+
+def find_local_peers(peers: Sequence[Announcement]) -> list[Announcement]:
+    """Return the peers that only their own machine reaches, in a swarm of others."""
+    local = [peer for peer in peers if peer.all_endpoints and _is_local(peer)]
+    return local if len(local) < len(peers) else []
+
+
+def _is_local(peer: Announcement) -> bool:
+    return not peer.relays and all(is_loopback(endpoint.host) for endpoint in peer.endpoints)
+
+
 def judge_reach(address: ListenAddress, answers: Sequence[DialBackAnswer]) -> Finding:
     """Return the meaning of the answers, and advice, for people."""
     host, port = address.announced_host, address.port
     place = f"{host}:{port}" if port else host
     if is_loopback(host):
         detail = f"{host} is this machine only: other machines cannot dial a peer here"
-        fix = "to let them: --listen 0.0.0.0 and --announce-host with the address they should dial"
+        fix = "to let them, serve without --local and without --listen 127.0.0.1"
         return Finding(_NAME, FindingStatus.WARNING, detail, fix)
     # A peer of this machine sees us from within.
     known = [a for a in answers if a.is_reached is not None and not is_loopback(a.seen_host)]
@@ -43,7 +70,7 @@ def judge_reach(address: ListenAddress, answers: Sequence[DialBackAnswer]) -> Fi
     num_reaching = sum(bool(answer.is_reached) for answer in known)
     seen_host, num_seeing = Counter(answer.seen_host for answer in known).most_common(1)[0]
     # Most have to agree, and a name of ours may stand for what they see.
-    are_addresses = _is_address(host) and _is_address(seen_host)
+    are_addresses = is_address(host) and is_address(seen_host)
     if are_addresses and seen_host != host and 2 * num_seeing > len(known):
         is_let_through = any(a.is_reached for a in known if a.seen_host == seen_host)
         return _judge_translated(address, seen_host, is_let_through)
@@ -73,11 +100,3 @@ def _judge_translated(address: ListenAddress, seen_host: str, is_let_through: bo
         f"0.0.0.0:{port or 'PORT'} --announce-host {seen_host}. {_RELAYED}"
     )
     return Finding(_NAME, FindingStatus.WARNING, detail, fix)
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

@@ -53,7 +53,7 @@ def make_template(
         num_blocks=num_blocks,
         span=Span(0, num_blocks),
         state=PeerState.JOINING,
-        endpoints=() if relays else (presence.endpoint,),
+        endpoints=() if relays else tuple(presence.endpoints),
         relays=relays,
         relay_port=presence.relay_port,
         directory_port=presence.directory_port,

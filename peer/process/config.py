@@ -69,7 +69,7 @@ class PeerConfig:
     """The swarm to join or begin; None: the public one of the initial peers, or a new one."""
 
     listen_host: str = "127.0.0.1"
-    """Address to accept connections on."""
+    """Address to accept connections on; 0.0.0.0 or :: for every one of this machine."""
 
     listen_port: int = 0
     """Port for sessions; 0: any free one."""
@@ -78,7 +78,7 @@ class PeerConfig:
     """Port of the directory; 0: any free one."""
 
     announce_host: str | None = None
-    """Host that others dial; None: the one of `listen_host`."""
+    """Host that others dial; None: those of `listen_host`, and the one where they reach us."""
 
     is_relay: bool = False
     """Whether to carry streams to peers that cannot be dialled."""

@@ -2,8 +2,12 @@
 
 import asyncio
 import errno
+import fcntl
 import ipaddress
+import os
 import socket
+import struct
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ..endpoints import Endpoint
@@ -25,24 +29,57 @@ class DialBackAnswer:
     seen_host: str
     """The address that it sees for the asking machine, and dialled. Empty if it did not say."""
 
-    def denies(self, host: str) -> bool:
-        """Return whether it means that others cannot dial this host.
 
-        Reached at another one, we are behind a NAT that lets the port through, and would announce
-        an address that means nothing outside. A public one the other may know from within, by its
-        own.
-        """
-        if self.is_reached and self.seen_host != host:
-            return not _is_for_everybody(host)
-        return self.is_reached is False
+EVERYWHERE = ("0.0.0.0", "::")
+"""To listen there is to listen at every address of this machine, of one family."""
+
+_MOST_OWN_HOSTS = 4
+
+_GET_FLAGS, _GET_ADDRESS = 0x8913, 0x8915  # SIOCGIFFLAGS and SIOCGIFADDR of Linux
+_IS_UP, _IS_LOOPBACK, _IS_RUNNING = 0x1, 0x8, 0x40
+_SOMEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+"""Addresses for documents, to which nothing is sent: the system says from where it would go."""
 
 
-def _is_for_everybody(host: str) -> bool:
-    """Return whether a host means the same everywhere: a name, or a public address."""
+def list_own_hosts(listen_host: str) -> list[str]:
+    """Return where others may dial somebody who listens at a host: that one, unless it is any.
+
+    Then these are the addresses of this machine without loopback, first the one from which it
+    reaches the internet; of IPv6 only that. Bridges, which mostly lead to containers, count where
+    there is nothing else. None where the machine is in no network.
+    """
+    if listen_host not in EVERYWHERE:
+        return [listen_host]
+    family = socket.AF_INET6 if ":" in listen_host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as asking:
+        found: dict[str, None] = {}
+        bridges: dict[str, None] = {}
+        for _, name in socket.if_nameindex() if family == socket.AF_INET else ():
+            is_bridge = os.path.exists(f"/sys/class/net/{name}/bridge")
+            with suppress(OSError):  # it has no address
+                (bridges if is_bridge else found).update(_find_addresses(asking, name))
+        with suppress(OSError):  # it has no way to the internet
+            asking.connect((_SOMEWHERE[family], 9))
+            found = {asking.getsockname()[0]: None} | found
+    return list(found or bridges)[:_MOST_OWN_HOSTS]
+
+
+def _find_addresses(asking: socket.socket, interface: str) -> dict[str, None]:
+    """Return the IPv4 address of an interface, if it leads to others; raises OSError."""
+    question = struct.pack("256s", interface.encode()[:15])
+    (flags,) = struct.unpack_from("H", fcntl.ioctl(asking, _GET_FLAGS, question), 16)
+    if flags & _IS_LOOPBACK or not (flags & _IS_UP and flags & _IS_RUNNING):
+        return {}
+    return {socket.inet_ntoa(fcntl.ioctl(asking, _GET_ADDRESS, question)[20:24]): None}
+
+
+def is_address(host: str) -> bool:
+    """Return whether a host is an IP address, not a name."""
     try:
-        return ipaddress.ip_address(host).is_global
+        ipaddress.ip_address(host)
     except ValueError:
-        return True
+        return False
+    return True
 
 
 async def open_listening(host: str, port: int) -> list[socket.socket]:
@@ -68,7 +105,7 @@ async def open_listening(host: str, port: int) -> list[socket.socket]:
             raise UsageError(f"port {port} on {host} is in use; choose another one") from error
         if error.errno == errno.EADDRNOTAVAIL:
             raise UsageError(
-                f"{host} is not an address of this machine; listen on 0.0.0.0, and give the "
+                f"{host} is not an address of this machine; leave out --listen HOST, and give the "
                 "address that others dial with --announce-host"
             ) from error
         named = Endpoint(host, port) if port else host
@@ -93,7 +130,7 @@ def set_keepalive(connected: socket.socket) -> None:
 
 def check_can_be_dialled(host: str) -> None:
     """Raise UsageError for a host to announce that means every address of this machine."""
-    if host in ("0.0.0.0", "::"):
+    if host in EVERYWHERE:
         raise UsageError(
             f"others cannot dial {host}: give the address that they should use with --announce-host"
         )

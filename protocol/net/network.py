@@ -29,8 +29,8 @@ class Presence:
     """The directory, joined under the peer's identity; closed with the presence."""
     listeners: Sequence[Listener]
     """The listeners; close them before the service of their streams ends."""
-    endpoint: Endpoint
-    """The endpoint that others dial, if the peer can be dialled."""
+    endpoints: Sequence[Endpoint]
+    """The endpoints that others dial, best first, if the peer can be dialled."""
     opened: AsyncExitStack
     """Closes what was opened, the last first."""
     facts: Mapping[str, object]

@@ -22,6 +22,8 @@ from shoal.protocol.errors import ModelError
 PUBLIC = "shoal:aeaaagaaaaaaaaaaaaaaaaaaaaaaaaaatsnisby"
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
+AWAY = PEER.replace("127.0.0.1", "192.0.2.1")
+
 
 def run_and_read_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Run a command that fails; return its exit code and the one line that it said."""
@@ -171,7 +173,8 @@ def test_words_behind_two_dashes_are_left_as_they_are() -> None:
         (["revoke", "--initial-peers", PEER], "give the owner's code with --join"),
         (["revoke", "--join", PUBLIC], "the join code names no address"),
         (["serve", "", "--new-swarm"], "the model name is empty"),
-        (["serve", "m", "--new-swarm", "--listen", "0.0.0.0"], "--announce-host"),
+        (["serve", "m", "--new-swarm", "--announce-host", "0.0.0.0"], "others cannot dial"),
+        (["serve", "m", "--local", "--initial-peers", AWAY], "this machine only"),
         (["serve", "m", "--new-swarm", "--blocks", "8"], "--blocks"),
         (["serve", "m" * 300, "--new-swarm"], "File name too long"),
     ],

@@ -72,7 +72,7 @@ async def test_peer_on_this_machine_says_where_others_join_through_it() -> None:
 async def test_client_finds_a_peer_and_dials_what_it_announced(
     presence: Presence, network: Network
 ) -> None:
-    announced = make_announcement(1, CLOCK.wall(), endpoints=(presence.endpoint,))
+    announced = make_announcement(1, CLOCK.wall(), endpoints=tuple(presence.endpoints))
     await presence.directory.announce(sign(announced))
     transport, directory = await network.connect()
     try:
@@ -91,7 +91,7 @@ async def test_peer_that_others_can_dial_has_no_relays(
     presence: Presence, network: Network
 ) -> None:
     assert presence.identity is IDENTITY
-    assert [listener.endpoint for listener in presence.listeners] == [presence.endpoint]
+    assert [listener.endpoint for listener in presence.listeners] == [*presence.endpoints]
     assert list(presence.relays) == []
     assert presence.relay_port == 0
     assert not await presence.renew_relays(MODEL)
@@ -105,7 +105,7 @@ async def test_peer_that_has_left_answers_nobody_and_may_leave_again(
         await presence.close()
         await presence.close()
         with pytest.raises(UnavailableError):
-            await transport.open_stream(presence.endpoint)
+            await transport.open_stream(presence.endpoints[0])
     finally:
         await transport.close()
         await directory.close()

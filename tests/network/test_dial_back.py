@@ -12,6 +12,7 @@ import pytest
 from libp2p_parts import connected_p2pds
 
 from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.net.relays.reach import Scope
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream
 
@@ -41,21 +42,20 @@ async def open_scene(num_others: int = 1) -> AsyncGenerator[tuple[Any, Endpoint]
 
 async def test_open_port_is_reached_and_no_other() -> None:
     """The question has no host, so that no third party can be named: who asks compares."""
-    from shoal.protocol.net.relays.reachability import can_be_dialled
+    from shoal.protocol.net.relays.reachability import find_reach
 
     async with open_scene() as (asking, endpoint):
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
             closed_port = unused.getsockname()[1]
             expected = {
-                endpoint: True,
-                Endpoint("127.0.0.1", closed_port, endpoint.fingerprint): False,
-                Endpoint("127.0.0.1", endpoint.port, "0" * 64): False,
-                Endpoint("10.0.0.1", endpoint.port, endpoint.fingerprint): False,
-                Endpoint("peer.example", endpoint.port, endpoint.fingerprint): True,
+                endpoint: Scope.NETWORK,
+                Endpoint("127.0.0.1", closed_port, endpoint.fingerprint): Scope.NOBODY,
+                Endpoint("127.0.0.1", endpoint.port, "0" * 64): Scope.NOBODY,
             }
 
-            assert {at: await can_be_dialled(asking, at) for at in expected} == expected
+            found = {at: (await find_reach(asking, [at])).scope for at in expected}
+            assert found == expected
 
 
 async def test_peer_asks_once_more_when_nobody_has_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,12 +77,13 @@ async def test_peer_asks_once_more_when_nobody_has_tried(monkeypatch: pytest.Mon
     monkeypatch.setattr(reachability, "PAUSE_SECONDS", 0.1)
 
     async with open_scene() as (asking, endpoint):
-        assert not await reachability.can_be_dialled(asking, endpoint)
+        assert (await reachability.find_reach(asking, [endpoint])).scope is Scope.NOBODY
         assert not verdicts
 
 
-async def test_first_peer_of_a_swarm_takes_itself_for_reachable() -> None:
-    from shoal.protocol.net.relays.reachability import can_be_dialled
+async def test_those_on_this_machine_are_not_asked() -> None:
+    from shoal.protocol.net.relays.reachability import find_reach
 
-    async with open_scene(num_others=0) as (asking, endpoint):
-        assert await can_be_dialled(asking, endpoint)
+    async with open_scene() as (asking, endpoint):
+        elsewhere = Endpoint("10.0.0.1", endpoint.port, endpoint.fingerprint)
+        assert (await find_reach(asking, [elsewhere])).scope is Scope.UNKNOWN

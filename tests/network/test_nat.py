@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import select
 import subprocess
 import sys
@@ -40,6 +41,7 @@ class RunningPeer(NamedTuple):
     """A peer that is online, and what it said then."""
 
     process: subprocess.Popen[bytes]
+    directory: dict[str, Any]
     facts: dict[str, Any]
 
     @property
@@ -59,26 +61,30 @@ class Scene(NamedTuple):
 
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
+    """Nobody says where to listen: what may be dialled, and who is a relay, is found out."""
     with nat_networks() as networks, contextlib.ExitStack() as stack:
         networks.forget_after("a", FORGETTING_SECONDS)
-        public = start_peer(networks, stack, "public", PUBLIC_HOST, "0:4", "--new-swarm", "--relay")
-        join = ("--initial-peers", public.address)
-        relayed = start_peer(networks, stack, "home-a", HOME_HOSTS["a"], "4:8", *join)
+        public = start_peer(networks, stack, "public", None, "0:4", "--new-swarm")
+        (code,) = public.directory["join_codes"].values()
+        relayed = start_peer(networks, stack, "home-a", None, "4:8", "--join", code)
+        assert read_event(public.process, "got_through")["host"] == ROUTER_HOSTS["a"]
         read_event(relayed.process, "parked")
-        yield Scene(networks, public.address, public.facts, relayed.facts)
+        facts = (peer.directory | peer.facts for peer in (public, relayed))
+        yield Scene(networks, public.address, *facts)
 
 
 def start_peer(
     networks: NatNetworks,
     stack: contextlib.ExitStack,
     where: str,
-    host: str,
+    host: str | None,
     blocks: str,
     *options: str,
 ) -> RunningPeer:
     """Start a peer, and return it when it is online."""
     serve = (sys.executable, "-P", "-m", "shoal.cli", "serve", MODEL, "--json", *options)
-    settings = ("--listen", host, "--blocks", blocks, "--weights", "fp32", "--block-cache", "0")
+    settings = ("--blocks", blocks, "--weights", "fp32", "--block-cache", "0")
+    settings += () if host is None else ("--listen", host)
     # Unbuffered, or `select` would not see what was read ahead.
     command = networks.command(where, *serve, *settings)
     peer = warm_python.Popen(command, stdout=subprocess.PIPE, bufsize=0)
@@ -86,7 +92,7 @@ def start_peer(
     stack.callback(peer.terminate)
     assert peer.stdout is not None
     stack.enter_context(peer.stdout)
-    return RunningPeer(peer, read_event(peer, "online"))
+    return RunningPeer(peer, read_event(peer, "directory"), read_event(peer, "online"))
 
 
 def read_event(peer: subprocess.Popen[bytes], name: str) -> dict[str, Any]:
@@ -128,7 +134,10 @@ def generate_alone(num_tokens: int, prompt: str = PROMPT) -> str:
 def test_peer_that_cannot_be_dialled_announces_its_relay(scene: Scene) -> None:
     relay = scene.address
     assert scene.relayed["endpoint"] == f"{relay}/p2p-circuit/p2p/{scene.relayed['peer_id']}"
+    assert scene.relayed["relays"] == [relay]
+    assert scene.relayed["reach"] == "nobody"
     assert scene.public["endpoint"].startswith(f"{PUBLIC_HOST}:")
+    assert scene.public["reach"] == "unknown"
 
 
 def test_peer_that_can_be_dialled_announces_itself(scene: Scene) -> None:
@@ -138,12 +147,13 @@ def test_peer_that_can_be_dialled_announces_itself(scene: Scene) -> None:
         direct = start_peer(scene.networks, stack, "router-b", host, "0:4", *join)
 
         assert direct.facts["endpoint"].startswith(f"{host}:")
+        assert direct.directory["reach"] == "internet"
 
 
 def test_peer_that_nobody_can_dial_says_how_to_find_a_relay(scene: Scene) -> None:
-    """It joins through a peer that is none, as no peer is unless it is told to."""
+    """It joins through a peer that wants to be none."""
     with contextlib.ExitStack() as stack:
-        join = ("--initial-peers", scene.address)
+        join = ("--initial-peers", scene.address, "--no-relay")
         other = start_peer(scene.networks, stack, "router-b", ROUTER_HOSTS["b"], "0:4", *join)
         serve = (sys.executable, "-P", "-m", "shoal.cli", "serve", MODEL, "--blocks", "4:8")
         options = ("--listen", HOME_HOSTS["a"], "--initial-peers", other.address)
@@ -156,7 +166,7 @@ def test_peer_that_nobody_can_dial_says_how_to_find_a_relay(scene: Scene) -> Non
         )
 
     assert refused.returncode == 1
-    assert "open the port, or join through a peer that was started with --relay" in refused.stderr
+    assert re.search(r"forward TCP port (\d+) .* --listen 0.0.0.0:\1;", refused.stderr)
 
 
 def test_long_prompt_goes_through_a_relay_in_one_go(scene: Scene) -> None:
@@ -183,6 +193,19 @@ def test_prompt_is_pushed_into_a_nat_without_a_relay(scene: Scene) -> None:
         assert done["failovers"] == []
         assert done["text"].endswith(generate_alone(24, LONG_PROMPT))
         assert count_bytes() > PROMPT_BYTES
+
+
+def test_peer_behind_a_nat_that_lets_its_port_through_announces_the_address_outside(
+    scene: Scene,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(scene.networks.forward("b", 4444))
+        join = ("--initial-peers", scene.address)
+        peer = start_peer(scene.networks, stack, "home-b", "0.0.0.0:4444", "0:4", *join)
+
+        assert peer.directory["reach"] == "internet"
+        hosts = (ROUTER_HOSTS["b"], HOME_HOSTS["b"])
+        assert peer.directory["endpoints"] == [f"{host}:4444" for host in hosts]
 
 
 @pytest.mark.thorough

@@ -10,6 +10,7 @@ from libp2p_parts import connected_p2pds
 from raw_connection import dial_raw
 
 from shoal.protocol.errors import UnavailableError
+from shoal.protocol.net.relays.reach import Scope
 from shoal.protocol.net.tcp import tcp_listener
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream, Transport
@@ -105,7 +106,7 @@ async def test_who_asks_nothing_to_be_dialled_back_keeps_few_streams(
 
         async with asyncio.timeout(reachability.ANSWER_SECONDS / 2):
             assert await streams[-1][0].read() == b""
-        assert await reachability.can_be_dialled(honest, endpoint)
+        assert (await reachability.find_reach(honest, [endpoint])).scope is Scope.NETWORK
 
         abort(streams)
         await serving.close()

@@ -256,7 +256,7 @@ async def test_peer_of_the_internet_connects_to_nothing_on_its_own_machine() -> 
     async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         for own_host, num_heard in (("203.0.113.1", 0), ("127.0.0.1", 1)):
-            peer = TcpTransport(rules=DialRules(SystemClock(), own_host))
+            peer = TcpTransport(rules=DialRules(SystemClock(), [own_host]))
             with pytest.raises(UnavailableError):
                 await peer.open_stream(Endpoint("127.0.0.1", port, "a" * 64))
             assert heard == num_heard

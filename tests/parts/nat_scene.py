@@ -66,6 +66,22 @@ class NatNetworks:
         finally:
             _run(*self.command(router, "iptables", "-D", *rule))
 
+    @contextlib.contextmanager
+    def forward(self, letter: str, port: int) -> Iterator[None]:
+        """Have a router let a port through to its home."""
+        router, home = f"router-{letter}", HOME_HOSTS[letter]
+        rules = (
+            f"-t nat {{}} PREROUTING -i wan -p tcp --dport {port} -j DNAT --to {home}",
+            f"{{}} FORWARD -i wan -p tcp -d {home} --dport {port} -j ACCEPT",
+        )
+        for rule in rules:
+            _run(*self.command(router, "iptables", *rule.format("-I").split()))
+        try:
+            yield
+        finally:
+            for rule in rules:
+                _run(*self.command(router, "iptables", *rule.format("-D").split()))
+
     def forget_after(self, letter: str, seconds: int) -> None:
         """Have a NAT forget connections over which nothing went for so long."""
         path = "/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_established"

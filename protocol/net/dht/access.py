@@ -14,14 +14,14 @@ from typing import NamedTuple
 from ...endpoints import Endpoint, Relay, is_loopback
 from ...errors import DirectoryError
 from ...identity import Identity
-from ...ids import PeerId
 from ...membership.membership import Membership, begin_public
 from ...records.swarm_records import SwarmRecords
 from ..clock import Clock
-from ..libp2p.multiaddrs import PeerAddress, split_multiaddr
+from ..libp2p.multiaddrs import PeerAddress, replace_hosts, split_multiaddr
 from ..libp2p.p2p_daemon import (
     P2P,
     child_of,
+    id_of,
     list_relays,
     start_reading_p2pd,
     start_serving_p2pd,
@@ -30,7 +30,8 @@ from ..libp2p.p2p_daemon import (
 )
 from ..libp2p.swarm_question import answer_questions, find_swarm, make_ask
 from ..relays.circuit import RelayReservations, start_sufficient_relay
-from ..relays.reachability import answer_dial_back, can_be_dialled
+from ..relays.reach import Reach, Scope
+from ..relays.reachability import answer_dial_back, find_reach
 from ..relays.relay_selection import NUM_RELAYS, RelaySelection, rank_relays
 from .dht_node import quieten_hivemind, start_node
 from .neighbourhood import Neighbourhood, RecordNodes
@@ -50,8 +51,8 @@ class Place(NamedTuple):
     identity: Identity | None
     listening: tuple[str, int] | None
     """Host and port of p2pd, 0 for any; None: it only asks."""
-    endpoint: Endpoint | None
-    """Where others dial us without p2pd."""
+    endpoints: Sequence[Endpoint] = ()
+    """Where others may dial us without p2pd, if this is not found out to be wrong."""
     is_relay: bool = False
     """Whether to carry streams to peers that cannot be dialled, where we can be."""
 
@@ -59,7 +60,7 @@ class Place(NamedTuple):
     def is_dialled(self) -> bool:
         """Whether other machines are to dial us."""
         where = self.listening
-        return where is not None and self.endpoint is not None and not is_loopback(where[0])
+        return where is not None and bool(self.endpoints) and not is_loopback(where[0])
 
 
 class Access(NamedTuple):
@@ -75,6 +76,8 @@ class Access(NamedTuple):
     """Addresses at which others reach this p2pd; none where it only asks."""
     relay_selection: RelaySelection | None
     """The relays that carry streams to us, where others cannot dial us."""
+    reach: Reach
+    """From where others can dial us."""
 
 
 async def open_access(
@@ -87,17 +90,18 @@ async def open_access(
     quieten_hivemind()
     p2p = await _start(place, peers)
     relays: Sequence[Relay] = ()  # that may be ours
+    reach = Reach(Scope.UNKNOWN)
     async with stopping_if_failed(p2p):
         if peers:
             membership, peers = await find_swarm(peers, membership, make_ask(p2p))
-        membership = membership or begin_public(PeerId(str(p2p.peer_id)))
+        membership = membership or begin_public(id_of(p2p))
     if place.is_dialled:
-        p2p, relays = await make_reachable(p2p, peers, place)
+        p2p, relays, reach = await make_reachable(p2p, peers, place)
     selection = None
     if relays:
-        peer_id = PeerId(str(p2p.peer_id))
+        peer_id = id_of(p2p)
         selection = RelaySelection(RelayReservations(p2p), peer_id, clock, relays)
-    return await _begin(p2p, place, membership, peers, selection)
+    return await _begin(p2p, place, membership, peers, selection, reach)
 
 
 async def reopen_access(ended: Access) -> Access:
@@ -115,7 +119,7 @@ async def reopen_access(ended: Access) -> Access:
         p2p = await _start(place, ())
         if place.is_dialled and place.is_relay:
             p2p = await start_sufficient_relay(p2p, lambda: _start(place, ()))
-    return await _begin(p2p, place, ended.membership, ended.peers, selection)
+    return await _begin(p2p, place, ended.membership, ended.peers, selection, ended.reach)
 
 
 async def _start(place: Place, peers: Sequence[PeerAddress], relays: Sequence[Relay] = ()) -> P2P:
@@ -132,24 +136,27 @@ async def _begin(
     membership: Membership,
     peers: Sequence[PeerAddress],
     selection: RelaySelection | None,
+    reach: Reach,
 ) -> Access:
     """Answer from now on what is asked through a p2pd; stop it where that fails."""
     if place.listening is None:
-        return Access(p2p, place, membership, peers, (), selection)
+        return Access(p2p, place, membership, peers, (), selection, reach)
     async with stopping_if_failed(p2p):
         if place.is_dialled:
             await answer_dial_back(p2p)
-        addresses = [str(address) for address in await p2p.get_visible_maddrs()]
+        visible = [str(address) for address in await p2p.get_visible_maddrs()]
         await answer_questions(p2p, membership)
         host, _ = place.listening
-        _, port = split_multiaddr(addresses[0])
+        _, port = split_multiaddr(visible[0])
         place = place._replace(listening=(host, port))
-        return Access(p2p, place, membership, peers, addresses, selection)
+        hosts = [at.host for at in place.endpoints] if place.is_dialled else []
+        addresses = replace_hosts(visible, reach.list_hosts(hosts))
+        return Access(p2p, place, membership, peers, addresses, selection, reach)
 
 
 async def make_reachable(
     p2p: P2P, initial_peers: Sequence[PeerAddress], place: Place
-) -> tuple[P2P, Sequence[Relay]]:
+) -> tuple[P2P, Sequence[Relay], Reach]:
     """Return a p2pd that others can dial, maybe as a relay, or one behind relays.
 
     With it come the initial peers that are relays, best first; p2pd is told of as many as are
@@ -157,23 +164,31 @@ async def make_reachable(
     left running. Raises DirectoryError when nobody can dial us and no initial peer is a relay.
     """
     async with stopping_if_failed(p2p):
-        assert place.endpoint is not None
-        candidates = rank_relays(PeerId(str(p2p.peer_id)), list_relays(initial_peers))
-        can_dial = not candidates or await can_be_dialled(p2p, place.endpoint)
-        relays = () if can_dial else await RelayReservations(p2p).list_granting(candidates)
-        if not can_dial and not relays:
-            raise DirectoryError(
-                f"nobody can dial this peer at {place.endpoint}, and no initial peer is a relay: "
-                "open the port, or join through a peer that was started with --relay"
-            )
+        candidates = rank_relays(id_of(p2p), list_relays(initial_peers))
+        reach = Reach(Scope.UNKNOWN)
+        if candidates:
+            reach = await find_reach(p2p, place.endpoints)
+        relays: Sequence[Relay] = ()
+        if reach.needs_relay:
+            relays = await RelayReservations(p2p).list_granting(candidates)
+        if reach.scope is Scope.NOBODY and not relays:
+            raise make_unreachable_error(place.endpoints[0])
     if relays:
-        if place.is_relay:
-            _logger.warning("nobody can dial this peer, so it is no relay")
         await stop_p2pd(p2p)
-        return await _start(place, initial_peers, relays[:NUM_RELAYS]), relays
+        return await _start(place, initial_peers, relays[:NUM_RELAYS]), relays, reach
     if place.is_relay:
         p2p = await start_sufficient_relay(p2p, lambda: _start(place, initial_peers))
-    return p2p, ()
+    return p2p, (), reach
+
+
+def make_unreachable_error(endpoint: Endpoint) -> DirectoryError:
+    """Return what to raise for a peer that nobody can dial where nobody is a relay."""
+    port = endpoint.port
+    return DirectoryError(
+        f"nobody can dial this peer at {endpoint}, and no initial peer is a relay: forward TCP "
+        f"port {port} of the router to this machine, or open it in its firewall, and start again "
+        f"with --listen 0.0.0.0:{port}; or join through a peer that is a relay"
+    )
 
 
 class DirectoryNode(NamedTuple):
@@ -201,8 +216,8 @@ class DirectoryNode(NamedTuple):
         async with stopping_if_failed(p2p):
             dht = await start_node(p2p, initial_peers, is_reader)
             place = access.place
-            own_host = place.endpoint.host if place.endpoint else (place.listening or ("",))[0]
-            neighbourhood = Neighbourhood(dht, p2p, access.peers, clock, own_host)
+            own_hosts = [at.host for at in place.endpoints] or (place.listening or ("",))[:1]
+            neighbourhood = Neighbourhood(dht, p2p, access.peers, clock, own_hosts)
             nodes = RecordNodes(neighbourhood, p2p, records, clock, random.Random())
             if not is_reader:
                 await nodes.answer_questions()

@@ -109,7 +109,7 @@ class HivemindDirectory:
         port: int = 0,
         client_mode: bool = False,
         membership: Membership | None = None,
-        endpoint: Endpoint | None = None,
+        endpoints: Sequence[Endpoint] = (),
         is_relay: bool = False,
         known: KnownAddresses | None = None,
     ) -> HivemindDirectory:
@@ -117,10 +117,11 @@ class HivemindDirectory:
 
         With an identity, the node has its peer id. With `client_mode`, the node reads, and
         neither listens nor stores. `port` 0 takes any free one. Without a membership the swarm is
-        the public one of the initial peers, or the one that this node begins. With an `endpoint`,
-        others are asked to dial it; if they cannot, initial peers become our relays (see `relays`),
-        if they are relays. With `is_relay` this one is, off loopback, if it can be dialled. Where
-        no initial peer answers, `known` addresses of the swarm are tried; they are kept up.
+        the public one of the initial peers, or the one that this node begins. With `endpoints`,
+        others are asked to dial there; if they cannot, initial peers become our relays (see
+        `relays`), if they are relays. With `is_relay` this one is, off loopback, if it can be
+        dialled. Where no initial peer answers, `known` addresses of the swarm are tried; they are
+        kept up.
 
         Raises UsageError for a malformed address and when it cannot listen there, WrongSwarmError
         when the membership does not fit the initial peers, DirectoryError when no initial peer
@@ -129,7 +130,7 @@ class HivemindDirectory:
         """
         peers = [PeerAddress.parse(text) for text in initial_peers]
         listening = None if client_mode else (listen_host, port)
-        place = Place(identity, listening, endpoint, is_relay)
+        place = Place(identity, listening, endpoints, is_relay)
         try:
             return await cls._join(peers, place, clock, membership, known)
         except (WrongSwarmError, P2pdEndedError):
@@ -179,6 +180,16 @@ class HivemindDirectory:
     def addresses(self) -> Sequence[str]:
         """Multiaddrs with our peer id, `/ip4/127.0.0.1/tcp/4001/p2p/12D3KooW…`; see the seam."""
         return self._access.addresses
+
+    @property
+    def scope(self) -> str:
+        """From where others can dial us, one of `Scope`."""
+        return str(self._access.reach.scope)
+
+    @property
+    def hosts(self) -> Sequence[str]:
+        """Where others can dial our endpoints, best first: maybe also at the address of a NAT."""
+        return self._access.reach.list_hosts([at.host for at in self._access.place.endpoints])
 
     @property
     def relays(self) -> Sequence[Relay]:

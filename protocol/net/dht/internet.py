@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ...endpoints import Endpoint, is_loopback
 from ...identity import Identity
 from ...membership.join_code import make_codes
 from ...membership.membership import Membership
-from ..addresses import check_can_be_dialled
+from ..addresses import check_can_be_dialled, is_address, list_own_hosts
 from ..clock import Clock
 from ..directory import Directory
-from ..libp2p.multiaddrs import replace_host, split_multiaddr
+from ..libp2p.multiaddrs import replace_hosts, split_multiaddr
 from ..network import Presence
-from ..transport import ChoosingTransport, Listener, StreamServer, Transport
+from ..tcp.dial_rules import DialRules, find_local_network
+from ..transport import ChoosingTransport, Listener, Stream, StreamServer, Transport
 from .known_addresses import AddressFolder
 
 if TYPE_CHECKING:
@@ -28,17 +29,23 @@ class Listening:
     """The addresses at which a peer accepts connections."""
 
     host: str = "127.0.0.1"
+    """0.0.0.0 or :: for every address of this machine, without loopback those that others dial."""
     port: int = 0
     """Port for streams; 0: any free one."""
     directory_port: int = 0
     """Port of the directory, and of streams through relays; 0: any free one."""
     announce_host: str | None = None
-    """Host that others dial; None: the one of `listen_host`."""
+    """Host that others dial; None: those of `host`, and the one at which they reach us."""
     is_relay: bool = False
     """Whether to carry streams to peers that cannot be dialled."""
 
     def __post_init__(self) -> None:
-        check_can_be_dialled(self.announce_host or self.host)
+        check_can_be_dialled(self.announce_host or "")
+
+    def list_hosts(self) -> list[str]:
+        """Return the hosts that others may dial; loopback where this machine is in no network."""
+        hosts = [self.announce_host] if self.announce_host else list_own_hosts(self.host)
+        return hosts or ["127.0.0.1"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,8 @@ class InternetNetwork:
     listening: Listening = field(default_factory=Listening)
     folder: AddressFolder = field(default_factory=AddressFolder)
     """Where addresses of the swarm are kept for the next start."""
+    note_stranger: Callable[[str, bool], None] = lambda host, is_local: None
+    """Told of the first stream from another machine of a local network, and from elsewhere."""
 
     async def connect(self) -> tuple[Transport, Directory]:
         from ..tcp.tcp_transport import TcpTransport
@@ -74,22 +83,20 @@ class InternetNetwork:
         return ChoosingTransport(direct, directory.make_transport()), directory
 
     async def serve(self, identity: Identity, serve: StreamServer) -> Presence:
-        from ..tcp.dial_rules import DialRules
         from ..tcp.tcp_transport import TcpTransport
         from ..tcp.tls import make_tls_identity
         from .hivemind_directory import HivemindDirectory
 
-        where = self.listening
+        where, hosts = self.listening, self.listening.list_hosts()
         async with AsyncExitStack() as stack:
             # Peers that know the announcement from before a restart find the same key again.
             tls_identity = make_tls_identity(identity.derive_secret("shoal TLS key"))
-            rules = DialRules(self.clock, where.announce_host or where.host)
+            rules = DialRules(self.clock, hosts)
             transport = TcpTransport(tls_identity, membership=self.membership, rules=rules)
             stack.push_async_callback(transport.close)
-            listeners: list[Listener] = [await transport.listen(where.host, where.port, serve)]
+            watched = self._watch(serve, hosts)
+            listeners: list[Listener] = [await transport.listen(where.host, where.port, watched)]
             listening = listeners[0].endpoint
-            announced = where.announce_host or listening.host
-            endpoint = Endpoint(announced, listening.port, listening.fingerprint)
             directory = await HivemindDirectory.join(
                 self.initial_peers,
                 identity=identity,
@@ -97,7 +104,7 @@ class InternetNetwork:
                 port=where.directory_port,
                 clock=self.clock,
                 membership=self.membership,
-                endpoint=endpoint,
+                endpoints=[replace(listening, host=host) for host in hosts],
                 is_relay=where.is_relay,
                 known=self.folder.find(self.membership, self.initial_peers),
             )
@@ -106,30 +113,63 @@ class InternetNetwork:
                 behind = directory.make_transport()
                 stack.push_async_callback(behind.close)
                 listeners.append(await behind.listen(where.host, where.directory_port, serve))
-            host, port = split_multiaddr(directory.addresses[0])  # that of p2pd
-            is_relay = where.is_relay and not is_loopback(host)
+            announced = hosts if where.announce_host else directory.hosts
+            endpoints = [replace(listening, host=host) for host in announced]
+            _, port = split_multiaddr(directory.addresses[0])  # that of p2pd
+            is_relay = where.is_relay and not is_loopback(where.host) and not directory.relays
             return Presence(
                 identity,
                 transport,
                 directory,
                 listeners,
-                endpoint,
+                endpoints,
                 opened=stack.pop_all(),
-                facts=self._describe(directory),
+                facts=self._describe(directory, endpoints, port),
                 relays=directory.relays,
                 directory_port=0 if directory.relays else port,
-                relay_port=port if is_relay and not directory.relays else 0,
+                relay_port=port if is_relay else 0,
                 find_relays=directory.find_relays,
             )
 
-    def _describe(self, directory: HivemindDirectory) -> Mapping[str, object]:
-        """Return addresses, and the codes of a swarm that begins here.
+    def _watch(self, serve: StreamServer, own_hosts: Sequence[str]) -> StreamServer:
+        """Return what serves streams, and tells of the first ones from other machines."""
+        told: set[bool] = set()
+
+        async def serve_watched(stream: Stream) -> None:
+            host = stream.remote_host
+            if host and host not in own_hosts and not is_loopback(host):
+                is_local = find_local_network(host) is not None
+                if is_local not in told:
+                    told.add(is_local)
+                    self.note_stranger(host, is_local)
+            await serve(stream)
+
+        return serve_watched
+
+    def _describe(
+        self, directory: HivemindDirectory, endpoints: Sequence[Endpoint], directory_port: int
+    ) -> Mapping[str, object]:
+        """Return from where others reach the peer, and the codes of a swarm that begins here.
 
         Not those of other swarms: a peer that is started by a program should not log secrets.
         """
-        addresses = directory.addresses
-        dialled = replace_host(addresses, self.listening.announce_host)
-        facts: dict[str, object] = {"addresses": list(addresses), "dialled": dialled}
+        addresses, host = directory.addresses, self.listening.announce_host
+        dialled = replace_hosts(addresses, [host] if host else [])
+        is_local = all(is_loopback(endpoint.host) for endpoint in endpoints)
+        facts: dict[str, object] = {
+            "addresses": list(addresses),
+            "dialled": dialled,
+            "reach": "machine" if is_local else directory.scope,
+            "has_public_host": any(_is_public(endpoint.host) for endpoint in endpoints),
+            "endpoints": [str(endpoint) for endpoint in endpoints],
+            "relays": [str(relay) for relay in directory.relays],
+            "directory_port": directory_port,
+        }
         if not self.initial_peers:
             facts["join_codes"] = make_codes(directory.membership, dialled)
         return facts
+
+
+def _is_public(host: str) -> bool:
+    """Return whether a host is no address of a local network; names may be anything."""
+    return not is_address(host) or find_local_network(host) is None

@@ -105,10 +105,10 @@ class Neighbourhood:
         p2p: P2P,
         initial_peers: Sequence[PeerAddress],
         clock: Clock | None = None,
-        own_host: str = "",
+        own_hosts: Sequence[str] = (),
     ) -> None:
-        """A peer that announces a host dials announced nodes by `DialRules`."""
-        self._rules = DialRules(clock, own_host) if clock and own_host else None
+        """A peer that announces hosts dials announced nodes by `DialRules`."""
+        self._rules = DialRules(clock, own_hosts) if clock and any(own_hosts) else None
         self._node = node
         self._p2p = p2p
         self._initial_peers = tuple(initial_peers)

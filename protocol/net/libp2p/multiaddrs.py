@@ -157,22 +157,25 @@ def make_listen_multiaddr(host: str, port: int) -> str:
     return f"/ip{version}/{host}/tcp/{port}"
 
 
-def replace_host(addresses: Sequence[str], host: str | None) -> list[str]:
-    """Return the address that others dial where a peer says by which host they reach it.
+def replace_hosts(addresses: Sequence[str], hosts: Sequence[str]) -> list[str]:
+    """Return the addresses that others dial where it is known by which hosts they reach us.
 
-    >>> replace_host(["/ip4/0.0.0.0/tcp/4001/p2p/12D3KooW…"], "peer.example.org")
+    >>> replace_hosts(["/ip4/0.0.0.0/tcp/4001/p2p/12D3KooW…"], ["peer.example.org"])
     ['/dns/peer.example.org/tcp/4001/p2p/12D3KooW…']
-    >>> replace_host(["/ip4/127.0.0.1/tcp/4001/p2p/12D3KooW…"], None)
+    >>> replace_hosts(["/ip4/127.0.0.1/tcp/4001/p2p/12D3KooW…"], [])
     ['/ip4/127.0.0.1/tcp/4001/p2p/12D3KooW…']
     """
-    if host is None:
+    if not hosts:
         return list(addresses)
+    rest = sorted({address.split("/", 3)[3] for address in addresses})  # without form and host
+    return [f"/{_name_form(host)}/{host}/{end}" for host in hosts for end in rest]
+
+
+def _name_form(host: str) -> str:
     try:
-        form = f"ip{ipaddress.ip_address(host).version}"
+        return f"ip{ipaddress.ip_address(host).version}"
     except ValueError:
-        form = "dns"
-    rest = {address.split("/", 3)[3] for address in addresses}  # without form and host
-    return sorted(f"/{form}/{host}/{end}" for end in rest)
+        return "dns"
 
 
 async def find_listening(addresses: Sequence[PeerAddress]) -> list[PeerAddress]:

@@ -35,6 +35,7 @@ from ...errors import (
 )
 from ...fair_share import Tenant, name_address
 from ...identity import Identity, make_in_use_error, peer_id_bytes
+from ...ids import PeerId
 from ..addresses import check_can_listen
 from ..tasks import cancel_all
 from .multiaddrs import (
@@ -202,7 +203,7 @@ async def start_serving_p2pd(
     is_public = not is_loopback(host)
     options: dict[str, Any] = {
         "host_maddrs": [make_listen_multiaddr(host, port)],
-        "nat_port_map": is_public,
+        "nat_port_map": False,  # the owner of a router is not asked
         "auto_nat": is_public,
         "use_relay": is_public and (is_relay or bool(relays)),
     }
@@ -269,6 +270,11 @@ async def _has_ended(p2p: P2P) -> bool:
         async with asyncio.timeout(_NEWS_SECONDS):
             await child_of(p2p).wait()
     return child_of(p2p).returncode is not None
+
+
+def id_of(p2p: P2P) -> PeerId:
+    """Return the id under which others know a p2pd."""
+    return PeerId(str(cast(Any, p2p).peer_id))
 
 
 def _send_signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:

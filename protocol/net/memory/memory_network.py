@@ -40,9 +40,8 @@ class MemoryNetwork:
         opened.push_async_callback(transport.close)
         opened.push_async_callback(directory.close)
         facts = {"addresses": [], "dialled": []}  # other processes cannot join
-        return Presence(
-            identity, transport, directory, [listener], listener.endpoint, opened, facts
-        )
+        endpoints = [listener.endpoint]
+        return Presence(identity, transport, directory, [listener], endpoints, opened, facts)
 
     def make_transport(self) -> LoopbackTransport:
         """Return what this host dials and listens with."""

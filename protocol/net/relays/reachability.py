@@ -30,6 +30,7 @@ from ..libp2p.p2p_daemon import (
 )
 from ..tcp.tls import check_certificate
 from ..transport import Stream, Transport
+from .reach import Reach, judge_reach
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ PAUSE_SECONDS = 10.0
 """How long older peers answer every further question of one host with `NOT_TRIED`."""
 
 _MAX_ASKED = 4
-"""How many peers are asked; more than half of those with an opinion decide."""
+"""How many peers are asked; half of those with an opinion decide."""
 
 
 async def answer_dial_back(p2p: P2P) -> None:
@@ -90,17 +91,13 @@ async def _answer(address: str, port: int, fingerprint: str) -> bytes:
     return REACHED + host.encode()
 
 
-async def can_be_dialled(p2p: P2P, endpoint: Endpoint) -> bool:
-    """Return whether those that p2pd is connected to can dial our endpoint, by most of them.
+async def find_reach(p2p: P2P, endpoints: Sequence[Endpoint]) -> Reach:
+    """Return from where we can be dialled at our endpoints, of one port, by those who know us.
 
-    Without a majority against it the answer is yes: so it is for the first peer of a swarm.
+    Whoever is on this machine is not asked: he would reach us through any firewall.
     """
-    answers = await ask_others(p2p, endpoint)
-    num_against = sum(answer.denies(endpoint.host) for answer in answers)
-    num_for = sum(
-        bool(answer.is_reached) and answer.seen_host == endpoint.host for answer in answers
-    )
-    return num_against <= num_for
+    own_hosts = [endpoint.host for endpoint in endpoints]
+    return judge_reach(own_hosts, await ask_others(p2p, endpoints[0], own_hosts))
 
 
 async def probe(
@@ -124,7 +121,9 @@ async def probe(
         await transport.close()
 
 
-async def ask_others(p2p: P2P, endpoint: Endpoint) -> list[DialBackAnswer]:
+async def ask_others(
+    p2p: P2P, endpoint: Endpoint, own_hosts: Sequence[str] = ()
+) -> list[DialBackAnswer]:
     """Ask some of those that p2pd is connected to whether they can dial our endpoint.
 
     Where peers answered, but none has tried, another peer on our host may just have asked: we ask
@@ -134,7 +133,9 @@ async def ask_others(p2p: P2P, endpoint: Endpoint) -> list[DialBackAnswer]:
         neighbours = await list_peers(p2p)
     except ShoalError:
         return []  # p2pd has ended; whoever uses it next says so
-    peer_ids = [peer_id for peer_id, _ in neighbours[:_MAX_ASKED]]
+    remote_hosts = {*own_hosts} - {"127.0.0.1"}
+    others = [id for id, address in neighbours if split_multiaddr(address)[0] not in remote_hosts]
+    peer_ids = others[:_MAX_ASKED]
     answers = await asyncio.gather(*(_ask(p2p, peer_id, endpoint) for peer_id in peer_ids))
     if any(answer.seen_host for answer in answers) and all(
         answer.is_reached is None for answer in answers

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
@@ -62,10 +63,10 @@ class DialRules:
     A client has no such rules: it dials for its user, who chose the swarm.
     """
 
-    def __init__(self, clock: Clock, own_host: str) -> None:
-        """`own_host` is the one that the peer announces."""
+    def __init__(self, clock: Clock, own_hosts: Sequence[str]) -> None:
+        """`own_hosts` are those that the peer announces."""
         self._clock = clock
-        self._own_host = own_host
+        self._own_hosts = own_hosts
         self._failures: dict[str, deque[float]] = {}
 
     async def resolve(self, endpoint: Endpoint, timeout_seconds: float) -> Endpoint:
@@ -78,10 +79,10 @@ class DialRules:
                 address = await _resolve(endpoint.host)
                 network = find_local_network(address)
                 # Public addresses are dialled even while nobody can tell our own.
-                own = None if network is None else await _resolve(self._own_host)
+                own = [] if network is None else [await _resolve(one) for one in self._own_hosts]
         except TimeoutError as error:
             raise UnavailableError(f"nobody says which address {endpoint.host} has") from error
-        if own is not None and network != find_local_network(own):
+        if network is not None and network not in map(find_local_network, own):
             raise UnavailableError(f"{endpoint} is in a network that this peer does not share")
         if network not in _LOOPBACK and self._count_failures(address) >= _MAX_FAILURES:
             raise UnavailableError(f"too many dials of {endpoint.host} have failed in this minute")

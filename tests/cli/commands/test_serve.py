@@ -7,8 +7,9 @@ import re
 import pytest
 from screens import Screen
 
-from shoal.cli.commands.serve import _make_config, _print_for_people
+from shoal.cli.commands.serve import _make_config
 from shoal.cli.main import _parse
+from shoal.cli.terminal.peer_events import print_for_people
 from shoal.peer.process.config import PeerConfig, PeerEvent
 
 
@@ -46,6 +47,8 @@ ONLINE = {
         ("draining", {"sessions": 12, "passes": 3}, "Moving 12 sessions to other peers"),
         ("draining", {"sessions": 1, "passes": 0}, "Moving 1 session to other peers"),
         ("parked", {"parked_at": ["x6nXTN12"] * 8}, "it keeps open: …x6nXTN12, …x6nXTN12"),
+        ("got_through", {"host": "10.0.0.7", "is_local": True}, "of this network got through"),
+        ("got_through", {"host": "192.0.2.7", "is_local": False}, "on the internet got through"),
         ("left", {}, "Left the swarm."),
     ],
 )
@@ -56,12 +59,51 @@ def test_what_happens_to_a_peer_is_told_with_its_time_in_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("sys.stdout", screen)
 
-    _print_for_people(PeerEvent(name, facts))
+    print_for_people(PeerEvent(name, facts))
 
     lines = screen.text.splitlines()
     assert re.match(r"\d\d:\d\d:\d\d [A-Z]", lines[0])
     assert words in " ".join(line.strip() for line in lines)
     assert all(len(line) <= 80 for line in lines)
+
+
+DIRECTORY: dict[str, object] = {
+    "dialled": ["/ip4/10.0.0.1/tcp/4001"],
+    "reach": "unknown",
+    "has_public_host": False,
+    "endpoints": ["10.0.0.1:4002", "192.168.1.5:4002"],
+    "relays": [],
+    "directory_port": 4001,
+}
+RELAYS = [f"/ip4/198.51.100.{number}/tcp/4001/p2p/12D3KooW" for number in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"reach": "machine"}, "Reachable on this machine only, at 10.0.0.1:4002"),
+        ({"reach": "internet"}, "Reachable from the internet at 10.0.0.1:4002."),
+        ({"reach": "network"}, "in this network only, at 10.0.0.1:4002, 192.168.1.5:4002."),
+        ({"reach": "network", "has_public_host": True}, "4002; not yet confirmed from outside."),
+        ({"reach": "inside"}, "Reachable in this network only, at"),
+        ({"relays": RELAYS}, "a NAT, through 2 relays: 198.51.100.1:4001, 198.51.100.2:4001."),
+        ({"relays": RELAYS[:1], "reach": "inside"}, "through 1 relay: 198.51.100.1:4001."),
+        ({"has_public_host": True}, "10.0.0.1:4002, 192.168.1.5:4002; not yet confirmed"),
+        ({}, "forward TCP ports 4002 and 4001 of the router to this machine"),
+    ],
+)
+def test_peer_says_from_where_it_is_reached(
+    facts: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = Screen()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout", screen)
+
+    print_for_people(PeerEvent("directory", DIRECTORY | facts))
+
+    assert words in " ".join(screen.text.split())
+    assert ("forward" in screen.text) is (not facts)
+    assert all(len(line) <= 80 for line in screen.text.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -74,8 +116,7 @@ def test_new_swarm_says_who_may_join_and_shows_codes_whole(
     monkeypatch.setattr("sys.stdout", screen)
     code = "shoal:" + "a" * 210
 
-    facts = {"dialled": ["/ip4/10.0.0.1/tcp/4001"], "join_codes": dict.fromkeys(codes, code)}
-    _print_for_people(PeerEvent("directory", facts))
+    print_for_people(PeerEvent("directory", DIRECTORY | {"join_codes": dict.fromkeys(codes, code)}))
 
     assert words in screen.text
     assert screen.text.splitlines().count(code) == len(codes)
@@ -105,7 +146,7 @@ def test_peer_says_at_its_start_what_it_may_use_and_when_it_keeps_no_adapters(
     facts: dict[str, object] = {"peer_id": "a", "model_id": "b", "adapter_bytes": num_bytes}
     facts |= {"kv_bytes": 2**30, "pass_bytes": 0, "message_bytes": 2**29, "free_bytes": 2**33}
     facts |= {"weight_bytes": weight_bytes, "block_cache_bytes": 2**34}
-    _print_for_people(PeerEvent("started", facts))
+    print_for_people(PeerEvent("started", facts))
 
     words = " ".join(screen.text.split())
     total = f"{(2**27 + 2**30 + num_bytes + 2**29) // 2**20:,}"

@@ -192,3 +192,23 @@ def test_closed_port_of_another_machine_may_be_shut_by_a_firewall(
 
     assert "still runs" in fix
     assert ("a firewall or router there blocks TCP port 4001" in fix) == is_named
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("127.0.0.1", "an address of this machine only"),
+        ("192.168.1.5", "an address of a local network"),
+        ("8.8.8.8", ""),
+    ],
+)
+@pytest.mark.parametrize("error", [None, REFUSED])
+def test_address_that_means_nothing_elsewhere_is_called_that(
+    host: str, words: str, error: OSError | None
+) -> None:
+    address = ADDRESS.replace("10.0.0.1", host)
+
+    detail = find(examine(trouble(dial_error=error), addresses=[address]), "address").detail
+
+    assert words in detail
+    assert ("which others cannot reach" in detail) is bool(words)

@@ -11,6 +11,7 @@ from diagnosis_scene import Swarm, examine, find
 
 from shoal.client.doctor.finding import FindingStatus
 from shoal.client.doctor.peer_check import PeerFault
+from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, RemoteProtocolError, UnavailableError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
@@ -183,3 +184,20 @@ def test_our_clock_is_off_when_nobody_agrees_with_it() -> None:
 
     assert "this machine is 4.0 s behind" in find(diagnosis, "clocks").detail
     assert not diagnosis.is_well
+
+
+@pytest.mark.parametrize("are_others_here", [False, True])
+def test_peer_that_only_its_machine_reaches_is_broken_in_a_swarm_of_others(
+    are_others_here: bool,
+) -> None:
+    here = (Endpoint("127.0.0.1", 4000, "f" * 64),)
+
+    async def build(swarm: Swarm) -> None:
+        await swarm.add(Span(0, 8), **({"endpoints": here} if are_others_here else {}))
+        await swarm.add(Span(0, 8), endpoints=here)
+
+    found = examine(build).findings
+    told = [one for one in found if "nobody on another machine can use it" in one.detail]
+
+    assert len(told) == (not are_others_here)
+    assert all(one.status is FindingStatus.BROKEN and "--local" in one.fix for one in told)

@@ -45,17 +45,19 @@ def may_dial(rules: DialRules, host: str) -> bool:
         ("127.0.0.1", "127.0.0.1", True),
         ("localhost", "127.0.0.1", True),
         ("127.0.0.1", "192.168.1.1", False),
+        ("203.0.113.1 192.168.1.5", "192.168.1.7", True),
+        ("203.0.113.1 192.168.1.5", "10.0.0.1", False),
     ],
 )
 def test_local_addresses_are_dialled_from_their_own_network_only(
     own_host: str, host: str, is_allowed: bool
 ) -> None:
-    assert may_dial(DialRules(VirtualClock(), own_host), host) == is_allowed
+    assert may_dial(DialRules(VirtualClock(), own_host.split()), host) == is_allowed
 
 
 def test_host_where_dials_fail_is_left_alone_for_a_minute_whoever_is_said_to_be_there() -> None:
     async def story() -> None:
-        rules = DialRules(VirtualClock(), "203.0.113.1")
+        rules = DialRules(VirtualClock(), ["203.0.113.1"])
         num_dialled = 0
         for second in range(120):
             try:
@@ -74,7 +76,7 @@ def test_host_where_dials_fail_is_left_alone_for_a_minute_whoever_is_said_to_be_
 
 def test_local_swarm_in_which_many_are_killed_dials_on() -> None:
     async def story() -> None:
-        rules = DialRules(VirtualClock(), "127.0.0.1")
+        rules = DialRules(VirtualClock(), ["127.0.0.1"])
         for _ in range(100):
             rules.note_failure("127.0.0.1")
         await rules.resolve(Endpoint("127.0.0.1", 4000, "a" * 64), 1.0)

@@ -1,0 +1,136 @@
+"""What a peer that runs says of itself, for people and as JSON."""
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ...peer.process.config import PeerEvent
+from ...protocol.endpoints import Endpoint
+from ...protocol.net.libp2p.multiaddrs import split_multiaddr
+from ..options.quantities import count_of
+from .terminal import Terminal
+
+_PURPOSES = {
+    "use": "The swarm is private. Join code (--join) for members that only use it:",
+    "serve": "Join code for members that may also serve:",
+}
+_PUBLIC_PURPOSE = "The swarm is public: join with an address or with this code (--join):"
+
+
+def print_json(event: PeerEvent) -> None:
+    """Print an event as a line of JSON."""
+    Terminal(sys.stdout).print_event(event.name, time=round(time.time(), 3), **event.facts)
+
+
+def print_for_people(event: PeerEvent) -> None:
+    """Print what there is to say of an event."""
+    facts: dict[str, Any] = event.facts
+    terminal = Terminal(sys.stdout)
+    if event.name == "started":
+        terminal.print(f"Peer {facts['peer_id']}")
+        for line in terminal.wrap(_describe_memory(facts)):
+            terminal.print(line)
+        if not facts["adapter_bytes"]:
+            terminal.print("Accepts no adapters: it has no memory for them (--adapter-memory).")
+    elif event.name == "directory":
+        if not facts["relays"]:
+            terminal.print("Joined the directory. Others can join through:")
+            for address in facts["dialled"]:
+                terminal.print(f"  {address}")
+        for line in _describe_reach(facts):
+            for part in terminal.wrap(line):
+                terminal.print(part)
+        _print_codes(terminal, facts.get("join_codes", {}))
+    elif event.name == "loading":
+        is_done = facts["done"] == facts["blocks"]
+        if terminal.can_redraw or is_done:
+            end = "\n" if is_done else ""
+            terminal.redraw(f"Loading block {facts['done']} of {facts['blocks']}{end}")
+    else:
+        # A peer runs for days, so its readers need the time of an event.
+        for sentence in _describe_event(event):
+            for line in terminal.wrap(f"{time.strftime('%H:%M:%S')} {sentence}"):
+                terminal.print(line)
+
+
+def _describe_reach(facts: dict[str, Any]) -> Iterator[str]:
+    """Yield from where others reach the peer, and what to do where not everybody may."""
+    first, places = facts["endpoints"][0], ", ".join(facts["endpoints"])
+    if facts["relays"]:
+        relays = [str(Endpoint(*split_multiaddr(text))) for text in facts["relays"]]
+        yield f"Behind a NAT, through {count_of(len(relays), 'relay')}: {', '.join(relays)}."
+    elif facts["reach"] == "machine":
+        yield f"Reachable on this machine only, at {places}."
+    elif facts["reach"] == "internet":
+        yield f"Reachable from the internet at {first}."
+    elif facts["reach"] == "network" and facts["has_public_host"]:
+        yield f"Reachable in this network at {places}; not yet confirmed from outside."
+    elif facts["reach"] == "unknown":
+        yield f"Listening at {places}; not yet confirmed from outside."
+        if not facts["has_public_host"]:
+            port, directory_port = first.rpartition(":")[2], facts["directory_port"]
+            yield (
+                "These are addresses of the local network. For others, forward TCP ports "
+                f"{port} and {directory_port} of the router to this machine, and start again with "
+                f"--listen 0.0.0.0:{port} --directory-port {directory_port} --announce-host and "
+                "the router's public address."
+            )
+    else:
+        yield f"Reachable in this network only, at {places}."
+
+
+def _describe_memory(facts: dict[str, Any]) -> str:
+    def show(*kinds: str) -> str:
+        return f"{sum(facts[f'{kind}_bytes'] for kind in kinds) // 2**20:,}"
+
+    kinds = ("kv", "pass", "adapter", "message")
+    uses = f"{show('kv')} for KV caches, {show('pass')} for training, {show('adapter')} for "
+    uses += f"adapters, {show('message')} for messages that wait"
+    free, disk = f"{show('free')} MiB of free memory", show("block_cache")
+    if facts["weight_bytes"] is None:
+        uses = f"Uses at most {free}: {uses}, the rest for weights"
+    else:
+        total = show("weight", *kinds)
+        uses = f"Uses at most {total} of {free}: {show('weight')} for weights, {uses}"
+    return f"{uses}. Keeps at most {disk} MiB of blocks on disk."
+
+
+def _describe_event(event: PeerEvent) -> Iterator[str]:
+    """Yield an event of a running peer in sentences for people."""
+    facts: dict[str, Any] = event.facts
+    if event.name == "draining":
+        yield (
+            f"Moving {count_of(facts['sessions'], 'session')} to other peers and finishing "
+            f"{facts['passes']} of training's microbatches. Press Ctrl-C again to leave at once."
+        )
+    elif event.name in ("placed", "moving"):
+        verb = "Taking" if event.name == "placed" else "Moving to"
+        yield f"{verb} blocks {facts['target']}: {facts['why']}."
+    elif event.name == "returning":
+        yield f"Returning to blocks {facts['target']}: {facts['why']}."
+    elif event.name == "online":
+        yield (
+            f"Online at {facts['endpoint']}: blocks {facts['span']} of {facts['num_blocks']}, "
+            f"{facts['decode_steps_per_second']} steps/s."
+        )
+        yield f"Computing with {facts['kernels']}. Press Ctrl-C to leave."
+    elif event.name == "relayed":
+        yield "The relays of this peer have changed. It is now reached through:"
+        yield from facts["relays"]
+    elif event.name == "parked" and facts["parked_at"]:
+        endings = ", ".join(f"…{ending}" for ending in facts["parked_at"])
+        yield f"These peers push to this one over connections that it keeps open: {endings}."
+    elif event.name == "got_through":
+        network = "of this network" if facts["is_local"] else "on the internet"
+        yield f"A machine {network} got through to this peer: {facts['host']}."
+    elif event.name == "left":
+        yield "Left the swarm."
+
+
+def _print_codes(terminal: Terminal, codes: dict[str, str]) -> None:
+    """Print a code on a line of its own, so that it can be copied whole."""
+    for role, code in codes.items():
+        purpose = _PURPOSES[role] if len(codes) > 1 else _PUBLIC_PURPOSE
+        terminal.print(purpose)
+        terminal.print(code)
