@@ -42,6 +42,7 @@ DOORS = {
         "kernels/attention/triton_attention.py",
     },
     "uvloop": {"cli/"},
+    "miniupnpc": {"protocol/net/relays/port_mapping.py"},
 }
 """The only files or folders (with a slash at the end) that import a dependency."""
 

@@ -13,13 +13,11 @@ import uvloop
 
 from ...peer.process.config import PeerConfig, PeerEvent, Report
 from ...protocol.errors import UsageError
-from ...protocol.membership.join_code import JoinCode
-from ...protocol.membership.membership import Membership
 from ...protocol.net.clock import SystemClock
 from ...protocol.net.dht.internet import InternetNetwork, Listening
 from ...protocol.spans import Span
 from ..options.bundled_model import find_model
-from ..options.join_options import add_join_arguments, read_join, read_joining
+from ..options.join_options import add_join_arguments, choose_swarm
 from ..options.listen_options import add_listen_arguments, choose_place
 from ..options.quantities import (
     parse_announce_period,
@@ -133,7 +131,7 @@ def _make_config(options: argparse.Namespace) -> PeerConfig:
         span = Span.parse(options.blocks) if options.blocks else None
     except ValueError as error:
         raise UsageError(f"--blocks: {error}") from error
-    membership, initial_peers = _choose_swarm(options)
+    membership, initial_peers = choose_swarm(options)
     host, port = choose_place(options, initial_peers)
     return PeerConfig(
         model=find_model(options.model),
@@ -153,19 +151,11 @@ def _make_config(options: argparse.Namespace) -> PeerConfig:
         directory_port=options.directory_port,
         announce_host=options.announce_host,
         is_relay=options.relay,
+        maps_ports=options.port_mapping,
         identity_path=options.identity,
         announce_period_seconds=options.announce_period,
         drain_seconds=options.drain,
     )
-
-
-def _choose_swarm(options: argparse.Namespace) -> tuple[Membership | None, tuple[str, ...]]:
-    """Return the swarm to serve, and where to join it; nowhere for one that begins here."""
-    if not options.new_swarm:
-        joining = read_joining(options, ", or start a new swarm with --new-swarm")
-        return joining.membership, joining.addresses
-    code = read_join(options.join)
-    return (JoinCode.parse(code).membership if code else None), ()
 
 
 async def _serve(config: PeerConfig, report: Report, end_with_stdin: bool) -> bool:
@@ -242,6 +232,7 @@ async def _run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> 
         config.directory_port,
         config.announce_host,
         config.is_relay,
+        config.maps_ports,
     )
     network = InternetNetwork(
         clock,

@@ -62,6 +62,15 @@ def read_joining(options: argparse.Namespace, alternative: str = "") -> Joining:
     return Joining(join, tuple(options.initial_peers), membership, addresses)
 
 
+def choose_swarm(options: argparse.Namespace) -> tuple[Membership | None, tuple[str, ...]]:
+    """Return the swarm to serve, and where to join it; nowhere for one that begins here."""
+    if not options.new_swarm:
+        joining = read_joining(options, ", or start a new swarm with --new-swarm")
+        return joining.membership, joining.addresses
+    code = read_join(options.join)
+    return (JoinCode.parse(code).membership if code else None), ()
+
+
 def _read_variable() -> str:
     try:
         return read_join(os.environ.get(VARIABLE) or None)

@@ -10,7 +10,7 @@ from .quantities import parse_host, parse_listen, parse_port
 
 
 def add_listen_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare --listen, --local, --announce-host, --directory-port and --relay."""
+    """Declare --listen, --local, --announce-host, --directory-port, --port-mapping and --relay."""
     parser.add_argument(
         "--listen", metavar="HOST[:PORT]",
         help="address that accepts sessions (default: every address of this machine, any free "
@@ -33,6 +33,10 @@ def add_listen_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="port of the DHT (default: any free port)",
     )
+    parser.add_argument(
+        "--port-mapping", action="store_true",
+        help="ask the router, by UPnP, to forward the ports of this peer while it runs",
+    )  # fmt: skip
     parser.add_argument(
         "--relay", action=argparse.BooleanOptionalAction, default=True,
         help="carry the sessions of peers that nobody can dial, such as those behind a NAT "

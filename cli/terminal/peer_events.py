@@ -74,7 +74,7 @@ def _describe_reach(facts: dict[str, Any]) -> Iterator[str]:
                 "These are addresses of the local network. For others, forward TCP ports "
                 f"{port} and {directory_port} of the router to this machine, and start again with "
                 f"--listen 0.0.0.0:{port} --directory-port {directory_port} --announce-host and "
-                "the router's public address."
+                "the router's public address; or try --port-mapping."
             )
     else:
         yield f"Reachable in this network only, at {places}."

@@ -129,8 +129,14 @@ class Diagnosis:
     async def _check_addresses(self, texts: Sequence[str]) -> list[str]:
         """Return the addresses that accept connections or cannot be tried."""
         results = await asyncio.gather(*(self._dial_address(text) for text in texts))
-        for finding in results:
-            self._note(finding.name, finding.status, finding.detail, finding.fix)
+        works = {
+            PeerAddress.parse(t).peer_id for t, one in zip(texts, results, strict=True) if one.ok
+        }
+        for text, finding in zip(texts, results, strict=True):
+            # Of several addresses of a peer, one will do.
+            is_needed = finding.ok or PeerAddress.parse(text).peer_id not in works
+            status = finding.status if is_needed else FindingStatus.WARNING
+            self._note(finding.name, status, finding.detail, finding.fix if is_needed else "")
         return [text for text, finding in zip(texts, results, strict=True) if finding.ok]
 
     async def _dial_address(self, text: str) -> Finding:

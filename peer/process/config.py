@@ -83,6 +83,9 @@ class PeerConfig:
     is_relay: bool = False
     """Whether to carry streams to peers that cannot be dialled."""
 
+    maps_ports: bool = False
+    """Whether to ask the router, by UPnP, to forward both ports."""
+
     identity_path: Path | None = None
     """Key file of the peer; None: a fresh identity that ends with the process."""
 

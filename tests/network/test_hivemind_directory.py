@@ -363,7 +363,7 @@ async def test_announced_address_in_a_local_network_is_dialled_from_there_only(
     async with await asyncio.start_server(count, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         local = await dht.join([], 1)
-        public = await dht.join([], 2, endpoint=Endpoint("192.0.2.1", 4000))
+        public = await dht.join([], 2, endpoints=[Endpoint("192.0.2.1", 4000)])
         for number, directory, expected in ((2, public, False), (1, local, True)):
             stranger = SwarmRecords(directory.membership)
             value = stranger.add_own(sign_now(3, directory_port=port), CLOCK.wall())

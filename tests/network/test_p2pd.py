@@ -20,6 +20,7 @@ from libp2p_parts import connected_p2pds
 from processes import is_running
 
 from shoal.protocol.errors import DirectoryError, ShoalError
+from shoal.protocol.identity import Identity
 from shoal.protocol.ids import PeerId, SessionId
 from shoal.protocol.messages.records import (
     DIGEST_BYTES,
@@ -30,10 +31,12 @@ from shoal.protocol.messages.records import (
     Records,
 )
 from shoal.protocol.net.dht.dht_node import MAX_FIND_BYTES
+from shoal.protocol.net.libp2p.multiaddrs import PeerAddress
 from shoal.protocol.net.libp2p.p2p_daemon import (
     MAX_DATA_BYTES,
     MAX_MESSAGE_BYTES,
     child_of,
+    list_relays,
     open_byte_stream,
     start_reading_p2pd,
     stop_p2pd,
@@ -301,3 +304,11 @@ async def test_start_that_fails_at_its_last_step_leaves_nothing(
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}
     assert complaints == []
+
+
+def test_relay_with_several_addresses_is_known_by_the_first() -> None:
+    peer_id = Identity(bytes(32)).peer_id
+    hosts = ("127.0.0.1", "192.0.2.1", "10.0.0.1")
+    peers = [PeerAddress.parse(f"/ip4/{host}/tcp/4001/p2p/{peer_id}") for host in hosts]
+
+    assert [relay.host for relay in list_relays(peers)] == ["192.0.2.1"]

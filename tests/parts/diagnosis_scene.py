@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from scripted_swarm import MODEL_ID, ScriptedSwarm
@@ -39,6 +39,7 @@ class Swarm(ScriptedSwarm):
         self.identities: list[Identity] = []
         self.dial_error: OSError | UnicodeError | None = None
         self.is_dial_silent = False
+        self.refusing_hosts: Set[str] = set()
         self.hail_answer: bytes | None = LIBP2P_GREETING
         self.join_error: DirectoryError | None = None
         self.certificate_errors: dict[str, Exception] = {}
@@ -104,6 +105,8 @@ class Swarm(ScriptedSwarm):
             await asyncio.Event().wait()
         if self.dial_error:
             raise self.dial_error
+        if host in self.refusing_hosts:
+            raise ConnectionRefusedError
 
     async def _greet_libp2p(self, host: str, port: int) -> bytes:
         if self.hail_answer is None:

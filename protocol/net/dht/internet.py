@@ -38,6 +38,8 @@ class Listening:
     """Host that others dial; None: those of `host`, and the one at which they reach us."""
     is_relay: bool = False
     """Whether to carry streams to peers that cannot be dialled."""
+    maps_ports: bool = False
+    """Whether to ask the router, by UPnP, to forward both ports."""
 
     def __post_init__(self) -> None:
         check_can_be_dialled(self.announce_host or "")
@@ -83,20 +85,22 @@ class InternetNetwork:
         return ChoosingTransport(direct, directory.make_transport()), directory
 
     async def serve(self, identity: Identity, serve: StreamServer) -> Presence:
+        from ..relays.port_mapping import open_mapping
         from ..tcp.tcp_transport import TcpTransport
-        from ..tcp.tls import make_tls_identity
         from .hivemind_directory import HivemindDirectory
 
         where, hosts = self.listening, self.listening.list_hosts()
         async with AsyncExitStack() as stack:
-            # Peers that know the announcement from before a restart find the same key again.
-            tls_identity = make_tls_identity(identity.derive_secret("shoal TLS key"))
             rules = DialRules(self.clock, hosts)
-            transport = TcpTransport(tls_identity, membership=self.membership, rules=rules)
+            transport = TcpTransport.of_peer(identity, self.membership, rules)
             stack.push_async_callback(transport.close)
             watched = self._watch(serve, hosts)
             listeners: list[Listener] = [await transport.listen(where.host, where.port, watched)]
             listening = listeners[0].endpoint
+            mapping = await stack.enter_async_context(open_mapping()) if where.maps_ports else None
+            if mapping is not None:
+                await mapping.add(listening.port)
+                hosts = [mapping.host, *hosts]
             directory = await HivemindDirectory.join(
                 self.initial_peers,
                 identity=identity,
@@ -116,6 +120,8 @@ class InternetNetwork:
             announced = hosts if where.announce_host else directory.hosts
             endpoints = [replace(listening, host=host) for host in announced]
             _, port = split_multiaddr(directory.addresses[0])  # that of p2pd
+            if mapping is not None:
+                await mapping.add(port)
             is_relay = where.is_relay and not is_loopback(where.host) and not directory.relays
             return Presence(
                 identity,

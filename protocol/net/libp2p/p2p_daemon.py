@@ -251,12 +251,12 @@ async def stopping_if_failed(p2p: P2P) -> AsyncGenerator[None]:
 
 
 def list_relays(initial_peers: Sequence[PeerAddress]) -> list[Relay]:
-    """Return the initial peers that may carry streams to us."""
-    return [
-        Relay(peer.host, peer.tcp_port, peer.peer_id)
-        for peer in initial_peers
-        if peer.tcp_port is not None and not peer.is_loopback
-    ]
+    """Return the initial peers that may carry streams to us, each by its first address."""
+    found: dict[PeerId, Relay] = {}
+    for peer in initial_peers:
+        if peer.tcp_port is not None and not peer.is_loopback:
+            found.setdefault(peer.peer_id, Relay(peer.host, peer.tcp_port, peer.peer_id))
+    return list(found.values())
 
 
 def child_of(p2p: P2P) -> asyncio.subprocess.Process:

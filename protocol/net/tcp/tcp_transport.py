@@ -11,6 +11,7 @@ import asyncio
 
 from ...endpoints import Endpoint
 from ...errors import LocalProtocolError, RemoteProtocolError, UnavailableError
+from ...identity import Identity
 from ...membership.membership import NO_MEMBERSHIP, Membership
 from ..frame_stream import FrameStream, Mark
 from ..transport import StreamServer, make_not_a_member_error
@@ -47,6 +48,17 @@ class TcpTransport:
         self._streams: set[FrameStream] = set()
         self._listeners: set[TcpListener] = set()
         self._is_closed = False
+
+    @classmethod
+    def of_peer(
+        cls, identity: Identity, membership: Membership | None, rules: DialRules
+    ) -> TcpTransport:
+        """Return the transport of a peer, with a TLS key that hangs on its identity.
+
+        Peers that know its announcement from before a restart find the same key again.
+        """
+        tls_identity = make_tls_identity(identity.derive_secret("shoal TLS key"))
+        return cls(tls_identity, membership=membership, rules=rules)
 
     async def listen(self, host: str, port: int, serve: StreamServer) -> TcpListener:
         self._check_open()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from diagnosis_scene import ADDRESS, Swarm, examine, find
 
+from shoal.client.doctor.finding import FindingStatus
 from shoal.protocol.errors import DirectoryError, P2pdEndedError, WrongSwarmError
 from shoal.protocol.membership.membership import Membership, Role, make_owner, make_public
 from shoal.protocol.records.announcements import PeerState
@@ -212,3 +213,17 @@ def test_address_that_means_nothing_elsewhere_is_called_that(
 
     assert words in detail
     assert ("which others cannot reach" in detail) is bool(words)
+
+
+def test_one_of_several_addresses_of_a_peer_will_do() -> None:
+    async def build(swarm: Swarm) -> None:
+        await swarm.add(Span(0, 8))
+        swarm.refusing_hosts = {"10.0.0.1"}
+
+    both = examine(build, addresses=[ADDRESS, ADDRESS.replace("10.0.0.1", "8.8.8.8")])
+    only = examine(build, addresses=[ADDRESS])
+
+    assert both.is_well
+    assert both.findings[1].status is FindingStatus.WARNING
+    assert not both.findings[1].fix
+    assert find(only, "address").status is FindingStatus.BROKEN

@@ -80,7 +80,7 @@ def test_loopback_is_for_this_machine_only() -> None:
         ListenAddress("127.0.0.1", 0, "127.0.0.1"), [DialBackAnswer(True, "127.0.0.1")]
     )
     assert finding.status is FindingStatus.WARNING
-    assert "--announce-host" in finding.fix
+    assert "--local" in finding.fix
 
 
 def test_doctor_asks_only_with_a_door_and_tells_what_it_heard() -> None:

@@ -91,7 +91,11 @@ def test_attention_that_c_cannot_compute_is_said_to_be_of_torch(
 def make_presence() -> Any:
     endpoint = Endpoint("127.0.0.1", 1, "f" * 64)
     return SimpleNamespace(
-        identity=Identity(bytes(32)), endpoint=endpoint, relays=(), relay_port=0, directory_port=0
+        identity=Identity(bytes(32)),
+        endpoints=[endpoint],
+        relays=(),
+        relay_port=0,
+        directory_port=0,
     )
 
 

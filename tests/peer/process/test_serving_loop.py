@@ -236,7 +236,7 @@ class World:
             identity=identity,
             transport=transport,
             directory=directory,
-            endpoint=Endpoint(name, 1, self.network.fingerprint_of(name, 1)),
+            endpoints=[Endpoint(name, 1, self.network.fingerprint_of(name, 1))],
             relays=(),
             relay_port=0,
             directory_port=0,
