@@ -40,11 +40,12 @@ _FEWEST_COLUMNS = 16
 _PARTS_AT_ONCE = 16
 
 _PROMPT_TILES = {
-    64: {"BLOCK_T": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2},
+    64: {"BLOCK_T": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2},
     128: {"BLOCK_T": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2},
-    MAX_HEAD_DIM: {"BLOCK_T": 32, "BLOCK_K": 16, "num_warps": 4, "num_stages": 1},
+    MAX_HEAD_DIM: {"BLOCK_T": 16, "BLOCK_K": 16, "num_warps": 4, "num_stages": 2},
 }
-"""By the width of heads. Wider ones leave fewer registers to a token."""
+"""By the width of heads; wider ones leave fewer registers to a token. The fastest of those that were
+tried on an H100, over prompts of 512 to 8,192 tokens and short ones far into a text."""
 
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 
