@@ -44,8 +44,8 @@ _PROMPT_TILES = {
     128: {"BLOCK_T": 32, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2},
     MAX_HEAD_DIM: {"BLOCK_T": 16, "BLOCK_K": 16, "num_warps": 4, "num_stages": 2},
 }
-"""By the width of heads; wider ones leave fewer registers to a token. The fastest of those that were
-tried on an H100, over prompts of 512 to 8,192 tokens and short ones far into a text."""
+"""By the width of heads; wider ones leave fewer registers to a token. The fastest of those tried on
+an H100, over prompts of 512 to 8,192 tokens and short ones far into a text."""
 
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)
 
