@@ -40,6 +40,7 @@ DOORS = {
         "kernels/linear/triton_int8.py",
         "kernels/layers/triton_rows.py",
         "kernels/attention/triton_attention.py",
+        "kernels/attention/triton_states.py",
     },
     "uvloop": {"cli/"},
     "miniupnpc": {"protocol/net/relays/port_mapping.py"},

@@ -14,7 +14,7 @@ from torch import Tensor
 SCALE_BYTES = 4
 LARGEST = 127.0
 
-_TINY = 1e-30
+TINY = 1e-30
 """Below, all is zero: the inverse of a scale could not be told apart from infinity."""
 
 
@@ -38,7 +38,7 @@ def quantize_kv(states_D: Tensor) -> Tensor:
     )
     states_D = states_D.float()
     largest = states_D.abs().amax(dim=-1, keepdim=True)
-    is_usual = (largest >= _TINY) & largest.isfinite()
+    is_usual = (largest >= TINY) & largest.isfinite()
     # Zero, or NaN of what is not finite. A number that `where` takes would be copied to a device.
     odd_scales = largest - largest
     scales = torch.where(is_usual, largest / LARGEST, odd_scales)

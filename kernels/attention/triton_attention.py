@@ -77,9 +77,9 @@ def paged_attention(
     heads_per_group = num_heads // num_groups
     num_tiles = -(-heads_per_group // _HEADS_AT_ONCE)
     num_parts = -(-tables_NM.shape[1] * page_tokens // PART_TOKENS)
-    result_NHD = queries_NHD.new_zeros(queries_NHD.shape, dtype=torch.float32)
     if num_tokens == 0 or num_parts == 0:
-        return result_NHD.to(queries_NHD.dtype)
+        return torch.zeros_like(queries_NHD)
+    result_NHD = queries_NHD.new_empty(queries_NHD.shape, dtype=torch.float32)
     largest_NHB = result_NHD.new_empty(num_tokens, num_heads, num_parts)
     totals_NHB = torch.empty_like(largest_NHB)
     sums_NHBD = result_NHD.new_empty(*largest_NHB.shape, head_dim)
@@ -321,11 +321,13 @@ def _join_parts(
     token = tl.program_id(0).to(tl.int64)
     row = token * HEADS + tl.program_id(1)
     length = tl.load(lengths_N + token)
+    dims = tl.arange(0, BLOCK_D)
+    place = result_NHD + row * HEAD_DIM + dims
     if length == 0:
+        tl.store(place, tl.zeros((BLOCK_D,), tl.float32), dims < HEAD_DIM)
         return
     first_part = tl.maximum(length - window, 0) // PART_TOKENS
     stop_part = tl.cdiv(length, PART_TOKENS)
-    dims = tl.arange(0, BLOCK_D)
     largest = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
     sums_D = tl.zeros((BLOCK_D,), tl.float32)
@@ -346,7 +348,7 @@ def _join_parts(
         total = total * shrink + tl.sum(totals_B * weights_B, axis=0)
         sums_D = sums_D * shrink + tl.sum(sums_BD * weights_B[:, None], axis=0)
         largest = new_largest
-    tl.store(result_NHD + row * HEAD_DIM + dims, sums_D / total, dims < HEAD_DIM)
+    tl.store(place, sums_D / total, dims < HEAD_DIM)
 
 
 @triton.jit(

@@ -73,15 +73,19 @@ def choose_int8_kernel(device_type: str) -> Int8Kernel:
 
 def choose_paged_attention(
     device_type: str,
-) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """Return attention over pages, of generated tokens and of prompts, of `triton_attention`.
+) -> tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]:
+    """Return attention over pages, of generated tokens and of prompts, and what writes into pages.
 
-    Raises ValueError where there is none.
+    They are those of `triton_attention` and `triton_states`. Raises ValueError where there is none.
     """
     check_triton(device_type)
-    from ..attention import triton_attention
+    from ..attention import triton_attention, triton_states
 
-    return triton_attention.paged_attention, triton_attention.paged_prompt_attention
+    return (
+        triton_attention.paged_attention,
+        triton_attention.paged_prompt_attention,
+        triton_states.write_states,
+    )
 
 
 def check_triton(device_type: str) -> None:

@@ -13,9 +13,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...kernels.attention.rotary import Rotation
+from ...kernels.attention.rotary import RotaryTable
 from ...kernels.linear.linear import RowPrecision
-from .blocks.attention_kernels import PagedTokenBatch, lay_out_in_pages
+from .blocks.attention_kernels import (
+    DecodedTokens,
+    PagedTokenBatch,
+    lay_out_in_pages,
+    list_decoded,
+)
 from .blocks.batch import HostedBlock, StepBatch, TokenRange
 from .devices.device import Capturer, Device
 
@@ -36,7 +41,7 @@ class DecodeGraphs:
     def __init__(self, blocks: Sequence[HostedBlock], capturer: Capturer) -> None:
         self._blocks = blocks
         self._capturer = capturer
-        self._steps: dict[tuple[int, int, torch.dtype], _CapturedStep] = {}
+        self._steps: dict[tuple[object, ...], _CapturedStep] = {}
 
     @classmethod
     def make(cls, blocks: Sequence[HostedBlock], device: Device) -> DecodeGraphs | None:
@@ -49,27 +54,28 @@ class DecodeGraphs:
     def can_run(batch: StepBatch) -> bool:
         """Return whether these are few tokens, all generated, in caches of one format."""
         is_small = batch.steps[-1].stop <= MAX_TOKENS
-        return is_small and not batch.prompts and len(batch.in_form(lay_out_in_pages)) == 1
+        return is_small and not batch.prompts and len(batch.in_form(list_decoded)) == 1
 
     def run(self, hidden_NH: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """Return the output of the last block; writes into the sessions' memory."""
-        (paged,) = batch.in_form(lay_out_in_pages)
-        num_tokens, num_pages = paged.tables_NM.shape
+        (decoded,) = batch.in_form(list_decoded)
+        num_tokens, num_pages = decoded.tables_NM.shape
         size = choose_size(num_tokens, num_pages)
-        key = (*size, paged.layout.dtype)
+        # What is captured reads the tables of the ropes where they lie: longer ones lie elsewhere.
+        key = (*size, decoded.layout.dtype, *(len(table.cos_TD) for table in batch.rotary))
         step = self._steps.get(key)
         if step is None:
-            step = _CapturedStep.make(hidden_NH, paged, size)
-            step.fill(hidden_NH, paged)
-            step.replay = self._capturer.capture(lambda: self._compute(step))
+            step = _CapturedStep.make(hidden_NH, decoded, size)
+            rotary = batch.rotary
+            step.replay = self._capturer.capture(lambda: self._compute(step, rotary))
             self._steps[key] = step
-        step.fill(hidden_NH, paged)
+        step.fill(hidden_NH, decoded)
         step.replay()
         return step.output_NH[:num_tokens].clone()
 
-    def _compute(self, step: _CapturedStep) -> None:
+    def _compute(self, step: _CapturedStep, rotary: Sequence[RotaryTable]) -> None:
         # Sessions differ from step to step: the batch has none, only their tokens over pages.
-        batch = StepBatch((), (), {lay_out_in_pages: [step.paged]})
+        batch = StepBatch((), (), {lay_out_in_pages: [step.paged.rotate(rotary)]})
         hidden_NH = step.hidden_NH
         ranges = [TokenRange(0, len(hidden_NH), RowPrecision.TWO_DIGITS)]
         for block in self._blocks:
@@ -93,6 +99,7 @@ def choose_size(num_tokens: int, num_pages: int) -> tuple[int, int]:
 class _CapturedStep:
     """Tensors that stay, and what computes on them. Padding sees no keys."""
 
+    size: tuple[int, int]
     hidden_NH: torch.Tensor
     paged: PagedTokenBatch
     output_NH: torch.Tensor
@@ -100,38 +107,17 @@ class _CapturedStep:
 
     @classmethod
     def make(
-        cls, hidden_NH: torch.Tensor, paged: PagedTokenBatch, size: tuple[int, int]
+        cls, hidden_NH: torch.Tensor, decoded: DecodedTokens, size: tuple[int, int]
     ) -> _CapturedStep:
-        """Return a step of a size, with nothing in it."""
-        num_tokens, num_pages = size
-        padded_NH = hidden_NH.new_zeros(num_tokens, hidden_NH.shape[1])
-        padded = replace(
-            paged,
-            tokens=slice(0, num_tokens),
-            positions_N=paged.positions_N.new_zeros(num_tokens),
-            tables_NM=paged.tables_NM.new_full((num_tokens, num_pages), paged.store.nobodys_page),
-            lengths_N=paged.lengths_N.new_zeros(num_tokens),
-            rotations=tuple(_pad(rotation, num_tokens) for rotation in paged.rotations),
-        )
-        return cls(padded_NH, padded, torch.zeros_like(padded_NH), lambda: None)
+        """Return a step of a size, filled."""
+        padded_NH = hidden_NH.new_zeros(size[0], hidden_NH.shape[1])
+        paged = replace(PagedTokenBatch.of(decoded, *size), tokens=slice(0, size[0]))
+        step = cls(size, padded_NH, paged, torch.zeros_like(padded_NH), lambda: None)
+        step.fill(hidden_NH, decoded)
+        return step
 
-    def fill(self, hidden_NH: torch.Tensor, paged: PagedTokenBatch) -> None:
+    def fill(self, hidden_NH: torch.Tensor, decoded: DecodedTokens) -> None:
         """Take a step in; what is left of the one before becomes padding."""
-        num_tokens, num_pages = paged.tables_NM.shape
-        self.hidden_NH[:num_tokens].copy_(hidden_NH)
-        self.hidden_NH[num_tokens:].zero_()
-        self.paged.positions_N[:num_tokens].copy_(paged.positions_N)
-        self.paged.positions_N[num_tokens:].zero_()
-        self.paged.lengths_N[:num_tokens].copy_(paged.lengths_N)
-        self.paged.lengths_N[num_tokens:].zero_()
-        self.paged.tables_NM.fill_(paged.store.nobodys_page)
-        self.paged.tables_NM[:num_tokens, :num_pages].copy_(paged.tables_NM)
-        for ours, theirs in zip(self.paged.rotations, paged.rotations, strict=True):
-            for padded_ND, states_ND in zip(ours, theirs, strict=True):
-                padded_ND[:num_tokens].copy_(states_ND)
-
-
-def _pad(rotation: Rotation, num_tokens: int) -> Rotation:
-    cos_ND, sin_ND = rotation
-    shape = (num_tokens, cos_ND.shape[1])
-    return cos_ND.new_zeros(shape), sin_ND.new_zeros(shape)
+        self.hidden_NH[: len(hidden_NH)].copy_(hidden_NH)
+        self.hidden_NH[len(hidden_NH) :].zero_()
+        self.paged.numbers.copy_(torch.from_numpy(decoded.pack(*self.size)))

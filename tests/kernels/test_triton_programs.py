@@ -42,6 +42,7 @@ def test_every_program_compiles_and_fits(programs: list[dict[str, Any]]) -> None
 
     assert names == {
         "_round_row", "_multiply_row", "_multiply_rows", "_norm_row", "_gate_row",
+        "_write_head",
         "_attend_part", "_join_parts", "_attend_tile",
     }  # fmt: skip
     assert [program for program in programs if program["shared_bytes"] > SHARED_BYTES] == []

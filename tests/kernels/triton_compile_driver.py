@@ -12,7 +12,7 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from shoal.kernels.attention import triton_attention
+from shoal.kernels.attention import triton_attention, triton_states
 from shoal.kernels.layers import triton_rows
 from shoal.kernels.linear import triton_int8
 from shoal.kernels.linear.quantize import MAX_COLUMNS
@@ -27,6 +27,7 @@ TYPES = {
     "digits_NCI": "*i8", "values_OI": "*i8", "squares_N": "*i32", "tables_NM": "*i32",
     "lengths_N": "*i32", "scale": "fp32", "softcap": "fp32",
     "eps": "fp32", "count": "fp32",
+    "norm_eps": "fp32", "pages_N": "*i32", "places_N": "*i32",
     "tables_XM": "*i32", "rows_X3": "*i32", "token_stride": "i32",
     **dict.fromkeys(["num_rows", "num_columns", "num_outputs"], "i32"),
     **dict.fromkeys(["table_width", "num_parts", "window"], "i32"),
@@ -111,6 +112,25 @@ def compile_exact(program: Any, capability: int, constants: dict[str, Any]) -> N
     compile_program(program, capability, constants, options)
 
 
+def compile_states(capability: int) -> None:
+    head_dims, kinds = (64, triton_attention.MAX_HEAD_DIM), ("*fp32", "*bf16", "*i8")
+    plain = {"norm_JD": None, "cos_NR": None, "sin_NR": None, "TURNED": 0}
+    for head_dim, kind, left_out in product(head_dims, kinds, ({}, plain)):
+        constants: dict[str, Any] = {
+            "HEADS": 8, "GROUPS": 2, "HEAD_DIM": head_dim, "TURNED": head_dim // 2,
+            "PAGE_TOKENS": PAGE_TOKENS[kind], "PAGE_WIDTH": head_dim + 4, "BLOCK_D": head_dim,
+        }  # fmt: skip
+        constants |= left_out
+        if kind != "*i8":
+            constants["scales_PCGSW"] = None
+        fused = "*bf16" if kind == "*bf16" else "*fp32"
+        compile_program(
+            triton_states._write_head, capability, constants,
+            {"num_warps": 1, "enable_fp_fusion": False},
+            pages_PCGSW=kind, fused_NXD=fused, queries_NHD=fused,
+        )  # fmt: skip
+
+
 def compile_attention(capability: int) -> None:
     for head_dim, kind in product((64, triton_attention.MAX_HEAD_DIM), ("*fp32", "*bf16", "*i8")):
         constants: dict[str, Any] = {
@@ -146,4 +166,5 @@ def compile_attention(capability: int) -> None:
 if __name__ == "__main__":
     compile_int8(int(sys.argv[1]))
     compile_rows(int(sys.argv[1]))
+    compile_states(int(sys.argv[1]))
     compile_attention(int(sys.argv[1]))

@@ -11,7 +11,7 @@ R rows of sessions, M pages of a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -37,40 +37,90 @@ MAX_PAGED_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)
+class DecodedTokens:
+    """Generated tokens over caches of one format in pages, still on the CPU.
+
+    `tokens` says which tokens of the batch they are. Token `n` is at `positions_N[n]` of its row,
+    whose pages are `tables_NM[n]`, of `page_tokens` tokens each.
+    """
+
+    tokens: slice | np.ndarray
+    store: PagedStore
+    layout: Layout
+    page_tokens: int
+    positions_N: np.ndarray
+    tables_NM: np.ndarray
+
+    def pack(self, num_tokens: int, num_pages: int) -> np.ndarray:
+        """Return positions, pages and places of all tokens, how many keys each sees, and tables.
+
+        In one piece, so that it is brought to a device at once, and padded to a size. Padding sees
+        no keys, and its own go into nobody's page.
+        """
+        num_ours, width = self.tables_NM.shape
+        numbers = np.full(num_tokens * (4 + num_pages), self.store.nobodys_page, dtype=np.int32)
+        positions, pages, places, lengths = numbers[: 4 * num_tokens].reshape(4, num_tokens)
+        for padded, ours in (
+            (positions, self.positions_N),
+            (places, self.positions_N % self.page_tokens),
+            (lengths, self.positions_N + 1),
+        ):
+            padded[:num_ours], padded[num_ours:] = ours, 0
+        columns_N = self.positions_N // self.page_tokens
+        pages[:num_ours] = self.tables_NM[np.arange(num_ours), columns_N]
+        numbers[4 * num_tokens :].reshape(num_tokens, -1)[:num_ours, :width] = self.tables_NM
+        return numbers
+
+
+@dataclass(frozen=True)
 class PagedTokenBatch:
     """Generated tokens over caches of one format in pages; its tensors are where the pages are.
 
-    `tokens` says which tokens of the batch they are. Token `n` is at `positions_N[n]` of its row
-    and sees the first `lengths_N[n]` keys of it: 0 if it is padding.
+    `tokens` says which tokens of the batch they are. `numbers` are those of `DecodedTokens.pack`.
     """
 
     tokens: slice | torch.Tensor
     store: PagedStore
     layout: Layout
-    positions_N: torch.Tensor
-    tables_NM: torch.Tensor
-    lengths_N: torch.Tensor
-    rotations: tuple[Rotation, ...]
+    num_tokens: int
+    numbers: torch.Tensor
+    rotations: tuple[Rotation, ...] = ()
+
+    @classmethod
+    def of(cls, decoded: DecodedTokens, num_tokens: int, num_pages: int) -> PagedTokenBatch:
+        """Bring tokens to where their pages are, padded to a size."""
+        device, tokens = decoded.store.device, decoded.tokens
+        if not isinstance(tokens, slice):
+            tokens = torch.from_numpy(tokens).to(device)
+        numbers = torch.from_numpy(decoded.pack(num_tokens, num_pages)).to(device)
+        return cls(tokens, decoded.store, decoded.layout, num_tokens, numbers)
+
+    def rotate(self, rotary: Sequence[RotaryTable]) -> PagedTokenBatch:
+        """Return the same with the rotations of its positions."""
+        rotations = tuple(table.select(self._list(0)) for table in rotary)
+        return replace(self, rotations=rotations)
+
+    @property
+    def pages_N(self) -> torch.Tensor:
+        """The pages that keep the tokens."""
+        return self._list(1)
+
+    @property
+    def places_N(self) -> torch.Tensor:
+        """Their places in these pages."""
+        return self._list(2)
 
     @property
     def seen(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What tells attention which keys each token sees."""
-        return self.tables_NM, self.lengths_N
+        """What tells attention which keys each token sees: tables, and how many of their keys."""
+        return self.numbers[4 * self.num_tokens :].view(self.num_tokens, -1), self._list(3)
+
+    def _list(self, kind: int) -> torch.Tensor:
+        return self.numbers[kind * self.num_tokens : (kind + 1) * self.num_tokens]
 
     def pages(self, block: int) -> torch.Tensor:
         """Return the memory of a block, `pages_PCGSW`."""
         return self.store.pages(block, self.layout.dtype)
-
-    def write(self, block: int, keys_NGD: torch.Tensor, values_NGD: torch.Tensor) -> None:
-        """Write the tokens' keys and values of a block."""
-        pages_PCGSW = self.pages(block)
-        page_tokens = pages_PCGSW.shape[3]
-        columns_N1 = (self.positions_N // page_tokens)[:, None]
-        pages_N = self.tables_NM.long().gather(1, columns_N1)[:, 0]
-        write_tokens(
-            pages_PCGSW, pages_N, self.positions_N % page_tokens,
-            self.layout.pack(keys_NGD), self.layout.pack(values_NGD),
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,13 +143,6 @@ class PagedPromptBatch:
     def pages(self, block: int) -> torch.Tensor:
         """Return the memory of a block, `pages_PCGSW`."""
         return self.store.pages(block, self.layout.dtype)
-
-    def write(self, block: int, keys_NGD: torch.Tensor, values_NGD: torch.Tensor) -> None:
-        """Write the tokens' keys and values of a block."""
-        write_tokens(
-            self.pages(block), self.pages_N, self.places_N,
-            self.layout.pack(keys_NGD), self.layout.pack(values_NGD),
-        )  # fmt: skip
 
 
 def lay_out_decoded(batch: StepBatch) -> list[TokenBatch]:
@@ -127,10 +170,18 @@ def _address(step: BatchedStep, rope: int) -> TokenSegment:
     )
 
 
-def lay_out_in_pages(batch: StepBatch) -> list[PagedTokenBatch]:
+def list_decoded(batch: StepBatch) -> list[DecodedTokens]:
     """Return the generated tokens over pages: one form for each layout of caches."""
     groups = _group_by_layout(batch.decoded)
-    return [_lay_out_pages(steps, batch.rotary, len(groups)) for steps in groups]
+    return [_list_tokens(steps, len(groups)) for steps in groups]
+
+
+def lay_out_in_pages(batch: StepBatch) -> list[PagedTokenBatch]:
+    """Return the same where the pages are."""
+    return [
+        PagedTokenBatch.of(decoded, *decoded.tables_NM.shape).rotate(batch.rotary)
+        for decoded in batch.in_form(list_decoded)
+    ]
 
 
 def lay_out_prompts_in_pages(batch: StepBatch) -> list[PagedPromptBatch]:
@@ -179,8 +230,9 @@ def _lay_out_rows(
         torch.tensor(rows, dtype=torch.int32).to(device),
         max(step.num_tokens for step in steps),
     )
+    tokens = _find_tokens(steps, num_layouts)
     return PagedPromptBatch(
-        _find_tokens(steps, num_layouts, device),
+        tokens if isinstance(tokens, slice) else torch.from_numpy(tokens).to(device),
         store,
         layout,
         pages_N,
@@ -190,46 +242,33 @@ def _lay_out_rows(
     )
 
 
-def _lay_out_pages(
-    steps: Sequence[BatchedStep], rotary: Sequence[RotaryTable], num_layouts: int
-) -> PagedTokenBatch:
+def _list_tokens(steps: Sequence[BatchedStep], num_layouts: int) -> DecodedTokens:
     memories = _list_memories(steps)
-    store, layout = memories[0].store, memories[0].layout
-    positions_N = np.concatenate([_list_positions(step) for step in steps])
-    num_pages = count_pages(int(positions_N.max()) + 1, memories[0].page_tokens)
-    tables_NM = np.full((len(positions_N), num_pages), store.nobodys_page, dtype=np.int32)
+    store, page_tokens = memories[0].store, memories[0].page_tokens
+    last = max(step.position + step.num_tokens for step in steps)
+    num_tokens = sum(step.stop - step.start for step in steps)
+    positions_N = np.empty(num_tokens, dtype=np.int32)
+    num_pages = count_pages(last, page_tokens)
+    tables_NM = np.full((num_tokens, num_pages), store.nobodys_page, dtype=np.int32)
     first = 0
     for step, memory in zip(steps, memories, strict=True):
         taken_BM = memory.taken_BM[:, :num_pages]
-        stop = first + step.num_rows * step.num_tokens
-        tables_NM[first:stop, : taken_BM.shape[1]] = taken_BM.repeat(step.num_tokens, axis=0)
+        stop = first + step.stop - step.start
+        positions_N[first:stop].reshape(step.num_rows, -1)[:] = np.arange(
+            step.position, step.position + step.num_tokens
+        )
+        rows = tables_NM[first:stop].reshape(step.num_rows, step.num_tokens, num_pages)
+        rows[:, :, : taken_BM.shape[1]] = taken_BM[:, None]
         first = stop
-    device = store.device
-    positions_on_device_N = torch.from_numpy(positions_N).to(device)
-    return PagedTokenBatch(
-        _find_tokens(steps, num_layouts, device),
-        store,
-        layout,
-        positions_on_device_N,
-        torch.from_numpy(tables_NM).to(device),
-        (positions_on_device_N + 1).to(torch.int32),
-        tuple(table.select(positions_on_device_N) for table in rotary),
-    )
+    tokens = _find_tokens(steps, num_layouts)
+    return DecodedTokens(tokens, store, memories[0].layout, page_tokens, positions_N, tables_NM)
 
 
-def _list_positions(step: BatchedStep) -> np.ndarray:
-    positions_T = np.arange(step.position, step.position + step.num_tokens)
-    return np.tile(positions_T, step.num_rows)
-
-
-def _find_tokens(
-    steps: Sequence[BatchedStep], num_layouts: int, device: torch.device
-) -> slice | torch.Tensor:
+def _find_tokens(steps: Sequence[BatchedStep], num_layouts: int) -> slice | np.ndarray:
     """Return which tokens these are; if all have one layout, they lie side by side."""
     if num_layouts == 1:
         return slice(steps[0].start, steps[-1].stop)
-    tokens = [np.arange(step.start, step.stop) for step in steps]
-    return torch.from_numpy(np.concatenate(tokens)).to(device)
+    return np.concatenate([np.arange(step.start, step.stop) for step in steps])
 
 
 class NativeTokens:
@@ -256,7 +295,7 @@ class NativePrompts(NativeTokens):
 class PagedTokens:
     """Tokens over caches in pages, as `lay_out` lays them out: generated ones, or prompts.
 
-    Torch norms, rotates and writes, a kernel attends.
+    What norms, rotates and writes is `write`, or else torch.
     """
 
     name = "triton"
@@ -267,29 +306,48 @@ class PagedTokens:
         options: AttentionOptions,
         transform: QueryKeyTransform,
         attend: Callable[..., torch.Tensor],
+        write: Callable[..., torch.Tensor] | None,
         lay_out: Callable[[StepBatch], Sequence[PagedTokenBatch | PagedPromptBatch]],
     ) -> None:
         self._block = block
         self._options = options
         self._transform = transform
         self._attend = attend
+        self._write = write
         self._lay_out = lay_out
 
     def __call__(self, fused_NO: torch.Tensor, batch: StepBatch, attended_NO: torch.Tensor) -> None:
         options = self._options
         for paged in batch.in_form(self._lay_out):
-            # To the transform they are the tokens of one row, each at its own position.
-            fused_1NXD = fused_NO[paged.tokens].unflatten(-1, (-1, options.head_dim))[None]
-            query_key_1NJD, values_1NGD = fused_1NXD.tensor_split([-options.num_kv_heads], dim=2)
-            query_key_NJD = self._transform(query_key_1NJD, paged.rotations)[0].transpose(0, 1)
-            queries_NHD, keys_NGD = query_key_NJD.tensor_split([options.num_heads], dim=1)
-            paged.write(self._block, keys_NGD, values_1NGD[0])
+            fused_NXD = fused_NO[paged.tokens].unflatten(-1, (-1, options.head_dim))
+            queries_NHD = self._write_states(fused_NXD, paged)
             attended_NHD = self._attend(
                 queries_NHD, paged.pages(self._block), *paged.seen,
                 scale=options.scale, sliding_window=options.sliding_window,
                 softcap=options.softcap,
             )  # fmt: skip
             attended_NO[paged.tokens] = attended_NHD.flatten(1)
+
+    def _write_states(
+        self, fused_NXD: torch.Tensor, paged: PagedTokenBatch | PagedPromptBatch
+    ) -> torch.Tensor:
+        """Return the queries as attention takes them; write keys and values."""
+        options, transform = self._options, self._transform
+        if self._write is not None:
+            return self._write(
+                fused_NXD, paged.pages(self._block), paged.pages_N, paged.places_N,
+                rotation=None if options.rope is None else paged.rotations[options.rope],
+                norm_JD=transform.norm_JD, norm_eps=options.norm_eps,
+            )  # fmt: skip
+        # To the transform they are the tokens of one row, each at its own position.
+        query_key_1NJD, values_1NGD = fused_NXD[None].tensor_split([-options.num_kv_heads], dim=2)
+        query_key_NJD = transform(query_key_1NJD, paged.rotations)[0].transpose(0, 1)
+        queries_NHD, keys_NGD = query_key_NJD.tensor_split([options.num_heads], dim=1)
+        write_tokens(
+            paged.pages(self._block), paged.pages_N, paged.places_N,
+            paged.layout.pack(keys_NGD), paged.layout.pack(values_1NGD[0]),
+        )  # fmt: skip
+        return queries_NHD
 
 
 def choose_kernels(
@@ -305,10 +363,10 @@ def choose_kernels(
     if paged_attention is not None:
         if options.alibi is not None or options.head_dim > MAX_PAGED_HEAD_DIM:
             return None, None
-        parts = block, options, transform
+        attend_tokens, attend_prompts, write = paged_attention
         return (
-            PagedTokens(*parts, paged_attention.tokens, lay_out_in_pages),
-            PagedTokens(*parts, paged_attention.prompts, lay_out_prompts_in_pages),
+            PagedTokens(block, options, transform, attend_tokens, write, lay_out_in_pages),
+            PagedTokens(block, options, transform, attend_prompts, write, lay_out_prompts_in_pages),
         )
     shape, rope = _find_plain_shape(options), options.rope
     if shape is None or rope is None:

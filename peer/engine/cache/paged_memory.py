@@ -33,10 +33,15 @@ _RETRY_AFTER_SECONDS = 2.0
 
 
 class PagedAttention(NamedTuple):
-    """Attention over these pages, called like that in `kernels.attention.triton_attention`."""
+    """Attention over these pages, called like that in `kernels.attention.triton_attention`.
+
+    `write` norms, turns and writes what goes into it, like that in `triton_states`; without it
+    torch does.
+    """
 
     tokens: Callable[..., torch.Tensor]
     prompts: Callable[..., torch.Tensor]
+    write: Callable[..., torch.Tensor] | None = None
 
 
 def make_paged_layouts(

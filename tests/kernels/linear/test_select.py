@@ -133,5 +133,7 @@ def test_triton_computes_on_cuda_devices() -> None:
     pytest.importorskip("triton")
 
     assert choose_int8_kernel("cuda").name == "int8: triton"
-    for attend in choose_paged_attention("cuda"):
-        assert attend.__module__ == "shoal.kernels.attention.triton_attention"
+    modules = [program.__module__ for program in choose_paged_attention("cuda")]
+    folder = "shoal.kernels.attention"
+    attention = f"{folder}.triton_attention"
+    assert modules == [attention, attention, f"{folder}.triton_states"]
