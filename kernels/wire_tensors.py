@@ -26,6 +26,9 @@ INT8_GROUP = 64
 
 _LARGEST_INT8 = 127
 
+FEW_ELEMENTS = 2**20
+"""To copy them takes less than to ask torch for each of many tensors."""
+
 # Integers of the same width as each element carry its bits: numpy has no bfloat16.
 _CARRIERS: dict[torch.dtype, tuple[torch.dtype, str]] = {
     torch.float32: (torch.int32, "<i4"),
@@ -131,6 +134,14 @@ def has_only_finite(tensor: Tensor) -> bool:
     # NaN wins both extremes, an infinity is one of them.
     low, high = torch.aminmax(tensor)
     return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+def list_finite(tensors: Sequence[Tensor]) -> list[bool]:
+    """Return for each whether `has_only_finite`; few elements are looked at all together first."""
+    are_few = len(tensors) > 1 and sum(tensor.numel() for tensor in tensors) <= FEW_ELEMENTS
+    if are_few and has_only_finite(torch.cat([tensor.flatten() for tensor in tensors])):
+        return [True] * len(tensors)
+    return [has_only_finite(tensor) for tensor in tensors]
 
 
 def _carrier(dtype: torch.dtype) -> tuple[torch.dtype, str]:

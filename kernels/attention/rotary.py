@@ -79,14 +79,18 @@ class RotaryTable:
         Raises ValueError beyond `max_positions`.
         """
         stop = start + count
+        self.reserve(start, stop)
+        return self.cos_TD[start:stop], self.sin_TD[start:stop]
+
+    def reserve(self, start: int, stop: int) -> None:
+        """Grow up to some positions, for `select`; raises ValueError beyond `max_positions`."""
         if not 0 <= start <= stop <= self.max_positions:
             raise ValueError(f"positions {start}:{stop} are outside 0:{self.max_positions}")
         if stop > len(self.cos_TD):
             self._grow(min(max(stop, 2 * len(self.cos_TD)), self.max_positions))
-        return self.cos_TD[start:stop], self.sin_TD[start:stop]
 
     def select(self, positions_N: Tensor) -> Rotation:
-        """Return copies (cos_ND, sin_ND) of some positions; `rows` has returned all of them before.
+        """Return copies (cos_ND, sin_ND) of some positions; all of them were reserved.
 
         The positions are on the device of the table, which does not wait for them.
         """

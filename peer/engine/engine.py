@@ -13,6 +13,7 @@ import torch
 
 from ...kernels.attention.rotary import RotaryTable
 from ...kernels.linear.select import describe_kernels
+from ...kernels.wire_tensors import list_finite
 from ...models.specs.model_spec import ModelShape
 from ...protocol.errors import ErrorCode, RefusedError, ShoalError
 from ...protocol.spans import Span
@@ -21,7 +22,7 @@ from .cache.kv_cache import KVCachePool, SessionCache
 from .decode_graphs import TOKEN_COUNTS, DecodeGraphs
 from .devices.device import Numerics
 from .passes.span_passes import SpanPasses
-from .steps import AcceptedStep, StepGroup, StepWork, group_steps
+from .steps import AcceptedStep, StepGroup, StepWork, group_steps, join
 
 _NOT_COMPUTED = RefusedError(ErrorCode.INTERNAL, "the step was not computed")
 
@@ -98,12 +99,17 @@ class Engine:
         results: list[torch.Tensor | ShoalError] = [_NOT_COMPUTED] * len(batch)
         with self.device.running():
             steps = self._accept(batch, results)
-            self._bring(steps)
+            if not steps:
+                return results
+            hidden_NH = self.device.bring(join([step.hidden_NH for step in steps]))
             for group in group_steps(steps, self._rotary):
-                self._run_blocks(group, give_way)
-            outputs = self.device.fetch([step.hidden_NH for step in steps])
-        for step, output_NH in zip(steps, outputs, strict=True):
-            results[step.index] = step.finish(output_NH)
+                hidden_NH = group.put(
+                    self._run_blocks(group, group.pick(hidden_NH), give_way), hidden_NH
+                )
+            hidden_NH = self.device.fetch(hidden_NH)
+        outputs = hidden_NH.split([len(step.hidden_NH) for step in steps])
+        for step, output_NH, is_finite in zip(steps, outputs, list_finite(outputs), strict=True):
+            results[step.index] = step.finish(output_NH, is_finite)
         return results
 
     def _accept(
@@ -112,6 +118,10 @@ class Engine:
         """Check every step and prepare its cache; refusals go into `results`."""
         steps: list[AcceptedStep] = []
         accepted_caches: set[SessionCache] = set()
+        hidden = [
+            work.hidden_BTH.to(self.dtype).reshape(-1, self.spec.hidden_size) for work in batch
+        ]
+        are_finite = list_finite(hidden)
         for index, work in enumerate(batch):
             try:
                 if work.cache in accepted_caches:
@@ -120,8 +130,8 @@ class Engine:
                     AcceptedStep.accept(
                         index,
                         work,
-                        self.spec.hidden_size,
-                        self.dtype,
+                        hidden[index],
+                        are_finite[index],
                         self._rotary,
                         self._exact_part_tokens,
                     )
@@ -133,25 +143,21 @@ class Engine:
         # Steps of one precision lie side by side, so that each linear runs once for each.
         return sorted(steps, key=AcceptedStep.sort_key)
 
-    def _bring(self, steps: Sequence[AcceptedStep]) -> None:
-        brought = self.device.bring([step.hidden_NH for step in steps])
-        for step, hidden_NH in zip(steps, brought, strict=True):
-            step.hidden_NH = hidden_NH
-
-    def _run_blocks(self, group: StepGroup, give_way: Callable[[], object] | None) -> None:
+    def _run_blocks(
+        self, group: StepGroup, hidden_NH: torch.Tensor, give_way: Callable[[], object] | None
+    ) -> torch.Tensor:
         """Move hidden states through the blocks that their steps have in common."""
-        hidden_NH, batch, span = group.join(), group.batch, group.span
+        batch, span = group.batch, group.span
         graphs = self._graphs if group.is_plain and span == self.span else None
         if graphs is not None and graphs.can_run(batch):
             if give_way is not None:
                 give_way()
-            hidden_NH = graphs.run(hidden_NH, batch)
-        else:
-            blocks = self._blocks[span.start - self.span.start :][: len(span)]
-            for index, block in enumerate(blocks, span.start):
-                if give_way is not None:
-                    give_way()
-                hidden_NH = group.add_prompts(hidden_NH, index)
-                ranges = group.find_ranges(index, block.linears, give_way)
-                hidden_NH = block(hidden_NH, batch, ranges)
-        group.split(hidden_NH)
+            return graphs.run(hidden_NH, batch)
+        blocks = self._blocks[span.start - self.span.start :][: len(span)]
+        for index, block in enumerate(blocks, span.start):
+            if give_way is not None:
+                give_way()
+            hidden_NH = group.add_prompts(hidden_NH, index)
+            ranges = group.find_ranges(index, block.linears, give_way)
+            hidden_NH = block(hidden_NH, batch, ranges)
+        return hidden_NH

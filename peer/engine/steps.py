@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
-from ...kernels.attention.rotary import RotaryTable, Rotation
+from ...kernels.attention.rotary import RotaryTable
 from ...kernels.linear.linear import Linear, RowPrecision
 from ...kernels.pauses import COST_BETWEEN_PAUSES, NO_PAUSES, GiveWay, Pauses
-from ...kernels.wire_tensors import has_only_finite
 from ...protocol.errors import ErrorCode, RefusedError, ShoalError
 from ...protocol.spans import Span
 from .adapters.adapter import Adapter
@@ -100,7 +99,7 @@ class ComputedStep:
 
 @dataclass(slots=True)
 class AcceptedStep:
-    """A step that was accepted, with its hidden states as they move through the blocks.
+    """A step that was accepted, with the hidden states that go into it.
 
     Linears take `piece_tokens` tokens of one row at a time where that makes a difference to the
     result; None: all of them, together with those of other steps.
@@ -109,7 +108,6 @@ class AcceptedStep:
     index: int
     work: StepWork
     precision: RowPrecision
-    rotations: tuple[Rotation, ...]
     hidden_NH: torch.Tensor
     piece_tokens: int | None = None
 
@@ -118,8 +116,8 @@ class AcceptedStep:
         cls,
         index: int,
         work: StepWork,
-        hidden_size: int,
-        dtype: torch.dtype,
+        hidden_NH: torch.Tensor,
+        is_finite: bool,
         rotary: Sequence[RotaryTable],
         exact_part_tokens: int | None,
     ) -> AcceptedStep:
@@ -129,14 +127,14 @@ class AcceptedStep:
         that may tip one, and then a session's tokens would depend on what is computed beside it:
         so with `exact_part_tokens`, the size of parts of prompts, such a step gets pieces.
         """
-        hidden_NH = work.hidden_BTH.to(dtype).reshape(-1, hidden_size)
-        if not has_only_finite(hidden_NH):
+        if not is_finite:
             raise RefusedError(ErrorCode.BAD_VALUES, "the hidden states are not finite")
         work.cache.prepare(work.position, work.num_tokens, work.row_map, work.num_behind)
         # Not by the number of rows: that depends on how a prompt was cut into steps.
         precision = RowPrecision.TWO_DIGITS if work.decoded else RowPrecision.ONE_DIGIT
-        rotations = tuple(table.rows(work.position, work.num_tokens) for table in rotary)
-        step = cls(index, work, precision, rotations, hidden_NH)
+        for table in rotary:
+            table.reserve(work.position, work.position + work.num_tokens)
+        step = cls(index, work, precision, hidden_NH)
         if exact_part_tokens is not None and work.cache.keeps_integers:
             part_tokens = count_part_tokens(work.num_rows, exact_part_tokens)
             step.piece_tokens = 1 if work.decoded else part_tokens
@@ -146,10 +144,10 @@ class AcceptedStep:
         """Return a key that brings steps of one precision together."""
         return self.piece_tokens is not None, self.precision is RowPrecision.ONE_DIGIT
 
-    def finish(self, output_NH: torch.Tensor) -> torch.Tensor | ShoalError:
+    def finish(self, output_NH: torch.Tensor, is_finite: bool) -> torch.Tensor | ShoalError:
         """Commit the step if its output is finite, and return it in the shape of the result."""
         num_rows, num_tokens, hidden_size = self.work.hidden_BTH.shape
-        if not has_only_finite(output_NH):
+        if not is_finite:
             self.work.cache.abandon()
             return RefusedError(
                 ErrorCode.BAD_VALUES, "these hidden states make the blocks overflow"
@@ -160,14 +158,22 @@ class AcceptedStep:
 
 
 class StepGroup:
-    """Steps that go through the blocks of a span together."""
+    """Steps that go through the blocks of a span together.
+
+    `places` are theirs among the tokens of all steps; None if they are all of these.
+    """
 
     def __init__(
-        self, span: Span, steps: Sequence[AcceptedStep], rotary: Sequence[RotaryTable]
+        self,
+        span: Span,
+        steps: Sequence[AcceptedStep],
+        places: Sequence[slice] | None,
+        rotary: Sequence[RotaryTable],
     ) -> None:
         self.span = span
         self._steps = steps
-        batched, self._ranges = _lay_out(steps)
+        self._places = places
+        batched, self._ranges = _lay_out(steps, rotary)
         self.batch = StepBatch(batched, rotary)
         self._has_adapters = any(step.work.adapter is not None for step in steps)
         self._prompts = [
@@ -182,15 +188,18 @@ class StepGroup:
         has_pieces = any(step.piece_tokens is not None for step in self._steps)
         return not (self._has_adapters or self._prompts or has_pieces)
 
-    def join(self) -> torch.Tensor:
-        """Return the hidden states of all steps, [N, H]."""
-        parts = [step.hidden_NH for step in self._steps]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def pick(self, all_NH: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of these steps, [N, H], of those of all."""
+        return all_NH if self._places is None else join([all_NH[place] for place in self._places])
 
-    def split(self, hidden_NH: torch.Tensor) -> None:
-        """Give each step its part of the hidden states."""
-        for step, place in zip(self._steps, self.batch.steps, strict=True):
-            step.hidden_NH = hidden_NH[place.start : place.stop]
+    def put(self, hidden_NH: torch.Tensor, all_NH: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states of all steps after these have moved on."""
+        if self._places is None:
+            return hidden_NH
+        all_NH = all_NH.clone()
+        for ours, place in zip(self.batch.steps, self._places, strict=True):
+            all_NH[place] = hidden_NH[ours.start : ours.stop]
+        return all_NH
 
     def add_prompts(self, hidden_NH: torch.Tensor, block: int) -> torch.Tensor:
         """Return the inputs of a block with their deep prompts; those given stay as they are."""
@@ -237,15 +246,28 @@ def group_steps(
         step B             [3 ........... 8)
         yields   0:3 A     3:6 A B   6:8 B
     """
+    stops = list(accumulate(len(step.hidden_NH) for step in steps))
+    places = [
+        slice(stop - len(step.hidden_NH), stop) for step, stop in zip(steps, stops, strict=True)
+    ]
     edges = {step.work.span.start for step in steps} | {step.work.span.stop for step in steps}
     for start, stop in pairwise(sorted(edges)):
         span = Span(start, stop)
-        active = [step for step in steps if step.work.span.covers(span)]
-        if active:
-            yield StepGroup(span, active, rotary)
+        active = [n for n, step in enumerate(steps) if step.work.span.covers(span)]
+        if len(active) == len(steps):
+            yield StepGroup(span, steps, None, rotary)
+        elif active:
+            yield StepGroup(span, [steps[n] for n in active], [places[n] for n in active], rotary)
 
 
-def _lay_out(steps: Sequence[AcceptedStep]) -> tuple[list[BatchedStep], list[TokenRange]]:
+def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return hidden states of several steps, [N, H] each, one below the other."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _lay_out(
+    steps: Sequence[AcceptedStep], rotary: Sequence[RotaryTable]
+) -> tuple[list[BatchedStep], list[TokenRange]]:
     """Place the steps' tokens one after the other; ranges of one precision are merged.
 
     Not those of steps that have pieces: each of these is a range.
@@ -266,7 +288,7 @@ def _lay_out(steps: Sequence[AcceptedStep]) -> tuple[list[BatchedStep], list[Tok
                 position=step.work.position,
                 is_decoded=step.work.decoded,
                 memory=step.work.cache.memory,
-                rotations=step.rotations,
+                rotary=rotary,
             )
         )
         if step.piece_tokens is not None:

@@ -5,6 +5,7 @@ import struct
 import pytest
 import torch
 
+from shoal.kernels import wire_tensors
 from shoal.kernels.wire_tensors import (
     DTYPES,
     INT8,
@@ -17,6 +18,7 @@ from shoal.kernels.wire_tensors import (
     encode_int8,
     encode_tensor,
     has_only_finite,
+    list_finite,
 )
 from shoal.protocol import tensors
 from shoal.protocol.tensors import ELEMENT_BYTES, WireDtype, compute_num_bytes
@@ -167,3 +169,15 @@ def test_large_finite_values_pass() -> None:
     # A sum of these overflows; they are finite all the same.
     assert has_only_finite(torch.full((64,), torch.finfo(torch.float16).max, dtype=torch.float16))
     assert has_only_finite(torch.zeros(0))
+
+
+@pytest.mark.parametrize("few_elements", [0, 2**20])
+def test_tensors_that_are_not_finite_are_found_among_others(
+    few_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire_tensors, "FEW_ELEMENTS", few_elements)
+    tensors = [torch.zeros(3, 2), torch.tensor([[1.0, torch.nan]]), torch.zeros(0, 2)]
+
+    assert list_finite(tensors) == [True, False, True]
+    assert list_finite(tensors[::2]) == [True, True]
+    assert list_finite([]) == []

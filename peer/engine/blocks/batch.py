@@ -151,13 +151,13 @@ def apply_linear(
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchedStep:
     """One session's step in a batch: the tokens `[start, stop)` of N.
 
     `stop - start == num_rows * num_tokens`; the tokens of a row are consecutive. Tokens with
-    `is_decoded` attend one by one, as they were or would be computed. `rotations` are those of
-    their positions, in the order of the model's ropes.
+    `is_decoded` attend one by one, as they were or would be computed. `rotary` are the tables of
+    the model's ropes, which have all positions of the step.
     """
 
     start: int
@@ -167,7 +167,12 @@ class BatchedStep:
     position: int
     is_decoded: bool
     memory: SessionMemory
-    rotations: tuple[Rotation, ...]
+    rotary: Sequence[RotaryTable]
+
+    @cached_property
+    def rotations(self) -> tuple[Rotation, ...]:
+        """Those of the step's positions, in the order of the model's ropes."""
+        return tuple(table.rows(self.position, self.num_tokens) for table in self.rotary)
 
 
 class StepBatch:

@@ -4,7 +4,7 @@ Tensor suffixes: N tokens of a step, H hidden.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -81,11 +81,11 @@ class Device(ABC):
         """Return memory for the caches of sessions that use blocks of a span."""
 
     @abstractmethod
-    def bring(self, hidden: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return hidden states of several steps, [N, H] each on the CPU, on this device."""
+    def bring(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """Return hidden states, on the CPU, on this device."""
 
     @abstractmethod
-    def fetch(self, hidden: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def fetch(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """Return them on the CPU; waits until they are computed."""
 
     def read_free_bytes(self) -> int | None:
@@ -113,11 +113,11 @@ class CpuDevice(Device):
     ) -> KVStore:
         return LazyStore(len(span), num_kv_heads, head_dim, dtype)
 
-    def bring(self, hidden: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return hidden
+    def bring(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        return hidden_NH
 
-    def fetch(self, hidden: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return hidden
+    def fetch(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        return hidden_NH
 
 
 CPU = CpuDevice()
@@ -139,15 +139,11 @@ class PagedDevice(Device):
     ) -> KVStore:
         return PagedStore(budget_bytes, span, num_kv_heads, head_dim, dtype, self.torch_device)
 
-    def bring(self, hidden: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if not hidden:
-            return hidden
-        return torch.cat(list(hidden)).to(self.torch_device).split([len(part) for part in hidden])
+    def bring(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        return hidden_NH.to(self.torch_device)
 
-    def fetch(self, hidden: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        if not hidden:
-            return hidden
-        return torch.cat(list(hidden)).cpu().split([len(part) for part in hidden])
+    def fetch(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        return hidden_NH.cpu()
 
 
 @dataclass(frozen=True)

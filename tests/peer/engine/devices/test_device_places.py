@@ -6,7 +6,6 @@ those of the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -31,16 +30,16 @@ class MetaDevice(PagedDevice):
         super().__init__(META, attention, CallingCapturer())
         self.num_brought = self.num_fetched = 0
 
-    def bring(self, hidden: Sequence[Tensor]) -> Sequence[Tensor]:
+    def bring(self, hidden_NH: Tensor) -> Tensor:
         self.num_brought += 1
-        brought = super().bring(hidden)
-        assert all(part.device == META for part in brought)
-        return brought
+        brought_NH = super().bring(hidden_NH)
+        assert brought_NH.device == META
+        return brought_NH
 
-    def fetch(self, hidden: Sequence[Tensor]) -> Sequence[Tensor]:
+    def fetch(self, hidden_NH: Tensor) -> Tensor:
         self.num_fetched += 1
-        assert all(part.device == META for part in hidden)
-        return [torch.zeros(part.shape, dtype=part.dtype) for part in hidden]
+        assert hidden_NH.device == META
+        return torch.zeros(hidden_NH.shape, dtype=hidden_NH.dtype)
 
 
 def attend_in_shape(
