@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -46,6 +47,27 @@ class Alibi:
     def select(self, heads: slice) -> Alibi:
         """Return the slopes of some of the heads."""
         return replace(self, slopes_H=self.slopes_H[heads])
+
+    def append_to(
+        self, queries_BHTD: Tensor, keys_BGSD: Tensor, values_BGSD: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values whose scaled products, without biases, have the biases.
+
+        Each key, of the positions from 0 on, has the bias of each of its group's R heads behind its
+        own numbers, and the queries of a head have a one there for theirs. Values have zeros, since
+        torch's fused attention takes all three of one size; it keeps no scores for a gradient.
+        """
+        num_heads, num_groups, num_keys = queries_BHTD.shape[1], *keys_BGSD.shape[1:3]
+        biases_HS = self.draw_biases(0, num_keys) / scale
+        biases_GSR = biases_HS.unflatten(0, (num_groups, -1)).transpose(1, 2).to(keys_BGSD.dtype)
+        group_size = num_heads // num_groups
+        chosen_RR = torch.eye(group_size, dtype=queries_BHTD.dtype, device=queries_BHTD.device)
+        chosen_H1R = chosen_RR.repeat(num_groups, 1)[:, None]
+        return (
+            torch.cat([queries_BHTD, chosen_H1R.expand(*queries_BHTD.shape[:3], -1)], dim=-1),
+            torch.cat([keys_BGSD, biases_GSR.expand(*keys_BGSD.shape[:3], -1)], dim=-1),
+            F.pad(values_BGSD, (0, group_size)),
+        )
 
     def draw_biases(self, start: int, stop: int) -> Tensor:
         """Return the biases for the scores of the keys `start:stop`, as float32 [H, S]."""

@@ -187,24 +187,24 @@ class Attention:
         query_key_1TJD, values_1TGD = fused_1TXD.tensor_split([-options.num_kv_heads], dim=2)
         query_key_1JTD = self._transform(query_key_1TJD, batch.rotations)
         queries_1HTD, keys_1GTD = query_key_1JTD.tensor_split([options.num_heads], dim=1)
-        keys = keys_1GTD.split(1, dim=1)
-        values = values_1TGD.transpose(1, 2).split(1, dim=1)
+        values_1GTD = values_1TGD.transpose(1, 2)
+        if options.alibi is not None:
+            queries_1HTD, keys_1GTD, values_1GTD = options.alibi.append_to(
+                queries_1HTD, keys_1GTD, values_1GTD, options.scale
+            )
+        keys, values = keys_1GTD.split(1, dim=1), values_1GTD.split(1, dim=1)
         group_size = options.num_heads // options.num_kv_heads
         num_heads, num_queries = _choose_piece(options, batch)
         attended = []
         for piece, piece_1HTD in enumerate(queries_1HTD.split(num_heads, dim=1)):
-            first_head = piece * num_heads
-            group = first_head // group_size
-            heads = slice(first_head, first_head + num_heads)
+            group = piece * num_heads // group_size
             parts = [
-                _attend_piece(
-                    part_1HTD, keys[group], values[group], start, heads, options, batch.pauses
-                )
+                _attend_piece(part_1HTD, keys[group], values[group], start, options, batch.pauses)
                 for start, part_1HTD in _cut_queries(piece_1HTD, num_queries)
             ]
             attended.append(parts[0] if len(parts) == 1 else torch.cat(parts, dim=2))
         attended_1HTD = attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
-        return attended_1HTD[0].transpose(0, 1).flatten(1)
+        return attended_1HTD[0, ..., : options.head_dim].transpose(0, 1).flatten(1)
 
 
 def _choose_piece(options: AttentionOptions, batch: PassBatch) -> tuple[int, int]:
@@ -230,11 +230,13 @@ def _attend_piece(
     keys_11SD: Tensor,
     values_11SD: Tensor,
     start: int,
-    heads: slice,
     options: AttentionOptions,
     pauses: Pauses,
 ) -> Tensor:
-    """Some queries of some heads of a group over the keys up to the last of them."""
+    """Some queries of some heads of a group over the keys up to the last of them.
+
+    The biases of ALiBi are in both.
+    """
     stop = start + queries_1HTD.shape[2]
     compute = partial(
         attention,
@@ -242,7 +244,6 @@ def _attend_piece(
         scale=options.scale,
         sliding_window=options.sliding_window,
         softcap=options.softcap,
-        alibi=None if options.alibi is None else options.alibi.select(heads),
     )
     inputs = _Pause.apply(queries_1HTD, pauses), keys_11SD[:, :, :stop], values_11SD[:, :, :stop]
     if not torch.is_grad_enabled() or _has_lean_gradient(options, start, stop):
@@ -254,8 +255,7 @@ def _attend_piece(
 def _has_lean_gradient(options: AttentionOptions, start: int, stop: int) -> bool:
     """Whether torch's fused attention computes it, which keeps no scores for the gradient."""
     window = options.sliding_window
-    is_plain = options.softcap is None and options.alibi is None
-    return is_plain and start == 0 and (window is None or window >= stop)
+    return options.softcap is None and start == 0 and (window is None or window >= stop)
 
 
 class _Pause(torch.autograd.Function):

@@ -89,8 +89,8 @@ def estimate_pass_bytes(
         for_some = 4 * _count_inner(spec) + 6 * spec.hidden_size
         for_all += 2 * fused + 2 * spec.query_size
         at_once = num_all if spec.experts is not None else tokens_at_once
-        # Queries, keys and values of a row, in several forms.
-        for_row = 8 * fused
+        # Queries, keys and values of a row, in several forms: rotating makes more of them.
+        for_row = (8 if spec.rope_parameters is not None else 3) * fused
         if is_backward:
             for_all += 4 * fused + 2 * spec.query_size
             for_some *= 2

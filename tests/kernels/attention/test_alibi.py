@@ -6,6 +6,7 @@ from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 
 from shoal.kernels.attention.alibi import Alibi
+from shoal.kernels.attention.torch_attention import attention
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 4, 7, 8, 12, 71, 112])
@@ -29,3 +30,24 @@ def test_biases_of_a_part_are_a_part_of_the_biases() -> None:
     alibi = Alibi.build(6)
 
     assert torch.equal(alibi.draw_biases(3, 9), alibi.draw_biases(0, 9)[:, 3:])
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 6])
+def test_keys_may_carry_the_biases(num_groups: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    queries = torch.randn(2, 6, 9, 8, generator=generator, requires_grad=True)
+    keys, values = (
+        torch.randn(2, num_groups, 9, 8, generator=generator, requires_grad=True) for _ in range(2)
+    )
+    alibi, inputs = Alibi.build(6), (queries, keys, values)
+
+    expected = attention(*inputs, 0, scale=0.3, alibi=alibi)
+    found = attention(*alibi.append_to(*inputs, 0.3), 0, scale=0.3)[..., :8]
+
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(
+        torch.autograd.grad(found.square().sum(), inputs),
+        torch.autograd.grad(expected.square().sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
