@@ -5,6 +5,7 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 from ...protocol.errors import DirectoryError, RouteError
 from ...protocol.ids import ModelId, PeerId
@@ -73,6 +74,8 @@ class RouteFinder:
             model.num_blocks,
             clock,
         )
+        self._may_use = may_use if config.allowed_servers is not None else None
+        self._records = directory.records
         self._coordinate = OwnCoordinate(self.book, clock, self._rng)
 
     def __repr__(self) -> str:
@@ -96,8 +99,9 @@ class RouteFinder:
         to do. Room for `needed_kv_tokens`, counted as in announcements, makes peers cheaper. With
         `ends` it is a chain, else a star.
 
-        Raises RouteError with the missing blocks once the deadline has passed, or DirectoryError
-        when that is what hides the peers.
+        Raises RouteError with the missing blocks once the deadline has passed, and at once if
+        `allowed_servers` is why nobody serves them; or DirectoryError when that is what hides the
+        peers.
         """
         retry = Retry(_LOOK_AGAIN, self._clock, deadline)
         while True:
@@ -112,6 +116,7 @@ class RouteFinder:
             try:
                 return self._plan(span, weights, exclude, needed_kv_tokens, ends)
             except RouteError as missing:
+                self._check_allowed(missing)
                 if retry.remaining_seconds <= 0:
                     raise (unread or missing) from None
             retry.note_failure()
@@ -147,6 +152,23 @@ class RouteFinder:
                     error = missing
         assert error is not None
         raise error
+
+    def _check_allowed(self, error: RouteError) -> None:
+        """Raise RouteError if missing blocks are served, by nobody who is or was allowed."""
+        if self._may_use is None:
+            return
+        model_id, now = self.book.view.model_id, self._clock.wall()
+        current = self._records.list_current(model_id, now)
+        known = [*current, *self._records.list_hints(model_id, now)]
+        for span in cast("Sequence[Span]", error.missing):
+            others = [peer for peer in current if peer.span.overlap(span) is not None]
+            if others and not any(self._may_use(one) for one in known if one.span.overlap(span)):
+                ids = ", ".join(peer.peer_id for peer in others[:3])
+                raise RouteError(
+                    f"allowed_servers leaves nobody for blocks {span}; they are served by {ids}"
+                    + (f" and {len(others) - 3} more" if len(others) > 3 else ""),
+                    error.missing,
+                ) from None
 
     def _make_costs(self, needed_kv_tokens: float = 0.0) -> RoutingCosts:
         return RoutingCosts(

@@ -42,14 +42,18 @@ class World:
         self._peers = ScriptedSwarm(WHOLE.stop)
         self.clock, self.store = self._peers.clock, self._peers.store
         self.directory = CountingDirectory(self.store, self.clock)
+        self.choose()
+        self._num_announced = 0
+
+    def choose(self, **settings: Any) -> None:
+        """Let the client have these settings."""
         self.swarm = RouteFinder(
             self.directory,
             LoopbackTransport(self._peers.network, "client"),
             SwarmModel(MODEL, 4, 8),
             self.clock,
-            ClientConfig(seed=0),
+            ClientConfig(seed=0, **settings),
         )
-        self._num_announced = 0
 
     async def announce(self, number: int, **changes: Any) -> Announcement:
         """Let peer `number` announce that it serves all blocks, with changes."""

@@ -130,6 +130,34 @@ async def test_waiting_ends_at_the_deadline_and_names_what_is_missing(world: Wor
 
 
 @in_world()
+async def test_allowed_peers_that_leave_nobody_are_named_at_once(world: World) -> None:
+    other, started_at = await world.announce(1), world.clock.now()
+    world.choose(allowed_servers=("12D3",))
+
+    with pytest.raises(RouteError, match=f"leaves nobody for blocks 0:4.* by {other.peer_id}$"):
+        await world.route(patience_seconds=7.3)
+
+    assert world.clock.now() == started_at
+
+
+@in_world()
+async def test_allowed_peer_that_was_there_is_waited_for(world: World) -> None:
+    allowed = await world.announce(1)
+    await world.announce(2)
+    world.choose(allowed_servers=(allowed.peer_id,))
+    await world.swarm.book.refresh()
+    await asyncio.sleep(600)  # its announcement has expired
+    await world.announce(2)
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(world.route(patience_seconds=10.0))
+        await asyncio.sleep(3)
+        assert not waiting.done()
+        await world.announce(1)
+
+    assert waiting.result() == [allowed.peer_id]
+
+
+@in_world()
 async def test_deadline_in_the_past_still_allows_one_look(world: World) -> None:
     peer = await world.announce(1)
 
