@@ -151,8 +151,13 @@ class _Screen:
         """Show the verdict in one line."""
         num_broken = sum(not finding.ok for finding in diagnosis.findings)
         failed = count_of(num_broken, "check") + " failed"
-        if diagnosis.is_well:
+        num_warnings = sum(finding.status == "warning" for finding in diagnosis.findings)
+        if diagnosis.is_well and not num_warnings:
             verdict, colour = "No problem found: text can be generated.", "green"
+        elif diagnosis.is_well:
+            noun = count_of(num_warnings, "warning")
+            verdict = f"Text can be generated, with {noun}: see the lines with ! above."
+            colour = "yellow"
         elif diagnosis.is_usable:
             verdict = f"Text can be generated, but {failed}: see the lines with → above."
             colour = "yellow"

@@ -200,9 +200,11 @@ class Diagnosis:
         if self.view and not self.view.online:
             self.missing = (Span(0, model.num_blocks),)
         elif self.view:
-            await self._check_peers(self.view, joined)
+            self.checks = await self._ask_peers(self.view, joined)
+            self.missing = self._find_missing(self.view)
+            self._note_peers(self.view)
             self._check_clocks()
-            self._check_blocks(model)
+            self._note_blocks(model, self.missing)
 
     async def _join(self, addresses: Sequence[str], is_silence_news: bool) -> JoinedSwarm | None:
         try:
@@ -258,7 +260,9 @@ class Diagnosis:
             if (number := sum(peer.state is state for peer in view.peers))
         ]
         if view.online:
-            self._note("announcements", FindingStatus.OK, f"peers announced: {', '.join(counts)}")
+            self._note(
+                "announcements", FindingStatus.OK, f"before any is asked: {', '.join(counts)}"
+            )
             return
         detail = f"no peer is online for model id {_short(model.model_id)}"
         detail += f" ({', '.join(counts)})" if counts else ""
@@ -286,7 +290,7 @@ class Diagnosis:
         finding = judge_reach(listen_address, answers)
         self._note(finding.name, finding.status, finding.detail, finding.fix)
 
-    async def _check_peers(self, view: SwarmView, joined: JoinedSwarm) -> None:
+    async def _ask_peers(self, view: SwarmView, joined: JoinedSwarm) -> list[PeerCheck]:
         """Talk to the peers that say they are online."""
         asked = sorted(view.online, key=lambda peer: peer.span)[:MAX_PEERS_ASKED]
         turns = asyncio.Semaphore(_PEERS_AT_ONCE)
@@ -295,7 +299,17 @@ class Diagnosis:
             async with turns:
                 return await check_peer(peer, joined.transport, self.probes)
 
-        self.checks = list(await asyncio.gather(*(check(peer) for peer in asked)))
+        return list(await asyncio.gather(*(check(peer) for peer in asked)))
+
+    def _find_missing(self, view: SwarmView) -> tuple[Span, ...]:
+        """Return the blocks that no peer serves, without those that did not answer as announced."""
+        faulty = {check.peer.peer_id for check in self.checks if check.fault is not None}
+        sound = [peer.span for peer in view.online if peer.peer_id not in faulty]
+        return tuple(find_gaps(view.num_blocks, sound))
+
+    def _note_peers(self, view: SwarmView) -> None:
+        """Say how each peer answered. Nobody needs a faulty one whose blocks others serve."""
+        status = FindingStatus.BROKEN if self.missing else FindingStatus.WARNING
         local = find_local_peers(view.online)
         for result in self.checks:
             name = f"peer …{result.peer.peer_id[-6:]}"
@@ -309,7 +323,7 @@ class Diagnosis:
                 self._note(name, FindingStatus.OK, f"{blocks}: answers in {_show(seconds)}")
             else:
                 detail = f"{blocks}: {result.fault}: {result.detail}"
-                self._note(name, FindingStatus.BROKEN, detail, FIXES[result.fault])
+                self._note(name, status, detail, FIXES[result.fault])
 
     def _check_clocks(self) -> None:
         """Compare our clock with those of the peers, and say whose is off."""
@@ -338,23 +352,19 @@ class Diagnosis:
             "enable time synchronisation there (timedatectl set-ntp true)",
         )
 
-    def _check_blocks(self, model: ModelFacts) -> None:
+    def _note_blocks(self, model: ModelFacts, missing: Sequence[Span]) -> None:
         """Say which blocks are served by peers that answered."""
-        assert self.view is not None
-        sound = [check.peer.span for check in self.checks if check.fault is None]
-        asked = {check.peer.peer_id for check in self.checks}
-        unasked = [peer.span for peer in self.view.online if peer.peer_id not in asked]
-        self.missing = tuple(find_gaps(model.num_blocks, [*sound, *unasked]))
-        if not self.missing:
+        if not missing:
+            sound = [check.peer.span for check in self.checks if check.fault is None]
             counts = [sum(block in span for span in sound) for block in range(model.num_blocks)]
             fewest, most = min(counts), max(counts)
             often = f"{fewest}" if fewest == most else f"{fewest} to {most}"
             detail = f"all of 0:{model.num_blocks} are served; working peers per block: {often}"
             self._note("blocks", FindingStatus.OK, detail)
             return
-        names = ", ".join(map(str, self.missing))
+        names = ", ".join(map(str, missing))
         commands = " and ".join(
-            f"`shoal serve {model.name} --blocks {gap} {self._way_in}`" for gap in self.missing
+            f"`shoal serve {model.name} --blocks {gap} {self._way_in}`" for gap in missing
         )
         detail = f"blocks {names} are missing: no working peer serves them"
         self._note("blocks", FindingStatus.BROKEN, detail, f"start {commands}{self._condition}")

@@ -314,6 +314,21 @@ def test_doctor_names_a_killed_peer_and_its_blocks(
     assert "--blocks 2:3" in finding["fix"]
 
 
+def test_doctor_warns_of_a_killed_peer_whose_blocks_others_serve(
+    byte_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with LocalSwarm(byte_model, spans=[(0, 4), (2, 4)], weights="fp32") as swarm:
+        victim = swarm.peers[1]
+        victim.kill()
+        code = main(["doctor", str(byte_model), "--initial-peers", swarm.initial_peers[0]])
+
+    output = " ".join(capsys.readouterr().out.split())
+    assert code == 0
+    assert f"! peer …{victim.peer_id[-6:]}" in output.replace("...", "…")
+    assert "closed port" in output
+    assert "Text can be generated, with 1 warning: see the lines with ! above." in output
+
+
 @pytest.fixture
 def adapter(byte_model: Path, tmp_path: Path) -> Path:
     """A folder with an adapter that changes what is written."""

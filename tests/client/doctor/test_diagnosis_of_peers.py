@@ -32,6 +32,8 @@ def test_killed_peer_is_named_and_so_are_its_blocks() -> None:
 
     (broken,) = [check for check in diagnosis.checks if check.fault]
     assert broken.fault is PeerFault.UNREACHABLE
+    assert not find(diagnosis, f"peer …{broken.peer.peer_id[-6:]}").ok
+    assert not diagnosis.is_well
     assert broken.peer.span == Span(3, 5)
     assert diagnosis.missing == (Span(3, 5),)
     assert "blocks 3:5 are missing" in find(diagnosis, "blocks").detail
@@ -39,16 +41,21 @@ def test_killed_peer_is_named_and_so_are_its_blocks() -> None:
 
 
 def test_broken_replica_does_not_make_the_swarm_unusable() -> None:
+    swarm_ids: list[str] = []
+
     async def build(swarm: Swarm) -> None:
-        await swarm.add(Span(0, 8))
-        await swarm.add(Span(0, 8))
+        swarm_ids.extend([(await swarm.add(Span(0, 8))).peer_id for _ in range(2)])
         swarm.network.kill("peer1")
 
     diagnosis = examine(build)
 
-    assert not diagnosis.is_well
+    assert diagnosis.is_well
     assert diagnosis.is_usable
     assert find(diagnosis, "blocks").ok
+    assert "before any is asked: 2 online" in find(diagnosis, "announcements").detail
+    faulty = find(diagnosis, f"peer …{swarm_ids[0][-6:]}")
+    assert faulty.status is FindingStatus.WARNING
+    assert "unreachable" in faulty.detail
 
 
 def test_paused_peer_is_silent() -> None:
