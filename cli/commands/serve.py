@@ -29,9 +29,14 @@ from ..options.quantities import (
 )
 from ..options.shared_options import add_model_argument, add_weights_argument, parse_device
 from ..terminal.heavy_imports import importing_much
-from ..terminal.interrupts import INTERRUPTED, quitting_at_once
+from ..terminal.interrupts import (
+    INTERRUPTED,
+    INTERRUPTED_FACTS,
+    quitting_at_once,
+    stop_on_sigterm,
+)
 from ..terminal.peer_events import print_for_people, print_json
-from ..terminal.terminal import discard_output
+from ..terminal.terminal import Terminal, discard_output
 
 _DEFAULTS = PeerConfig(model="")
 
@@ -109,14 +114,22 @@ def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until asked to stop; return 0, or 130 if the peer was never online."""
+    with stop_on_sigterm():
+        if _run(options):
+            return 0
+    words = INTERRUPTED_FACTS if options.json else "Stopped before this peer was online."
+    Terminal(sys.stdout).print(words)
+    return INTERRUPTED
+
+
+def _run(options: argparse.Namespace) -> bool:
     report = print_json if options.json else print_for_people
     config = _make_config(options)
     _show_losses_of_the_directory()
-    with quitting_at_once(), importing_much():
+    with quitting_at_once(options.json), importing_much():
         from ...peer import peer  # noqa: F401 (seconds of torch, before the loop is there)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        was_online = runner.run(_serve(config, report, options.end_with_stdin))
-    return 0 if was_online else INTERRUPTED
+        return runner.run(_serve(config, report, options.end_with_stdin))
 
 
 def _show_losses_of_the_directory() -> None:

@@ -7,42 +7,51 @@ import contextlib
 import functools
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as shells count: 128 + SIGINT."""
 
 
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP)
+
 INTERRUPTED_FACTS = '{"error": "interrupted", "kind": "KeyboardInterrupt"}'
 """The last line of stdout after Ctrl-C with --json, like that of an error."""
 
 
-def quit_at_once(is_json: bool = False) -> None:
+def quit_at_once(is_json: bool = False, numbers: Sequence[int] = (signal.SIGINT,)) -> None:
     """Let Ctrl-C end the process at once from now on, quietly unless programs expect JSON.
 
     For times without anything to clean up, imports above all: a KeyboardInterrupt during an import
     would print a traceback of the imported library.
     """
-    signal.signal(signal.SIGINT, functools.partial(_quit, is_json))
+    for number in numbers:
+        signal.signal(number, functools.partial(_quit, is_json))
 
 
 @contextlib.contextmanager
 def quitting_at_once(is_json: bool = False) -> Iterator[None]:
-    """Inside, as after `quit_at_once`; afterwards Ctrl-C raises KeyboardInterrupt as usual."""
-    quit_at_once(is_json)
+    """Inside, as after `quit_at_once`; afterwards Ctrl-C raises KeyboardInterrupt as usual.
+
+    Within `stop_on_sigterm`, this holds for SIGTERM and SIGHUP as well.
+    """
+    others = [number for number in _ENDINGS if signal.getsignal(number) is _interrupt]
+    quit_at_once(is_json, (signal.SIGINT, *others))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in others:
+            signal.signal(number, _interrupt)
 
 
 @contextlib.contextmanager
 def stop_on_sigterm() -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGTERM and SIGHUP too, so that `with` blocks clean up.
 
-    Only for the main thread.
+    What is ignored stays so, as nohup has it. Only for the main thread.
     """
-    numbers = (signal.SIGTERM, signal.SIGHUP)
+    numbers = [one for one in _ENDINGS if signal.getsignal(one) is not signal.SIG_IGN]
     previous = [signal.signal(number, _interrupt) for number in numbers]
     try:
         yield

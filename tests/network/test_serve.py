@@ -21,6 +21,7 @@ import warm_python
 from directory_processes import read_announcements
 from processes import children_of, stop, wait_until_dead
 
+from shoal.cli.terminal.interrupts import INTERRUPTED_FACTS
 from shoal.peer.local_swarm.swarm import LocalSwarm, PeerProcessError
 from shoal.protocol.errors import UsageError
 from shoal.protocol.records.announcements import PeerState
@@ -128,7 +129,10 @@ def test_peer_that_is_ended_together_with_its_p2pd_is_quiet(swarm: LocalSwarm) -
     assert peer.log() == "it said nothing"
 
 
-def test_interrupt_of_the_start_is_told_from_a_peer_that_served(tiny_models: Any) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_of_the_start_is_told_from_a_peer_that_served(
+    tiny_models: Any, number: signal.Signals
+) -> None:
     command = ["serve", str(tiny_models.get().directory), "--new-swarm", "--json"]
     with warm_python.Popen(
         [sys.executable, "-P", "-m", "shoal.cli", *command],
@@ -139,10 +143,26 @@ def test_interrupt_of_the_start_is_told_from_a_peer_that_served(tiny_models: Any
         assert process.stdout is not None
         assert process.stderr is not None
         assert json.loads(process.stdout.readline())["event"] == "started"
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
 
         assert process.wait(60) == 130
         assert process.stderr.read() == ""
+        assert process.stdout.read().splitlines()[-1] == INTERRUPTED_FACTS
+
+
+def test_peer_that_is_stopped_while_it_starts_says_so(tiny_models: Any) -> None:
+    command = ["serve", str(tiny_models.get().directory), "--new-swarm"]
+    with warm_python.Popen(
+        [sys.executable, "-P", "-m", "shoal.cli", *command],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("Peer ")
+        process.send_signal(signal.SIGTERM)
+
+        assert process.wait(60) == 130
+        assert process.stdout.read().splitlines()[-1] == "Stopped before this peer was online."
 
 
 def test_p2pd_that_stands_still_ends_with_its_peer(swarm: LocalSwarm) -> None:

@@ -1,6 +1,6 @@
-"""A `shoal` whose user presses Ctrl-C at the moment when it begins to import a certain module.
+"""A `shoal` that gets a signal at the moment when it begins to import a certain module.
 
-python interrupted_shoal.py MODULE serve ...
+python interrupted_shoal.py SIGINT MODULE serve ...
 """
 
 import os
@@ -16,13 +16,14 @@ class Presser:
     Does as libraries do that catch whatever goes wrong in an import, a KeyboardInterrupt too.
     """
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, number: signal.Signals, module: str) -> None:
+        self._number = number
         self._module = module
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> None:
         if name == self._module:
             try:
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), self._number)
             except KeyboardInterrupt:
                 raise RuntimeError(f"{name} cannot be imported") from None
 
@@ -30,5 +31,6 @@ class Presser:
 if __name__ == "__main__":
     from shoal.cli.__main__ import run
 
-    sys.meta_path.insert(0, Presser(sys.argv.pop(1)))  # type: ignore[arg-type]
+    number = signal.Signals[sys.argv.pop(1)]
+    sys.meta_path.insert(0, Presser(number, sys.argv.pop(1)))  # type: ignore[arg-type]
     sys.exit(run())

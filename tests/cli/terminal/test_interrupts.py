@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.terminal.interrupts import INTERRUPTED_FACTS, hold_interrupts
+from shoal.cli.terminal.interrupts import INTERRUPTED_FACTS, hold_interrupts, stop_on_sigterm
 
 PROGRAM = Path(__file__).with_name("interrupted_shoal.py")
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -27,6 +27,7 @@ DEMO = ("demo", "--tokens", "9", "--kill-after", "3")
     ("module", "command"),
     [
         ("shoal.cli.commands.serve", SERVE),
+        ("SIGTERM torch.nn.functional", SERVE),
         pytest.param("torch.nn.functional", SERVE, marks=pytest.mark.thorough),
         ("transformers", GENERATE),
         ("transformers", GENERATE_JSON),
@@ -40,9 +41,10 @@ def test_interrupted_start_ends_quietly(
     module: str, command: tuple[str, ...], byte_model: Path
 ) -> None:
     arguments = [str(byte_model) if word == "MODEL" else word for word in command]
+    name, _, module = module.rpartition(" ")
 
     process = subprocess.run(
-        [sys.executable, "-P", str(PROGRAM), module, *arguments],
+        [sys.executable, "-P", str(PROGRAM), name or "SIGINT", module, *arguments],
         capture_output=True,
         text=True,
         timeout=60,
@@ -87,3 +89,15 @@ def test_interrupts_wait_for_what_must_not_be_left_half_done() -> None:
 
     assert done == ["all of it"]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+def test_hangup_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_sigterm():
+            signal.raise_signal(signal.SIGHUP)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
