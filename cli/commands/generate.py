@@ -25,7 +25,7 @@ from ..remote_models.opening import load_tokenizer, open_model
 from ..remote_models.routes import describe_failover, describe_route, failover_facts, route_facts
 from ..remote_models.text_generation import Generation, Sampling, generate_text, read_prompt
 from ..remote_models.tracing import TraceFile, parse_trace_path
-from ..terminal.interrupts import quitting_at_once
+from ..terminal.interrupts import quitting_at_once, stop_on_sigterm
 from ..terminal.terminal import Terminal
 from ..terminal.text_printer import ChangeNotices, TextPrinter, show_waiting
 
@@ -113,11 +113,11 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Generate one text; return 0."""
+    """Generate one text; return 0. SIGTERM ends it as Ctrl-C does."""
     output, notices = Terminal(sys.stdout), Terminal(sys.stderr)
     trace_file = TraceFile(options.trace)
     try:
-        with trace_file:
+        with stop_on_sigterm(), trace_file:
             generation, lacking_standby = _generate(options, output, notices, trace_file)
             # Inside the block: the text is printed even if writing the trace fails at its end.
             if options.json:

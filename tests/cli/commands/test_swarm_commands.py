@@ -263,6 +263,33 @@ def test_generate_takes_any_text_in_a_locale_without_letters_beyond_ascii(
     assert run(prompt).isascii()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_text_that_is_interrupted_ends_its_line(
+    swarm: LocalSwarm, byte_model: Path, number: signal.Signals
+) -> None:
+    command = ["generate", str(byte_model), PROMPT, "--max-new-tokens", "400"]
+    with warm_python.Popen(
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "shoal.cli",
+            *command,
+            "--initial-peers",
+            *swarm.initial_peers,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        begun = process.stdout.read(1)
+        process.send_signal(number)
+        text, errors = process.communicate(timeout=60)
+
+    assert (process.returncode, errors) == (130, f"{JOINING}\n".encode())
+    assert (begun + text).endswith(b"\n")
+
+
 def test_doctor_finds_a_sound_swarm_well(
     swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
