@@ -94,7 +94,7 @@ class RotaryTable:
 
         The positions are on the device of the table, which does not wait for them.
         """
-        return self.cos_TD[positions_N], self.sin_TD[positions_N]
+        return self.cos_TD.index_select(0, positions_N), self.sin_TD.index_select(0, positions_N)
 
     def _grow(self, num_positions: int) -> None:
         # Also when a step asks for it: autograd keeps no tensors of inference mode.

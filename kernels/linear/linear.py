@@ -24,7 +24,6 @@ from .quantize import (
     Int8Kernel,
     Int8Weight,
     Rows,
-    get_values,
 )
 
 MAX_ROUNDING_ERROR = 0.04
@@ -58,6 +57,11 @@ class RowPrecision(Enum):
 
 InputGradient = Callable[[Tensor, Pauses], Tensor]
 """Takes gradients `grads_NO` to `grads_NI` of their dtype, for the weights as they are stored."""
+
+
+def get_values(rows: Rows) -> Tensor:
+    """Return the rows as a matrix of floats."""
+    return rows if isinstance(rows, Tensor) else rows.values_NI
 
 
 class Linear(ABC):

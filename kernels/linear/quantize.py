@@ -146,11 +146,6 @@ Rows = Tensor | RoundedRows
 """Inputs of linears, one row per token: on a device, norms and gates may round them as well."""
 
 
-def get_values(rows: Rows) -> Tensor:
-    """Return the rows as a matrix of floats."""
-    return rows if isinstance(rows, Tensor) else rows.values_NI
-
-
 class Int8Product(Protocol):
     """One weight in a kernel's own layout, ready to multiply."""
 

@@ -21,7 +21,6 @@ from .quantize import (
     Int8Weight,
     RoundedRows,
     Rows,
-    get_values,
 )
 
 LAUNCH_OPTIONS = {"enable_fp_fusion": False}
@@ -97,7 +96,7 @@ class _TritonProduct:
         return result_NO.to(hidden_NI.dtype), squares_N
 
     def multiply_and_add(self, rows: Rows, added_NO: Tensor | None) -> Tensor:
-        values_NI = get_values(rows)
+        values_NI = rows if isinstance(rows, Tensor) else rows.values_NI
         if values_NI.dtype is not torch.float32:
             result_NO = self.multiply(values_NI, 2)
             return result_NO if added_NO is None else added_NO + result_NO

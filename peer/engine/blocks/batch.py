@@ -22,8 +22,8 @@ from typing import TypeVar, cast
 import torch
 
 from ....kernels.attention.rotary import RotaryTable, Rotation
-from ....kernels.linear.linear import GradientLinears, Linear, RowPrecision
-from ....kernels.linear.quantize import Rows, get_values
+from ....kernels.linear.linear import GradientLinears, Linear, RowPrecision, get_values
+from ....kernels.linear.quantize import Rows
 from ....kernels.pauses import NO_PAUSES, Pauses
 from ..adapters.adapter import AdapterPart
 from ..cache.kv_memory import SessionMemory

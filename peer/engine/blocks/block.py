@@ -19,8 +19,8 @@ from ....kernels.layers.expert_routing import Router
 from ....kernels.layers.gated_mlp import gate
 from ....kernels.layers.norm import Norm
 from ....kernels.layers.row_kernels import RowKernels
-from ....kernels.linear.linear import Linear
-from ....kernels.linear.quantize import Rows, get_values
+from ....kernels.linear.linear import Linear, get_values
+from ....kernels.linear.quantize import Rows
 from ....models.specs.model_spec import ExpertsSpec, Residual
 from .attention import Attention
 from .batch import (

@@ -12,8 +12,8 @@ from shoal.kernels.layers.gated_mlp import gate
 from shoal.kernels.layers.norm import Norm, NormKind
 from shoal.kernels.layers.triton_rows import TritonRows
 from shoal.kernels.linear import triton_int8
-from shoal.kernels.linear.linear import Int8Linear, RowPrecision
-from shoal.kernels.linear.quantize import Int8Weight, RoundedRows, Rows, get_values
+from shoal.kernels.linear.linear import Int8Linear, RowPrecision, get_values
+from shoal.kernels.linear.quantize import Int8Weight, RoundedRows, Rows
 
 every_width = pytest.mark.parametrize("width", [1, 33, 130, 4100])
 
