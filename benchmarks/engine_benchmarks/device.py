@@ -39,6 +39,7 @@ SHAPES = [(1024, 2816), (4096, 4096), (4096, 14336), (14336, 4096)]  # (in, out)
 ROWS = [1, 2, 4, 16, 64, 512]
 CACHE_BYTES = 256 * 2**20
 """More than the caches of any device that we measure on."""
+COPIED_BYTES = 2**28
 HEADS, GROUPS, HEAD_DIM, PAGE_TOKENS = 32, 8, 128, 16
 SESSIONS_AND_TOKENS = [(1, 512), (1, 8192), (16, 512), (16, 4096), (64, 1024)]
 LEAST_MM_ROWS = 17
@@ -49,7 +50,7 @@ NUM_TRIALS = 5
 
 @dataclass(frozen=True)
 class Figure:
-    """One measurement; microseconds, or steps or tokens per second."""
+    """One measurement; microseconds, gigabytes, or steps or tokens per second."""
 
     what: str
     name: str
@@ -91,6 +92,17 @@ class Clock:
         """Wait until the device has nothing to do."""
         if self.torch_device.type == "cuda":
             torch.cuda.synchronize(self.torch_device)
+
+
+def measure_bounds(engine: Engine, clock: Clock) -> Iterator[Figure]:
+    """Measure how fast the device copies, and so how many steps it could read the weights for."""
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=clock.torch_device)
+    target = torch.empty_like(source)
+    seconds = clock.time(lambda: [target.copy_(source) for _ in range(10)]) / 10
+    bytes_per_second = 2 * COPIED_BYTES / seconds
+    yield Figure("reading and writing", "torch copy", bytes_per_second / 1e9, "GB/s")
+    speed = bytes_per_second / engine.num_weight_bytes
+    yield Figure("engine, sessions: 1", "weights read", speed, "steps/s")
 
 
 def measure_linears(clock: Clock) -> Iterator[Figure]:
@@ -261,6 +273,7 @@ def main() -> None:
         if not options.json:
             print(f"{machine}\n{engine.kernels}\n")
         parts = [
+            measure_bounds(engine, clock),
             measure_engine(engine, model, clock, options.quick),
             measure_transformers(model, clock, options.quick),
         ]
