@@ -168,9 +168,9 @@ def list_attentions(
     num_sessions: int, num_tokens: int, torch_device: torch.device
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield name and call for one generated token of each session."""
-    (attend, _), scale = choose_paged_attention("cuda"), HEAD_DIM**-0.5
+    (attend, *_), scale = choose_paged_attention("cuda"), HEAD_DIM**-0.5
     num_pages = num_tokens // PAGE_TOKENS
-    shape = (num_sessions * num_pages, 2, GROUPS, PAGE_TOKENS, HEAD_DIM + 4)
+    shape = (num_sessions * num_pages, 2, GROUPS, PAGE_TOKENS, HEAD_DIM + 8)
     pages = torch.randn(shape, device=torch_device)
     tables = torch.randperm(len(pages), device=torch_device).int().view(num_sessions, num_pages)
     lengths = torch.full((num_sessions,), num_tokens, dtype=torch.int32, device=torch_device)

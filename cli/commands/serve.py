@@ -182,7 +182,8 @@ async def _serve(config: PeerConfig, report: Report, end_with_stdin: bool) -> bo
 
     def leave_without_terminal() -> None:
         for stream in (sys.stdout, sys.stderr):
-            discard_output(stream)
+            if stream.isatty():
+                discard_output(stream)
         leave()
 
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -129,13 +129,8 @@ class HostedModel:
 
     def check_fits(self, free_bytes: int) -> None:
         """Raise UsageError where more may be used than is free: the system would end the peer."""
-        parts = {
-            "weights": (self.weight_bytes or min(self.sizes.num_bytes)) + self.sizes.loading_bytes,
-            "KV caches (--kv-memory)": self.config.kv_budget_bytes,
-            "training (--training-memory)": self.pass_bytes,
-            "adapters (--adapter-memory)": self.adapter_bytes,
-            "messages that wait": MAX_PENDING_BYTES,
-        }
+        weight_bytes = (self.weight_bytes or min(self.sizes.num_bytes)) + self.sizes.loading_bytes
+        parts = {"weights": weight_bytes, **self._list_other_uses()}
         if sum(parts.values()) > free_bytes:
             shares = ", ".join(f"{size / 2**20:,.0f} for {use}" for use, size in parts.items())
             raise UsageError(
@@ -143,6 +138,17 @@ class HostedModel:
                 f"{free_bytes / 2**20:,.0f} are free: {shares}; lower one of these, or serve fewer "
                 "blocks (--num-blocks)"
             )
+
+    def _list_other_uses(self) -> dict[str, int]:
+        """Return what else than weights takes memory where the blocks are computed, in bytes."""
+        uses = {
+            "KV caches (--kv-memory)": self.config.kv_budget_bytes,
+            "training (--training-memory)": self.pass_bytes,
+            "adapters (--adapter-memory)": self.adapter_bytes,
+        }
+        if self.numerics.device.read_free_bytes() is None:  # else they are not on the device
+            uses["messages that wait"] = MAX_PENDING_BYTES
+        return uses
 
     def read_free_bytes(self) -> int:
         """Return the memory that is left where the blocks are computed."""
@@ -152,8 +158,7 @@ class HostedModel:
         """Return the room for blocks: as many as were asked for, or as memory holds."""
         if self.config.num_blocks is not None:
             return Room(self.config.num_blocks)
-        other_bytes = self.config.kv_budget_bytes + self.pass_bytes + self.adapter_bytes
-        return find_room(self.sizes, other_bytes, self.read_free_bytes())
+        return find_room(self.sizes, sum(self._list_other_uses().values()), self.read_free_bytes())
 
 
 def find_room(sizes: BlockSizes, other_bytes: int, free_bytes: int) -> Room:

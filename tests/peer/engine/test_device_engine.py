@@ -114,11 +114,11 @@ def test_results_are_those_of_the_cpu(
     squares = (ours - expected).square().mean(dim=-1)
     # In bfloat16 the last digits choose other experts for some tokens.
     is_chosen_by_digits = variant == "mixtral" and weights is WeightFormat.BF16
-    error = (squares.median() if is_chosen_by_digits else squares.mean()).sqrt()
+    error = (squares.quantile(0.9) if is_chosen_by_digits else squares.mean()).sqrt()
     error /= expected.square().mean().sqrt()
     # A sum that is rounded in another place may tip a number that is rounded to few digits.
     is_exact = weights is WeightFormat.FP32 and kv_format is KVFormat.FLOAT
-    assert error < (1e-5 if is_exact else 2e-2)
+    assert error < (1e-5 if is_exact else 5e-2 if is_chosen_by_digits else 2e-2)
 
 
 @every_device
