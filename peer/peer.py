@@ -16,7 +16,7 @@ from functools import partial
 from ..protocol.identity import Identity
 from ..protocol.net.clock import Clock
 from ..protocol.net.gossip import GossipDirectory
-from ..protocol.net.network import Network, Presence
+from ..protocol.net.network import Network, Presence, join_patiently
 from .announcing.announcer import Announcer, announce_offline
 from .announcing.self_description import SelfDescription, make_template, watch_relays
 from .hosting.span_loader import SpanLoader
@@ -69,15 +69,20 @@ class Peer:
         Without an `identity` it is that of `config.identity_path`, or a fresh one. `open_loader`
         opens the model; tests pass one that computes otherwise.
 
-        Reports `started` and `directory`. Raises UsageError for what the caller can mend and
-        DirectoryError when the swarm cannot be joined; whatever was begun is undone before.
+        Reports `started` and `directory`, and `waiting` while nobody answers. Raises UsageError for
+        what the caller can mend and DirectoryError when the swarm cannot be joined; whatever was
+        begun is undone before.
         """
         async with AsyncExitStack() as stack:
             identity = identity or stack.enter_context(hold_identity(config.identity_path))
             loader = await asyncio.to_thread(open_loader, config, clock)
             report(PeerEvent("started", _describe_start(identity, loader)))
             handler = StreamHandler()
-            presence = await network.serve(identity, handler.serve)
+
+            def note_waiting(why: str) -> None:
+                report(PeerEvent("waiting", {"why": why}))
+
+            presence = await join_patiently(network, identity, handler.serve, clock, note_waiting)
             stack.push_async_callback(presence.close)
             report(PeerEvent("directory", dict(presence.facts)))
             yield await cls._compose(stack, config, loader, presence, handler, clock, report)

@@ -126,6 +126,10 @@ class WrongSwarmError(DirectoryError):
     """The directory belongs to another swarm than the one we looked for."""
 
 
+class NobodyAnswersError(DirectoryError):
+    """None of the peers that we join through can be reached, which may change."""
+
+
 class RevokedError(DirectoryError):
     """The owner of the swarm has revoked us: members ignore what we announce."""
 

@@ -7,17 +7,18 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvloop
 
 from ...peer.process.config import PeerConfig, PeerEvent, Report
-from ...protocol.errors import UsageError
+from ...protocol.errors import DirectoryError, UsageError
 from ...protocol.net.clock import SystemClock
 from ...protocol.net.dht.internet import InternetNetwork, Listening
 from ...protocol.spans import Span
 from ..options.bundled_model import find_model
-from ..options.join_options import add_join_arguments, choose_swarm
+from ..options.join_options import add_join_arguments, choose_swarm, list_addresses_of_new
 from ..options.listen_options import add_listen_arguments, choose_place
 from ..options.quantities import (
     parse_announce_period,
@@ -129,6 +130,8 @@ def _run(options: argparse.Namespace) -> bool:
     with quitting_at_once(options.json), importing_much():
         from ...peer import peer  # noqa: F401 (seconds of torch, before the loop is there)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if addresses := list_addresses_of_new(options):
+            runner.run(_check_is_new(config, addresses))
         return runner.run(_serve(config, report, options.end_with_stdin))
 
 
@@ -169,6 +172,18 @@ def _make_config(options: argparse.Namespace) -> PeerConfig:
         announce_period_seconds=options.announce_period,
         drain_seconds=options.drain,
     )
+
+
+async def _check_is_new(config: PeerConfig, addresses: Sequence[str]) -> None:
+    """Raise UsageError where somebody answers in a swarm that is to begin."""
+    network = InternetNetwork(SystemClock(), addresses, config.membership)
+    try:
+        transport, directory = await network.connect()
+    except DirectoryError:
+        return
+    await transport.close()
+    await directory.close()
+    raise UsageError("the swarm of this code runs already: leave out --new-swarm to join it")
 
 
 async def _serve(config: PeerConfig, report: Report, end_with_stdin: bool) -> bool:

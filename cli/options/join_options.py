@@ -11,6 +11,7 @@ from ...peer.process.identity_file import check_private
 from ...protocol.errors import UsageError
 from ...protocol.membership.join_code import MAX_CODE_CHARACTERS, JoinCode, parse_join_arguments
 from ...protocol.membership.membership import Membership
+from ...protocol.net.dht.known_addresses import AddressFolder
 from .shared_options import add_initial_peers_argument
 
 VARIABLE = "SHOAL_JOIN"
@@ -58,8 +59,16 @@ def read_joining(options: argparse.Namespace, alternative: str = "") -> Joining:
             "no swarm is given: pass --join CODE, the code that `shoal serve --new-swarm` "
             f"printed, or --initial-peers ADDRESS, the address of any peer{alternative}"
         )
-    membership, addresses = parse_join_arguments(join, options.initial_peers)
+    known = [] if options.initial_peers else _find_known(join)
+    membership, addresses = parse_join_arguments(join, known or options.initial_peers)
     return Joining(join, tuple(options.initial_peers), membership, addresses)
+
+
+def _find_known(join: str) -> list[str]:
+    """Return where this machine last met the swarm of a code that names no address."""
+    code = JoinCode.parse(join)
+    known = None if code.addresses else AddressFolder().find(code.membership, ())
+    return [] if known is None else [address.text for address in known.load()[1]]
 
 
 def choose_swarm(options: argparse.Namespace) -> tuple[Membership | None, tuple[str, ...]]:
@@ -69,6 +78,12 @@ def choose_swarm(options: argparse.Namespace) -> tuple[Membership | None, tuple[
         return joining.membership, joining.addresses
     code = read_join(options.join)
     return (JoinCode.parse(code).membership if code else None), ()
+
+
+def list_addresses_of_new(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return where a swarm that is to begin would live already, by its code."""
+    code = read_join(options.join) if options.new_swarm else ""
+    return JoinCode.parse(code).addresses if code else ()
 
 
 def _read_variable() -> str:

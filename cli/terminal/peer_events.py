@@ -99,7 +99,10 @@ def _describe_memory(facts: dict[str, Any]) -> str:
 def _describe_event(event: PeerEvent) -> Iterator[str]:
     """Yield an event of a running peer in sentences for people."""
     facts: dict[str, Any] = event.facts
-    if event.name == "draining":
+    if event.name == "waiting":
+        yield f"Nobody in the swarm answers yet: {facts['why']}."
+        yield "Trying again, at least once a minute, until somebody does. Press Ctrl-C to end."
+    elif event.name == "draining":
         yield (
             f"Moving {count_of(facts['sessions'], 'session')} to other peers and finishing "
             f"{facts['passes']} of training's microbatches. Press Ctrl-C again to leave at once."

@@ -12,10 +12,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..endpoints import Endpoint, Relay
+from ..errors import NobodyAnswersError
 from ..identity import Identity
 from ..ids import ModelId
+from .clock import Clock
 from .directory import Directory
+from .retry import Backoff, Retry
 from .transport import Listener, StreamServer, Transport
+
+_PAUSES = Backoff(2.0, 60.0)
+"""Between attempts to join: a machine may start before its network, or before its swarm."""
 
 
 @dataclass
@@ -80,3 +86,25 @@ class Network(Protocol):
         the swarm cannot be joined; then nothing stays open.
         """
         ...
+
+
+async def join_patiently(
+    network: Network,
+    identity: Identity,
+    serve: StreamServer,
+    clock: Clock,
+    note_waiting: Callable[[str], None],
+) -> Presence:
+    """Serve when somebody in the swarm answers; tell once, and why, that nobody does yet.
+
+    Raises what `Network.serve` does for other reasons.
+    """
+    attempts = Retry(_PAUSES, clock)
+    while True:
+        try:
+            return await network.serve(identity, serve)
+        except NobodyAnswersError as error:
+            if not attempts.num_failures:
+                note_waiting(str(error))
+        attempts.note_failure()
+        await attempts.pause()

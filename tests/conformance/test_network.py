@@ -11,6 +11,7 @@ from async_tests import RunAsync
 from transport_seam import echo
 
 from shoal.protocol.errors import UnavailableError
+from shoal.protocol.membership.join_code import JoinCode
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.dht.internet import InternetNetwork
 from shoal.protocol.net.libp2p.multiaddrs import split_multiaddr
@@ -67,6 +68,22 @@ async def test_peer_on_this_machine_says_where_others_join_through_it() -> None:
         assert split_multiaddr(dialled) == ("127.0.0.1", presence.directory_port)
     finally:
         await presence.close()
+
+
+@pytest.mark.network
+async def test_code_of_a_peer_that_has_joined_outlives_the_first_one() -> None:
+    join = join_internet()
+    first = await join(None).serve(IDENTITY, echo)
+    try:
+        second = await join(first).serve(identity_of(2), echo)
+        try:
+            (code,) = cast(dict[str, str], second.facts["join_codes"]).values()
+            dialled = [cast(list[str], peer.facts["dialled"])[0] for peer in (second, first)]
+            assert list(JoinCode.parse(code).addresses) == dialled
+        finally:
+            await second.close()
+    finally:
+        await first.close()
 
 
 async def test_client_finds_a_peer_and_dials_what_it_announced(

@@ -192,6 +192,14 @@ class HivemindDirectory:
         return self._access.reach.list_hosts([at.host for at in self._access.place.endpoints])
 
     @property
+    def joined_through(self) -> Sequence[str]:
+        """An address of each peer that we joined through."""
+        first: dict[PeerId, str] = {}
+        for peer in self._access.peers:
+            first.setdefault(peer.peer_id, peer.text)
+        return list(first.values())
+
+    @property
     def relays(self) -> Sequence[Relay]:
         """The relays that carry streams to us; none when others can dial us."""
         selection = self._access.relay_selection

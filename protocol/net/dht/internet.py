@@ -157,7 +157,8 @@ class InternetNetwork:
     ) -> Mapping[str, object]:
         """Return from where others reach the peer, and the codes of a swarm that begins here.
 
-        Not those of other swarms: a peer that is started by a program should not log secrets.
+        The code of a public swarm outlives the peer: it names those that it joined through as well.
+        That of a private swarm is told by who begins it only: others should not log secrets.
         """
         addresses, host = directory.addresses, self.listening.announce_host
         dialled = replace_hosts(addresses, [host] if host else [])
@@ -173,6 +174,10 @@ class InternetNetwork:
         }
         if not self.initial_peers:
             facts["join_codes"] = make_codes(directory.membership, dialled)
+        elif not directory.membership.is_private:
+            own = [] if directory.relays else dialled[:1]
+            through = [*own, *directory.joined_through]
+            facts["join_codes"] = make_codes(directory.membership, through)
         return facts
 
 

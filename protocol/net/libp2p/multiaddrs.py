@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...endpoints import is_loopback
-from ...errors import DirectoryError, RemoteProtocolError, UsageError
+from ...errors import NobodyAnswersError, RemoteProtocolError, UsageError
 from ...identity import peer_id_bytes, public_key_of
 from ...ids import JOIN_CODE_PREFIX, PeerId
 
@@ -181,13 +181,13 @@ def _name_form(host: str) -> str:
 async def find_listening(addresses: Sequence[PeerAddress]) -> list[PeerAddress]:
     """Return the addresses where someone accepts a connection, or that cannot be tried.
 
-    Raises DirectoryError that names all of them when there are some and none is left.
+    Raises NobodyAnswersError that names all of them when there are some and none is left.
     """
     are_listening = await asyncio.gather(*(_is_listening(a) for a in addresses))
     listening = [a for a, is_up in zip(addresses, are_listening, strict=True) if is_up]
     if addresses and not listening:
         texts = ", ".join(address.text for address in addresses)
-        raise DirectoryError(
+        raise NobodyAnswersError(
             f"no initial peer can be reached: {texts}; check that one of them still runs and that "
             "its address is the one it printed last (`shoal doctor` looks closer)"
         )

@@ -15,6 +15,7 @@ from typing import Any, cast
 from ...errors import (
     DirectoryError,
     ErrorCode,
+    NobodyAnswersError,
     RefusedError,
     RemoteProtocolError,
     UnavailableError,
@@ -79,7 +80,7 @@ async def find_swarm(
 
 def make_silence_error(peers: Sequence[PeerAddress]) -> DirectoryError:
     """Return what to raise when peers take connections and say nothing."""
-    return DirectoryError(
+    return NobodyAnswersError(
         f"no initial peer answers: {_list(peers)}; it may be paused or overloaded: give another "
         "address, or restart the peer"
     )

@@ -15,6 +15,8 @@ from shoal.protocol.errors import UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.membership.join_code import JoinCode
 from shoal.protocol.membership.membership import Role, make_owner, make_public
+from shoal.protocol.net.dht.known_addresses import AddressFolder
+from shoal.protocol.net.libp2p.multiaddrs import PeerAddress
 
 OWNER = make_owner(bytes(range(16)))
 FIRST, SECOND = (
@@ -103,7 +105,23 @@ def test_addresses_beside_a_code_come_first() -> None:
     assert read("--join", EMPTY_CODE, "--initial-peers", SECOND).addresses == (SECOND,)
 
 
-def test_code_without_an_address_needs_one_or_begins_its_swarm() -> None:
+def test_code_without_an_address_finds_the_swarm_where_this_machine_met_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    known = AddressFolder().find(OWNER, ())
+    assert known is not None
+    known.save(OWNER.swarm_id, [PeerAddress.parse(SECOND)])
+
+    assert read("--join", EMPTY_CODE).addresses == (SECOND,)
+    assert read("--join", EMPTY_CODE, "--initial-peers", FIRST).addresses == (FIRST,)
+    assert read("--join", CODE).addresses == (FIRST,)
+
+
+def test_code_without_an_address_needs_one_or_begins_its_swarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(UsageError, match="names no address"):
         read("--join", EMPTY_CODE)
 

@@ -44,6 +44,7 @@ ONLINE = {
         ("moving", PLACE, "Moving to blocks 0:4"),
         ("returning", PLACE, "Returning to blocks 0:4"),
         ("online", ONLINE, "blocks 100:126 of 126, 1234.5 steps/s."),
+        ("waiting", {"why": "no initial peer can be reached: /ip4/a"}, "answers yet: no initial"),
         ("draining", {"sessions": 12, "passes": 3}, "Moving 12 sessions to other peers"),
         ("draining", {"sessions": 1, "passes": 0}, "Moving 1 session to other peers"),
         ("parked", {"parked_at": ["x6nXTN12"] * 8}, "it keeps open: …x6nXTN12, …x6nXTN12"),
