@@ -231,7 +231,8 @@ def test_dependency_has_one_door(dependency: str) -> None:
 
 def test_every_imported_distribution_is_declared() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
-    declared = requirement_names([*PROJECT["project"]["dependencies"], *extras["cuda"]])
+    optional = [*extras["cuda"], *extras["datasets"]]
+    declared = requirement_names([*PROJECT["project"]["dependencies"], *optional])
     known = declared | set(sys.stdlib_module_names)
     wrong = [
         f"{found.where} imports {found.target}"

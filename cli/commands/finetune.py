@@ -88,9 +88,9 @@ def _locking(folder: Path) -> Iterator[None]:
     """Lock a folder against other runs, which would delete the checkpoints of this one.
 
     Raises UsageError if another run holds it or it cannot be written, before the swarm computes
-    anything. A new folder into which nothing was written is removed.
+    anything. New folders into which nothing was written are removed.
     """
-    is_new = not folder.exists()
+    new = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -108,9 +108,9 @@ def _locking(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-        if is_new:
-            with contextlib.suppress(OSError):  # a run has left something in it
-                folder.rmdir()
+        with contextlib.suppress(OSError):  # a run has left something in it
+            for each in new:
+                each.rmdir()
 
 
 def _read_options(folder: Path) -> Mapping[str, Any]:

@@ -111,8 +111,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     parser.add_argument(
         "--data", type=Path, required=True, metavar="FILE",
-        help="training texts. jsonl: one object per line with text, or with prompt and completion, "
-        "which trains on the completion only; csv: the same as columns; txt: paragraphs",
+        help="training texts. jsonl: one object per line with text, with prompt and completion, "
+        "with messages, or with instruction and output; json: a list of them; csv, parquet or a "
+        "folder of the library datasets: the same as columns; txt: paragraphs",
     )  # fmt: skip
     _METHOD.declare(parser, has_default=False)
     parser.add_argument(

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 from ...protocol.errors import UsageError
@@ -24,15 +25,15 @@ from .text_files import TrainingText
 
 @dataclass(frozen=True)
 class Example:
-    """The tokens of one text. Those of its prompt have no loss."""
+    """The tokens of one text, and for each 1 if it has a loss or 0, as those of a prompt."""
 
     token_ids: array[int]
-    num_prompt_tokens: int = 0
+    has_loss: array[int]
 
     @property
     def num_learned(self) -> int:
         """Number of tokens with a loss; never the first, which no token precedes."""
-        return len(self.token_ids) - max(1, self.num_prompt_tokens)
+        return sum(self.has_loss[1:])
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class Dataset:
         """The digest of these texts in this order."""
         digest = hashlib.sha256()
         for example in (*self.training, *self.evaluation):
-            digest.update(f"{len(example.token_ids)} {example.num_prompt_tokens} ".encode())
-            digest.update(example.token_ids.tobytes())
+            digest.update(f"{len(example.token_ids)} ".encode())
+            digest.update(example.token_ids.tobytes() + example.has_loss.tobytes())
         return digest.hexdigest()
 
 
@@ -93,7 +94,12 @@ def make_dataset(
 
 
 def encode_text(text: TrainingText, tokenizer: Any) -> Example:
-    """Return the tokens of a text, with the end of a text behind it where the model knows one."""
+    """Return the tokens of a text, with the end of a text behind it where the model knows one.
+
+    A chat ends as its template says. Raises UsageError for one that the tokenizer cannot write.
+    """
+    if text.messages and (tokenizer.chat_template is not None or not text.completion):
+        return encode_chat(text, tokenizer)
     end = tokenizer.eos_token_id
     prompt_ids: list[int] = tokenizer(text.prompt).input_ids if text.prompt else []
     if end is not None and prompt_ids[-1:] == [end]:
@@ -105,14 +111,54 @@ def encode_text(text: TrainingText, tokenizer: Any) -> Example:
         ids = prompt_ids + tokenizer(text.completion, add_special_tokens=False).input_ids
     if end is not None and ids[-1:] != [end]:
         ids = [*ids, end]
-    return Example(array("i", ids), len(prompt_ids))
+    num_prompt = len(prompt_ids)
+    return Example(array("i", ids), array("b", [0] * num_prompt + [1] * (len(ids) - num_prompt)))
+
+
+def encode_chat(text: TrainingText, tokenizer: Any) -> Example:
+    """Return a chat in the words of the tokenizer's template, with a loss on assistant turns."""
+    if tokenizer.chat_template is None:
+        raise UsageError(
+            f"{text.place}: the tokenizer of this model has no chat template for `messages`; write "
+            "`prompt` and `completion`"
+        )
+    if not tokenizer.is_fast:
+        raise UsageError(f"{text.place}: `messages` need a fast tokenizer, which this model lacks")
+
+    def write(num_turns: int, is_asked: bool = False) -> str:
+        turns = [dict(turn) for turn in text.messages[:num_turns]]
+        try:
+            return tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=is_asked
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"{text.place}: the model's chat template refuses these messages: {error!s:.120}"
+            ) from error
+
+    whole, spans = write(len(text.messages)), list[tuple[int, int]]()
+    for number, turn in enumerate(text.messages):
+        if turn["role"] == "assistant":
+            before, through = write(number, is_asked=True), write(number + 1)
+            if not (through.startswith(before) and whole.startswith(through)):
+                raise UsageError(
+                    f"{text.place}: the model's chat template writes turn {number + 1} in another "
+                    "way once others follow; end the messages with it"
+                )
+            spans.append((len(before), len(through)))
+    # The template has written what stands before and behind a text.
+    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+    has_loss = [
+        any(start <= first < stop for start, stop in spans) for first, _ in encoded.offset_mapping
+    ]
+    return Example(array("i", encoded.input_ids), array("b", has_loss))
 
 
 def _cut_into_parts(example: Example, max_length: int) -> list[Example]:
     """Return parts that overlap by a token: every token but the first is predicted in one."""
     ids, stride = example.token_ids, max(1, max_length - 1)
     return [
-        Example(ids[start : start + max_length], max(0, example.num_prompt_tokens - start))
+        Example(ids[start : start + max_length], example.has_loss[start : start + max_length])
         for start in range(0, max(1, len(ids) - 1), stride)
     ]
 
@@ -157,7 +203,8 @@ def make_batch(examples: Sequence[Example], padding_id: int) -> Batch:
         ids = torch.tensor(example.token_ids, dtype=torch.long)
         input_ids_BT[row, : len(ids)] = ids
         attention_mask_BT[row, : len(ids)] = 1
-        labels_BT[row, example.num_prompt_tokens : len(ids)] = ids[example.num_prompt_tokens :]
+        has_loss = torch.tensor(example.has_loss, dtype=torch.bool)
+        labels_BT[row, : len(ids)] = torch.where(has_loss, ids, IGNORED)
     return Batch(input_ids_BT, attention_mask_BT, labels_BT)
 
 

@@ -1,6 +1,6 @@
-"""Texts to learn from, read from files that people wrote: jsonl, csv and txt.
+"""Texts to learn from, read from files that people have: jsonl, json, csv, txt, parquet, folders.
 
-A file is read line by line and never held as a whole. Errors name the file and the line:
+All but json are read piece by piece and never held as a whole. Errors name the file and the line:
 `data.jsonl:17: the line is not JSON`.
 """
 
@@ -19,7 +19,11 @@ from ...protocol.errors import UsageError
 MAX_LINE_BYTES = 2**20
 """About two hundred thousand words: more than any model takes at once."""
 
-_COLUMNS = "`text`, or `prompt` and `completion`"
+MAX_JSON_BYTES = 2**28
+"""Of a file that is one JSON value; larger ones can be written line by line."""
+
+_FORMATS = ".jsonl, .json, .csv, .txt or .parquet"
+_COLUMNS = "`text`, `prompt` and `completion`, `messages`, or `instruction` and `output`"
 _OBJECT = '{"text": "…"}'
 
 
@@ -28,31 +32,36 @@ class TrainingText:
     """One text to learn, and where it stands. Of one with a prompt only the completion is learned.
 
     `place` is the file and the line, `data.jsonl:17`. Of prose nothing is lost: what is too long
-    for one text becomes several.
+    for one text becomes several. `messages` are the turns of a chat, of which those of the
+    assistant are learned; where a tokenizer has no chat template, prompt and completion take their
+    place, if there are any.
     """
 
     place: str
     completion: str
     prompt: str = ""
     is_prose: bool = False
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 def read_texts(path: str | Path) -> Iterator[TrainingText]:
     """Yield the texts of a file in order; its ending says how it is written.
 
-    jsonl: an object in each line, with `text`, or with `prompt` and `completion`. csv: the same as
-    columns, named in the first line. txt: paragraphs, between empty lines. Raises UsageError with
-    the file and the line.
+    jsonl: an object in each line, with `text`, with `prompt` and `completion`, with `messages`, or
+    with `instruction` and `output`. json: a list of such objects. csv: the same as columns, named
+    in the first line. txt: paragraphs, between empty lines. parquet, and a folder that the library
+    datasets saved: rows with these columns. Raises UsageError with the file and the line.
     """
     path = Path(path)
     readers: dict[str, Callable[[Path], Iterator[TrainingText]]] = {
-        ".jsonl": _read_objects, ".csv": _read_rows, ".txt": _read_paragraphs
+        ".jsonl": _read_objects, ".json": _read_list, ".csv": _read_rows, ".txt": _read_paragraphs,
+        ".parquet": _read_table,
     }  # fmt: skip
-    reader = readers.get(path.suffix.lower())
+    reader = _read_table if path.is_dir() else readers.get(path.suffix.lower())
     if reader is None:
-        _open(path).close()  # a missing file or a folder is named as such
+        _open(path).close()  # a missing file is named as such
         raise UsageError(
-            f"{path}: the file name must end in .jsonl, .csv or .txt, the formats that can be read"
+            f"{path}: the file name must end in {_FORMATS}, the formats that can be read"
         )
     is_empty = True
     for text in reader(path):
@@ -63,6 +72,14 @@ def read_texts(path: str | Path) -> Iterator[TrainingText]:
 
 
 def _make_text(place: str, fields: Mapping[str, Any]) -> TrainingText:
+    if "messages" in fields:
+        return TrainingText(place, "", messages=_take_messages(place, fields["messages"]))
+    if "instruction" in fields:
+        prompt, answer = (_take_text(place, fields, name) for name in ("instruction", "output"))
+        if fields.get("input"):
+            prompt += "\n\n" + _take_text(place, fields, "input")
+        turns = {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}
+        return TrainingText(place, answer, prompt + "\n\n", messages=turns)
     has_text, has_parts = "text" in fields, "prompt" in fields or "completion" in fields
     if has_text == has_parts:
         found = ", ".join(f"`{name}`" for name in list(fields)[:5]) or "nothing"
@@ -71,6 +88,23 @@ def _make_text(place: str, fields: Mapping[str, Any]) -> TrainingText:
         return TrainingText(place, _take_text(place, fields, "text"))
     completion = _take_text(place, fields, "completion")
     return TrainingText(place, completion, _take_text(place, fields, "prompt"))
+
+
+def _take_messages(place: str, given: Any) -> tuple[Mapping[str, Any], ...]:
+    messages = list(given) if isinstance(given, list | tuple) else []
+    if not messages or not all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) and "content" in one
+        for one in messages
+    ):
+        raise UsageError(
+            f'{place}: `messages` must be a list such as [{{"role": "user", "content": "…"}}, …]'
+        )
+    turns = tuple(
+        {"role": one["role"], "content": _take_text(place, one, "content")} for one in messages
+    )
+    if not any(turn["role"] == "assistant" for turn in turns):
+        raise UsageError(f"{place}: `messages` has no turn of the assistant, so nothing to learn")
+    return turns
 
 
 def _take_text(place: str, fields: Mapping[str, Any], name: str) -> str:
@@ -107,6 +141,53 @@ def _read_objects(path: Path) -> Iterator[TrainingText]:
         yield _make_text(place, fields)
 
 
+def _read_list(path: Path) -> Iterator[TrainingText]:
+    with _open(path) as file:
+        content = file.read(MAX_JSON_BYTES + 1)
+    if len(content) > MAX_JSON_BYTES:
+        raise UsageError(f"{path} is larger than {MAX_JSON_BYTES} bytes; write a .jsonl file")
+    try:
+        rows = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: the file is not JSON ({error!s:.80})") from error
+    if not isinstance(rows, list):
+        raise UsageError(f"{path}: expected a list of objects, [{_OBJECT}, …]; or use .jsonl")
+    for number, fields in enumerate(rows, 1):
+        if not isinstance(fields, dict):
+            raise UsageError(f"{path}: item {number} is not a JSON object such as {_OBJECT}")
+        yield _make_text(f"{path}: item {number}", fields)
+
+
+def _read_table(path: Path) -> Iterator[TrainingText]:
+    """Read a parquet file, or a folder of `Dataset.save_to_disk()`, with the library datasets."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UsageError(
+            f"{path}: parquet files and folders are read with the library datasets, which is not "
+            f"installed: pip install datasets; {_FORMATS.replace(' or .parquet', '')} need nothing"
+        ) from error
+    try:
+        if path.is_dir():
+            rows: Any = datasets.load_from_disk(str(path))
+        else:
+            _open(path).close()
+            files = {"train": str(path)}
+            rows = datasets.load_dataset("parquet", data_files=files, streaming=True)
+        if isinstance(rows, dict) and "train" not in rows:
+            names = ", ".join(rows)
+            raise UsageError(f"{path} has no split `train`; name the folder of one of {names}")
+        for number, fields in enumerate(rows["train"] if isinstance(rows, dict) else rows, 1):
+            yield _make_text(f"{path}: row {number}", fields)
+    except UsageError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{path} can be read neither as parquet nor as a folder of Dataset.save_to_disk(): "
+            f"{' '.join(str(error).split())!s:.120}"
+        ) from error
+
+
 def _read_rows(path: Path) -> Iterator[TrainingText]:
     # The limit is the process's, and lower than that of lines.
     csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
@@ -116,7 +197,7 @@ def _read_rows(path: Path) -> Iterator[TrainingText]:
 
 def _read_cells(path: Path, rows: Any) -> Iterator[TrainingText]:
     names = [name.strip() for name in next(_split(path, rows), (0, ["text"]))[1]]
-    if len(set(names)) != len(names) or not {"text", "prompt"} & set(names):
+    if len(set(names)) != len(names) or not {"text", "prompt", "instruction"} & set(names):
         found = ", ".join(names)
         other = next((sign for sign in ";\t|" if len(names) == 1 and sign in found), "")
         advice = f"; separate cells with commas, not {other!r}" if other else ""
@@ -187,8 +268,6 @@ def _read_lines(path: Path) -> Generator[tuple[int, str]]:
 
 
 def _open(path: Path) -> BinaryIO:
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder; name a file that ends in .jsonl, .csv or .txt")
     try:
         return path.open("rb")
     except OSError as error:

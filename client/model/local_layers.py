@@ -109,6 +109,9 @@ class LanguageHead(nn.Module):
     `softcap` bends logits into its open interval around zero.
     """
 
+    bias = None
+    """For TRL, which computes logits of some tokens from both."""
+
     def __init__(self, weight_VH: nn.Parameter, softcap: float | None = None) -> None:
         super().__init__()
         self.weight = weight_VH
@@ -177,6 +180,11 @@ class WrappedHead(nn.Module):
     def weight(self) -> Tensor:
         """The weight of the last linear."""
         return self._model.get_output_embeddings().weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias of the last linear."""
+        return self._model.get_output_embeddings().bias
 
     def forward(self, hidden_BTH: Tensor, change_BTV: Tensor | None = None) -> Tensor:
         """Return float32 logits [B, T, V], multiplied in the dtype of the weight."""

@@ -219,7 +219,7 @@ def test_json_is_one_object_in_each_line() -> None:
 
 
 def test_texts_that_were_cut_or_skipped_are_counted() -> None:
-    text = Example(array("i", range(8)))
+    text = Example(array("i", range(8)), array("b", [1] * 8))
     dataset = Dataset([text] * 1995, [text] * 5, 0, num_cut=2000, num_left_out=1)
 
     assert list(describe_limits(dataset, 8)) == [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,75 @@ def test_only_completions_are_learned(tokenizer: Any) -> None:
     assert batch.num_learned == len(learned)
 
 
+TEMPLATE = (
+    "{{ bos_token }}{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}"
+    "{% if turn.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHAT = tuple(
+    {"role": role, "content": content}
+    for role, content in [
+        ("user", "A cat?"), ("assistant", " It ran."), ("user", "And?"), ("assistant", " It sat.")
+    ]
+)  # fmt: skip
+
+
+@pytest.fixture
+def chatting(tokenizer: Any) -> Any:
+    """The tokenizer with a template, as models for chats have one."""
+    copied = copy.deepcopy(tokenizer)
+    copied.chat_template = TEMPLATE
+    return copied
+
+
+def test_turns_of_the_assistant_are_learned(chatting: Any) -> None:
+    text = TrainingText("d:1", "", messages=CHAT)
+
+    batch = make_batch([encode_text(text, chatting)], 0)
+
+    ids, labels = batch.input_ids_BT[0], batch.labels_BT[0]
+    whole = chatting.apply_chat_template(list(CHAT), tokenize=False)
+    assert torch.equal(ids, torch.tensor(chatting(whole, add_special_tokens=False).input_ids))
+    assert chatting.decode(ids[labels != IGNORED]) == " It ran.</s> It sat.</s>"
+    assert torch.equal(labels[labels != IGNORED], ids[labels != IGNORED])
+
+
+def test_cut_chat_keeps_its_losses(chatting: Any) -> None:
+    text = TrainingText("d:1", "", messages=CHAT)
+    num_tokens = len(encode_text(text, chatting).token_ids)
+
+    dataset = make_dataset([text], chatting, num_tokens - 3)
+
+    assert dataset.num_cut == 1
+    assert chatting.decode(
+        make_batch(dataset.training, 0).labels_BT[make_batch(dataset.training, 0).labels_BT >= 0]
+    ).startswith(" It ran.</s>")
+
+
+def test_instructions_are_chats_where_there_is_a_template(tokenizer: Any, chatting: Any) -> None:
+    text = TrainingText("d:1", "4", "Add.\n\n", messages=CHAT[:2])
+
+    assert chatting.decode(encode_text(text, chatting).token_ids).endswith(" It ran.</s>")
+    assert tokenizer.decode(encode_text(text, tokenizer).token_ids).endswith("4</s>")
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "has no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "refuses .*: roles must alternate"),
+        ("{{ messages[-1].content }}", "writes turn 2 in another way once others follow"),
+    ],
+)
+def test_chats_that_cannot_be_written_are_refused(
+    chatting: Any, template: str | None, message: str
+) -> None:
+    chatting.chat_template = template
+
+    with pytest.raises(UsageError, match=f"^d:1: .*{message}"):
+        encode_text(TrainingText("d:1", "", messages=CHAT), chatting)
+
+
 def test_prompts_keep_the_tokens_that_they_have_alone(tokenizer: Any) -> None:
     # "gir" + "l" would be one token, that no prompt can end with.
     text = TrainingText("d:1", "l was", "a gir")
@@ -78,7 +148,7 @@ def test_prompts_keep_the_tokens_that_they_have_alone(tokenizer: Any) -> None:
 
     prompt_ids = tokenizer("a gir").input_ids
     assert list(example.token_ids[: len(prompt_ids)]) == prompt_ids
-    assert example.num_prompt_tokens == len(prompt_ids)
+    assert list(example.has_loss).index(1) == len(prompt_ids)
     assert tokenizer("a girl was").input_ids[: len(prompt_ids)] != prompt_ids
 
 

@@ -78,7 +78,7 @@ def make_texts(seed: int = 0, num_texts: int = 20, num_evaluated: int = 4) -> Da
     for index in range(num_texts):
         start = int(torch.randint(0, VOCABULARY, (1,), generator=generator))
         ids = [(start + 5 * place) % VOCABULARY for place in range(3 + index % 4)]
-        examples.append(Example(array("i", ids)))
+        examples.append(Example(array("i", ids), array("b", [1] * len(ids))))
     return Dataset(examples[num_evaluated:], examples[:num_evaluated], padding_id=0)
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
+import datasets
 import pytest
 
 from shoal.client.finetuning.text_files import (
@@ -46,6 +50,57 @@ def test_csv_has_the_columns_that_its_first_line_names(tmp_path: Path) -> None:
     ]
 
 
+CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+ROWS: list[dict[str, Any]] = [
+    {"messages": CHAT},
+    {"instruction": "Add.", "input": "2 and 2", "output": "4", "text": "all of it"},
+    {"instruction": "Add.", "input": "", "output": "4"},
+]
+
+
+def expect_rows(places: list[str]) -> list[TrainingText]:
+    def make_turns(prompt: str) -> tuple[dict[str, str], ...]:
+        return {"role": "user", "content": prompt}, CHAT[1]
+
+    return [
+        TrainingText(places[0], "", messages=tuple(CHAT)),
+        TrainingText(places[1], "4", "Add.\n\n2 and 2\n\n", messages=make_turns("Add.\n\n2 and 2")),
+        TrainingText(places[2], "4", "Add.\n\n", messages=make_turns("Add.")),
+    ]
+
+
+def test_rows_may_be_chats_or_instructions(tmp_path: Path) -> None:
+    lines = write(tmp_path, "d.jsonl", "\n".join(map(json.dumps, ROWS)))
+    listed = write(tmp_path, "d.json", json.dumps(ROWS))
+
+    assert list(read_texts(lines)) == expect_rows([f"{lines}:{n}" for n in (1, 2, 3)])
+    assert list(read_texts(listed)) == expect_rows([f"{listed}: item {n}" for n in (1, 2, 3)])
+
+
+def test_tables_are_read_with_the_library_datasets(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "d.parquet")
+    table.save_to_disk(tmp_path / "alone")
+    datasets.DatasetDict({"train": table, "test": table}).save_to_disk(tmp_path / "split")
+    datasets.DatasetDict({"test": table}).save_to_disk(tmp_path / "other")
+
+    for name in ("d.parquet", "alone", "split"):
+        path = tmp_path / name
+        assert list(read_texts(path)) == [
+            TrainingText(f"{path}: row 1", "b", "a"), TrainingText(f"{path}: row 2", "d", "c")
+        ]  # fmt: skip
+    with pytest.raises(UsageError, match="no split `train`; name the folder of one of test"):
+        list(read_texts(tmp_path / "other"))
+
+
+def test_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+
+    with pytest.raises(UsageError, match=r"not installed: pip install datasets; \.jsonl, \.json"):
+        list(read_texts(write(tmp_path, "d.parquet", "")))
+
+
 def test_txt_has_a_text_for_each_paragraph(tmp_path: Path) -> None:
     path = write(tmp_path, "data.txt", "\n\nOne\ntwo.\n \nThree.\n\n\n")
 
@@ -64,7 +119,7 @@ def test_txt_has_a_text_for_each_paragraph(tmp_path: Path) -> None:
         ("d.jsonl", '{"text": "a"}\n{"text": "a"', "d.jsonl:2: the line is not JSON (Expecting"),
         ("d.jsonl", "[" * 100_000, "d.jsonl:1: the line is not JSON"),
         ("d.jsonl", "[1]", 'd.jsonl:1: the line is not a JSON object such as {"text": "…"}'),
-        ("d.jsonl", '{"body": "a"}', "d.jsonl:1: expected `text`, or `prompt` and `completion`"),
+        ("d.jsonl", '{"body": "a"}', "d.jsonl:1: expected `text`, `prompt` and `completion`"),
         ("d.jsonl", '{"text": "a", "prompt": "b"}', "found `text`, `prompt`"),
         ("d.jsonl", '{"prompt": "a"}', "d.jsonl:1: `completion` is missing"),
         ("d.jsonl", '{"completion": "a"}', "d.jsonl:1: `prompt` is missing"),
@@ -76,7 +131,7 @@ def test_txt_has_a_text_for_each_paragraph(tmp_path: Path) -> None:
         (
             "d.csv",
             "body\nx\n",
-            "d.csv:1: the first line must name the columns, `text`, or `prompt`",
+            "d.csv:1: the first line must name the columns, `text`, `prompt`",
         ),
         ("d.csv", "text,text\nx,y\n", "d.csv:1: the first line must name the columns"),
         ("d.csv", "prompt,n\nx,y\n", "d.csv:2: `completion` is missing"),
@@ -85,7 +140,21 @@ def test_txt_has_a_text_for_each_paragraph(tmp_path: Path) -> None:
         ("d.jsonl", "{\n", 'write an object such as {"text": "…"}'),
         ("d.csv", 'text\nx\n"open\n', "d.csv:3: the row is not CSV"),
         ("d.csv", 'text\n"' + "x\n" * 600_000, "d.csv:2: the row is not CSV (field larger"),
-        ("d.json", "{}", "d.json: the file name must end in .jsonl, .csv or .txt"),
+        ("d.xml", "{}", "d.xml: the file name must end in .jsonl, .json, .csv, .txt or .parquet"),
+        ("d.json", "{}", 'd.json: expected a list of objects, [{"text": "…"}, …]'),
+        ("d.json", "[{", "d.json: the file is not JSON (Expecting"),
+        ("d.json", '[{"text": "a"}, 5]', "d.json: item 2 is not a JSON object"),
+        ("d.json", '[{"text": "a"}, {}]', "d.json: item 2: expected `text`"),
+        ("d.json", "[]", "d.json: the file holds no texts"),
+        ("d.jsonl", '{"messages": "hi"}', "d.jsonl:1: `messages` must be a list such as"),
+        ("d.jsonl", '{"messages": [{"role": "user"}]}', "`messages` must be a list such as"),
+        (
+            "d.jsonl",
+            '{"messages": [{"role": "user", "content": "a"}]}',
+            "d.jsonl:1: `messages` has no turn of the assistant",
+        ),
+        ("d.jsonl", '{"instruction": "a"}', "d.jsonl:1: `output` is missing"),
+        ("d.parquet", "PAR1 not", "d.parquet can be read neither as parquet nor as a folder"),
     ],
 )
 def test_wrong_files_are_named_with_the_line(
@@ -129,7 +198,9 @@ def test_long_prose_is_read_in_bounded_pieces(tmp_path: Path) -> None:
     assert sum(text.completion.count("word") for text in texts) == 600_000
 
 
-@pytest.mark.parametrize(("name", "sentence"), [("no.jsonl", "No such file"), ("", "is a folder")])
+@pytest.mark.parametrize(
+    ("name", "sentence"), [("no.jsonl", "No such file"), ("", "neither as parquet nor as a folder")]
+)
 def test_what_is_no_file_is_named(tmp_path: Path, name: str, sentence: str) -> None:
     (tmp_path / "folder.jsonl").mkdir()
 
