@@ -73,8 +73,8 @@ def _describe_reach(facts: dict[str, Any]) -> Iterator[str]:
             yield (
                 "These are addresses of the local network. For others, forward TCP ports "
                 f"{port} and {directory_port} of the router to this machine, and start again with "
-                f"--listen 0.0.0.0:{port} --directory-port {directory_port} --announce-host and "
-                "the router's public address; or try --port-mapping."
+                f"--listen 0.0.0.0:{port} --directory-port {directory_port} --announce-host "
+                "ROUTER-ADDRESS, its public one; or try --port-mapping."
             )
     else:
         yield f"Reachable in this network only, at {places}."
@@ -125,8 +125,8 @@ def _describe_event(event: PeerEvent) -> Iterator[str]:
         endings = ", ".join(f"…{ending}" for ending in facts["parked_at"])
         yield f"These peers push to this one over connections that it keeps open: {endings}."
     elif event.name == "got_through":
-        network = "of this network" if facts["is_local"] else "on the internet"
-        yield f"A machine {network} got through to this peer: {facts['host']}."
+        where = "this network" if facts["is_local"] else "the internet"
+        yield f"First connection from {where}: {facts['host']}."
     elif event.name == "left":
         yield "Left the swarm."
 

@@ -19,7 +19,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from libp2p_parts import connected_p2pds
 from processes import is_running
 
-from shoal.protocol.errors import DirectoryError, ShoalError
+from shoal.protocol.errors import DirectoryError, P2pdEndedError, ShoalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import PeerId, SessionId
 from shoal.protocol.messages.records import (
@@ -35,11 +35,13 @@ from shoal.protocol.net.libp2p.multiaddrs import PeerAddress
 from shoal.protocol.net.libp2p.p2p_daemon import (
     MAX_DATA_BYTES,
     MAX_MESSAGE_BYTES,
+    OwnGroupP2P,
     child_of,
     list_relays,
     open_byte_stream,
     start_reading_p2pd,
     stop_p2pd,
+    stopping_if_failed,
 )
 from shoal.protocol.wire.codec import encode_frame
 
@@ -304,6 +306,44 @@ async def test_start_that_fails_at_its_last_step_leaves_nothing(
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}
     assert complaints == []
+
+
+async def test_cancellation_outlives_a_start_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """systemd stops a service with one signal to us and to p2pd."""
+    is_starting, is_killed = asyncio.Event(), asyncio.Event()
+
+    async def create(**_: Any) -> Any:
+        is_starting.set()
+        await is_killed.wait()
+        raise P2pdEndedError("p2pd has ended")
+
+    monkeypatch.setattr(OwnGroupP2P, "create", create)
+    starting = asyncio.create_task(start_reading_p2pd([], None, begins_alone=True))
+    await is_starting.wait()
+    starting.cancel()
+    await asyncio.sleep(0)
+    is_killed.set()
+
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+
+
+async def test_p2pd_is_stopped_although_who_asks_whether_it_ended_is_cancelled() -> None:
+    p2p = await start_reading_p2pd([], None)
+
+    async def fail() -> None:
+        async with stopping_if_failed(p2p):
+            raise DirectoryError("p2pd did not do what it was asked for")
+
+    failing = asyncio.create_task(fail())
+    await asyncio.sleep(0)  # from here it waits for news of the process
+    failing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await failing
+    try:
+        assert child_of(p2p).returncode is not None
+    finally:
+        await stop_p2pd(p2p)
 
 
 def test_relay_with_several_addresses_is_known_by_the_first() -> None:

@@ -203,7 +203,7 @@ async def start_serving_p2pd(
     is_public = not is_loopback(host)
     options: dict[str, Any] = {
         "host_maddrs": [make_listen_multiaddr(host, port)],
-        "nat_port_map": False,  # the owner of a router is not asked
+        "nat_port_map": False,  # nobody asked the owner of the router
         "auto_nat": is_public,
         "use_relay": is_public and (is_relay or bool(relays)),
     }
@@ -241,10 +241,13 @@ async def stopping_if_failed(p2p: P2P) -> AsyncGenerator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(error, Exception) and await _has_ended(p2p):
+        has_ended = False
+        try:
+            has_ended = isinstance(error, Exception) and await _has_ended(p2p)
+        finally:
             await stop_p2pd(p2p)
+        if has_ended:
             raise P2pdEndedError(_ENDED) from error
-        await stop_p2pd(p2p)
         if isinstance(error, (P2PDaemonError, ControlFailure, OSError, EOFError)):
             raise DirectoryError(f"p2pd failed at its start: {error!r}") from error
         raise
@@ -324,7 +327,7 @@ async def _start_process(
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            with suppress(P2PDaemonError):
+            with suppress(Exception):  # whatever a start that nobody waits for comes to
                 await stop_p2pd(await starting)
             raise
         except P2PDaemonError as error:

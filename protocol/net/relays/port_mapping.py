@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from ...errors import UsageError
+from ..addresses import is_address
 from ..tasks import cancel_all
 from ..tcp.dial_rules import find_local_network
 
@@ -16,7 +17,7 @@ _logger = logging.getLogger(__name__)
 
 _DISCOVERY_MILLISECONDS = 2000
 
-_LEASE_SECONDS = 3600
+LEASE_SECONDS = 3600
 """How long a router forwards a port that nobody asks for again: we may be killed."""
 
 _NAME = "shoal"
@@ -25,10 +26,10 @@ _NAME = "shoal"
 class PortMapping:
     """The ports that one router forwards. Made by `open_mapping`, which gives them back."""
 
-    def __init__(self, router: Any) -> None:
+    def __init__(self, router: Any, host: str) -> None:
         self._router = router
         self._ports: list[int] = []
-        self.host: str = router.externalipaddress()
+        self.host = host
         """The address of the router on the internet."""
 
     async def add(self, port: int) -> None:
@@ -39,17 +40,17 @@ class PortMapping:
     def _add(self, port: int) -> None:
         router = self._router
         try:
-            router.addportmapping(port, "TCP", router.lanaddr, port, _NAME, "", _LEASE_SECONDS)
+            router.addportmapping(port, "TCP", router.lanaddr, port, _NAME, "", LEASE_SECONDS)
         except Exception as error:
             raise UsageError(
-                f"the router does not forward TCP port {port} by UPnP ({error}): forward it by "
-                "hand, and leave out --port-mapping"
+                f"the router does not forward TCP port {port} by UPnP ({error}): forward the "
+                "ports by hand, and leave out --port-mapping"
             ) from error
 
     async def renew(self) -> None:
         """Ask again for each port in time, until cancelled."""
         while True:
-            await asyncio.sleep(_LEASE_SECONDS / 2)
+            await asyncio.sleep(LEASE_SECONDS / 2)
             for port in self._ports:
                 try:
                     await asyncio.to_thread(self._add, port)
@@ -69,12 +70,13 @@ async def open_mapping() -> AsyncGenerator[PortMapping]:
 
     Raises UsageError where no router in this network offers UPnP, or it has no public address.
     """
-    mapping = PortMapping(await asyncio.to_thread(_find_router))
-    if not mapping.host or find_local_network(mapping.host) is not None:
+    router, host = await asyncio.to_thread(_find_router)
+    if not is_address(host) or find_local_network(host) is not None:
         raise UsageError(
-            f"the router has no public address itself ({mapping.host or 'none'}), so "
+            f"the router has no public address itself ({host or 'none'}), so "
             "--port-mapping is no use: leave it out, and join through a peer that is a relay"
         )
+    mapping = PortMapping(router, host)
     renewing = asyncio.create_task(mapping.renew())
     try:
         yield mapping
@@ -83,8 +85,8 @@ async def open_mapping() -> AsyncGenerator[PortMapping]:
         await mapping.close()
 
 
-def _find_router() -> Any:
-    """Return the gateway that answers to UPnP; raises UsageError."""
+def _find_router() -> tuple[Any, str]:
+    """Return the gateway that answers to UPnP, and its address; raises UsageError."""
     try:
         import miniupnpc
     except ImportError as error:
@@ -94,9 +96,9 @@ def _find_router() -> Any:
     try:
         router.discover()
         router.selectigd()
+        return router, router.externalipaddress() or ""
     except Exception as error:
         raise UsageError(
             "no router in this network answers to UPnP: leave out --port-mapping, and do what is "
             "said at the start without it"
         ) from error
-    return router

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from ...endpoints import is_loopback
-from ..addresses import DialBackAnswer, is_address
-from ..tcp.dial_rules import find_local_network
+from ..addresses import DialBackAnswer
+from ..tcp.dial_rules import can_be_dialled, find_local_network
 
 
 class Scope(StrEnum):
@@ -53,7 +53,7 @@ def judge_reach(own_hosts: Sequence[str], answers: Sequence[DialBackAnswer]) -> 
     >>> judge_reach(["10.0.0.2"], [DialBackAnswer(True, "10.0.0.2")]).scope
     <Scope.NETWORK: 'network'>
     """
-    told = [a for a in answers if a.is_reached is not None and is_address(a.seen_host)]
+    told = [a for a in answers if a.is_reached is not None and can_be_dialled(a.seen_host)]
     # Who sees us at loopback is on our machine, and says nothing about others.
     told = [a for a in told if a.seen_host in own_hosts or not is_loopback(a.seen_host)]
     outside = [answer for answer in told if find_local_network(answer.seen_host) is None]

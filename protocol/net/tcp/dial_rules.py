@@ -14,6 +14,7 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 
 from ...endpoints import Endpoint
 from ...errors import UnavailableError
+from ..addresses import is_address
 from ..clock import Clock
 
 _MAX_FAILURES = 16
@@ -50,10 +51,28 @@ def find_local_network(host: str) -> _Network | None:
     (IPv4Network('192.168.0.0/16'), IPv4Network('127.0.0.0/8'))
     >>> find_local_network("8.8.8.8")
     """
-    address: IPv4Address | IPv6Address = ip_address(host)
-    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
+    address = _read_address(host)
     return next((network for network in _LOCAL_NETWORKS if address in network), None)
+
+
+def _read_address(host: str) -> IPv4Address | IPv6Address:
+    address = ip_address(host)
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return mapped or address
+
+
+def can_be_dialled(host: str) -> bool:
+    """Return whether a host, as a stranger gives it, is the address of one machine.
+
+    >>> [can_be_dialled(host) for host in ("8.8.8.8", "10.0.0.1", "224.0.0.1", "fe80::1%eth0")]
+    [True, True, False, False]
+    """
+    if not is_address(host) or "%" in host:  # behind it anything may stand
+        return False
+    address = _read_address(host)
+    if address.is_multicast or address.is_unspecified:
+        return False
+    return find_local_network(host) is not None or not address.is_reserved
 
 
 class DialRules:

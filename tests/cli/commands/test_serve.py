@@ -48,8 +48,16 @@ ONLINE = {
         ("draining", {"sessions": 12, "passes": 3}, "Moving 12 sessions to other peers"),
         ("draining", {"sessions": 1, "passes": 0}, "Moving 1 session to other peers"),
         ("parked", {"parked_at": ["x6nXTN12"] * 8}, "it keeps open: …x6nXTN12, …x6nXTN12"),
-        ("got_through", {"host": "10.0.0.7", "is_local": True}, "of this network got through"),
-        ("got_through", {"host": "192.0.2.7", "is_local": False}, "on the internet got through"),
+        (
+            "got_through",
+            {"host": "10.0.0.7", "is_local": True},
+            "First connection from this network: 10",
+        ),
+        (
+            "got_through",
+            {"host": "192.0.2.7", "is_local": False},
+            "connection from the internet: 192",
+        ),
         ("left", {}, "Left the swarm."),
     ],
 )
@@ -91,6 +99,7 @@ RELAYS = [f"/ip4/198.51.100.{number}/tcp/4001/p2p/12D3KooW" for number in (1, 2)
         ({"relays": RELAYS[:1], "reach": "inside"}, "through 1 relay: 198.51.100.1:4001."),
         ({"has_public_host": True}, "10.0.0.1:4002, 192.168.1.5:4002; not yet confirmed"),
         ({}, "forward TCP ports 4002 and 4001 of the router to this machine"),
+        ({}, "--listen 0.0.0.0:4002 --directory-port 4001 --announce-host ROUTER-ADDRESS"),
     ],
 )
 def test_peer_says_from_where_it_is_reached(
