@@ -5,6 +5,7 @@ network comes in as `Probes`, so that all of it runs without one.
 """
 
 import asyncio
+import errno
 import re
 import socket
 from collections.abc import Callable, Sequence
@@ -31,7 +32,14 @@ from ...protocol.spans import Span, find_gaps
 from .finding import Finding, FindingStatus
 from .peer_check import FIXES, PeerCheck, check_peer
 from .probes import LIBP2P_GREETING, JoinedSwarm, ModelFacts, Probes
-from .reach_check import LOCAL_FIX, ListenAddress, find_local_peers, judge_reach, name_bounds
+from .reach_check import (
+    LOCAL_FIX,
+    ListenAddress,
+    find_local_peers,
+    is_in_local_network,
+    judge_reach,
+    name_bounds,
+)
 
 DIAL_SECONDS = 3.0
 JOIN_SECONDS = 15.0
@@ -151,12 +159,6 @@ class Diagnosis:
         try:
             async with asyncio.timeout(DIAL_SECONDS):
                 await self.probes.dial(address.host, port)
-        except TimeoutError:
-            return Finding(
-                "address", FindingStatus.BROKEN,
-                f"{name} does not answer within {DIAL_SECONDS:g} s{name_bounds(address.host)}",
-                "check the address, and that no firewall blocks the port",
-            )  # fmt: skip
         except (OSError, UnicodeError) as error:
             detail = f"{name} cannot be reached: {_explain_failed_dial(error)}"
             detail += name_bounds(address.host)
@@ -385,19 +387,31 @@ class Diagnosis:
 def _advise_dialling(address: PeerAddress, error: OSError | UnicodeError) -> str:
     if isinstance(error, socket.gaierror | UnicodeError):
         return "check the spelling of the name, and that this machine can resolve it"
+    if error.errno in (errno.ENETUNREACH, errno.ENETDOWN):
+        return "check the network of this machine: nothing leads there from here"
     advice = "check that this peer still runs and that the address is the one it printed last, or "
     advice += "give the address of another peer (--initial-peers)"
+    port = address.tcp_port
     if address.is_loopback:
-        return advice
+        return f"{advice}; from other machines, use a code of a peer started without --local"
+    if isinstance(error, ConnectionRefusedError):
+        return advice  # a firewall would be silent
+    if is_in_local_network(address.host):
+        return (
+            f"{advice}; from outside that network, its owner has to forward TCP port {port} there "
+            "(--port-mapping asks the router to, --directory-port fixes the number)"
+        )
     return (
-        f"{advice}; if so, a firewall or router there blocks TCP port {address.tcp_port}: open it, "
-        "or forward it to that machine (--directory-port fixes its number)"
+        f"{advice}; if so, a firewall or router there blocks TCP port {port}: open it, or forward "
+        "it to that machine (--directory-port fixes its number)"
     )
 
 
 def _explain_failed_dial(error: OSError | UnicodeError) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "nobody listens on that port"
+    if isinstance(error, TimeoutError):
+        return f"no answer within {DIAL_SECONDS:g} s"
     if isinstance(error, socket.gaierror | UnicodeError):
         return f"the host name cannot be resolved ({explain(error)})"
     return _NUMBER.sub("", " ".join(explain(error).split()))

@@ -36,10 +36,15 @@ def name_bounds(host: str) -> str:
     '; that is an address of a local network, which others cannot reach'
     """
     if is_loopback(host):
-        return "; that is an address of this machine only, which others cannot reach"
-    if is_address(host) and find_local_network(host) is not None:
+        return "; that is an address of the machine of the peer itself, which others cannot reach"
+    if is_in_local_network(host):
         return "; that is an address of a local network, which others cannot reach"
     return ""
+
+
+def is_in_local_network(host: str) -> bool:
+    """Return whether a host is an address of a home or office, or a link."""
+    return is_address(host) and find_local_network(host) is not None
 
 
 def find_local_peers(peers: Sequence[Announcement]) -> list[Announcement]:

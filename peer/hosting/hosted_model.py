@@ -135,8 +135,8 @@ class HostedModel:
             shares = ", ".join(f"{size / 2**20:,.0f} for {use}" for use, size in parts.items())
             raise UsageError(
                 f"the peer may need {sum(parts.values()) / 2**20:,.0f} MiB of memory and "
-                f"{free_bytes / 2**20:,.0f} are free: {shares}; lower one of these, or serve fewer "
-                "blocks (--num-blocks)"
+                f"{free_bytes / 2**20:,.0f} are free: {shares}; lower one that has an option, or "
+                "serve fewer blocks (--num-blocks)"
             )
 
     def _list_other_uses(self) -> dict[str, int]:

@@ -142,7 +142,7 @@ class HivemindDirectory:
             if not others:
                 raise
             membership = membership or make_public(swarm_id)
-            _logger.warning("%s; trying %d addresses of the last time", error, len(others))
+            _logger.warning("%s; trying the addresses of the last time", error)
             return await cls._join(others, place, clock, membership, known)
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -70,14 +71,19 @@ def trouble(**facts: Any) -> Callable[[Swarm], Awaitable[None]]:
         ({"dial_error": UNKNOWN_NAME}, "the host name cannot be resolved", "spelling of the name"),
         ({"dial_error": UnicodeError()}, "the host name cannot be resolved", "spelling"),
         ({"dial_error": OSError(SEVERAL)}, ": refused, no route", ""),
-        ({"is_dial_silent": True}, "does not answer within 3 s", "firewall"),
+        ({"is_dial_silent": True}, "no answer within 3 s", "forward TCP port 4001"),
+        (
+            {"dial_error": OSError(errno.ENETUNREACH, "unreachable")},
+            "unreachable",
+            "of this machine",
+        ),
         ({"hail_answer": None}, "accepts connections and then stays silent", "kill -CONT"),
         ({"hail_answer": b""}, "does not speak libp2p", ""),
         ({"hail_answer": b"HTTP/1.1 400 Bad Request"}, "does not speak libp2p", ""),
     ],
     ids=[
         *("closed", "unknown name", "impossible name", "several failures"),
-        *("silent", "paused", "hangs up", "another program"),
+        *("silent", "no network", "paused", "hangs up", "another program"),
     ],
 )
 def test_address_that_cannot_be_joined_through_is_told(
@@ -182,23 +188,30 @@ def test_peers_to_start_are_told_how_they_get_in(
 
 
 @pytest.mark.parametrize(
-    ("address", "is_named"), [(ADDRESS, True), (ADDRESS.replace("10.0.0.1", "127.0.0.1"), False)]
+    ("host", "error", "words"),
+    [
+        ("9.9.9.9", TimeoutError(), "a firewall or router there blocks TCP port 4001"),
+        ("9.9.9.9", REFUSED, ""),
+        ("10.0.0.1", TimeoutError(), "from outside that network, its owner has to forward TCP"),
+        ("127.0.0.1", REFUSED, "use a code of a peer started without --local"),
+    ],
 )
-def test_closed_port_of_another_machine_may_be_shut_by_a_firewall(
-    address: str, is_named: bool
+def test_address_that_cannot_be_dialled_is_called_what_it_is(
+    host: str, error: OSError, words: str
 ) -> None:
-    build = trouble(dial_error=REFUSED)
+    build = trouble(dial_error=error)
 
-    fix = find(examine(build, addresses=[address]), "address").fix
+    fix = find(examine(build, addresses=[ADDRESS.replace("10.0.0.1", host)]), "address").fix
 
     assert "still runs" in fix
-    assert ("a firewall or router there blocks TCP port 4001" in fix) == is_named
+    assert words in fix
+    assert ("firewall" in fix) == ("firewall" in words)
 
 
 @pytest.mark.parametrize(
     ("host", "words"),
     [
-        ("127.0.0.1", "an address of this machine only"),
+        ("127.0.0.1", "an address of the machine of the peer itself"),
         ("192.168.1.5", "an address of a local network"),
         ("8.8.8.8", ""),
     ],
