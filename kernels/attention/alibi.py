@@ -54,19 +54,28 @@ class Alibi:
         """Return queries, keys and values whose scaled products, without biases, have the biases.
 
         Each key, of the positions from 0 on, has the bias of each of its group's R heads behind its
-        own numbers, and the queries of a head have a one there for theirs. Values have zeros, since
-        torch's fused attention takes all three of one size; it keeps no scores for a gradient.
+        own numbers, twice. There the queries of a head have `1 / scale`, in two numbers that add up
+        to more digits than one of 16 bits holds. Zeros fill up to a multiple of eight, as torch's
+        kernels want it, and values, which they take of the same size; those keep no scores for a
+        gradient.
         """
         num_heads, num_groups, num_keys = queries_BHTD.shape[1], *keys_BGSD.shape[1:3]
-        biases_HS = self.draw_biases(0, num_keys) / scale
-        biases_GSR = biases_HS.unflatten(0, (num_groups, -1)).transpose(1, 2).to(keys_BGSD.dtype)
         group_size = num_heads // num_groups
-        chosen_RR = torch.eye(group_size, dtype=queries_BHTD.dtype, device=queries_BHTD.device)
-        chosen_H1R = chosen_RR.repeat(num_groups, 1)[:, None]
+        biases_GRS = self.draw_biases(0, num_keys).unflatten(0, (num_groups, group_size))
+        biases_GSX = biases_GRS.transpose(1, 2).repeat(1, 1, 2).to(keys_BGSD)
+        inverse_RR = torch.eye(group_size, device=queries_BHTD.device) / scale
+        rough_RR = inverse_RR.to(queries_BHTD.dtype)
+        inverse_RX = torch.cat([rough_RR, inverse_RR - rough_RR], dim=1).to(queries_BHTD)
+        inverse_H1X = inverse_RX.repeat(num_groups, 1)[:, None]
+        queries_BHTY = torch.cat(
+            [queries_BHTD, inverse_H1X.expand(*queries_BHTD.shape[:3], -1)], dim=-1
+        )
+        keys_BGSY = torch.cat([keys_BGSD, biases_GSX.expand(*keys_BGSD.shape[:3], -1)], dim=-1)
+        num_zeros = -keys_BGSY.shape[-1] % 8
         return (
-            torch.cat([queries_BHTD, chosen_H1R.expand(*queries_BHTD.shape[:3], -1)], dim=-1),
-            torch.cat([keys_BGSD, biases_GSR.expand(*keys_BGSD.shape[:3], -1)], dim=-1),
-            F.pad(values_BGSD, (0, group_size)),
+            F.pad(queries_BHTY, (0, num_zeros)),
+            F.pad(keys_BGSY, (0, num_zeros)),
+            F.pad(values_BGSD, (0, 2 * group_size + num_zeros)),
         )
 
     def draw_biases(self, start: int, stop: int) -> Tensor:

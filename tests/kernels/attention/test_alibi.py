@@ -51,3 +51,26 @@ def test_keys_may_carry_the_biases(num_groups: int) -> None:
         strict=True,
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("head_dim", [80, 128])  # scales that are no powers of two
+def test_keys_carry_the_biases_in_16_bits(head_dim: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    queries, keys, values = (
+        torch.randn(1, 4, 1024, head_dim, generator=generator).bfloat16() for _ in range(3)
+    )
+    alibi, scale = Alibi.build(4, dtype=torch.bfloat16), head_dim**-0.5
+
+    found = attention(*alibi.append_to(queries, keys, values, scale), 0, scale=scale)
+
+    expected = attention(queries.float(), keys.float(), values.float(), 0, scale=scale, alibi=alibi)
+    error = (found[..., :head_dim] - expected).square().mean() / expected.square().mean()
+    assert error.sqrt() < 0.005
+
+
+@pytest.mark.parametrize("num_groups", [1, 4])
+def test_heads_with_biases_have_a_size_that_fused_kernels_take(num_groups: int) -> None:
+    queries, keys = torch.ones(1, 4, 3, 64), torch.ones(1, num_groups, 3, 64)
+
+    for tensor in Alibi.build(4).append_to(queries, keys, keys, 0.125):
+        assert tensor.shape[-1] == 72
