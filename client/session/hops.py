@@ -9,6 +9,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import nullcontext
+from typing import cast
 
 from ...protocol.errors import (
     DirectoryError,
@@ -24,6 +25,7 @@ from ...protocol.messages.session import Open
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.records.announcements import Announcement
 from ...protocol.session.recovery_log import RecoveryLog
+from ...protocol.spans import Span
 from ...protocol.tensors import WireDtype
 from ...protocol.versions import INT8_VERSION, PASS_VERSION
 from ..routing.peer_book import FLOOR_SECONDS
@@ -93,7 +95,7 @@ class HopFinder:
             try:
                 route = await self._find_route(missing, weights, deadline, refusals, tried)
             except RouteError as error:
-                raise state.swarm.find_gaps(state.facts.span, weights) or error from None
+                raise self._add_gaps(error, missing.span, weights) from None
             if len(tried) < num_tried:
                 # All peers were asked once. A full one may take us into its queue now, for a part
                 # of the time: another one may have room sooner.
@@ -116,6 +118,13 @@ class HopFinder:
                         raise lost.__cause__ from None
                     raise self._make_unreachable_error(lost, weights) from lost.__cause__
             await retry.pause()
+
+    def _add_gaps(self, error: RouteError, span: Span, weights: Sequence[str | None]) -> RouteError:
+        """Return what a search for `span` raised, with what else of the session nobody serves."""
+        gaps = self._state.swarm.find_gaps(self._state.facts.span, weights)
+        if gaps is None or all(span.covers(gap) for gap in cast("Sequence[Span]", gaps.missing)):
+            return error
+        return RouteError(f"{error}; {gaps}", gaps.missing)
 
     def _make_unreachable_error(
         self, lost: LostHopError, weights: Sequence[str | None]

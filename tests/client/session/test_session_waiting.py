@@ -199,6 +199,16 @@ async def test_blocks_that_nobody_serves_are_named_and_the_session_goes_on_later
     assert torch.equal(await session.step(draw(1, 3)), Oracle().step(draw(1, 3)))
 
 
+@in_scene(config=replace(CONFIG, allowed_servers=("12D3",)))
+async def test_allowed_servers_that_leave_nobody_are_why_a_session_fails(scene: Scene) -> None:
+    await scene.add("a", 0, 6)
+
+    with pytest.raises(RouteError, match="allowed_servers leaves nobody for blocks 0:6"):
+        await scene.open_session().step(draw(1, 3))
+
+    assert now() < CONFIG.failover_timeout_seconds
+
+
 @in_scene()
 async def test_peers_that_cannot_be_reached_come_with_advice(scene: Scene) -> None:
     await scene.add("a", 0, 6)
