@@ -64,7 +64,7 @@ _OF_MODELS: Refusals = {
 
 _OF_CLIENTS = {
     "bos_token_id", "dtype", "eos_token_id", "id2label", "initializer_range", "label2id",
-    "num_labels", "pad_token_id", "problem_type", "return_dict", "torch_dtype", "use_cache",
+    "num_labels", "pad_token_id", "problem_type", "torch_dtype",
 }  # fmt: skip
 """What a configuration says that peers do not compute with."""
 
