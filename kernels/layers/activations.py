@@ -1,4 +1,4 @@
-"""The activations of MLPs."""
+"""The activations of MLPs, and what they multiply."""
 
 from collections.abc import Callable, Mapping
 
@@ -11,6 +11,12 @@ Activation = Callable[[Tensor], Tensor]
 def gelu_tanh(numbers: Tensor) -> Tensor:
     """Return the usual approximation of GELU."""
     return F.gelu(numbers, approximate="tanh")
+
+
+def multiply_gate(activation: Activation, gate_up: Tensor) -> Tensor:
+    """Return `activation(gate) * up` in torch's own steps; see `gated_mlp.gate`."""
+    gates, ups = gate_up.chunk(2, dim=-1)
+    return activation(gates) * ups
 
 
 ACTIVATIONS: Mapping[str, Activation] = {

@@ -14,15 +14,14 @@ from torch.autograd.function import once_differentiable
 
 from ..attention.native_attention import choose_prompt_instruction_set
 from ..native.library import load_library
-from .activations import Activation
+from .activations import Activation, multiply_gate
 
 
 def gate(activation: Activation, gate_up: Tensor) -> Tensor:
     """Return `activation(gate) * up`; the last dimension holds the gates, then as many ups."""
     if activation is F.silu:
         return gate_silu(gate_up)
-    gates, ups = gate_up.chunk(2, dim=-1)
-    return activation(gates) * ups
+    return multiply_gate(activation, gate_up)
 
 
 def gate_silu(gate_up: Tensor, instruction_set: int | None = None) -> Tensor:
@@ -34,8 +33,7 @@ def gate_silu(gate_up: Tensor, instruction_set: int | None = None) -> Tensor:
         instruction_set = choose_prompt_instruction_set()
     is_for_native = gate_up.dtype is torch.float32 and gate_up.device.type == "cpu"
     if load_library() is None or instruction_set is None or not is_for_native:
-        gates, ups = gate_up.chunk(2, dim=-1)
-        return F.silu(gates) * ups
+        return multiply_gate(F.silu, gate_up)
     if torch.is_grad_enabled() and gate_up.requires_grad:
         return _GateFunction.apply(gate_up, instruction_set)  # type: ignore[no-any-return]
     return _compute(gate_up, None, instruction_set)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..linear.quantize import DIGIT_LIMITS, MAX_COLUMNS, SMALLEST_ABSMAX, RoundedRows, Rows
 from ..linear.triton_int8 import LAUNCH_OPTIONS, choose_row_block, write_digits
-from .activations import Activation, gelu_tanh
+from .activations import Activation, gelu_tanh, multiply_gate
 from .norm import Norm, NormKind
 
 _ACTIVATIONS = {torch.nn.functional.silu: "silu", gelu_tanh: "gelu_tanh"}
@@ -45,8 +45,7 @@ class TritonRows:
         num_columns = gate_up_NX.shape[-1] // 2
         name = _ACTIVATIONS.get(activation)
         if name is None or not _can_compute(gate_up_NX, num_columns):
-            gates_NI, ups_NI = gate_up_NX.chunk(2, dim=-1)
-            return activation(gates_NI) * ups_NI
+            return multiply_gate(activation, gate_up_NX)
         gate_up_NX = _align(gate_up_NX)
         rows = _make_rows(gate_up_NX, num_columns)
         _launch(_gate_row, rows, gate_up_NX, ACTIVATION=name)
