@@ -1,12 +1,11 @@
 """The classes with the names of PETALS; each opens one kind of model over a swarm.
 
-One class of each kind serves all families. The classes with a family in their name add nothing:
-they are there for scripts that name, compare or extend them.
+One class of each kind serves all families, also under the names with a family in them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -51,12 +50,6 @@ class _JoiningModel(DistributedModel):
         """
         return super().from_pretrained(model, join_swarm=make_join(connect), **options)
 
-    @classmethod
-    def _find_kind(cls, model_type: str) -> type[Self]:
-        """Return the class of the family, if it has one of this kind."""
-        kinds = _OF_FAMILIES.get(model_type, ())
-        return next((kind for kind in kinds if issubclass(kind, cls)), cls)
-
 
 class AutoDistributedModelForCausalLM(_JoiningModel, DistributedCausalLM):
     """Causal language models."""
@@ -78,95 +71,20 @@ class AutoDistributedSpeculativeModel(_JoiningModel, SpeculativeCausalLM):
     """Models for speculative decoding with `small_model`, a small local one."""
 
 
-class DistributedBloomConfig(AutoDistributedConfig):
-    """Configurations under the name that BLOOM's have in PETALS."""
-
-
-class DistributedBloomModel(AutoDistributedModel):
-    """BLOOM models without a head."""
-
-
-class DistributedBloomForCausalLM(AutoDistributedModelForCausalLM):
-    """BLOOM causal language models."""
-
-
-class DistributedBloomForSequenceClassification(AutoDistributedModelForSequenceClassification):
-    """BLOOM text classifiers."""
-
-
-class DistributedFalconConfig(AutoDistributedConfig):
-    """Configurations under the name that Falcon's have in PETALS."""
-
-
-class DistributedFalconModel(AutoDistributedModel):
-    """Falcon models without a head."""
-
-
-class DistributedFalconForCausalLM(AutoDistributedModelForCausalLM):
-    """Falcon causal language models."""
-
-
-class DistributedFalconForSequenceClassification(AutoDistributedModelForSequenceClassification):
-    """Falcon text classifiers."""
-
-
-class DistributedLlamaConfig(AutoDistributedConfig):
-    """Configurations under the name that Llama's have in PETALS."""
-
-
-class DistributedLlamaModel(AutoDistributedModel):
-    """Llama models without a head."""
-
-
-class DistributedLlamaForCausalLM(AutoDistributedModelForCausalLM):
-    """Llama causal language models."""
-
-
-class DistributedLlamaForSequenceClassification(AutoDistributedModelForSequenceClassification):
-    """Llama text classifiers."""
-
-
-class DistributedLlamaForSpeculativeGeneration(AutoDistributedSpeculativeModel):
-    """Llama models for speculative decoding."""
-
-
-class DistributedMixtralConfig(AutoDistributedConfig):
-    """Configurations under the name that Mixtral's have in PETALS."""
-
-
-class DistributedMixtralModel(AutoDistributedModel):
-    """Mixtral models without a head."""
-
-
-class DistributedMixtralForCausalLM(AutoDistributedModelForCausalLM):
-    """Mixtral causal language models."""
-
-
-class DistributedMixtralForSequenceClassification(AutoDistributedModelForSequenceClassification):
-    """Mixtral text classifiers."""
-
-
-_OF_FAMILIES: Mapping[str, tuple[type[Any], ...]] = {
-    "bloom": (
-        DistributedBloomModel,
-        DistributedBloomForCausalLM,
-        DistributedBloomForSequenceClassification,
-    ),
-    "falcon": (
-        DistributedFalconModel,
-        DistributedFalconForCausalLM,
-        DistributedFalconForSequenceClassification,
-    ),
-    "llama": (
-        DistributedLlamaModel,
-        DistributedLlamaForCausalLM,
-        DistributedLlamaForSequenceClassification,
-        DistributedLlamaForSpeculativeGeneration,
-    ),
-    "mixtral": (
-        DistributedMixtralModel,
-        DistributedMixtralForCausalLM,
-        DistributedMixtralForSequenceClassification,
-    ),
-}
-"""The classes of families by the model type of their configuration."""
+DistributedBloomConfig = AutoDistributedConfig
+DistributedFalconConfig = AutoDistributedConfig
+DistributedLlamaConfig = AutoDistributedConfig
+DistributedMixtralConfig = AutoDistributedConfig
+DistributedBloomModel = AutoDistributedModel
+DistributedFalconModel = AutoDistributedModel
+DistributedLlamaModel = AutoDistributedModel
+DistributedMixtralModel = AutoDistributedModel
+DistributedBloomForCausalLM = AutoDistributedModelForCausalLM
+DistributedFalconForCausalLM = AutoDistributedModelForCausalLM
+DistributedLlamaForCausalLM = AutoDistributedModelForCausalLM
+DistributedMixtralForCausalLM = AutoDistributedModelForCausalLM
+DistributedBloomForSequenceClassification = AutoDistributedModelForSequenceClassification
+DistributedFalconForSequenceClassification = AutoDistributedModelForSequenceClassification
+DistributedLlamaForSequenceClassification = AutoDistributedModelForSequenceClassification
+DistributedMixtralForSequenceClassification = AutoDistributedModelForSequenceClassification
+DistributedLlamaForSpeculativeGeneration = AutoDistributedSpeculativeModel

@@ -6,7 +6,6 @@ machines.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,11 +19,11 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ...protocol.errors import UsageError
-from ...protocol.ids import parse_adapter_id
+from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
 from ..session.inference_session import InferenceSession
 from ..settings.client_config import make_whole
-from ..training.active_adapters import DIGEST, AdapterChoice, read_choice
+from ..training.active_adapters import DIGEST, AdapterChoice, is_digest, read_choice
 from ..training.lora import LoraAdapter
 from ..training.peer_optimizer import PeerOptimizer
 from ..training.saving import (
@@ -300,9 +299,9 @@ class DistributedModel(PreTrainedModel):
         tuning.check_fits(model_config)
         layers = load_local_layers(checkpoint, dtype)
         generation_config = load_generation_config(model, checkpoint)
-        client, kind = origin.join(), cls._find_kind(model_config.model_type)
+        client = origin.join()
         try:
-            opened = kind(model_config, layers, client, generation_config, tuning)
+            opened = cls(model_config, layers, client, generation_config, tuning)
             opened._origin = origin
             note_origin(origin)
             if trained is not None:
@@ -315,11 +314,6 @@ class DistributedModel(PreTrainedModel):
         return opened
 
     @classmethod
-    def _find_kind(cls, model_type: str) -> type[Self]:
-        """Return the class of the model that is opened."""
-        return cls
-
-    @classmethod
     def _take_options(cls, options: dict[str, Any]) -> Callable[[PreTrainedConfig], None]:
         """Remove the options of this kind of model; return a function that notes them."""
         return lambda config: None
@@ -327,20 +321,6 @@ class DistributedModel(PreTrainedModel):
     def close(self) -> None:
         """Leave the swarm; the model cannot be used afterwards."""
         self._client.close()
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """See nn.Module.named_modules(); raises UsageError if peft looks for linears to wrap.
-
-        Its own message would only say that there are none.
-        """
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        if caller.startswith("peft."):
-            raise UsageError(
-                "peft cannot wrap linears that are on other machines; instead of get_peft_model(): "
-                "model.active_adapter = LoraAdapter.create(model, rank=8, target_modules=[...]), "
-                "and instead of PeftModel.from_pretrained(): model.load_adapter(folder)"
-            )
-        return super().named_modules(*args, **kwargs)
 
     def __deepcopy__(self, memo: object) -> Self:
         raise UsageError(
@@ -363,6 +343,10 @@ class DistributedModel(PreTrainedModel):
     def missing_blocks(self) -> tuple[Span, ...]:
         """The blocks that no peer serves, by the newest known announcements; sends no request."""
         return self._client.swarm.book.view.gaps
+
+    def view_swarm(self) -> SwarmView:
+        """Read the directory and return all valid announcements of the model."""
+        return self._client.portal.run(self._client.swarm.book.refresh())
 
     def inference_session(
         self, *, max_length: int, kv_format: str | None = None
@@ -482,9 +466,7 @@ class DistributedModel(PreTrainedModel):
 
         Raises UsageError for anything else.
         """
-        if not isinstance(given, str | Path) or (
-            isinstance(given, str) and parse_adapter_id(given) is not None
-        ):
+        if not isinstance(given, str | Path) or is_digest(given):
             self.set_adapter(given)
         elif LoraAdapter.can_load(given):
             self.load_adapter(given)

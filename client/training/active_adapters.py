@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -191,6 +191,11 @@ def _read_adapter(adapter: Any) -> Adapter | None:
         "active_adapter must be a LoraAdapter, the digest of a published one, or a list with one "
         f"for each row, not {adapter!r:.60}"
     )
+
+
+def is_digest(given: object) -> TypeGuard[str]:
+    """Return whether it may name a published adapter."""
+    return isinstance(given, str) and parse_adapter_id(given) is not None
 
 
 def read_digest(text: object) -> AdapterId:

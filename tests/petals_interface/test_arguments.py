@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-import peft
 import pytest
 import torch
 from adapter_scene import make_adapter
@@ -142,6 +141,10 @@ def test_configuration_may_be_overridden_where_peers_do_not_compute_with_it(
     assert (config.pad_token_id, config.num_hidden_layers) == (9, 4)
     with pytest.raises(UsageError, match=r"num_hidden_layers is 4 in .* and cannot be 2"):
         AutoDistributedConfig.from_pretrained(directory, num_hidden_layers=2)
+    with pytest.raises(UsageError, match=r"return_dict is True in .* and cannot be False"):
+        AutoDistributedConfig.from_pretrained(directory, return_dict=False)
+    with pytest.raises(UsageError, match=r"use_cache is True in .* and cannot be False"):
+        AutoDistributedConfig.from_pretrained(directory, use_cache=False)
     with open_model(tiny_models.get(), ONE_HOP, pad_token_id=9) as model:
         assert model.config.pad_token_id == 9
 
@@ -207,12 +210,3 @@ def test_adapter_of_the_hub_is_opened_with_the_model(tiny_models: Any, tmp_path:
     ) as model:
         assert model.config.active_adapter == "org/adapter"
         assert model.active_adapter is not None
-
-
-@pytest.mark.parametrize("targets", [["q_proj"], "all-linear", ["lm_head"]])
-def test_peft_says_which_call_adapts_remote_blocks(tiny_models: Any, targets: Any) -> None:
-    with (
-        open_model(tiny_models.get(), ONE_HOP) as model,
-        pytest.raises(UsageError, match=r"LoraAdapter\.create\(model.*model\.load_adapter\("),
-    ):
-        peft.get_peft_model(model, peft.LoraConfig(target_modules=targets))

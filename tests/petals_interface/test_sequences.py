@@ -261,3 +261,12 @@ def test_only_the_peers_of_a_list_are_used(config: Any, swarms: Swarms) -> None:
         assert not manager.state.sequence_info.block_infos[2].servers
         with pytest.raises(RouteError, match="2:4"):
             manager.make_sequence()
+
+
+def test_model_shows_the_swarm_as_it_is_now(tiny_models: Any) -> None:
+    with open_model(tiny_models.get(), REPLICAS) as model:
+        known = model.view_swarm()
+        view = model.view_swarm()
+
+    assert sorted((peer.span.start, peer.span.stop) for peer in view.online) == [*REPLICAS]
+    assert view.taken_at > known.taken_at
