@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
 from libp2p_parts import connected_p2pds
 
 from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.net.addresses import list_own_hosts
 from shoal.protocol.net.relays.reach import Scope
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream
+
+OWN = "127.0.0.1"
 
 pytestmark = [
     pytest.mark.network,
@@ -52,9 +55,10 @@ async def test_open_port_is_reached_and_no_other() -> None:
                 endpoint: Scope.NETWORK,
                 Endpoint("127.0.0.1", closed_port, endpoint.fingerprint): Scope.NOBODY,
                 Endpoint("127.0.0.1", endpoint.port, "0" * 64): Scope.NOBODY,
+                Endpoint("peer.example", endpoint.port, endpoint.fingerprint): Scope.NETWORK,
             }
 
-            found = {at: (await find_reach(asking, [at])).scope for at in expected}
+            found = {at: (await find_reach(asking, at, OWN)).scope for at in expected}
             assert found == expected
 
 
@@ -77,13 +81,40 @@ async def test_peer_asks_once_more_when_nobody_has_tried(monkeypatch: pytest.Mon
     monkeypatch.setattr(reachability, "PAUSE_SECONDS", 0.1)
 
     async with open_scene() as (asking, endpoint):
-        assert (await reachability.find_reach(asking, [endpoint])).scope is Scope.NOBODY
+        assert (await reachability.find_reach(asking, endpoint, OWN)).scope is Scope.NOBODY
         assert not verdicts
 
 
 async def test_those_on_this_machine_are_not_asked() -> None:
-    from shoal.protocol.net.relays.reachability import find_reach
+    """They are known by the addresses of the machine, whatever it announces."""
+    from shoal.protocol.net.libp2p.multiaddrs import PeerAddress
+    from shoal.protocol.net.libp2p.p2p_daemon import (
+        start_reading_p2pd,
+        start_serving_p2pd,
+        stop_p2pd,
+    )
+    from shoal.protocol.net.relays import reachability
 
-    async with open_scene() as (asking, endpoint):
-        elsewhere = Endpoint("10.0.0.1", endpoint.port, endpoint.fingerprint)
-        assert (await find_reach(asking, [elsewhere])).scope is Scope.UNKNOWN
+    own_hosts = list_own_hosts("0.0.0.0")
+    if not own_hosts:
+        pytest.skip("this machine is in no network")
+    asked: list[str] = []
+
+    async def serve(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(str(info.addr))
+        writer.write(reachability.REACHED + b"10.0.0.9")
+        writer.close()
+
+    async with AsyncExitStack() as stack:
+        neighbour = await start_serving_p2pd([], None, own_hosts[0], 0)
+        stack.push_async_callback(stop_p2pd, neighbour)
+        await neighbour.add_binary_stream_handler(reachability.PROTOCOL, serve)
+        (address,) = await neighbour.get_visible_maddrs()
+        asking = await start_reading_p2pd([PeerAddress.parse(str(address))], None)
+        stack.push_async_callback(stop_p2pd, asking)
+        endpoint = Endpoint("peer.example", 4001, "0" * 64)
+
+        reach = await reachability.find_reach(asking, endpoint, "0.0.0.0")
+        assert (reach.scope, asked) == (Scope.UNKNOWN, [])
+        elsewhere = await reachability.find_reach(asking, endpoint, "10.99.99.99")
+        assert (elsewhere.scope, len(asked)) == (Scope.NETWORK, 1)

@@ -166,7 +166,7 @@ def test_peer_that_nobody_can_dial_says_how_to_find_a_relay(scene: Scene) -> Non
         )
 
     assert refused.returncode == 1
-    assert re.search(r"forward TCP port (\d+) .* --listen 0.0.0.0:\1;", refused.stderr)
+    assert re.search(r"TCP ports (\d+) and (\d+) .*:\1 --directory-port \2;", refused.stderr)
 
 
 def test_long_prompt_goes_through_a_relay_in_one_go(scene: Scene) -> None:

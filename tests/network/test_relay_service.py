@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from async_tests import RunAsync
 
-from shoal.protocol.endpoints import Relay
+from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.net.libp2p.multiaddrs import split_multiaddr
 
 pytestmark = [
@@ -71,11 +71,53 @@ async def test_relay_is_started_anew_until_it_carries_texts_and_kept_then(starts
 
     relay = await start_sufficient_relay(poor, starts.start_public)
 
+    assert relay is not None
     assert relay is starts.started[-1] is not poor
     assert await is_sufficient_relay(relay)
     assert starts.list_running() == [relay]
     assert await start_sufficient_relay(relay, starts.start_public) is relay
     assert starts.started[-1] is relay
+
+
+async def test_none_is_left_when_no_start_is_right(
+    starts: Starts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from shoal.protocol.net.relays import circuit
+
+    monkeypatch.setattr(circuit, "MAX_STARTS", 2)
+    poor = await starts.start_with_limits_of_libp2p()
+
+    found = await circuit.start_sufficient_relay(poor, starts.start_with_limits_of_libp2p)
+
+    assert found is None
+    assert len(starts.started) == 3
+    assert starts.list_running() == []
+    assert all(record.levelname != "WARNING" for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("scope", "host", "is_relay"),
+    [
+        ("internet", "0.0.0.0", True),
+        ("network", "0.0.0.0", True),
+        ("unknown", "0.0.0.0", True),
+        ("inside", "0.0.0.0", False),
+        ("nobody", "0.0.0.0", False),
+        ("unknown", "127.0.0.1", False),
+    ],
+)
+def test_only_who_can_be_dialled_is_announced_as_a_relay(
+    scope: str, host: str, is_relay: bool
+) -> None:
+    from shoal.protocol.net.dht.access import Access, Place
+    from shoal.protocol.net.relays.reach import Reach, Scope
+
+    place = Place(None, (host, 4001), (Endpoint("10.0.0.1", 4002),), is_relay=True)
+    unused: Any = None
+    access = Access(unused, place, unused, (), (), None, Reach(Scope(scope)))
+
+    assert access.is_relay is is_relay
+    assert not access._replace(place=place._replace(is_relay=False)).is_relay
 
 
 async def test_only_a_relay_that_carries_texts_grants_a_reservation(starts: Starts) -> None:
@@ -86,6 +128,7 @@ async def test_only_a_relay_that_carries_texts_grants_a_reservation(starts: Star
     none = await starts.start_without()
     good = await start_sufficient_relay(await starts.start_public(), starts.start_public)
     asking = RelayReservations(await starts.start_without())
+    assert good is not None
     relays = [
         Relay(*split_multiaddr(str((await p2p.get_visible_maddrs())[0])), PeerId(str(p2p.peer_id)))
         for p2p in (poor, none, good)

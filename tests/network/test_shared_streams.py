@@ -106,7 +106,9 @@ async def test_who_asks_nothing_to_be_dialled_back_keeps_few_streams(
 
         async with asyncio.timeout(reachability.ANSWER_SECONDS / 2):
             assert await streams[-1][0].read() == b""
-        assert (await reachability.find_reach(honest, [endpoint])).scope is Scope.NETWORK
+        assert (
+            await reachability.find_reach(honest, endpoint, endpoint.host)
+        ).scope is Scope.NETWORK
 
         abort(streams)
         await serving.close()

@@ -79,6 +79,11 @@ class Access(NamedTuple):
     reach: Reach
     """From where others can dial us."""
 
+    @property
+    def is_relay(self) -> bool:
+        """Whether others may take us for a relay: we want to be one, and can be dialled."""
+        return self.place.is_dialled and self.place.is_relay and not self.reach.needs_relay
+
 
 async def open_access(
     peers: Sequence[PeerAddress], place: Place, clock: Clock, membership: Membership | None
@@ -97,6 +102,8 @@ async def open_access(
         membership = membership or begin_public(id_of(p2p))
     if place.is_dialled:
         p2p, relays, reach = await make_reachable(p2p, peers, place)
+        if not relays:
+            p2p, place = await _start_relay(p2p, place, peers)
     selection = None
     if relays:
         peer_id = id_of(p2p)
@@ -116,9 +123,7 @@ async def reopen_access(ended: Access) -> Access:
         p2p = await _start(place, (), selection.relays)
         selection.move(RelayReservations(p2p))
     else:
-        p2p = await _start(place, ())
-        if place.is_dialled and place.is_relay:
-            p2p = await start_sufficient_relay(p2p, lambda: _start(place, ()))
+        p2p, place = await _start_relay(await _start(place, ()), place, ())
     return await _begin(p2p, place, ended.membership, ended.peers, selection, ended.reach)
 
 
@@ -128,6 +133,16 @@ async def _start(place: Place, peers: Sequence[PeerAddress], relays: Sequence[Re
     return await start_serving_p2pd(
         peers, place.identity, *place.listening, relays, is_relay=place.is_relay
     )
+
+
+async def _start_relay(p2p: P2P, place: Place, peers: Sequence[PeerAddress]) -> tuple[P2P, Place]:
+    """Return a p2pd that carries whole texts, if we want that, or one that is no relay."""
+    if not (place.is_dialled and place.is_relay):
+        return p2p, place
+    if relay := await start_sufficient_relay(p2p, lambda: _start(place, peers)):
+        return relay, place
+    place = place._replace(is_relay=False)
+    return await _start(place, peers), place
 
 
 async def _begin(
@@ -157,7 +172,7 @@ async def _begin(
 async def make_reachable(
     p2p: P2P, initial_peers: Sequence[PeerAddress], place: Place
 ) -> tuple[P2P, Sequence[Relay], Reach]:
-    """Return a p2pd that others can dial, maybe as a relay, or one behind relays.
+    """Return a p2pd that others can dial, or one behind relays.
 
     With it come the initial peers that are relays, best first; p2pd is told of as many as are
     needed. It is the one that was given, or a new one. When that fails or is interrupted, none is
@@ -167,27 +182,28 @@ async def make_reachable(
         candidates = rank_relays(id_of(p2p), list_relays(initial_peers))
         reach = Reach(Scope.UNKNOWN)
         if candidates:
-            reach = await find_reach(p2p, place.endpoints)
+            host, _ = place.listening or ("", 0)
+            reach = await find_reach(p2p, place.endpoints[0], host)
         relays: Sequence[Relay] = ()
         if reach.needs_relay:
             relays = await RelayReservations(p2p).list_granting(candidates)
         if reach.scope is Scope.NOBODY and not relays:
-            raise make_unreachable_error(place.endpoints[0])
+            _, port = split_multiaddr(str((await p2p.get_visible_maddrs())[0]))
+            raise make_unreachable_error(place.endpoints[0], port)
     if relays:
         await stop_p2pd(p2p)
         return await _start(place, initial_peers, relays[:NUM_RELAYS]), relays, reach
-    if place.is_relay:
-        p2p = await start_sufficient_relay(p2p, lambda: _start(place, initial_peers))
     return p2p, (), reach
 
 
-def make_unreachable_error(endpoint: Endpoint) -> DirectoryError:
+def make_unreachable_error(endpoint: Endpoint, directory_port: int) -> DirectoryError:
     """Return what to raise for a peer that nobody can dial where nobody is a relay."""
     port = endpoint.port
     return DirectoryError(
         f"nobody can dial this peer at {endpoint}, and no initial peer is a relay: forward TCP "
-        f"port {port} of the router to this machine, or open it in its firewall, and start again "
-        f"with --listen 0.0.0.0:{port}; or join through a peer that is a relay"
+        f"ports {port} and {directory_port} of the router to this machine, or open them in its "
+        f"firewall, and start again with --listen 0.0.0.0:{port} --directory-port "
+        f"{directory_port}; or join through a peer that is a relay"
     )
 
 

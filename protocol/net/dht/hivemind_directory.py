@@ -192,6 +192,11 @@ class HivemindDirectory:
         return self._access.reach.list_hosts([at.host for at in self._access.place.endpoints])
 
     @property
+    def is_relay(self) -> bool:
+        """Whether others may take us for a relay."""
+        return self._access.is_relay
+
+    @property
     def joined_through(self) -> Sequence[str]:
         """An address of each peer that we joined through."""
         first: dict[PeerId, str] = {}

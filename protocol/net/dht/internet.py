@@ -94,7 +94,7 @@ class InternetNetwork:
             rules = DialRules(self.clock, hosts)
             transport = TcpTransport.of_peer(identity, self.membership, rules)
             stack.push_async_callback(transport.close)
-            watched = self._watch(serve, hosts)
+            watched = self._watch(serve, list_own_hosts(where.host))
             listeners: list[Listener] = [await transport.listen(where.host, where.port, watched)]
             listening = listeners[0].endpoint
             mapping = await stack.enter_async_context(open_mapping()) if where.maps_ports else None
@@ -122,7 +122,6 @@ class InternetNetwork:
             _, port = split_multiaddr(directory.addresses[0])  # that of p2pd
             if mapping is not None:
                 await mapping.add(port)
-            is_relay = where.is_relay and not is_loopback(where.host) and not directory.relays
             return Presence(
                 identity,
                 transport,
@@ -133,7 +132,7 @@ class InternetNetwork:
                 facts=self._describe(directory, endpoints, port),
                 relays=directory.relays,
                 directory_port=0 if directory.relays else port,
-                relay_port=port if is_relay else 0,
+                relay_port=port if directory.is_relay else 0,
                 find_relays=directory.find_relays,
             )
 

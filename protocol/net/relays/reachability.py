@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ...endpoints import Endpoint
 from ...errors import ShoalError
 from ...fair_share import FairLimit
-from ..addresses import DialBackAnswer
+from ..addresses import DialBackAnswer, list_own_hosts
 from ..libp2p.multiaddrs import PeerAddress, split_multiaddr
 from ..libp2p.p2p_daemon import (
     P2P,
@@ -91,13 +91,13 @@ async def _answer(address: str, port: int, fingerprint: str) -> bytes:
     return REACHED + host.encode()
 
 
-async def find_reach(p2p: P2P, endpoints: Sequence[Endpoint]) -> Reach:
-    """Return from where we can be dialled at our endpoints, of one port, by those who know us.
+async def find_reach(p2p: P2P, endpoint: Endpoint, listen_host: str) -> Reach:
+    """Return from where those who know us can dial our endpoint, whatever host we announce.
 
     Whoever is on this machine is not asked: he would reach us through any firewall.
     """
-    own_hosts = [endpoint.host for endpoint in endpoints]
-    return judge_reach(own_hosts, await ask_others(p2p, endpoints[0], own_hosts))
+    own_hosts = list_own_hosts(listen_host)
+    return judge_reach(own_hosts, await ask_others(p2p, endpoint, own_hosts))
 
 
 async def probe(
@@ -122,7 +122,7 @@ async def probe(
 
 
 async def ask_others(
-    p2p: P2P, endpoint: Endpoint, own_hosts: Sequence[str] = ()
+    p2p: P2P, endpoint: Endpoint, own_hosts: Collection[str] = ()
 ) -> list[DialBackAnswer]:
     """Ask some of those that p2pd is connected to whether they can dial our endpoint.
 
@@ -133,8 +133,8 @@ async def ask_others(
         neighbours = await list_peers(p2p)
     except ShoalError:
         return []  # p2pd has ended; whoever uses it next says so
-    remote_hosts = {*own_hosts} - {"127.0.0.1"}
-    others = [id for id, address in neighbours if split_multiaddr(address)[0] not in remote_hosts]
+    own_hosts = {*own_hosts} - {"127.0.0.1"}
+    others = [id for id, address in neighbours if split_multiaddr(address)[0] not in own_hosts]
     peer_ids = others[:_MAX_ASKED]
     answers = await asyncio.gather(*(_ask(p2p, peer_id, endpoint) for peer_id in peer_ids))
     if any(answer.seen_host for answer in answers) and all(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -11,6 +12,8 @@ from shoal.cli.commands.serve import _make_config
 from shoal.cli.main import _parse
 from shoal.cli.terminal.peer_events import print_for_people
 from shoal.peer.process.config import PeerConfig, PeerEvent
+from shoal.protocol.errors import UsageError
+from shoal.protocol.identity import Identity
 
 
 @pytest.mark.parametrize(
@@ -25,6 +28,35 @@ def test_block_cache_is_a_size_of_the_disk(words: list[str], expected: int) -> N
     config = _make_config(_parse(["serve", "m", "--new-swarm", *words]))
 
     assert config.block_cache_bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--local", "--listen", "0.0.0.0:4000"], "not allowed with argument"),
+        (["--local", "--port-mapping"], "leave out --port-mapping"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises((SystemExit, UsageError)) as refusal:
+        _make_config(_parse(["serve", "m", "--new-swarm", *words]))
+
+    assert said in f"{refusal.value} {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--port-mapping"], "leave out --port-map"), (["--local"], None)]
+)
+def test_ports_are_not_mapped_to_a_peer_of_a_local_swarm(
+    words: list[str], said: str | None
+) -> None:
+    address = f"/ip4/127.0.0.1/tcp/4001/p2p/{Identity(bytes(32)).peer_id}"
+    options = _parse(["serve", "m", "--initial-peers", address, *words])
+
+    with pytest.raises(UsageError, match=said) if said else contextlib.nullcontext():
+        assert _make_config(options).listen_host == "127.0.0.1"
 
 
 PLACE = {"target": "0:4", "why": "blocks 0:4 are served by nobody else, and those of others by two"}
