@@ -6,13 +6,16 @@ import asyncio
 import socket
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from libp2p_parts import connected_p2pds
 
 from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.identity import Identity
 from shoal.protocol.net.addresses import list_own_hosts
+from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.relays.reach import Scope
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream
@@ -118,3 +121,32 @@ async def test_those_on_this_machine_are_not_asked() -> None:
         assert (reach.scope, asked) == (Scope.UNKNOWN, [])
         elsewhere = await reachability.find_reach(asking, endpoint, "10.99.99.99")
         assert (elsewhere.scope, len(asked)) == (Scope.NETWORK, 1)
+
+
+async def test_program_of_this_machine_is_no_stranger_whatever_is_announced() -> None:
+    from shoal.protocol.net.dht.internet import InternetNetwork, Listening
+
+    own_hosts = list_own_hosts("0.0.0.0")
+    if not own_hosts:
+        pytest.skip("this machine is in no network")
+    strangers: list[str] = []
+    network = InternetNetwork(
+        SystemClock(),
+        listening=Listening("0.0.0.0", announce_host="peer.example"),
+        note_stranger=lambda host, is_local: strangers.append(host),
+    )
+    is_served = asyncio.Event()
+
+    async def serve(stream: Stream) -> None:
+        is_served.set()
+
+    async with AsyncExitStack() as stack:
+        presence = await network.serve(Identity(bytes(32)), serve)
+        stack.push_async_callback(presence.close)
+        client = TcpTransport()
+        stack.push_async_callback(client.close)
+        await client.open_stream(replace(presence.endpoints[0], host=own_hosts[0]))
+        async with asyncio.timeout(60):  # only a broken test waits
+            await is_served.wait()
+
+    assert strangers == []
