@@ -453,7 +453,8 @@ def test_what_peers_cannot_do_is_refused_at_once(tiny_models: Any) -> None:
 def test_run_at_peers_is_that_at_the_client_and_goes_on_from_a_checkpoint(
     tiny_models: Any, tmp_path: Path
 ) -> None:
-    examples = [Example(array("i", draw_tokens(number)[0].tolist())) for number in range(8)]
+    texts = [draw_tokens(number)[0].tolist() for number in range(8)]
+    examples = [Example(array("i", text), array("b", [1] * len(text))) for text in texts]
     dataset, config = Dataset(examples, [], padding_id=0), RunConfig(4, 0.01, 2, eval_period=2)
     losses: dict[bool, list[float]] = {}
     with swarm_of(tiny_models, ((0, 2), (2, 4))) as (_, model):
