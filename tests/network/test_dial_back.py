@@ -105,7 +105,9 @@ async def test_those_on_this_machine_are_not_asked() -> None:
 
     async def serve(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         asked.append(str(info.addr))
+        await reader.readexactly(reachability.QUESTION.size)
         writer.write(reachability.REACHED + b"10.0.0.9")
+        await writer.drain()
         writer.close()
 
     async with AsyncExitStack() as stack:
