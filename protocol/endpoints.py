@@ -27,6 +27,11 @@ class Endpoint:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
 
+    @property
+    def short_name(self) -> str:
+        """Where the peer is reached, for a line of a table."""
+        return str(self)
+
 
 @dataclass(frozen=True)
 class Relay:
@@ -71,6 +76,10 @@ class Libp2pEndpoint(Endpoint):
 
     def __str__(self) -> str:
         return f"{self.address}/p2p/{self.peer_id}"
+
+    @property
+    def short_name(self) -> str:
+        return f"{Endpoint(self.host, self.port)}{' (relay)' if self.relay_id else ''}"
 
 
 def _name_address(host: str, port: int) -> str:

@@ -10,7 +10,7 @@ from ...protocol.errors import UsageError
 from ...protocol.net.addresses import check_can_be_dialled
 from ...protocol.net.libp2p.multiaddrs import PeerAddress
 from ..options.bundled_model import find_model
-from ..options.join_options import add_join_arguments, read_joining
+from ..options.join_options import add_join_arguments, quote_swarm, read_joining
 from ..options.quantities import count_of, parse_host, parse_listen
 from ..options.shared_options import add_optional_model_argument
 from ..remote_models.opening import import_client
@@ -69,7 +69,8 @@ def run(options: argparse.Namespace) -> int:
 
         async def examine() -> Diagnosis:
             probes = make_network_probes(joining.membership)
-            diagnosis = Diagnosis(probes, report, joining.membership)
+            way_in = quote_swarm(joining.initial_peers, options.join)
+            diagnosis = Diagnosis(probes, report, joining.membership, way_in)
             listen_address = ListenAddress(*place) if place else None
             await diagnosis.run(read_model, joining.addresses, listen_address)
             return diagnosis
@@ -132,17 +133,21 @@ class _Screen:
                     "-" if speed is None else f"{speed:.0f}",
                     f"{diagnosis.view.taken_at - peer.issued_at:.0f} s",
                     "-" if rtt is None else f"{rtt * 1000:.1f} ms",
-                    str(peer.all_endpoints[0]) if peer.all_endpoints else "-",
+                    peer.all_endpoints[0].short_name if peer.all_endpoints else "-",
                 )
             )
         self._terminal.print()
         columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        is_wide = sum(columns) + 2 * len(columns) - 1 > self._terminal.width
         for number, row in enumerate(rows):
-            cells = (cell.ljust(width) for cell, width in zip(row, columns, strict=True))
-            line = (" " + "  ".join(cells)).rstrip()
-            if len(line) > self._terminal.width:
-                line = line[: self._terminal.width - 1] + "…"
-            self._terminal.print(self._terminal.paint(line, "dim") if number == 0 else line)
+            *cells, endpoint = (cell.ljust(width) for cell, width in zip(row, columns, strict=True))
+            lines = (
+                [cells, [f"{' ' * columns[0]}  {endpoint}"]] if is_wide else [[*cells, endpoint]]
+            )
+            for line in (f" {'  '.join(line)}".rstrip() for line in lines):
+                if len(line) > self._terminal.width:
+                    line = line[: self._terminal.width - 1] + "…"
+                self._terminal.print(self._terminal.paint(line, "dim") if number == 0 else line)
         num_more = len(diagnosis.view.peers) - _MAX_ROWS
         if num_more > 0:
             self._terminal.print(f" … and {num_more} more (--json shows all)")
@@ -169,8 +174,8 @@ class _Screen:
 
 
 def _wrap(text: str, width: int) -> list[str]:
-    """Return lines; options and names with hyphens stay whole."""
-    return textwrap.wrap(text, width, break_on_hyphens=False)
+    """Return lines; options and addresses stay whole, so that they can be copied."""
+    return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
 
 
 def _make_json(diagnosis: "Diagnosis") -> dict[str, object]:

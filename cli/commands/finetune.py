@@ -44,8 +44,8 @@ def run(options: argparse.Namespace) -> int:
     """Fine-tune; return 0, or 130 after Ctrl-C, which leaves a checkpoint."""
     joining = read_joining(
         options,
-        f"; or start a swarm on this machine: `shoal swarm {options.model} --peers 2` in another "
-        "terminal prints its address",
+        f"; or start a swarm on this machine: `shoal swarm {shlex.quote(options.model)} --peers 2` "
+        "in another terminal prints its address",
     )
     name = find_model(options.model)
     _check_folder(options.out, options.resume)

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ...peer.local_swarm.swarm import LocalPeer, LocalSwarm
 from ...protocol.errors import UnavailableError
@@ -59,12 +59,12 @@ def run(options: argparse.Namespace) -> int:
             stack.enter_context(swarm)
         with contextlib.suppress(KeyboardInterrupt):
             _report_online(reporter, swarm, options.model, num_blocks)
-            _watch(swarm, num_blocks, reporter)
+            _watch(swarm, options.model, num_blocks, reporter)
     reporter.tell("stopped", ["\nThe swarm has stopped."])
     return 0
 
 
-def _watch(swarm: LocalSwarm, num_blocks: int, reporter: Reporter) -> None:
+def _watch(swarm: LocalSwarm, model: str, num_blocks: int, reporter: Reporter) -> None:
     """Report peers that end by themselves; raises UnavailableError when none is left."""
     running = list(swarm.peers)
     while running:
@@ -72,8 +72,8 @@ def _watch(swarm: LocalSwarm, num_blocks: int, reporter: Reporter) -> None:
         for peer in [peer for peer in running if not peer.is_running]:
             running.remove(peer)
             missing = find_gaps(num_blocks, (other.span for other in running))
-            _report_ended(reporter, peer, missing, swarm.initial_peers)
-    raise UnavailableError("all peers of the swarm have ended; start the swarm again")
+            _report_ended(reporter, peer, missing, swarm.initial_peers, model)
+    raise UnavailableError("all peers that this command started have ended; start it again")
 
 
 def _report_online(reporter: Reporter, swarm: LocalSwarm, model: str, num_blocks: int) -> None:
@@ -108,6 +108,8 @@ def _describe_swarm(
             f"  …{peer.peer_id[-6:]}  blocks {peer.span!s:7} pid {peer.pid:<9}"
             f"{peer.facts['endpoint']:22} {peer.facts['decode_steps_per_second']:.0f} steps/s"
         )
+    yield ""
+    yield f"  A text passes all blocks in turn: up to {_estimate_speed(swarm.peers):.0f} tokens/s."
     address = swarm.initial_peers[0]
     yield ""
     yield output.paint("Generate text from another terminal:", "bold")
@@ -121,10 +123,21 @@ def _describe_swarm(
     yield "Press Ctrl-C to stop the swarm."
 
 
+def _estimate_speed(peers: Sequence[LocalPeer]) -> float:
+    """Return tokens per second of a text alone, of which each token takes a step at every span."""
+    steps: dict[Span, float] = {}
+    for peer in peers:
+        steps[peer.span] = max(peer.facts["decode_steps_per_second"], steps.get(peer.span, 0.0))
+    return 1 / sum(1 / speed for speed in steps.values())
+
+
 def _report_ended(
-    reporter: Reporter, peer: LocalPeer, missing: list[Span], addresses: list[str]
+    reporter: Reporter, peer: LocalPeer, missing: list[Span], addresses: list[str], model: str
 ) -> None:
-    """Say that a peer has ended, and whether the swarm can do without it."""
+    """Say that a peer has ended, and whether the others can do without it.
+
+    Peers that have joined the swarm since are not known here.
+    """
     lines = [
         reporter.output.paint(
             f"Peer …{peer.peer_id[-6:]} (blocks {peer.span}, pid {peer.pid}) has ended: "
@@ -134,7 +147,13 @@ def _report_ended(
     ]
     if missing:
         names = ", ".join(map(str, missing))
-        lines.append(f"  No peer serves blocks {names} now; start the swarm again.")
+        lines.append(f"  None of the others here serves blocks {names}.")
+        if addresses:
+            lines.append("  Unless a peer that has joined does, start one in another terminal:")
+            serve = f"shoal serve {shlex.quote(model)} --blocks"
+            lines += [
+                f"    {quote_command(f'{serve} {gap}', addresses[:1], None)}" for gap in missing
+            ]
     elif addresses:
         lines.append("  The remaining peers serve all blocks. Join through:")
         lines.append(f"    {addresses[0]}")

@@ -107,16 +107,25 @@ def read_join(given: str | None) -> str:
 
 
 def quote_swarm(addresses: Sequence[str], code: str | None) -> str:
-    """Return the option that names a swarm, to be printed; a code itself is never shown.
+    """Return the options that name a swarm, to be printed; a code that is secret is not shown.
 
-    Empty where the environment variable names the swarm.
+    All addresses are named, for nobody knows which one answers next time. Empty where the
+    environment variable names the swarm.
 
     >>> quote_swarm(["/ip4/a", "/ip4/b"], None), quote_swarm([], "@own.code")
-    ('--initial-peers /ip4/a', '--join @own.code')
+    ('--initial-peers /ip4/a /ip4/b', '--join @own.code')
     """
+    words: list[str] = []
     if code is not None:
-        return f"--join {shlex.quote(code) if code.startswith('@') else 'shoal:…'}"
-    return f"--initial-peers {addresses[0]}" if addresses else ""
+        words += ["--join", shlex.quote(code) if _may_be_shown(code) else "shoal:…"]
+    if addresses:
+        words += ["--initial-peers", *addresses]
+    return " ".join(words)
+
+
+def _may_be_shown(code: str) -> bool:
+    """Return whether the value of --join tells no secret: a file, or the code of a public swarm."""
+    return code.startswith("@") or not JoinCode.parse(code).membership.is_private
 
 
 def quote_command(command: str, addresses: Sequence[str], code: str | None) -> str:

@@ -17,7 +17,7 @@ def describe_failover(failover: "SessionFailover") -> str:
     """Return a failover in words: the lost hop, its replacements, and if the text may differ."""
     sentence = (
         f"failover at token {failover.position}: {_describe_loss(failover)}, "
-        f"{describe_route(failover.replacements)} took over after {failover.seconds:.2f} s"
+        f"{_describe_end(failover)} after {failover.seconds:.2f} s"
     )
     if failover.changed_weights is None:
         return sentence
@@ -27,13 +27,20 @@ def describe_failover(failover: "SessionFailover") -> str:
 
 def describe_pass_failover(update: int, failover: "Failover") -> str:
     """Return a failover in an update of a fine-tuning run in words."""
-    replacements = describe_route(failover.replacements) or "several others"
-    return f"failover at update {update}: {_describe_loss(failover)}, {replacements} took over"
+    return f"failover at update {update}: {_describe_loss(failover)}, {_describe_end(failover)}"
 
 
 def _describe_loss(failover: "Failover") -> str:
     lost = failover.lost
     return f"{tail_of(lost.peer.peer_id)}[{lost.span}] {failover.what_happened}"
+
+
+def _describe_end(failover: "Failover") -> str:
+    """Return who goes on. That may be the lost peer itself, where it has room again or is back."""
+    lost = failover.lost.peer.peer_id
+    if [hop.peer.peer_id for hop in failover.replacements] == [lost]:
+        return "and went on itself"
+    return f"{describe_route(failover.replacements) or 'several others'} took over"
 
 
 def tail_of(peer_id: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from ...peer.process.config import PeerEvent
 from ...protocol.endpoints import Endpoint
 from ...protocol.net.libp2p.multiaddrs import split_multiaddr
+from ...protocol.spans import Span
 from ..options.quantities import count_of
 from .terminal import Terminal
 
@@ -82,11 +83,12 @@ def _describe_reach(facts: dict[str, Any]) -> Iterator[str]:
 
 def _describe_memory(facts: dict[str, Any]) -> str:
     def show(*kinds: str) -> str:
-        return f"{sum(facts[f'{kind}_bytes'] for kind in kinds) // 2**20:,}"
+        num_bytes = sum(facts[f"{kind}_bytes"] for kind in kinds)
+        return "under 1" if 0 < num_bytes < 2**20 else f"{num_bytes // 2**20:,}"
 
     kinds = ("kv", "pass", "adapter", "message")
     uses = f"{show('kv')} for KV caches, {show('pass')} for training, {show('adapter')} for "
-    uses += f"adapters, {show('message')} for messages that wait"
+    uses += f"adapters, {show('message')} (always) for messages in transit"
     free, disk = f"{show('free')} MiB of free memory", show("block_cache")
     if facts["weight_bytes"] is None:
         uses = f"Uses at most {free}: {uses}, the rest for weights"
@@ -115,7 +117,7 @@ def _describe_event(event: PeerEvent) -> Iterator[str]:
     elif event.name == "online":
         yield (
             f"Online at {facts['endpoint']}: blocks {facts['span']} of {facts['num_blocks']}, "
-            f"{facts['decode_steps_per_second']} steps/s."
+            f"{_describe_speed(facts)}."
         )
         yield f"Computing with {facts['kernels']}. Press Ctrl-C to leave."
     elif event.name == "relayed":
@@ -129,6 +131,16 @@ def _describe_event(event: PeerEvent) -> Iterator[str]:
         yield f"First connection from {where}: {facts['host']}."
     elif event.name == "left":
         yield "Left the swarm."
+
+
+def _describe_speed(facts: dict[str, Any]) -> str:
+    """Return steps per second through the span, and what a whole model of such peers writes."""
+    steps = facts["decode_steps_per_second"]
+    span, num_blocks = Span.parse(facts["span"]), facts["num_blocks"]
+    if len(span) == num_blocks:
+        return f"{steps} tokens/s"
+    tokens = steps * len(span) / num_blocks
+    return f"{steps} steps/s, or {tokens:.3g} tokens/s for a whole model of such peers"
 
 
 def _print_codes(terminal: Terminal, codes: dict[str, str]) -> None:

@@ -7,6 +7,7 @@ network comes in as `Probes`, so that all of it runs without one.
 import asyncio
 import errno
 import re
+import shlex
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -61,9 +62,14 @@ _JOIN_FIXES = {
     "address names": "copy the address from the peer that runs there now: the id at its end "
     "changes when a peer is restarted without --identity",
     "answers": "its p2pd runs but the peer itself is silent: it is paused (resume it: kill -CONT) "
-    "or overloaded; if nothing helps, restart it",
+    "or overloaded; if nothing helps, restart it and use the address that it prints then",
 }
 """Advice for a failed join, by words of the directory's error."""
+
+_RESTART_FIX = (
+    "use the address of another peer, or restart the one at this address and use the address that "
+    "it prints then: it stays the same only with --identity FILE and --directory-port PORT"
+)
 
 
 @dataclass
@@ -74,6 +80,8 @@ class Diagnosis:
     report: Callable[[Finding], None] = lambda finding: None
     membership: Membership | None = None
     """The swarm of the join code; None without one."""
+    way_in: str = "--join CODE"
+    """The options with which a command joins the swarm; empty if the environment names it."""
     findings: list[Finding] = field(default_factory=list)
     checks: list[PeerCheck] = field(default_factory=list)
     view: SwarmView | None = None
@@ -181,7 +189,7 @@ class Diagnosis:
                 "address", FindingStatus.BROKEN,
                 f"{name} accepts connections and then stays silent",
                 "the peer's p2pd is paused (resume it: kill -CONT) or overloaded; if nothing "
-                "helps, restart the peer",
+                "helps, restart the peer and use the address that it prints then",
             )  # fmt: skip
         except OSError as error:
             answer = _explain_failed_dial(error).encode()
@@ -235,7 +243,7 @@ class Diagnosis:
 
     def _note_directory(self, detail: str) -> None:
         fixes = (fix for words, fix in _JOIN_FIXES.items() if words in detail)
-        fix = next(fixes, "restart the peer at this address, or use the address of another peer")
+        fix = next(fixes, _RESTART_FIX)
         self._note("clock" if "clock" in detail else "directory", FindingStatus.BROKEN, detail, fix)
 
     async def _read_directory(self, model: ModelFacts, joined: JoinedSwarm) -> SwarmView | None:
@@ -269,7 +277,7 @@ class Diagnosis:
         detail = f"no peer is online for model id {_short(model.model_id)}"
         detail += f" ({', '.join(counts)})" if counts else ""
         fix = (
-            f"start one with `shoal serve {model.name} {self._way_in}`{self._condition}; if one "
+            f"start one with `{self._quote_serve(model)}`{self._condition}; if one "
             "runs, its weights differ from yours: the model id is a digest of the weights"
         )
         self._note("announcements", FindingStatus.BROKEN, detail, fix)
@@ -366,20 +374,24 @@ class Diagnosis:
             return
         names = ", ".join(map(str, missing))
         commands = " and ".join(
-            f"`shoal serve {model.name} --blocks {gap} {self._way_in}`" for gap in missing
+            f"`{self._quote_serve(model, f'--blocks {gap}')}`" for gap in missing
         )
         detail = f"blocks {names} are missing: no working peer serves them"
         self._note("blocks", FindingStatus.BROKEN, detail, f"start {commands}{self._condition}")
 
+    def _quote_serve(self, model: ModelFacts, *options: str) -> str:
+        """Return the command that starts a peer in this swarm."""
+        way_in = "--join CODE" if self._is_user else self.way_in
+        return " ".join(filter(None, ("shoal serve", shlex.quote(model.name), *options, way_in)))
+
     @property
-    def _way_in(self) -> str:
-        """The option that lets a peer into this swarm."""
-        return "--initial-peers …" if self.membership is None else "--join CODE"
+    def _is_user(self) -> bool:
+        return self.membership is not None and self.membership.role is Role.USE
 
     @property
     def _condition(self) -> str:
         """The other requirements of the advice."""
-        if self.membership is None or self.membership.role is not Role.USE:
+        if not self._is_user:
             return ""
         return ", with a code from the owner that allows serving: yours only allows using the swarm"
 

@@ -13,7 +13,10 @@ from ...protocol.net.tcp.dial_rules import find_local_network
 from ...protocol.records.announcements import Announcement
 from .finding import Finding, FindingStatus
 
-LOCAL_FIX = "start it again without --local and without --listen 127.0.0.1"
+LOCAL_FIX = (
+    "start it again without --local and without --listen 127.0.0.1, and join through an address "
+    "that is none of 127.0.0.1: a peer that joins through this machine only is local, too"
+)
 """Advice for a peer of `find_local_peers`."""
 
 _NAME = "reach"

@@ -147,7 +147,7 @@ class HostedModel:
             "adapters (--adapter-memory)": self.adapter_bytes,
         }
         if self.numerics.device.read_free_bytes() is None:  # else they are not on the device
-            uses["messages that wait"] = MAX_PENDING_BYTES
+            uses["messages in transit (always)"] = MAX_PENDING_BYTES
         return uses
 
     def read_free_bytes(self) -> int:

@@ -272,7 +272,7 @@ def parse_join_arguments(
         raise UsageError(
             "the join code names no address: codes that running peers print name one, the code of "
             "`shoal swarm-new` does not. Give an address with --initial-peers, or start the swarm "
-            "of this code with `shoal serve MODEL --new-swarm`"
+            "of this code with `shoal serve MODEL --new-swarm --join CODE`"
         )
     return parsed.membership, tuple(dict.fromkeys((*addresses, *parsed.addresses)))
 

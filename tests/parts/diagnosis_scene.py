@@ -26,7 +26,7 @@ from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
 from shoal.protocol.wire.codec import decode_frame, encode_frame
 
-MODEL = ModelFacts("stories", MODEL_ID, 8)
+MODEL = ModelFacts("my stories", MODEL_ID, 8)
 DELAY_SECONDS = 0.05
 ADDRESS = "/ip4/10.0.0.1/tcp/4001/p2p/" + Identity(bytes([9]) * 32).peer_id
 
@@ -47,6 +47,7 @@ class Swarm(ScriptedSwarm):
         self.reach: Sequence[DialBackAnswer] = ()
         self.reach_error: ShoalError | None = None
         self.membership: Membership | None = None
+        self.way_in = ""
 
     async def add(
         self,
@@ -90,7 +91,7 @@ class Swarm(ScriptedSwarm):
             self._check_certificate,
             self._reach,
         )
-        diagnosis = Diagnosis(probes, self.heard.append, self.membership)
+        diagnosis = Diagnosis(probes, self.heard.append, self.membership, self.way_in)
 
         def read_model() -> ModelFacts:
             if model is None:

@@ -53,7 +53,7 @@ def answer(membership: Membership, peer_id: PeerId, nonce: bytes) -> bytes:
 async def find_swarm(
     peers: Sequence[PeerAddress], membership: Membership | None, ask: Ask
 ) -> tuple[Membership, list[PeerAddress]]:
-    """Return the swarm to join and the peers to join it through.
+    """Return the swarm to join and the peers to join it through: first those that have answered.
 
     With a membership, peers of other swarms are left out. Without any, the swarm is the public one
     that the peers belong to. Raises WrongSwarmError when that cannot be, DirectoryError
@@ -64,8 +64,10 @@ async def find_swarm(
     heard = [(peer, said) for peer, said in zip(peers, answers, strict=True) if said is not None]
     if not heard:
         raise make_silence_error(peers)
+    silent = [peer for peer, said in zip(peers, answers, strict=True) if said is None]
+    peers = [*(peer for peer, _ in heard), *silent]
     if membership is None:
-        return _learn_swarm(heard, nonce), list(peers)
+        return _learn_swarm(heard, nonce), peers
     wrong = [
         peer for peer, said in heard if not membership.is_same_swarm(said, nonce, peer.peer_id)
     ]

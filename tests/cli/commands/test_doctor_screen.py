@@ -11,7 +11,7 @@ from shoal.cli.terminal.terminal import Terminal
 from shoal.client.doctor.diagnosis import Diagnosis
 from shoal.client.doctor.finding import Finding, FindingStatus
 from shoal.client.doctor.peer_check import PeerCheck, PeerFault
-from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.ids import ModelId, PeerId
 from shoal.protocol.records.swarm_view import SwarmView
 from shoal.protocol.spans import Span
@@ -51,8 +51,11 @@ def test_findings_are_shown_whole_on_every_terminal(
             40,
             [
                 "peer     blocks  state        weights .",
+                "         endpoint",
                 ".peer-A  0:4     online       int8    .",
+                "         10.0.0.1:4000",
                 ".peer-B  4:8     closed port  int8    .",
+                "         10.0.0.1:4000",
             ],
         ),
     ],
@@ -80,3 +83,37 @@ def test_table_names_the_peers_that_do_not_answer_and_marks_what_is_cut(
     _Screen(Terminal(stream)).show_peers(diagnosis)
 
     assert [line[1:] for line in stream.text.splitlines()[1:]] == expected
+
+
+def test_endpoint_that_does_not_fit_beside_the_rest_stands_whole_below(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    relay = Relay("203.0.113.177", 40401, PeerId("12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4"))
+    peer = describe_peer(
+        peer_id=PeerId("a-peer-A"), model_id=ModelId("m"), num_blocks=8, span=Span(0, 8),
+        endpoints=(), relays=(relay,), issued_at=10.0, expires_at=99.0,
+    )  # fmt: skip
+    diagnosis = Diagnosis(None)  # pyright: ignore[reportArgumentType] - nothing is examined
+    diagnosis.view = SwarmView(ModelId("m"), 8, 15.0, (peer,))
+    diagnosis.checks = [PeerCheck(peer, PeerFault.FINGERPRINT)]
+    stream = Screen()
+
+    _Screen(Terminal(stream)).show_peers(diagnosis)
+
+    assert stream.text.splitlines()[-1].strip() == "203.0.113.177:40401 (relay)"
+    assert all(len(line) <= 80 for line in stream.text.splitlines())
+
+
+def test_advice_keeps_an_address_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    address = (
+        "/ip4/203.0.113.177/tcp/40401/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+    )
+    stream = Screen()
+
+    _Screen(Terminal(stream)).show_finding(
+        Finding("blocks", FindingStatus.BROKEN, "none", f"run `shoal serve m {address}`")
+    )
+
+    assert address in stream.text

@@ -15,6 +15,8 @@ from shoal.cli.main import _parse, main
 from shoal.cli.terminal.reporter import Reporter
 from shoal.cli.terminal.terminal import Terminal
 from shoal.protocol.errors import RouteError
+from shoal.protocol.membership.join_code import JoinCode
+from shoal.protocol.membership.membership import make_owner
 
 CLOSED = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 DIGEST = "03382acf" * 8
@@ -122,7 +124,7 @@ def test_it_tells_programs_the_whole_command_and_no_secret() -> None:
     screen = Screen(is_terminal=False)
     reporter = report_to(screen, is_json=True)
 
-    tell_published(reporter, "--join", "shoal:secret")
+    tell_published(reporter, "--join", str(JoinCode(make_owner(bytes(16)))))
     reporter.warn("no peer keeps it")
     publish._report_withdrawn(reporter, DIGEST)
 

@@ -75,7 +75,8 @@ ONLINE = {
         ("placed", PLACE, "Taking blocks 0:4: blocks 0:4 are served by nobody else"),
         ("moving", PLACE, "Moving to blocks 0:4"),
         ("returning", PLACE, "Returning to blocks 0:4"),
-        ("online", ONLINE, "blocks 100:126 of 126, 1234.5 steps/s."),
+        ("online", ONLINE, "126, 1234.5 steps/s, or 255 tokens/s for a whole model of such peers."),
+        ("online", ONLINE | {"span": "0:126"}, "blocks 0:126 of 126, 1234.5 tokens/s."),
         ("waiting", {"why": "no initial peer can be reached: /ip4/a"}, "answers yet: no initial"),
         ("draining", {"sessions": 12, "passes": 3}, "Moving 12 sessions to other peers"),
         ("draining", {"sessions": 1, "passes": 0}, "Moving 1 session to other peers"),
@@ -172,6 +173,7 @@ def test_new_swarm_says_who_may_join_and_shows_codes_whole(
             2**27,
             "Uses at most {} of 8,192 MiB of free memory: 128 for weights, 1,024 for KV caches",
         ),
+        (1000, "of 8,192 MiB of free memory: under 1 for weights, 1,024 for KV caches"),
         (None, "Uses at most 8,192 MiB of free memory: 1,024 for KV caches"),
     ],
 )
@@ -194,6 +196,6 @@ def test_peer_says_at_its_start_what_it_may_use_and_when_it_keeps_no_adapters(
     total = f"{(2**27 + 2**30 + num_bytes + 2**29) // 2**20:,}"
     assert said.format(total) in words
     assert "0 for training" in words
-    assert "512 for messages that wait" in words
+    assert "512 (always) for messages in transit" in words
     assert "16,384 MiB of blocks on disk" in words
     assert ("Accepts no adapters" in screen.text) is is_told

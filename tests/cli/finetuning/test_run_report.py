@@ -25,8 +25,12 @@ from shoal.client.finetuning.dataset import Dataset, Example
 from shoal.client.finetuning.finetune_run import Milestone, Updated
 from shoal.client.routing.route import Failover
 from shoal.protocol.identity import Identity
+from shoal.protocol.membership.join_code import JoinCode
+from shoal.protocol.membership.membership import make_owner, make_public
 from shoal.protocol.spans import Span
 
+SECRET_CODE = str(JoinCode(make_owner(bytes(16))))
+PUBLIC_CODE = str(JoinCode(make_public(bytes(16))))
 HOPS: list[Any] = [
     SimpleNamespace(
         peer=SimpleNamespace(peer_id=Identity(bytes([number]) * 32).peer_id),
@@ -232,9 +236,10 @@ def test_texts_that_were_cut_or_skipped_are_counted() -> None:
 @pytest.mark.parametrize(
     ("addresses", "code", "end"),
     [
-        (["/ip4/a", "/ip4/b"], None, " --initial-peers /ip4/a"),
+        (["/ip4/a", "/ip4/b"], None, " --initial-peers /ip4/a /ip4/b"),
         ([], "@own code", " --join '@own code'"),
-        ([], "shoal:secret", " --join shoal:…"),
+        (["/ip4/a"], SECRET_CODE, " --join shoal:… --initial-peers /ip4/a"),
+        ([], PUBLIC_CODE, f" --join {PUBLIC_CODE}"),
         ([], None, ""),
     ],
 )

@@ -19,7 +19,11 @@ from fake_hub import serving_hub
 from transformers import AutoTokenizer
 
 from shoal.cli.remote_models.opening import load_tokenizer
-from shoal.cli.remote_models.routes import describe_failover, failover_facts
+from shoal.cli.remote_models.routes import (
+    describe_failover,
+    describe_pass_failover,
+    failover_facts,
+)
 from shoal.cli.remote_models.text_generation import (
     Detokenizer,
     Generation,
@@ -218,3 +222,14 @@ def test_failover_is_told_with_the_weights_that_changed_and_whether_the_peer_is_
     assert describe_failover(to_the_same).endswith("took over after 0.25 s")
     assert failover_facts(to_the_same)["changed_weights"] is None
     assert "[0:8] had no room, …" in describe_failover(without_room)
+
+
+def test_peer_that_goes_on_itself_takes_over_from_nobody() -> None:
+    failover = make_failover("int8", "int8")
+    again = replace(failover, replacements=(failover.lost,), what_happened="had no room")
+
+    assert describe_failover(again).endswith("[0:8] had no room, and went on itself after 0.25 s")
+    assert describe_pass_failover(3, again).endswith("[0:8] had no room, and went on itself")
+    assert failover_facts(again)["replaced_by"] == [
+        {"peer_id": failover.lost.peer.peer_id, "span": "0:8"}
+    ]

@@ -12,7 +12,7 @@ from diagnosis_scene import ADDRESS, Swarm, examine, find
 
 from shoal.client.doctor.finding import FindingStatus
 from shoal.protocol.errors import DirectoryError, P2pdEndedError, WrongSwarmError
-from shoal.protocol.membership.membership import Membership, Role, make_owner, make_public
+from shoal.protocol.membership.membership import Membership, Role, make_owner
 from shoal.protocol.records.announcements import PeerState
 from shoal.protocol.spans import Span
 
@@ -120,7 +120,7 @@ def test_swarm_that_is_found_again_at_no_address_that_was_given_is_examined() ->
     [
         (DirectoryError("no initial peer answers: /ip4/..."), "directory", "paused"),
         (DirectoryError("it is not the peer that the address names"), "directory", "--identity"),
-        (DirectoryError("it is in flames"), "directory", "restart the peer at this address"),
+        (DirectoryError("it is in flames"), "directory", "the same only with --identity FILE"),
         (P2pdEndedError("p2pd on this machine ended"), "p2pd", "free memory on this machine"),
         (DirectoryError("the clock of this machine is 9 s ahead"), "clock", "time synchronisation"),
         (WrongSwarmError("different swarms; give one"), "membership", "addresses of one swarm"),
@@ -160,30 +160,32 @@ def test_nobody_online_is_said_with_those_who_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("membership", "option", "takes_another_code"),
+    ("membership", "way_in", "takes_another_code"),
     [
-        (None, "--initial-peers …", False),
-        (make_public(bytes(16)), "--join CODE", False),
-        (make_owner(bytes(16)).as_role(Role.SERVE), "--join CODE", False),
-        (make_owner(bytes(16)).as_role(Role.USE), "--join CODE", True),
+        (None, " --initial-peers /ip4/a", False),
+        (make_owner(bytes(16)).as_role(Role.SERVE), " --join @serve.code", False),
+        (make_owner(bytes(16)).as_role(Role.SERVE), "", False),
+        (make_owner(bytes(16)).as_role(Role.USE), " --join CODE", True),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("is_somebody_online", [False, True])
 def test_peers_to_start_are_told_how_they_get_in(
     membership: Membership | None,
-    option: str,
+    way_in: str,
     takes_another_code: bool,
     is_somebody_online: bool,
 ) -> None:
     async def build(swarm: Swarm) -> None:
         swarm.membership = membership
+        swarm.way_in = "--join @use.code" if takes_another_code else way_in.strip()
         if is_somebody_online:
             await swarm.add(Span(0, 4), membership=membership)
 
     finding = find(examine(build), "blocks" if is_somebody_online else "announcements")
 
-    assert f"shoal serve stories {'--blocks 4:8 ' * is_somebody_online}{option}`" in finding.fix
+    blocks = " --blocks 4:8" * is_somebody_online
+    assert f"`shoal serve 'my stories'{blocks}{way_in}`" in finding.fix
     assert ("that allows serving" in finding.fix) == takes_another_code
 
 

@@ -51,6 +51,18 @@ def test_member_joins_through_peers_of_its_swarm_and_those_that_may_be() -> None
     assert find(USER, b"junk", OWNER, b"hung up") == (USER, 2)
 
 
+@pytest.mark.parametrize("ours", [None, PUBLIC], ids=str)
+def test_peers_that_answer_come_before_those_that_are_silent(ours: Membership | None) -> None:
+    async def ask(peer_id: PeerId, nonce: bytes) -> bytes:
+        if peer_id != PEERS[1].peer_id:
+            raise UnavailableError("nobody listens")
+        return answer(PUBLIC, peer_id, nonce)
+
+    _, peers = run_virtual(find_swarm(PEERS, ours, ask))
+
+    assert peers == [PEERS[1], PEERS[0], PEERS[2]]
+
+
 @pytest.mark.parametrize("theirs", [STRANGER, PUBLIC, b"junk", b""], ids=str)
 def test_swarm_of_others_is_called_a_wrong_secret(theirs: Membership | bytes) -> None:
     with pytest.raises(WrongSwarmError, match="wrong secret"):
