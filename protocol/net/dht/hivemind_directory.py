@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import warnings
 from collections.abc import Collection, Sequence
 
 from ...endpoints import Endpoint, Relay
@@ -20,7 +19,6 @@ from ...errors import (
     LocalProtocolError,
     P2pdEndedError,
     RemoteProtocolError,
-    ShoalError,
     UsageError,
     WrongSwarmError,
 )
@@ -37,10 +35,6 @@ from ..retry import Backoff, Retry
 from .access import Access, DirectoryNode, Place, open_access, reopen_access
 from .known_addresses import KnownAddresses
 from .neighbourhood import Neighbourhood, list_addresses
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # about what hivemind itself uses
-    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
 _logger = logging.getLogger(__name__)
 
@@ -333,7 +327,10 @@ class HivemindDirectory:
                 restarts.reset()
             _logger.debug("p2pd has ended (exit status %d)", status)
             ended, was_told = self._node, False
-            await ended.close()
+            try:
+                await ended.close()
+            except Exception as error:  # noqa: BLE001 - as below
+                _logger.debug("what is left of p2pd could not be cleared away: %r", error)
             while self._node is ended:
                 restarts.note_failure()
                 await restarts.pause()
@@ -343,8 +340,8 @@ class HivemindDirectory:
                 try:
                     async with asyncio.timeout(_RESTART_SECONDS):
                         await self._replace()
-                except (ShoalError, OSError, P2PDaemonError) as error:  # no memory, or no disk
-                    _logger.debug("p2pd could not be started again: %s", error)
+                except Exception as error:  # noqa: BLE001 - else the peer is away for good
+                    _logger.debug("p2pd could not be started again: %r", error)
             _logger.info("the directory is back")
 
     async def _replace(self) -> None:
