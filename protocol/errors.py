@@ -10,6 +10,7 @@
         NotAMemberError        ... because its swarm is private and we did not prove membership
       UnavailableError       no fault that can be assigned: broken, silent or unreachable
         SilentError            ... silent past a deadline; may be alive and slow
+        NotDialledError        ... too much was dialled in vain where it is said to be
         StaleAnnouncementError ... what is there is not what the peer announced
         RouteError             ... no peer serves some of the blocks; names them
         DirectoryError         ... the directory cannot be reached or refuses us
@@ -109,6 +110,10 @@ class UnavailableError(ShoalError):
 
 class SilentError(UnavailableError):
     """A peer did not answer before the deadline; it may be dead, paused or only slow."""
+
+
+class NotDialledError(UnavailableError):
+    """Nobody was dialled, since many dials of that host have failed: that may be others' fault."""
 
 
 class StaleAnnouncementError(UnavailableError):

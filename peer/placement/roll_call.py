@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from ...protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
+from ...protocol.errors import NotDialledError, RefusedError, RemoteProtocolError, UnavailableError
 from ...protocol.ids import PeerId
 from ...protocol.net.clock import AnswerTimeout, Clock
 from ...protocol.net.dialling import check_welcome, dial, greet_peer
@@ -92,7 +92,8 @@ class RollCall:
             pass  # it has no time for us, or loads its blocks
         except (UnavailableError, RemoteProtocolError) as error:
             _logger.info("%s does not count as a host of blocks %s: %s", name, host.span, error)
-            self._absent.note_failure(peer_id)
+            if not isinstance(error, NotDialledError):
+                self._absent.note_failure(peer_id)
             return False
         self._absent.note_success(peer_id)
         return True

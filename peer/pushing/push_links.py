@@ -20,6 +20,7 @@ from typing import Protocol
 from ...protocol.endpoints import Endpoint
 from ...protocol.errors import (
     ErrorCode,
+    NotDialledError,
     RefusedError,
     RemoteProtocolError,
     ShoalError,
@@ -260,7 +261,8 @@ class PushLinks:
         except ShoalError as error:
             failure = copy(error)
         self._unreached.forget_expired()
-        self._unreached.note_failure(key)
+        if not isinstance(failure, NotDialledError):
+            self._unreached.note_failure(key)
         raise failure
 
     async def _greet(self, link: "_PushLink", stream: Stream) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from .. import versions
 from ..endpoints import Endpoint
 from ..errors import (
+    NotDialledError,
     RemoteProtocolError,
     StaleAnnouncementError,
     UnavailableError,
@@ -31,16 +32,19 @@ async def dial(
 
     Each may take its share of the time that is left, so that a silent one leaves time for the next.
 
-    Raises UnavailableError (StaleAnnouncementError where somebody else answers) or
-    RemoteProtocolError.
+    Raises UnavailableError (StaleAnnouncementError where somebody else answers, NotDialledError
+    where not all were tried) or RemoteProtocolError.
     """
     deadline = clock.now() + timeout_seconds
+    refusal: NotDialledError | None = None
     error: UnavailableError | RemoteProtocolError
     error = RemoteProtocolError(f"peer …{peer_id[-6:]} announced no endpoint")
     for index, endpoint in enumerate(endpoints):
         seconds = max(0.0, deadline - clock.now()) / (len(endpoints) - index)
         try:
             return await transport.open_stream(endpoint, seconds)
+        except NotDialledError as failure:
+            refusal = failure
         except UnavailableError as failure:
             error = failure
         except RemoteProtocolError as failure:  # another certificate, or another program
@@ -51,7 +55,7 @@ async def dial(
                 f"the peer announced an endpoint that cannot be used: {failure}"
             )
             error.__cause__ = failure
-    raise error
+    raise refusal or error
 
 
 async def greet(

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from raw_connection import dial_raw
@@ -261,6 +262,24 @@ async def test_peer_of_the_internet_connects_to_nothing_on_its_own_machine() -> 
                 await peer.open_stream(Endpoint("127.0.0.1", port, "a" * 64))
             assert heard == num_heard
             await peer.close()
+
+
+async def test_endpoint_is_known_to_the_rules_once_a_peer_was_reached_there() -> None:
+    class NotingRules(DialRules):
+        def note_success(self, allowed: Endpoint) -> None:
+            reached.append(allowed)
+
+    reached: list[Endpoint] = []
+    server = TcpTransport()
+    client = TcpTransport(rules=NotingRules(SystemClock(), ["127.0.0.1"]))
+    endpoint = (await server.listen("127.0.0.1", 0, echo)).endpoint
+
+    stream = await client.open_stream(replace(endpoint, host="localhost"))
+
+    assert reached == [endpoint]
+    await stream.close()
+    await client.close()
+    await server.close()
 
 
 async def test_streams_beyond_the_limit_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

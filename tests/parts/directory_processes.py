@@ -121,7 +121,7 @@ def start(peers: contextlib.ExitStack, number: int, *initial_peers: str, port: i
 async def intrude(directory: HivemindDirectory, addresses: Sequence[str]) -> None:
     """Enter the DHT at some addresses, without asking which swarm it is of."""
     peers = [PeerAddress.parse(address) for address in addresses]
-    await Neighbourhood(directory._node.dht, directory._access.p2p, peers).restore(())
+    await Neighbourhood(directory._node.dht, directory._access.p2p, peers, None).restore(())
 
 
 async def read_announcements(swarm: LocalSwarm) -> dict[str, Announcement]:

@@ -34,7 +34,7 @@ from ..relays.reach import Reach, Scope
 from ..relays.reachability import answer_dial_back, find_reach
 from ..relays.relay_selection import NUM_RELAYS, RelaySelection, rank_relays
 from .dht_node import quieten_hivemind, start_node
-from .neighbourhood import Neighbourhood, RecordNodes
+from .neighbourhood import Neighbourhood, RecordNodes, Rules
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about what hivemind itself uses
@@ -55,6 +55,7 @@ class Place(NamedTuple):
     """Where others may dial us without p2pd, if this is not found out to be wrong."""
     is_relay: bool = False
     """Whether to carry streams to peers that cannot be dialled, where we can be."""
+    rules: Rules = None
 
     @property
     def is_dialled(self) -> bool:
@@ -231,9 +232,7 @@ class DirectoryNode(NamedTuple):
         p2p, is_reader = access.p2p, access.place.listening is None
         async with stopping_if_failed(p2p):
             dht = await start_node(p2p, initial_peers, is_reader)
-            place = access.place
-            own_hosts = [at.host for at in place.endpoints] or (place.listening or ("",))[:1]
-            neighbourhood = Neighbourhood(dht, p2p, access.peers, clock, own_hosts)
+            neighbourhood = Neighbourhood(dht, p2p, access.peers, access.place.rules)
             nodes = RecordNodes(neighbourhood, p2p, records, clock, random.Random())
             if not is_reader:
                 await nodes.answer_questions()

@@ -34,7 +34,7 @@ from ..libp2p.p2p_daemon import stopping_if_failed
 from ..retry import Backoff, Retry
 from .access import Access, DirectoryNode, Place, open_access, reopen_access
 from .known_addresses import KnownAddresses
-from .neighbourhood import Neighbourhood, list_addresses
+from .neighbourhood import Neighbourhood, Rules, list_addresses
 
 _logger = logging.getLogger(__name__)
 
@@ -105,6 +105,7 @@ class HivemindDirectory:
         membership: Membership | None = None,
         endpoints: Sequence[Endpoint] = (),
         is_relay: bool = False,
+        rules: Rules = None,
         known: KnownAddresses | None = None,
     ) -> HivemindDirectory:
         """Start a node and join through `initial_peers`; with none of them, begin a new DHT.
@@ -114,8 +115,8 @@ class HivemindDirectory:
         the public one of the initial peers, or the one that this node begins. With `endpoints`,
         others are asked to dial there; if they cannot, initial peers become our relays (see
         `relays`), if they are relays. With `is_relay` this one is, off loopback, if it can be
-        dialled. Where no initial peer answers, `known` addresses of the swarm are tried; they are
-        kept up.
+        dialled. Announced nodes are dialled by the `rules`. Where no initial peer answers, `known`
+        addresses of the swarm are tried; they are kept up.
 
         Raises UsageError for a malformed address and when it cannot listen there, WrongSwarmError
         when the membership does not fit the initial peers, DirectoryError when no initial peer
@@ -124,7 +125,7 @@ class HivemindDirectory:
         """
         peers = [PeerAddress.parse(text) for text in initial_peers]
         listening = None if client_mode else (listen_host, port)
-        place = Place(identity, listening, endpoints, is_relay)
+        place = Place(identity, listening, endpoints, is_relay, rules)
         try:
             return await cls._join(peers, place, clock, membership, known)
         except (WrongSwarmError, P2pdEndedError):

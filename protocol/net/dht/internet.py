@@ -110,6 +110,7 @@ class InternetNetwork:
                 membership=self.membership,
                 endpoints=[replace(listening, host=host) for host in hosts],
                 is_relay=where.is_relay,
+                rules=rules,
                 known=self.folder.find(self.membership, self.initial_peers),
             )
             stack.push_async_callback(directory.close)
@@ -118,6 +119,7 @@ class InternetNetwork:
                 stack.push_async_callback(behind.close)
                 listeners.append(await behind.listen(where.host, where.directory_port, serve))
             announced = hosts if where.announce_host else directory.hosts
+            rules.move([*hosts, *announced])
             endpoints = [replace(listening, host=host) for host in announced]
             _, port = split_multiaddr(directory.addresses[0])  # that of p2pd
             if mapping is not None:

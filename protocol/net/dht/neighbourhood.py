@@ -41,6 +41,9 @@ with warnings.catch_warnings():
 
 _logger = logging.getLogger(__name__)
 
+Rules = DialRules | None
+"""What is dialled because strangers say that somebody is there; None: everything."""
+
 _Node = TypeVar("_Node", bound=Hashable)
 
 _ANSWER_SECONDS = 1.5
@@ -104,11 +107,10 @@ class Neighbourhood:
         node: DHTNode,
         p2p: P2P,
         initial_peers: Sequence[PeerAddress],
-        clock: Clock | None = None,
-        own_hosts: Sequence[str] = (),
+        rules: Rules,
     ) -> None:
-        """A peer that announces hosts dials announced nodes by `DialRules`."""
-        self._rules = DialRules(clock, own_hosts) if clock and any(own_hosts) else None
+        """A peer has the `rules` of its transport for announced nodes as well."""
+        self._rules = rules
         self._node = node
         self._p2p = p2p
         self._initial_peers = tuple(initial_peers)
@@ -188,11 +190,15 @@ class Neighbourhood:
     async def _greet_listening(
         self, peers: Sequence[PeerAddress], announced: Sequence[PeerAddress]
     ) -> None:
-        allowed = await asyncio.gather(*map(self._allow, announced))
+        allowed = [*filter(None, await asyncio.gather(*map(self._allow, announced)))]
+        listening: list[PeerAddress] = []
         # After a failed dial, libp2p refuses that address for 5 s, and longer each time.
         with suppress(DirectoryError):
-            listening = await find_listening([*peers, *filter(None, allowed)])
-            await asyncio.gather(*map(self._greet, listening))
+            listening = await find_listening([*peers, *allowed])
+        for peer in allowed:
+            if self._rules is not None and peer not in listening:
+                self._rules.note_failure(peer.host)
+        await asyncio.gather(*map(self._greet, listening))
 
     async def _allow(self, peer: PeerAddress) -> PeerAddress | None:
         """Return where an announced address leads, None where it must not be dialled."""

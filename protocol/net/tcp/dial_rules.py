@@ -13,7 +13,7 @@ from dataclasses import replace
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
 from ...endpoints import Endpoint
-from ...errors import UnavailableError
+from ...errors import NotDialledError, UnavailableError
 from ..addresses import is_address
 from ..clock import Clock
 
@@ -22,8 +22,8 @@ _MAX_FAILURES = 16
 
 _MINUTE = 60.0
 
-_MAX_HOSTS = 1024
-"""Hosts whose failures are kept."""
+_MAX_KEPT = 1024
+"""Hosts whose failures are kept, and endpoints that were reached."""
 
 _Network = IPv4Network | IPv6Network
 
@@ -42,6 +42,9 @@ _LOCAL_NETWORKS = (
     ip_network("::/128"),
 )
 """Networks whose addresses mean another machine elsewhere."""
+
+_SUBNET_BITS = {4: 24, 6: 64}
+"""How much of a local network a peer shares that is dialled from the internet as well."""
 
 
 def find_local_network(host: str) -> _Network | None:
@@ -77,7 +80,7 @@ def can_be_dialled(host: str) -> bool:
 
 class DialRules:
     """What one peer dials: nothing in a local network unless it announces an address in that
-    network itself, and no host where many dials have failed in the last minute.
+    network itself, and nothing new on a host where many dials have failed in the last minute.
 
     A client has no such rules: it dials for its user, who chose the swarm.
     """
@@ -87,11 +90,16 @@ class DialRules:
         self._clock = clock
         self._own_hosts = own_hosts
         self._failures: dict[str, deque[float]] = {}
+        self._reached: dict[Endpoint, None] = {}  # the ones that were reached last come last
+
+    def move(self, own_hosts: Sequence[str]) -> None:
+        """From now on go by other hosts that the peer announces."""
+        self._own_hosts = own_hosts
 
     async def resolve(self, endpoint: Endpoint, timeout_seconds: float) -> Endpoint:
         """Return the endpoint with an address that may be dialled as its host.
 
-        Raises UnavailableError when there is none.
+        Raises UnavailableError when there is none, NotDialledError when it may have others' fault.
         """
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -101,21 +109,41 @@ class DialRules:
                 own = [] if network is None else [await _resolve(one) for one in self._own_hosts]
         except TimeoutError as error:
             raise UnavailableError(f"nobody says which address {endpoint.host} has") from error
-        if network is not None and network not in map(find_local_network, own):
+        if network is not None and not _is_shared(address, network, own):
             raise UnavailableError(f"{endpoint} is in a network that this peer does not share")
-        if network not in _LOOPBACK and self._count_failures(address) >= _MAX_FAILURES:
-            raise UnavailableError(f"too many dials of {endpoint.host} have failed in this minute")
-        return replace(endpoint, host=address)
+        allowed = replace(endpoint, host=address)
+        is_known = network in _LOOPBACK or allowed in self._reached
+        if not is_known and self._count_failures(address) >= _MAX_FAILURES:
+            raise NotDialledError(f"too many dials of {endpoint.host} have failed in this minute")
+        return allowed
 
     def note_failure(self, address: str) -> None:
         """Count a dial that did not lead to a peer."""
         self._failures.setdefault(address, deque(maxlen=_MAX_FAILURES)).append(self._clock.now())
-        if len(self._failures) > _MAX_HOSTS:
+        if len(self._failures) > _MAX_KEPT:
             del self._failures[next(iter(self._failures))]
+
+    def note_success(self, allowed: Endpoint) -> None:
+        """Dial an endpoint from now on, whatever else fails on its host: a peer is there."""
+        self._reached.pop(allowed, None)
+        self._reached[allowed] = None
+        if len(self._reached) > _MAX_KEPT:
+            del self._reached[next(iter(self._reached))]
 
     def _count_failures(self, address: str) -> int:
         since = self._clock.now() - _MINUTE
         return sum(at > since for at in self._failures.get(address, ()))
+
+
+def _is_shared(address: str, network: _Network, own: Sequence[str]) -> bool:
+    """Return whether a peer at its own addresses may dial one of a local network.
+
+    Where strangers from elsewhere are told of it, its subnet has to do.
+    """
+    if all(find_local_network(one) for one in own):
+        return network in map(find_local_network, own)
+    near = ((one, _SUBNET_BITS[one.version]) for one in map(_read_address, own))
+    return any(_read_address(address) in ip_network(subnet, strict=False) for subnet in near)
 
 
 async def _resolve(host: str) -> str:

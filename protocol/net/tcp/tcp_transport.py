@@ -76,10 +76,12 @@ class TcpTransport:
             return await self._open_stream(endpoint, timeout_seconds)
         allowed = await self._rules.resolve(endpoint, timeout_seconds)
         try:
-            return await self._open_stream(allowed, timeout_seconds)
+            stream = await self._open_stream(allowed, timeout_seconds)
         except (UnavailableError, RemoteProtocolError):
             self._rules.note_failure(allowed.host)
             raise
+        self._rules.note_success(allowed)
+        return stream
 
     async def close(self) -> None:
         self._is_closed = True

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from announcements import make_announcement
 
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.net.dht.neighbourhood import choose_nodes, list_addresses
+from shoal.protocol.net.clock import SystemClock
+from shoal.protocol.net.dht.neighbourhood import Neighbourhood, choose_nodes, list_addresses
+from shoal.protocol.net.tcp.dial_rules import DialRules
 
 SEED = 7
 NEAREST = [f"near{number}" for number in range(20)]
@@ -75,3 +81,31 @@ def test_peer_whose_host_cannot_be_hides_no_other(host: str) -> None:
 
 def test_peer_through_which_nobody_can_join_has_no_address() -> None:
     assert list_addresses([make_announcement(directory_port=0)]) == []
+
+
+class NotingRules(DialRules):
+    def __init__(self, *own_hosts: str) -> None:
+        super().__init__(SystemClock(), own_hosts)
+        self.failed: list[str] = []
+
+    def note_failure(self, address: str) -> None:
+        self.failed.append(address)
+
+
+@pytest.mark.parametrize(("own_host", "failed"), [("127.0.0.1", ["127.0.0.1"]), ("8.8.8.8", [])])
+def test_announced_node_is_dialled_by_the_rules_of_the_peer(
+    own_host: str, failed: list[str]
+) -> None:
+    """Nobody listens where it is said to be."""
+    table = SimpleNamespace(uid_to_peer_id={})
+    node: Any = SimpleNamespace(
+        protocol=SimpleNamespace(routing_table=table), blacklist=SimpleNamespace(clear=bool)
+    )
+    rules = NotingRules(own_host)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    peer = make_announcement(endpoints=(Endpoint("127.0.0.1", 1, "c" * 64),), directory_port=port)
+
+    asyncio.run(Neighbourhood(node, cast(Any, None), (), rules).restore([peer]))
+
+    assert rules.failed == failed

@@ -8,7 +8,7 @@ import pytest
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.errors import UnavailableError
+from shoal.protocol.errors import NotDialledError, UnavailableError
 from shoal.protocol.net.tcp.dial_rules import DialRules
 
 
@@ -47,6 +47,11 @@ def may_dial(rules: DialRules, host: str) -> bool:
         ("127.0.0.1", "192.168.1.1", False),
         ("203.0.113.1 192.168.1.5", "192.168.1.7", True),
         ("203.0.113.1 192.168.1.5", "10.0.0.1", False),
+        ("203.0.113.1 10.0.0.5", "10.0.0.7", True),
+        ("203.0.113.1 10.0.0.5", "10.0.9.7", False),
+        ("10.0.0.5", "10.0.9.7", True),
+        ("203.0.113.1 fd00::5", "fd00::7", True),
+        ("203.0.113.1 fd00::5", "fd00:0:0:1::7", False),
     ],
 )
 def test_local_addresses_are_dialled_from_their_own_network_only(
@@ -72,6 +77,30 @@ def test_host_where_dials_fail_is_left_alone_for_a_minute_whoever_is_said_to_be_
         await rules.resolve(Endpoint("198.51.100.8", 1, "a" * 64), 1.0)
 
     run_virtual(story())
+
+
+def test_peer_that_was_reached_is_dialled_whatever_else_is_said_to_be_on_its_host() -> None:
+    async def story() -> None:
+        rules = DialRules(VirtualClock(), ["203.0.113.1"])
+        honest, unknown = (Endpoint("198.51.100.7", port, "a" * 64) for port in (4000, 4001))
+        rules.note_success(await rules.resolve(honest, 1.0))
+        for _ in range(16):
+            rules.note_failure("198.51.100.7")
+
+        assert await rules.resolve(honest, 1.0) == honest
+        with pytest.raises(NotDialledError):
+            await rules.resolve(unknown, 1.0)
+
+    run_virtual(story())
+
+
+def test_peer_goes_by_the_addresses_that_it_has_now() -> None:
+    rules = DialRules(VirtualClock(), ["10.0.0.5"])
+    assert may_dial(rules, "10.0.9.7")
+
+    rules.move(["203.0.113.1", "10.0.0.5"])
+
+    assert not may_dial(rules, "10.0.9.7")
 
 
 def test_local_swarm_in_which_many_are_killed_dials_on() -> None:
