@@ -20,9 +20,10 @@ from shoal.peer.local_swarm.swarm import LocalPeer
 
 pytest_plugins = ["async_tests"]
 
-# A shell that starts the tests in the background has them ignore Ctrl-C, and every process that
-# they start. Some of them are about Ctrl-C.
+# A shell that starts the tests in the background has them ignore Ctrl-C, nohup the end of the
+# terminal, and so does every process that they start. Some of them are about these.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Without a device, programs in Triton run in its interpreter. Triton asks when it is imported, and
 # transformers imports it.

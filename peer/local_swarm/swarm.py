@@ -338,7 +338,7 @@ class LocalSwarm:
         arguments = ["--weights", config.weights, "--threads", str(config.num_threads)]
         arguments += ["--kv-memory", str(config.kv_budget_bytes)]
         arguments += ["--announce-period", str(config.announce_period_seconds)]
-        arguments += ["--local", *config.serve_arguments, *more]
+        arguments += ["--listen", "127.0.0.1", *config.serve_arguments, *more]
         arguments += ["--initial-peers", *initial_peers] if initial_peers else ["--new-swarm"]
         peer = LocalPeer(self.model, place, arguments, program, config.drain_seconds)
         self.peers.append(peer)

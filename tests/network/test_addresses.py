@@ -17,7 +17,7 @@ ELSEWHERE = "192.0.2.1"
 
 @pytest.mark.parametrize("port", [0, 80])
 def test_address_of_another_machine_comes_with_advice(port: int) -> None:
-    with pytest.raises(UsageError, match=f"^{ELSEWHERE} is not an address of this machine; listen"):
+    with pytest.raises(UsageError, match=f"^{ELSEWHERE} is not an address of this machine; leave"):
         asyncio.run(check_can_listen(ELSEWHERE, port))
 
 

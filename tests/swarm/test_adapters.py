@@ -284,7 +284,7 @@ def test_adapter_of_another_model_never_leaves_the_client(tiny_models: Any, tmp_
 
 
 def test_name_that_is_neither_a_folder_nor_a_digest_is_called_so(tiny_models: Any) -> None:
-    complaint = "'my-adapter' is neither an existing folder nor the digest of a published adapter"
+    complaint = "'my-adapter' is neither an existing folder nor an id on the Hub .* nor the digest"
     with swarm_of(tiny_models, ONE_HOP) as (_, model):
         model.config.active_adapter = "my-adapter"
         with pytest.raises(UsageError, match=complaint):

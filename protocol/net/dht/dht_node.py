@@ -10,6 +10,7 @@ strangers may ask of a node, and believes no node about the ids of others.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import warnings
@@ -63,23 +64,32 @@ _PING, _STORE, _FIND = (f"DHTProtocol.rpc_{name}" for name in ("ping", "store", 
 
 async def start_node(p2p: P2P, initial_peers: Sequence[PeerAddress], client_mode: bool) -> DHTNode:
     """Start a node over a p2pd. Raises DirectoryError when no initial peer wants us."""
-    try:
-        node = await DHTNode.create(
-            p2p=p2p,
-            node_id=make_node_id(cast(Any, p2p).peer_id),
-            initial_peers=[f"/p2p/{peer.peer_id}" for peer in initial_peers],
-            client_mode=client_mode,
-            **_NODE_OPTIONS,
-        )
-    except ValidationError as error:
-        raise DirectoryError(_explain(error)) from error
-    except RuntimeError as error:  # none of them responded
-        raise make_silence_error(initial_peers) from error
-    node.protocol.wait_timeout = _ANSWER_SECONDS
+    node_id = make_node_id(cast(Any, p2p).peer_id)
+    node = await DHTNode.create(p2p=p2p, node_id=node_id, client_mode=client_mode, **_NODE_OPTIONS)
     harden(node.protocol)
     if not client_mode:
         bound_questions(node.protocol, cast(Any, p2p)._client.control.unary_handlers)
+    await _meet(node, initial_peers)
+    node.protocol.wait_timeout = _ANSWER_SECONDS
     return node
+
+
+async def _meet(node: DHTNode, initial_peers: Sequence[PeerAddress]) -> None:
+    """Enter the DHT. Given the initial peers, hivemind would lose the errors of all but one."""
+    pings = [
+        node.protocol.call_ping(PeerID.from_base58(peer.peer_id), validate=True, strict=True)
+        for peer in initial_peers
+    ]
+    answers = await asyncio.gather(*pings, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, ValidationError):
+            raise DirectoryError(_explain(answer)) from answer
+    if initial_peers:
+        if not any(isinstance(answer, DHTID) for answer in answers):
+            raise make_silence_error(initial_peers)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_JOIN_ANSWER_SECONDS):
+                await node.find_nearest_nodes([node.node_id])
 
 
 def _explain(error: ValidationError) -> str:

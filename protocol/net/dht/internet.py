@@ -85,7 +85,6 @@ class InternetNetwork:
         return ChoosingTransport(direct, directory.make_transport()), directory
 
     async def serve(self, identity: Identity, serve: StreamServer) -> Presence:
-        from ..relays.port_mapping import open_mapping
         from ..tcp.tcp_transport import TcpTransport
         from .hivemind_directory import HivemindDirectory
 
@@ -97,8 +96,11 @@ class InternetNetwork:
             watched = self._watch(serve, list_own_hosts(where.host))
             listeners: list[Listener] = [await transport.listen(where.host, where.port, watched)]
             listening = listeners[0].endpoint
-            mapping = await stack.enter_async_context(open_mapping()) if where.maps_ports else None
-            if mapping is not None:
+            mapping = None
+            if where.maps_ports:
+                from ..relays.port_mapping import open_mapping
+
+                mapping = await stack.enter_async_context(open_mapping())
                 await mapping.add(listening.port)
                 hosts = [mapping.host, *hosts]
             directory = await HivemindDirectory.join(
