@@ -147,7 +147,8 @@ class Peer:
         """Serve the configured span, or those that the swarm needs, until `stop` is set.
 
         Reports `placed` (where, if that is not told), `loading` (per block), `online`, maybe
-        `moving`, `loading` and `online` again (or, where that was not possible, `returning`).
+        `moving`, `loading` and `online` again (or, where that was not possible, `returning`); and
+        what `SwarmNews` tells.
 
         Raises UsageError where there is no room for any block, LoadError when the first blocks
         cannot be loaded and RevokedError when the owner of the swarm has shut the peer out.

@@ -19,6 +19,7 @@ from .engine.blocks.batch import HostedBlock
 from .hosting.span_loader import LoadError, ServedSpan, SpanLoader
 from .placement.placement import Placement
 from .placement.placer import Placer
+from .placement.swarm_news import tell_news
 from .process.background import BackgroundTasks
 from .process.config import PeerEvent, Report
 from .streams.service import Service, StreamHandler
@@ -27,6 +28,10 @@ _logger = logging.getLogger(__name__)
 
 _MOVE_DRAIN_SECONDS = 30.0
 """How long sessions may go on at blocks that are wanted less than others. The swarm waits."""
+
+_MEASURE_AGAIN_SECONDS = 300.0
+"""How long a speed stands, at least: it may have been measured while the machine was busy. Eight
+steps and a short prompt in this time are next to nothing."""
 
 MakeService = Callable[[ServedSpan], Service]
 """Makes what serves streams from a span that is loaded."""
@@ -57,6 +62,7 @@ class ServingLoop:
         self.description.planned = span
         await self.announcer.announce(PeerState.JOINING)
         tasks.begin(self.announcer.run())
+        tasks.begin(tell_news(placer.read_known, self.announcer, self.report))
         kept: dict[int, HostedBlock] = {}
         origin: Span | None = None
         while span is not None:
@@ -94,7 +100,8 @@ class ServingLoop:
             service = self.make_service(served)
             stack.push_async_callback(service.hang_up)
             await self._begin(served, service)
-            decision = await tasks.run_until(_watch(served, placer, stop))
+            renewing = self._renew_speed(served, service)
+            decision = await tasks.run_until(_watch(served, renewing, placer, stop))
             decision = await self._end(service, decision, stop)
             if decision is None or decision.span is None:
                 return None, {}
@@ -115,6 +122,21 @@ class ServingLoop:
         # A peer that was announced is announced again as soon as the directory can be written.
         await self._announce_if_possible(PeerState.ONLINE)
         self.report(PeerEvent("online", {**self._describe(served), **self.address}))
+
+    async def _renew_speed(self, served: ServedSpan, service: Service) -> None:
+        """Measure again and again where the peer is idle, and tell a speed that has changed.
+
+        The next announcement carries it. Reports `speed`.
+        """
+        while True:
+            await asyncio.sleep(_MEASURE_AGAIN_SECONDS)
+            fresh = await self.loader.measure_again(served, lambda: service.is_empty)
+            if fresh is not None and fresh.differs_notably(served.throughput):
+                served.throughput = fresh
+                self.description.change_speed(
+                    fresh.decode_steps_per_second, fresh.prefill_tokens_per_second
+                )
+                self.report(PeerEvent("speed", self._describe(served)))
 
     async def _end(
         self, service: Service, decision: Placement | None, stop: asyncio.Event
@@ -180,21 +202,24 @@ class ServingLoop:
 
 
 async def _watch(
-    served: ServedSpan, placer: Placer | None, stop: asyncio.Event
+    served: ServedSpan,
+    renewing: Coroutine[Any, Any, None],
+    placer: Placer | None,
+    stop: asyncio.Event,
 ) -> Placement | None:
-    """Wait until the peer should move, or, that is None, stop.
+    """Wait until the peer should move, or, that is None, stop; `renewing` goes on until then.
 
     Raises UnavailableError when the compute thread dies: all steps would be refused.
     """
-    waits = [stop.wait(), asyncio.wait([served.compute.died])]
+    waits = [stop.wait(), asyncio.wait([served.compute.died]), renewing]
     if placer is not None:
         waits.append(placer.wait_for_move(served))
-    stopping, dying, *moving = await _race(*waits)
+    stopping, dying, *others = await _race(*waits)
     if not stopping.cancelled():
         return None
     if not dying.cancelled():
         raise UnavailableError("the compute thread has failed; start the peer again")
-    return moving[0].result()
+    return next(task for task in others if not task.cancelled()).result()
 
 
 async def _race(*waits: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:

@@ -42,6 +42,8 @@ def print_for_people(event: PeerEvent) -> None:
         for line in _describe_reach(facts):
             for part in terminal.wrap(line):
                 terminal.print(part)
+        if facts.get("is_relay"):
+            terminal.print("Relays for peers that nobody can dial (--no-relay turns this off).")
         _print_codes(terminal, facts.get("join_codes", {}))
     elif event.name == "loading":
         is_done = facts["done"] == facts["blocks"]
@@ -120,6 +122,8 @@ def _describe_event(event: PeerEvent) -> Iterator[str]:
             f"{_describe_speed(facts)}."
         )
         yield f"Computing with {facts['kernels']}. Press Ctrl-C to leave."
+    elif event.name == "speed":
+        yield f"Measured again: {_describe_speed(facts)}."
     elif event.name == "relayed":
         yield "The relays of this peer have changed. It is now reached through:"
         yield from facts["relays"]
@@ -129,6 +133,22 @@ def _describe_event(event: PeerEvent) -> Iterator[str]:
     elif event.name == "got_through":
         where = "this network" if facts["is_local"] else "the internet"
         yield f"First connection from {where}: {facts['host']}."
+    elif event.name == "gap":
+        blocks = facts["missing"]
+        yield f"Blocks {', '.join(blocks)} have no peer: no text can be generated until one comes."
+        for span in blocks:
+            yield f"Start one: shoal serve MODEL --blocks {span} --join CODE"
+    elif event.name == "gap_closed":
+        yield "All blocks have a peer again."
+    elif event.name == "lost":
+        yield (
+            "No sign of other peers any more: either all have ended, or this machine has lost its "
+            "network."
+        )
+    elif event.name == "found":
+        yield "Other peers are there again."
+    elif event.name == "relaying":
+        yield "Relays for a peer that nobody can dial (--no-relay turns this off)."
     elif event.name == "left":
         yield "Left the swarm."
 

@@ -109,14 +109,19 @@ class SelfDescription:
     ) -> None:
         """From now on tell what is served, how fast, and the load that `describe_load` add."""
         self.planned = None
+        self._template = replace(self._template, span=span, kernels=kernels)
+        self.change_speed(decode_steps_per_second, prefill_tokens_per_second)
+        self._describe_load = describe_load
+
+    def change_speed(
+        self, decode_steps_per_second: float, prefill_tokens_per_second: float
+    ) -> None:
+        """From now on tell another speed of what is served."""
         self._template = replace(
             self._template,
-            span=span,
-            kernels=kernels,
             decode_steps_per_second=_round(decode_steps_per_second),
             prefill_tokens_per_second=_round(prefill_tokens_per_second),
         )
-        self._describe_load = describe_load
 
     def move_behind(self, relays: Sequence[Relay]) -> None:
         """From now on tell that these carry streams to us, and that nobody can dial us."""

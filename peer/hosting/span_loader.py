@@ -19,7 +19,7 @@ from ..engine.loading.block_cache import open_block_cache
 from ..engine.loading.engine_loader import load_engine
 from ..process.config import PeerConfig
 from .hosted_model import RESERVE_BYTES, HostedModel
-from .throughput import Throughput, measure_throughput
+from .throughput import Throughput, measure_between_work, measure_throughput
 
 ReportLoading = Callable[[int, int], None]
 
@@ -35,13 +35,14 @@ class LoadError(ModelError):
         self.blocks = frozenset(blocks)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ServedSpan:
     """A span that is loaded, and what was measured of it."""
 
     engine: Engine
     compute: ComputeThread
     throughput: Throughput
+    """The newest that was told."""
     work: float
     """The cost of a step in all of its blocks; the average block of the model costs 1."""
     load_seconds: float
@@ -115,6 +116,12 @@ class SpanLoader:
     def measure(self, engine: Engine) -> Throughput:
         """Return how fast an engine is; runs on its compute thread."""
         return measure_throughput(engine)
+
+    async def measure_again(
+        self, served: ServedSpan, is_idle: Callable[[], bool]
+    ) -> Throughput | None:
+        """Measure a span that is served, unless there is work; see `measure_between_work`."""
+        return await measure_between_work(served.compute, served.engine, is_idle)
 
     def keep_blocks(self, engine: Engine, span: Span) -> dict[int, HostedBlock]:
         """Return the blocks of an engine to hold on to while a peer moves to another span.

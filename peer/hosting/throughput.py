@@ -1,18 +1,26 @@
-"""Measures what this machine makes of its span, once, before the first announcement."""
+"""Measures what this machine makes of its span: before the first announcement, and later again."""
 
+import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 
-from ...protocol.errors import CacheFullError
+from ...protocol.errors import CacheFullError, RefusedError
 from ..engine.cache.kv_cache import SessionCache
+from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
 from ..engine.steps import StepWork
 
+_logger = logging.getLogger(__name__)
+
 _PREFILL_TOKENS = 64
 _DECODE_STEPS = 8
+
+_NOTABLE_RATIO = 1.25
+"""Less is chance: what else a machine does for a second moves a measurement as much."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +30,20 @@ class Throughput:
     decode_steps_per_second: float
     prefill_tokens_per_second: float
 
+    def differs_notably(self, other: "Throughput") -> bool:
+        """Return whether another measurement is worth telling.
+
+        >>> Throughput(100.0, 900.0).differs_notably(Throughput(120.0, 1000.0))
+        False
+        >>> Throughput(100.0, 900.0).differs_notably(Throughput(100.0, 500.0))
+        True
+        """
+        ratios = (
+            self.decode_steps_per_second / other.decode_steps_per_second,
+            self.prefill_tokens_per_second / other.prefill_tokens_per_second,
+        )
+        return not all(1 / _NOTABLE_RATIO <= ratio <= _NOTABLE_RATIO for ratio in ratios)
+
 
 def measure_throughput(engine: Engine) -> Throughput:
     """Time a short prompt and some single tokens through all blocks. Runs where the engine runs.
@@ -29,7 +51,7 @@ def measure_throughput(engine: Engine) -> Throughput:
     Takes about ten decode steps; the first of each kind warms up and is not counted. A device that
     captures steps has done so afterwards.
     """
-    num_prefill = min(_PREFILL_TOKENS, max(1, engine.spec.max_positions - _DECODE_STEPS))
+    num_prefill = _choose_num_prefill(engine)
     cache = engine.pool.open(1, num_prefill + _DECODE_STEPS, engine.span)
     try:
         _time_step(engine, cache, 0, num_prefill)
@@ -41,6 +63,40 @@ def measure_throughput(engine: Engine) -> Throughput:
         cache.close()
     _capture_steps(engine)
     return Throughput(1 / median(decode_seconds[1:]), num_prefill / prefill_seconds)
+
+
+async def measure_between_work(
+    compute: ComputeThread, engine: Engine, is_idle: Callable[[], bool]
+) -> Throughput | None:
+    """Measure again while a peer serves; return None where it is not idle from begin to end.
+
+    The steps are queued as those of a client are, so that whoever comes waits for one at most.
+    """
+    num_prefill, seconds = _choose_num_prefill(engine), list[float]()
+    if not is_idle():
+        return None
+    try:
+        cache = await compute.call(
+            lambda: engine.pool.open(1, num_prefill + _DECODE_STEPS, engine.span)
+        )
+        try:
+            for index in range(_DECODE_STEPS + 1):
+                position = num_prefill + index - 1 if index else 0
+                step = _make_step(engine, cache, position, 1 if index else num_prefill)
+                seconds.append((await compute.submit(step)).compute_seconds)
+                if not is_idle():
+                    return None
+        finally:
+            compute.post(cache.close)
+    except (CacheFullError, RefusedError) as error:
+        _logger.info("the speed of this peer could not be measured again: %s", error)
+        return None
+    prefill_seconds, *decode_seconds = (max(each, 1e-9) for each in seconds)
+    return Throughput(1 / median(decode_seconds[1:]), num_prefill / prefill_seconds)
+
+
+def _choose_num_prefill(engine: Engine) -> int:
+    return min(_PREFILL_TOKENS, max(1, engine.spec.max_positions - _DECODE_STEPS))
 
 
 def _capture_steps(engine: Engine) -> None:
@@ -56,9 +112,9 @@ def _capture_steps(engine: Engine) -> None:
             cache.close()
 
 
-def _time_step(engine: Engine, cache: SessionCache, position: int, num_tokens: int) -> float:
+def _make_step(engine: Engine, cache: SessionCache, position: int, num_tokens: int) -> StepWork:
     hidden_BTH = torch.zeros(cache.num_rows, num_tokens, engine.spec.hidden_size)
-    work = StepWork(
+    return StepWork(
         cache=cache,
         position=position,
         hidden_BTH=hidden_BTH,
@@ -66,6 +122,10 @@ def _time_step(engine: Engine, cache: SessionCache, position: int, num_tokens: i
         last_token_only=True,
         decoded=num_tokens == 1,
     )
+
+
+def _time_step(engine: Engine, cache: SessionCache, position: int, num_tokens: int) -> float:
+    work = _make_step(engine, cache, position, num_tokens)
     started_at = time.perf_counter()
     (result,) = engine.execute([work])
     if isinstance(result, Exception):

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from ...protocol.net.clock import Clock
 from ...protocol.net.directory import KNOWN_PERIODS
 from ...protocol.net.network import Presence
 from ...protocol.net.retry import Backoff, Backoffs
-from ...protocol.records.announcements import PeerState
+from ...protocol.records.announcements import Announcement, PeerState
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
 from ..announcing.announcer import Announcer
@@ -201,8 +201,15 @@ class Placer:
         )
         return decide_placement(supply, candidate, self._rng)
 
+    def read_known(self) -> SwarmView:
+        """Return the swarm as it is known here, without asking anybody."""
+        now, records = self._clock.wall(), self._directory.records
+        return self._view(records.list_current(self._model.model_id, now))
+
     async def _look(self, max_age_seconds: float = 0.0) -> SwarmView:
-        announcements = await self._directory.lookup(self._model.model_id, max_age_seconds)
+        return self._view(await self._directory.lookup(self._model.model_id, max_age_seconds))
+
+    def _view(self, announcements: Sequence[Announcement]) -> SwarmView:
         return SwarmView.from_announcements(
             self._model.model_id, announcements, self._clock.wall(), self._model.num_blocks
         )

@@ -103,6 +103,9 @@ class SceneLoader(SpanLoader):
     def measure(self, engine: Any) -> Throughput:
         return SPEED
 
+    async def measure_again(self, served: Any, is_idle: Any) -> Throughput | None:
+        return None
+
 
 class _SceneModel(HostedModel):
     def read_free_bytes(self) -> int:

@@ -174,6 +174,7 @@ class InternetNetwork:
             "endpoints": [str(endpoint) for endpoint in endpoints],
             "relays": [str(relay) for relay in directory.relays],
             "directory_port": directory_port,
+            "is_relay": directory.is_relay,
         }
         if not self.initial_peers:
             facts["join_codes"] = make_codes(directory.membership, dialled)

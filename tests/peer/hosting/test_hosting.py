@@ -59,6 +59,38 @@ async def load(loader: SpanLoader, span: Span, kept: Any = None) -> tuple[int, d
         return served.engine.span.start, loader.keep_blocks(served.engine, LAST)
 
 
+@pytest.mark.parametrize(
+    ("idle_for", "is_measured"), [([True] * 10, True), ([False], False), ([True] * 4, False)]
+)
+def test_span_is_measured_again_only_while_the_peer_is_idle(
+    directory: Path, idle_for: list[bool], is_measured: bool
+) -> None:
+    async def test(loader: SpanLoader) -> None:
+        answers = iter(idle_for)
+        async with loader.serve(FIRST, {}, lambda *_: None) as served:
+            free_bytes = served.engine.pool.free_tokens
+
+            measured = await loader.measure_again(served, lambda: next(answers, False))
+
+            await served.compute.call(lambda: None)  # it has closed the cache by then
+            assert served.engine.pool.free_tokens == free_bytes
+            assert (measured is not None) == is_measured
+            if measured is not None:
+                assert measured.decode_steps_per_second > 0
+                assert measured.prefill_tokens_per_second > 0
+
+    run(directory, test)
+
+
+def test_full_cache_is_no_reason_to_end_where_a_span_is_measured_again(directory: Path) -> None:
+    async def test(loader: SpanLoader) -> None:
+        async with loader.serve(FIRST, {}, lambda *_: None) as served:
+            served.engine.pool.budget_bytes = 0
+            assert await loader.measure_again(served, lambda: True) is None
+
+    run(directory, test)
+
+
 def find_file_of_last_block(directory: Path) -> Path:
     """Return a file that holds nothing of the others."""
     for path in sorted(directory.glob("model-*.safetensors")):

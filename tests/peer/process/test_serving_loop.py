@@ -142,6 +142,7 @@ class CountingLoader:
         self.services: list[IdleService] = []
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.drain_seconds = 0.0
+        self.measured_again: Throughput | None = None
 
     @asynccontextmanager
     async def serve(
@@ -170,6 +171,9 @@ class CountingLoader:
             began_at=VirtualClock().now(),
             blocks_per_second=BLOCKS_PER_SECOND,
         )
+
+    async def measure_again(self, served: Any, is_idle: Any) -> Throughput | None:
+        return self.measured_again
 
     def make_service(self, served: Any) -> Any:
         self.services.append(IdleService(self.peer_id, served.span, self.drain_seconds))
@@ -360,6 +364,36 @@ async def test_gap_is_closed_by_one_peer_within_two_periods(world: World) -> Non
     assert mover.span == Span(0, 4)
     await asyncio.sleep(10 * PERIOD_SECONDS)
     assert sum(peer.num_moves for peer in world.peers) <= 2  # one may follow as a replica
+
+
+@in_world()
+async def test_speed_that_was_measured_under_load_does_not_stand_for_good(world: World) -> None:
+    peer = world.add(span=Span(0, 8))
+    await asyncio.sleep(PERIOD_SECONDS)
+    peer.loader.measured_again = Throughput(1.1 * BLOCKS_PER_SECOND / 8, 1100.0)
+    await asyncio.sleep(400.0)
+    (told,) = await world.read()
+    assert told.decode_steps_per_second == BLOCKS_PER_SECOND / 8, "that much is chance"
+
+    peer.loader.measured_again = Throughput(2 * BLOCKS_PER_SECOND / 8, 900.0)
+    await asyncio.sleep(700.0)
+
+    (told,) = await world.read()
+    assert told.decode_steps_per_second == 2 * BLOCKS_PER_SECOND / 8
+    assert told.prefill_tokens_per_second == 900.0
+    (event,) = [event for event in peer.events if event.name == "speed"]
+    assert event.facts["decode_steps_per_second"] == 2 * BLOCKS_PER_SECOND / 8
+
+
+@in_world()
+async def test_host_hears_of_a_gap_and_of_its_end(world: World) -> None:
+    peer = world.add(max_blocks=4)
+    await asyncio.sleep(2 * PERIOD_SECONDS)
+    assert peer.list_events() == ["placed", "online", "gap"]
+
+    world.add(max_blocks=4)
+    await asyncio.sleep(3 * PERIOD_SECONDS)
+    assert peer.list_events() == ["placed", "online", "gap", "gap_closed"]
 
 
 @in_world()

@@ -1,0 +1,85 @@
+"""What the host of a peer hears of its swarm: blocks without a peer, the loss of all others, and
+that the peer relays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+
+from ...protocol.ids import PeerId
+from ...protocol.records.announcements import Announcement, PeerState
+from ...protocol.records.swarm_view import SwarmView
+from ...protocol.spans import Span, find_gaps
+from ..announcing.announcer import Announcer
+from ..process.config import PeerEvent, Report
+
+
+class SwarmNews:
+    """Tells from one view of a swarm to the next what a host may want to act on, each thing once.
+
+    `gap` and `gap_closed`: blocks have no peer, nor one that is about to come, and all have one.
+    `lost` and `found`: there is no sign of others, though not all have said that they leave.
+    `relaying`: the peer carries streams to others for the first time.
+    """
+
+    def __init__(self, own_id: PeerId) -> None:
+        self._own_id = own_id
+        self._missing: set[int] = set()  # that was told, and have no peer yet
+        self._heard_of: set[PeerId] = set()
+        self._is_lost = False
+        self._has_relayed = False
+
+    def look(self, view: SwarmView) -> list[PeerEvent]:
+        """Return what is new in a view."""
+        others = [peer for peer in view.peers if peer.peer_id != self._own_id]
+        return [*self._look_at_others(others), *self._look_at_blocks(view)]
+
+    def _look_at_others(self, others: Sequence[Announcement]) -> Iterator[PeerEvent]:
+        there = {peer.peer_id for peer in others if peer.state is not PeerState.OFFLINE}
+        if there:
+            self._heard_of = there
+        else:
+            self._heard_of -= {peer.peer_id for peer in others}
+        if not there and self._heard_of and not self._is_lost:
+            self._is_lost = True
+            yield PeerEvent("lost", {"peers": sorted(self._heard_of)})
+        elif there and self._is_lost:
+            self._is_lost = False
+            yield PeerEvent("found", {"peers": sorted(there)})
+        carried = [
+            peer.peer_id
+            for peer in others
+            if peer.peer_id in there and self._own_id in (relay.peer_id for relay in peer.relays)
+        ]
+        if carried and not self._has_relayed:
+            self._has_relayed = True
+            yield PeerEvent("relaying", {"peers": carried})
+
+    def _look_at_blocks(self, view: SwarmView) -> Iterator[PeerEvent]:
+        coming = [peer.span for peer in view.peers if peer.state is PeerState.JOINING]
+        served = [peer.span for peer in view.online]
+        gaps = find_gaps(view.num_blocks, [*served, *coming])
+        missing, told = _list_blocks(gaps), self._missing
+        self._missing = missing | (told & _list_blocks(view.gaps))
+        if missing - told:
+            yield PeerEvent("gap", {"missing": [str(gap) for gap in gaps]})
+        elif told and not self._missing:
+            yield PeerEvent("gap_closed")
+
+
+def _list_blocks(spans: Sequence[Span]) -> set[int]:
+    return {block for span in spans for block in range(span.start, span.stop)}
+
+
+async def tell_news(read: Callable[[], SwarmView], announcer: Announcer, report: Report) -> None:
+    """Look at what is known of a swarm once in an announcement period, and report what is new.
+
+    Only while the peer is ONLINE: before and behind that its own blocks may be missing.
+    """
+    news = SwarmNews(announcer.peer_id)
+    while True:
+        await asyncio.sleep(announcer.period_seconds)
+        if announcer.state is PeerState.ONLINE:
+            for event in news.look(read()):
+                report(event)
