@@ -26,6 +26,7 @@ _COMMANDS = {
     "generate": "generate text with a swarm",
     "finetune": "fine-tune a model with your own data through a swarm",
     "publish": "publish an adapter to a swarm until Ctrl-C",
+    "models": "list the models that a swarm serves",
     "doctor": "find out what is broken in a swarm, and how to fix it",
     "bench": "benchmark a running swarm from this machine",
 }

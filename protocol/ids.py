@@ -54,6 +54,10 @@ CAPABILITY_BYTES = 16
 OFFER_NONCE_BYTES = 32
 MODEL_ID_CHARACTERS = 32
 
+NO_MODEL = ModelId("0" * MODEL_ID_CHARACTERS)
+"""In place of a model in a question about the whole swarm: which models it serves, and who is
+revoked."""
+
 # Fields that a loader or a save call adds and that do not change what the weights mean.
 _VOLATILE_CONFIG_FIELDS = frozenset(
     {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}

@@ -137,17 +137,7 @@ class _Screen:
                 )
             )
         self._terminal.print()
-        columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        is_wide = sum(columns) + 2 * len(columns) - 1 > self._terminal.width
-        for number, row in enumerate(rows):
-            *cells, endpoint = (cell.ljust(width) for cell, width in zip(row, columns, strict=True))
-            lines = (
-                [cells, [f"{' ' * columns[0]}  {endpoint}"]] if is_wide else [[*cells, endpoint]]
-            )
-            for line in (f" {'  '.join(line)}".rstrip() for line in lines):
-                if len(line) > self._terminal.width:
-                    line = line[: self._terminal.width - 1] + "…"
-                self._terminal.print(self._terminal.paint(line, "dim") if number == 0 else line)
+        self._terminal.print_table(rows)
         num_more = len(diagnosis.view.peers) - _MAX_ROWS
         if num_more > 0:
             self._terminal.print(f" … and {num_more} more (--json shows all)")

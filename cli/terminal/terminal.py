@@ -14,7 +14,7 @@ import textwrap
 import threading
 import time
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from ...protocol.errors import UnavailableError
@@ -165,6 +165,21 @@ class Terminal:
     def print(self, line: str = "") -> None:
         """Write one line."""
         self.write(line + "\n")
+
+    def print_table(self, rows: Sequence[Sequence[str]]) -> None:
+        """Write rows of cells in columns, the headings first.
+
+        Of a table that is too wide, the last column gets lines of its own; the rest is cut.
+        """
+        columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        is_wide = sum(columns) + 2 * len(columns) - 1 > self.width
+        for number, row in enumerate(rows):
+            *cells, last = (cell.ljust(width) for cell, width in zip(row, columns, strict=True))
+            lines = [cells, [f"{' ' * columns[0]}  {last}"]] if is_wide else [[*cells, last]]
+            for line in (f" {'  '.join(line)}".rstrip() for line in lines):
+                if len(line) > self.width:
+                    line = line[: self.width - 1] + "…"
+                self.print(self.paint(line, "dim") if number == 0 else line)
 
     def print_json(self, value: object) -> None:
         """Write a value as one line of JSON, in ASCII without control characters."""

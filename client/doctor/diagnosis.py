@@ -27,11 +27,11 @@ from ...protocol.limits import MAX_CLOCK_SKEW_SECONDS
 from ...protocol.membership.membership import Membership, Role
 from ...protocol.net.libp2p.multiaddrs import PeerAddress
 from ...protocol.net.tcp.tls import explain
-from ...protocol.records.announcements import Announcement, PeerState
+from ...protocol.records.announcements import PeerState
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span, find_gaps
 from .finding import Finding, FindingStatus
-from .peer_check import FIXES, PeerCheck, check_peer
+from .peer_check import FIXES, PeerCheck, check_peers
 from .probes import LIBP2P_GREETING, JoinedSwarm, ModelFacts, Probes
 from .reach_check import (
     LOCAL_FIX,
@@ -48,10 +48,6 @@ LOOKUP_SECONDS = 15.0
 REACH_SECONDS = 30.0
 """How long each check may take; joining alone is allowed ten seconds by the directory."""
 
-MAX_PEERS_ASKED = 64
-"""Of a large swarm only so many peers are asked, at most `_PEERS_AT_ONCE` at a time."""
-
-_PEERS_AT_ONCE = 8
 _WARNING_SKEW_SECONDS = 1.0
 
 
@@ -210,7 +206,7 @@ class Diagnosis:
         if self.view and not self.view.online:
             self.missing = (Span(0, model.num_blocks),)
         elif self.view:
-            self.checks = await self._ask_peers(self.view, joined)
+            self.checks = await check_peers(self.view.online, joined.transport, self.probes)
             self.missing = self._find_missing(self.view)
             self._note_peers(self.view)
             self._check_clocks()
@@ -299,17 +295,6 @@ class Diagnosis:
             return
         finding = judge_reach(listen_address, answers)
         self._note(finding.name, finding.status, finding.detail, finding.fix)
-
-    async def _ask_peers(self, view: SwarmView, joined: JoinedSwarm) -> list[PeerCheck]:
-        """Talk to the peers that say they are online."""
-        asked = sorted(view.online, key=lambda peer: peer.span)[:MAX_PEERS_ASKED]
-        turns = asyncio.Semaphore(_PEERS_AT_ONCE)
-
-        async def check(peer: Announcement) -> PeerCheck:
-            async with turns:
-                return await check_peer(peer, joined.transport, self.probes)
-
-        return list(await asyncio.gather(*(check(peer) for peer in asked)))
 
     def _find_missing(self, view: SwarmView) -> tuple[Span, ...]:
         """Return the blocks that no peer serves, without those that did not answer as announced."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import ssl
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -18,12 +19,18 @@ from ...protocol.errors import (
 from ...protocol.ids import NO_CLIENT
 from ...protocol.messages.session import Welcome
 from ...protocol.net.dialling import greet
+from ...protocol.net.tasks import cancel_all
 from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement
 from .probes import Probes
 
 PEER_SECONDS = 6.0
 """How long one endpoint of a peer may keep us waiting."""
+
+MAX_PEERS_ASKED = 64
+"""Of a large swarm only so many peers are asked, at most `_PEERS_AT_ONCE` at a time."""
+
+_PEERS_AT_ONCE = 8
 
 
 class PeerFault(StrEnum):
@@ -84,6 +91,34 @@ class PeerCheck:
     detail: str = ""
     rtt_seconds: float | None = None
     clock_ahead_seconds: float | None = None
+
+
+async def check_peers(
+    peers: Collection[Announcement],
+    transport: Transport,
+    probes: Probes,
+    seconds: float | None = None,
+) -> list[PeerCheck]:
+    """Talk to peers, `MAX_PEERS_ASKED` of them at most; `seconds` is how long that may take."""
+    turns = asyncio.Semaphore(_PEERS_AT_ONCE)
+
+    async def check(peer: Announcement) -> PeerCheck:
+        async with turns:
+            return await check_peer(peer, transport, probes)
+
+    # Of very many some for every block.
+    each = -(-len(peers) // MAX_PEERS_ASKED) or 1
+    asked = sorted(peers, key=lambda peer: peer.span)[::each]
+    asking = [asyncio.create_task(check(peer)) for peer in asked]
+    try:
+        done, _ = await asyncio.wait(asking, timeout=seconds) if asking else (set(), None)
+        late = PeerFault.SILENT, "it could not be asked in time"
+        return [
+            task.result() if task in done else PeerCheck(peer, *late)
+            for peer, task in zip(asked, asking, strict=True)
+        ]
+    finally:
+        await cancel_all(asking)
 
 
 async def check_peer(peer: Announcement, transport: Transport, probes: Probes) -> PeerCheck:

@@ -142,3 +142,7 @@ class RemoteCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Raise UsageError: the number of rows of a session is fixed."""
         raise UsageError("rows of a session cannot be dropped; open a new session with fewer rows")
+
+
+RemotePastKeyValues = RemoteCache
+"""Its name in PETALS."""

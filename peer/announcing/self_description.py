@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -12,7 +13,12 @@ from ...protocol.endpoints import Relay
 from ...protocol.errors import DirectoryError
 from ...protocol.ids import ModelId
 from ...protocol.net.network import Presence
-from ...protocol.records.announcements import Announcement, ComputeDtype, PeerState
+from ...protocol.records.announcements import (
+    Announcement,
+    ComputeDtype,
+    PeerState,
+    is_model_name,
+)
 from ...protocol.spans import Span
 from ...protocol.versions import MAX_VERSION, MIN_VERSION, SOFTWARE
 from ..engine.devices.device import COMPUTE_DTYPES
@@ -47,7 +53,11 @@ def make_template(
     """
     weights = WeightFormat(config.weights)
     relays = tuple(presence.relays)
+    folder = Path(config.model).expanduser()
+    # Of a path only the last part is told: the rest is nobody's business.
+    model_name = folder.resolve().name if folder.is_dir() else config.model
     return Announcement(
+        model_name=model_name if is_model_name(model_name) else "",
         peer_id=presence.identity.peer_id,
         model_id=model_id,
         num_blocks=num_blocks,

@@ -50,6 +50,14 @@ class Directory(Protocol):
         """
         ...
 
+    async def list_models(self) -> list[ModelId]:
+        """Return the models that peers of the swarm announce, in any order.
+
+        Complete in a small swarm, and what was found in a large one. Peers that know no such
+        question tell nothing. Raises DirectoryError when the directory cannot be reached.
+        """
+        ...
+
     async def close(self) -> None:
         """Leave the directory and end every process and task behind it; safe to call twice.
 

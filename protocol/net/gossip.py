@@ -131,6 +131,9 @@ class GossipDirectory:
                 await cancel_all([looking])
         return self.records.list_current(model_id, self._clock.wall())
 
+    async def list_models(self) -> list[ModelId]:
+        return await self._directory.list_models()
+
     async def close(self) -> None:
         await self._directory.close()
 

@@ -62,6 +62,10 @@ class AnnouncementBook:
         """Return how many announcements of a scope are known, hints included."""
         return len(self._scopes.get(scope, ()))
 
+    def list_scopes(self) -> list[str]:
+        """Return the scopes of which anything is known."""
+        return list(self._scopes)
+
     def reserve(self, scope: str) -> None:
         """Keep the room of a scope for it from now on, whatever happens in others."""
         self._reserved.add(scope)

@@ -6,6 +6,7 @@ knows where records are kept.
 
 from __future__ import annotations
 
+import re
 import zlib
 from dataclasses import dataclass
 from enum import StrEnum
@@ -25,6 +26,7 @@ MAX_ADAPTERS = 16
 MAX_RTTS = 16
 MAX_RELAYS = 4
 MAX_PARKED_AT = 8
+MAX_NAME_CHARACTERS = 96
 _ADAPTER_CHARACTERS = 16
 _ENDING_CHARACTERS = 8  # of a peer id: 47 bits
 
@@ -35,6 +37,9 @@ _ENDING_CHARACTERS = 8  # of a peer id: 47 bits
 _VERSION = b"\x02"
 _CONTEXT = b"shoal announcement 2\0"
 _HEADER_BYTES = len(_VERSION) + SIGNATURE_BYTES
+_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)?"
+"""A Hub id, or how a folder is called: it is shown in commands that people copy."""
+
 _MAX_COUNT = 2**53 - 1  # the largest whole number that every JSON reader keeps exactly
 
 # Changing a byte of it changes the format: records of old and new peers are not the same
@@ -84,6 +89,7 @@ _ModelId = Annotated[ModelId, Field(pattern=rf"^[0-9a-f]{{{MODEL_ID_CHARACTERS}}
 _Endpoint = Annotated[Endpoint, AfterValidator(check_endpoint)]
 _Ending = Annotated[str, Field(pattern=rf"^[1-9A-HJ-NP-Za-km-z]{{{_ENDING_CHARACTERS}}}$")]
 _Relay = Annotated[Relay, AfterValidator(_check_relay)]
+_ModelName = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS, pattern=rf"^({_NAME})?$")]
 _AdapterHash = Annotated[str, Field(pattern=rf"^[0-9a-f]{{{_ADAPTER_CHARACTERS}}}$")]
 _Version = Annotated[int, Field(ge=0, lt=2**16)]
 _Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
@@ -156,6 +162,9 @@ class Announcement:
     """How the ids of the peers end that hold connections which this one has opened, to push over
     them: it cannot be dialled. A whole id is no use; who finds another with the same end gains
     nothing by it."""
+    model_name: _ModelName = ""
+    """What the peer's owner calls the model, for people to read: a Hub id, or the last part of a
+    path. Anybody can say anything; what counts is the model id."""
     directory_port: Annotated[int, Field(ge=0, lt=2**16)] = 0
     """Port of libp2p at its first endpoint, where others can join through the peer; 0: none."""
 
@@ -201,6 +210,15 @@ class KnownRecord(NamedTuple):
     value: bytes
     digest: bytes
     """The short name that questions give it, see `digest_record`."""
+
+
+def is_model_name(text: str) -> bool:
+    """Return whether a model can be announced under a name.
+
+    >>> is_model_name("org/model"), is_model_name("story"), is_model_name("$(rm -r ~)")
+    (True, True, False)
+    """
+    return len(text) <= MAX_NAME_CHARACTERS and re.fullmatch(_NAME, text) is not None
 
 
 def shorten(peer_id: PeerId) -> str:

@@ -16,7 +16,7 @@ from itertools import chain, islice
 
 from ..errors import ErrorCode, RefusedError, RemoteProtocolError, RevokedError
 from ..fair_share import BUSY_SECONDS, Holder, RecentCosts
-from ..ids import ModelId, SessionId
+from ..ids import NO_MODEL, ModelId, SessionId
 from ..membership.membership import (
     NO_MEMBERSHIP,
     NONCE_BYTES,
@@ -116,6 +116,19 @@ class SwarmRecords:
             return known
         return [one for one in known if one.announcement.peer_id not in revoked]
 
+    def list_models(self, now: float) -> list[ModelId]:
+        """Return the models that somebody serves, or is about to, in any order."""
+        return [model_id for model_id, peers in self._list_by_model(now) if peers]
+
+    def _list_by_model(self, now: float) -> Iterator[tuple[ModelId, list[KnownRecord]]]:
+        """Yield each model with the records of its peers that have not left."""
+        for model_id in map(ModelId, self._book.list_scopes()):
+            records = self.list_records(model_id, now)
+            yield (
+                model_id,
+                [one for one in records if one.announcement.state is not PeerState.OFFLINE],
+            )
+
     def list_hints(self, model_id: ModelId, now: float) -> list[Announcement]:
         """Return announcements that have expired within a day, the newest first.
 
@@ -152,8 +165,8 @@ class SwarmRecords:
     def take(self, model_id: ModelId, value: bytes, now: float) -> None:
         """Remember the value of an announcement of a model, or of the owner's list.
 
-        Raises RemoteProtocolError if it is not valid, of another model or swarm, or older than what
-        is known.
+        With NO_MODEL it may be of any model. Raises RemoteProtocolError if it is not valid, of
+        another model or swarm, or older than what is known.
         """
         announcement = self._book.find(value)
         if announcement is not None:
@@ -165,9 +178,9 @@ class SwarmRecords:
             announcement = self._open_announcement(content, now)
         if announcement.peer_id in self.revocations.peer_ids:
             raise RemoteProtocolError(f"the owner has revoked peer {announcement.peer_id}")
-        if announcement.model_id != model_id:
+        if model_id not in (announcement.model_id, NO_MODEL):
             raise RemoteProtocolError("the record is of another model")
-        self._book.add(model_id, announcement, value, now)
+        self._book.add(announcement.model_id, announcement, value, now)
 
     def _open_announcement(self, content: bytes, now: float) -> Announcement:
         """Return what the content of a value announces, if its peer may serve."""
@@ -193,8 +206,13 @@ class SwarmRecords:
     def make_fetch(
         self, model_id: ModelId, now: float, rng: random.Random, max_bytes: int = MAX_RECORDS_BYTES
     ) -> RecordFetch:
-        """Return the question for records that are not known here; it brings our own."""
+        """Return the question for records that are not known here; it brings our own.
+
+        With NO_MODEL it asks which models there are: for a record of each that is not known here.
+        """
         known = self.list_records(model_id, now)
+        if model_id == NO_MODEL:
+            known = [one for _, peers in self._list_by_model(now) for one in peers]
         own = next((one.value for one in self._book.list_own(model_id, now)), b"")
         named = [digest_record(self._revocations_value)] if self._revocations_value else []
         if max_bytes >= MAX_RECORDS_BYTES:  # else the names would take more than the answer
@@ -215,7 +233,8 @@ class SwarmRecords:
         Raises RefusedError when it asks for more than is left for others.
         """
         is_asking = fetch.max_bytes >= _LEAST_RECORD_BYTES
-        num_read = self._book.count(model_id) if is_asking else 0
+        num_known = len(self._book) if model_id == NO_MODEL else self._book.count(model_id)
+        num_read = num_known if is_asking else 0
         num_bytes = fetch.max_bytes + len(fetch.known)
         cost = 1 + num_bytes // _COST_BYTES + num_read // _COST_RECORDS
         if not self._budget.take(stranger, cost, now):
@@ -225,10 +244,24 @@ class SwarmRecords:
         room = fetch.max_bytes - len(revocations)
         is_lacking = bool(revocations) and digest_record(revocations) not in known
         told = (revocations,) if is_lacking and room >= 0 else ()
-        records = self.list_records(model_id, now) if is_asking else ()
+        records: Collection[KnownRecord] = ()
+        if is_asking and model_id == NO_MODEL:
+            records = self._draw_of_each_model(known, now, rng)
+        elif is_asking:
+            records = self.list_records(model_id, now)
         own = self._book.list_own(model_id, now) if is_asking else ()
         chosen = choose_records(own, records, known, room if told else fetch.max_bytes, rng)
         return Records(fetch.question, (*told, *chosen), has_own)
+
+    def _draw_of_each_model(
+        self, known: Collection[bytes], now: float, rng: random.Random
+    ) -> list[KnownRecord]:
+        """Return a record of each model of which none of the `known` ones is."""
+        return [
+            rng.choice(peers)
+            for _, peers in self._list_by_model(now)
+            if peers and not any(one.digest in known for one in peers)
+        ]
 
     def take_all(self, model_id: ModelId, values: Iterable[bytes], now: float) -> int:
         """Take what is valid of what a stranger told; return how many were."""

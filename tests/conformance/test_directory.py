@@ -91,6 +91,20 @@ async def test_directory_knows_nothing_of_a_model_that_nobody_serves(
     assert await theirs.lookup(MODEL) == []
 
 
+async def test_directory_lists_the_models_that_somebody_serves(
+    ours: Directory, theirs: Directory, clock: ManualClock
+) -> None:
+    assert await theirs.list_models() == []
+    await ours.announce(sign(announce(clock, 1), 1))
+    await theirs.announce(sign(announce(clock, 2, model_id=OTHER_MODEL), 2))
+    left = announce(clock, 3, model_id=ModelId("c" * 32), state=PeerState.OFFLINE)
+    await ours.announce(sign(left, 3))
+
+    assert sorted(await ours.list_models()) == sorted(await theirs.list_models())
+    assert set(await theirs.list_models()) == {MODEL, OTHER_MODEL}
+    assert len(await ours.lookup(OTHER_MODEL)) == 1
+
+
 async def test_newer_announcement_replaces_older(
     ours: Directory, theirs: Directory, clock: ManualClock
 ) -> None:

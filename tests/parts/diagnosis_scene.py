@@ -13,6 +13,7 @@ from shoal.client.doctor.diagnosis import Diagnosis
 from shoal.client.doctor.finding import Finding
 from shoal.client.doctor.probes import LIBP2P_GREETING, JoinedSwarm, ModelFacts, Probes
 from shoal.client.doctor.reach_check import ListenAddress
+from shoal.client.doctor.served_models import ServedModel, find_served_models
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, ModelError, ShoalError
 from shoal.protocol.identity import Identity
@@ -83,15 +84,7 @@ class Swarm(ScriptedSwarm):
         model: ModelFacts | None = MODEL,
         listen_address: ListenAddress | None = None,
     ) -> Diagnosis:
-        probes = Probes(
-            self.clock,
-            self._dial,
-            self._greet_libp2p,
-            self._join,
-            self._check_certificate,
-            self._reach,
-        )
-        diagnosis = Diagnosis(probes, self.heard.append, self.membership, self.way_in)
+        diagnosis = Diagnosis(self._probes, self.heard.append, self.membership, self.way_in)
 
         def read_model() -> ModelFacts:
             if model is None:
@@ -100,6 +93,20 @@ class Swarm(ScriptedSwarm):
 
         await diagnosis.run(read_model, addresses, listen_address)
         return diagnosis
+
+    async def find_served_models(self) -> list[ServedModel]:
+        return await find_served_models(await self._join((ADDRESS,)), self._probes)
+
+    @property
+    def _probes(self) -> Probes:
+        return Probes(
+            self.clock,
+            self._dial,
+            self._greet_libp2p,
+            self._join,
+            self._check_certificate,
+            self._reach,
+        )
 
     async def _dial(self, host: str, port: int) -> None:
         if self.is_dial_silent:

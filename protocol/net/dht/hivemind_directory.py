@@ -23,7 +23,7 @@ from ...errors import (
     WrongSwarmError,
 )
 from ...identity import Identity
-from ...ids import MODEL_ID_CHARACTERS, ModelId, PeerId
+from ...ids import NO_MODEL, ModelId, PeerId
 from ...membership.membership import Membership, Revocations, make_public, sign_revocations
 from ...records.announcements import Announcement, PeerState, read_announcement
 from ...records.swarm_records import SwarmRecords
@@ -44,8 +44,9 @@ _MOST_KEPT = 64
 _KEEP_SECONDS = 10.0
 """How often at most known addresses are written to disk."""
 
-_NO_MODEL = ModelId("0" * MODEL_ID_CHARACTERS)
-"""In place of a model where only the owner's list is in question."""
+_MOST_LISTED = 4
+"""So many peers of a model, on the average, have it listed each time that all announce themselves:
+one of them is enough, and an announcement lives three times as long."""
 
 _RESTARTS = Backoff(1.0, 15.0, jitter_fraction=0.5)
 """How long p2pd is left alone after it has ended. An attacker who can end it at will has it started
@@ -237,7 +238,9 @@ class HivemindDirectory:
         self._models.add(model_id)
         self._check_is_running()
         await self._neighbourhood.restore(self._list_known())
-        answers = await self._node.records.bring(model_id, value)
+        answers, _ = await asyncio.gather(
+            self._node.records.bring(model_id, value), self._list_model(announcement, value)
+        )
         # Without any answer it is kept here, where newcomers may ask as well.
         if answers and not any(answers):
             raise DirectoryError("no node of the directory keeps our announcement")
@@ -250,6 +253,29 @@ class HivemindDirectory:
         self._check_is_running()
         self.records.reserve(model_id)
         self._models.add(model_id)
+        await self._search(model_id)
+        self._keep_addresses(_KEEP_SECONDS)
+        return self.records.list_current(model_id, self._clock.wall())
+
+    async def list_models(self) -> list[ModelId]:
+        """See Directory.list_models."""
+        self._check_is_running()
+        await self._search(NO_MODEL)
+        return self.records.list_models(self._clock.wall())
+
+    async def _list_model(self, announcement: Announcement, value: bytes) -> None:
+        """Bring an announcement to those who are asked which models there are, if it is our turn.
+
+        They need not be those who are asked about this model. Where many serve it, all of them
+        together bring a few.
+        """
+        num_peers = len(self.records.list_current(announcement.model_id, self._clock.wall()))
+        is_leaving = announcement.state is PeerState.OFFLINE
+        if not is_leaving and self._rng.random() * num_peers < _MOST_LISTED:
+            await self._node.records.bring(NO_MODEL, value)
+
+    async def _search(self, model_id: ModelId) -> None:
+        """Ask nodes about a model; raises DirectoryError where a reader finds none."""
         for _ in range(2):  # the first search may find out that every known neighbour is gone
             await self._neighbourhood.restore(self._list_known())
             await self._node.records.search(model_id)
@@ -258,8 +284,6 @@ class HivemindDirectory:
         else:
             if self._is_reader:
                 raise DirectoryError(f"no peer of the directory answers: {self._initial_texts}")
-        self._keep_addresses(_KEEP_SECONDS)
-        return self.records.list_current(model_id, self._clock.wall())
 
     def _keep_addresses(self, min_age_seconds: float) -> None:
         """Write down where we and others can be joined, if there are others and it has changed."""
@@ -291,7 +315,7 @@ class HivemindDirectory:
         DirectoryError when nobody tells who is revoked so far, or nobody takes the list.
         """
         self._check_is_running()
-        if not await self._node.records.search(_NO_MODEL):
+        if not await self._node.records.search(NO_MODEL):
             raise DirectoryError(
                 "no peer of the swarm says which peers are revoked so far, so nothing was changed; "
                 "check that one is running"
@@ -302,9 +326,7 @@ class HivemindDirectory:
         sequence = max(known.sequence + 1, int(self._clock.wall() * 1000))
         revocations = Revocations(sequence, known.peer_ids.union(peer_ids))
         record = sign_revocations(self.membership, revocations)
-        if not any(
-            await self._node.records.bring(_NO_MODEL, self.records.seal_revocations(record))
-        ):
+        if not any(await self._node.records.bring(NO_MODEL, self.records.seal_revocations(record))):
             raise DirectoryError("no peer of the swarm keeps the list; check that one is running")
         return revocations
 

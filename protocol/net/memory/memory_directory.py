@@ -58,6 +58,10 @@ class MemoryDirectory:
         self.records.take_all(model_id, [known.value for known in found], now)
         return self.records.list_current(model_id, now)
 
+    async def list_models(self) -> list[ModelId]:
+        self._check_is_reachable()
+        return self._store.records.list_models(self._clock.wall())
+
     async def close(self) -> None:
         self._is_closed = True
 

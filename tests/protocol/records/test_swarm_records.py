@@ -19,7 +19,7 @@ from shoal.peer.announcing.round_trip_times import MAX_ANNOUNCED_RTTS
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import RefusedError, RemoteProtocolError, RevokedError, UsageError
 from shoal.protocol.identity import Identity
-from shoal.protocol.ids import ModelId, PeerId
+from shoal.protocol.ids import NO_MODEL, ModelId, PeerId
 from shoal.protocol.limits import MAX_ANNOUNCEMENTS_PER_MODEL
 from shoal.protocol.membership.membership import (
     MAX_REVOKED,
@@ -32,7 +32,7 @@ from shoal.protocol.membership.membership import (
 )
 from shoal.protocol.messages.records import MAX_NAMED_RECORDS, MAX_RECORDS_BYTES, RecordFetch
 from shoal.protocol.records.announcement_book import AnnouncementBook
-from shoal.protocol.records.announcements import Announcement, sign_announcement
+from shoal.protocol.records.announcements import Announcement, PeerState, sign_announcement
 from shoal.protocol.records.coordinates import Coordinate
 from shoal.protocol.records.swarm_records import SwarmRecords
 from shoal.protocol.wire.codec import encode_frame
@@ -246,6 +246,44 @@ def test_two_members_know_the_same_after_one_question_each(membership: Membershi
     everyone = {identity_of(number).peer_id for number in (1, 2, 3, 4)}
     assert found(first) == found(second) == everyone
     assert ask(first, second) == ask(second, first) == 1
+
+
+@pytest.mark.parametrize("membership", [PUBLIC, SERVER], ids=str)
+def test_member_is_told_one_record_of_each_model_that_it_does_not_know(
+    membership: Membership,
+) -> None:
+    asker, answering = SwarmRecords(membership), SwarmRecords(membership)
+    models = [ModelId(letter * 32) for letter in "abcd"]
+    known = make_value(1, membership)
+    answering.take(MODEL, known, NOW)
+    for number, model_id in enumerate([*models[1:], *models], 2):
+        answering.take(model_id, make_value(number, membership, model_id=model_id), NOW)
+    left = make_value(9, membership, model_id=ModelId("e" * 32), state=PeerState.OFFLINE)
+    answering.take(ModelId("e" * 32), left, NOW)
+    asker.take(MODEL, make_value(10, membership), NOW)
+    asker.take(MODEL, known, NOW)
+    rng = random.Random(SEED)
+    fetch = asker.make_fetch(NO_MODEL, NOW, rng)
+
+    answer = answering.answer("stranger", NO_MODEL, fetch, NOW, rng)
+    asker.take_all(NO_MODEL, [*answer.records, b"junk"], NOW)
+
+    assert len(answer.records) == 3
+    assert sorted(asker.list_models(NOW)) == models
+    fetch = asker.make_fetch(NO_MODEL, NOW, rng)
+    assert answering.answer("stranger", NO_MODEL, fetch, NOW, rng).records == ()
+
+
+def test_record_that_is_brought_for_the_list_of_models_is_kept_with_its_model() -> None:
+    rng = random.Random(SEED)
+    asker, answering = SwarmRecords(PUBLIC), SwarmRecords(PUBLIC)
+    fetch = replace(asker.make_fetch(NO_MODEL, NOW, rng, 1), own=make_value(writer=PUBLIC))
+
+    answer = answering.answer("stranger", NO_MODEL, fetch, NOW, rng)
+
+    assert answer.has_own
+    assert found(answering) == {identity_of(1).peer_id}
+    assert answering.list_models(NOW) == [MODEL]
 
 
 def test_asker_hears_whether_its_own_record_is_kept() -> None:
