@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     parser.add_argument(
         "folder", type=Path, metavar="DIR",
-        help="LoRA adapter: --out of `shoal finetune --method lora`, or a folder saved by PEFT",
+        help="LoRA adapter: --out of `shoal finetune` (--method lora), or a folder saved by PEFT",
     )  # fmt: skip
     add_join_arguments(parser)
     add_wait_argument(parser, 0.0)

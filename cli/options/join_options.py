@@ -56,7 +56,7 @@ def read_joining(options: argparse.Namespace, alternative: str = "") -> Joining:
         join = _read_variable()
     if not join and not options.initial_peers:
         raise UsageError(
-            "no swarm is given: pass --join CODE, the code that `shoal serve --new-swarm` "
+            "no swarm is given: pass --join CODE, the code that `shoal serve MODEL --new-swarm` "
             f"printed, or --initial-peers ADDRESS, the address of any peer{alternative}"
         )
     known = [] if options.initial_peers else _find_known(join)

@@ -119,7 +119,7 @@ def find_network(config: ClientConfig) -> Network:
     """Return TCP, with libp2p for relayed peers, and the DHT, joined by code or initial peers."""
     if not config.initial_peers and not config.join:
         raise UsageError(
-            "no swarm is given: pass join='shoal:…', the code that `shoal serve --new-swarm` "
+            "no swarm is given: pass join='shoal:…', the code that `shoal serve MODEL --new-swarm` "
             "prints, or initial_peers=[...], addresses that `shoal serve` and `shoal swarm` print"
         )
     membership, addresses = parse_join_arguments(config.join, config.initial_peers)

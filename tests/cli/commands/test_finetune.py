@@ -72,7 +72,7 @@ def test_without_a_swarm_one_is_told_how_to_start_one(
 
     sentence = fail(command, capsys)
 
-    assert "--join CODE, the code that `shoal serve --new-swarm` printed" in sentence
+    assert "--join CODE, the code that `shoal serve MODEL --new-swarm` printed" in sentence
     assert "`shoal swarm shoal-stories --peers 2` in another terminal" in sentence
 
 
