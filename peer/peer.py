@@ -18,7 +18,12 @@ from ..protocol.net.clock import Clock
 from ..protocol.net.gossip import GossipDirectory
 from ..protocol.net.network import Network, Presence, join_patiently
 from .announcing.announcer import Announcer, announce_offline
-from .announcing.self_description import SelfDescription, make_template, watch_relays
+from .announcing.self_description import (
+    SelfDescription,
+    make_template,
+    watch_addresses,
+    watch_relays,
+)
 from .hosting.span_loader import SpanLoader
 from .placement.placer import PlacedModel, Placer
 from .process.background import BackgroundTasks, LoopLag
@@ -118,6 +123,7 @@ class Peer:
         tasks.begin(connections.round_trip_times.run())
         gossip_seconds = max(period_seconds / _GOSSIPS_PER_PERIOD, _LEAST_GOSSIP_SECONDS)
         tasks.begin(directory.run(model.model_id, gossip_seconds))
+        tasks.begin(watch_addresses(presence, description, announcer, report))
         if connections.reverse is not None:
             tasks.begin(watch_relays(presence, model.model_id, description, announcer, report))
             tasks.begin(connections.reverse.run(partial(_note_parked, announcer, report)))
@@ -125,10 +131,6 @@ class Peer:
         for listener in presence.listeners:
             stack.push_async_callback(listener.close)
         stack.callback(lambda: _logger.info("the peer stopped; its loop lag was %r", lag))
-        address = {
-            "endpoint": str(template.all_endpoints[0]),
-            "addresses": list(directory.addresses),
-        }
         loop = ServingLoop(
             loader,
             partial(make_service, presence, loader, connections, announcer.renew_now, clock),
@@ -136,7 +138,10 @@ class Peer:
             announcer,
             description,
             report,
-            address,
+            lambda: {
+                "endpoint": str(description.endpoint),
+                "addresses": list(directory.addresses),
+            },
             config.drain_seconds,
         )
         placed = PlacedModel(model.model_id, model.sizes.work, model.find_room())

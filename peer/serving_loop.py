@@ -39,7 +39,7 @@ MakeService = Callable[[ServedSpan], Service]
 
 @dataclass(frozen=True)
 class ServingLoop:
-    """Serves one span after the other. `address` says for people where the peer is found."""
+    """Serves one span after the other. `find_address` says for people where the peer is found."""
 
     loader: SpanLoader
     make_service: MakeService
@@ -47,7 +47,7 @@ class ServingLoop:
     announcer: Announcer
     description: SelfDescription
     report: Report
-    address: Mapping[str, object]
+    find_address: Callable[[], Mapping[str, object]]
     drain_seconds: float
 
     async def run(
@@ -121,7 +121,7 @@ class ServingLoop:
         self.handler.service = service
         # A peer that was announced is announced again as soon as the directory can be written.
         await self._announce_if_possible(PeerState.ONLINE)
-        self.report(PeerEvent("online", {**self._describe(served), **self.address}))
+        self.report(PeerEvent("online", {**self._describe(served), **self.find_address()}))
 
     async def _renew_speed(self, served: ServedSpan, service: Service) -> None:
         """Measure again and again where the peer is idle, and tell a speed that has changed.

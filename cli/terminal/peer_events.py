@@ -39,12 +39,10 @@ def print_for_people(event: PeerEvent) -> None:
             terminal.print("Joined the directory. Others can join through:")
             for address in facts["dialled"]:
                 terminal.print(f"  {address}")
-        for line in _describe_reach(facts):
-            for part in terminal.wrap(line):
-                terminal.print(part)
-        if facts.get("is_relay"):
-            terminal.print("Relays for peers that nobody can dial (--no-relay turns this off).")
-        _print_codes(terminal, facts.get("join_codes", {}))
+        _print_reach(terminal, facts)
+    elif event.name == "addresses":
+        terminal.print(f"{time.strftime('%H:%M:%S')} The addresses of this peer have changed.")
+        _print_reach(terminal, facts)
     elif event.name == "loading":
         is_done = facts["done"] == facts["blocks"]
         if terminal.can_redraw or is_done:
@@ -57,12 +55,24 @@ def print_for_people(event: PeerEvent) -> None:
                 terminal.print(line)
 
 
+def _print_reach(terminal: Terminal, facts: dict[str, Any]) -> None:
+    """Print from where others reach the peer, and the codes that say so."""
+    for line in _describe_reach(facts):
+        for part in terminal.wrap(line):
+            terminal.print(part)
+    if facts.get("is_relay"):
+        terminal.print("Relays for peers that nobody can dial (--no-relay turns this off).")
+    _print_codes(terminal, facts.get("join_codes", {}))
+
+
 def _describe_reach(facts: dict[str, Any]) -> Iterator[str]:
     """Yield from where others reach the peer, and what to do where not everybody may."""
     first, places = facts["endpoints"][0], ", ".join(facts["endpoints"])
     if facts["relays"]:
         relays = [str(Endpoint(*split_multiaddr(text))) for text in facts["relays"]]
         yield f"Behind a NAT, through {count_of(len(relays), 'relay')}: {', '.join(relays)}."
+    elif facts["reach"] == "machine" and facts["listens_everywhere"]:
+        yield f"This machine is in no network yet: reachable on it only, at {places}."
     elif facts["reach"] == "machine":
         yield f"Reachable on this machine only, at {places}."
     elif facts["reach"] == "internet":
@@ -81,6 +91,8 @@ def _describe_reach(facts: dict[str, Any]) -> Iterator[str]:
             )
     else:
         yield f"Reachable in this network only, at {places}."
+        if facts["reach"] != "network":
+            yield "Others cannot dial it any more: start it again, and it looks for a relay."
 
 
 def _describe_memory(facts: dict[str, Any]) -> str:

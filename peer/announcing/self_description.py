@@ -5,11 +5,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ...kernels.linear.quantize import WeightFormat
-from ...protocol.endpoints import Relay
+from ...protocol.endpoints import Endpoint
 from ...protocol.errors import DirectoryError
 from ...protocol.ids import ModelId
 from ...protocol.net.network import Presence
@@ -52,7 +53,6 @@ def make_template(
     Of kernels it says nothing: which are fastest is measured with the threads that the engine gets.
     """
     weights = WeightFormat(config.weights)
-    relays = tuple(presence.relays)
     folder = Path(config.model).expanduser()
     # Of a path only the last part is told: the rest is nobody's business.
     model_name = folder.resolve().name if folder.is_dir() else config.model
@@ -63,10 +63,7 @@ def make_template(
         num_blocks=num_blocks,
         span=Span(0, num_blocks),
         state=PeerState.JOINING,
-        endpoints=() if relays else tuple(presence.endpoints),
-        relays=relays,
-        relay_port=presence.relay_port,
-        directory_port=presence.directory_port,
+        **_describe_place(presence),
         min_version=MIN_VERSION,
         max_version=MAX_VERSION,
         software=SOFTWARE,
@@ -77,6 +74,16 @@ def make_template(
         expires_at=LIFETIME_PERIODS * config.announce_period_seconds,
         takes_passes=config.pass_bytes != 0,
     )
+
+
+def _describe_place(presence: Presence) -> dict[str, Any]:
+    """Return where others reach the peer; those that relays carry to cannot be dialled."""
+    return {
+        "endpoints": () if presence.relays else tuple(presence.endpoints),
+        "relays": tuple(presence.relays),
+        "relay_port": presence.relay_port,
+        "directory_port": presence.directory_port,
+    }
 
 
 class SelfDescription:
@@ -133,9 +140,14 @@ class SelfDescription:
             prefill_tokens_per_second=_round(prefill_tokens_per_second),
         )
 
-    def move_behind(self, relays: Sequence[Relay]) -> None:
-        """From now on tell that these carry streams to us, and that nobody can dial us."""
-        self._template = replace(self._template, endpoints=(), relays=tuple(relays))
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where others reach the peer first."""
+        return self._template.all_endpoints[0]
+
+    def move(self, presence: Presence) -> None:
+        """From now on tell where others reach the peer now."""
+        self._template = replace(self._template, **_describe_place(presence))
 
     def end_serving(self) -> None:
         """From now on tell of no load: there is nothing that has one."""
@@ -193,9 +205,26 @@ async def watch_relays(
     while True:
         try:
             if await presence.renew_relays(model_id):
-                description.move_behind(presence.relays)
+                description.move(presence)
                 announcer.renew_now()
                 report(PeerEvent("relayed", {"relays": [str(relay) for relay in presence.relays]}))
         except DirectoryError as error:
             _logger.warning("could not renew the relays of this peer: %s", error)
         await asyncio.sleep(_LOOK_FOR_RELAYS_SECONDS)
+
+
+async def watch_addresses(
+    presence: Presence, description: SelfDescription, announcer: Announcer, report: Report
+) -> None:
+    """In each period look where others reach us; announce and report what changes (`addresses`).
+
+    A machine may start before its network, and change it while it runs.
+    """
+    while True:
+        await asyncio.sleep(announcer.period_seconds)
+        endpoints = presence.endpoints
+        if await presence.renew_addresses():
+            description.move(presence)
+            announcer.renew_now()
+        if presence.endpoints != endpoints and not presence.relays:
+            report(PeerEvent("addresses", dict(presence.facts)))

@@ -51,9 +51,10 @@ def list_own_hosts(listen_host: str) -> list[str]:
     if listen_host not in EVERYWHERE:
         return [listen_host]
     family = socket.AF_INET6 if ":" in listen_host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as asking:
-        found: dict[str, None] = {}
-        bridges: dict[str, None] = {}
+    found: dict[str, None] = {}
+    bridges: dict[str, None] = {}
+    # Not every system has IPv6.
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex() if family == socket.AF_INET else ():
             is_bridge = os.path.exists(f"/sys/class/net/{name}/bridge")
             with suppress(OSError):  # it has no address

@@ -24,6 +24,15 @@ _PAUSES = Backoff(2.0, 60.0)
 """Between attempts to join: a machine may start before its network, or before its swarm."""
 
 
+@dataclass(frozen=True)
+class Addresses:
+    """Where others reach a peer at one time; see the fields of Presence."""
+
+    endpoints: Sequence[Endpoint]
+    facts: Mapping[str, object]
+    relay_port: int = 0
+
+
 @dataclass
 class Presence:
     """A peer that has joined: others can reach it, and it can dial them. Its peer closes it."""
@@ -52,6 +61,8 @@ class Presence:
     """The port at which the peer is a relay of others; 0: it is none."""
     find_relays: Callable[[ModelId], Awaitable[Sequence[Relay]]] | None = None
     """Replaces relays that are gone, also by peers of a model; returns those that carry now."""
+    find_addresses: Callable[[], Awaitable[Addresses]] | None = None
+    """Looks where others reach the peer by now: a machine may change its network."""
 
     async def renew_relays(self, model_id: ModelId) -> bool:
         """Replace relays that are gone; return whether they changed. Does nothing without relays.
@@ -62,6 +73,18 @@ class Presence:
         if self.find_relays is not None:
             self.relays = await self.find_relays(model_id)
         return self.relays != before
+
+    async def renew_addresses(self) -> bool:
+        """Look where others reach us by now; return whether there is something new to announce."""
+        before = self.endpoints, self.relay_port
+        if self.find_addresses is not None:
+            found = await self.find_addresses()
+            self.endpoints, self.facts, self.relay_port = (
+                found.endpoints,
+                found.facts,
+                found.relay_port,
+            )
+        return (self.endpoints, self.relay_port) != before
 
     async def close(self) -> None:
         """Leave the directory and break the remaining connections; safe to call twice."""

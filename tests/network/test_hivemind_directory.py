@@ -24,7 +24,6 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 from processes import children_of, is_running
 from swarm_values import make_values
 
-from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, UnavailableError, UsageError, WrongSwarmError
 from shoal.protocol.ids import MODEL_ID_CHARACTERS
 from shoal.protocol.membership.membership import Membership, Role, make_owner, make_public
@@ -34,6 +33,7 @@ from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
 from shoal.protocol.net.dht.known_addresses import AddressFolder, KnownAddresses
 from shoal.protocol.net.libp2p import p2p_daemon
 from shoal.protocol.net.libp2p.multiaddrs import PeerAddress, split_multiaddr
+from shoal.protocol.net.tcp.dial_rules import DialRules
 from shoal.protocol.records.swarm_records import SwarmRecords
 from shoal.protocol.spans import Span
 from shoal.protocol.wire.codec import check_kind, decode_frame, encode_frame
@@ -63,7 +63,7 @@ async def test_reader_neither_listens_nor_announces(dht: Directories) -> None:
     server = await dht.join()
     reader = await dht.read(server.addresses)
 
-    assert reader.addresses == ()
+    assert not reader.addresses
     with pytest.raises(UsageError, match="only reads"):
         await reader.announce(sign_now(1))
 
@@ -363,7 +363,8 @@ async def test_announced_address_in_a_local_network_is_dialled_from_there_only(
     async with await asyncio.start_server(count, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         local = await dht.join([], 1)
-        public = await dht.join([], 2, endpoints=[Endpoint("192.0.2.1", 4000)])
+        rules = DialRules(CLOCK, ["192.0.2.1"])
+        public = await dht.join([], 2, rules=rules)
         for number, directory, expected in ((2, public, False), (1, local, True)):
             stranger = SwarmRecords(directory.membership)
             value = stranger.add_own(sign_now(3, directory_port=port), CLOCK.wall())
@@ -372,6 +373,12 @@ async def test_announced_address_in_a_local_network_is_dialled_from_there_only(
             await directory.announce(sign_now(number))
 
             assert (num_dials > 0) == expected
+
+        rules.move(["127.0.0.1"])
+        num_dials = 0
+        await public.announce(sign_now(2))
+
+        assert num_dials > 0
 
 
 async def test_swarm_stays_whole_when_the_peer_that_began_it_begins_it_again(

@@ -31,6 +31,9 @@ DECODED_BYTES = 8 * 2**10
 
 TEXT_TOKENS = 400
 
+OFTEN = ("--announce-period", "2")
+"""So that addresses that change are noticed soon."""
+
 FORGETTING_SECONDS = 20
 """How long NAT a remembers a connection over which nothing goes."""
 
@@ -206,6 +209,59 @@ def test_peer_behind_a_nat_that_lets_its_port_through_announces_the_address_outs
         assert peer.directory["reach"] == "internet"
         hosts = (ROUTER_HOSTS["b"], HOME_HOSTS["b"])
         assert peer.directory["endpoints"] == [f"{host}:4444" for host in hosts]
+
+
+def test_peer_that_starts_before_its_network_is_reached_when_that_is_there() -> None:
+    with nat_networks() as networks, contextlib.ExitStack() as stack:
+        networks.remove_address("public", PUBLIC_HOST)
+        peer = start_peer(networks, stack, "public", None, "0:8", "--new-swarm", *OFTEN)
+        assert peer.directory["reach"] == "machine"
+
+        networks.add_address("public", PUBLIC_HOST)
+        moved = read_event(peer.process, "addresses")
+
+        assert moved["endpoints"] == [f"{PUBLIC_HOST}:{peer.facts['endpoint'].split(':')[1]}"]
+        generate_in(networks, "home-a", *moved["join_codes"].values())
+
+
+def test_peers_whose_addresses_change_are_found_at_the_new_ones() -> None:
+    """Both change theirs, one after the other, so that none of the first addresses is left."""
+    with nat_networks() as networks, contextlib.ExitStack() as stack:
+        first = start_peer(networks, stack, "public", None, "0:4", "--new-swarm", *OFTEN)
+        (code,) = first.directory["join_codes"].values()
+        other = start_peer(networks, stack, "router-b", None, "4:8", "--join", code, *OFTEN)
+        read_event(first.process, "got_through")
+
+        networks.remove_address("router-b", ROUTER_HOSTS["b"])
+        networks.add_address("router-b", "198.51.100.13")
+        read_event_with(other.process, "198.51.100.13")
+        generate_in(networks, "home-a", code)
+        networks.remove_address("public", PUBLIC_HOST)
+        networks.add_address("public", "198.51.100.11")
+        moved = read_event_with(first.process, "198.51.100.11")
+
+        generate_in(networks, "home-a", *moved["join_codes"].values())
+
+
+def read_event_with(peer: subprocess.Popen[bytes], host: str) -> dict[str, Any]:
+    """Return what a peer says when it is announced at a host."""
+    while True:
+        event = read_event(peer, "addresses")
+        if any(endpoint.startswith(f"{host}:") for endpoint in event["endpoints"]):
+            return event
+
+
+def generate_in(networks: NatNetworks, where: str, code: str) -> None:
+    """Generate a text by a code from somewhere, as soon as the whole model is found."""
+    command = (sys.executable, "-P", "-m", "shoal.cli", "generate", MODEL, PROMPT, "--join", code)
+    done = warm_python.run(
+        networks.command(where, *command, "--max-new-tokens", "4", "--json"),
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["text"].endswith(generate_alone(4))
 
 
 @pytest.mark.thorough

@@ -82,6 +82,14 @@ class NatNetworks:
             for rule in rules:
                 _run(*self.command(router, "iptables", *rule.format("-D").split()))
 
+    def add_address(self, name: str, host: str) -> None:
+        """Give a machine of the public network an address there."""
+        self._ip(name, f"addr add {host}/24 dev {_find_device(name)}")
+
+    def remove_address(self, name: str, host: str) -> None:
+        """Take it away; no connection that uses it is told."""
+        self._ip(name, f"addr del {host}/24 dev {_find_device(name)}")
+
     def forget_after(self, letter: str, seconds: int) -> None:
         """Have a NAT forget connections over which nothing went for so long."""
         path = "/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_established"
@@ -112,6 +120,10 @@ class NatNetworks:
 
     def _ip(self, name: str, words: str) -> None:
         _run("ip", "-n", self._prefix + name, *words.split())
+
+
+def _find_device(name: str) -> str:
+    return "public" if name == "public" else "wan"
 
 
 @contextlib.contextmanager

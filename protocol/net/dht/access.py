@@ -9,6 +9,7 @@ import logging
 import random
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ...endpoints import Endpoint, Relay, is_loopback
@@ -73,17 +74,43 @@ class Access(NamedTuple):
     membership: Membership
     peers: Sequence[PeerAddress]
     """Those that were joined through."""
-    addresses: Sequence[str]
-    """Addresses at which others reach this p2pd; none where it only asks."""
+    visible: Sequence[str]
+    """Addresses at which this p2pd listens; none where it only asks."""
     relay_selection: RelaySelection | None
     """The relays that carry streams to us, where others cannot dial us."""
     reach: Reach
     """From where others can dial us."""
 
     @property
+    def hosts(self) -> list[str]:
+        """Where others can dial us, best first: maybe also at the address of a NAT."""
+        return self.reach.list_hosts([at.host for at in self.place.endpoints])
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Addresses at which others reach this p2pd; none where it only asks."""
+        return replace_hosts(self.visible, self.hosts if self.place.is_dialled else [])
+
+    @property
     def is_relay(self) -> bool:
         """Whether others may take us for a relay: we want to be one, and can be dialled."""
         return self.place.is_dialled and self.place.is_relay and not self.reach.needs_relay
+
+    def move(self, own_hosts: Sequence[str]) -> Access:
+        """Return what this is at other hosts of this machine; see `HivemindDirectory.move`."""
+        endpoints = [replace(self.place.endpoints[0], host=host) for host in own_hosts]
+        is_own = self.reach.seen_host in [endpoint.host for endpoint in self.place.endpoints]
+        reach = Reach(Scope.UNKNOWN) if is_own else self.reach
+        return self._replace(place=self.place._replace(endpoints=endpoints), reach=reach)
+
+    async def ask_again(self) -> Reach | None:
+        """Return what those that were joined through say now of our endpoint; None if nothing."""
+        place = self.place
+        if place.listening is None or self.relay_selection is not None:
+            return self.reach
+        among, (host, _) = {peer.peer_id for peer in self.peers}, place.listening
+        reach = await find_reach(self.p2p, place.endpoints[0], host, among)
+        return None if reach.scope is Scope.UNKNOWN else reach
 
 
 async def open_access(
@@ -165,9 +192,7 @@ async def _begin(
         host, _ = place.listening
         _, port = split_multiaddr(visible[0])
         place = place._replace(listening=(host, port))
-        hosts = [at.host for at in place.endpoints] if place.is_dialled else []
-        addresses = replace_hosts(visible, reach.list_hosts(hosts))
-        return Access(p2p, place, membership, peers, addresses, selection, reach)
+        return Access(p2p, place, membership, peers, visible, selection, reach)
 
 
 async def make_reachable(

@@ -183,14 +183,37 @@ class HivemindDirectory:
         return str(self._access.reach.scope)
 
     @property
+    def own_hosts(self) -> Sequence[str]:
+        """The hosts of this machine where we are announced, reached or not."""
+        return [endpoint.host for endpoint in self._access.place.endpoints]
+
+    @property
     def hosts(self) -> Sequence[str]:
         """Where others can dial our endpoints, best first: maybe also at the address of a NAT."""
-        return self._access.reach.list_hosts([at.host for at in self._access.place.endpoints])
+        return self._access.hosts
 
     @property
     def is_relay(self) -> bool:
         """Whether others may take us for a relay."""
         return self._access.is_relay
+
+    def move(self, own_hosts: Sequence[str]) -> None:
+        """From now on be at other hosts of this machine, whether others can dial us there or not.
+
+        Where a router forwards our port we may still be reached at its address.
+        """
+        self._node = self._node._replace(access=self._access.move(own_hosts))
+
+    async def renew_reach(self) -> bool:
+        """Ask those that we joined through once more whether they can dial us.
+
+        Return whether any of them told. Nobody else is believed, and nobody is asked for a peer
+        behind relays, which stays there.
+        """
+        reach = await self._access.ask_again()
+        if reach is not None:
+            self._node = self._node._replace(access=self._access._replace(reach=reach))
+        return reach is not None
 
     @property
     def joined_through(self) -> Sequence[str]:
@@ -354,7 +377,7 @@ class HivemindDirectory:
                 await ended.close()
             except Exception as error:  # noqa: BLE001 - as below
                 _logger.debug("what is left of p2pd could not be cleared away: %r", error)
-            while self._node is ended:
+            while self._node.p2pd is ended.p2pd:
                 restarts.note_failure()
                 await restarts.pause()
                 if not was_told:  # nor is it where we leave: whoever ends us may end p2pd as well

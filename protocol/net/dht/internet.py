@@ -11,17 +11,25 @@ from ...endpoints import Endpoint, is_loopback
 from ...identity import Identity
 from ...membership.join_code import make_codes
 from ...membership.membership import Membership
-from ..addresses import check_can_be_dialled, is_address, list_own_hosts
+from ..addresses import EVERYWHERE, check_can_be_dialled, is_address, list_own_hosts
 from ..clock import Clock
 from ..directory import Directory
 from ..libp2p.multiaddrs import replace_hosts, split_multiaddr
-from ..network import Presence
+from ..network import Addresses, Presence
 from ..tcp.dial_rules import DialRules, find_local_network
 from ..transport import ChoosingTransport, Listener, Stream, StreamServer, Transport
 from .known_addresses import AddressFolder
 
 if TYPE_CHECKING:
+    from ..relays.port_mapping import PortMapping
     from .hivemind_directory import HivemindDirectory
+
+
+_NOWHERE = ["127.0.0.1"]
+"""Where a machine is dialled that is in no network."""
+
+_LOOKS_PER_QUESTION = 20
+"""How often others are asked at which address of a router they see us: in ten minutes once."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,7 @@ class Listening:
     def list_hosts(self) -> list[str]:
         """Return the hosts that others may dial; loopback where this machine is in no network."""
         hosts = [self.announce_host] if self.announce_host else list_own_hosts(self.host)
-        return hosts or ["127.0.0.1"]
+        return hosts or list(_NOWHERE)
 
 
 @dataclass(frozen=True)
@@ -93,8 +101,9 @@ class InternetNetwork:
             rules = DialRules(self.clock, hosts)
             transport = TcpTransport.of_peer(identity, self.membership, rules)
             stack.push_async_callback(transport.close)
-            watched = self._watch(serve, list_own_hosts(where.host))
-            listeners: list[Listener] = [await transport.listen(where.host, where.port, watched)]
+            listeners: list[Listener] = [
+                await transport.listen(where.host, where.port, self._watch(serve))
+            ]
             listening = listeners[0].endpoint
             mapping = None
             if where.maps_ports:
@@ -103,6 +112,7 @@ class InternetNetwork:
                 mapping = await stack.enter_async_context(open_mapping())
                 await mapping.add(listening.port)
                 hosts = [mapping.host, *hosts]
+            endpoints = [replace(listening, host=host) for host in hosts]
             directory = await HivemindDirectory.join(
                 self.initial_peers,
                 identity=identity,
@@ -110,7 +120,7 @@ class InternetNetwork:
                 port=where.directory_port,
                 clock=self.clock,
                 membership=self.membership,
-                endpoints=[replace(listening, host=host) for host in hosts],
+                endpoints=endpoints,
                 is_relay=where.is_relay,
                 rules=rules,
                 known=self.folder.find(self.membership, self.initial_peers),
@@ -120,63 +130,119 @@ class InternetNetwork:
                 behind = directory.make_transport()
                 stack.push_async_callback(behind.close)
                 listeners.append(await behind.listen(where.host, where.directory_port, serve))
-            announced = hosts if where.announce_host else directory.hosts
-            rules.move([*hosts, *announced])
-            endpoints = [replace(listening, host=host) for host in announced]
             _, port = split_multiaddr(directory.addresses[0])  # that of p2pd
             if mapping is not None:
                 await mapping.add(port)
+            own = _OwnAddresses(self, directory, rules, mapping, listening, port)
+            found = own.describe()
             return Presence(
                 identity,
                 transport,
                 directory,
                 listeners,
-                endpoints,
+                found.endpoints,
                 opened=stack.pop_all(),
-                facts=self._describe(directory, endpoints, port),
+                facts=found.facts,
                 relays=directory.relays,
                 directory_port=0 if directory.relays else port,
-                relay_port=port if directory.is_relay else 0,
+                relay_port=found.relay_port,
                 find_relays=directory.find_relays,
+                find_addresses=own.find,
             )
 
-    def _watch(self, serve: StreamServer, own_hosts: Sequence[str]) -> StreamServer:
+    def _watch(self, serve: StreamServer) -> StreamServer:
         """Return what serves streams, and tells of the first ones from other machines."""
         told: set[bool] = set()
 
         async def serve_watched(stream: Stream) -> None:
             host = stream.remote_host
-            if host and host not in own_hosts and not is_loopback(host):
+            if host and not is_loopback(host):
                 is_local = find_local_network(host) is not None
-                if is_local not in told:
+                if is_local not in told and host not in list_own_hosts(self.listening.host):
                     told.add(is_local)
                     self.note_stranger(host, is_local)
             await serve(stream)
 
         return serve_watched
 
-    def _describe(
-        self, directory: HivemindDirectory, endpoints: Sequence[Endpoint], directory_port: int
-    ) -> Mapping[str, object]:
+
+class _OwnAddresses:
+    """Where others reach one peer that serves, at its start and when that may have changed."""
+
+    def __init__(
+        self,
+        network: InternetNetwork,
+        directory: HivemindDirectory,
+        rules: DialRules,
+        mapping: PortMapping | None,
+        listening: Endpoint,
+        directory_port: int,
+    ) -> None:
+        self._network = network
+        self._directory = directory
+        self._rules = rules
+        self._mapping = mapping
+        self._listening = listening
+        self._directory_port = directory_port
+        self._hosts = network.listening.list_hosts()
+        self._num_looks = 0
+        self._is_asked = True
+
+    async def find(self) -> Addresses:
+        """Look whether this machine has other addresses, and tell its directory.
+
+        Without any it keeps those of before: it may be back in the same network soon. Those that it
+        joined through are asked again after a change, and now and then where a router forwards its
+        port, whose address changes as well.
+        """
+        self._num_looks += 1
+        directory, where = self._directory, self._network.listening
+        hosts = where.list_hosts()
+        if hosts != self._hosts and hosts != _NOWHERE:
+            self._hosts, self._is_asked = hosts, False
+            if self._mapping is not None:
+                await self._mapping.renew()
+        own_hosts = [*([self._mapping.host] if self._mapping else []), *self._hosts]
+        if own_hosts != directory.own_hosts:
+            directory.move(own_hosts)
+        is_forwarded = directory.hosts[0] not in own_hosts
+        if is_forwarded and self._num_looks % _LOOKS_PER_QUESTION == 0:
+            self._is_asked = False
+        if not self._is_asked:
+            self._is_asked = await directory.renew_reach()
+        return self.describe()
+
+    def describe(self) -> Addresses:
+        """Return where others reach the peer now."""
+        directory = self._directory
+        announced = self._hosts if self._network.listening.announce_host else directory.hosts
+        endpoints = [replace(self._listening, host=host) for host in announced]
+        self._rules.move([*directory.own_hosts, *announced])
+        facts = self._describe_for_people(endpoints)
+        return Addresses(endpoints, facts, self._directory_port if directory.is_relay else 0)
+
+    def _describe_for_people(self, endpoints: Sequence[Endpoint]) -> Mapping[str, object]:
         """Return from where others reach the peer, and the codes of a swarm that begins here.
 
         The code of a public swarm outlives the peer: it names those that it joined through as well.
         That of a private swarm is told by who begins it only: others should not log secrets.
         """
-        addresses, host = directory.addresses, self.listening.announce_host
+        directory, network = self._directory, self._network
+        addresses, host = directory.addresses, network.listening.announce_host
         dialled = replace_hosts(addresses, [host] if host else [])
         is_local = all(is_loopback(endpoint.host) for endpoint in endpoints)
         facts: dict[str, object] = {
             "addresses": list(addresses),
             "dialled": dialled,
             "reach": "machine" if is_local else directory.scope,
+            "listens_everywhere": network.listening.host in EVERYWHERE,
             "has_public_host": any(_is_public(endpoint.host) for endpoint in endpoints),
             "endpoints": [str(endpoint) for endpoint in endpoints],
             "relays": [str(relay) for relay in directory.relays],
-            "directory_port": directory_port,
+            "directory_port": self._directory_port,
             "is_relay": directory.is_relay,
         }
-        if not self.initial_peers:
+        if not network.initial_peers:
             facts["join_codes"] = make_codes(directory.membership, dialled)
         elif not directory.membership.is_private:
             own = [] if directory.relays else dialled[:1]

@@ -48,14 +48,19 @@ class PortMapping:
             ) from error
 
     async def renew(self) -> None:
-        """Ask again for each port in time, until cancelled."""
+        """Ask again for each port, of the router that is there by now: it gets other addresses."""
+        try:
+            self._router, self.host = await asyncio.to_thread(_find_router)
+            for port in self._ports:
+                await asyncio.to_thread(self._add, port)
+        except UsageError as error:
+            _logger.warning("%s", error)
+
+    async def keep(self) -> None:
+        """Ask again in time, until cancelled."""
         while True:
             await asyncio.sleep(LEASE_SECONDS / 2)
-            for port in self._ports:
-                try:
-                    await asyncio.to_thread(self._add, port)
-                except UsageError as error:
-                    _logger.warning("%s", error)
+            await self.renew()
 
     async def close(self) -> None:
         """Give the ports back, as far as the router answers."""
@@ -70,18 +75,12 @@ async def open_mapping() -> AsyncGenerator[PortMapping]:
 
     Raises UsageError where no router in this network offers UPnP, or it has no public address.
     """
-    router, host = await asyncio.to_thread(_find_router)
-    if not is_address(host) or find_local_network(host) is not None:
-        raise UsageError(
-            f"the router has no public address itself ({host or 'none'}), so "
-            "--port-mapping is no use: leave it out, and join through a peer that is a relay"
-        )
-    mapping = PortMapping(router, host)
-    renewing = asyncio.create_task(mapping.renew())
+    mapping = PortMapping(*await asyncio.to_thread(_find_router))
+    keeping = asyncio.create_task(mapping.keep())
     try:
         yield mapping
     finally:
-        await cancel_all([renewing])
+        await cancel_all([keeping])
         await mapping.close()
 
 
@@ -96,9 +95,15 @@ def _find_router() -> tuple[Any, str]:
     try:
         router.discover()
         router.selectigd()
-        return router, router.externalipaddress() or ""
+        host = router.externalipaddress() or ""
     except Exception as error:
         raise UsageError(
             "no router in this network answers to UPnP: leave out --port-mapping, and do what is "
             "said at the start without it"
         ) from error
+    if not is_address(host) or find_local_network(host) is not None:
+        raise UsageError(
+            f"the router has no public address itself ({host or 'none'}), so "
+            "--port-mapping is no use: leave it out, and join through a peer that is a relay"
+        )
+    return router, host

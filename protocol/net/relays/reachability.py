@@ -18,6 +18,7 @@ from typing import Any
 from ...endpoints import Endpoint
 from ...errors import ShoalError
 from ...fair_share import FairLimit
+from ...ids import PeerId
 from ..addresses import DialBackAnswer, list_own_hosts
 from ..libp2p.multiaddrs import PeerAddress, split_multiaddr
 from ..libp2p.p2p_daemon import (
@@ -91,13 +92,16 @@ async def _answer(address: str, port: int, fingerprint: str) -> bytes:
     return REACHED + host.encode()
 
 
-async def find_reach(p2p: P2P, endpoint: Endpoint, listen_host: str) -> Reach:
+async def find_reach(
+    p2p: P2P, endpoint: Endpoint, listen_host: str, among: Collection[PeerId] | None = None
+) -> Reach:
     """Return from where those who know us can dial our endpoint, whatever host we announce.
 
-    Whoever is on this machine is not asked: he would reach us through any firewall.
+    Whoever is on this machine is not asked: he would reach us through any firewall. Nor is anybody
+    else than those `among` whom we ask, if that is said.
     """
     own_hosts = list_own_hosts(listen_host)
-    return judge_reach(own_hosts, await ask_others(p2p, endpoint, own_hosts))
+    return judge_reach(own_hosts, await ask_others(p2p, endpoint, own_hosts, among))
 
 
 async def probe(
@@ -122,7 +126,10 @@ async def probe(
 
 
 async def ask_others(
-    p2p: P2P, endpoint: Endpoint, own_hosts: Collection[str] = ()
+    p2p: P2P,
+    endpoint: Endpoint,
+    own_hosts: Collection[str] = (),
+    among: Collection[PeerId] | None = None,
 ) -> list[DialBackAnswer]:
     """Ask some of those that p2pd is connected to whether they can dial our endpoint.
 
@@ -135,7 +142,7 @@ async def ask_others(
         return []  # p2pd has ended; whoever uses it next says so
     own_hosts = {*own_hosts} - {"127.0.0.1"}
     others = [id for id, address in neighbours if split_multiaddr(address)[0] not in own_hosts]
-    peer_ids = others[:_MAX_ASKED]
+    peer_ids = [id for id in others if among is None or id in among][:_MAX_ASKED]
     answers = await asyncio.gather(*(_ask(p2p, peer_id, endpoint) for peer_id in peer_ids))
     if any(answer.seen_host for answer in answers) and all(
         answer.is_reached is None for answer in answers

@@ -120,6 +120,7 @@ DIRECTORY: dict[str, object] = {
     "dialled": ["/ip4/10.0.0.1/tcp/4001"],
     "reach": "unknown",
     "has_public_host": False,
+    "listens_everywhere": False,
     "endpoints": ["10.0.0.1:4002", "192.168.1.5:4002"],
     "relays": [],
     "directory_port": 4001,
@@ -131,10 +132,12 @@ RELAYS = [f"/ip4/198.51.100.{number}/tcp/4001/p2p/12D3KooW" for number in (1, 2)
     ("facts", "words"),
     [
         ({"reach": "machine"}, "Reachable on this machine only, at 10.0.0.1:4002"),
+        ({"reach": "machine", "listens_everywhere": True}, "This machine is in no network yet"),
         ({"reach": "internet"}, "Reachable from the internet at 10.0.0.1:4002."),
         ({"reach": "network"}, "in this network only, at 10.0.0.1:4002, 192.168.1.5:4002."),
         ({"reach": "network", "has_public_host": True}, "4002; not yet confirmed from outside."),
         ({"reach": "inside"}, "Reachable in this network only, at"),
+        ({"reach": "nobody"}, "start it again, and it looks for a relay."),
         ({"relays": RELAYS}, "a NAT, through 2 relays: 198.51.100.1:4001, 198.51.100.2:4001."),
         ({"relays": RELAYS[:1], "reach": "inside"}, "through 1 relay: 198.51.100.1:4001."),
         (
@@ -158,6 +161,16 @@ def test_peer_says_from_where_it_is_reached(
     assert words in " ".join(screen.text.split())
     assert ("forward" in screen.text) is (not facts)
     assert all(len(line) <= 80 for line in screen.text.splitlines())
+
+
+def test_peer_says_that_its_addresses_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr("sys.stdout", screen)
+
+    print_for_people(PeerEvent("addresses", DIRECTORY | {"reach": "internet"}))
+
+    assert re.match(r"\d\d:\d\d:\d\d The addresses of this peer have changed\.", screen.text)
+    assert "from the internet at 10.0.0.1:4002." in screen.text
 
 
 @pytest.mark.parametrize(

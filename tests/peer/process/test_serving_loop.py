@@ -260,7 +260,7 @@ class World:
             announcer,
             description,
             events.append,
-            {"endpoint": name},
+            lambda: {"endpoint": name},
             0.0,
         )
         stop = asyncio.Event()

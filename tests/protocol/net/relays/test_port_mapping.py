@@ -78,6 +78,29 @@ async def test_ports_are_asked_for_again_in_time(use: Any, monkeypatch: pytest.M
                 await asyncio.sleep(0.01)
 
 
+async def test_ports_are_asked_for_of_the_router_that_is_there_by_now(use: Any) -> None:
+    old = use(Router())
+    async with open_mapping() as mapping:
+        await mapping.add(4001)
+        new = use(Router("203.0.113.10"))
+
+        await mapping.renew()
+
+        assert (mapping.host, list(new.forwarded)) == ("203.0.113.10", [4001])
+    assert (new.forwarded, list(old.forwarded)) == ({}, [4001])
+
+
+async def test_router_that_is_gone_for_a_while_is_no_reason_to_forget_it(use: Any) -> None:
+    use(Router())
+    async with open_mapping() as mapping:
+        use(Router("fails"))
+
+        await mapping.renew()
+
+        assert mapping.host == PUBLIC_HOST
+        use(Router())
+
+
 async def test_first_port_is_given_back_although_the_second_is_refused(use: Any) -> None:
     router = use(Router(num_ports=1))
 

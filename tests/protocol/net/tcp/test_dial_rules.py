@@ -60,6 +60,15 @@ def test_local_addresses_are_dialled_from_their_own_network_only(
     assert may_dial(DialRules(VirtualClock(), own_host.split()), host) == is_allowed
 
 
+def test_peer_that_moves_dials_in_its_new_network_only() -> None:
+    rules = DialRules(VirtualClock(), ["10.0.0.1"])
+
+    rules.move(["192.168.1.5"])
+
+    assert may_dial(rules, "192.168.1.6")
+    assert not may_dial(rules, "10.0.0.2")
+
+
 def test_host_where_dials_fail_is_left_alone_for_a_minute_whoever_is_said_to_be_there() -> None:
     async def story() -> None:
         rules = DialRules(VirtualClock(), ["203.0.113.1"])
