@@ -324,8 +324,9 @@ def test_interpreted_program_attends_like_the_reference(
     attention = PagedAttention(*choose_paged_attention("cuda"))
     device = PagedDevice(torch.device("cpu"), attention, CallingCapturer())
     interpreted = load_engine(tiny_models, device, variant, WeightFormat.FP32)
-    prompts = [draw_hidden(1, 1, 40), draw_hidden(2, 2, 70)]
-    tokens = [draw_hidden(3, 1, 1), draw_hidden(4, 2, 1)]  # the interpreter takes a second for each
+    # Behind the window, and on a second page. The interpreter takes half a second for each token.
+    prompts = [draw_hidden(1, 1, 18), draw_hidden(2, 2, 3)]
+    tokens = [draw_hidden(3, 1, 1), draw_hidden(4, 2, 1)]
 
     outputs = []
     for engine in (load("paged", variant, WeightFormat.FP32), interpreted):
