@@ -37,6 +37,7 @@ def test_examples_are_short(name: str) -> None:
     assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < MAX_LINES
 
 
+@pytest.mark.thorough  # soft prompts and heads are shown by tests/petals_interface
 def test_classifier_is_right_about_sentences_that_it_never_saw(tmp_path: Path) -> None:
     *_, last = run(EXAMPLES / "prompt_classifier.py", tmp_path)
 

@@ -7,7 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -264,25 +265,39 @@ import sys
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.protocol.errors import ModelError
 
-try:
-    checkpoint = Checkpoint.open("org/model")
-    print(checkpoint.revision, Checkpoint.open(checkpoint.directory).revision)
-except ModelError as error:
-    print(error)
+for _ in sys.stdin:
+    try:
+        checkpoint = Checkpoint.open("org/model")
+        line = f"{checkpoint.revision} {Checkpoint.open(checkpoint.directory).revision}"
+    except ModelError as error:
+        line = str(error)
+    print(line, flush=True)
 """
 
 
-def open_from_hub(hub: FakeHub, home: Path) -> str:
-    """Open a model; return its revision and that of its folder in the cache, or the error."""
+@contextmanager
+def opening_from_hub(hub: FakeHub, home: Path) -> Iterator[Callable[[], str]]:
+    """Yield what opens a model; it returns its revision and that of its folder, or the error."""
     # A process of its own, because the Hub's client reads its settings when it is imported.
-    done = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, "-P", "-c", HUB_SCRIPT],
         env={**os.environ, **hub.make_environment(home)},
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.rstrip()
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        commands, answers = process.stdin, process.stdout
+
+        def open_model() -> str:
+            commands.write("\n")
+            commands.flush()
+            return answers.readline().rstrip()
+
+        yield open_model
+        commands.close()
+    assert process.returncode == 0
 
 
 @pytest.mark.network
@@ -297,12 +312,15 @@ def test_download_with_other_bytes_than_the_hub_promised_is_refused(
     blob = blobs / hashlib.sha256(weights.read_bytes()).hexdigest()
     is_right = f"{commit} {digest_of(weights)}"
 
-    with serving_hub({commit: model}, num_damaged=1) as hub:
-        arrived = open_from_hub(hub, home)
+    with (
+        serving_hub({commit: model}, num_damaged=1) as hub,
+        opening_from_hub(hub, home) as open_model,
+    ):
+        arrived = open_model()
         blob.unlink()
-        repeated = open_from_hub(hub, home)
+        repeated = open_model()
         write_byte(blob, NUM_BYTES // 2, 1)
-        changed = open_from_hub(hub, home)
+        changed = open_model()
 
     assert arrived == changed
     assert arrived == (

@@ -315,7 +315,11 @@ def test_beams_are_reordered(load: Load, device_name: str, kv_format: KVFormat) 
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 @pytest.mark.parametrize(
-    ("variant", "kv_format"), [("qwen3-window", KVFormat.INT8), ("gemma2", KVFormat.FLOAT)]
+    ("variant", "kv_format"),
+    [
+        pytest.param("qwen3-window", KVFormat.INT8, marks=pytest.mark.thorough),
+        ("gemma2", KVFormat.FLOAT),
+    ],
 )
 def test_interpreted_program_attends_like_the_reference(
     load: Load, tiny_models: Any, variant: str, kv_format: KVFormat
