@@ -44,8 +44,8 @@ def run(options: argparse.Namespace) -> int:
         models = asyncio.run(find())
     if not models:
         raise UnavailableError(
-            "no peer of this swarm lists a model: start one with `shoal serve MODEL`; peers of "
-            "older versions are not listed, see `shoal doctor MODEL`"
+            "no peer of this swarm lists a model: start one with `shoal serve MODEL --join CODE`; "
+            "peers of older versions are not listed, see `shoal doctor MODEL --join CODE`"
         )
     terminal = Terminal(sys.stdout)
     if options.json:

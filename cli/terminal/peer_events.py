@@ -119,18 +119,21 @@ def _describe_event(event: PeerEvent) -> Iterator[str]:
         yield f"Nobody in the swarm answers yet: {facts['why']}."
         yield "Trying again, at least once a minute, until somebody does. Press Ctrl-C to end."
     elif event.name == "draining":
-        yield (
-            f"Moving {count_of(facts['sessions'], 'session')} to other peers and finishing "
-            f"{facts['passes']} of training's microbatches. Press Ctrl-C again to leave at once."
-        )
+        sessions, passes = facts["sessions"], facts["passes"]
+        work = [f"{count_of(sessions, 'session')} to move to other peers or end"] * bool(sessions)
+        work += [f"{passes} of training's microbatches"] * bool(passes)
+        yield f"Waiting for {' and '.join(work)}. Press Ctrl-C again to leave at once."
     elif event.name in ("placed", "moving"):
         verb = "Taking" if event.name == "placed" else "Moving to"
         yield f"{verb} blocks {facts['target']}: {facts['why']}."
     elif event.name == "returning":
         yield f"Returning to blocks {facts['target']}: {facts['why']}."
     elif event.name == "online":
+        place = facts["endpoint"]
+        if place.startswith("/"):
+            place = f"{Endpoint(*split_multiaddr(place))} (relay)"
         yield (
-            f"Online at {facts['endpoint']}: blocks {facts['span']} of {facts['num_blocks']}, "
+            f"Online at {place}: blocks {facts['span']} of {facts['num_blocks']}, "
             f"{_describe_speed(facts)}."
         )
         yield f"Computing with {facts['kernels']}. Press Ctrl-C to leave."

@@ -133,7 +133,7 @@ class HopFinder:
         also, more = ("", ()) if gaps is None else (f"; {gaps}", gaps.missing)
         return RouteError(
             f"no peer could be reached in time for blocks {lost.hop.span}: {lost}{also}; "
-            "run `shoal doctor` to find out why",
+            "run `shoal doctor MODEL --join CODE` to find out why",
             (lost.hop.span, *more),
         )
 

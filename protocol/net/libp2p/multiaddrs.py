@@ -189,7 +189,8 @@ async def find_listening(addresses: Sequence[PeerAddress]) -> list[PeerAddress]:
         texts = ", ".join(address.text for address in addresses)
         raise NobodyAnswersError(
             f"no initial peer can be reached: {texts}; check that one of them still runs and that "
-            "its address is the one it printed last (`shoal doctor` looks closer)"
+            "its address is the one it printed last (`shoal doctor MODEL --initial-peers ADDRESS` "
+            "looks closer)"
         )
     return listening
 

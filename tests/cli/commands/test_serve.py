@@ -60,6 +60,7 @@ def test_ports_are_not_mapped_to_a_peer_of_a_local_swarm(
 
 
 PLACE = {"target": "0:4", "why": "blocks 0:4 are served by nobody else, and those of others by two"}
+RELAYS = [f"/ip4/198.51.100.{number}/tcp/4001/p2p/12D3KooW" for number in (1, 2)]
 ONLINE = {
     "endpoint": "192.168.100.200:40404",
     "span": "100:126",
@@ -78,8 +79,13 @@ ONLINE = {
         ("online", ONLINE, "126, 1234.5 steps/s, or 255 tokens/s for a whole model of such peers."),
         ("online", ONLINE | {"span": "0:126"}, "blocks 0:126 of 126, 1234.5 tokens/s."),
         ("waiting", {"why": "no initial peer can be reached: /ip4/a"}, "answers yet: no initial"),
-        ("draining", {"sessions": 12, "passes": 3}, "Moving 12 sessions to other peers"),
-        ("draining", {"sessions": 1, "passes": 0}, "Moving 1 session to other peers"),
+        (
+            "draining",
+            {"sessions": 12, "passes": 3},
+            "for 12 sessions to move to other peers or end and 3 of training's microbatches.",
+        ),
+        ("draining", {"sessions": 1, "passes": 0}, "for 1 session to move to other peers or end."),
+        ("draining", {"sessions": 0, "passes": 1}, "Waiting for 1 of training's microbatches."),
         ("parked", {"parked_at": ["x6nXTN12"] * 8}, "it keeps open: …x6nXTN12, …x6nXTN12"),
         (
             "got_through",
@@ -90,6 +96,11 @@ ONLINE = {
             "got_through",
             {"host": "192.0.2.7", "is_local": False},
             "connection from the internet: 192",
+        ),
+        (
+            "online",
+            ONLINE | {"endpoint": f"{RELAYS[0]}/p2p-circuit"},
+            "at 198.51.100.1:4001 (relay):",
         ),
         ("speed", ONLINE, "Measured again: 1234.5 steps/s, or 255 tokens/s"),
         ("gap", {"missing": ["4:8"]}, "Start one: shoal serve MODEL --blocks 4:8 --join CODE"),
@@ -125,7 +136,6 @@ DIRECTORY: dict[str, object] = {
     "relays": [],
     "directory_port": 4001,
 }
-RELAYS = [f"/ip4/198.51.100.{number}/tcp/4001/p2p/12D3KooW" for number in (1, 2)]
 
 
 @pytest.mark.parametrize(

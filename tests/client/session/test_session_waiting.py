@@ -214,7 +214,10 @@ async def test_peers_that_cannot_be_reached_come_with_advice(scene: Scene) -> No
     await scene.add("a", 0, 6)
     scene.network.kill("a")
 
-    with pytest.raises(RouteError, match=r"reached in time for blocks 0:6: .*; run `shoal doctor`"):
+    with pytest.raises(
+        RouteError,
+        match=r"reached in time for blocks 0:6: .*; run `shoal doctor MODEL --join CODE`",
+    ):
         await scene.open_session().step(draw(1, 3))
 
 
