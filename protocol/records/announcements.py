@@ -157,7 +157,7 @@ class Announcement:
     relays: Annotated[tuple[_Relay, ...], Field(max_length=MAX_RELAYS)] = ()
     """Relays that carry streams to a peer that cannot be dialled, best first."""
     relay_port: Annotated[int, Field(ge=0, lt=2**16)] = 0
-    """Port of libp2p at its first endpoint, where the peer is a relay of others; 0: it is none."""
+    """Port of libp2p at its endpoints, where the peer is a relay of others; 0: it is none."""
     parked_at: Annotated[tuple[_Ending, ...], Field(max_length=MAX_PARKED_AT)] = ()
     """How the ids of the peers end that hold connections which this one has opened, to push over
     them: it cannot be dialled. A whole id is no use; who finds another with the same end gains
@@ -166,7 +166,7 @@ class Announcement:
     """What the peer's owner calls the model, for people to read: a Hub id, or the last part of a
     path. Anybody can say anything; what counts is the model id."""
     directory_port: Annotated[int, Field(ge=0, lt=2**16)] = 0
-    """Port of libp2p at its first endpoint, where others can join through the peer; 0: none."""
+    """Port of libp2p at its endpoints, where others can join through the peer; 0: none."""
 
     def __post_init__(self) -> None:
         if self.span.stop > self.num_blocks:
@@ -188,19 +188,18 @@ class Announcement:
         return (*self.endpoints, *behind)
 
     @property
-    def as_relay(self) -> Relay | None:
-        """The peer as a relay of others; None when it is none."""
+    def as_relays(self) -> tuple[Relay, ...]:
+        """The peer as a relay of others, at each of its hosts, best first; none when it is none."""
         return self._locate(self.relay_port)
 
     @property
-    def as_node(self) -> Relay | None:
-        """Where others can join through the peer; None where they cannot."""
+    def as_nodes(self) -> tuple[Relay, ...]:
+        """Where others can join through the peer, best first; none where they cannot."""
         return self._locate(self.directory_port or self.relay_port)
 
-    def _locate(self, port: int) -> Relay | None:
-        if not port or not self.endpoints:
-            return None
-        return Relay(self.endpoints[0].host, port, self.peer_id)
+    def _locate(self, port: int) -> tuple[Relay, ...]:
+        hosts = dict.fromkeys(endpoint.host for endpoint in self.endpoints) if port else {}
+        return tuple(Relay(host, port, self.peer_id) for host in hosts)
 
 
 class KnownRecord(NamedTuple):

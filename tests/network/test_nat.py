@@ -243,6 +243,19 @@ def test_peers_whose_addresses_change_are_found_at_the_new_ones() -> None:
         generate_in(networks, "home-a", *moved["join_codes"].values())
 
 
+def test_peer_behind_a_router_is_used_from_its_own_network_by_the_same_code() -> None:
+    """This router, as many do, does not lead from its network back into it."""
+    with nat_networks() as networks, contextlib.ExitStack() as stack:
+        for port in (4001, 4002):
+            stack.enter_context(networks.forward("a", port))
+        place = ("--directory-port", "4002", "--announce-host", ROUTER_HOSTS["a"])
+        peer = start_peer(networks, stack, "home-a", "0.0.0.0:4001", "0:8", "--new-swarm", *place)
+        (code,) = peer.directory["join_codes"].values()
+
+        generate_in(networks, "router-a", code)
+        generate_in(networks, "home-b", code)
+
+
 def read_event_with(peer: subprocess.Popen[bytes], host: str) -> dict[str, Any]:
     """Return what a peer says when it is announced at a host."""
     while True:

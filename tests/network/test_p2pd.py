@@ -346,9 +346,9 @@ async def test_p2pd_is_stopped_although_who_asks_whether_it_ended_is_cancelled()
         await stop_p2pd(p2p)
 
 
-def test_relay_with_several_addresses_is_known_by_the_first() -> None:
+def test_relay_may_be_reached_at_each_of_its_addresses_off_this_machine() -> None:
     peer_id = Identity(bytes(32)).peer_id
     hosts = ("127.0.0.1", "192.0.2.1", "10.0.0.1")
     peers = [PeerAddress.parse(f"/ip4/{host}/tcp/4001/p2p/{peer_id}") for host in hosts]
 
-    assert [relay.host for relay in list_relays(peers)] == ["192.0.2.1"]
+    assert [relay.host for relay in list_relays(peers)] == ["192.0.2.1", "10.0.0.1"]

@@ -200,25 +200,30 @@ async def make_reachable(
 ) -> tuple[P2P, Sequence[Relay], Reach]:
     """Return a p2pd that others can dial, or one behind relays.
 
-    With it come the initial peers that are relays, best first; p2pd is told of as many as are
-    needed. It is the one that was given, or a new one. When that fails or is interrupted, none is
-    left running. Raises DirectoryError when nobody can dial us and no initial peer is a relay.
+    With it come the initial peers that are relays, at all their addresses; p2pd is told of as many
+    as are needed. It is the one that was given, or a new one. When that fails or is interrupted,
+    none is left running. Raises DirectoryError when nobody can dial us and no initial peer is a
+    relay.
     """
     async with stopping_if_failed(p2p):
-        candidates = rank_relays(id_of(p2p), list_relays(initial_peers))
+        found = list_relays(initial_peers)
+        candidates = rank_relays(id_of(p2p), found)
         reach = Reach(Scope.UNKNOWN)
         if candidates:
             host, _ = place.listening or ("", 0)
             reach = await find_reach(p2p, place.endpoints[0], host)
         relays: Sequence[Relay] = ()
         if reach.needs_relay:
-            relays = await RelayReservations(p2p).list_granting(candidates)
+            granting = await RelayReservations(p2p).list_granting(candidates)
+            known = {relay.peer_id for relay in granting}
+            relays = [relay for relay in found if relay.peer_id in known]
         if reach.scope is Scope.NOBODY and not relays:
             _, port = split_multiaddr(str((await p2p.get_visible_maddrs())[0]))
             raise make_unreachable_error(place.endpoints[0], port)
     if relays:
         await stop_p2pd(p2p)
-        return await _start(place, initial_peers, relays[:NUM_RELAYS]), relays, reach
+        best = rank_relays(id_of(p2p), relays)[:NUM_RELAYS]
+        return await _start(place, initial_peers, best), relays, reach
     return p2p, (), reach
 
 

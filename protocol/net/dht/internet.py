@@ -43,7 +43,7 @@ class Listening:
     directory_port: int = 0
     """Port of the directory, and of streams through relays; 0: any free one."""
     announce_host: str | None = None
-    """Host that others dial; None: those of `host`, and the one at which they reach us."""
+    """Host that others dial first; None: the one at which they reach us. Then those of `host`."""
     is_relay: bool = False
     """Whether to carry streams to peers that cannot be dialled."""
     maps_ports: bool = False
@@ -54,8 +54,11 @@ class Listening:
 
     def list_hosts(self) -> list[str]:
         """Return the hosts that others may dial; loopback where this machine is in no network."""
-        hosts = [self.announce_host] if self.announce_host else list_own_hosts(self.host)
-        return hosts or list(_NOWHERE)
+        hosts = list_own_hosts(self.host)
+        if self.announce_host:
+            # Some routers do not lead back from their own network.
+            hosts = [self.announce_host, *(host for host in hosts if not is_loopback(host))]
+        return list(dict.fromkeys(hosts)) or list(_NOWHERE)
 
 
 @dataclass(frozen=True)
@@ -228,8 +231,8 @@ class _OwnAddresses:
         That of a private swarm is told by who begins it only: others should not log secrets.
         """
         directory, network = self._directory, self._network
-        addresses, host = directory.addresses, network.listening.announce_host
-        dialled = replace_hosts(addresses, [host] if host else [])
+        addresses, is_told = directory.addresses, network.listening.announce_host
+        dialled = replace_hosts(addresses, self._hosts if is_told else [])
         is_local = all(is_loopback(endpoint.host) for endpoint in endpoints)
         facts: dict[str, object] = {
             "addresses": list(addresses),

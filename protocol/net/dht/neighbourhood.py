@@ -158,8 +158,9 @@ class Neighbourhood:
         if len(self):
             return
         self._node.blacklist.clear()
-        others = list_addresses(known)
-        self._rng.shuffle(others)
+        peers = [*known]
+        self._rng.shuffle(peers)
+        others = list_addresses(peers)
         await self._greet_listening(self._initial_peers, others[:_MOST_GREETED])
         await asyncio.sleep(0)  # the answers enter the routing table in tasks of their own
 
@@ -173,8 +174,9 @@ class Neighbourhood:
         neighbours = {str(peer_id) for peer_id in self._table.uid_to_peer_id.values()}
         neighbours.add(str(self._p2p.peer_id))
         away = [peer for peer in self._initial_peers if peer.peer_id not in neighbours]
-        others = list_addresses(peer for peer in known if peer.peer_id not in neighbours)
-        others = self._rng.sample(others, min(len(others), _GREETED_EACH_TIME))
+        strangers = [peer for peer in known if peer.peer_id not in neighbours and peer.as_nodes]
+        num_greeted = min(len(strangers), _GREETED_EACH_TIME)
+        others = list_addresses(self._rng.sample(strangers, num_greeted))
         if away or others:
             await self._greet_listening(away, others)
 
@@ -320,13 +322,13 @@ class RecordNodes:
 
 
 def list_addresses(known: Iterable[Announcement]) -> list[PeerAddress]:
-    """Return where those can be joined that say so.
+    """Return where those can be joined that say so, at any of their hosts.
 
     Some say what is no address, such as 300.1.1.1: strangers name their hosts.
     """
     found: list[PeerAddress] = []
     for peer in known:
-        if (node := peer.as_node) is not None:
+        for node in peer.as_nodes:
             with suppress(UsageError):
                 found.append(PeerAddress.parse(str(node)))
     return found

@@ -254,12 +254,12 @@ async def stopping_if_failed(p2p: P2P) -> AsyncGenerator[None]:
 
 
 def list_relays(initial_peers: Sequence[PeerAddress]) -> list[Relay]:
-    """Return the initial peers that may carry streams to us, each by its first address."""
-    found: dict[PeerId, Relay] = {}
-    for peer in initial_peers:
-        if peer.tcp_port is not None and not peer.is_loopback:
-            found.setdefault(peer.peer_id, Relay(peer.host, peer.tcp_port, peer.peer_id))
-    return list(found.values())
+    """Return the initial peers that may carry streams to us, at each of their addresses."""
+    return [
+        Relay(peer.host, peer.tcp_port, peer.peer_id)
+        for peer in initial_peers
+        if peer.tcp_port is not None and not peer.is_loopback
+    ]
 
 
 def child_of(p2p: P2P) -> asyncio.subprocess.Process:
@@ -392,19 +392,20 @@ def _translate(
     return DirectoryError(f"cannot start p2pd to join the directory: {error}")
 
 
-async def connect(p2p: P2P, peer_id: str, address: str) -> None:
-    """Have p2pd connect to a peer at an address, unless it is connected already.
+async def connect(p2p: P2P, peer_id: str, *addresses: str) -> None:
+    """Have p2pd connect to a peer at any of some addresses, unless it is connected already.
 
     Raises UnavailableError when nobody answers there and RemoteProtocolError when it is somebody
     else, or the address is none.
     """
     try:
-        peer, packed = peer_id_bytes(peer_id), pack_multiaddr(address)
+        peer, packed = peer_id_bytes(peer_id), [*map(pack_multiaddr, addresses)]
     except ValueError as error:
-        raise RemoteProtocolError(f"{address} is no address of a peer: {error}") from error
-    connecting = p2pd_pb2.ConnectRequest(peer=peer, addrs=[packed])
+        where = " or ".join(addresses)
+        raise RemoteProtocolError(f"{where} is no address of a peer: {error}") from error
+    connecting = p2pd_pb2.ConnectRequest(peer=peer, addrs=packed)
     question = p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connecting)
-    _, _, writer = await _ask(p2p, question, address)
+    _, _, writer = await _ask(p2p, question, " or ".join(addresses))
     writer.transport.abort()
 
 

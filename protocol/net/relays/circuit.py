@@ -80,12 +80,15 @@ class RelayReservations:
             return set()
         return {PeerId(peer_id) for peer_id, address in found if "/p2p-circuit" not in address}
 
-    async def reserve(self, relay: Relay) -> None:
-        """Make a reservation at a relay, or renew the one that we have; raises ShoalError."""
+    async def reserve(self, relay: Relay, *ways: Relay) -> None:
+        """Make a reservation at a relay, or renew the one that we have; raises ShoalError.
+
+        It may be reached in other `ways` than the one by which others know it.
+        """
+        addresses = [str(way).removesuffix(f"/p2p/{way.peer_id}") for way in {relay, *ways}]
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                address = str(relay).removesuffix(f"/p2p/{relay.peer_id}")
-                await connect(self._p2p, relay.peer_id, address)
+                await connect(self._p2p, relay.peer_id, *addresses)
                 answer = await ask_for_reservation(self._p2p, relay.peer_id)
         except (OSError, EOFError, TimeoutError) as error:
             raise UnavailableError(f"the relay {relay} does not answer") from error

@@ -55,11 +55,12 @@ class RelaySelection:
         clock: Clock,
         initial: Sequence[Relay],
     ) -> None:
-        """Begin with the best ones of `initial`, which nobody has asked for a reservation yet."""
+        """Begin with the best ones of `initial`, which may have several addresses, best first."""
         self._reservations = reservations
         self._peer_id = peer_id
         self._clock = clock
         self._initial = initial
+        self._ways = _group(initial)
         self._renewed_at: dict[PeerId, float] = {}
         self._failures = Backoffs[PeerId](_REST, clock)
         self._searched_at = float("-inf")
@@ -78,14 +79,20 @@ class RelaySelection:
         is_search_due = self._clock.now() - self._searched_at >= _SEARCH_SECONDS
         if not kept or (len(kept) < NUM_RELAYS and is_search_due):
             self._searched_at = self._clock.now()
-            await self._take_others(kept, [*self._initial, *await self._find_announced(search)])
+            announced = await self._find_announced(search)
+            known = {relay.peer_id: self._ways[relay.peer_id] for relay in kept}
+            self._ways = known | _group([*announced, *self._initial])
+            # We may have joined through an address that only those in our network can dial.
+            names = {relay.peer_id: relay for relay in rank_relays(self._peer_id, announced)}
+            kept = [names.get(relay.peer_id, relay) for relay in kept]
+            await self._take_others(kept, [*announced, *self._initial])
         if kept:
             self.relays = tuple(kept)
 
     async def _find_announced(self, search: Search) -> list[Relay]:
         """Return none when the directory cannot be read, which may be for want of a relay."""
         try:
-            return [relay for peer in await search() if (relay := peer.as_relay) is not None]
+            return [relay for peer in await search() for relay in peer.as_relays]
         except DirectoryError as error:
             log.warning("could not look up relays in the directory: %s", error)
             return []
@@ -112,7 +119,7 @@ class RelaySelection:
 
     async def _reserve(self, relay: Relay) -> bool:
         try:
-            await self._reservations.reserve(relay)
+            await self._reservations.reserve(relay, *self._ways.get(relay.peer_id, ()))
         except ShoalError as error:
             log.info("the relay %s granted no reservation: %s", relay, error)
             self._renewed_at.pop(relay.peer_id, None)
@@ -126,13 +133,22 @@ class RelaySelection:
         return True
 
 
+def _group(relays: Iterable[Relay]) -> dict[PeerId, list[Relay]]:
+    """Return the addresses of each of some relays, in their order."""
+    ways: dict[PeerId, list[Relay]] = {}
+    for relay in relays:
+        ways.setdefault(relay.peer_id, []).append(relay)
+    return ways
+
+
 def rank_relays(peer_id: PeerId, relays: Iterable[Relay]) -> list[Relay]:
     """Return relays in the order of one peer, each once: by hashes of both ids.
 
-    Which one a peer takes hardly depends on which others there are, and each gets an equal part.
+    Each is known by the first address that is given of it. Which one a peer takes hardly depends on
+    which others there are, and each gets an equal part.
     """
 
     def draw(relay: Relay) -> bytes:
         return hashlib.sha256(f"{peer_id}\0{relay.peer_id}".encode()).digest()
 
-    return sorted({relay.peer_id: relay for relay in relays}.values(), key=draw)
+    return sorted((ways[0] for ways in _group(relays).values()), key=draw)

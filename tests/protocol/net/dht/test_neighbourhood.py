@@ -109,3 +109,13 @@ def test_announced_node_is_dialled_by_the_rules_of_the_peer(
     asyncio.run(Neighbourhood(node, cast(Any, None), (), rules).restore([peer]))
 
     assert rules.failed == failed
+
+
+def test_peer_may_be_joined_at_each_of_its_hosts() -> None:
+    """A router may not lead back into its own network."""
+    hosts = ("192.0.2.7", "10.0.0.7", "192.0.2.7")
+    endpoints = tuple(Endpoint(host, 4000 + port, "c" * 64) for port, host in enumerate(hosts))
+
+    found = list_addresses([make_announcement(endpoints=endpoints, directory_port=4001)])
+
+    assert [address.host for address in found] == ["192.0.2.7", "10.0.0.7"]

@@ -128,3 +128,23 @@ async def test_others_are_asked_after_a_move_until_one_of_them_answers(
     machine.directory.answers = [Reach(Scope.NOBODY, "203.0.113.9")]
 
     assert await machine.find() == ["192.168.1.5"]
+
+
+@pytest.mark.parametrize(
+    ("own_hosts", "expected"),
+    [(["10.0.0.2"], ["peer.example", "10.0.0.2"]), ([], ["peer.example"])],
+)
+def test_peer_is_announced_in_its_own_network_as_well(
+    own_hosts: list[str], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its router may not lead back there."""
+    monkeypatch.setattr(internet, "list_own_hosts", lambda _: list(own_hosts))
+
+    assert Listening("0.0.0.0", announce_host="peer.example").list_hosts() == expected
+
+
+def test_peer_that_listens_on_this_machine_is_announced_as_it_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert Listening("127.0.0.1", announce_host="peer.example").list_hosts() == ["peer.example"]
+    assert Listening("127.0.0.1").list_hosts() == ["127.0.0.1"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,6 +51,7 @@ class Relays(RelayReservations):
         self.is_directory_reachable = True
         self.asked: Counter[Relay] = Counter()
         self.held: set[Relay] = set()
+        self.ways: set[str] = set()
 
     def kill(self, relay: Relay) -> None:
         self.living.discard(relay)
@@ -66,8 +68,9 @@ class Relays(RelayReservations):
     async def list_connected(self) -> set[PeerId]:
         return {relay.peer_id for relay in self.living}
 
-    async def reserve(self, relay: Relay) -> None:
+    async def reserve(self, relay: Relay, *ways: Relay) -> None:
         self.asked[relay] += 1
+        self.ways = {way.host for way in (relay, *ways)}
         if relay in self.silent:
             await asyncio.sleep(4.0)
             raise UnavailableError("does not answer")
@@ -281,3 +284,30 @@ def test_relay_that_names_no_limit_has_none() -> None:
 @pytest.mark.parametrize("answer", [b"", b"\x2a\x01d", b"\x20\x05", b"\x22\x02\x12\x00"])
 def test_answer_with_fields_of_other_types_grants_nothing(answer: bytes) -> None:
     assert read_relay_answer(answer).status == 0
+
+
+async def test_relay_is_tried_at_all_its_addresses_and_known_by_the_first() -> None:
+    """Who is in its network joins through an address of that, which means nothing elsewhere."""
+    relays, relay = Relays(1), make_relay(1)
+    inside = replace(relay, host="10.0.0.7")
+    relays.announced = [
+        replace(
+            announce_at(relay, relay_port=relay.port),
+            endpoints=tuple(Endpoint(host, 5000, "0" * 64) for host in (relay.host, inside.host)),
+        )
+    ]
+    selection = RelaySelection(relays, ME, VirtualClock(), [inside])
+    relays.living.add(inside)
+
+    await selection.renew(relays.search)
+
+    assert selection.relays == (relay,)
+    relays.living = {relay}
+    assert await selection._reserve(relay)
+    assert relays.ways == {relay.host, inside.host}
+
+
+def test_relay_of_several_addresses_counts_once() -> None:
+    relay = make_relay(1)
+
+    assert rank_relays(ME, [relay, replace(relay, host="10.0.0.7")]) == [relay]
