@@ -36,7 +36,7 @@ from .workloads import make_service
 
 _logger = logging.getLogger(__name__)
 
-_GOSSIPS_PER_PERIOD = 3
+GOSSIPS_PER_PERIOD = 3
 """Peers that are asked for what they know in the time between two announcements. What is new
 spreads to about twice as many peers in each round, and holds for nine rounds."""
 
@@ -108,7 +108,8 @@ class Peer:
         period_seconds = config.announce_period_seconds
         # Nobody else can foretell what it draws; an identity that a test gives draws the same.
         rng = random.Random(identity.derive_secret("shoal random numbers"))
-        directory = _make_directory(presence, clock)
+        directory = _make_directory(presence, loader, clock)
+        stack.push_async_callback(directory.stop)
         presence = replace(presence, directory=directory)
         lag = LoopLag(clock)
         connections = Connections.make(
@@ -121,8 +122,8 @@ class Peer:
         tasks = await stack.enter_async_context(BackgroundTasks())
         tasks.begin(lag.run())
         tasks.begin(connections.round_trip_times.run())
-        gossip_seconds = max(period_seconds / _GOSSIPS_PER_PERIOD, _LEAST_GOSSIP_SECONDS)
-        tasks.begin(directory.run(model.model_id, gossip_seconds))
+        gossip_seconds = max(period_seconds / GOSSIPS_PER_PERIOD, _LEAST_GOSSIP_SECONDS)
+        tasks.begin(directory.run(gossip_seconds))
         tasks.begin(watch_addresses(presence, description, announcer, report))
         if connections.reverse is not None:
             tasks.begin(watch_relays(presence, model.model_id, description, announcer, report))
@@ -161,10 +162,11 @@ class Peer:
         await self._loop.run(self.config.span, self._placer, self._tasks, stop)
 
 
-def _make_directory(presence: Presence, clock: Clock) -> GossipDirectory:
+def _make_directory(presence: Presence, loader: SpanLoader, clock: Clock) -> GossipDirectory:
     rng = random.Random(presence.identity.derive_secret("shoal gossip"))
     return GossipDirectory(
         presence.directory,
+        loader.model.model_id,
         presence.transport,
         clock,
         rng,

@@ -22,8 +22,9 @@ from shoal.cli.benchmarking.figure import Figure, describe_machine
 from shoal.client.routing.route_finder import SwarmModel
 from shoal.client.runtime.async_client import AsyncClient
 from shoal.client.settings.client_config import ClientConfig
+from shoal.peer.announcing.round_trip_times import MEASURED_PER_PERIOD
 from shoal.peer.hosting.span_loader import SpanLoader
-from shoal.peer.peer import Peer
+from shoal.peer.peer import GOSSIPS_PER_PERIOD, Peer
 from shoal.peer.process.config import PeerConfig, PeerEvent
 from shoal.protocol import versions
 from shoal.protocol.endpoints import Endpoint
@@ -45,8 +46,6 @@ from shoal.protocol.spans import Span
 from shoal.protocol.wire.codec import check_kind, decode_frame, encode_frame
 
 PERIOD_SECONDS = 30.0
-GOSSIPS_PER_PERIOD = 3
-RTTS_PER_PERIOD = 4
 _FIRST_ADDRESS = int(IPv4Address("127.1.0.0"))
 _RENEWAL_SECONDS = 0.2
 _CLOCK = SystemClock()
@@ -163,6 +162,7 @@ class Neighbour:
         self._transport = LinedTransport(TcpTransport(), line)
         self._directory = GossipDirectory(
             MemoryDirectory(MemoryDirectoryStore(), _CLOCK),
+            peer.model_id,
             self._transport,
             _CLOCK,
             self._rng,
@@ -178,7 +178,7 @@ class Neighbour:
         ):
             await asyncio.sleep(0)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._directory.run(model_id, gossip_seconds))
+            tasks.create_task(self._directory.run(gossip_seconds))
             tasks.create_task(self._announce())
             tasks.create_task(self._ask_crowd(gossip_seconds))
             tasks.create_task(self._measure_round_trips())
@@ -206,7 +206,7 @@ class Neighbour:
 
     async def _measure_round_trips(self) -> None:
         while True:
-            await asyncio.sleep(PERIOD_SECONDS / RTTS_PER_PERIOD)
+            await asyncio.sleep(PERIOD_SECONDS / MEASURED_PER_PERIOD)
             peer = self._peer
             with suppress(ShoalError):
                 await measure_rtt(self._transport, _CLOCK, peer.peer_id, peer.endpoints, 5.0)

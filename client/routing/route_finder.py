@@ -62,10 +62,10 @@ class RouteFinder:
         self._transport = transport
         self._gossip_seconds = max(config.refresh_seconds, _LEAST_GOSSIP_SECONDS)
         may_use = make_filter(config.allowed_servers, config.blocked_servers)
-        self._directory = GossipDirectory(
-            directory, transport, clock, random.Random(config.seed), may_use
-        )
         model_id = model.model_id
+        self._directory = GossipDirectory(
+            directory, model_id, transport, clock, random.Random(config.seed), may_use
+        )
         self.book = PeerBook(
             partial(self._directory.lookup, model_id),
             partial(directory.records.list_current, model_id),
@@ -181,7 +181,11 @@ class RouteFinder:
 
     async def keep_acquainted(self) -> None:
         """Learn of peers until cancelled: those that were joined through may be gone one day."""
-        await self._directory.run(self.book.view.model_id, self._gossip_seconds, GOSSIP_BYTES)
+        await self._directory.run(self._gossip_seconds, GOSSIP_BYTES)
+
+    async def close(self) -> None:
+        """Close the directory."""
+        await self._directory.close()
 
     async def survey(self) -> None:
         """Find out where the client stands, if that is not known yet."""

@@ -41,7 +41,6 @@ class AsyncClient:
         self._config = config
         self._model = model
         self._transport = transport
-        self._directory = directory
         self._clock = clock
         self._secret = secrets.token_bytes(16)
         self._background = Background()
@@ -132,4 +131,4 @@ class AsyncClient:
             try:
                 await self._transport.close()
             finally:
-                await self._directory.close()
+                await self.swarm.close()

@@ -27,7 +27,7 @@ MAX_ANNOUNCED_RTTS = 3
 """Round trips in an announcement. Each is 60 bytes; with three and a coordinate an announcement has
 less than 1,000, so that a thousand of them are no more than a megabyte for whoever reads them."""
 
-_MEASURED_PER_PERIOD = 4
+MEASURED_PER_PERIOD = 4
 """Measurements in the time between two announcements; each costs two machines a TLS handshake."""
 
 _PERIODS_PER_LOOK = 4
@@ -125,13 +125,13 @@ class RoundTripTimes:
 
     async def run(self) -> None:
         """Measure until cancelled."""
-        pause_seconds = self._period_seconds / _MEASURED_PER_PERIOD
+        pause_seconds = self._period_seconds / MEASURED_PER_PERIOD
         for number in range(2**63):
             # Peers that were started together do not all measure at once.
             await asyncio.sleep(pause_seconds * self._rng.uniform(0.5, 1.5))
             if self._own is None:
                 continue
-            if not self._peers or number % (_MEASURED_PER_PERIOD * _PERIODS_PER_LOOK) == 0:
+            if not self._peers or number % (MEASURED_PER_PERIOD * _PERIODS_PER_LOOK) == 0:
                 await self._look(self._own.model_id)
             await self._measure_one(self._own)
 

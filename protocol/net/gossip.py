@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import zip_longest
+from copy import copy
+from itertools import chain, islice, zip_longest
 
 from ..errors import DirectoryError, RefusedError, RemoteProtocolError, UnavailableError
+from ..fair_share import name_network
 from ..ids import ModelId, PeerId
 from ..messages.records import MAX_RECORDS_BYTES, Records
-from ..records.announcements import Announcement, PeerState, verify_announcement
-from ..records.swarm_records import SwarmRecords
+from ..records.announcements import Announcement, PeerState
+from ..records.swarm_records import SwarmRecords, draw
 from ..versions import RECORDS_VERSION
 from ..wire.codec import check_kind, encode_frame, read_answer
 from .clock import AnswerTimeout, Clock
@@ -50,16 +52,48 @@ _MOST_ASKED = 24
 _MOST_TOLD = 12
 """Peers that are told at once what a peer has become."""
 
+_ASKED = PeerState.ONLINE, PeerState.DRAINING
+"""Others load their blocks, or have left."""
+
 _FAILING = Backoff(2.0, 60.0)
 """How long a peer is asked after all others that did not answer."""
 
 
+class _Shared:
+    """One attempt at a time for all who want it; it goes on when nobody waits for it any more."""
+
+    def __init__(
+        self, attempt: Callable[[], Awaitable[DirectoryError | None]], clock: Clock
+    ) -> None:
+        """`attempt` returns why it has failed."""
+        self._attempt = attempt
+        self._clock = clock
+        self.task: asyncio.Task[DirectoryError | None] | None = None
+        self._ended_at = float("-inf")
+
+    def begin(self, again_seconds: float = 0.0) -> asyncio.Task[DirectoryError | None]:
+        """Return the attempt that goes on, or that ended not so long ago; else another one."""
+        is_old = self._clock.now() - self._ended_at >= again_seconds
+        if self.task is None or (self.task.done() and is_old):
+            self.task = asyncio.create_task(self._run())
+        return self.task
+
+    async def _run(self) -> DirectoryError | None:
+        failure = await self._attempt()
+        self._ended_at = self._clock.now()
+        return failure
+
+
 class GossipDirectory:
-    """The directory of one process, and the peers that it has found. Implements Directory."""
+    """The directory of one process and one model, and the peers that it has found.
+
+    Implements Directory.
+    """
 
     def __init__(
         self,
         directory: Directory,
+        model_id: ModelId,
         transport: Transport,
         clock: Clock,
         rng: random.Random,
@@ -67,20 +101,20 @@ class GossipDirectory:
     ) -> None:
         """Use a directory, and the transport to dial peers that may be asked.
 
-        `close` closes the directory.
+        `close` closes the directory, `stop` only ends what goes on in the background.
         """
         self._directory = directory
+        self._model_id = model_id
         self._transport = transport
         self._clock = clock
         self._rng = rng
         self._may_ask = may_ask
         self._failing = Backoffs[PeerId](_FAILING, clock)
-        self._read_at: dict[ModelId, float] = {}
+        self._reading = _Shared(self._read, clock)
+        self._read_at = float("-inf")
+        self._asking = _Shared(self._ask, clock)
         self._announced: PeerState | None = None
         self._has_changed = asyncio.Event()
-        self._turn = asyncio.Lock()
-        self._asked_at = float("-inf")
-        self._has_heard = False
 
     @property
     def records(self) -> SwarmRecords:
@@ -91,55 +125,53 @@ class GossipDirectory:
         return self._directory.addresses
 
     async def announce(self, record: bytes) -> None:
-        """See Directory.announce; one peer that keeps the record is enough.
+        """See Directory.announce; peers that keep the record are enough, see `tell`.
 
         Others are told of a new state at once, see `run`.
         """
-        own = verify_announcement(record)
+        own = self.records.add_own(record, self._clock.wall()).announcement
         if own.state is not self._announced:
             self._announced = own.state
             self._has_changed.set()
         try:
             await self._directory.announce(record)
         except DirectoryError as error:
-            is_known = own in self.records.list_current(own.model_id, self._clock.wall())
-            if not is_known or not await self.tell(own.model_id):
+            if not await self.tell():
                 raise
             # A peer may be ended together with its p2pd: it leaves as well as it can.
             level = logging.INFO if own.state is PeerState.OFFLINE else logging.WARNING
             _logger.log(level, "announced to other peers directly, not in the DHT: %s", error)
 
     async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
-        """See Directory.lookup; peers are asked where the directory is slow or out of reach."""
-        now = self._clock.now()
-        known = self.records.list_current(model_id, self._clock.wall())
-        is_alone = all(map(self.records.is_own, known))
-        if not is_alone and now - self._read_at.get(model_id, float("-inf")) <= max_age_seconds:
-            return known
-        looking = asyncio.ensure_future(self._directory.lookup(model_id))
-        # It may fail while peers are asked, and asyncio would tell the user.
-        looking.add_done_callback(lambda done: done.cancelled() or done.exception())
-        try:
-            await asyncio.wait([looking], timeout=_PATIENCE_SECONDS)
-            is_read = looking.done() and not looking.cancelled() and looking.exception() is None
-            if is_read:
-                self._read_at[model_id] = now
-            if is_read or not await self.ask(model_id):
-                return await looking
-        finally:
-            if not looking.done():
-                await cancel_all([looking])
-        return self.records.list_current(model_id, self._clock.wall())
+        """See Directory.lookup; where the directory is slow or out of reach, peers are asked.
+
+        The first that tells anything is enough, and what others wait for already.
+        """
+        assert model_id == self._model_id
+        is_alone = all(map(self.records.is_own, self._list_current()))
+        if is_alone or self._clock.now() - self._read_at > max_age_seconds:
+            reading = self._reading.begin()
+            heard, going_on = await asyncio.wait([reading], timeout=_PATIENCE_SECONDS)
+            if not _have_succeeded(heard):
+                going_on.add(self._asking.begin(_AGAIN_SECONDS))
+            while going_on and not _have_succeeded(heard):
+                heard, going_on = await asyncio.wait(going_on, return_when=asyncio.FIRST_COMPLETED)
+            if not _have_succeeded(heard) and (failure := reading.result()) is not None:
+                raise copy(failure)
+        return self._list_current()
+
+    async def stop(self) -> None:
+        """End what was begun and nobody waits for."""
+        await cancel_all(filter(None, (self._reading.task, self._asking.task)))
 
     async def list_models(self) -> list[ModelId]:
         return await self._directory.list_models()
 
     async def close(self) -> None:
+        await self.stop()
         await self._directory.close()
 
-    async def run(
-        self, model_id: ModelId, period_seconds: float, max_bytes: int = MAX_RECORDS_BYTES
-    ) -> None:
+    async def run(self, period_seconds: float, max_bytes: int = MAX_RECORDS_BYTES) -> None:
         """Ask one peer after the other, until cancelled; tell many when our state has changed."""
         while True:
             # Those who were started together do not all ask at once.
@@ -148,29 +180,39 @@ class GossipDirectory:
                     await self._has_changed.wait()
             if self._has_changed.is_set():
                 self._has_changed.clear()
-                await self.tell(model_id)
-            elif peers := self._list_peers(model_id):
+                await self.tell()
+            elif peers := self._draw_peers():
                 await self._exchange(self._rng.choice(peers[:2]), max_bytes)
 
-    async def ask(self, model_id: ModelId) -> bool:
-        """Ask peers until one has told what it knows; return whether one did.
+    async def tell(self) -> bool:
+        """Bring our record to several peers; return whether enough of them keep it.
 
-        Those who call while it goes on share what comes of it.
+        One may lie: where several networks answer, it takes two.
         """
-        async with self._turn:
-            if self._clock.now() - self._asked_at > _AGAIN_SECONDS:
-                self._has_heard = await self._ask_some(model_id)
-                self._asked_at = self._clock.now()
-        return self._has_heard
-
-    async def tell(self, model_id: ModelId) -> bool:
-        """Bring our record to several peers; return whether one of them keeps it."""
-        told = self._list_peers(model_id)[:_MOST_TOLD]
+        told = self._draw_peers()[:_MOST_TOLD]
         answers = await asyncio.gather(*(self._exchange(peer, MAX_RECORDS_BYTES) for peer in told))
-        return any(answer is not None and answer.has_own for answer in answers)
+        answered = {
+            (_find_network(peer), answer.has_own)
+            for peer, answer in zip(told, answers, strict=True)
+            if answer is not None
+        }
+        num_keeping = sum(has_own for _, has_own in answered)
+        return num_keeping > 0 and num_keeping >= min(2, len({network for network, _ in answered}))
 
-    async def _ask_some(self, model_id: ModelId) -> bool:
-        peers = self._list_peers(model_id)
+    def _list_current(self) -> list[Announcement]:
+        return self.records.list_current(self._model_id, self._clock.wall())
+
+    async def _read(self) -> DirectoryError | None:
+        try:
+            await self._directory.lookup(self._model_id)
+        except DirectoryError as error:
+            return error
+        self._read_at = self._clock.now()
+        return None
+
+    async def _ask(self) -> DirectoryError | None:
+        """Ask peers until one has told what it knows."""
+        peers = self._draw_peers()
         for start in range(0, len(peers), _AT_ONCE):
             asked = peers[start : start + _AT_ONCE]
             asking = [
@@ -181,40 +223,34 @@ class GossipDirectory:
                     if await answer is not None:
                         # What the first one told may be next to nothing.
                         await asyncio.wait(asking, timeout=_OTHERS_SECONDS)
-                        return True
+                        return None
             finally:
                 await cancel_all(asking)
-        return False
+        return DirectoryError("no peer that is known tells of others")
 
-    def _list_peers(self, model_id: ModelId) -> list[Announcement]:
+    def _draw_peers(self) -> list[Announcement]:
         """Return peers to ask: announced ones and those that may be back in turns, or else a few
         who lie would keep us from all others.
 
         Those that did not answer come last: if it was our own line, they are the ones to ask.
         """
         self._failing.forget_expired()
-        now = self._clock.wall()
-        announced = [
-            peer
-            for peer in self.records.list_current(model_id, now)
-            if peer.state in (PeerState.ONLINE, PeerState.DRAINING)
-        ]
-        kinds: list[list[Announcement]] = []
-        for peers in (announced, self.records.list_hints(model_id, now)):
-            able = [
-                peer
-                for peer in peers
-                if not self.records.is_own(peer) and peer.max_version >= RECORDS_VERSION
-                if self._may_ask(peer)
-            ]
-            self._rng.shuffle(able)
-            able.sort(key=self._is_failing)
-            kinds.append(able[: _MOST_ASKED // 2])
-        in_turns = [peer for pair in zip_longest(*kinds) for peer in pair if peer is not None]
-        return sorted(in_turns, key=self._is_failing)
+        resting = self._failing.resting
 
-    def _is_failing(self, peer: Announcement) -> bool:
-        return not self._failing.may_try(peer.peer_id)
+        def choose(peers: list[Announcement]) -> Iterator[Announcement]:
+            fresh = [peer for peer in peers if peer.peer_id not in resting]
+            others = [peer for peer in peers if peer.peer_id in resting]
+            drawn = chain(draw(fresh, self._rng), draw(others, self._rng))
+            return islice(filter(self._can_ask, drawn), _MOST_ASKED // 2)
+
+        announced = [peer for peer in self._list_current() if peer.state in _ASKED]
+        hints = self.records.list_hints(self._model_id, self._clock.wall())
+        drawn = chain.from_iterable(zip_longest(choose(announced), choose(hints)))
+        return sorted(filter(None, drawn), key=lambda peer: peer.peer_id in resting)
+
+    def _can_ask(self, peer: Announcement) -> bool:
+        is_able = peer.max_version >= RECORDS_VERSION and not self.records.is_own(peer)
+        return is_able and self._may_ask(peer)
 
     async def _exchange(self, peer: Announcement, max_bytes: int) -> Records | None:
         """Ask one peer and take what is valid; return its answer, None where nothing was."""
@@ -253,3 +289,11 @@ class GossipDirectory:
         if sum(map(len, records.records)) > max_bytes:
             raise RemoteProtocolError(f"{name} told more than it was asked for")
         return records
+
+
+def _have_succeeded(tasks: Iterable[asyncio.Task[DirectoryError | None]]) -> bool:
+    return any(task.result() is None for task in tasks)
+
+
+def _find_network(peer: Announcement) -> str:
+    return name_network(peer.endpoints[0].host if peer.endpoints else None)

@@ -81,13 +81,15 @@ class AnnouncementBook:
         known = self._by_value.get(value)
         return None if known is None else known.announcement
 
-    def add_own(self, scope: str, announcement: Announcement, value: bytes, now: float) -> None:
+    def add_own(
+        self, scope: str, announcement: Announcement, value: bytes, now: float
+    ) -> KnownRecord:
         """Do what `add` does for a peer of this process: it never gives way in this scope."""
         self._own.add(announcement.peer_id)
         self.reserve(scope)
-        self.add(scope, announcement, value, now)
+        return self.add(scope, announcement, value, now)
 
-    def add(self, scope: str, announcement: Announcement, value: bytes, now: float) -> None:
+    def add(self, scope: str, announcement: Announcement, value: bytes, now: float) -> KnownRecord:
         """Remember an announcement that holds at `now` (wall seconds), and how it travels.
 
         One that is known already changes nothing. Raises RemoteProtocolError when another one of
@@ -96,8 +98,8 @@ class AnnouncementBook:
         peer_id = announcement.peer_id
         entry = self._scopes.get(scope, {}).get(peer_id)
         known = None if entry is None else entry.announcement
-        if known == announcement:
-            return
+        if entry is not None and known == announcement:
+            return entry
         if known is not None and known.expires_at > now and not _supersedes(announcement, known):
             raise RemoteProtocolError("a newer announcement of this peer is already known")
         if entry is None:
@@ -109,6 +111,7 @@ class AnnouncementBook:
         if scope not in self._reserved:
             self._shared.pop((scope, peer_id), None)
             self._shared[scope, peer_id] = None
+        return entry
 
     def list_current(self, scope: str, now: float) -> list[Announcement]:
         """Return what holds at `now`, at most `limits.MAX_ANNOUNCEMENTS_PER_MODEL`."""

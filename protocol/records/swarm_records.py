@@ -13,8 +13,16 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
+from typing import TypeVar
 
-from ..errors import ErrorCode, RefusedError, RemoteProtocolError, RevokedError
+from ..errors import (
+    DirectoryError,
+    ErrorCode,
+    LocalProtocolError,
+    RefusedError,
+    RemoteProtocolError,
+    RevokedError,
+)
 from ..fair_share import BUSY_SECONDS, Holder, RecentCosts
 from ..ids import NO_MODEL, ModelId, SessionId
 from ..membership.membership import (
@@ -40,6 +48,8 @@ from .announcements import (
     check_is_current,
     read_announcement,
 )
+
+_Item = TypeVar("_Item")
 
 _REVOCATIONS = b"shoal revocations\0"
 """What the value of the owner's list begins with; that of an announcement with a certificate."""
@@ -85,21 +95,26 @@ class SwarmRecords:
 
     # ---- what is known
 
-    def add_own(self, record: bytes, now: float) -> bytes:
-        """Remember a record of ours, which never gives way; return its value.
+    def add_own(self, record: bytes, now: float) -> KnownRecord:
+        """Remember a record of ours, which never gives way; return what is known of it then.
 
-        Raises RemoteProtocolError when it is not valid or a newer one is known, RevokedError when
-        the owner has revoked us, UsageError when we may not serve.
+        Raises LocalProtocolError when it is not valid, DirectoryError when a newer one is known,
+        RevokedError when the owner has revoked us, UsageError when we may not serve.
         """
-        announcement = read_announcement(record, now)
+        try:
+            announcement = read_announcement(record, now)
+        except RemoteProtocolError as error:
+            raise LocalProtocolError(f"our own announcement is not valid: {error}") from error
         if announcement.peer_id in self.revocations.peer_ids:
             raise RevokedError(
                 f"the owner of the swarm has revoked this peer, {announcement.peer_id}: members "
                 "now ignore its announcements; ask the owner for access"
             )
         value = self.seal(self.membership.certify(announcement.peer_id) + record)
-        self._book.add_own(announcement.model_id, announcement, value, now)
-        return value
+        try:
+            return self._book.add_own(announcement.model_id, announcement, value, now)
+        except RemoteProtocolError as error:
+            raise DirectoryError(f"the directory refused our announcement: {error}") from error
 
     def reserve(self, model_id: ModelId) -> None:
         """Keep the room of a model for it from now on: we use it."""
@@ -307,7 +322,7 @@ def choose_records(
     """
     num_blocks = own[0].announcement.num_blocks if own else 0
     known = {*known, *(one.digest for one in own)}
-    drawn = islice(_draw(list(records), rng), _MOST_DRAWN)
+    drawn = islice(draw(list(records), rng), _MOST_DRAWN)
     others = (one for one in drawn if one.digest not in known)
     chosen: list[bytes] = []
     num_bytes = 0
@@ -337,9 +352,9 @@ def _draw_by_cover(drawn: Iterator[KnownRecord], num_blocks: int) -> Iterator[Kn
     yield from drawn
 
 
-def _draw(records: list[KnownRecord], rng: random.Random) -> Iterator[KnownRecord]:
-    """Yield records in any order; few of many cost little."""
-    for num_left in range(len(records), 0, -1):
+def draw(items: list[_Item], rng: random.Random) -> Iterator[_Item]:
+    """Yield items in any order, which mixes up the list; few of many cost little."""
+    for num_left in range(len(items), 0, -1):
         index = int(rng.random() * num_left)
-        records[index], records[num_left - 1] = records[num_left - 1], records[index]
-        yield records[num_left - 1]
+        items[index], items[num_left - 1] = items[num_left - 1], items[index]
+        yield items[num_left - 1]

@@ -35,7 +35,7 @@ def make_large_value(directory: HivemindDirectory, number: int) -> bytes:
         software="s" * 64,
     )
     record = sign_announcement(identity, announcement)
-    return SwarmRecords(directory.membership).add_own(record, CLOCK.wall())
+    return SwarmRecords(directory.membership).add_own(record, CLOCK.wall()).value
 
 
 async def test_flooded_node_still_answers(dht: Directories) -> None:

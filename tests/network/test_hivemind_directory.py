@@ -367,7 +367,7 @@ async def test_announced_address_in_a_local_network_is_dialled_from_there_only(
         public = await dht.join([], 2, rules=rules)
         for number, directory, expected in ((2, public, False), (1, local, True)):
             stranger = SwarmRecords(directory.membership)
-            value = stranger.add_own(sign_now(3, directory_port=port), CLOCK.wall())
+            value = stranger.add_own(sign_now(3, directory_port=port), CLOCK.wall()).value
             directory.records.take(MODEL, value, CLOCK.wall())
 
             await directory.announce(sign_now(number))
@@ -478,8 +478,8 @@ def make_lies(membership: Membership) -> list[bytes]:
     now = CLOCK.wall()
     ours = SwarmRecords(membership)
     gone = announce_now(3, issued_at=now - 90, expires_at=now - 1)
-    value = ours.add_own(sign_now(4, model_id="b" * 32), now)
-    other_swarm = SwarmRecords(make_public(bytes(16))).add_own(sign_now(5), now)
+    value = ours.add_own(sign_now(4, model_id="b" * 32), now).value
+    other_swarm = SwarmRecords(make_public(bytes(16))).add_own(sign_now(5), now).value
     return [value, other_swarm, ours.seal(sign(gone, 3)), ours.seal(b"junk"), b"junk"]
 
 

@@ -28,5 +28,5 @@ def make_values(num_values: int, now: float, membership: Membership = PUBLIC) ->
         identity = number_identity(number)
         announcement = make_announcement(1, now, peer_id=identity.peer_id)
         record = sign_announcement(identity, announcement)
-        values.append(SwarmRecords(membership).add_own(record, now))
+        values.append(SwarmRecords(membership).add_own(record, now).value)
     return values

@@ -62,11 +62,15 @@ class LostDirectory(MemoryDirectory):
     is_lost = False
     is_silent = False
     silent_seconds = 3600.0
+    slow_seconds = 0.0
+    num_looks = 0
 
     async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
+        self.num_looks += 1
         if self.is_silent:
             await asyncio.sleep(self.silent_seconds)
             raise DirectoryError("every contact is gone")
+        await asyncio.sleep(self.slow_seconds)
         return await super().lookup(model_id)
 
     def _check_is_reachable(self) -> None:
@@ -124,14 +128,17 @@ class World:
         self._stack.push_async_callback(client.joined.close)
         return client
 
-    async def open_gossip(self) -> tuple[GossipDirectory, NotingTransport]:
+    async def open_gossip(self) -> tuple[GossipDirectory, LostDirectory, NotingTransport]:
         """Return what a newcomer has that has read the directory once."""
-        directory = MemoryDirectory(self.swarm.store, VirtualClock())
+        directory = LostDirectory(self.swarm.store, VirtualClock())
         await directory.lookup(MODEL_ID)
         transport = NotingTransport(self.swarm.network, "newcomer")
         self._stack.push_async_callback(transport.close)
-        gossip = GossipDirectory(directory, transport, VirtualClock(), Random(1), lambda _: True)
-        return gossip, transport
+        gossip = GossipDirectory(
+            directory, MODEL_ID, transport, VirtualClock(), Random(1), lambda _: True
+        )
+        self._stack.push_async_callback(gossip.stop)
+        return gossip, directory, transport
 
     def kill(self, *hosts: str) -> None:
         for host in hosts:
@@ -163,8 +170,9 @@ class Liar:
             message = decode_frame(frame)
             if isinstance(message, RecordFetch):
                 self.asked_bytes.append(message.max_bytes)
-                value = self._records.add_own(self.sign(), VirtualClock().wall())
-                answer: Message = Records(message.question, (value, *self.invented))
+                value = self._records.add_own(self.sign(), VirtualClock().wall()).value
+                told = (value, *self.invented)
+                answer: Message = Records(message.question, told, has_own=bool(message.own))
             else:
                 answer = Welcome(MAX_VERSION, "liar", self._identity.peer_id, MODEL_ID, WHOLE, 0.0)
             await stream.send(encode_frame(answer))
@@ -373,6 +381,57 @@ async def test_peers_are_asked_beside_a_directory_that_is_silent(tiny_models: An
         assert sorted(peer.span for peer in view.online) == sorted(HALVES)
 
 
+async def test_slow_directory_is_read_to_its_end_though_liars_answer_first(
+    tiny_models: Any,
+) -> None:
+    """It takes longer than its share of a look; the liars tell only of themselves."""
+    async with open_world(tiny_models) as world:
+        await world.add_liar(100)
+        gossip, directory, _ = await world.open_gossip()
+        for number, span in enumerate(HALVES):
+            await world.add(f"peer{number}", span)
+        directory.slow_seconds = 3.0
+        await asyncio.sleep(1.0)
+
+        spans: list[set[Span]] = []
+        for _ in range(2):
+            async with asyncio.timeout(3.5):
+                spans.append({peer.span for peer in await gossip.lookup(MODEL_ID)})
+
+        assert spans == [{WHOLE}, {WHOLE, *HALVES}]
+        assert directory.num_looks == 2
+
+
+async def test_directory_that_answers_late_is_heard_before_peers_that_are_silent(
+    tiny_models: Any,
+) -> None:
+    async with open_world(tiny_models) as world:
+        for number in range(9):
+            await world.add(f"peer{number}", WHOLE)
+        gossip, directory, _ = await world.open_gossip()
+        for number in range(9):
+            world.swarm.network.pause(f"peer{number}")
+        await world.add("new", HALVES[0])
+        directory.slow_seconds = 2.5
+        await asyncio.sleep(1.0)
+
+        async with asyncio.timeout(2.6):
+            assert HALVES[0] in {peer.span for peer in await gossip.lookup(MODEL_ID)}
+
+
+async def test_those_who_look_at_once_have_the_directory_read_once(tiny_models: Any) -> None:
+    async with open_world(tiny_models) as world:
+        await world.add("peer", WHOLE)
+        gossip, directory, _ = await world.open_gossip()
+        directory.slow_seconds = 1.0
+        before = directory.num_looks
+
+        found = await asyncio.gather(*(gossip.lookup(MODEL_ID) for _ in range(10)))
+
+        assert [len(peers) for peers in found] == [1] * 10
+        assert directory.num_looks == before + 1
+
+
 async def test_directory_that_fails_while_peers_are_asked_is_no_unread_error(
     tiny_models: Any,
 ) -> None:
@@ -419,7 +478,7 @@ async def test_announcement_needs_the_directory_or_a_peer_that_keeps_it(
         await directory.lookup(MODEL_ID)
         directory.is_lost = True
         transport = LoopbackTransport(world.swarm.network, "newcomer")
-        gossip = GossipDirectory(directory, transport, clock, Random(1), lambda _: True)
+        gossip = GossipDirectory(directory, MODEL_ID, transport, clock, Random(1), lambda _: True)
         if not has_peers:
             world.kill("other")
         newcomer = Identity(bytes(32))
@@ -435,6 +494,35 @@ async def test_announcement_needs_the_directory_or_a_peer_that_keeps_it(
             view = await client.joined.swarm.book.refresh()
             assert newcomer.peer_id in {peer.peer_id for peer in view.online}
         await transport.close()
+
+
+@pytest.mark.parametrize("has_honest", [False, True])
+async def test_one_liar_confirms_no_announcement_that_others_refuse(
+    tiny_models: Any, has_honest: bool
+) -> None:
+    async with open_world(tiny_models) as world:
+        await world.add_liar(100)
+        honest = [await world.add("peer", WHOLE)] if has_honest else []
+        gossip, directory, _ = await world.open_gossip()
+        directory.is_lost = True
+        await asyncio.sleep(1.0)  # or what the peer has read is new enough
+        identity, now = Identity(bytes(32)), VirtualClock().wall()
+        stale = describe_peer(
+            peer_id=identity.peer_id, model_id=MODEL_ID, num_blocks=WHOLE.stop, span=WHOLE,
+            sequence=1, issued_at=now, expires_at=now + PERIOD_SECONDS,
+        )  # fmt: skip
+        for inside in honest:  # it knows a newer one
+            newer = replace(stale, sequence=2, expires_at=now + 2 * PERIOD_SECONDS)
+            await world.swarm.open_directory().announce(sign_announcement(identity, newer))
+            await inside.peer.announcer._directory.lookup(MODEL_ID)
+
+        announcing = gossip.announce(sign_announcement(identity, stale))
+
+        if has_honest:
+            with pytest.raises(DirectoryError):
+                await announcing
+        else:
+            await announcing
 
 
 # ---- peers that do not answer
@@ -484,18 +572,19 @@ async def test_peers_that_did_not_answer_are_asked_after_those_that_did(tiny_mod
 async def test_what_peers_told_is_new_enough_for_a_second(tiny_models: Any) -> None:
     async with open_world(tiny_models) as world:
         await world.add("peer", WHOLE)
-        gossip, transport = await world.open_gossip()
+        gossip, directory, transport = await world.open_gossip()
+        directory.is_lost = True
 
         for seconds, num_dialled in ((0.0, 1), (0.5, 1), (0.6, 2)):
             await asyncio.sleep(seconds)
-            assert await gossip.ask(MODEL_ID)
+            await gossip.lookup(MODEL_ID)
             assert transport.dialled["peer"] == num_dialled
 
 
 async def test_directory_is_read_again_once_what_it_said_is_too_old(tiny_models: Any) -> None:
     async with open_world(tiny_models) as world:
         await world.add("peer", WHOLE)
-        gossip, _ = await world.open_gossip()
+        gossip, _, _ = await world.open_gossip()
         await gossip.lookup(MODEL_ID)
         await world.add("other", WHOLE)
 
@@ -514,12 +603,13 @@ async def test_peer_is_asked_for_so_much_and_believed_no_more(
         others = [Liar(Identity(bytes([number]) * 32)) for number in range(2, 42)]
         for other in others:
             other.endpoint = liar.endpoint
-        values = [SwarmRecords().add_own(one.sign(), VirtualClock().wall()) for one in others]
+        now = VirtualClock().wall()
+        values = [SwarmRecords().add_own(one.sign(), now).value for one in others]
         assert GOSSIP_BYTES < sum(map(len, values)) < MAX_RECORDS_BYTES // 2
         liar.invented = tuple(values)
-        gossip, _ = await world.open_gossip()
+        gossip, _, _ = await world.open_gossip()
 
-        running = asyncio.create_task(gossip.run(MODEL_ID, 1.0, max_bytes))
+        running = asyncio.create_task(gossip.run(1.0, max_bytes))
         await asyncio.sleep(2.0)
         await cancel_all([running])
 
@@ -578,12 +668,12 @@ async def test_stranger_in_a_private_swarm_is_neither_told_nor_believed(
         record = client.directory.records.open(seen.value)[MEMBER.certificate_bytes :]
         store = MemoryDirectoryStore()
         store.records.take(MODEL_ID, store.records.seal(record), clock.wall())
-        directory = MemoryDirectory(store, clock)
+        directory = LostDirectory(store, clock)
         await directory.lookup(MODEL_ID)
         transport = NotingTransport(
             world.swarm.network, "stranger", MEMBER if has_proof else NO_MEMBERSHIP
         )
-        gossip = GossipDirectory(directory, transport, clock, Random(1), lambda _: True)
+        gossip = GossipDirectory(directory, MODEL_ID, transport, clock, Random(1), lambda _: True)
         if not has_proof:
             with pytest.raises(NotAMemberError, match="private swarm"):
                 await transport.open_stream(seen.announcement.endpoints[0])
@@ -592,8 +682,10 @@ async def test_stranger_in_a_private_swarm_is_neither_told_nor_believed(
 
         await gossip.announce(sign_announcement(identity, own))
 
-        assert not await gossip.tell(MODEL_ID)
-        assert not await gossip.ask(MODEL_ID)
+        assert not await gossip.tell()
+        directory.is_lost = True
+        with pytest.raises(DirectoryError):
+            await gossip.lookup(MODEL_ID)
         assert transport.dialled["peer"] >= 2
         assert {one.peer_id for one in directory.records.list_current(MODEL_ID, clock.wall())} == {
             seen.announcement.peer_id,

@@ -16,16 +16,14 @@ from collections.abc import Collection, Sequence
 from ...endpoints import Endpoint, Relay
 from ...errors import (
     DirectoryError,
-    LocalProtocolError,
     P2pdEndedError,
-    RemoteProtocolError,
     UsageError,
     WrongSwarmError,
 )
 from ...identity import Identity
 from ...ids import NO_MODEL, ModelId, PeerId
 from ...membership.membership import Membership, Revocations, make_public, sign_revocations
-from ...records.announcements import Announcement, PeerState, read_announcement
+from ...records.announcements import Announcement, PeerState
 from ...records.swarm_records import SwarmRecords
 from ..clock import Clock
 from ..libp2p.libp2p_transport import Libp2pTransport
@@ -247,15 +245,7 @@ class HivemindDirectory:
         """See Directory.announce. Raises UsageError in client mode."""
         if self._is_reader:
             raise UsageError("a directory in client mode only reads; join without client_mode")
-        now = self._clock.wall()
-        try:
-            announcement = read_announcement(record, now)
-        except RemoteProtocolError as error:
-            raise LocalProtocolError(f"our own announcement is not valid: {error}") from error
-        try:
-            value = self.records.add_own(record, now)
-        except RemoteProtocolError as error:
-            raise DirectoryError(f"the directory refused our announcement: {error}") from error
+        announcement, value, _ = self.records.add_own(record, self._clock.wall())
         model_id = announcement.model_id
         self._own[model_id] = value
         self._models.add(model_id)

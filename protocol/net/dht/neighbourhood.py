@@ -12,16 +12,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import secrets
 import warnings
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from ...endpoints import Endpoint, Relay
 from ...errors import DirectoryError, RemoteProtocolError, ShoalError, UnavailableError, UsageError
 from ...fair_share import name_network
-from ...ids import MODEL_ID_CHARACTERS, ModelId
+from ...ids import MODEL_ID_CHARACTERS, ModelId, SessionId
 from ...messages.records import MAX_RECORDS_BYTES, RecordFetch, Records
 from ...records.announcements import Announcement
 from ...records.swarm_records import SwarmRecords
@@ -265,8 +265,7 @@ class RecordNodes:
         with suppress(TimeoutError):
             async with asyncio.timeout(_OPERATION_SECONDS):
                 nodes = await self._find_nodes(model_id)
-                fetch = self._records.make_fetch(model_id, self._clock.wall(), self._rng, 1)
-                fetch = replace(fetch, own=value)
+                fetch = RecordFetch(SessionId(secrets.token_bytes(16)), value, b"", 1)
                 answers = await asyncio.gather(*(self._ask(n, model_id, fetch) for n in nodes))
                 return [answer.has_own for answer in answers if answer is not None]
         return []

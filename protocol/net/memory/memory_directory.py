@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import DirectoryError, LocalProtocolError, RemoteProtocolError
+from ...errors import DirectoryError, RemoteProtocolError
 from ...ids import ModelId
 from ...membership.membership import NO_MEMBERSHIP, Membership
-from ...records.announcements import Announcement, read_announcement
+from ...records.announcements import Announcement
 from ...records.swarm_records import SwarmRecords
 from ..clock import Clock
 
@@ -39,14 +39,10 @@ class MemoryDirectory:
 
     async def announce(self, record: bytes) -> None:
         now = self._clock.wall()
+        own = self.records.add_own(record, now)
+        self._check_is_reachable()
         try:
-            model_id = read_announcement(record, now).model_id
-        except RemoteProtocolError as error:
-            raise LocalProtocolError(f"our own announcement is not valid: {error}") from error
-        try:
-            value = self.records.add_own(record, now)
-            self._check_is_reachable()
-            self._store.records.take(model_id, value, now)
+            self._store.records.take(own.announcement.model_id, own.value, now)
         except RemoteProtocolError as error:
             raise DirectoryError(f"the directory refused our announcement: {error}") from error
 

@@ -45,7 +45,7 @@ SEED = 7
 
 def make_value(number: int = 1, writer: Membership = SERVER, **changes: Any) -> bytes:
     announcement = make_announcement(number, **changes)
-    return SwarmRecords(writer).add_own(sign(announcement, number), NOW)
+    return SwarmRecords(writer).add_own(sign(announcement, number), NOW).value
 
 
 def list_value(revocations: Revocations, owner: Membership = OWNER) -> bytes:
@@ -429,7 +429,7 @@ def test_lookup_in_a_private_swarm_of_a_thousand_peers_takes_less_than_a_megabyt
     for number in range(1000):
         identity, announcement = announce_everything(rng, number)
         record = sign_announcement(identity, announcement)
-        answering.take(MODEL, SwarmRecords(SERVER).add_own(record, NOW), NOW)
+        answering.take(MODEL, SwarmRecords(SERVER).add_own(record, NOW).value, NOW)
     num_bytes, num_nodes = 0, 0
 
     while num_nodes < 16:
