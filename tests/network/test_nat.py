@@ -141,6 +141,7 @@ def test_peer_that_cannot_be_dialled_announces_its_relay(scene: Scene) -> None:
     assert scene.relayed["reach"] == "nobody"
     assert scene.public["endpoint"].startswith(f"{PUBLIC_HOST}:")
     assert scene.public["reach"] == "unknown"
+    assert (scene.public["is_relay"], scene.relayed["is_relay"]) == (True, False)
 
 
 def test_peer_that_can_be_dialled_announces_itself(scene: Scene) -> None:
