@@ -21,6 +21,9 @@ _IPV6_PREFIXES = (32, 48, 56, 64)
 """An IPv6 customer gets a /64 at least, and may have a /56 or a /48 for nothing; a provider, a /32.
 All addresses of a /64 count as one."""
 
+_TIMES_BUDGET = 2
+"""So many times their budget all strangers may cost, each with what is certain to it."""
+
 _TIMES_FREE_OF_PREFIX = 7
 """The wider prefixes get seven times what they leave to others: more than any address, not all."""
 
@@ -261,6 +264,7 @@ def may_displace(asker: Tenant, idle: Tenant, held: Mapping[Tenant, int], num_by
 class RecentCosts:
     """Counts the costs of strangers. All of them together have a budget: they may cost `budget` in
     each `seconds`, or at once after a quiet time, and nobody more than three times what stays free.
+    Whatever is certain to each, together they never cost more than twice the budget.
 
     Costs fade: after `seconds` 37 % of one counts. So there is no window at whose beginning all
     come at once. Each may cost `certain` whatever others do: an attacker with many identities pays
@@ -274,6 +278,8 @@ class RecentCosts:
     >>> recent.take("third", 6, now=0.1), recent.take("third", 5, now=0.1)
     (False, True)
     >>> recent.take("greedy", 40, now=10.0)
+    True
+    >>> sum(recent.take(f"made up {number}", 5, now=10.0) for number in range(1000)) < 40
     True
     """
 
@@ -290,7 +296,8 @@ class RecentCosts:
     def take(self, holder: Holder, cost: float, now: float) -> bool:
         """Return whether somebody may cost so much now, and note it then."""
         had, share = self._find_share(holder, now)
-        if had + cost > max(share, self._certain):
+        in_all = self._costs.get((), 0.0) / self._reckon(now)
+        if had + cost > max(share, self._certain) or in_all + cost > _TIMES_BUDGET * self._budget:
             return False
         self.charge(holder, cost, now)
         return True

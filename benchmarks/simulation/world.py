@@ -242,9 +242,7 @@ class World:
         gone = {peer_id for peer_id in called if peer_id not in self.peers}
         if not gone:
             return supply
-        if peer.span is not None:
-            gone = {host.peer_id for host in hosts} - called | gone
-        return Supply.of_view(view, gone)
+        return Supply.of_view(view, {host.peer_id for host in hosts} - called | gone)
 
     def _begin_loading(self, peer: SimulatedPeer, span: Span) -> None:
         kept = None if peer.span is None else peer.span.overlap(span)

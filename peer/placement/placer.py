@@ -114,11 +114,14 @@ class Placer:
             )
         intent: Intent | None = None
         num_intents = 0
+        uncounted: Collection[PeerId] = ()
         while True:
             view = await self._look()
             if intent is not None:
-                await self._call_hosts(view, Span(0, self._model.num_blocks))
-            supply = self._count(view)
+                uncounted = await self._call_hosts(view, Span(0, self._model.num_blocks))
+            # Those behind relays cannot be dialled, and the others can be told from made-up ones.
+            relayed = {peer.peer_id for peer in view.peers if not peer.endpoints}
+            supply = self._count(view, set(uncounted) - relayed)
             decision = self._decide(supply, None, intent)
             assert decision.span is not None
             has_choice = len(decision.span) < self._model.num_blocks and supply.rows

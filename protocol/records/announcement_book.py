@@ -156,8 +156,17 @@ class AnnouncementBook:
             able = (peer_id for peer_id in givers if peer_id not in self._own)
             for peer_id in dict.fromkeys(islice(able, num_displaced)):
                 self._forget(scope, peer_id)
-        elif scope not in self._reserved and len(self._shared) >= self._max_shared:
-            self._forget(*next(iter(self._shared)))
+        elif scope not in self._reserved:
+            self._forget_shared(now)
+
+    def _forget_shared(self, now: float) -> None:
+        """Make a place among those that nobody here uses, and forget what has expired there."""
+        while self._shared:
+            scope, peer_id = next(iter(self._shared))
+            is_expired = self._scopes[scope][peer_id].announcement.expires_at <= now
+            if not is_expired and len(self._shared) < self._max_shared:
+                break
+            self._forget(scope, peer_id)
 
     def _forget(self, scope: str, peer_id: PeerId) -> None:
         self._shared.pop((scope, peer_id), None)

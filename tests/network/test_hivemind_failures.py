@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from announcements import MODEL, identity_of
-from directory_processes import Directories, look_up, start
+from directory_processes import Directories, look_up, sign_now, start
 from processes import children_of, kill_if_running, stop, wait_until_dead
 
 from shoal.protocol.errors import DirectoryError
@@ -53,6 +53,24 @@ def keep_port() -> Iterator[int]:
         keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         keeper.bind(("127.0.0.1", 0))
         yield keeper.getsockname()[1]
+
+
+async def test_directory_whose_nodes_all_stand_still_is_not_taken_for_read_or_written(
+    peers: contextlib.ExitStack, dht: Directories
+) -> None:
+    """Our own p2pd runs; those of all others are stopped."""
+    others = [start(peers, 1)]
+    others.append(start(peers, 2, others[0].address))
+    ours = await dht.join([other.address for other in others], 3)
+    assert await look_up(ours) == {other.peer_id for other in others}
+
+    for other in others:
+        pause(peers, other.p2pd)
+
+    with pytest.raises(DirectoryError, match="no peer of the directory answers"):
+        await ours.lookup(MODEL)
+    with pytest.raises(DirectoryError, match="no node of the directory keeps"):
+        await ours.announce(sign_now(3))
 
 
 async def test_lookup_survives_the_kill_of_a_peer_and_its_p2pd_leaves_with_it(

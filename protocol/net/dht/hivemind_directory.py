@@ -254,8 +254,8 @@ class HivemindDirectory:
         answers, _ = await asyncio.gather(
             self._node.records.bring(model_id, value), self._list_model(announcement, value)
         )
-        # Without any answer it is kept here, where newcomers may ask as well.
-        if answers and not any(answers):
+        # Where nobody else is known it is kept here, where newcomers may ask as well.
+        if not any(answers) and (answers or self._knows_others()):
             raise DirectoryError("no node of the directory keeps our announcement")
         if announcement.state is not PeerState.OFFLINE:
             await self._neighbourhood.widen(self._list_known())
@@ -288,15 +288,23 @@ class HivemindDirectory:
             await self._node.records.bring(NO_MODEL, value)
 
     async def _search(self, model_id: ModelId) -> None:
-        """Ask nodes about a model; raises DirectoryError where a reader finds none."""
+        """Ask nodes about a model; raises DirectoryError where there are some and none answers."""
         for _ in range(2):  # the first search may find out that every known neighbour is gone
             await self._neighbourhood.restore(self._list_known())
-            await self._node.records.search(model_id)
+            if await self._node.records.search(model_id):
+                return
             if len(self._neighbourhood):
                 break
-        else:
-            if self._is_reader:
-                raise DirectoryError(f"no peer of the directory answers: {self._initial_texts}")
+        if self._is_reader or self._knows_others():
+            raise DirectoryError(f"no peer of the directory answers: {self._initial_texts}")
+
+    def _knows_others(self) -> bool:
+        """Return whether others announce themselves that should answer."""
+        now, is_own = self._clock.wall(), self.records.is_own
+        known = (
+            one for model_id in self._models for one in self.records.list_current(model_id, now)
+        )
+        return any(one.as_nodes and not is_own(one) for one in known)
 
     def _keep_addresses(self, min_age_seconds: float) -> None:
         """Write down where we and others can be joined, if there are others and it has changed."""

@@ -38,9 +38,8 @@ class AddressFolder:
 
         Those that only this machine can dial are kept and read where a swarm is joined through this
         machine, or through nobody as a member: from elsewhere, a stranger could have us dial what
-        else runs here. Of a swarm on this
-        machine that has no join code, as in a demo, nothing is kept: nobody comes back to it, and
-        its file would displace that of another swarm.
+        else runs here. Of a swarm on this machine that has no join code, as in a demo, nothing is
+        kept: nobody comes back to it, and its file would displace that of another swarm.
         """
         is_here = all(is_loopback(split_multiaddr(text)[0]) for text in initial_peers)
         if is_here and membership is None:

@@ -62,6 +62,10 @@ _PAUSE_SECONDS = 0.1
 _PACE_SECONDS = 0.004
 """Between two connections: many that come at once leave time for others, and wait outside."""
 
+_REFUSED_AT_ONCE = 8
+"""Connections that are refused without a pause: 2,000 a second, or else one address that begins
+more than 250 would keep all others waiting outside."""
+
 
 class TcpListener:
     """Accepts connections and owns the tasks that serve them."""
@@ -99,7 +103,7 @@ class TcpListener:
             await stream.wait_lost()
 
     async def _accept(self, opened: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
+        loop, num_refused = asyncio.get_running_loop(), 0
         while True:
             try:
                 accepted, address = await loop.sock_accept(opened)
@@ -113,7 +117,9 @@ class TcpListener:
                 check_share(tenant, self._greeting, MAX_HANDSHAKES, "strangers")
             except RefusedError:
                 accepted.close()
-                await asyncio.sleep(_PACE_SECONDS)
+                num_refused += 1
+                if num_refused % _REFUSED_AT_ONCE == 0:
+                    await asyncio.sleep(_PACE_SECONDS)
                 continue
             accepted.setblocking(False)
             self._greeting.append(tenant)

@@ -34,6 +34,7 @@ from shoal.protocol.errors import ErrorCode, ShoalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.records import RecordFetch, Records
 from shoal.protocol.messages.session import Declined, Hello, Open, Opened, Step, Welcome
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
@@ -41,6 +42,7 @@ from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcements import Announcement, sign_announcement
 from shoal.protocol.spans import Span
+from shoal.protocol.versions import MAX_VERSION
 from shoal.protocol.wire.codec import decode_frame, encode_frame
 from swarm_benchmarks.attacker import ATTACKS, Raid
 
@@ -116,6 +118,8 @@ class _FalsePeer:
     lie: _Lie
     model_id: ModelId
     span: Span
+    make_up: Callable[[], tuple[bytes, ...]] = tuple
+    """Makes what it tells of others."""
     num_calls: int = 0
 
     async def serve(self, stream: Stream) -> None:
@@ -131,6 +135,8 @@ class _FalsePeer:
             return None
         if isinstance(message, Hello) and self.lie is not _Lie.NOISE:
             return encode_frame(self._make_welcome(message))
+        if isinstance(message, RecordFetch):
+            return encode_frame(Records(message.question, self.make_up(), has_own=True))
         if isinstance(message, Open) and self.lie is _Lie.REFUSAL:
             return encode_frame(Declined(message.session, 0, ErrorCode.BUSY, "no room", 3e7))
         if isinstance(message, Open | Step) and self.lie is _Lie.WRONG_ANSWERS:
@@ -168,6 +174,8 @@ class _Attacks:
             _FalsePeer(Identity(rng.randbytes(32)), next(lies), model_id, span)
             for _ in range(NUM_IDENTITIES)
         ]
+        for peer in self._peers:
+            peer.make_up = self._make_up
         self._endpoints: list[Endpoint] = []
 
     async def go_on(self, is_over: asyncio.Event) -> None:
@@ -207,13 +215,17 @@ class _Attacks:
             issued_at=now,
             expires_at=now + _LIFETIME_SECONDS,
             sequence=int(now * 1000),
-            max_version=2,
+            max_version=MAX_VERSION,
             free_kv_tokens=10**6,
             decode_steps_per_second=1e4,
             prefill_tokens_per_second=1e5,
             loaded_decode_steps_per_second=1e4,
         )
         return sign_announcement(identity, announcement)
+
+    def _make_up(self) -> tuple[bytes, ...]:
+        """Return what his peers tell of others: only of each other."""
+        return tuple(self._directory.records.seal(self._sign(n)) for n in range(NUM_IDENTITIES))
 
     def _list_honest(self) -> list[Announcement]:
         """Return the others whom he knows, in an order of chance."""

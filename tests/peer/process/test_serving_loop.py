@@ -514,15 +514,16 @@ async def test_made_up_hosts_draw_nobody_away_from_the_blocks_that_they_name(
     assert sum(peer.num_moves for peer in honest) == 0
 
 
+@pytest.mark.parametrize("num_made_up", [2, 24])
 @in_world()
-async def test_newcomer_goes_where_hosts_are_only_made_up(world: World) -> None:
+async def test_newcomer_goes_where_hosts_are_only_made_up(world: World, num_made_up: int) -> None:
     world.add(span=Span(0, 4))
-    for number in range(2):
+    for number in range(num_made_up):
         await world.make_up(100 + number, Span(4, 8))
     await asyncio.sleep(PERIOD_SECONDS)
     newcomer = world.add()
     for _ in range(4):
-        for number in range(2):
+        for number in range(num_made_up):
             await world.make_up(100 + number, Span(4, 8))
         await asyncio.sleep(PERIOD_SECONDS)
 
