@@ -37,7 +37,7 @@ from .neighbourhood import Neighbourhood, Rules, list_addresses
 _logger = logging.getLogger(__name__)
 
 _MOST_KEPT = 64
-"""Peers whose addresses are read for the file, and as many that were there earlier."""
+"""Peers whose addresses are read for the file."""
 
 _KEEP_SECONDS = 10.0
 """How often at most known addresses are written to disk."""
@@ -314,13 +314,11 @@ class HivemindDirectory:
         nodes = {(peer.peer_id, peer.directory_port) for peer in known}
         if nodes != self._kept and any(peer_id != own_id for peer_id, _ in nodes):
             self._kept, self._kept_at = nodes, self._clock.now()
-            current = [peer for peer in known if peer.expires_at > self._clock.wall()]
-            hints = [peer for peer in known if peer.expires_at <= self._clock.wall()]
-            known = [
-                peer
-                for peers in (current, hints)
-                for peer in self._rng.sample(peers, min(_MOST_KEPT, len(peers)))
-            ]
+            now, answering = self._clock.wall(), self._neighbourhood.peer_ids
+            self._rng.shuffle(known)
+            # Announcing costs nothing: those that have answered come first.
+            known.sort(key=lambda peer: (peer.peer_id not in answering, peer.expires_at <= now))
+            known = known[:_MOST_KEPT]
             # New ones first: what was joined through may be what was kept the last time.
             addresses = [*list_addresses(known), *self._access.peers]
             self._known.save(self.membership.swarm_id, addresses)

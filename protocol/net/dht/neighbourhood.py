@@ -120,6 +120,11 @@ class Neighbourhood:
     def __len__(self) -> int:
         return len(self._table.uid_to_peer_id)
 
+    @property
+    def peer_ids(self) -> set[str]:
+        """The ids of the neighbours: of nodes that have asked or answered something."""
+        return {str(peer_id) for peer_id in self._table.uid_to_peer_id.values()}
+
     async def find_nodes(self, key: str) -> list[PeerID]:
         """Return the nodes to ask for what stands under a key, and to bring it to."""
         search = asyncio.create_task(self._find_nodes(DHTID.generate(source=key)))
@@ -171,8 +176,7 @@ class Neighbourhood:
         alone while the others know each other. So would the two parts of a network that was split,
         once the peers are gone through which they had joined.
         """
-        neighbours = {str(peer_id) for peer_id in self._table.uid_to_peer_id.values()}
-        neighbours.add(str(self._p2p.peer_id))
+        neighbours = self.peer_ids | {str(self._p2p.peer_id)}
         away = [peer for peer in self._initial_peers if peer.peer_id not in neighbours]
         strangers = [peer for peer in known if peer.peer_id not in neighbours and peer.as_nodes]
         num_greeted = min(len(strangers), _GREETED_EACH_TIME)

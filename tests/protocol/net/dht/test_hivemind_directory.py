@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from announcements import MODEL, identity_of, make_announcement, sign
 from virtual_time import VirtualClock, run_virtual
 
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.membership.membership import NO_MEMBERSHIP
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
+from shoal.protocol.net.dht.known_addresses import KnownAddresses
 from shoal.protocol.records.swarm_records import SwarmRecords
 
 
@@ -31,6 +36,37 @@ class Restarting(HivemindDirectory):
         if self.num_attempts < 3:
             await fail()
         self._node = make_node(has_ended=False)
+
+
+def test_addresses_of_those_that_answered_are_kept_before_others(tmp_path: Path) -> None:
+    """Anybody may announce hundreds of peers."""
+
+    async def story() -> None:
+        known, records = KnownAddresses(tmp_path / "swarm", False), SwarmRecords()
+        node = make_node(has_ended=False)
+        node.access = SimpleNamespace(
+            p2p=SimpleNamespace(peer_id="own"), membership=NO_MEMBERSHIP, peers=()
+        )
+        answering = {identity_of(number).peer_id for number in range(1, 9)}
+        node.neighbourhood = SimpleNamespace(peer_ids=answering)
+        directory = HivemindDirectory(node, records, VirtualClock(), known)
+        directory._models.add(MODEL)
+        now = VirtualClock().wall()
+        for number in range(1, 200):
+            peer = make_announcement(
+                number, endpoints=(Endpoint("198.51.100.7", 4000, "c" * 64),), directory_port=4001,
+                issued_at=now, expires_at=now + 90,
+            )  # fmt: skip
+            records.take(MODEL, records.seal(sign(peer, number)), now)
+
+        directory._keep_addresses(0.0)
+
+        kept = {address.peer_id for address in known.load()[1]}
+        assert len(kept) == 32
+        assert answering <= kept
+        directory._replacing.cancel()
+
+    run_virtual(story())
 
 
 def test_p2pd_is_started_again_whatever_went_wrong_before() -> None:
