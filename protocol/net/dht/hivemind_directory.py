@@ -254,12 +254,12 @@ class HivemindDirectory:
         answers, _ = await asyncio.gather(
             self._node.records.bring(model_id, value), self._list_model(announcement, value)
         )
-        # Where nobody else is known it is kept here, where newcomers may ask as well.
-        if not any(answers) and (answers or self._knows_others()):
-            raise DirectoryError("no node of the directory keeps our announcement")
         if announcement.state is not PeerState.OFFLINE:
             await self._neighbourhood.widen(self._list_known())
         self._keep_addresses(_KEEP_SECONDS)
+        # Where nobody else is known it is kept here, where newcomers may ask as well.
+        if not any(answers) and (answers or self._knows_others()):
+            raise DirectoryError("no node of the directory keeps our announcement")
 
     async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
         """See Directory.lookup."""
