@@ -26,6 +26,10 @@ def import_client() -> None:
         from huggingface_hub.utils import disable_progress_bars
         from transformers.utils import logging
 
+        # For those who ask for them later.
+        from ...client.model import causal_lm  # noqa: F401
+        from ...client.runtime import client  # noqa: F401
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     disable_progress_bars()

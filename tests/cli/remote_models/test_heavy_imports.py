@@ -1,13 +1,18 @@
 """What is imported is looked through for garbage neither meanwhile nor afterwards."""
 
+import builtins
 import gc
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import pytest
 
+import shoal.client
 from shoal.cli.remote_models import opening
 from shoal.cli.terminal.heavy_imports import importing_much
 
@@ -53,13 +58,59 @@ def test_who_collects_nothing_is_left_alone() -> None:
 
 
 def test_client_is_imported_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[bool] = []
+    asked: list[object] = []
+    really_import: Any = builtins.__import__
+
+    def note_import(name: str, given: Any = None, own: Any = None, names: Any = (), level: int = 0):
+        asked.append((name, *(names or ())))
+        return really_import(name, given, own, names, level)
 
     @contextmanager
     def note() -> Iterator[None]:
-        begun.append(True)
-        yield
+        with monkeypatch.context() as patch:
+            patch.setattr(builtins, "__import__", note_import)
+            yield
 
     monkeypatch.setattr(opening, "importing_much", note)
     opening.import_client()
-    assert begun
+    assert {("client.model", "causal_lm"), ("client.runtime", "client")} <= set(asked)
+
+
+def test_names_of_the_client_are_imported_without_collections_and_collected_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_enabled: list[bool] = []
+
+    def note(name: str, package: str) -> Any:
+        is_enabled.append(gc.isenabled())
+        return import_module(name, package)
+
+    monkeypatch.delitem(vars(shoal.client), "ClientConfig", raising=False)
+    monkeypatch.setattr(shoal.client, "import_module", note)
+    assert shoal.client.ClientConfig
+    assert (is_enabled, gc.isenabled()) == ([False], True)
+
+
+@pytest.mark.parametrize(("origin", "expected"), [("nanobind", "collected"), ("builtins", "")])
+def test_what_nanobind_would_call_a_leak_is_collected_at_exit(origin: str, expected: str) -> None:
+    program = f"""
+import os, sys
+from types import ModuleType
+from shoal.cli.terminal.heavy_imports import importing_much
+
+class Bound:
+    def __init__(self):
+        self.itself = self
+    def __del__(self, write=os.write):
+        write(1, b"collected")
+
+Bound.__module__ = {origin!r}
+with importing_much():
+    sys.modules["triton._C.libtriton"] = ModuleType("libtriton")
+    sys.modules["triton._C.libtriton"].bound = Bound()
+    del Bound
+"""
+
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
+
+    assert (done.stdout, done.stderr) == (expected, "")
