@@ -9,9 +9,9 @@ from pathlib import Path
 
 from ...peer.process.identity_file import check_private
 from ...protocol.errors import UsageError
-from ...protocol.membership.join_code import MAX_CODE_CHARACTERS, JoinCode, parse_join_arguments
+from ...protocol.membership.join_code import MAX_CODE_CHARACTERS, JoinCode
 from ...protocol.membership.membership import Membership
-from ...protocol.net.dht.known_addresses import AddressFolder
+from ...protocol.net.dht.known_addresses import find_swarm
 from .shared_options import add_initial_peers_argument
 
 VARIABLE = "SHOAL_JOIN"
@@ -59,16 +59,8 @@ def read_joining(options: argparse.Namespace, alternative: str = "") -> Joining:
             "no swarm is given: pass --join CODE, the code that `shoal serve MODEL --new-swarm` "
             f"printed, or --initial-peers ADDRESS, the address of any peer{alternative}"
         )
-    known = [] if options.initial_peers else _find_known(join)
-    membership, addresses = parse_join_arguments(join, known or options.initial_peers)
+    membership, addresses = find_swarm(join, options.initial_peers)
     return Joining(join, tuple(options.initial_peers), membership, addresses)
-
-
-def _find_known(join: str) -> list[str]:
-    """Return where this machine last met the swarm of a code that names no address."""
-    code = JoinCode.parse(join)
-    known = None if code.addresses else AddressFolder().find(code.membership, ())
-    return [] if known is None else [address.text for address in known.load()[1]]
 
 
 def choose_swarm(options: argparse.Namespace) -> tuple[Membership | None, tuple[str, ...]]:

@@ -43,6 +43,9 @@ def print_for_people(event: PeerEvent) -> None:
     elif event.name == "addresses":
         terminal.print(f"{time.strftime('%H:%M:%S')} The addresses of this peer have changed.")
         _print_reach(terminal, facts)
+    elif event.name == "join_codes":
+        terminal.print(f"{time.strftime('%H:%M:%S')} A code that names other peers as well:")
+        _print_codes(terminal, facts["join_codes"])
     elif event.name == "loading":
         is_done = facts["done"] == facts["blocks"]
         if terminal.can_redraw or is_done:
@@ -62,7 +65,7 @@ def _print_reach(terminal: Terminal, facts: dict[str, Any]) -> None:
             terminal.print(part)
     if facts.get("is_relay"):
         terminal.print("Relays for peers that nobody can dial (--no-relay turns this off).")
-    _print_codes(terminal, facts.get("join_codes", {}))
+    _print_codes(terminal, facts.get("join_codes", {}), facts["reach"] == "machine")
 
 
 def _describe_reach(facts: dict[str, Any]) -> Iterator[str]:
@@ -178,9 +181,11 @@ def _describe_speed(facts: dict[str, Any]) -> str:
     return f"{steps} steps/s, or {tokens:.3g} tokens/s for a whole model of such peers"
 
 
-def _print_codes(terminal: Terminal, codes: dict[str, str]) -> None:
+def _print_codes(terminal: Terminal, codes: dict[str, str], is_local: bool = False) -> None:
     """Print a code on a line of its own, so that it can be copied whole."""
     for role, code in codes.items():
         purpose = _PURPOSES[role] if len(codes) > 1 else _PUBLIC_PURPOSE
         terminal.print(purpose)
         terminal.print(code)
+    if codes and is_local:
+        terminal.print("On other machines this is no use: it names addresses of this one only.")

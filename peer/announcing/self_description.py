@@ -222,9 +222,11 @@ async def watch_addresses(
     """
     while True:
         await asyncio.sleep(announcer.period_seconds)
-        endpoints = presence.endpoints
+        endpoints, codes = presence.endpoints, presence.facts.get("join_codes")
         if await presence.renew_addresses():
             description.move(presence)
             announcer.renew_now()
         if presence.endpoints != endpoints and not presence.relays:
             report(PeerEvent("addresses", dict(presence.facts)))
+        elif presence.facts.get("join_codes") != codes:
+            report(PeerEvent("join_codes", {"join_codes": presence.facts["join_codes"]}))

@@ -270,9 +270,10 @@ def parse_join_arguments(
     parsed = JoinCode.parse(code)
     if not addresses and not parsed.addresses:
         raise UsageError(
-            "the join code names no address: codes that running peers print name one, the code of "
-            "`shoal swarm-new` does not. Give an address with --initial-peers, or start the swarm "
-            "of this code with `shoal serve MODEL --new-swarm --join CODE`"
+            "the join code names no address, and this machine has not met its swarm yet: codes "
+            "of running peers name one, that of `shoal swarm-new` does not. Give an address with "
+            "--initial-peers (initial_peers=), or start the swarm of this code with `shoal "
+            "serve MODEL --new-swarm --join CODE`"
         )
     return parsed.membership, tuple(dict.fromkeys((*addresses, *parsed.addresses)))
 

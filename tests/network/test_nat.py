@@ -17,6 +17,9 @@ import pytest
 import warm_python
 from nat_scene import HOME_HOSTS, PUBLIC_HOST, ROUTER_HOSTS, NatNetworks, nat_networks
 
+from shoal.protocol.membership.join_code import JoinCode
+from shoal.protocol.net.libp2p.multiaddrs import split_multiaddr
+
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "shoal-stories")
 START_SECONDS = 120.0
 PROMPT = "Once upon a time"
@@ -231,7 +234,9 @@ def test_peers_whose_addresses_change_are_found_at_the_new_ones() -> None:
         first = start_peer(networks, stack, "public", None, "0:4", "--new-swarm", *OFTEN)
         (code,) = first.directory["join_codes"].values()
         other = start_peer(networks, stack, "router-b", None, "4:8", "--join", code, *OFTEN)
-        read_event(first.process, "got_through")
+        (code,) = read_event(first.process, "join_codes")["join_codes"].values()
+        named = JoinCode.parse(code).addresses
+        assert [split_multiaddr(one)[0] for one in named] == [PUBLIC_HOST, ROUTER_HOSTS["b"]]
 
         networks.remove_address("router-b", ROUTER_HOSTS["b"])
         networks.add_address("router-b", "198.51.100.13")

@@ -79,12 +79,15 @@ def test_members_get_their_text_and_others_one_sentence(swarm: LocalSwarm, tiny:
         generate(tiny)
 
 
-def test_first_peer_prints_codes_that_let_others_in(swarm: LocalSwarm, tiny: Any) -> None:
+def test_peers_print_codes_that_let_others_in(swarm: LocalSwarm, tiny: Any) -> None:
     codes = swarm.peers[0].facts["join_codes"]
 
     assert JoinCode.parse(codes["use"]).membership == USER
     assert JoinCode.parse(codes["serve"]).membership == SERVER
-    assert "join_codes" not in swarm.peers[1].facts
+    later = swarm.peers[1].facts["join_codes"]
+    assert [JoinCode.parse(later[role]).membership for role in ("use", "serve")] == [USER, SERVER]
+    first, *_ = JoinCode.parse(codes["use"]).addresses
+    assert first in JoinCode.parse(later["use"]).addresses
     assert len(generate(tiny, join=codes["use"])) == 9
 
 

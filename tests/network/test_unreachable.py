@@ -31,6 +31,7 @@ def test_initial_peers_that_are_gone_come_with_advice() -> None:
 
     assert address.text in str(refusal.value)
     assert "check that one of them still runs" in str(refusal.value)
+    assert "from no other one" in str(refusal.value)
     assert "shoal doctor" in str(refusal.value)
 
 

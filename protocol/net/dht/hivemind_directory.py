@@ -221,6 +221,12 @@ class HivemindDirectory:
             first.setdefault(peer.peer_id, peer.text)
         return list(first.values())
 
+    def list_others(self) -> list[str]:
+        """Return the first address of each peer beside us that others can join through."""
+        near = self._neighbourhood.peer_ids
+        others = (list_addresses([peer])[:1] for peer in self._list_known() if peer.peer_id in near)
+        return [address.text for addresses in others for address in addresses]
+
     @property
     def relays(self) -> Sequence[Relay]:
         """The relays that carry streams to us; none when others can dial us."""

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 _NOWHERE = ["127.0.0.1"]
 """Where a machine is dialled that is in no network."""
 
+_MOST_OTHERS = 2
+"""Peers beside the first one that its code names."""
+
 _LOOKS_PER_QUESTION = 20
 """How often others are asked at which address of a router they see us: in ten minutes once."""
 
@@ -190,6 +193,7 @@ class _OwnAddresses:
         self._hosts = network.listening.list_hosts()
         self._num_looks = 0
         self._is_asked = True
+        self._others: list[str] = []
 
     async def find(self) -> Addresses:
         """Look whether this machine has other addresses, and tell its directory.
@@ -213,6 +217,10 @@ class _OwnAddresses:
             self._is_asked = False
         if not self._is_asked:
             self._is_asked = await directory.renew_reach()
+        living = directory.list_others()
+        # Those that were named before stay, so that a code is seldom a new one.
+        named = [other for other in self._others if other in living]
+        self._others = [*named, *(other for other in living if other not in named)][:_MOST_OTHERS]
         return self.describe()
 
     def describe(self) -> Addresses:
@@ -225,10 +233,9 @@ class _OwnAddresses:
         return Addresses(endpoints, facts, self._directory_port if directory.is_relay else 0)
 
     def _describe_for_people(self, endpoints: Sequence[Endpoint]) -> Mapping[str, object]:
-        """Return from where others reach the peer, and the codes of a swarm that begins here.
+        """Return from where others reach the peer, and the codes that it may hand to others.
 
-        The code of a public swarm outlives the peer: it names those that it joined through as well.
-        That of a private swarm is told by who begins it only: others should not log secrets.
+        A code outlives the peer: it names those that the peer joined through, or that joined later.
         """
         directory, network = self._directory, self._network
         addresses, is_told = directory.addresses, network.listening.announce_host
@@ -245,12 +252,9 @@ class _OwnAddresses:
             "directory_port": self._directory_port,
             "is_relay": directory.is_relay,
         }
-        if not network.initial_peers:
-            facts["join_codes"] = make_codes(directory.membership, dialled)
-        elif not directory.membership.is_private:
-            own = [] if directory.relays else dialled[:1]
-            through = [*own, *directory.joined_through]
-            facts["join_codes"] = make_codes(directory.membership, through)
+        through = [*directory.joined_through] or ([] if is_local else self._others)
+        own = [] if directory.relays else dialled[:1] if through else dialled
+        facts["join_codes"] = make_codes(directory.membership, [*own, *through])
         return facts
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from ...endpoints import is_loopback
 from ...errors import UsageError
 from ...ids import PeerId
+from ...membership.join_code import JoinCode, parse_join_arguments
 from ...membership.membership import Membership, make_public
 from ..libp2p.multiaddrs import PeerAddress, split_multiaddr
 
@@ -47,6 +48,22 @@ class AddressFolder:
         text = "\n".join(sorted(initial_peers)).encode()
         name = membership.swarm_id.hex() if membership else hashlib.sha256(text).hexdigest()
         return KnownAddresses(self.path.expanduser() / name[:32], is_here)
+
+
+def find_swarm(
+    join: str, initial_peers: Sequence[str]
+) -> tuple[Membership | None, tuple[str, ...]]:
+    """Return the swarm of a code, "" for none, or of addresses, and where to join it.
+
+    One whose code names no address is looked for where this machine last met it. Raises what
+    `parse_join_arguments` does.
+    """
+    code = JoinCode.parse(join) if join and not initial_peers else None
+    known = None
+    if code is not None and not code.addresses:
+        known = AddressFolder().find(code.membership, ())
+    found = [] if known is None else [address.text for address in known.load()[1]]
+    return parse_join_arguments(join, found or initial_peers)
 
 
 class KnownAddresses:

@@ -187,10 +187,12 @@ async def find_listening(addresses: Sequence[PeerAddress]) -> list[PeerAddress]:
     listening = [a for a, is_up in zip(addresses, are_listening, strict=True) if is_up]
     if addresses and not listening:
         texts = ", ".join(address.text for address in addresses)
+        is_local = all(address.is_loopback for address in addresses)
+        advice = "; these addresses lead to the machine that printed them, from no other one"
         raise NobodyAnswersError(
             f"no initial peer can be reached: {texts}; check that one of them still runs and that "
-            "its address is the one it printed last (`shoal doctor MODEL --initial-peers ADDRESS` "
-            "looks closer)"
+            "its address is the one it printed last (`shoal doctor` looks closer)"
+            f"{advice if is_local else ''}"
         )
     return listening
 

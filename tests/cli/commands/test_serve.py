@@ -173,6 +173,31 @@ def test_peer_says_from_where_it_is_reached(
     assert all(len(line) <= 80 for line in screen.text.splitlines())
 
 
+@pytest.mark.parametrize(("reach", "is_told"), [("machine", True), ("unknown", False)])
+def test_code_of_a_peer_for_one_machine_is_said_to_be_no_use_elsewhere(
+    reach: str, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = Screen()
+    monkeypatch.setattr("sys.stdout", screen)
+
+    facts = {"reach": reach, "join_codes": {"serve": "shoal:code"}}
+    print_for_people(PeerEvent("directory", DIRECTORY | facts))
+
+    assert ("On other machines this is no use" in screen.text) is is_told
+
+
+def test_code_that_names_others_is_printed_when_there_are_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = Screen()
+    monkeypatch.setattr("sys.stdout", screen)
+
+    print_for_people(PeerEvent("join_codes", {"join_codes": {"serve": "shoal:code"}}))
+
+    assert "names other peers" in screen.text
+    assert "shoal:code" in screen.text.splitlines()
+
+
 def test_peer_says_that_its_addresses_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Screen()
     monkeypatch.setattr("sys.stdout", screen)

@@ -16,9 +16,14 @@ from shoal.client.routing.route_finder import SwarmModel
 from shoal.client.runtime.client import Client, find_network
 from shoal.client.settings.client_config import ClientConfig, make_client_config
 from shoal.protocol.errors import DirectoryError, UsageError
+from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.limits import MAX_SESSION_TOKENS
+from shoal.protocol.membership.join_code import JoinCode
+from shoal.protocol.membership.membership import make_owner
 from shoal.protocol.net.clock import SystemClock
+from shoal.protocol.net.dht.known_addresses import AddressFolder
+from shoal.protocol.net.libp2p.multiaddrs import PeerAddress
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.net.memory.memory_network import MemoryNetwork
@@ -123,6 +128,24 @@ def test_none_is_no_code_and_no_address() -> None:
 def test_network_without_initial_peers_says_how_to_give_them() -> None:
     with pytest.raises(UsageError, match=r"initial_peers=\[\.\.\.\]"):
         find_network(ClientConfig())
+
+
+def test_code_without_an_address_finds_its_swarm_where_this_machine_met_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    owner = make_owner(bytes(range(16)))
+    config = ClientConfig(join=str(JoinCode(owner)))
+    with pytest.raises(UsageError, match=r"has not met its swarm yet.*initial_peers="):
+        find_network(config)
+    known = AddressFolder().find(owner, ())
+    assert known is not None
+    address = f"/ip4/192.0.2.1/tcp/4001/p2p/{Identity(bytes(32)).peer_id}"
+    known.save(owner.swarm_id, [PeerAddress.parse(address)])
+
+    network: Any = find_network(config)
+
+    assert tuple(network.initial_peers) == (address,)
 
 
 def test_one_initial_peer_needs_no_list(tiny_models: Any) -> None:

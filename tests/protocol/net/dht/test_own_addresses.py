@@ -10,6 +10,7 @@ from virtual_time import VirtualClock
 
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.ids import PeerId
+from shoal.protocol.membership.join_code import JoinCode
 from shoal.protocol.membership.membership import make_public
 from shoal.protocol.net.dht import internet
 from shoal.protocol.net.dht.internet import InternetNetwork, Listening
@@ -31,6 +32,7 @@ class FakeDirectory:
     def __init__(self, own_hosts: Sequence[str], reach: Reach) -> None:
         self.own_hosts, self.reach = list(own_hosts), reach
         self.answers: list[Reach] = []
+        self.others: list[str] = []
 
     @property
     def hosts(self) -> Sequence[str]:
@@ -43,6 +45,9 @@ class FakeDirectory:
     @property
     def scope(self) -> str:
         return self.reach.scope
+
+    def list_others(self) -> list[str]:
+        return self.others
 
     def move(self, own_hosts: Sequence[str]) -> None:
         self.own_hosts = list(own_hosts)
@@ -128,6 +133,26 @@ async def test_others_are_asked_after_a_move_until_one_of_them_answers(
     machine.directory.answers = [Reach(Scope.NOBODY, "203.0.113.9")]
 
     assert await machine.find() == ["192.168.1.5"]
+
+
+async def test_code_of_the_first_peer_names_others_as_long_as_they_live(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(monkeypatch, "10.0.0.2", "192.168.1.5", reach=Reach(Scope.UNKNOWN))
+    others = [f"/ip4/192.0.2.{number}/tcp/4001/p2p/{PEER}" for number in range(1, 5)]
+    own = list(machine.directory.addresses)
+
+    async def read_code() -> list[str]:
+        facts: Any = (await machine.own.find()).facts
+        return list(JoinCode.parse(facts["join_codes"]["serve"]).addresses)
+
+    assert await read_code() == own
+    machine.directory.others = others[:1]
+    assert await read_code() == [own[0], others[0]]
+    machine.directory.others = others[::-1]
+    assert await read_code() == [own[0], others[0], others[3]]
+    machine.directory.others = others[1:]
+    assert await read_code() == [own[0], others[3], others[1]]
 
 
 @pytest.mark.parametrize(
