@@ -32,6 +32,7 @@ _logger = logging.getLogger(__name__)
 _MEASURED = ("queue_seconds", "pass_queue_seconds", "loaded_decode_steps_per_second")
 
 _LOOK_FOR_RELAYS_SECONDS = 3.0
+_LOOK_FOR_ADDRESSES_SECONDS = 10.0
 """How often to see whether relays are there. A step of a client waits for twenty seconds."""
 
 Describe = Callable[[Announcement], Announcement]
@@ -216,12 +217,12 @@ async def watch_relays(
 async def watch_addresses(
     presence: Presence, description: SelfDescription, announcer: Announcer, report: Report
 ) -> None:
-    """In each period look where others reach us; announce and report what changes (`addresses`).
+    """Look again and again where others reach us; announce and report changes (`addresses`).
 
     A machine may start before its network, and change it while it runs.
     """
     while True:
-        await asyncio.sleep(announcer.period_seconds)
+        await asyncio.sleep(_LOOK_FOR_ADDRESSES_SECONDS)
         endpoints, codes = presence.endpoints, presence.facts.get("join_codes")
         if await presence.renew_addresses():
             description.move(presence)

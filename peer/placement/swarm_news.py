@@ -14,6 +14,8 @@ from ...protocol.spans import Span, find_gaps
 from ..announcing.announcer import Announcer
 from ..process.config import PeerEvent, Report
 
+_LOOK_SECONDS = 10.0
+
 
 class SwarmNews:
     """Tells from one view of a swarm to the next what a host may want to act on, each thing once.
@@ -73,13 +75,13 @@ def _list_blocks(spans: Sequence[Span]) -> set[int]:
 
 
 async def tell_news(read: Callable[[], SwarmView], announcer: Announcer, report: Report) -> None:
-    """Look at what is known of a swarm once in an announcement period, and report what is new.
+    """Look again and again at what is known of a swarm, and report what is new.
 
     Only while the peer is ONLINE: before and behind that its own blocks may be missing.
     """
     news = SwarmNews(announcer.peer_id)
     while True:
-        await asyncio.sleep(announcer.period_seconds)
+        await asyncio.sleep(_LOOK_SECONDS)
         if announcer.state is PeerState.ONLINE:
             for event in news.look(read()):
                 report(event)

@@ -413,7 +413,7 @@ class HivemindDirectory:
 
     @property
     def _is_reader(self) -> bool:
-        return not self._access.addresses
+        return self._access.place.listening is None
 
     @property
     def _initial_texts(self) -> str:
