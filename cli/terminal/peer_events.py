@@ -43,6 +43,8 @@ def print_for_people(event: PeerEvent) -> None:
     elif event.name == "addresses":
         terminal.print(f"{time.strftime('%H:%M:%S')} The addresses of this peer have changed.")
         _print_reach(terminal, facts)
+        if facts["reach"] in ("inside", "nobody"):
+            terminal.print("Start it again, and it looks for a relay.")
     elif event.name == "join_codes":
         terminal.print(f"{time.strftime('%H:%M:%S')} A code that names other peers as well:")
         _print_codes(terminal, facts["join_codes"])
@@ -95,7 +97,7 @@ def _describe_reach(facts: dict[str, Any]) -> Iterator[str]:
     else:
         yield f"Reachable in this network only, at {places}."
         if facts["reach"] != "network":
-            yield "Others cannot dial it any more: start it again, and it looks for a relay."
+            yield "Peers that it joined through cannot dial it there."
 
 
 def _describe_memory(facts: dict[str, Any]) -> str:

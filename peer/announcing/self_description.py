@@ -223,11 +223,15 @@ async def watch_addresses(
     """
     while True:
         await asyncio.sleep(_LOOK_FOR_ADDRESSES_SECONDS)
-        endpoints, codes = presence.endpoints, presence.facts.get("join_codes")
+        before, codes = _describe_reach(presence), presence.facts.get("join_codes")
         if await presence.renew_addresses():
             description.move(presence)
             announcer.renew_now()
-        if presence.endpoints != endpoints and not presence.relays:
+        if _describe_reach(presence) != before and not presence.relays:
             report(PeerEvent("addresses", dict(presence.facts)))
         elif presence.facts.get("join_codes") != codes:
             report(PeerEvent("join_codes", {"join_codes": presence.facts["join_codes"]}))
+
+
+def _describe_reach(presence: Presence) -> tuple[object, ...]:
+    return tuple(presence.endpoints), presence.facts.get("reach")

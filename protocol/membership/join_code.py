@@ -202,8 +202,13 @@ def _unpack_membership(kind: int, content: _ByteReader) -> Membership:
     return make(*(content.take(length) for length in lengths))
 
 
+def fits_code(address: str) -> bool:
+    """Return whether a code can name an address: strangers announce what they like."""
+    return len(address) <= _MAX_TEXT_BYTES and address.isascii() and address.startswith("/")
+
+
 def _pack_address(address: str) -> bytes:
-    if len(address) > _MAX_TEXT_BYTES or not address.isascii() or not address.startswith("/"):
+    if not fits_code(address):
         raise UsageError(f"{address!r} does not fit into a join code")
     packed = _pack_simple(address)
     # Only what comes out again letter by letter is packed by its parts.

@@ -87,7 +87,7 @@ class Command:
             stdout=slave,
             stderr=slave,
             cwd=folder,
-            env=os.environ | {"TERM": "xterm", "NO_COLOR": "1"},
+            env=os.environ | {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "80"},
         )
         os.close(slave)
         self._reader = threading.Thread(target=self._read, args=[master], daemon=True)

@@ -263,6 +263,7 @@ class DirectoryNode(NamedTuple):
         async with stopping_if_failed(p2p):
             dht = await start_node(p2p, initial_peers, is_reader)
             neighbourhood = Neighbourhood(dht, p2p, access.peers, access.place.rules)
+            await neighbourhood.enter()
             nodes = RecordNodes(neighbourhood, p2p, records, clock, random.Random())
             if not is_reader:
                 await nodes.answer_questions()

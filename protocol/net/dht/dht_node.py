@@ -10,7 +10,6 @@ strangers may ask of a node, and believes no node about the ids of others.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 import warnings
@@ -75,7 +74,7 @@ async def start_node(p2p: P2P, initial_peers: Sequence[PeerAddress], client_mode
 
 
 async def _meet(node: DHTNode, initial_peers: Sequence[PeerAddress]) -> None:
-    """Enter the DHT. Given the initial peers, hivemind would lose the errors of all but one."""
+    """Greet the initial peers. Given them, hivemind would lose the errors of all but one."""
     pings = [
         node.protocol.call_ping(PeerID.from_base58(peer.peer_id), validate=True, strict=True)
         for peer in initial_peers
@@ -84,12 +83,9 @@ async def _meet(node: DHTNode, initial_peers: Sequence[PeerAddress]) -> None:
     for answer in answers:
         if isinstance(answer, ValidationError):
             raise DirectoryError(_explain(answer)) from answer
-    if initial_peers:
-        if not any(isinstance(answer, DHTID) for answer in answers):
-            raise make_silence_error(initial_peers)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_JOIN_ANSWER_SECONDS):
-                await node.find_nearest_nodes([node.node_id])
+    if initial_peers and not any(isinstance(answer, DHTID) for answer in answers):
+        raise make_silence_error(initial_peers)
+    await asyncio.sleep(0)  # the answers enter the routing table in tasks of their own
 
 
 def _explain(error: ValidationError) -> str:

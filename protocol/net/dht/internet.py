@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...endpoints import Endpoint, is_loopback
 from ...identity import Identity
-from ...membership.join_code import make_codes
+from ...membership.join_code import fits_code, make_codes
 from ...membership.membership import Membership
 from ..addresses import EVERYWHERE, check_can_be_dialled, is_address, list_own_hosts
 from ..clock import Clock
@@ -217,7 +217,7 @@ class _OwnAddresses:
             self._is_asked = False
         if not self._is_asked:
             self._is_asked = await directory.renew_reach()
-        living = directory.list_others()
+        living = [*filter(fits_code, directory.list_others())]
         # Those that were named before stay, so that a code is seldom a new one.
         named = [other for other in self._others if other in living]
         self._others = [*named, *(other for other in living if other not in named)][:_MOST_OTHERS]

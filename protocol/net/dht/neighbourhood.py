@@ -16,6 +16,7 @@ import secrets
 import warnings
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from typing import Any, TypeVar, cast
 
 from ...endpoints import Endpoint, Relay
@@ -60,6 +61,8 @@ that are asked alone have no longer for all of theirs."""
 
 _MAX_ANSWERS = 32
 """Of one node in a search."""
+
+_ENTER_SECONDS = 3.0
 
 _NUM_NEAREST = 10
 """Nodes nearest to a key that are asked: some come and some go."""
@@ -127,7 +130,17 @@ class Neighbourhood:
 
     async def find_nodes(self, key: str) -> list[PeerID]:
         """Return the nodes to ask for what stands under a key, and to bring it to."""
-        search = asyncio.create_task(self._find_nodes(DHTID.generate(source=key)))
+        return await self._search(DHTID.generate(source=key))
+
+    async def enter(self) -> None:
+        """Meet the nodes that are near our own, once some are known."""
+        if len(self):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_ENTER_SECONDS):
+                    await self._search(self._node.node_id)
+
+    async def _search(self, key_id: DHTID) -> list[PeerID]:
+        search = asyncio.create_task(self._find_nodes(key_id))
         self._searches.add(search)
         search.add_done_callback(self._searches.discard)
         # hivemind loses tasks and sockets of a search that is cancelled, and Python would say so.
@@ -165,7 +178,9 @@ class Neighbourhood:
         self._node.blacklist.clear()
         peers = [*known]
         self._rng.shuffle(peers)
-        others = list_addresses(peers)
+        # The first address of each before the second of any.
+        turns = zip_longest(*(list_addresses([peer]) for peer in peers))
+        others = [address for turn in turns for address in turn if address is not None]
         await self._greet_listening(self._initial_peers, others[:_MOST_GREETED])
         await asyncio.sleep(0)  # the answers enter the routing table in tasks of their own
 

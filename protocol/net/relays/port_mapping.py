@@ -51,10 +51,14 @@ class PortMapping:
         """Ask again for each port, of the router that is there by now: it gets other addresses."""
         try:
             self._router, self.host = await asyncio.to_thread(_find_router)
-            for port in self._ports:
-                await asyncio.to_thread(self._add, port)
         except UsageError as error:
             _logger.warning("%s", error)
+            return
+        for port in self._ports:
+            try:
+                await asyncio.to_thread(self._add, port)
+            except UsageError as error:
+                _logger.warning("%s", error)
 
     async def keep(self) -> None:
         """Ask again in time, until cancelled."""

@@ -80,7 +80,7 @@ class RelaySelection:
         if not kept or (len(kept) < NUM_RELAYS and is_search_due):
             self._searched_at = self._clock.now()
             announced = await self._find_announced(search)
-            known = {relay.peer_id: self._ways[relay.peer_id] for relay in kept}
+            known = {relay.peer_id: self._ways.get(relay.peer_id, [relay]) for relay in kept}
             self._ways = known | _group([*announced, *self._initial])
             # We may have joined through an address that only those in our network can dial.
             names = {relay.peer_id: relay for relay in rank_relays(self._peer_id, announced)}

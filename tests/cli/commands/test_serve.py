@@ -147,7 +147,7 @@ DIRECTORY: dict[str, object] = {
         ({"reach": "network"}, "in this network only, at 10.0.0.1:4002, 192.168.1.5:4002."),
         ({"reach": "network", "has_public_host": True}, "4002; not yet confirmed from outside."),
         ({"reach": "inside"}, "Reachable in this network only, at"),
-        ({"reach": "nobody"}, "start it again, and it looks for a relay."),
+        ({"reach": "nobody"}, "Peers that it joined through cannot dial it there."),
         ({"relays": RELAYS}, "a NAT, through 2 relays: 198.51.100.1:4001, 198.51.100.2:4001."),
         ({"relays": RELAYS[:1], "reach": "inside"}, "through 1 relay: 198.51.100.1:4001."),
         (

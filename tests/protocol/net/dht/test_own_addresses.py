@@ -151,7 +151,8 @@ async def test_code_of_the_first_peer_names_others_as_long_as_they_live(
     assert await read_code() == [own[0], others[0]]
     machine.directory.others = others[::-1]
     assert await read_code() == [own[0], others[0], others[3]]
-    machine.directory.others = others[1:]
+    fits_no_code = f"/dns4/{'a' * 200}/tcp/4001/p2p/{PEER}"
+    machine.directory.others = [fits_no_code, *others[1:]]
     assert await read_code() == [own[0], others[3], others[1]]
 
 

@@ -111,6 +111,23 @@ async def test_initial_relays_are_tried_while_the_directory_cannot_be_read() -> 
     assert set(selection.relays) == relays.held
 
 
+async def test_relay_that_was_not_found_for_a_while_is_kept_when_it_is_back() -> None:
+    relays = Relays(1)
+    selection = select_among(relays)
+    relays.announce(make_relay(1))
+    await selection.renew(relays.search)
+    relays.kill(make_relay(1))
+    relays.is_directory_reachable = False
+    await asyncio.sleep(60.0)
+    await selection.renew(relays.search)
+
+    relays.living.add(make_relay(1))
+    await asyncio.sleep(60.0)
+
+    await selection.renew(relays.search)
+    assert selection.relays == (make_relay(1),)
+
+
 async def test_second_relay_is_taken_when_one_appears() -> None:
     relays = Relays(1, 2)
     selection = select_among(relays, 1)
