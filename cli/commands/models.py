@@ -70,6 +70,11 @@ def _show(models: "list[ServedModel]", options: argparse.Namespace, terminal: Te
             )
         )
     terminal.print_table(rows)
+    for model in models:
+        if model.num_unasked:
+            num_asked = len(model.view.online) + model.num_silent
+            of_all = f"{num_asked} of {num_asked + model.num_unasked} asked"
+            terminal.print(f"{model.view.model_id[:_ID_CHARACTERS]}: {of_all}")
     commands = [command for model in models if (command := _make_command(model, options))]
     if commands:
         terminal.print()
@@ -103,6 +108,7 @@ def _make_json(model: "ServedModel", options: argparse.Namespace) -> dict[str, o
         "missing": [str(span) for span in view.gaps],
         "peers": len(view.online),
         "silent_peers": model.num_silent,
+        "unasked_peers": model.num_unasked,
         "replicas": model.num_replicas,
         "tokens_per_second": None if speed is None else round(speed, 2),
         "command": _make_command(model, options) or None,

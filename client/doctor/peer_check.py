@@ -107,8 +107,8 @@ async def check_peers(
             return await check_peer(peer, transport, probes)
 
     # Of very many some for every block.
-    each = -(-len(peers) // MAX_PEERS_ASKED) or 1
-    asked = sorted(peers, key=lambda peer: peer.span)[::each]
+    ordered, num_asked = sorted(peers, key=lambda peer: peer.span), min(len(peers), MAX_PEERS_ASKED)
+    asked = [ordered[index * len(ordered) // num_asked] for index in range(num_asked)]
     asking = [asyncio.create_task(check(peer)) for peer in asked]
     try:
         done, _ = await asyncio.wait(asking, timeout=seconds) if asking else (set(), None)

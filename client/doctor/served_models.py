@@ -28,9 +28,11 @@ class ServedModel:
     """One model of a swarm, as peers serve it that answered."""
 
     view: SwarmView
-    """Without the peers that did not answer as they announced."""
+    """Only the peers that answered as they announced."""
     num_silent: int
     """Peers that are announced as online and did not answer so."""
+    num_unasked: int
+    """Peers that are announced as online, of which there are too many to ask them all."""
     tokens_per_second: float | None
     """Of one text, over the best route from here; None if blocks are missing, or nobody says."""
 
@@ -78,10 +80,15 @@ async def _look_at(model_id: ModelId, joined: JoinedSwarm, probes: Probes) -> Se
     if not view.online:
         return None
     checks = await check_peers(view.online, joined.transport, probes, _MODEL_SECONDS)
-    faulty = {check.peer.peer_id for check in checks if check.fault is not None}
+    answered = {check.peer.peer_id for check in checks if check.fault is None}
     rtts = {check.peer.peer_id: check.rtt_seconds for check in checks if check.rtt_seconds}
-    sound = replace(view, peers=tuple(one for one in view.peers if one.peer_id not in faulty))
-    return ServedModel(sound, len(faulty), estimate_tokens_per_second(sound, rtts))
+    sound = replace(view, peers=tuple(one for one in view.peers if one.peer_id in answered))
+    return ServedModel(
+        sound,
+        num_silent=len(checks) - len(answered),
+        num_unasked=len(view.online) - len(checks),
+        tokens_per_second=estimate_tokens_per_second(sound, rtts),
+    )
 
 
 def estimate_tokens_per_second(

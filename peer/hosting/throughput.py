@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -51,18 +51,14 @@ def measure_throughput(engine: Engine) -> Throughput:
     Takes about ten decode steps; the first of each kind warms up and is not counted. A device that
     captures steps has done so afterwards.
     """
-    num_prefill = _choose_num_prefill(engine)
-    cache = engine.pool.open(1, num_prefill + _DECODE_STEPS, engine.span)
+    steps = _list_steps(engine)
+    cache = engine.pool.open(1, sum(steps[-1]), engine.span)
     try:
-        _time_step(engine, cache, 0, num_prefill)
-        prefill_seconds = _time_step(engine, cache, 0, num_prefill)
-        decode_seconds = [
-            _time_step(engine, cache, num_prefill + index, 1) for index in range(_DECODE_STEPS)
-        ]
+        seconds = [_time_step(engine, cache, *step) for step in steps]
     finally:
         cache.close()
     _capture_steps(engine)
-    return Throughput(1 / median(decode_seconds[1:]), num_prefill / prefill_seconds)
+    return _derive_throughput(steps, seconds)
 
 
 async def measure_between_work(
@@ -72,18 +68,15 @@ async def measure_between_work(
 
     The steps are queued as those of a client are, so that whoever comes waits for one at most.
     """
-    num_prefill, seconds = _choose_num_prefill(engine), list[float]()
+    steps, seconds = _list_steps(engine), list[float]()
     if not is_idle():
         return None
     try:
-        cache = await compute.call(
-            lambda: engine.pool.open(1, num_prefill + _DECODE_STEPS, engine.span)
-        )
+        cache = await compute.call(lambda: engine.pool.open(1, sum(steps[-1]), engine.span))
         try:
-            for index in range(_DECODE_STEPS + 1):
-                position = num_prefill + index - 1 if index else 0
-                step = _make_step(engine, cache, position, 1 if index else num_prefill)
-                seconds.append((await compute.submit(step)).compute_seconds)
+            for step in steps:
+                work = _make_step(engine, cache, *step)
+                seconds.append((await compute.submit(work)).compute_seconds)
                 if not is_idle():
                     return None
         finally:
@@ -91,12 +84,19 @@ async def measure_between_work(
     except (CacheFullError, RefusedError) as error:
         _logger.info("the speed of this peer could not be measured again: %s", error)
         return None
-    prefill_seconds, *decode_seconds = (max(each, 1e-9) for each in seconds)
-    return Throughput(1 / median(decode_seconds[1:]), num_prefill / prefill_seconds)
+    return _derive_throughput(steps, seconds)
 
 
-def _choose_num_prefill(engine: Engine) -> int:
-    return min(_PREFILL_TOKENS, max(1, engine.spec.max_positions - _DECODE_STEPS))
+def _list_steps(engine: Engine) -> list[tuple[int, int]]:
+    """Return position and number of tokens of each step: a prompt twice, then single tokens."""
+    num_prefill = min(_PREFILL_TOKENS, max(1, engine.spec.max_positions - _DECODE_STEPS))
+    return [(0, num_prefill)] * 2 + [(num_prefill + index, 1) for index in range(_DECODE_STEPS)]
+
+
+def _derive_throughput(steps: Sequence[tuple[int, int]], seconds: Sequence[float]) -> Throughput:
+    """Leave out the first step of each kind, which warms up."""
+    _, prefill_seconds, _, *decode_seconds = (max(each, 1e-9) for each in seconds)
+    return Throughput(1 / median(decode_seconds), steps[0][1] / prefill_seconds)
 
 
 def _capture_steps(engine: Engine) -> None:
@@ -130,4 +130,4 @@ def _time_step(engine: Engine, cache: SessionCache, position: int, num_tokens: i
     (result,) = engine.execute([work])
     if isinstance(result, Exception):
         raise result
-    return max(time.perf_counter() - started_at, 1e-9)
+    return time.perf_counter() - started_at

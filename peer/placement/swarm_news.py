@@ -45,10 +45,10 @@ class SwarmNews:
             self._heard_of -= {peer.peer_id for peer in others}
         if not there and self._heard_of and not self._is_lost:
             self._is_lost = True
-            yield PeerEvent("lost", {"peers": sorted(self._heard_of)})
+            yield PeerEvent("lost", {"peers": len(self._heard_of)})
         elif there and self._is_lost:
             self._is_lost = False
-            yield PeerEvent("found", {"peers": sorted(there)})
+            yield PeerEvent("found", {"peers": len(there)})
         carried = [
             peer.peer_id
             for peer in others

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import select
 import subprocess
 import sys
 import time
@@ -16,12 +15,12 @@ from typing import Any, NamedTuple
 import pytest
 import warm_python
 from nat_scene import HOME_HOSTS, PUBLIC_HOST, ROUTER_HOSTS, NatNetworks, nat_networks
+from peer_events import START_SECONDS, read_event
 
 from shoal.protocol.membership.join_code import JoinCode
 from shoal.protocol.net.libp2p.multiaddrs import split_multiaddr
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "shoal-stories")
-START_SECONDS = 120.0
 PROMPT = "Once upon a time"
 LONG_PROMPT = "Once upon a time there was a fox. " * 120
 """Its hidden states are more than the 128 KiB that relays of libp2p carry by default."""
@@ -99,17 +98,6 @@ def start_peer(
     assert peer.stdout is not None
     stack.enter_context(peer.stdout)
     return RunningPeer(peer, read_event(peer, "directory"), read_event(peer, "online"))
-
-
-def read_event(peer: subprocess.Popen[bytes], name: str) -> dict[str, Any]:
-    """Return the next event of a kind that a peer reports."""
-    assert peer.stdout is not None
-    while select.select([peer.stdout], [], [], START_SECONDS)[0]:
-        event = json.loads(peer.stdout.readline() or "{}")
-        assert event, "the peer ended"
-        if event["event"] == name:
-            return event
-    raise AssertionError(f"the peer did not say that it is {name}")
 
 
 def generate(scene: Scene, where: str, prompt: str = PROMPT, *more: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import shutil
@@ -13,11 +14,18 @@ from pathlib import Path
 
 import pytest
 import warm_python
+from announcements import NOW, make_announcement
+from peer_events import read_event
+from screens import Screen
 
+from shoal.cli.commands.models import _show
 from shoal.cli.main import main
+from shoal.cli.terminal.terminal import Terminal
+from shoal.client.doctor.served_models import ServedModel
 from shoal.peer.local_swarm.swarm import LocalSwarm
 from shoal.protocol.membership.join_code import JoinCode
 from shoal.protocol.membership.membership import Role, make_owner
+from shoal.protocol.records.swarm_view import SwarmView
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
@@ -41,11 +49,10 @@ def code(byte_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             [sys.executable, "-P", "-m", "shoal.cli", *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            text=True,
+            bufsize=0,
         ) as peer:
             try:
-                assert peer.stdout is not None
-                assert any(json.loads(line)["event"] == "online" for line in peer.stdout)
+                read_event(peer, "online")
                 yield str(JoinCode(OWNER.as_role(Role.USE), initial_peers))
             finally:
                 with contextlib.suppress(ProcessLookupError):
@@ -78,3 +85,13 @@ def test_models_are_shown_as_a_table(code: str, capsys: pytest.CaptureFixture[st
     assert "4, without 2:4" in lines[2]
     assert lines[4].startswith(" shoal generate ")
     assert all(len(line) <= 80 for line in lines[:3])
+
+
+def test_how_many_of_very_many_peers_were_asked_is_said() -> None:
+    answered = make_announcement(1)
+    view = SwarmView.from_announcements(answered.model_id, [answered], NOW)
+    screen, options = Screen(), argparse.Namespace(initial_peers=None, join=None)
+
+    _show([ServedModel(view, 63, 6, None)], options, Terminal(screen))
+
+    assert f"{answered.model_id[:8]}: 64 of 70 asked" in screen.text.splitlines()

@@ -10,6 +10,7 @@ import pytest
 from diagnosis_scene import Swarm
 from virtual_time import run_virtual
 
+from shoal.client.doctor.peer_check import MAX_PEERS_ASKED
 from shoal.client.doctor.served_models import ServedModel
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.ids import ModelId
@@ -67,6 +68,22 @@ def test_peers_that_do_not_answer_as_announced_do_not_count() -> None:
     assert (model.num_replicas, model.num_silent) == (1, 2)
     assert model.name == ""
     assert model.tokens_per_second is None  # nobody says
+
+
+@pytest.mark.parametrize("is_answered", [True, False])
+def test_peers_that_are_not_asked_do_not_count(is_answered: bool) -> None:
+    async def build(swarm: Swarm) -> None:
+        elsewhere: dict[str, Any] = {} if is_answered else {"endpoints": (Endpoint("gone", 1, ""),)}
+        for _ in range(MAX_PEERS_ASKED + 6):
+            await swarm.add(Span(0, 8), model_name="stories", **elsewhere)
+
+    (model,) = list_models(build)
+
+    num_answers = MAX_PEERS_ASKED if is_answered else 0
+    assert model.num_unasked == 6
+    assert model.num_silent == MAX_PEERS_ASKED - num_answers
+    assert (model.num_replicas, model.is_complete) == (num_answers, is_answered)
+    assert model.name == ("stories" if is_answered else "")
 
 
 def test_model_whose_peers_have_all_gone_is_not_listed() -> None:

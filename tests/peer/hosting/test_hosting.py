@@ -19,9 +19,11 @@ from virtual_time import run_virtual
 from shoal.peer.engine.devices.device import CPU, CallingCapturer, Capturer, Device, PagedDevice
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading import engine_loader
+from shoal.peer.engine.steps import ComputedStep, StepWork
 from shoal.peer.hosting import hosted_model, span_loader
 from shoal.peer.hosting.hosted_model import RESERVE_BYTES, HostedModel
 from shoal.peer.hosting.span_loader import LoadError, SpanLoader
+from shoal.peer.hosting.throughput import Throughput
 from shoal.peer.process.config import PeerConfig
 from shoal.protocol.errors import UsageError
 from shoal.protocol.net.clock import Clock, SystemClock
@@ -60,7 +62,7 @@ async def load(loader: SpanLoader, span: Span, kept: Any = None) -> tuple[int, d
 
 
 @pytest.mark.parametrize(
-    ("idle_for", "is_measured"), [([True] * 10, True), ([False], False), ([True] * 4, False)]
+    ("idle_for", "is_measured"), [([True] * 11, True), ([False], False), ([True] * 4, False)]
 )
 def test_span_is_measured_again_only_while_the_peer_is_idle(
     directory: Path, idle_for: list[bool], is_measured: bool
@@ -78,6 +80,29 @@ def test_span_is_measured_again_only_while_the_peer_is_idle(
             if measured is not None:
                 assert measured.decode_steps_per_second > 0
                 assert measured.prefill_tokens_per_second > 0
+
+    run(directory, test)
+
+
+def test_first_step_of_each_kind_does_not_count_where_a_span_is_measured_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter([100.0, 1.0, 100.0, *[1.0] * 7])
+    num_tokens: list[int] = []
+
+    async def test(loader: SpanLoader) -> None:
+        async with loader.serve(FIRST, {}, lambda *_: None) as served:
+            submit = served.compute.submit
+
+            async def time_step(work: StepWork) -> ComputedStep:
+                num_tokens.append(work.hidden_BTH.shape[1])
+                return replace(await submit(work), compute_seconds=next(seconds))
+
+            monkeypatch.setattr(served.compute, "submit", time_step)
+            measured = await loader.measure_again(served, lambda: True)
+
+            assert measured == Throughput(1.0, float(num_tokens[0]))
+            assert num_tokens == [num_tokens[0]] * 2 + [1] * 8
 
     run(directory, test)
 

@@ -71,7 +71,7 @@ def test_loss_of_all_others_is_told_with_what_it_costs_and_so_is_their_return() 
 
     (lost, gap) = host.look()
 
-    assert (lost.name, lost.facts) == ("lost", {"peers": [THIRD.peer_id]})
+    assert (lost.name, lost.facts) == ("lost", {"peers": 1})
     assert gap.name == "gap"
     assert host.hear() == []
     assert host.hear(OTHER) == ["found", "gap_closed"]
