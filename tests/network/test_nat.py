@@ -216,6 +216,7 @@ def test_peer_that_starts_before_its_network_is_reached_when_that_is_there() -> 
         generate_in(networks, "home-a", *moved["join_codes"].values())
 
 
+@pytest.mark.thorough  # half a minute of waiting for looks at addresses
 def test_peers_whose_addresses_change_are_found_at_the_new_ones() -> None:
     """Both change theirs, one after the other, so that none of the first addresses is left."""
     with nat_networks() as networks, contextlib.ExitStack() as stack:
