@@ -281,6 +281,7 @@ class Progress:
         self._drawing = threading.Lock()
         self._thread = threading.Thread(target=self._draw, daemon=True)
         self._started_at = time.monotonic()
+        self._num_drawn = 0
 
     def __enter__(self) -> "Progress":
         if self._terminal.can_redraw:
@@ -314,8 +315,10 @@ class Progress:
             room = self._terminal.width - 1
             with self._drawing:
                 seconds = f"  {self.seconds:.0f} s" if self._is_timed else ""
-                line = f"  {sign} {self._describe()}{seconds}"[:room].ljust(room)
-                self._terminal.redraw(self._terminal.paint(line, "dim"))
+                line = f"  {sign} {self._describe()}{seconds}"[:room]
+                # Over what stands there and no further: ^C would be written into the next line.
+                self._terminal.redraw(self._terminal.paint(line.ljust(self._num_drawn), "dim"))
+                self._num_drawn = len(line)
 
     def _erase(self) -> None:
         self._terminal.redraw(" " * (self._terminal.width - 1))
