@@ -191,7 +191,7 @@ async def find_listening(addresses: Sequence[PeerAddress]) -> list[PeerAddress]:
         advice = "; these addresses lead to the machine that printed them, from no other one"
         raise NobodyAnswersError(
             f"no initial peer can be reached: {texts}; check that one of them still runs and that "
-            "its address is the one it printed last (`shoal doctor` looks closer)"
+            "its address is the one it printed last (shoal doctor looks closer)"
             f"{advice if is_local else ''}"
         )
     return listening
