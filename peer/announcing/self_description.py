@@ -32,7 +32,7 @@ _logger = logging.getLogger(__name__)
 _MEASURED = ("queue_seconds", "pass_queue_seconds", "loaded_decode_steps_per_second")
 
 _LOOK_FOR_RELAYS_SECONDS = 3.0
-_LOOK_FOR_ADDRESSES_SECONDS = 10.0
+_LEAST_ADDRESSES_SECONDS = 10.0
 """How often to see whether relays are there. A step of a client waits for twenty seconds."""
 
 Describe = Callable[[Announcement], Announcement]
@@ -222,7 +222,7 @@ async def watch_addresses(
     A machine may start before its network, and change it while it runs.
     """
     while True:
-        await asyncio.sleep(_LOOK_FOR_ADDRESSES_SECONDS)
+        await asyncio.sleep(max(announcer.period_seconds, _LEAST_ADDRESSES_SECONDS))
         before, codes = _describe_reach(presence), presence.facts.get("join_codes")
         if await presence.renew_addresses():
             description.move(presence)

@@ -14,7 +14,7 @@ from ...protocol.spans import Span, find_gaps
 from ..announcing.announcer import Announcer
 from ..process.config import PeerEvent, Report
 
-_LOOK_SECONDS = 10.0
+_LEAST_SECONDS = 10.0
 
 
 class SwarmNews:
@@ -81,7 +81,7 @@ async def tell_news(read: Callable[[], SwarmView], announcer: Announcer, report:
     """
     news = SwarmNews(announcer.peer_id)
     while True:
-        await asyncio.sleep(_LOOK_SECONDS)
+        await asyncio.sleep(max(announcer.period_seconds, _LEAST_SECONDS))
         if announcer.state is PeerState.ONLINE:
             for event in news.look(read()):
                 report(event)

@@ -46,8 +46,9 @@ _NUM_WARM_UPS = 3
 _SETTLING_SECONDS = 0.02
 """How long a step continues after its result arrived, for the cleanup at the peers."""
 
-_IDLE_SECONDS = 0.75
-"""Longer than the period of any task that runs more often than peers announce themselves."""
+_IDLE_SECONDS = 1.5
+"""Twice the period of any task that runs more often than peers announce themselves, on a busy
+machine as well."""
 
 _QUIET_SECONDS = 100.0
 """Announcement period of the peers that compute: hardly any announcement meets a step."""

@@ -42,7 +42,7 @@ _MODULES = (
     "shoal.cli.commands.doctor",
     "shoal.peer.peer",
     "shoal.client",
-    "shoal.client.model.causal_lm",
+    "shoal.client.model.auto",
     # Who is not on the internet does without these, and everybody here is.
     "shoal.protocol.net.dht.hivemind_directory",
     "shoal.protocol.net.tcp.tcp_transport",

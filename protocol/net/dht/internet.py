@@ -31,7 +31,7 @@ _NOWHERE = ["127.0.0.1"]
 _MOST_OTHERS = 2
 """Peers beside the first one that its code names."""
 
-_LOOKS_PER_QUESTION = 60
+_LOOKS_PER_QUESTION = 20
 """How often others are asked at which address of a router they see us: in ten minutes once."""
 
 
