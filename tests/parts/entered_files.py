@@ -3,11 +3,10 @@
     PYTHONPATH=tests/parts .venv/bin/python -P -m entered_files
 
 Client and peers are real processes; `function_notes.py` records what each of their threads runs.
-Each walk is repeated in steady state, and its files are those that more than half of the
-repetitions enter; of decode steps and gradients, only the half that entered the fewest files
-counts. This leaves out what sometimes happens at the same time, such as a renewed announcement,
-also on a busy machine. Calls that are made whenever the swarm is idle, those of periodic tasks, do
-not count.
+Each walk is repeated in steady state. Of its repetitions, only the half that entered the fewest
+files counts, and its files are those that more than half of these enter. This leaves out what
+sometimes happens at the same time, such as a renewed announcement, also on a busy machine. Calls
+that are made whenever the swarm is idle, those of periodic tasks, do not count.
 
 The walks use the Python interface alone, so that trees with different files can be compared. With
 the folder TREE/.typing in front of `tests/parts` in PYTHONPATH, another tree is traced, if its
@@ -39,7 +38,7 @@ _IDLE = "idle"
 
 _NUM_TOKENS = 24
 _NUM_GRADIENTS = 12
-_NUM_ANNOUNCEMENTS = 8
+_NUM_ANNOUNCEMENTS = 16
 _NUM_WARM_UPS = 3
 """Repetitions that are not counted: connections are opened and speeds measured in them."""
 
@@ -134,10 +133,7 @@ def sort_notes(notes: Sequence[Note], steps: dict[str, list[int]]) -> dict[str, 
             where = Where(note.process, note.thread)
             entered.setdefault(note.step, {}).setdefault(note.file, where)
     walks = {walk: [entered.get(step, {}) for step in steps[walk]] for walk in WALKS}
-    return {
-        walk: Walk(found if walk == ANNOUNCEMENT else leave_out_disturbed(found))
-        for walk, found in walks.items()
-    }
+    return {walk: Walk(leave_out_disturbed(found)) for walk, found in walks.items()}
 
 
 def leave_out_disturbed(
