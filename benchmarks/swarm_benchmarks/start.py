@@ -42,7 +42,7 @@ sys.exit(main("generate shoal-stories Once --max-new-tokens 4 --initial-peers {a
 
 
 class Cost(NamedTuple):
-    """What a program has taken so far."""
+    """CPU and wall-clock time of a program so far."""
 
     seconds: float
     cpu_seconds: float

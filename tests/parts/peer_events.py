@@ -1,4 +1,4 @@
-"""What a peer that runs as a process says with `--json`."""
+"""Reads the JSON events that a peer process prints with `--json`."""
 
 from __future__ import annotations
 

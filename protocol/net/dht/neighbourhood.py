@@ -43,7 +43,7 @@ with warnings.catch_warnings():
 _logger = logging.getLogger(__name__)
 
 Rules = DialRules | None
-"""What is dialled because strangers say that somebody is there; None: everything."""
+"""Which announced addresses may be dialled; None: all of them."""
 
 _Node = TypeVar("_Node", bound=Hashable)
 

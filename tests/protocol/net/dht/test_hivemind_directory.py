@@ -1,4 +1,4 @@
-"""What a directory does about its p2pd and its nodes, without either of them."""
+"""`HivemindDirectory` losing its p2pd and its nodes, tested with fakes of both."""
 
 from __future__ import annotations
 
