@@ -101,6 +101,9 @@ async def test_peer_is_found_again_where_it_was_and_logs_loss_and_return(
         known = second.records.list_current(MODEL, CLOCK.wall())
         assert {one.peer_id for one in known} >= {identity_of(2).peer_id}
         await wait_until_found(second, 1, 2)
+        async with asyncio.timeout(PATIENCE_SECONDS):  # found as soon as the new p2pd answers
+            while "the directory is back" not in caplog.text:  # noqa: ASYNC110 - a log
+                await asyncio.sleep(0.01)
 
     assert second.addresses == before
     assert [record.message for record in caplog.records if record.name.startswith("shoal")] == [
