@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 
 from .ids import PeerId
 
 _HOST = re.compile(r"[0-9A-Za-z_.:%-]{1,253}")  # a name, or an IPv4 or IPv6 address
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+
+_LOCAL_NETWORKS = tuple(
+    map(
+        ip_network,
+        (
+            "127.0.0.0/8",
+            "::1/128",
+            "10.0.0.0/8",
+            "172.16.0.0/12",
+            "192.168.0.0/16",
+            "100.64.0.0/10",
+            "169.254.0.0/16",
+            "fc00::/7",
+            "fe80::/10",
+            "0.0.0.0/8",
+            "::/128",
+        ),
+    )
+)
+"""Networks whose addresses mean another machine elsewhere."""
 
 
 @dataclass(frozen=True, order=True)
@@ -93,9 +113,29 @@ def _name_address(host: str, port: int) -> str:
 def is_loopback(host: str) -> bool:
     """Return whether traffic to a host cannot leave this machine."""
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def find_local_network(host: str) -> IPv4Network | IPv6Network | None:
+    """Return the network outside of which an address means nothing; None if it has no such bounds.
+
+    Raises ValueError for a name.
+
+    >>> find_local_network("192.168.1.7"), find_local_network("::ffff:127.0.0.1")
+    (IPv4Network('192.168.0.0/16'), IPv4Network('127.0.0.0/8'))
+    >>> find_local_network("8.8.8.8")
+    """
+    address = read_address(host)
+    return next((network for network in _LOCAL_NETWORKS if address in network), None)
+
+
+def read_address(host: str) -> IPv4Address | IPv6Address:
+    """Return an address, one of IPv4 also where it is written as IPv6. Raises ValueError."""
+    address = ip_address(host)
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return mapped or address
 
 
 def check_endpoint(endpoint: Endpoint) -> Endpoint:
@@ -106,4 +146,25 @@ def check_endpoint(endpoint: Endpoint) -> Endpoint:
         raise ValueError("the port is not in 1..65535")
     if endpoint.fingerprint and not _FINGERPRINT.fullmatch(endpoint.fingerprint):
         raise ValueError("the fingerprint is not 64 lower-case hex digits")
+    return endpoint
+
+
+def is_local_endpoint(endpoint: Endpoint) -> bool:
+    """Return whether an endpoint is of use to other machines, but in its own network only.
+
+    >>> hosts = ("192.168.1.7", "8.8.8.8", "127.0.0.1", "peer.example")
+    >>> [is_local_endpoint(Endpoint(host, 1)) for host in hosts]
+    [True, False, False, False]
+    """
+    try:
+        network = find_local_network(endpoint.host)
+    except ValueError:
+        return False
+    return network is not None and not network.is_loopback
+
+
+def check_local_endpoint(endpoint: Endpoint) -> Endpoint:
+    """Return an endpoint that a stranger named for those in its network; raises ValueError."""
+    if not is_local_endpoint(check_endpoint(endpoint)):
+        raise ValueError("the host is not an address of a local network")
     return endpoint

@@ -81,6 +81,9 @@ MAX_ANNOUNCEMENT_TEXT_BYTES = 8192
 MAX_ENDPOINTS = 8
 """Endpoints of one announcement."""
 
+MAX_LOCAL_ENDPOINTS = 4
+"""The same of those that only its own network can dial."""
+
 MAX_ANNOUNCEMENTS_PER_MODEL = 10_000
 """Announcements that a reader looks at for one model."""
 

@@ -18,7 +18,7 @@ from ...protocol.errors import (
 )
 from ...protocol.ids import NO_CLIENT
 from ...protocol.messages.session import Welcome
-from ...protocol.net.dialling import greet
+from ...protocol.net.dialling import greet, list_near
 from ...protocol.net.tasks import cancel_all
 from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement
@@ -129,7 +129,7 @@ async def check_peer(peer: Announcement, transport: Transport, probes: Probes) -
         detail = f"it speaks protocol versions {theirs}, this machine {ours}"
         return PeerCheck(peer, PeerFault.VERSION, detail)
     result = PeerCheck(peer, PeerFault.UNREACHABLE, "it announces no endpoint")
-    for endpoint in peer.all_endpoints:
+    for endpoint in (*list_near(peer), *peer.all_endpoints):
         try:
             async with asyncio.timeout(PEER_SECONDS):
                 result = await _ask_peer(peer, endpoint, transport, probes)

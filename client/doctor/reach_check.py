@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...protocol.endpoints import is_loopback
+from ...protocol.endpoints import find_local_network, is_loopback
 from ...protocol.net.addresses import DialBackAnswer, is_address
-from ...protocol.net.tcp.dial_rules import find_local_network
 from ...protocol.records.announcements import Announcement
 from .finding import Finding, FindingStatus
 

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from ...kernels.linear.quantize import WeightFormat
-from ...protocol.endpoints import Endpoint
+from ...protocol.endpoints import Endpoint, is_local_endpoint
 from ...protocol.errors import DirectoryError
 from ...protocol.ids import ModelId
+from ...protocol.limits import MAX_LOCAL_ENDPOINTS
 from ...protocol.net.network import Presence
 from ...protocol.records.announcements import (
     Announcement,
@@ -78,9 +79,11 @@ def make_template(
 
 
 def _describe_place(presence: Presence) -> dict[str, Any]:
-    """Return where others reach the peer; those that relays carry to cannot be dialled."""
+    """Return where others reach the peer: behind relays it is dialled by its own network only."""
+    local = filter(is_local_endpoint, presence.endpoints if presence.relays else ())
     return {
         "endpoints": () if presence.relays else tuple(presence.endpoints),
+        "local_endpoints": tuple(local)[:MAX_LOCAL_ENDPOINTS],
         "relays": tuple(presence.relays),
         "relay_port": presence.relay_port,
         "directory_port": presence.directory_port,

@@ -3,12 +3,12 @@
 import asyncio
 import errno
 import fcntl
-import ipaddress
 import os
 import socket
 import struct
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import IPv4Interface, ip_address
 
 from ..endpoints import Endpoint
 from ..errors import UsageError
@@ -35,7 +35,8 @@ EVERYWHERE = ("0.0.0.0", "::")
 
 _MOST_OWN_HOSTS = 4
 
-_GET_FLAGS, _GET_ADDRESS = 0x8913, 0x8915  # SIOCGIFFLAGS and SIOCGIFADDR of Linux
+# SIOCGIFFLAGS, SIOCGIFADDR and SIOCGIFNETMASK of Linux
+_GET_FLAGS, _GET_ADDRESS, _GET_NETMASK = 0x8913, 0x8915, 0x891B
 _IS_UP, _IS_LOOPBACK, _IS_RUNNING = 0x1, 0x8, 0x40
 _SOMEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 """Addresses for documents, to which nothing is sent: the system says from where it would go."""
@@ -45,39 +46,59 @@ def list_own_hosts(listen_host: str) -> list[str]:
     """Return where others may dial somebody who listens at a host: that one, unless it is any.
 
     Then these are the addresses of this machine without loopback, first the one from which it
-    reaches the internet; of IPv6 only that. Bridges, which mostly lead to containers, count where
-    there is nothing else. None where the machine is in no network.
+    reaches the internet; of IPv6 only that. None where the machine is in no network.
     """
     if listen_host not in EVERYWHERE:
         return [listen_host]
-    family = socket.AF_INET6 if ":" in listen_host else socket.AF_INET
-    found: dict[str, None] = {}
-    bridges: dict[str, None] = {}
-    # Not every system has IPv6.
-    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex() if family == socket.AF_INET else ():
+    is_ipv4 = ":" not in listen_host
+    found = [str(own.ip) for own in list_own_interfaces()] if is_ipv4 else []
+    outgoing = _find_outgoing_host(socket.AF_INET if is_ipv4 else socket.AF_INET6)
+    return list(dict.fromkeys(filter(None, [outgoing, *found])))[:_MOST_OWN_HOSTS]
+
+
+def list_own_interfaces() -> list[IPv4Interface]:
+    """Return the IPv4 addresses of this machine without loopback, and their networks.
+
+    Bridges, which mostly lead to containers, count where they lead to the internet as well, or
+    there is nothing else.
+    """
+    outgoing = _find_outgoing_host(socket.AF_INET)
+    found: list[IPv4Interface] = []
+    bridges: list[IPv4Interface] = []
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
             is_bridge = os.path.exists(f"/sys/class/net/{name}/bridge")
             with suppress(OSError):  # it has no address
-                (bridges if is_bridge else found).update(_find_addresses(asking, name))
-        with suppress(OSError):  # it has no way to the internet
-            asking.connect((_SOMEWHERE[family], 9))
-            found = {asking.getsockname()[0]: None} | found
-    return list(found or bridges)[:_MOST_OWN_HOSTS]
+                for own in _find_addresses(asking, name):
+                    (bridges if is_bridge and str(own.ip) != outgoing else found).append(own)
+    return found or bridges
 
 
-def _find_addresses(asking: socket.socket, interface: str) -> dict[str, None]:
-    """Return the IPv4 address of an interface, if it leads to others; raises OSError."""
-    question = struct.pack("256s", interface.encode()[:15])
+def _find_outgoing_host(family: socket.AddressFamily) -> str | None:
+    """Return the address from which this machine reaches the internet, if it does."""
+    # Not every system has IPv6.
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as asking:
+        asking.connect((_SOMEWHERE[family], 9))
+        return asking.getsockname()[0]
+
+
+def _find_addresses(asking: socket.socket, name: str) -> list[IPv4Interface]:
+    """Return the address of an interface, if it leads to others; raises OSError."""
+    question = struct.pack("256s", name.encode()[:15])
     (flags,) = struct.unpack_from("H", fcntl.ioctl(asking, _GET_FLAGS, question), 16)
     if flags & _IS_LOOPBACK or not (flags & _IS_UP and flags & _IS_RUNNING):
-        return {}
-    return {socket.inet_ntoa(fcntl.ioctl(asking, _GET_ADDRESS, question)[20:24]): None}
+        return []
+    address, netmask = (
+        socket.inet_ntoa(fcntl.ioctl(asking, what, question)[20:24])
+        for what in (_GET_ADDRESS, _GET_NETMASK)
+    )
+    return [IPv4Interface(f"{address}/{netmask}")]
 
 
 def is_address(host: str) -> bool:
     """Return whether a host is an IP address, not a name."""
     try:
-        ipaddress.ip_address(host)
+        ip_address(host)
     except ValueError:
         return False
     return True

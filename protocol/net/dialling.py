@@ -1,9 +1,11 @@
 """Dialling a peer: the greeting that clients and peers send first on a stream."""
 
+from asyncio.staggered import staggered_race
 from collections.abc import Sequence
+from functools import partial
 
 from .. import versions
-from ..endpoints import Endpoint
+from ..endpoints import Endpoint, read_address
 from ..errors import (
     NotDialledError,
     RemoteProtocolError,
@@ -17,8 +19,48 @@ from ..messages.session import Hello, Welcome
 from ..records.announcements import Announcement
 from ..spans import Span
 from ..wire.codec import check_kind, encode_frame, read_answer
+from .addresses import list_own_interfaces
 from .clock import AnswerTimeout, Clock
 from .transport import Stream, Transport, admit_pieces
+
+_HEAD_START_SECONDS = 0.25
+"""How long the local network is tried alone (the Connection Attempt Delay of RFC 8305)."""
+
+
+def list_near(peer: Announcement) -> list[Endpoint]:
+    """Return where to dial a peer in a network of this machine, if others cannot dial it.
+
+    Many homes use the same addresses, so somebody else may be there.
+    """
+    if peer.endpoints or not peer.local_endpoints:
+        return []
+    networks = [interface.network for interface in list_own_interfaces()]
+    return [
+        endpoint
+        for endpoint in peer.local_endpoints
+        if any(read_address(endpoint.host) in network for network in networks)
+    ]
+
+
+async def dial_peer(
+    transport: Transport, clock: Clock, peer: Announcement, timeout_seconds: float
+) -> Stream:
+    """Dial a peer at its endpoints, or within its network where that is also ours.
+
+    The first that answers is taken, and the others are hung up on. Raises what `dial` does.
+    """
+    if not (near_endpoints := list_near(peer)):
+        return await dial(transport, clock, peer.peer_id, peer.all_endpoints, timeout_seconds)
+    near, far = (
+        partial(dial, transport, clock, peer.peer_id, endpoints, timeout_seconds)
+        for endpoints in (near_endpoints, peer.all_endpoints)
+    )
+    stream, _, failures = await staggered_race([near, far], _HEAD_START_SECONDS)
+    if stream is None:
+        failure = failures[-1]
+        assert failure is not None  # a loser fails or is cancelled
+        raise failure
+    return stream
 
 
 async def dial(
@@ -108,7 +150,7 @@ async def open_greeted(
     """
     name = f"peer …{peer.peer_id[-6:]} (blocks {span})"
     async with AnswerTimeout(timeout_seconds, f"{name} did not answer in time"):
-        stream = await dial(transport, clock, peer.peer_id, peer.all_endpoints, timeout_seconds)
+        stream = await dial_peer(transport, clock, peer, timeout_seconds)
         try:
             welcome, rtt_seconds = await greet(stream, name, clock, client, *more)
             check_welcome(welcome, peer.peer_id, span, peer.model_id)

@@ -23,7 +23,7 @@ from ..records.swarm_records import SwarmRecords, draw
 from ..versions import RECORDS_VERSION
 from ..wire.codec import check_kind, encode_frame, read_answer
 from .clock import AnswerTimeout, Clock
-from .dialling import dial, greet_peer
+from .dialling import dial_peer, greet_peer
 from .directory import Directory
 from .retry import Backoff, Backoffs
 from .tasks import cancel_all
@@ -274,9 +274,7 @@ class GossipDirectory:
         name = f"peer …{peer.peer_id[-6:]}"
         question = self.records.make_fetch(peer.model_id, self._clock.wall(), self._rng, max_bytes)
         async with AnswerTimeout(_ANSWER_SECONDS, f"{name} did not answer in time"):
-            stream = await dial(
-                self._transport, self._clock, peer.peer_id, peer.all_endpoints, _ANSWER_SECONDS
-            )
+            stream = await dial_peer(self._transport, self._clock, peer, _ANSWER_SECONDS)
             welcome, _ = await greet_peer(stream, peer.peer_id, self._clock)
             try:
                 if welcome.model_id != peer.model_id:

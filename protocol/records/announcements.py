@@ -15,7 +15,13 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import AfterValidator, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from .. import limits
-from ..endpoints import Endpoint, Libp2pEndpoint, Relay, check_endpoint
+from ..endpoints import (
+    Endpoint,
+    Libp2pEndpoint,
+    Relay,
+    check_endpoint,
+    check_local_endpoint,
+)
 from ..errors import LocalProtocolError, RemoteProtocolError
 from ..identity import SIGNATURE_BYTES, Identity, public_key_of, verify
 from ..ids import MODEL_ID_CHARACTERS, AdapterId, ModelId, PeerId
@@ -87,6 +93,7 @@ def _check_relay(relay: Relay) -> Relay:
 _PeerId = Annotated[PeerId, AfterValidator(_check_peer_id)]
 _ModelId = Annotated[ModelId, Field(pattern=rf"^[0-9a-f]{{{MODEL_ID_CHARACTERS}}}$")]
 _Endpoint = Annotated[Endpoint, AfterValidator(check_endpoint)]
+_LocalEndpoint = Annotated[Endpoint, AfterValidator(check_local_endpoint)]
 _Ending = Annotated[str, Field(pattern=rf"^[1-9A-HJ-NP-Za-km-z]{{{_ENDING_CHARACTERS}}}$")]
 _Relay = Annotated[Relay, AfterValidator(_check_relay)]
 _ModelName = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS, pattern=rf"^({_NAME})?$")]
@@ -167,6 +174,10 @@ class Announcement:
     path. Anybody can say anything; what counts is the model id."""
     directory_port: Annotated[int, Field(ge=0, lt=2**16)] = 0
     """Port of libp2p at its endpoints, where others can join through the peer; 0: none."""
+    local_endpoints: Annotated[
+        tuple[_LocalEndpoint, ...], Field(max_length=limits.MAX_LOCAL_ENDPOINTS)
+    ] = ()
+    """Where those in its own network dial a peer that others cannot dial."""
 
     def __post_init__(self) -> None:
         if self.span.stop > self.num_blocks:

@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import warm_python
-from nat_scene import HOME_HOSTS, PUBLIC_HOST, ROUTER_HOSTS, NatNetworks, nat_networks
+from nat_scene import (
+    HOME_HOSTS,
+    NEIGHBOUR_HOST,
+    PUBLIC_HOST,
+    ROUTER_HOSTS,
+    NatNetworks,
+    nat_networks,
+)
 from peer_events import START_SECONDS, read_event
 
 from shoal.protocol.membership.join_code import JoinCode
@@ -251,6 +258,20 @@ def test_peer_behind_a_router_is_used_from_its_own_network_by_the_same_code() ->
         generate_in(networks, "home-b", code)
 
 
+def test_peer_behind_a_nat_is_reached_within_its_network_without_its_relay() -> None:
+    """Neighbours find each other through a peer outside, and need it for no token."""
+    with nat_networks() as networks, contextlib.ExitStack() as stack:
+        first = start_peer(networks, stack, "public", None, "0:4", "--new-swarm")
+        (code,) = first.directory["join_codes"].values()
+        relayed = start_peer(networks, stack, "home-a", None, "4:8", "--join", code)
+        assert relayed.directory["reach"] == "nobody"
+
+        networks.cut_off("a")
+        generate_in(networks, "neighbour-a", code, "--delivery", "star")
+
+        assert read_event(relayed.process, "got_through")["host"] == NEIGHBOUR_HOST
+
+
 def read_event_with(peer: subprocess.Popen[bytes], host: str) -> dict[str, Any]:
     """Return what a peer says when it is announced at a host."""
     while True:
@@ -259,11 +280,11 @@ def read_event_with(peer: subprocess.Popen[bytes], host: str) -> dict[str, Any]:
             return event
 
 
-def generate_in(networks: NatNetworks, where: str, code: str) -> None:
+def generate_in(networks: NatNetworks, where: str, code: str, *options: str) -> None:
     """Generate a text by a code from somewhere, as soon as the whole model is found."""
     command = (sys.executable, "-P", "-m", "shoal.cli", "generate", MODEL, PROMPT, "--join", code)
     done = warm_python.run(
-        networks.command(where, *command, "--max-new-tokens", "4", "--json"),
+        networks.command(where, *command, "--max-new-tokens", "4", "--json", *options),
         capture_output=True,
         text=True,
         timeout=START_SECONDS,

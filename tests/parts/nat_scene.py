@@ -1,8 +1,9 @@
 """Real networks with NAT on this machine: network namespaces, veth pairs and iptables.
 
-    home a ── router a ──┐                       ┌── router b ── home b
-    10.0.1.2    (NAT)    └──── public network ───┘    (NAT)   10.0.2.2
-                               198.51.100.1
+    home a ────── router a ──┐                       ┌── router b ── home b
+    10.0.1.2  │    (NAT)     └──── public network ───┘    (NAT)   10.0.2.2
+    neighbour a                    198.51.100.1
+    10.0.1.3
 
 Nothing outside the namespaces is touched: they hold the public network as well.
 """
@@ -22,6 +23,7 @@ PUBLIC_HOST = "198.51.100.1"
 ROUTER_HOSTS = {"a": "198.51.100.2", "b": "198.51.100.3"}
 _numbers = itertools.count(1)  # of the networks of this process
 HOME_HOSTS = {"a": "10.0.1.2", "b": "10.0.2.2"}
+NEIGHBOUR_HOST = "10.0.1.3"
 
 
 class NatNetworks:
@@ -29,7 +31,7 @@ class NatNetworks:
 
     def __init__(self) -> None:
         self._prefix = f"shoal-{os.getpid()}-{next(_numbers)}-"
-        self._names = ["public", "router-a", "home-a", "router-b", "home-b"]
+        self._names = ["public", "router-a", "home-a", "neighbour-a", "router-b", "home-b"]
 
     def make(self) -> None:
         for name in self._names:
@@ -82,6 +84,12 @@ class NatNetworks:
             for rule in rules:
                 _run(*self.command(router, "iptables", *rule.format("-D").split()))
 
+    def cut_off(self, letter: str) -> None:
+        """Have a router carry nothing between its home and the public network any more."""
+        for side in ("-o wan -s", "-i wan -d"):
+            rule = f"-I FORWARD {side} {HOME_HOSTS[letter]} -j DROP"
+            _run(*self.command(f"router-{letter}", "iptables", *rule.split()))
+
     def add_address(self, name: str, host: str) -> None:
         """Give a machine of the public network an address there."""
         self._ip(name, f"addr add {host}/24 dev {_find_device(name)}")
@@ -96,7 +104,7 @@ class NatNetworks:
         _run(*self.command(f"router-{letter}", "sh", "-c", f"echo {seconds} > {path}"))
 
     def _make_home(self, letter: str) -> None:
-        router, home = f"router-{letter}", f"home-{letter}"
+        router = f"router-{letter}"
         gateway = HOME_HOSTS[letter].removesuffix("2") + "1"
         self._ip(
             "public", f"link add to-{letter} type veth peer name wan netns {self._prefix}{router}"
@@ -104,12 +112,18 @@ class NatNetworks:
         self._ip("public", f"link set to-{letter} master public up")
         self._ip(router, f"addr add {ROUTER_HOSTS[letter]}/24 dev wan")
         self._ip(router, "link set wan up")
-        self._ip(router, f"link add lan type veth peer name eth0 netns {self._prefix}{home}")
+        self._ip(router, "link add lan type bridge")
         self._ip(router, f"addr add {gateway}/24 dev lan")
         self._ip(router, "link set lan up")
-        self._ip(home, f"addr add {HOME_HOSTS[letter]}/24 dev eth0")
-        self._ip(home, "link set eth0 up")
-        self._ip(home, f"route add default via {gateway}")
+        machines = {f"home-{letter}": HOME_HOSTS[letter]}
+        machines |= {"neighbour-a": NEIGHBOUR_HOST} if letter == "a" else {}
+        for name, host in machines.items():
+            port = f"to-{name}"
+            self._ip(router, f"link add {port} type veth peer name eth0 netns {self._prefix}{name}")
+            self._ip(router, f"link set {port} master lan up")
+            self._ip(name, f"addr add {host}/24 dev eth0")
+            self._ip(name, "link set eth0 up")
+            self._ip(name, f"route add default via {gateway}")
         forwarding = "echo 1 > /proc/sys/net/ipv4/ip_forward"
         _run(*self.command(router, "sh", "-c", forwarding))
         for rule in (

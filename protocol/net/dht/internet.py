@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ...endpoints import Endpoint, is_loopback
+from ...endpoints import Endpoint, find_local_network, is_loopback
 from ...identity import Identity
 from ...membership.join_code import fits_code, make_codes
 from ...membership.membership import Membership
@@ -16,7 +16,7 @@ from ..clock import Clock
 from ..directory import Directory
 from ..libp2p.multiaddrs import replace_hosts, split_multiaddr
 from ..network import Addresses, Presence
-from ..tcp.dial_rules import DialRules, find_local_network
+from ..tcp.dial_rules import DialRules
 from ..transport import ChoosingTransport, Listener, Stream, StreamServer, Transport
 from .known_addresses import AddressFolder
 

@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
+from ...endpoints import find_local_network
 from ...errors import UsageError
 from ..addresses import is_address
 from ..tasks import cancel_all
-from ..tcp.dial_rules import find_local_network
 
 _logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ...endpoints import is_loopback
+from ...endpoints import find_local_network, is_loopback
 from ..addresses import DialBackAnswer
-from ..tcp.dial_rules import can_be_dialled, find_local_network
+from ..tcp.dial_rules import can_be_dialled
 
 
 class Scope(StrEnum):

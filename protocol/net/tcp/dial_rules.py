@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 
-from ...endpoints import Endpoint
+from ...endpoints import Endpoint, find_local_network, is_loopback, read_address
 from ...errors import NotDialledError, UnavailableError
 from ..addresses import is_address
 from ..clock import Clock
@@ -25,43 +25,8 @@ _MINUTE = 60.0
 _MAX_KEPT = 1024
 """Hosts whose failures are kept, and endpoints that were reached."""
 
-_Network = IPv4Network | IPv6Network
-
-_LOOPBACK = (ip_network("127.0.0.0/8"), ip_network("::1/128"))
-
-_LOCAL_NETWORKS = (
-    *_LOOPBACK,
-    ip_network("10.0.0.0/8"),
-    ip_network("172.16.0.0/12"),
-    ip_network("192.168.0.0/16"),
-    ip_network("100.64.0.0/10"),
-    ip_network("169.254.0.0/16"),
-    ip_network("fc00::/7"),
-    ip_network("fe80::/10"),
-    ip_network("0.0.0.0/8"),
-    ip_network("::/128"),
-)
-"""Networks whose addresses mean another machine elsewhere."""
-
 _SUBNET_BITS = {4: 24, 6: 64}
 """How much of a local network a peer shares that is dialled from the internet as well."""
-
-
-def find_local_network(host: str) -> _Network | None:
-    """Return the network outside of which an address means nothing; None if it has no such bounds.
-
-    >>> find_local_network("192.168.1.7"), find_local_network("::ffff:127.0.0.1")
-    (IPv4Network('192.168.0.0/16'), IPv4Network('127.0.0.0/8'))
-    >>> find_local_network("8.8.8.8")
-    """
-    address = _read_address(host)
-    return next((network for network in _LOCAL_NETWORKS if address in network), None)
-
-
-def _read_address(host: str) -> IPv4Address | IPv6Address:
-    address = ip_address(host)
-    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-    return mapped or address
 
 
 def can_be_dialled(host: str) -> bool:
@@ -72,7 +37,7 @@ def can_be_dialled(host: str) -> bool:
     """
     if not is_address(host) or "%" in host:  # behind it anything may stand
         return False
-    address = _read_address(host)
+    address = read_address(host)
     if address.is_multicast or address.is_unspecified:
         return False
     return find_local_network(host) is not None or not address.is_reserved
@@ -112,7 +77,7 @@ class DialRules:
         if network is not None and not _is_shared(address, network, own):
             raise UnavailableError(f"{endpoint} is in a network that this peer does not share")
         allowed = replace(endpoint, host=address)
-        is_known = network in _LOOPBACK or allowed in self._reached
+        is_known = is_loopback(address) or allowed in self._reached
         if not is_known and self._count_failures(address) >= _MAX_FAILURES:
             raise NotDialledError(f"too many dials of {endpoint.host} have failed in this minute")
         return allowed
@@ -135,15 +100,15 @@ class DialRules:
         return sum(at > since for at in self._failures.get(address, ()))
 
 
-def _is_shared(address: str, network: _Network, own: Sequence[str]) -> bool:
+def _is_shared(address: str, network: IPv4Network | IPv6Network, own: Sequence[str]) -> bool:
     """Return whether a peer at its own addresses may dial one of a local network.
 
     Where strangers from elsewhere are told of it, its subnet has to do.
     """
     if all(find_local_network(one) for one in own):
         return network in map(find_local_network, own)
-    near = ((one, _SUBNET_BITS[one.version]) for one in map(_read_address, own))
-    return any(_read_address(address) in ip_network(subnet, strict=False) for subnet in near)
+    near = ((one, _SUBNET_BITS[one.version]) for one in map(read_address, own))
+    return any(read_address(address) in ip_network(subnet, strict=False) for subnet in near)
 
 
 async def _resolve(host: str) -> str:

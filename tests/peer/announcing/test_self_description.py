@@ -19,7 +19,7 @@ from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.process.background import LoopLag
 from shoal.peer.process.config import PeerConfig
-from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import SystemClock
@@ -88,15 +88,30 @@ def test_attention_that_c_cannot_compute_is_said_to_be_of_torch(
     assert load(tiny_models, weights, variant).kernels.endswith(", attention: torch")
 
 
-def make_presence() -> Any:
-    endpoint = Endpoint("127.0.0.1", 1, "f" * 64)
+def make_presence(*hosts: str, relays: Sequence[Relay] = ()) -> Any:
     return SimpleNamespace(
         identity=Identity(bytes(32)),
-        endpoints=[endpoint],
-        relays=(),
+        endpoints=[Endpoint(host, 1, "f" * 64) for host in hosts or ("127.0.0.1",)],
+        relays=relays,
         relay_port=0,
         directory_port=0,
     )
+
+
+def test_peer_behind_relays_announces_its_addresses_to_its_own_network_only(
+    tiny_models: Any,
+) -> None:
+    config, hosts = PeerConfig(model=tiny_models.get().directory), ("10.0.1.2", "198.51.100.7")
+    relays = (Relay("192.0.2.7", 4001, Identity(bytes([1]) * 32).peer_id),)
+
+    dialled, relayed = (
+        make_template(config, ModelId("a" * 32), 4, make_presence(*hosts, relays=through))
+        for through in ((), relays)
+    )
+
+    assert [endpoint.host for endpoint in dialled.endpoints] == list(hosts)
+    assert [endpoint.host for endpoint in relayed.local_endpoints] == ["10.0.1.2"]
+    assert (dialled.local_endpoints, relayed.endpoints) == ((), ())
 
 
 def describe_busy_thread(announcement: Announcement) -> Announcement:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from ipaddress import IPv4Interface
+from typing import Any
 
 import pytest
 from announcements import describe_peer
 from virtual_time import VirtualClock, run_virtual
 
-from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.errors import SilentError
+from shoal.protocol.endpoints import Endpoint, Relay
+from shoal.protocol.errors import SilentError, UnavailableError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.messages.session import Welcome
-from shoal.protocol.net.dialling import open_greeted
+from shoal.protocol.net import dialling
+from shoal.protocol.net.dialling import dial_peer, open_greeted
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcements import Announcement
@@ -23,6 +27,9 @@ from shoal.protocol.wire.codec import encode_frame
 SPAN = Span(0, 4)
 PEER_ID = Identity(bytes(32)).peer_id
 MODEL = ModelId("a" * 32)
+
+RELAY, NEAR, REFUSING, NOBODY = "192.0.2.7", "10.0.1.2", "10.0.1.3", "10.0.1.4"
+"""A relay, and machines of a local network; the last one is switched off."""
 
 
 def make_peer(*endpoints: Endpoint) -> Announcement:
@@ -82,3 +89,91 @@ def test_silent_endpoint_leaves_time_for_the_next() -> None:
         await far.close()
 
     run_virtual(asyncio.wait_for(main(), 60.0))
+
+
+class WatchedTransport:
+    """Answers at the relay and at one machine of the local network, half a second after a dial."""
+
+    def __init__(self) -> None:
+        self.began: list[tuple[str, float]] = []
+        self.hung_up: list[str] = []
+
+    async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> str:
+        self.began.append((endpoint.host, VirtualClock().now()))
+        if endpoint.host == REFUSING:
+            raise UnavailableError("it refused the connection")
+        try:
+            await asyncio.sleep(1000.0 if endpoint.host == NOBODY else 0.5)
+        except asyncio.CancelledError:
+            self.hung_up.append(endpoint.host)
+            raise
+        return endpoint.host
+
+
+def dial_relayed(
+    monkeypatch: pytest.MonkeyPatch, own: str, *hosts: str, **facts: Any
+) -> tuple[str, WatchedTransport]:
+    """Dial a relayed peer with local endpoints from a machine; return which of them answered."""
+    transport: Any = WatchedTransport()
+    monkeypatch.setattr(dialling, "list_own_interfaces", lambda: [IPv4Interface(own)])
+    local = tuple(Endpoint(host, 4000, "c" * 64) for host in hosts)
+    facts = {"relays": (Relay(RELAY, 4001, PEER_ID),)} | facts
+    peer = replace(make_peer(), local_endpoints=local, **facts)
+
+    answered: Any = run_virtual(dial_peer(transport, VirtualClock(), peer, 5.0))
+    return answered, transport
+
+
+def test_peer_behind_relays_is_dialled_within_its_network_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answered, transport = dial_relayed(monkeypatch, "10.0.1.9/24", NEAR)
+
+    assert answered == NEAR
+    assert transport.began == [(NEAR, 0.0), (RELAY, 0.25)]
+    assert transport.hung_up == [RELAY]
+
+
+def test_relay_takes_over_where_nobody_is_at_the_address_in_our_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answered, transport = dial_relayed(monkeypatch, "10.0.1.9/24", NOBODY)
+
+    assert answered == RELAY
+    assert transport.began == [(NOBODY, 0.0), (RELAY, 0.25)]
+    assert transport.hung_up == [NOBODY]
+
+
+def test_relay_is_dialled_as_soon_as_another_machine_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answered, transport = dial_relayed(monkeypatch, "10.0.1.9/24", REFUSING)
+
+    assert answered == RELAY
+    assert transport.began == [(REFUSING, 0.0), (RELAY, 0.0)]
+
+
+@pytest.mark.parametrize("own", ["10.0.2.9/24", "10.0.1.9/32", "192.168.1.9/16"])
+def test_local_endpoints_are_dialled_from_their_own_network_only(
+    monkeypatch: pytest.MonkeyPatch, own: str
+) -> None:
+    answered, transport = dial_relayed(monkeypatch, own, NEAR)
+
+    assert answered == RELAY
+    assert transport.began == [(RELAY, 0.0)]
+
+
+def test_local_endpoints_of_a_peer_that_can_be_dialled_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endpoints = (Endpoint("192.0.2.9", 4000, "c" * 64),)
+
+    answered, transport = dial_relayed(monkeypatch, "10.0.1.9/24", NEAR, endpoints=endpoints)
+
+    assert answered == "192.0.2.9"
+    assert transport.began == [("192.0.2.9", 0.0)]
+
+
+def test_failure_of_every_way_is_that_of_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnavailableError, match="refused"):
+        dial_relayed(monkeypatch, "10.0.1.9/24", REFUSING, relays=(Relay(REFUSING, 4001, PEER_ID),))

@@ -67,6 +67,7 @@ def make_full() -> Announcement:
         coordinate=Coordinate(0.1, -0.2, 0.0, 0.003, 0.25),
         software="shoal 0.1",
         relays=(Relay("192.0.2.7", 4001, SOMEBODY),),
+        local_endpoints=(Endpoint("192.168.1.7", 4002, "0" * 64),),
     )
 
 
@@ -139,6 +140,12 @@ BAD_FIELDS = [
     ("endpoints", [{"host": "a\n", "port": 80}]),
     ("endpoints", [{"host": "a", "port": 65536}]),
     ("endpoints", [{"host": "a", "port": 80, "fingerprint": "C" * 64}]),
+    ("local_endpoints", [{"host": "10.0.0.7", "port": 80}] * (limits.MAX_LOCAL_ENDPOINTS + 1)),
+    ("local_endpoints", [{"host": "10.0.0.7", "port": 0}]),
+    ("local_endpoints", [{"host": "8.8.8.8", "port": 80}]),
+    ("local_endpoints", [{"host": "127.0.0.1", "port": 80}]),
+    ("local_endpoints", [{"host": "::ffff:127.0.0.1", "port": 80}]),
+    ("local_endpoints", [{"host": "printer.local", "port": 80}]),
     ("min_version", 3),
     ("max_version", 65536),
     ("weights", "int7"),
@@ -192,7 +199,10 @@ def test_peer_is_dialled_itself_first_and_then_through_its_relays() -> None:
 
 
 def test_reader_that_knows_no_relays_reads_the_rest() -> None:
-    """Relays are no kind of endpoint: who does not know them would refuse the whole record."""
+    """Relays are no kind of endpoint: who does not know them would refuse the whole record.
+
+    Nor do local endpoints stand among those that everybody may dial.
+    """
     record = sign(make_full())
 
     body = read_body(record)
@@ -202,7 +212,8 @@ def test_reader_that_knows_no_relays_reads_the_rest() -> None:
         "port",
         "fingerprint",
     }
-    assert len(body["relays"]) == 1
+    assert len(body["endpoints"]) == 2
+    assert len(body["relays"]) == len(body["local_endpoints"]) == 1
 
 
 @pytest.mark.parametrize("field", ["peer_id", "span", "state", "weights", "expires_at"])
