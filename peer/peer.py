@@ -89,7 +89,7 @@ class Peer:
 
             presence = await join_patiently(network, identity, handler.serve, clock, note_waiting)
             stack.push_async_callback(presence.close)
-            report(PeerEvent("directory", dict(presence.facts)))
+            report(PeerEvent("directory", dict(presence.addresses.facts)))
             yield await cls._compose(stack, config, loader, presence, handler, clock, report)
 
     @classmethod

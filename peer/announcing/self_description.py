@@ -80,12 +80,13 @@ def make_template(
 
 def _describe_place(presence: Presence) -> dict[str, Any]:
     """Return where others reach the peer: behind relays it is dialled by its own network only."""
-    local = filter(is_local_endpoint, presence.endpoints if presence.relays else ())
+    endpoints, relays = tuple(presence.addresses.endpoints), tuple(presence.relays)
+    local = filter(is_local_endpoint, endpoints if relays else ())
     return {
-        "endpoints": () if presence.relays else tuple(presence.endpoints),
+        "endpoints": () if relays else endpoints,
         "local_endpoints": tuple(local)[:MAX_LOCAL_ENDPOINTS],
-        "relays": tuple(presence.relays),
-        "relay_port": presence.relay_port,
+        "relays": relays,
+        "relay_port": presence.addresses.relay_port,
         "directory_port": presence.directory_port,
     }
 
@@ -226,15 +227,13 @@ async def watch_addresses(
     """
     while True:
         await asyncio.sleep(max(announcer.period_seconds, _LEAST_ADDRESSES_SECONDS))
-        before, codes = _describe_reach(presence), presence.facts.get("join_codes")
+        before = presence.addresses
         if await presence.renew_addresses():
             description.move(presence)
             announcer.renew_now()
-        if _describe_reach(presence) != before and not presence.relays:
-            report(PeerEvent("addresses", dict(presence.facts)))
-        elif presence.facts.get("join_codes") != codes:
-            report(PeerEvent("join_codes", {"join_codes": presence.facts["join_codes"]}))
-
-
-def _describe_reach(presence: Presence) -> tuple[object, ...]:
-    return tuple(presence.endpoints), presence.facts.get("reach")
+        facts = presence.addresses.facts
+        changed = {name for name in facts if facts[name] != before.facts.get(name)}
+        if changed & {"endpoints", "reach"} and not presence.relays:
+            report(PeerEvent("addresses", dict(facts)))
+        elif "join_codes" in changed:
+            report(PeerEvent("join_codes", {"join_codes": facts["join_codes"]}))

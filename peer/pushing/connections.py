@@ -56,7 +56,7 @@ class Connections:
                 identity, transport, directory, serve, clock, period_seconds
             )
         else:
-            parked = ParkedStreams(presence.endpoints[0].fingerprint)
+            parked = ParkedStreams(presence.addresses.endpoints[0].fingerprint)
         push_links = PushLinks(
             transport, partial(find_endpoints, directory, model_id), clock, parked
         )

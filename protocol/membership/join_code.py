@@ -44,7 +44,7 @@ _VERSION = 1
 _HEADER_BYTES = 4
 _CHECKSUM_BYTES = 4
 _MAX_TEXT_BYTES = 255
-_MAX_CHOSEN = 3
+_MAX_CHOSEN = 4
 
 _SIMPLE_ADDRESS = re.compile(r"/(ip4|ip6|dns|dns4|dns6)/([^/]+)/tcp/([1-9][0-9]{0,4})/p2p/([^/]+)")
 _FORMS = ("text", "ip4", "ip6", "dns", "dns4", "dns6")

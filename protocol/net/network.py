@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ..endpoints import Endpoint, Relay
@@ -26,11 +26,14 @@ _PAUSES = Backoff(2.0, 60.0)
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where others reach a peer at one time; see the fields of Presence."""
+    """Where others reach a peer at one time."""
 
     endpoints: Sequence[Endpoint]
+    """The endpoints that others dial, best first, if the peer can be dialled."""
     facts: Mapping[str, object]
+    """How others can join through this peer, for people. Values are plain JSON types."""
     relay_port: int = 0
+    """The port at which the peer is a relay of others; 0: it is none."""
 
 
 @dataclass
@@ -44,12 +47,9 @@ class Presence:
     """The directory, joined under the peer's identity; closed with the presence."""
     listeners: Sequence[Listener]
     """The listeners; close them before the service of their streams ends."""
-    endpoints: Sequence[Endpoint]
-    """The endpoints that others dial, best first, if the peer can be dialled."""
+    addresses: Addresses
     opened: AsyncExitStack
     """Closes what was opened, the last first."""
-    facts: Mapping[str, object]
-    """How others can join through this peer, for people. Values are plain JSON types."""
     relays: Sequence[Relay] = ()
     """The relays that carry streams to the peer, since nobody can dial it; none if others can.
 
@@ -57,8 +57,6 @@ class Presence:
     """
     directory_port: int = 0
     """The port at which others on the internet can join through the peer; 0: none."""
-    relay_port: int = 0
-    """The port at which the peer is a relay of others; 0: it is none."""
     find_relays: Callable[[ModelId], Awaitable[Sequence[Relay]]] | None = None
     """Replaces relays that are gone, also by peers of a model; returns those that carry now."""
     find_addresses: Callable[[], Awaitable[Addresses]] | None = None
@@ -76,15 +74,10 @@ class Presence:
 
     async def renew_addresses(self) -> bool:
         """Look where others reach us by now; return whether there is something new to announce."""
-        before = self.endpoints, self.relay_port
+        before = self.addresses
         if self.find_addresses is not None:
-            found = await self.find_addresses()
-            self.endpoints, self.facts, self.relay_port = (
-                found.endpoints,
-                found.facts,
-                found.relay_port,
-            )
-        return (self.endpoints, self.relay_port) != before
+            self.addresses = await self.find_addresses()
+        return replace(self.addresses, facts=before.facts) != before
 
     async def close(self) -> None:
         """Leave the directory and break the remaining connections; safe to call twice."""

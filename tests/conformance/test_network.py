@@ -35,7 +35,7 @@ def join_in_memory() -> Join:
 
 def join_internet() -> Join:
     def join(first: Presence | None) -> Network:
-        dialled = () if first is None else cast(list[str], first.facts["dialled"])
+        dialled = () if first is None else cast(list[str], first.addresses.facts["dialled"])
         return InternetNetwork(CLOCK, initial_peers=dialled)
 
     return join
@@ -64,7 +64,7 @@ def network(join: Join, presence: Presence) -> Network:
 async def test_peer_on_this_machine_says_where_others_join_through_it() -> None:
     presence = await join_internet()(None).serve(IDENTITY, echo)
     try:
-        (dialled,) = cast(list[str], presence.facts["dialled"])
+        (dialled,) = cast(list[str], presence.addresses.facts["dialled"])
         assert split_multiaddr(dialled) == ("127.0.0.1", presence.directory_port)
     finally:
         await presence.close()
@@ -77,8 +77,10 @@ async def test_code_of_a_peer_that_has_joined_outlives_the_first_one() -> None:
     try:
         second = await join(first).serve(identity_of(2), echo)
         try:
-            (code,) = cast(dict[str, str], second.facts["join_codes"]).values()
-            dialled = [cast(list[str], peer.facts["dialled"])[0] for peer in (second, first)]
+            (code,) = cast(dict[str, str], second.addresses.facts["join_codes"]).values()
+            dialled = [
+                cast(list[str], peer.addresses.facts["dialled"])[0] for peer in (second, first)
+            ]
             assert list(JoinCode.parse(code).addresses) == dialled
         finally:
             await second.close()
@@ -89,7 +91,7 @@ async def test_code_of_a_peer_that_has_joined_outlives_the_first_one() -> None:
 async def test_client_finds_a_peer_and_dials_what_it_announced(
     presence: Presence, network: Network
 ) -> None:
-    announced = make_announcement(1, CLOCK.wall(), endpoints=tuple(presence.endpoints))
+    announced = make_announcement(1, CLOCK.wall(), endpoints=tuple(presence.addresses.endpoints))
     await presence.directory.announce(sign(announced))
     transport, directory = await network.connect()
     try:
@@ -108,9 +110,9 @@ async def test_peer_that_others_can_dial_has_no_relays(
     presence: Presence, network: Network
 ) -> None:
     assert presence.identity is IDENTITY
-    assert [listener.endpoint for listener in presence.listeners] == [*presence.endpoints]
+    assert [listener.endpoint for listener in presence.listeners] == [*presence.addresses.endpoints]
     assert list(presence.relays) == []
-    assert presence.relay_port == 0
+    assert presence.addresses.relay_port == 0
     assert not await presence.renew_relays(MODEL)
 
 
@@ -122,7 +124,7 @@ async def test_peer_that_has_left_answers_nobody_and_may_leave_again(
         await presence.close()
         await presence.close()
         with pytest.raises(UnavailableError):
-            await transport.open_stream(presence.endpoints[0])
+            await transport.open_stream(presence.addresses.endpoints[0])
     finally:
         await transport.close()
         await directory.close()

@@ -147,7 +147,7 @@ async def test_program_of_this_machine_is_no_stranger_whatever_is_announced() ->
         stack.push_async_callback(presence.close)
         client = TcpTransport()
         stack.push_async_callback(client.close)
-        await client.open_stream(replace(presence.endpoints[0], host=own_hosts[0]))
+        await client.open_stream(replace(presence.addresses.endpoints[0], host=own_hosts[0]))
         async with asyncio.timeout(60):  # only a broken test waits
             await is_served.wait()
 

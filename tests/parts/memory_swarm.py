@@ -181,7 +181,7 @@ class SceneNetwork:
 
     async def serve(self, identity: Identity, serve: StreamServer) -> Presence:
         presence = await self._network.serve(identity, serve)
-        (endpoint,) = presence.endpoints
+        (endpoint,) = presence.addresses.endpoints
         self.endpoints.append(endpoint)
         if self._is_relayed:
             presence.relays = (Relay(endpoint.host, endpoint.port, identity.peer_id),)

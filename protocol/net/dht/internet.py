@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ...endpoints import Endpoint, find_local_network, is_loopback
 from ...identity import Identity
 from ...membership.join_code import fits_code, make_codes
-from ...membership.membership import Membership
+from ...membership.membership import Membership, begin_public
 from ..addresses import EVERYWHERE, check_can_be_dialled, is_address, list_own_hosts
 from ..clock import Clock
 from ..directory import Directory
@@ -18,7 +18,7 @@ from ..libp2p.multiaddrs import replace_hosts, split_multiaddr
 from ..network import Addresses, Presence
 from ..tcp.dial_rules import DialRules
 from ..transport import ChoosingTransport, Listener, Stream, StreamServer, Transport
-from .known_addresses import AddressFolder
+from .known_addresses import AddressFolder, KnownAddresses
 
 if TYPE_CHECKING:
     from ..relays.port_mapping import PortMapping
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 _NOWHERE = ["127.0.0.1"]
 """Where a machine is dialled that is in no network."""
 
-_MOST_OTHERS = 2
-"""Peers beside the first one that its code names."""
+_MOST_OWN, _MOST_OTHERS = 2, 2
+"""How many of a peer's addresses its code names, for the internet and its own network, and how many
+other peers."""
 
 _LOOKS_PER_QUESTION = 20
 """How often others are asked at which address of a router they see us: in ten minutes once."""
@@ -129,7 +130,7 @@ class InternetNetwork:
                 endpoints=endpoints,
                 is_relay=where.is_relay,
                 rules=rules,
-                known=self.folder.find(self.membership, self.initial_peers),
+                known=self._find_known(identity),
             )
             stack.push_async_callback(directory.close)
             if directory.relays:
@@ -140,21 +141,25 @@ class InternetNetwork:
             if mapping is not None:
                 await mapping.add(port)
             own = _OwnAddresses(self, directory, rules, mapping, listening, port)
-            found = own.describe()
             return Presence(
                 identity,
                 transport,
                 directory,
                 listeners,
-                found.endpoints,
-                opened=stack.pop_all(),
-                facts=found.facts,
+                own.describe(),
+                stack.pop_all(),
                 relays=directory.relays,
                 directory_port=0 if directory.relays else port,
-                relay_port=found.relay_port,
                 find_relays=directory.find_relays,
                 find_addresses=own.find,
             )
+
+    def _find_known(self, identity: Identity) -> KnownAddresses | None:
+        """Return what is kept of the swarm; of one that begins here, where others can join it."""
+        membership = self.membership
+        if not self.initial_peers and not is_loopback(self.listening.host):
+            membership = membership or begin_public(identity.peer_id)
+        return self.folder.find(membership, self.initial_peers)
 
     def _watch(self, serve: StreamServer) -> StreamServer:
         """Return what serves streams, and tells of the first ones from other machines."""
@@ -191,8 +196,7 @@ class _OwnAddresses:
         self._listening = listening
         self._directory_port = directory_port
         self._hosts = network.listening.list_hosts()
-        self._num_looks = 0
-        self._is_asked = True
+        self._num_looks_left = _LOOKS_PER_QUESTION
         self._others: list[str] = []
 
     async def find(self) -> Addresses:
@@ -202,25 +206,23 @@ class _OwnAddresses:
         joined through are asked again after a change, and now and then where a router forwards its
         port, whose address changes as well.
         """
-        self._num_looks += 1
         directory, where = self._directory, self._network.listening
         hosts = where.list_hosts()
         if hosts != self._hosts and hosts != _NOWHERE:
-            self._hosts, self._is_asked = hosts, False
+            self._hosts, self._num_looks_left = hosts, 0
             if self._mapping is not None:
                 await self._mapping.renew()
         own_hosts = [*([self._mapping.host] if self._mapping else []), *self._hosts]
         if own_hosts != directory.own_hosts:
             directory.move(own_hosts)
-        is_forwarded = directory.hosts[0] not in own_hosts
-        if is_forwarded and self._num_looks % _LOOKS_PER_QUESTION == 0:
-            self._is_asked = False
-        if not self._is_asked:
-            self._is_asked = await directory.renew_reach()
+        if directory.hosts[0] not in own_hosts:  # a router forwards our port
+            self._num_looks_left -= 1
+        if self._num_looks_left <= 0 and await directory.renew_reach():
+            self._num_looks_left = _LOOKS_PER_QUESTION
         living = [*filter(fits_code, directory.list_others())]
         # Those that were named before stay, so that a code is seldom a new one.
-        named = [other for other in self._others if other in living]
-        self._others = [*named, *(other for other in living if other not in named)][:_MOST_OTHERS]
+        named = [other for other in self._others or directory.joined_through if other in living]
+        self._others = list(dict.fromkeys([*named, *living]))[:_MOST_OTHERS]
         return self.describe()
 
     def describe(self) -> Addresses:
@@ -235,7 +237,7 @@ class _OwnAddresses:
     def _describe_for_people(self, endpoints: Sequence[Endpoint]) -> Mapping[str, object]:
         """Return from where others reach the peer, and the codes that it may hand to others.
 
-        A code outlives the peer: it names those that the peer joined through, or that joined later.
+        A code outlives the peer: it names others that are there, or that the peer joined through.
         """
         directory, network = self._directory, self._network
         addresses, is_told = directory.addresses, network.listening.announce_host
@@ -252,9 +254,9 @@ class _OwnAddresses:
             "directory_port": self._directory_port,
             "is_relay": directory.is_relay,
         }
-        through = [*directory.joined_through] or ([] if is_local else self._others)
-        own = [] if directory.relays else dialled[:1] if through else dialled
-        facts["join_codes"] = make_codes(directory.membership, [*own, *through])
+        others = ([] if is_local else self._others) or directory.joined_through
+        own = [] if directory.relays else dialled[:_MOST_OWN]
+        facts["join_codes"] = make_codes(directory.membership, [*own, *others])
         return facts
 
 

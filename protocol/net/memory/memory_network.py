@@ -7,7 +7,7 @@ import contextlib
 from ...errors import UnavailableError
 from ...identity import Identity
 from ..clock import Clock
-from ..network import Presence
+from ..network import Addresses, Presence
 from ..transport import Stream, StreamServer
 from .loopback import LoopbackNetwork, LoopbackTransport
 from .memory_directory import MemoryDirectory, MemoryDirectoryStore
@@ -40,8 +40,8 @@ class MemoryNetwork:
         opened.push_async_callback(transport.close)
         opened.push_async_callback(directory.close)
         facts = {"addresses": [], "dialled": []}  # other processes cannot join
-        endpoints = [listener.endpoint]
-        return Presence(identity, transport, directory, [listener], endpoints, opened, facts)
+        addresses = Addresses([listener.endpoint], facts)
+        return Presence(identity, transport, directory, [listener], addresses, opened)
 
     def make_transport(self) -> LoopbackTransport:
         """Return what this host dials and listens with."""

@@ -23,6 +23,7 @@ from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import SystemClock
+from shoal.protocol.net.network import Addresses
 from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.spans import Span
 
@@ -91,9 +92,8 @@ def test_attention_that_c_cannot_compute_is_said_to_be_of_torch(
 def make_presence(*hosts: str, relays: Sequence[Relay] = ()) -> Any:
     return SimpleNamespace(
         identity=Identity(bytes(32)),
-        endpoints=[Endpoint(host, 1, "f" * 64) for host in hosts or ("127.0.0.1",)],
+        addresses=Addresses([Endpoint(host, 1, "f" * 64) for host in hosts or ("127.0.0.1",)], {}),
         relays=relays,
-        relay_port=0,
         directory_port=0,
     )
 

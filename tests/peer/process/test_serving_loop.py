@@ -39,6 +39,7 @@ from shoal.protocol.ids import ModelId, PeerId
 from shoal.protocol.messages.session import Welcome
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.net.network import Addresses
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.spans import Span
@@ -240,9 +241,8 @@ class World:
             identity=identity,
             transport=transport,
             directory=directory,
-            endpoints=[Endpoint(name, 1, self.network.fingerprint_of(name, 1))],
+            addresses=Addresses([Endpoint(name, 1, self.network.fingerprint_of(name, 1))], {}),
             relays=(),
-            relay_port=0,
             directory_port=0,
         )
         template = make_template(CONFIG, MODEL_ID, NUM_BLOCKS, presence)

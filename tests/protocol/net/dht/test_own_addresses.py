@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from virtual_time import VirtualClock
 
-from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.ids import PeerId
 from shoal.protocol.membership.join_code import JoinCode
 from shoal.protocol.membership.membership import make_public
@@ -26,13 +26,14 @@ class FakeDirectory:
     """A directory that says what it is told to, and moves."""
 
     membership = make_public(bytes(16))
-    relays = joined_through = ()
     is_relay = True
 
     def __init__(self, own_hosts: Sequence[str], reach: Reach) -> None:
         self.own_hosts, self.reach = list(own_hosts), reach
         self.answers: list[Reach] = []
         self.others: list[str] = []
+        self.joined_through: list[str] = []
+        self.relays: list[Relay] = []
 
     @property
     def hosts(self) -> Sequence[str]:
@@ -148,12 +149,33 @@ async def test_code_of_the_first_peer_names_others_as_long_as_they_live(
 
     assert await read_code() == own
     machine.directory.others = others[:1]
-    assert await read_code() == [own[0], others[0]]
+    assert await read_code() == [*own, others[0]]
     machine.directory.others = others[::-1]
-    assert await read_code() == [own[0], others[0], others[3]]
+    assert await read_code() == [*own, others[0], others[3]]
     fits_no_code = f"/dns4/{'a' * 200}/tcp/4001/p2p/{PEER}"
     machine.directory.others = [fits_no_code, *others[1:]]
-    assert await read_code() == [own[0], others[3], others[1]]
+    assert await read_code() == [*own, others[3], others[1]]
+
+
+@pytest.mark.parametrize("is_relayed", [False, True])
+async def test_code_of_a_peer_that_has_joined_names_those_that_live(
+    is_relayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch, "10.0.0.2", reach=Reach(Scope.UNKNOWN))
+    first, other = (f"/ip4/192.0.2.{number}/tcp/4001/p2p/{PEER}" for number in (1, 2))
+    own = [] if is_relayed else list(machine.directory.addresses)
+    machine.directory.joined_through = [first]
+    machine.directory.relays = [Relay("192.0.2.1", 4001, PEER)] * is_relayed
+
+    async def read_code() -> list[str]:
+        facts: Any = (await machine.own.find()).facts
+        return list(JoinCode.parse(facts["join_codes"]["serve"]).addresses)
+
+    assert await read_code() == [*own, first]  # nobody is known to be gone
+    machine.directory.others = [other, first]
+    assert await read_code() == [*own, first, other]
+    machine.directory.others = [other]
+    assert await read_code() == [*own, other]
 
 
 @pytest.mark.parametrize(
