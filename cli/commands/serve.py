@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -18,7 +19,12 @@ from ...protocol.net.clock import SystemClock
 from ...protocol.net.dht.internet import InternetNetwork, Listening
 from ...protocol.spans import Span
 from ..options.bundled_model import find_model
-from ..options.join_options import add_join_arguments, choose_swarm, list_addresses_of_new
+from ..options.join_options import (
+    add_join_arguments,
+    choose_swarm,
+    describe_last_swarm,
+    list_addresses_of_new,
+)
 from ..options.listen_options import add_listen_arguments, choose_place
 from ..options.quantities import (
     parse_announce_period,
@@ -132,6 +138,8 @@ def _run(options: argparse.Namespace) -> bool:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if addresses := list_addresses_of_new(options):
             runner.run(_check_is_new(config, addresses))
+        if options.new_swarm and not options.join and not options.local:
+            report = partial(_report_with_last_swarm, report)
         return runner.run(_serve(config, report, options.end_with_stdin))
 
 
@@ -172,6 +180,16 @@ def _make_config(options: argparse.Namespace) -> PeerConfig:
         announce_period_seconds=options.announce_period,
         drain_seconds=options.drain,
     )
+
+
+def _report_with_last_swarm(report: Report, event: PeerEvent) -> None:
+    """Report an event, and at the start where this machine was in a swarm within a day.
+
+    After a crash it may be an error to begin another one: peers of other machines stay behind.
+    """
+    report(event)
+    if event.name == "started" and (facts := describe_last_swarm()):
+        report(PeerEvent("last_swarm", facts))
 
 
 async def _check_is_new(config: PeerConfig, addresses: Sequence[str]) -> None:

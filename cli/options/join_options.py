@@ -3,6 +3,7 @@
 import argparse
 import os
 import shlex
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,8 +12,12 @@ from ...peer.process.identity_file import check_private
 from ...protocol.errors import UsageError
 from ...protocol.membership.join_code import MAX_CODE_CHARACTERS, JoinCode
 from ...protocol.membership.membership import Membership
-from ...protocol.net.dht.known_addresses import find_swarm
+from ...protocol.net.dht.known_addresses import AddressFolder, load_swarm
 from .shared_options import add_initial_peers_argument
+
+_RECENT_SECONDS = 24 * 3600.0
+_MOST_ADDRESSES = 3
+"""Of the last swarm that are told."""
 
 VARIABLE = "SHOAL_JOIN"
 """Holds a code that neither the process list nor the history of a shell should show."""
@@ -59,7 +64,7 @@ def read_joining(options: argparse.Namespace, alternative: str = "") -> Joining:
             "no swarm is given: pass --join CODE, the code that `shoal serve MODEL --new-swarm` "
             f"printed, or --initial-peers ADDRESS, the address of any peer{alternative}"
         )
-    membership, addresses = find_swarm(join, options.initial_peers)
+    membership, addresses = load_swarm(join, options.initial_peers)
     return Joining(join, tuple(options.initial_peers), membership, addresses)
 
 
@@ -76,6 +81,15 @@ def list_addresses_of_new(options: argparse.Namespace) -> tuple[str, ...]:
     """Return where a swarm that is to begin would live already, by its code."""
     code = read_join(options.join) if options.new_swarm else ""
     return JoinCode.parse(code).addresses if code else ()
+
+
+def describe_last_swarm() -> dict[str, object]:
+    """Return where this machine was in a swarm with others within a day, empty if it was not."""
+    addresses, kept_at = AddressFolder().find_last()
+    if not addresses or time.time() - kept_at > _RECENT_SECONDS:
+        return {}
+    texts = [one.text for one in addresses[:_MOST_ADDRESSES]]
+    return {"addresses": texts, "kept_at": round(kept_at, 3)}
 
 
 def _read_variable() -> str:

@@ -34,6 +34,14 @@ def print_for_people(event: PeerEvent) -> None:
             terminal.print(line)
         if not facts["adapter_bytes"]:
             terminal.print("Accepts no adapters: it has no memory for them (--adapter-memory).")
+    elif event.name == "last_swarm":
+        when = time.strftime("%H:%M on %d %B", time.localtime(facts["kept_at"]))
+        for line in terminal.wrap(
+            f"This machine was in another swarm at {when}. If it still runs, go back to it with "
+            "--join and its code in place of --new-swarm; or, if it is public, with:"
+        ):
+            terminal.print(line)
+        terminal.print(f"--initial-peers {' '.join(facts['addresses'])}")
     elif event.name == "directory":
         if not facts["relays"]:
             terminal.print("Joined the directory. Others can join through:")
@@ -156,8 +164,14 @@ def _describe_event(event: PeerEvent) -> Iterator[str]:
     elif event.name == "gap":
         blocks = facts["missing"]
         yield f"Blocks {', '.join(blocks)} have no peer: no text can be generated until one comes."
-        for span in blocks:
+        for span in blocks if facts["can_join"] else ():
             yield f"Start one: shoal serve MODEL --blocks {span} --join CODE"
+        if not facts["can_join"]:
+            yield (
+                "Nobody can join through this peer, which is behind a NAT, and no other is left: "
+                "start the first one again with its --identity and --directory-port; or start a "
+                "new swarm where others can dial it, and then this peer in that."
+            )
     elif event.name == "gap_closed":
         yield "All blocks have a peer again."
     elif event.name == "lost":

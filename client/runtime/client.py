@@ -11,7 +11,7 @@ from ...protocol.errors import UsageError
 from ...protocol.ids import ModelId
 from ...protocol.net.clock import Clock, SystemClock
 from ...protocol.net.dht.internet import InternetNetwork
-from ...protocol.net.dht.known_addresses import find_swarm
+from ...protocol.net.dht.known_addresses import load_swarm
 from ...protocol.net.network import Network
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
@@ -122,7 +122,7 @@ def find_network(config: ClientConfig) -> Network:
             "no swarm is given: pass join='shoal:…', the code that `shoal serve MODEL --new-swarm` "
             "prints, or initial_peers=[...], addresses that `shoal serve` and `shoal swarm` print"
         )
-    membership, addresses = find_swarm(config.join, config.initial_peers)
+    membership, addresses = load_swarm(config.join, config.initial_peers)
     return InternetNetwork(SystemClock(), addresses, membership)
 
 

@@ -20,7 +20,8 @@ _LEAST_SECONDS = 10.0
 class SwarmNews:
     """Tells from one view of a swarm to the next what a host may want to act on, each thing once.
 
-    `gap` and `gap_closed`: blocks have no peer, nor one that is about to come, and all have one.
+    `gap` and `gap_closed`: blocks have no peer, nor one that is about to come, and all have one;
+    and whether there is somebody through whom a newcomer could join.
     `lost` and `found`: there is no sign of others, though not all have said that they leave.
     `relaying`: the peer carries streams to others for the first time.
     """
@@ -49,14 +50,11 @@ class SwarmNews:
         elif there and self._is_lost:
             self._is_lost = False
             yield PeerEvent("found", {"peers": len(there)})
-        carried = [
-            peer.peer_id
-            for peer in others
-            if peer.peer_id in there and self._own_id in (relay.peer_id for relay in peer.relays)
-        ]
-        if carried and not self._has_relayed:
+        relays = (peer.relays for peer in others if peer.peer_id in there)
+        num_carried = sum(self._own_id in (relay.peer_id for relay in one) for one in relays)
+        if num_carried and not self._has_relayed:
             self._has_relayed = True
-            yield PeerEvent("relaying", {"peers": carried})
+            yield PeerEvent("relaying", {"peers": num_carried})
 
     def _look_at_blocks(self, view: SwarmView) -> Iterator[PeerEvent]:
         coming = [peer.span for peer in view.peers if peer.state is PeerState.JOINING]
@@ -65,7 +63,9 @@ class SwarmNews:
         missing, told = _list_blocks(gaps), self._missing
         self._missing = missing | (told & _list_blocks(view.gaps))
         if missing - told:
-            yield PeerEvent("gap", {"missing": [str(gap) for gap in gaps]})
+            there = (peer for peer in view.peers if peer.state is not PeerState.OFFLINE)
+            can_join = any(peer.as_nodes for peer in there)
+            yield PeerEvent("gap", {"missing": [str(gap) for gap in gaps], "can_join": can_join})
         elif told and not self._missing:
             yield PeerEvent("gap_closed")
 

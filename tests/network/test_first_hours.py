@@ -87,7 +87,9 @@ class Command:
             stdout=slave,
             stderr=slave,
             cwd=folder,
-            env=os.environ | {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "80"},
+            # A home without the swarms of other tests, which `shoal serve` would speak of.
+            env=os.environ
+            | {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "80", "HOME": str(folder)},
         )
         os.close(slave)
         self._reader = threading.Thread(target=self._read, args=[master], daemon=True)

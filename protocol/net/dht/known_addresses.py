@@ -16,6 +16,7 @@ from ...errors import UsageError
 from ...ids import PeerId
 from ...membership.join_code import JoinCode, parse_join_arguments
 from ...membership.membership import Membership, make_public
+from ..addresses import list_own_hosts
 from ..libp2p.multiaddrs import PeerAddress, split_multiaddr
 
 _logger = logging.getLogger(__name__)
@@ -49,8 +50,24 @@ class AddressFolder:
         name = membership.swarm_id.hex() if membership else hashlib.sha256(text).hexdigest()
         return KnownAddresses(self.path.expanduser() / name[:32], is_here)
 
+    def find_last(self) -> tuple[list[PeerAddress], float]:
+        """Return where the swarm of the last time was joined, and when that was written down.
 
-def find_swarm(
+        None but addresses that other machines may have.
+        """
+        try:
+            files = sorted(
+                (file.stat().st_mtime, file) for file in self.path.expanduser().iterdir()
+            )
+            kept_at, file = files[-1]
+        except (OSError, RuntimeError, IndexError):
+            return [], 0.0
+        _, addresses = KnownAddresses(file, keeps_loopback=False).load()
+        own_hosts = list_own_hosts("0.0.0.0")
+        return [one for one in addresses if one.host not in own_hosts], kept_at
+
+
+def load_swarm(
     join: str, initial_peers: Sequence[str]
 ) -> tuple[Membership | None, tuple[str, ...]]:
     """Return the swarm of a code, "" for none, or of addresses, and where to join it.

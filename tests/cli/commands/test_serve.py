@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import time
+from pathlib import Path
 
 import pytest
+from announcements import identity_of
 from screens import Screen
 
-from shoal.cli.commands.serve import _make_config
+from shoal.cli.commands.serve import _make_config, _report_with_last_swarm
 from shoal.cli.main import _parse
 from shoal.cli.terminal.peer_events import print_for_people
 from shoal.peer.process.config import PeerConfig, PeerEvent
 from shoal.protocol.errors import UsageError
 from shoal.protocol.identity import Identity
+from shoal.protocol.membership.membership import make_public
+from shoal.protocol.net.dht.known_addresses import AddressFolder
+from shoal.protocol.net.libp2p.multiaddrs import PeerAddress
 
 
 @pytest.mark.parametrize(
@@ -103,12 +110,21 @@ ONLINE = {
             "at 198.51.100.1:4001 (relay):",
         ),
         ("speed", ONLINE, "Measured again: 1234.5 steps/s, or 255 tokens/s"),
-        ("gap", {"missing": ["4:8"]}, "Start one: shoal serve MODEL --blocks 4:8 --join CODE"),
-        ("gap", {"missing": ["0:2", "4:8"]}, "Blocks 0:2, 4:8 have no peer: no text"),
+        (
+            "gap",
+            {"missing": ["4:8"], "can_join": True},
+            "Start one: shoal serve MODEL --blocks 4:8 --join CODE",
+        ),
+        (
+            "gap",
+            {"missing": ["0:2", "4:8"], "can_join": True},
+            "Blocks 0:2, 4:8 have no peer: no text",
+        ),
+        ("gap", {"missing": ["4:8"], "can_join": False}, "Nobody can join through this peer"),
         ("gap_closed", {}, "All blocks have a peer again."),
         ("lost", {"peers": 1}, "No sign of other peers any more: either all"),
         ("found", {"peers": 1}, "Other peers are there again."),
-        ("relaying", {"peers": ["x6nXTN12"]}, "Relays for a peer that nobody can dial (--no-relay"),
+        ("relaying", {"peers": 1}, "Relays for a peer that nobody can dial (--no-relay"),
         ("left", {}, "Left the swarm."),
     ],
 )
@@ -196,6 +212,32 @@ def test_code_that_names_others_is_printed_when_there_are_some(
 
     assert "names other peers" in screen.text
     assert "shoal:code" in screen.text.splitlines()
+
+
+@pytest.mark.parametrize(("age_seconds", "is_told"), [(600.0, True), (2 * 86400.0, False)])
+def test_new_swarm_says_how_to_go_back_to_the_one_of_the_last_day(
+    age_seconds: float, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen, address = Screen(), "/ip4/192.0.2.7/tcp/4001/p2p/" + identity_of(1).peer_id
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("sys.stdout", screen)
+    known = AddressFolder().find(make_public(bytes(16)), [address])
+    assert known is not None
+    known.save(bytes(16), [PeerAddress.parse(address)])
+    (path,) = tmp_path.glob(".cache/shoal/swarms/*")
+    kept_at = time.time() - age_seconds
+    os.utime(path, (kept_at, kept_at))
+
+    events: list[PeerEvent] = []
+    for name in ("started", "directory"):
+        _report_with_last_swarm(events.append, PeerEvent(name))
+    for event in events[1:-1]:
+        print_for_people(event)
+
+    assert [event.name for event in events] == ["started", *["last_swarm"] * is_told, "directory"]
+
+    assert ("This machine was in another swarm at" in screen.text) is is_told
+    assert (f"--initial-peers {address}" in screen.text.splitlines()) is is_told
 
 
 def test_peer_says_that_its_addresses_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def test_gap_is_told_when_it_appears_and_when_it_is_closed() -> None:
 
     (gap,) = host.look()
 
-    assert (gap.name, gap.facts) == ("gap", {"missing": ["4:8"]})
+    assert (gap.name, gap.facts) == ("gap", {"missing": ["4:8"], "can_join": False})
     assert host.hear() == []
     assert host.hear(JOINING) == []  # it may still fail
     assert host.hear(OTHER) == ["gap_closed"]
@@ -52,9 +52,18 @@ def test_gap_that_grows_is_told_again_and_one_that_shrinks_is_not() -> None:
     assert host.hear(first, last) == []
     assert host.hear(first) == ["gap"]
     (grown,) = [event for event in host.look() if event.name == "gap"]
-    assert grown.facts == {"missing": ["4:8"]}
+    assert grown.facts["missing"] == ["4:8"]
     assert "gap" not in host.hear(last)
     assert host.hear(first, last) == ["gap_closed"]
+
+
+def test_gap_says_whether_anybody_is_left_to_join_through() -> None:
+    """Nobody can join through a peer behind relays; this one is announced without a port."""
+    node = make_announcement(2, directory_port=4001)
+
+    for others, can_join in (((node,), True), ((make_announcement(2),), False)):
+        (gap,) = Host().look(*others)
+        assert gap.facts["can_join"] is can_join
 
 
 def test_blocks_that_somebody_is_about_to_serve_are_no_gap() -> None:
@@ -95,6 +104,6 @@ def test_first_peer_that_is_carried_is_told() -> None:
 
     assert host.hear(elsewhere) == []
     (relaying,) = host.look(carried)
-    assert relaying == PeerEvent("relaying", {"peers": [carried.peer_id]})
+    assert relaying == PeerEvent("relaying", {"peers": 1})
     assert host.hear(elsewhere) == []
     assert host.hear(carried) == []

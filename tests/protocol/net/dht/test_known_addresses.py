@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 from announcements import identity_of
+from virtual_time import VirtualClock
 
-from shoal.protocol.membership.membership import Membership, Role, make_owner
+from shoal.protocol.membership.membership import Membership, Role, begin_public, make_owner
+from shoal.protocol.net.dht import known_addresses
+from shoal.protocol.net.dht.internet import InternetNetwork, Listening
 from shoal.protocol.net.dht.known_addresses import AddressFolder, KnownAddresses
 from shoal.protocol.net.libp2p.multiaddrs import PeerAddress
 
@@ -37,6 +40,38 @@ def test_addresses_are_found_again_by_whoever_joins_the_same_swarm(tmp_path: Pat
     assert find(folder, OWNER, []).load() == (OWNER.swarm_id, addresses)
     assert find(folder, None, ["/ip4/a", "/ip4/b"]).load()[1] == addresses[:1]
     assert find(folder, None, ["/ip4/a"]).load() == (b"", [])
+
+
+def test_swarm_of_the_last_time_is_told_by_those_on_other_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = AddressFolder(tmp_path)
+    assert folder.find_last() == ([], 0.0)
+    for number, at in ((1, 2000.0), (2, 3000.0), (3, 1000.0)):
+        addresses = [address_of(number, host) for host in ("192.0.2.7", "10.0.0.2", "127.0.0.1")]
+        find(folder, OWNER, []).save(OWNER.swarm_id, addresses)
+        (path,) = (file for file in tmp_path.iterdir() if not file.name.startswith("swarm"))
+        path.rename(tmp_path / f"swarm {number}")
+        os.utime(tmp_path / f"swarm {number}", (at, at))
+    monkeypatch.setattr(known_addresses, "list_own_hosts", lambda _: ["10.0.0.2"])
+
+    assert folder.find_last() == ([address_of(2)], 3000.0)
+
+
+@pytest.mark.parametrize(("listen_host", "is_kept"), [("0.0.0.0", True), ("127.0.0.1", False)])
+def test_first_peer_keeps_the_addresses_of_its_swarm_unless_that_is_local(
+    listen_host: str, is_kept: bool, tmp_path: Path
+) -> None:
+    listening, folder = Listening(listen_host), AddressFolder(tmp_path)
+    network = InternetNetwork(VirtualClock(), listening=listening, folder=folder)
+    begun = begin_public(identity_of(1).peer_id)
+
+    known = network._find_known(identity_of(1))
+
+    assert (known is not None) is is_kept
+    if known is not None:
+        known.save(begun.swarm_id, [address_of(2)])
+        assert find(folder, begun, [address_of(2).text]).load()[1] == [address_of(2)]
 
 
 @pytest.mark.parametrize(("joined_through", "num_kept"), [("127.0.0.1", 2), ("192.0.2.7", 1)])
