@@ -138,7 +138,7 @@ def _run(options: argparse.Namespace) -> bool:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if addresses := list_addresses_of_new(options):
             runner.run(_check_is_new(config, addresses))
-        if options.new_swarm and not options.join and not options.local:
+        if options.new_swarm and not options.join and options.listen != "127.0.0.1":  # --local
             report = partial(_report_with_last_swarm, report)
         return runner.run(_serve(config, report, options.end_with_stdin))
 
