@@ -27,6 +27,7 @@ _COMMANDS = {
     "finetune": "fine-tune a model with your own data through a swarm",
     "publish": "publish an adapter to a swarm until Ctrl-C",
     "models": "list the models that a swarm serves",
+    "monitor": "watch the health of a swarm, on a web page or once",
     "doctor": "find out what is broken in a swarm, and how to fix it",
     "bench": "benchmark a running swarm from this machine",
 }
@@ -34,6 +35,9 @@ _COMMANDS = {
 
 WRONG_USAGE = 2
 """The exit code where an option, or a file that it names, is wrong; other failures end with 1."""
+
+_WRONG_USAGES = {"monitor": 64}
+"""Exit codes of commands for which the usual one means something else (64: sysexits.h)."""
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -53,7 +57,8 @@ class _Parser(argparse.ArgumentParser):
         is_word_of_options = self.prog.endswith("generate") and "-h/--help" in message  # -hello
         if message.endswith("PROMPT") or is_word_of_options:
             message += " (put a prompt that begins with - after `--`, or pass it on stdin with -)"
-        self.exit(WRONG_USAGE, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+        code = _WRONG_USAGES.get(self.prog.rpartition(" ")[2], WRONG_USAGE)
+        self.exit(code, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,7 +106,8 @@ def _run(options: argparse.Namespace) -> int:
             facts = {"error": _in_one_line(error), "kind": type(error).__name__}
             with contextlib.suppress(UnavailableError):  # or stdout
                 Terminal(sys.stdout).print_json(facts)
-        return WRONG_USAGE if isinstance(error, UsageError) else 1
+        wrong_usage = _WRONG_USAGES.get(options.command, WRONG_USAGE)
+        return wrong_usage if isinstance(error, UsageError) else 1
 
 
 def _parse(given: Sequence[str]) -> argparse.Namespace:

@@ -2,8 +2,8 @@
 
 This file only exports. `model/` stands on `session/` (generating) and `passes/` (fine-tuning), both
 on `routing/`; `runtime/` builds a client. A program on top of a client gets a package of its own
-beside these: a page of a swarm monitor goes to `monitor/`, an HTTP interface to `gateway/` (neither
-exists yet). Nothing here imports `peer` or `cli`, no network library is loaded before a swarm is
+beside these: the swarm monitor is in `monitor/`, an HTTP interface goes to `gateway/` (it does not
+exist yet). Nothing here imports `peer` or `cli`, no network library is loaded before a swarm is
 joined, and torch and transformers, which take seconds, only with the first name that needs them.
 Read first: runtime/async_client.py for a client, model/auto.py for the models.
 """

@@ -1,0 +1,102 @@
+"""`shoal monitor`: the health of a swarm, as a web page or once on the terminal."""
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from ...protocol.endpoints import is_loopback
+from ...protocol.errors import UsageError
+from ...protocol.net.libp2p.multiaddrs import PeerAddress
+from ..options.join_options import Joining, add_join_arguments, read_joining
+from ..options.quantities import parse_count, parse_listen
+from ..terminal.heavy_imports import importing_much
+from ..terminal.interrupts import quitting_at_once
+from ..terminal.terminal import Progress, Terminal
+
+_DEFAULT_LISTEN = "127.0.0.1:8480"
+_DEFAULT_HISTORY = "~/.local/state/shoal/monitor.sqlite"
+_DAY_SECONDS = 24 * 3600.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `shoal monitor`."""
+    add_join_arguments(parser)
+    parser.add_argument(
+        "--once", action="store_true",
+        help="print the state of the swarm and end, counting the peers that answer: exit code 0 "
+        "if every block has two replicas, 1 if one has a single replica, 2 if one has none, 3 if "
+        "no directory answers, 64 for a wrong option",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="with --once: print one JSON object")
+    parser.add_argument(
+        "--listen", default=_DEFAULT_LISTEN, metavar="HOST:PORT",
+        help="where the page is served; only loopback is protected by nothing else "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--history", default=_DEFAULT_HISTORY, metavar="FILE",
+        help="SQLite file that keeps events and replica depths (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--keep-days", type=parse_count, default=14, metavar="DAYS",
+        help="how long the history is kept (default: %(default)s)",
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show the health of a swarm; with --once return it as the exit code."""
+    if options.json and not options.once:
+        raise UsageError("--json needs --once")
+    joining = read_joining(options)
+    for address in joining.addresses:
+        PeerAddress.parse(address)
+    return _run_once(options, joining) if options.once else _serve(options, joining)
+
+
+def _run_once(options: argparse.Namespace, joining: Joining) -> int:
+    with Progress(Terminal(sys.stderr), lambda: "Asking the swarm"):
+        with quitting_at_once(options.json), importing_much():
+            from ...client.monitor.access import make_access
+            from ...client.monitor.collector import look_once
+            from ...client.monitor.description import describe
+            from ..monitoring.health_table import show_health
+
+        access = make_access(joining.membership)
+        state = asyncio.run(look_once(access, joining.addresses))
+    described = describe(state, access.clock.wall())
+    terminal = Terminal(sys.stdout)
+    if options.json:
+        facts = asdict(described)
+        del facts["events"]  # there is no history
+        terminal.print_json(facts)
+    else:
+        show_health(described, terminal)
+    return described.exit_code
+
+
+def _serve(options: argparse.Namespace, joining: Joining) -> int:
+    """Serve the page until Ctrl-C, SIGTERM or the end of the terminal; return 0."""
+    host, port = parse_listen(options.listen)
+    with quitting_at_once(), importing_much():
+        from ...client.monitor.access import make_access
+        from ...client.monitor.history import History
+        from ...client.monitor.monitor import Monitor
+        from ..monitoring.page_server import listen, name_page, serve_until_signalled
+    access = make_access(joining.membership)
+    path, keep_seconds = Path(options.history).expanduser(), options.keep_days * _DAY_SECONDS
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(listen(host, port))
+        history = stack.enter_context(
+            contextlib.closing(History(path, keep_seconds, access.clock.wall()))
+        )
+        terminal = Terminal(sys.stdout)
+        terminal.print(f" The swarm: {name_page(listening)} (Ctrl-C ends the monitor)")
+        if not is_loopback(host):
+            warning = "Everybody who reaches this address sees the page: it asks for no password."
+            for line in terminal.wrap(f" {warning}"):
+                terminal.print(terminal.paint(line, "yellow"))
+        asyncio.run(serve_until_signalled(Monitor(access, history), listening, joining.addresses))
+    return 0

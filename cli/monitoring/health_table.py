@@ -1,0 +1,57 @@
+"""The health of a swarm as lines and tables on the terminal."""
+
+from ...client.monitor.description import Description, ModelPanel, PeerRow
+from ..terminal.terminal import Terminal
+
+_COLOURS = {"healthy": "green", "degraded": "yellow", "failing": "red", "unknown": "red"}
+_MAX_ROWS = 32
+_ENDING_CHARACTERS = 6  # of a peer id in the table; --json has the whole
+
+
+def show_health(described: Description, terminal: Terminal) -> None:
+    """Print the state, each model with its gaps, and the peers."""
+    colour = _COLOURS[described.health]
+    health = terminal.paint(described.health.upper(), "bold", colour)
+    for number, line in enumerate(terminal.wrap(f"{described.sentence}")):
+        terminal.print(f" {health}  {line}" if number == 0 else line)
+    if described.error:
+        for line in terminal.wrap(f"   {described.error}"):
+            terminal.print(line)
+    for model in described.models:
+        terminal.print()
+        _show_model(model, terminal)
+
+
+def _show_model(model: ModelPanel, terminal: Terminal) -> None:
+    blocks = f"{model.num_blocks} blocks, {model.num_serving} serving peers"
+    name = terminal.paint(model.name or "a model without a name", "bold")
+    terminal.print(f" {name}  {terminal.paint(model.health, _COLOURS[model.health])}: {blocks}")
+    for words, spans in (("no replica", model.missing), ("a single replica", model.single)):
+        if spans:
+            for line in terminal.wrap(f"   Blocks with {words}: {', '.join(spans)}"):
+                terminal.print(line)
+    rows = [("peer", "blocks", "state", "queue", "steps/s", "round trip")]
+    rows += [_make_row(peer) for peer in model.peers[:_MAX_ROWS]]
+    terminal.print_table(rows)
+    if len(model.peers) > _MAX_ROWS:
+        terminal.print(f"   and {len(model.peers) - _MAX_ROWS} more, see --json")
+    for peer in model.peers[:_MAX_ROWS]:
+        if peer.fault:
+            for line in terminal.wrap(f"   …{peer.peer_id[-_ENDING_CHARACTERS:]}: {peer.fault}"):
+                terminal.print(line)
+
+
+def _make_row(peer: PeerRow) -> tuple[str, ...]:
+    state = peer.state if peer.visibility == "seen" else peer.visibility
+    speed = peer.loaded_decode_steps_per_second or peer.decode_steps_per_second
+    rtt = "no answer" if peer.fault else "-"
+    if peer.rtt_seconds is not None and not peer.fault:
+        rtt = f"{1000 * peer.rtt_seconds:.1f} ms"
+    return (
+        f"…{peer.peer_id[-_ENDING_CHARACTERS:]}",
+        peer.span,
+        state,
+        f"{1000 * peer.queue_seconds:.1f} ms",
+        "-" if speed is None else f"{speed:.3g}",
+        rtt,
+    )

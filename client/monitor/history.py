@@ -1,0 +1,191 @@
+"""The history of a swarm in one SQLite file: events, and replica depths as they changed.
+
+Bounded by age and by rows. A file survives the end of its monitor at any moment: it is written in
+transactions, to a write-ahead log.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ...protocol.errors import UsageError
+from ...protocol.ids import ModelId, PeerId
+from ...protocol.spans import Span
+from .state import Event, EventKind, SwarmState
+
+_logger = logging.getLogger(__name__)
+
+_VERSION = 1
+_APPLICATION = 0x73686F61  # "shoa", where SQLite keeps what a file is for
+_MAX_ROWS = 200_000
+"""Of events, and of changes of depth: some 20 MB."""
+
+_ALIVE_SECONDS = 30.0
+"""How often it is noted that the monitor still watches."""
+
+_PRUNE_SECONDS = 600.0
+
+_SCHEMA = f"""
+CREATE TABLE events (at REAL, kind TEXT, model_id TEXT, peer_id TEXT, start INT, stop INT,
+    detail TEXT);
+CREATE INDEX events_at ON events (at);
+CREATE TABLE depths (at REAL, model_id TEXT, depths BLOB);
+CREATE INDEX depths_at ON depths (model_id, at);
+CREATE TABLE watching (until REAL);
+PRAGMA user_version = {_VERSION};
+PRAGMA application_id = {_APPLICATION};
+"""
+
+
+class DepthChange(NamedTuple):
+    """The replicas of each block from a time on; no blocks while nobody watched."""
+
+    at: float
+    depths: bytes
+
+
+class History:
+    """Keeps what happened for `keep_seconds`; opened by one monitor at a time.
+
+    A disk that takes no more is told once, and the monitor goes on without.
+    """
+
+    def __init__(self, path: Path | None, keep_seconds: float, now: float) -> None:
+        """Open the file, or memory where there is no path.
+
+        Raises UsageError for a file that is none of ours, of another version or damaged.
+        """
+        self._keep_seconds = keep_seconds
+        self._last_depths: dict[ModelId, bytes] = {}
+        self._is_failing = False
+        self._pruned_at = self._noted_at = now
+        self._database = _open(path)
+        rows = self._database.execute("SELECT until FROM watching").fetchone()
+        with self._database:
+            for model_id, depths in self._list_latest():
+                if depths and rows:
+                    self._add_depths(model_id, min(rows[0], now), b"")
+            self._note_watching(now)
+
+    def close(self) -> None:
+        """Close the file; safe to call twice."""
+        self._database.close()
+
+    def take(self, state: SwarmState, events: Sequence[Event], now: float) -> None:
+        """Keep what has happened, and the depths that have changed."""
+        changed = dict[ModelId, bytes]()
+        for model_id, model in state.models.items():
+            depths = b"" if state.error else bytes(min(depth, 255) for depth in model.depths)
+            if self._last_depths.get(model_id) != depths:
+                changed[model_id] = depths
+        is_time = now - self._noted_at >= _ALIVE_SECONDS
+        if not (changed or events or is_time):
+            return
+        try:
+            with self._database:
+                self._write(changed, events, now)
+        except sqlite3.Error as error:
+            if not self._is_failing:
+                _logger.warning("the history cannot be written: %s", error)
+            self._is_failing = True
+            return
+        self._is_failing = False
+        self._last_depths.update(changed)
+
+    def _write(self, changed: Mapping[ModelId, bytes], events: Iterable[Event], now: float) -> None:
+        for model_id, depths in changed.items():
+            self._add_depths(model_id, now, depths)
+        self._database.executemany(
+            "INSERT INTO events VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                (
+                    one.at, str(one.kind), one.model_id, one.peer_id, one.span.start,
+                    one.span.stop, one.detail,
+                )
+                for one in events
+            ),
+        )  # fmt: skip
+        self._note_watching(now)
+        if now - self._pruned_at >= _PRUNE_SECONDS:
+            self._pruned_at = now
+            self._prune(now - self._keep_seconds)
+
+    def _add_depths(self, model_id: ModelId, at: float, depths: bytes) -> None:
+        self._database.execute("INSERT INTO depths VALUES (?, ?, ?)", (at, model_id, depths))
+
+    def _note_watching(self, now: float) -> None:
+        self._noted_at = now
+        self._database.execute("DELETE FROM watching")
+        self._database.execute("INSERT INTO watching VALUES (?)", (now,))
+
+    def _prune(self, oldest: float) -> None:
+        """Delete what is older, but for the depths that held then; and what is too much."""
+        execute = self._database.execute
+        execute("DELETE FROM events WHERE at < ?", (oldest,))
+        execute(
+            "DELETE FROM depths WHERE EXISTS (SELECT 1 FROM depths AS later WHERE later.model_id"
+            " = depths.model_id AND later.at > depths.at AND later.at <= ?)",
+            (oldest,),
+        )
+        for table in ("events", "depths"):
+            execute(
+                f"DELETE FROM {table} WHERE rowid <= (SELECT max(rowid) FROM {table}) - ?",
+                (_MAX_ROWS,),
+            )
+
+    def _list_latest(self) -> list[tuple[ModelId, bytes]]:
+        rows = self._database.execute("SELECT model_id, depths, max(at) FROM depths GROUP BY 1")
+        return [(ModelId(model_id), bytes(depths)) for model_id, depths, _ in rows]
+
+    def list_events(self, num_events: int, model_id: ModelId | None = None) -> list[Event]:
+        """Return the newest events first, of one model or of all."""
+        rows = self._database.execute(
+            "SELECT * FROM events WHERE ?1 IS NULL OR model_id = ?1 ORDER BY at DESC, rowid DESC"
+            " LIMIT ?2",
+            (model_id, num_events),
+        )
+        return [
+            Event(at, EventKind(kind), ModelId(model), PeerId(peer), Span(start, stop), detail)
+            for at, kind, model, peer, start, stop, detail in rows
+        ]
+
+    def list_depths(self, model_id: ModelId, since: float) -> list[DepthChange]:
+        """Return the changes of a model's depths from `since` on, the first one what held then."""
+        rows = self._database.execute(
+            "SELECT max(?2, at), depths FROM depths WHERE model_id = ?1 AND at >= coalesce((SELECT"
+            " max(at) FROM depths WHERE model_id = ?1 AND at <= ?2), ?2) ORDER BY at, rowid",
+            (model_id, since),
+        )
+        return [DepthChange(at, bytes(depths)) for at, depths in rows]
+
+
+def _open(path: Path | None) -> sqlite3.Connection:
+    advice = f"move {path} away, or name another file with --history"
+    try:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        database = sqlite3.connect(path or ":memory:", timeout=2.0)
+    except (OSError, sqlite3.Error) as error:
+        raise UsageError(f"the history cannot be opened: {error}; {advice}") from error
+    try:
+        if not database.execute("SELECT 1 FROM sqlite_master").fetchone():
+            database.executescript(_SCHEMA)
+        version = database.execute("PRAGMA user_version").fetchone()[0]
+        application = database.execute("PRAGMA application_id").fetchone()[0]
+        problem = database.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if application == _APPLICATION:
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = NORMAL")
+    except sqlite3.DatabaseError as error:
+        database.close()
+        raise UsageError(f"the history cannot be read: {error}; {advice}") from error
+    if application != _APPLICATION or version != _VERSION or problem != "ok":
+        database.close()
+        what = "of another version of shoal" if application == _APPLICATION else "another program's"
+        what = "damaged" if problem != "ok" else what
+        raise UsageError(f"the history is {what}; {advice}")
+    return database

@@ -1,0 +1,206 @@
+"use strict";
+// Keeps the page up to date: the server sends the whole view, and only texts that differ are
+// changed. Nothing here makes HTML of a text.
+
+const columns = ["peer", "span", "state", "since", "rtt", "queue", "decode", "prefill", "kv",
+  "reach", "weights", "software"];
+const colours = { none: "#b3261e", one: "#d98200", two: "#4f9d69", more: "#1f6f43" };
+const charts = new Map();  // of a section: [depth, thin]
+
+function setText(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+function showAge(element) {
+  const at = Number(element.dataset.at);
+  if (!element.dataset.at || Number.isNaN(at)) return setText(element, "never");
+  const seconds = Math.max(0, Math.round(Date.now() / 1000 - at));
+  const [number, unit] = seconds < 100 ? [seconds, "s"] : seconds < 6000
+    ? [Math.round(seconds / 60), "min"] : seconds < 360000
+    ? [Math.round(seconds / 3600), "h"] : [Math.round(seconds / 86400), "days"];
+  setText(element, `${number} ${unit} ago`);
+  element.dateTime = new Date(at * 1000).toISOString();
+  element.title = new Date(at * 1000).toLocaleString();
+}
+
+function setTime(element, at) {
+  element.dataset.at = at ?? "";
+  showAge(element);
+}
+
+function fillRow(row, peer) {
+  row.className = peer.is_there ? "" : "gone";
+  for (const cell of row.cells) {
+    const column = cell.dataset.column;
+    if (column === "since") setTime(cell.firstElementChild, peer.since);
+    else setText(cell, peer[column]);
+    if (column === "rtt") cell.title = peer.fault;
+  }
+}
+
+function makeRow(peer, headings) {
+  const row = document.createElement("tr");
+  row.dataset.id = peer.id;
+  columns.forEach((column, index) => {
+    const cell = row.insertCell();
+    cell.dataset.column = column;
+    cell.dataset.heading = headings[index].textContent;
+    if (column === "peer") cell.title = peer.id;
+    if (column === "since") cell.append(document.createElement("time"));
+  });
+  return row;
+}
+
+function fillPeers(table, peers) {
+  const body = table.tBodies[0];
+  const rows = new Map(Array.from(body.rows, (row) => [row.dataset.id, row]));
+  peers.forEach((peer, index) => {
+    const row = rows.get(peer.id) ?? makeRow(peer, table.tHead.rows[0].cells);
+    rows.delete(peer.id);
+    fillRow(row, peer);
+    if (body.rows[index] !== row) body.insertBefore(row, body.rows[index] ?? null);
+  });
+  for (const row of rows.values()) row.remove();
+}
+
+function fillList(list, texts, fill) {
+  while (list.children.length > texts.length) list.lastElementChild.remove();
+  while (list.children.length < texts.length) list.append(document.createElement("li"));
+  texts.forEach((text, index) => fill(list.children[index], text));
+}
+
+function fillEvent(item, event) {
+  if (!item.firstElementChild) {
+    item.replaceChildren(document.createElement("time"), " ", document.createElement("strong"), "");
+  }
+  setTime(item.firstElementChild, event.at);
+  setText(item.querySelector("strong"), event.kind);
+  item.lastChild.textContent =
+    ` ${event.peer} at blocks ${event.span} of ${event.model} ${event.detail}`;
+}
+
+function show(view) {
+  const sections = document.querySelectorAll(".model");
+  const ids = Array.from(sections, (section) => section.dataset.id);
+  if (ids.join() !== view.models.map((model) => model.id).join()) return location.reload();
+  document.title = `${view.health}: shoal monitor`;
+  const health = document.getElementById("health");
+  health.className = `health ${view.health}`;
+  setText(health.firstElementChild, view.health);
+  setText(document.getElementById("sentence"), view.sentence);
+  setText(document.getElementById("error"), view.error);
+  setTime(document.querySelector("header time"), view.read_at);
+  view.models.forEach((model, index) => {
+    const section = sections[index];
+    const word = section.querySelector("h2 .health");
+    word.className = `health ${model.health}`;
+    setText(word, model.health);
+    const summary = section.querySelector(".summary");
+    summary.firstChild.textContent =
+      `${model.num_blocks} blocks, ${model.num_serving} serving peers. Peers read `;
+    setTime(summary.querySelector("time"), model.read_at);
+    fillList(section.querySelector(".findings"), model.findings, setText);
+    fillPeers(section.querySelector("table.peers"), model.peers);
+    setText(section.querySelector(".hidden-peers"),
+      model.num_hidden ? `${model.num_hidden} more peers are in /state.json.` : "");
+  });
+  fillList(document.getElementById("event-list"), view.events, fillEvent);
+}
+
+// ---- charts
+
+function chooseColour(depth) {
+  return depth === 0 ? colours.none : depth === 1 ? colours.one : depth === 2 ? colours.two
+    : colours.more;
+}
+
+function drawArea(parameters, api) {
+  const [left, bottom] = api.coord([api.value(0), api.value(2)]);
+  const [right, top] = api.coord([api.value(1), api.value(3)]);
+  const depth = api.value(4);
+  const shape = { x: left, y: top, width: Math.max(1, right - left), height: bottom - top };
+  const hatched = depth === 0 ? "✕" : depth === 1 ? "1" : "";
+  return {
+    type: "rect", shape, style: { fill: chooseColour(depth) },
+    textContent: hatched && shape.width > 12 && shape.height > 10
+      ? { type: "text", style: { text: hatched, fill: "#fff", fontSize: 10 } } : undefined,
+    textConfig: { position: "inside" },
+  };
+}
+
+function openCharts(section) {
+  const theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : null;
+  const made = Array.from(section.querySelectorAll(".chart"), (element) =>
+    echarts.init(element, theme, { renderer: "canvas" }));
+  charts.set(section.dataset.id, made);
+  addEventListener("resize", () => made.forEach((chart) => chart.resize()));
+  return made;
+}
+
+async function draw(section) {
+  const answer = await fetch(`/model/${section.dataset.id}/history.json`);
+  if (!answer.ok) return;
+  const history = await answer.json();
+  const [depth, thin] = charts.get(section.dataset.id) ?? openCharts(section);
+  const tooltip = { renderMode: "richText" };
+  depth.setOption({
+    animation: false, backgroundColor: "transparent", tooltip,
+    grid: { left: 45, right: 15, top: 10, bottom: 25 },
+    xAxis: { type: "time", min: history.since * 1000, max: history.until * 1000,
+      axisLabel: { hideOverlap: true } },
+    yAxis: { type: "value", min: 0, max: history.num_blocks, inverse: true,
+      minInterval: 1 },
+    series: [{
+      type: "custom", renderItem: drawArea, progressive: 0, clip: true,
+      dimensions: ["from", "until", "first block", "last block", "replicas"],
+      encode: { x: [0, 1], y: [2, 3] },
+      data: history.areas.map(([start, stop, since, until, replicas]) =>
+        [since * 1000, until * 1000, stop, start, replicas]),
+    }],
+  });
+  thin.setOption({
+    animation: false, backgroundColor: "transparent", tooltip,
+    grid: { left: 45, right: 15, top: 10, bottom: 25 },
+    xAxis: { type: "category", data: history.thin.map(([label]) => label) },
+    yAxis: { type: "value", minInterval: 1 },
+    series: [{ type: "bar", data: history.thin.map(([, count]) => count),
+      itemStyle: { color: colours.one } }],
+  });
+  const rows = section.querySelectorAll("table.thin tr");
+  [0, 1].forEach((number) => {
+    const cells = history.thin.map((bin) => {
+      const cell = document.createElement(number ? "td" : "th");
+      cell.textContent = bin[number];
+      return cell;
+    });
+    rows[number].replaceChildren(...cells);
+  });
+}
+
+function drawAll() {
+  document.querySelectorAll(".model").forEach(draw);
+}
+
+// ---- updates
+
+let source = null;
+function connect() {
+  source = new EventSource("/events");
+  source.addEventListener("view", (event) => {
+    document.getElementById("connection").hidden = true;
+    show(JSON.parse(event.data));
+  });
+  source.addEventListener("history", drawAll);
+  source.onerror = () => { document.getElementById("connection").hidden = false; };
+}
+
+// A page in the background takes none of the browser's few connections to the monitor.
+document.addEventListener("visibilitychange", () => {
+  source?.close();
+  if (!document.hidden) connect();
+});
+setInterval(() => document.querySelectorAll("time").forEach(showAge), 1000);
+document.querySelectorAll("time").forEach(showAge);
+drawAll();
+setInterval(drawAll, 60000);
+connect();

@@ -1,0 +1,130 @@
+"""What stands on the page: a description in texts, of which the template makes the first paint
+and page.js every later one.
+
+Times are wall seconds; the page says how long ago they were.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....protocol.ids import ModelId
+from ..description import Description, ModelPanel, PeerRow
+
+COLUMNS = (
+    ("peer", "Peer"),
+    ("span", "Blocks"),
+    ("state", "State"),
+    ("since", "Since"),
+    ("rtt", "Round trip"),
+    ("queue", "Queue"),
+    ("decode", "Steps/s"),
+    ("prefill", "Prompt tokens/s"),
+    ("kv", "Free KV tokens"),
+    ("reach", "Reached"),
+    ("weights", "Weights"),
+    ("software", "Version"),
+)
+"""Names and headings of the columns of a model's peers."""
+
+_MAX_PEERS = 1000
+"""Rows of one table; a larger one is no use to people. `/state.json` has all."""
+
+_ENDING_CHARACTERS = 8
+
+
+def make_view(described: Description) -> dict[str, Any]:
+    """Return the texts of the page; `changes` counts what redraws the charts."""
+    return {
+        "health": described.health,
+        "sentence": described.sentence,
+        "error": described.error,
+        "taken_at": described.taken_at,
+        "read_at": _find_time(described, described.age_seconds),
+        "models": [_make_model(model, described) for model in described.models],
+        "events": [
+            {
+                "at": event.at,
+                "kind": event.kind,
+                "model": name_of(described, event.model_id),
+                "peer": _shorten(event.peer_id),
+                "span": event.span,
+                "detail": event.detail,
+            }
+            for event in described.events
+        ],
+    }
+
+
+def name_of(described: Description, model_id: ModelId) -> str:
+    """Return how people call a model."""
+    names = {model.model_id: model.name for model in described.models}
+    return names.get(model_id) or model_id[:8]
+
+
+def _make_model(model: ModelPanel, described: Description) -> dict[str, Any]:
+    return {
+        "id": model.model_id,
+        "name": model.name or model.model_id[:8],
+        "health": model.health,
+        "num_blocks": model.num_blocks,
+        "num_serving": model.num_serving,
+        "read_at": _find_time(described, model.age_seconds),
+        "findings": list(_list_findings(model)),
+        "peers": [_make_row(peer, described) for peer in model.peers[:_MAX_PEERS]],
+        "num_hidden": max(0, len(model.peers) - _MAX_PEERS),
+    }
+
+
+def _list_findings(model: ModelPanel) -> list[str]:
+    """Return what is wrong with a model, in sentences."""
+    findings = list[str]()
+    if model.missing:
+        findings.append(f"No peer serves blocks {', '.join(model.missing)}.")
+    if model.single:
+        findings.append(f"A single peer serves blocks {', '.join(model.single)}.")
+    return findings
+
+
+def _make_row(peer: PeerRow, described: Description) -> dict[str, Any]:
+    """Return the cells of a peer; `since` is a time, all others are texts."""
+    return {
+        "id": peer.peer_id,
+        "is_there": peer.visibility in ("seen", "not seen"),
+        "since": peer.since,
+        "fault": peer.fault,
+        "dialled_at": _find_time(described, peer.dialled_seconds_ago),
+        "peer": _shorten(peer.peer_id),
+        "span": peer.span,
+        "state": peer.state if peer.visibility == "seen" else peer.visibility,
+        "rtt": _show_rtt(peer),
+        "queue": _show_ms(peer.queue_seconds),
+        "decode": _show_number(peer.loaded_decode_steps_per_second or peer.decode_steps_per_second),
+        "prefill": _show_number(peer.prefill_tokens_per_second),
+        "kv": f"{peer.free_kv_tokens:,}",
+        "reach": peer.reachability,
+        "weights": peer.weights,
+        "software": peer.software,
+    }
+
+
+def _find_time(described: Description, age_seconds: float | None) -> float | None:
+    return None if age_seconds is None else described.taken_at - age_seconds
+
+
+def _show_rtt(peer: PeerRow) -> str:
+    if peer.fault:
+        return "no answer"
+    return "-" if peer.rtt_seconds is None else _show_ms(peer.rtt_seconds)
+
+
+def _show_ms(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _show_number(number: float | None) -> str:
+    return "-" if number is None else f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _shorten(peer_id: str) -> str:
+    return f"…{peer_id[-_ENDING_CHARACTERS:]}"

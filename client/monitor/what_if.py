@@ -1,0 +1,53 @@
+"""What a swarm would be if peers were lost, or one came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ...protocol.records.swarm_view import SwarmView
+from ...protocol.spans import Span
+from .state import Visibility, WatchedModel, WatchedPeer
+
+ChoosePlace = Callable[[SwarmView, int], Span | None]
+"""Returns the span that a newcomer with room for so many blocks would serve: peers' own placement,
+which `cli` brings, for it belongs to peers."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A model as it would be."""
+
+    model: WatchedModel
+    lost: tuple[WatchedPeer, ...]
+    """The peers that would be lost."""
+    unknown: tuple[str, ...]
+    """Ends of ids that no serving peer has."""
+    place: Span | None = None
+    """Where the newcomer would go; None without one, and where it has nothing to do."""
+
+
+def imagine_loss(model: WatchedModel, endings: Sequence[str]) -> Outcome:
+    """Return the model without the serving peers whose ids end so."""
+    lost = [
+        peer
+        for peer in model.serving
+        if any(peer.announcement.peer_id.endswith(ending) for ending in endings)
+    ]
+    ids = [peer.announcement.peer_id for peer in lost]
+    unknown = tuple(
+        ending for ending in endings if not any(peer_id.endswith(ending) for peer_id in ids)
+    )
+    peers = dict(model.peers)
+    for peer_id in ids:
+        peers[peer_id] = replace(peers[peer_id], visibility=Visibility.LOST)
+    return Outcome(replace(model, peers=peers), tuple(lost), unknown)
+
+
+def imagine_newcomer(
+    model: WatchedModel, num_blocks: int, now: float, choose: ChoosePlace
+) -> Span | None:
+    """Return where a peer with room for so many blocks would go."""
+    announced = (replace(peer.announcement, issued_at=now) for peer in model.serving)
+    view = SwarmView(model.model_id, model.num_blocks, now, tuple(announced))
+    return choose(view, num_blocks) if model.num_blocks else None

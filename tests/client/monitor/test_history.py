@@ -1,0 +1,196 @@
+"""The history of a swarm on disk: what it keeps, for how long, and which files it refuses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from announcements import MODEL, NOW, identity_of, make_announcement
+
+from shoal.client.monitor.history import DepthChange, History
+from shoal.client.monitor.replica_depth import DepthArea, list_areas
+from shoal.client.monitor.state import (
+    Event,
+    EventKind,
+    SwarmState,
+    reduce_failure,
+    reduce_reading,
+)
+from shoal.protocol.errors import UsageError
+from shoal.protocol.spans import Span
+
+DAY = 24 * 3600.0
+HALF, _ = reduce_reading(SwarmState(), MODEL, [make_announcement(1)], NOW)
+FULL, _ = reduce_reading(
+    HALF, MODEL, [make_announcement(1), make_announcement(2, span=Span(4, 8))], NOW
+)
+HALF_DEPTHS, FULL_DEPTHS = bytes([1] * 4 + [0] * 4), bytes([1] * 8)
+
+
+def make_event(at: float, number: int = 1) -> Event:
+    peer_id = identity_of(number).peer_id
+    return Event(at, EventKind.JOINED, MODEL, peer_id, Span(0, 4), "it came")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "folder" / "monitor.sqlite"
+
+
+def test_events_and_changes_of_depth_are_kept(path: Path) -> None:
+    history = History(path, DAY, NOW)
+    events = [make_event(NOW + 1), make_event(NOW + 2, 2)]
+
+    history.take(HALF, events[:1], NOW + 1)
+    history.take(HALF, (), NOW + 2)
+    history.take(FULL, events[1:], NOW + 3)
+
+    assert history.list_events(10) == events[::-1]
+    assert history.list_events(1, MODEL) == events[1:]
+    changes = [DepthChange(NOW + 1, HALF_DEPTHS), DepthChange(NOW + 3, FULL_DEPTHS)]
+    assert history.list_depths(MODEL, NOW) == changes
+    assert history.list_depths(MODEL, NOW + 2) == [changes[0]._replace(at=NOW + 2), changes[1]]
+    history.close()
+
+
+def test_time_without_a_monitor_is_unknown(path: Path) -> None:
+    history = History(path, DAY, NOW)
+    history.take(FULL, (), NOW)
+    history.take(FULL, (), NOW + 60)  # nothing has changed, but somebody watches
+    history.close()
+
+    history = History(path, DAY, NOW + 1000)
+    history.take(FULL, (), NOW + 1010)
+
+    depths = [DepthChange(NOW, FULL_DEPTHS), DepthChange(NOW + 60, b"")]
+    assert history.list_depths(MODEL, NOW) == [*depths, DepthChange(NOW + 1010, FULL_DEPTHS)]
+    history.close()
+
+
+def test_time_without_a_directory_is_unknown(path: Path) -> None:
+    history = History(path, DAY, NOW)
+
+    history.take(FULL, (), NOW)
+    history.take(reduce_failure(FULL, "nobody answers")[0], (), NOW + 5)
+
+    assert history.list_depths(MODEL, NOW)[-1] == DepthChange(NOW + 5, b"")
+    history.close()
+
+
+def test_old_rows_go_and_what_held_then_stays(path: Path) -> None:
+    history = History(path, DAY, NOW)
+    history.take(HALF, [make_event(NOW)], NOW)
+    history.take(FULL, (), NOW + 10)
+
+    history.take(FULL, [make_event(NOW + 2 * DAY)], NOW + 2 * DAY)
+
+    assert history.list_events(10) == [make_event(NOW + 2 * DAY)]
+    assert history.list_depths(MODEL, NOW) == [DepthChange(NOW + 10, FULL_DEPTHS)]
+    history.close()
+
+
+def test_history_survives_a_kill(path: Path) -> None:
+    program = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from test_history import *
+history = History(Path({str(path)!r}), DAY, NOW)
+history.take(FULL, [make_event(NOW)], NOW)
+print("written", flush=True)
+sys.stdin.read()
+"""
+    here = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=here
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"written\n"
+        process.send_signal(signal.SIGKILL)
+
+    history = History(path, DAY, NOW + 5)
+
+    assert history.list_events(10) == [make_event(NOW)]
+    history.close()
+
+
+def test_files_of_others_are_refused_and_left_as_they_are(path: Path) -> None:
+    path.parent.mkdir()
+    database = sqlite3.connect(path)
+    database.execute("CREATE TABLE mine (text)")
+    database.close()
+
+    with pytest.raises(UsageError, match=r"another program's; move .* away, or name another file"):
+        History(path, DAY, NOW)
+
+    database = sqlite3.connect(path)
+    assert database.execute("SELECT name FROM sqlite_master").fetchall() == [("mine",)]
+    database.close()
+
+
+def test_file_of_another_version_is_refused(path: Path) -> None:
+    History(path, DAY, NOW).close()
+    database = sqlite3.connect(path)
+    database.execute("PRAGMA user_version = 99")
+    database.close()
+
+    with pytest.raises(UsageError, match="of another version of shoal"):
+        History(path, DAY, NOW)
+
+
+@pytest.mark.parametrize("content", [b"no database" * 400, None], ids=["text", "cut short"])
+def test_damaged_file_is_refused(path: Path, content: bytes | None) -> None:
+    history = History(path, DAY, NOW)
+    for number in range(200):
+        history.take(FULL, [make_event(NOW + number)] * 10, NOW + number)
+    history.close()
+    path.write_bytes(path.read_bytes()[:9000] if content is None else content)
+
+    with pytest.raises(UsageError, match=r"the history (is damaged|cannot be read)"):
+        History(path, DAY, NOW)
+
+
+def test_full_disk_is_told_once_and_the_monitor_goes_on(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    history = History(path, DAY, NOW)
+    database = sqlite3.connect(path)
+    num_pages = database.execute("PRAGMA page_count").fetchone()[0]
+    database.close()
+    history._database.execute(f"PRAGMA max_page_count = {num_pages}")
+
+    for number in range(3):
+        history.take(FULL, [make_event(NOW + number)] * 500, NOW + number)
+
+    assert [record.message for record in caplog.records] == [
+        "the history cannot be written: database or disk is full"
+    ]
+    assert history.list_events(10) == []
+    history._database.execute("PRAGMA max_page_count = 10000")
+    history.take(FULL, [make_event(NOW + 9)], NOW + 9)
+    assert history.list_events(10) == [make_event(NOW + 9)]
+    assert history.list_depths(MODEL, NOW) == [DepthChange(NOW + 9, FULL_DEPTHS)]
+    history.close()
+
+
+def test_too_many_changes_are_drawn_with_the_least_depth_of_each_time() -> None:
+    changes = [DepthChange(float(at), bytes([at % 3, 2])) for at in range(300)]
+
+    areas = list_areas(changes, 300.0, max_areas=50)
+
+    assert len(areas) <= 50
+    assert DepthArea(0, 1, 0.0, 300.0, 0) in areas
+    assert max(area.until for area in areas) == 300.0
+
+
+def test_unknown_times_are_not_drawn() -> None:
+    changes = [DepthChange(0.0, b"\x02"), DepthChange(5.0, b""), DepthChange(7.0, b"\x02")]
+
+    areas = list_areas(changes, 9.0, max_areas=10)
+
+    assert areas == [DepthArea(0, 1, 0.0, 5.0, 2), DepthArea(0, 1, 7.0, 9.0, 2)]

@@ -1,0 +1,196 @@
+"""The state of a watched swarm: who is there, how many replicas blocks have, and what happened."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from announcements import MODEL, NOW, identity_of, make_announcement
+
+from shoal.client.monitor.state import (
+    Dialled,
+    EventKind,
+    Health,
+    SwarmState,
+    Visibility,
+    reduce_dialling,
+    reduce_failure,
+    reduce_reading,
+)
+from shoal.protocol.records.announcements import Announcement, PeerState
+from shoal.protocol.spans import Span
+
+FIRST, SECOND = (identity_of(number).peer_id for number in (1, 2))
+HALVES = (make_announcement(1), make_announcement(2, span=Span(4, 8)))
+
+
+def renew(announcement: Announcement, now: float, **changes: Any) -> Announcement:
+    """Return what a peer announces next."""
+    dates = {"issued_at": now, "expires_at": now + 90, "sequence": announcement.sequence + 1}
+    return replace(announcement, **(dates | changes))
+
+
+def read(*announced: Announcement, state: SwarmState | None = None, now: float = NOW) -> SwarmState:
+    return reduce_reading(state or SwarmState(), MODEL, announced, now)[0]
+
+
+def list_kinds(state: SwarmState, *announced: Announcement, now: float) -> list[EventKind]:
+    return [event.kind for event in reduce_reading(state, MODEL, announced, now)[1]]
+
+
+@pytest.mark.parametrize(
+    ("announced", "health", "missing", "single"),
+    [
+        ([(0, 8), (0, 8)], Health.HEALTHY, [], []),
+        ([(0, 8), (0, 4)], Health.DEGRADED, [], [Span(4, 8)]),
+        ([(0, 4), (3, 6)], Health.FAILING, [Span(6, 8)], [Span(0, 3), Span(4, 6)]),
+    ],
+)
+def test_health_is_that_of_the_block_with_fewest_replicas(
+    announced: list[tuple[int, int]], health: Health, missing: list[Span], single: list[Span]
+) -> None:
+    peers = [make_announcement(n, span=Span(*span)) for n, span in enumerate(announced, 1)]
+
+    state = read(*peers)
+
+    model = state.models[MODEL]
+    assert (state.health, model.health) == (health, health)
+    assert (model.find_spans(0), model.find_spans(1)) == (missing, single)
+
+
+def test_swarm_is_unknown_before_it_is_read_and_while_nobody_answers() -> None:
+    assert SwarmState().health is Health.UNKNOWN
+    state = read(*HALVES)
+
+    silent, events = reduce_failure(state, "nobody answers")
+
+    assert (silent.health, silent.error, events) == (Health.UNKNOWN, "nobody answers", ())
+    assert silent.models == state.models  # what is known stays, and grows old
+    assert read(*HALVES, state=silent, now=NOW + 5).error == ""
+
+
+def test_swarm_without_models_fails() -> None:
+    assert SwarmState(read_at=NOW).health is Health.FAILING
+
+
+@pytest.mark.parametrize("state", [PeerState.JOINING, PeerState.DRAINING, PeerState.OFFLINE])
+def test_only_peers_that_are_online_are_replicas(state: PeerState) -> None:
+    joined = read(make_announcement(1, span=Span(0, 8), state=state))
+
+    assert joined.models[MODEL].depths == (0,) * 8
+
+
+def test_peers_that_disagree_about_the_model_are_no_replicas() -> None:
+    liar = make_announcement(3, num_blocks=4, span=Span(0, 4))
+
+    model = read(*HALVES, liar).models[MODEL]
+
+    assert (model.num_blocks, model.depths) == (8, (1,) * 8)
+
+
+def test_first_reading_is_no_news_and_later_changes_are() -> None:
+    assert list_kinds(SwarmState(), *HALVES, now=NOW) == []
+    state, later = read(HALVES[0]), NOW + 20
+    first = HALVES[0]
+
+    assert list_kinds(state, first, HALVES[1], now=later) == [EventKind.JOINED]
+    assert list_kinds(state, renew(first, later), now=later) == []
+    drains = renew(first, later, state=PeerState.DRAINING)
+    assert list_kinds(state, drains, now=later) == [EventKind.DRAINING]
+    moved = renew(first, later, span=Span(2, 6))
+    assert list_kinds(state, moved, now=later) == [EventKind.MOVED]
+    gone = renew(first, later, state=PeerState.OFFLINE)
+    assert list_kinds(state, gone, now=later) == [EventKind.LEFT]
+    older = renew(first, later, sequence=0, span=Span(2, 6))
+    assert list_kinds(state, older, now=later) == []
+
+
+def test_killed_peer_is_not_seen_after_a_period_and_lost_when_a_dial_fails() -> None:
+    state = read(*HALVES)
+
+    alive = renew(HALVES[1], NOW + 30)
+    punctual = read(HALVES[0], alive, state=state, now=NOW + 34)
+    assert punctual.models[MODEL].peers[FIRST].visibility is Visibility.SEEN
+    late = read(HALVES[0], alive, state=punctual, now=NOW + 36)
+    assert late.models[MODEL].peers[FIRST].visibility is Visibility.NOT_SEEN
+    assert late.models[MODEL].depths == (1,) * 8  # it may be there still
+
+    fault = Dialled(NOW + 37, "nobody listens on that port")
+    lost, events = reduce_dialling(late, MODEL, FIRST, fault)
+
+    assert lost.models[MODEL].depths == (0, 0, 0, 0, 1, 1, 1, 1)
+    (event,) = events
+    assert (event.kind, event.peer_id, event.detail) == (EventKind.LOST, FIRST, fault.fault)
+    still = read(HALVES[0], alive, state=lost, now=NOW + 40)
+    assert still.models[MODEL].peers[FIRST].visibility is Visibility.LOST
+    again = renew(HALVES[0], NOW + 50)
+    assert list_kinds(still, again, alive, now=NOW + 50) == [EventKind.BACK]
+
+
+def test_late_peer_that_answers_is_seen() -> None:
+    late = read(HALVES[0], state=read(HALVES[0]), now=NOW + 36)
+
+    seen, events = reduce_dialling(late, MODEL, FIRST, Dialled(NOW + 37, rtt_seconds=0.01))
+
+    assert (seen.models[MODEL].peers[FIRST].visibility, events) == (Visibility.SEEN, ())
+    later = read(HALVES[0], state=seen, now=NOW + 60)
+    assert later.models[MODEL].peers[FIRST].visibility is Visibility.SEEN
+
+
+def test_peer_that_announces_itself_in_time_is_there_though_it_cannot_be_dialled() -> None:
+    state, events = reduce_dialling(read(*HALVES), MODEL, FIRST, Dialled(NOW, "a firewall"))
+
+    peer = state.models[MODEL].peers[FIRST]
+    assert (peer.is_serving, peer.dialled, events) == (True, Dialled(NOW, "a firewall"), ())
+
+
+def test_peer_that_must_answer_is_lost_when_it_does_not() -> None:
+    state, events = reduce_dialling(
+        read(*HALVES), MODEL, FIRST, Dialled(NOW, "closed port"), must_answer=True
+    )
+
+    assert [event.kind for event in events] == [EventKind.LOST]
+    assert state.models[MODEL].depths == (0, 0, 0, 0, 1, 1, 1, 1)
+
+
+def test_peer_that_nobody_tells_of_is_lost_when_its_announcement_expires() -> None:
+    state = read(*HALVES)
+
+    assert list_kinds(state, HALVES[1], now=NOW + 89) == []
+    assert list_kinds(state, now=NOW + 91) == [EventKind.LOST, EventKind.LOST]
+
+
+def test_clock_of_a_peer_decides_nothing() -> None:
+    ahead = make_announcement(1, now=NOW + 25)
+    behind = make_announcement(2, now=NOW - 60)
+
+    peers = read(ahead, behind, state=read(ahead, behind), now=NOW + 20).models[MODEL].peers
+
+    assert {peer.visibility for peer in peers.values()} == {Visibility.SEEN}
+
+
+def test_departed_peers_are_forgotten_in_the_end() -> None:
+    state = read(state=read(*HALVES), now=NOW + 100)
+    assert len(state.models[MODEL].peers) == 2
+
+    assert read(state=state, now=NOW + 4000).models[MODEL].peers == {}
+
+
+def test_depths_are_those_of_counting_each_block() -> None:
+    print("seed 21")
+    rng = random.Random(21)
+    for _ in range(20):
+        spans = [Span(start, rng.randint(start + 1, 8)) for start in rng.choices(range(8), k=5)]
+        peers = [make_announcement(n, span=span) for n, span in enumerate(spans, 1)]
+
+        depths = read(*peers).models[MODEL].depths
+
+        assert depths == tuple(sum(block in span for span in spans) for block in range(8))
+
+
+def test_dialled_peer_that_is_not_known_changes_nothing() -> None:
+    state = read(HALVES[0])
+
+    assert reduce_dialling(state, MODEL, SECOND, Dialled(NOW)) == (state, ())

@@ -1,0 +1,239 @@
+"""The monitor's page in a browser, as a person sees it: a swarm that is well, thin, broken, silent.
+
+The swarm is a directory in memory whose announcements the tests make; all else is what ships.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+from announcements import identity_of, make_announcement, sign
+
+from shoal.cli.monitoring.page_server import listen, name_page, serve_page
+from shoal.client.monitor.collector import SwarmAccess
+from shoal.client.monitor.history import History
+from shoal.client.monitor.monitor import Monitor
+from shoal.client.monitor.state import Dialled
+from shoal.protocol.errors import DirectoryError
+from shoal.protocol.ids import ModelId
+from shoal.protocol.net.clock import SystemClock
+from shoal.protocol.net.directory import Directory
+from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.net.transport import Transport
+from shoal.protocol.records.announcements import Announcement, PeerState
+from shoal.protocol.spans import Span
+
+CHROMIUM = shutil.which("chromium")
+if CHROMIUM is None:
+    pytest.skip("Debian's chromium is not installed", allow_module_level=True)
+
+from axe_playwright_python.sync_playwright import Axe  # noqa: E402
+from playwright.sync_api import Browser, Page, expect, sync_playwright  # noqa: E402
+
+pytestmark = [pytest.mark.network, pytest.mark.slow]
+
+PATIENCE_SECONDS = 60.0
+HTML = "<img src=x onerror=document.title='bad'>"
+CLOCK = SystemClock()
+
+
+class Stage(MemoryDirectory):
+    """A swarm whose peers are announced by hand, and the monitor that watches it."""
+
+    def __init__(self) -> None:
+        super().__init__(MemoryDirectoryStore(), CLOCK)
+        self.is_silent = False
+        self._sequence = 0
+        self._loop = asyncio.new_event_loop()
+        self._listening = listen("127.0.0.1", 0)
+        self.page = name_page(self._listening)
+        self._serving: asyncio.Task[None] | None = None
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._run(),))
+
+    def __enter__(self) -> Stage:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._serving is not None
+        self._loop.call_soon_threadsafe(self._serving.cancel)
+        self._thread.join()
+        self._loop.close()
+        self._listening.close()
+
+    async def _run(self) -> None:
+        with closing(History(None, 3600.0, CLOCK.wall())) as history:
+            access = SwarmAccess(CLOCK, self._join, self._dial)
+            monitor = Monitor(access, history, read_seconds=0.1)
+            self._serving = asyncio.create_task(serve_page(monitor, self._listening, []))
+            await asyncio.wait([self._serving])
+
+    async def _join(self, addresses: object) -> tuple[Transport, Directory]:
+        return LoopbackTransport(LoopbackNetwork(0), "monitor"), self
+
+    async def _dial(self, peer: Announcement, transport: object) -> Dialled:
+        return Dialled(CLOCK.wall(), rtt_seconds=0.0123)
+
+    def tell(self, number: int, start: int, stop: int, **changes: Any) -> None:
+        """Announce what a peer serves from now on, of 8 blocks."""
+        self._sequence += 1
+        facts = {"span": Span(start, stop), "sequence": self._sequence, "model_name": "org/model"}
+        announcement = make_announcement(number, CLOCK.wall(), **(facts | changes))
+        announcing = self.announce(sign(announcement, number))
+        asyncio.run_coroutine_threadsafe(announcing, self._loop).result(PATIENCE_SECONDS)
+
+    async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
+        self._check_speaks()
+        return await super().lookup(model_id)
+
+    async def list_models(self) -> list[ModelId]:
+        self._check_speaks()
+        return await super().list_models()
+
+    def _check_speaks(self) -> None:
+        if self.is_silent:
+            raise DirectoryError("nobody answers")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        # Root has no sandbox.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    with Stage() as stage:
+        yield stage
+
+
+@contextmanager
+def open_page(browser: Browser, stage: Stage, width: int, scheme: Any = "light") -> Iterator[Page]:
+    """Open the page; nothing may be complained of in the browser's console, or asked of others."""
+    complaints = list[str]()
+    context = browser.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
+    )
+    context.set_default_timeout(1000 * PATIENCE_SECONDS)
+    page = context.new_page()
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda one: complaints.extend(_foreign(one.url, stage.page)))
+    try:
+        page.goto(stage.page)
+        yield page
+    finally:
+        context.close()
+    assert complaints == []
+
+
+def _foreign(url: str, page: str) -> list[str]:
+    return [] if url.startswith((page, "data:")) else [url]
+
+
+def expect_text(page: Page, text: str) -> None:
+    expect(page.locator("body")).to_contain_text(text, timeout=1000 * PATIENCE_SECONDS)
+
+
+def announce_degraded(stage: Stage) -> None:
+    stage.tell(1, 0, 8)
+    stage.tell(2, 0, 4)
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1440, "light"), (375, "dark")])
+def test_page_is_usable_by_everybody(
+    browser: Browser, stage: Stage, width: int, scheme: str
+) -> None:
+    announce_degraded(stage)
+    with open_page(browser, stage, width, scheme) as page:
+        expect_text(page, "A single peer serves blocks 4:8.")
+        expect(page.locator(".chart canvas")).to_have_count(2)
+
+        violations = Axe().run(page).response["violations"]
+
+        assert [(one["id"], one["impact"]) for one in violations] == []
+        wider = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        assert wider <= 0
+        page.keyboard.press("Tab")
+        reached = [page.evaluate("document.activeElement.className || document.activeElement.name")]
+        for _ in range(3):
+            page.keyboard.press("Tab")
+            reached.append(page.evaluate("document.activeElement.name"))
+        assert reached[0] == "scroll"
+        assert reached[1:3] == ["lose", "room"]
+
+
+def test_page_follows_the_swarm_without_being_loaded_again(browser: Browser, stage: Stage) -> None:
+    stage.tell(1, 0, 8)
+    stage.tell(2, 0, 8)
+    with open_page(browser, stage, 1440) as page:
+        expect_text(page, "Every block of every model has two replicas or more.")
+        page.evaluate("window.isSame = true")
+
+        stage.tell(2, 4, 8)
+        expect_text(page, "A single peer serves blocks 0:4.")
+        row = page.locator(f"tr[data-id='{identity_of(2).peer_id}']")
+        expect(row).to_contain_text("4:8")
+        expect_text(page, "moved …")
+        stage.tell(1, 0, 8, state=PeerState.OFFLINE)
+        expect_text(page, "No peer serves blocks 0:4.")
+        expect(page.locator("#health")).to_contain_text("failing")
+        stage.tell(3, 0, 8)
+        expect(page.locator("table.peers tbody tr")).to_have_count(3)
+        expect_text(page, "A single peer serves blocks 0:4.")
+
+        stage.is_silent = True
+        expect_text(page, "No directory answers")
+        expect(page.locator("table.peers tbody tr")).to_have_count(3)  # what was known
+        stage.is_silent = False
+        expect(page.locator("#health")).to_contain_text("degraded")
+        assert page.evaluate("window.isSame")
+
+
+def test_text_of_strangers_stays_text(browser: Browser, stage: Stage) -> None:
+    stage.tell(1, 0, 8, software=HTML)
+    with open_page(browser, stage, 1440) as page:
+        cell = page.locator("td[data-column=software]")
+        expect(cell).to_have_text(HTML)
+
+        stage.tell(1, 0, 8, software=HTML.replace("x", "y"))
+
+        expect(cell).to_have_text(HTML.replace("x", "y"))
+        assert page.locator("main img").count() == 0
+        assert page.title() == "degraded: shoal monitor"
+
+
+def test_what_if_is_answered(browser: Browser, stage: Stage) -> None:
+    announce_degraded(stage)
+    with open_page(browser, stage, 1440) as page:
+        expect_text(page, "A single peer serves blocks 4:8.")
+
+        page.fill("input[name=lose]", identity_of(1).peer_id[-8:])
+        page.fill("input[name=room]", "4")
+        page.click("text=What then?")
+
+        expect_text(page, "No peer serves blocks 4:8.")
+        expect_text(page, "A machine with room for 4 blocks would serve blocks 4:8.")
+
+
+def test_page_says_that_its_monitor_is_gone(browser: Browser) -> None:
+    with Stage() as stage:
+        announce_degraded(stage)
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(stage.page)
+        expect_text(page, "A single peer serves blocks 4:8.")
+        expect(page.locator("#connection")).to_be_hidden()
+
+    expect(page.locator("#connection")).to_be_visible(timeout=1000 * PATIENCE_SECONDS)
+    context.close()
