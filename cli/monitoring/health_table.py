@@ -42,7 +42,6 @@ def _show_model(model: ModelPanel, terminal: Terminal) -> None:
 
 
 def _make_row(peer: PeerRow) -> tuple[str, ...]:
-    state = peer.state if peer.visibility == "seen" else peer.visibility
     speed = peer.loaded_decode_steps_per_second or peer.decode_steps_per_second
     rtt = "no answer" if peer.fault else "-"
     if peer.rtt_seconds is not None and not peer.fault:
@@ -50,7 +49,7 @@ def _make_row(peer: PeerRow) -> tuple[str, ...]:
     return (
         f"…{peer.peer_id[-_ENDING_CHARACTERS:]}",
         peer.span,
-        state,
+        peer.shown_state,
         f"{1000 * peer.queue_seconds:.1f} ms",
         "-" if speed is None else f"{speed:.3g}",
         rtt,

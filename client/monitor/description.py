@@ -40,6 +40,11 @@ class PeerRow:
     fault: str
     """Why the last dial was in vain; empty if it was not."""
 
+    @property
+    def shown_state(self) -> str:
+        """How it announces itself, while it is there."""
+        return self.state if self.visibility == str(Visibility.SEEN) else self.visibility
+
 
 @dataclass(frozen=True)
 class ModelPanel:

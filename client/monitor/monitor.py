@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 
 from ...protocol.ids import ModelId
 from .collector import READ_SECONDS, Collector, SwarmAccess
 from .description import Description, describe
 from .history import DepthChange, History
-from .state import Change, Event, SwarmState
+from .state import Change, Event, EventKind, SwarmState
 
 _NUM_EVENTS = 50
 """Events that are shown."""
@@ -27,6 +28,8 @@ class Monitor:
         """Grows with every change."""
         self.history_revision = 0
         """Grows with every event."""
+        self.num_events: Counter[EventKind] = Counter()
+        """Events since the monitor began."""
         self._collector = Collector(access, self._take, read_seconds)
         self._changed = asyncio.Event()
         self._events: Sequence[Event] = history.list_events(_NUM_EVENTS)
@@ -60,6 +63,7 @@ class Monitor:
         state, events = change
         self.history.take(state, events, self.clock.wall())
         if events:
+            self.num_events.update(event.kind for event in events)
             self._events = self.history.list_events(_NUM_EVENTS)
             self.history_revision += 1
         self.revision += 1

@@ -29,6 +29,7 @@ from ..monitor import Monitor
 from ..replica_depth import count_thin_times, list_areas
 from ..state import SwarmState, WatchedModel
 from ..what_if import ChoosePlace, imagine_loss, imagine_newcomer
+from .metrics import CONTENT_TYPE, write_metrics
 from .view import COLUMNS, make_view, name_of
 
 _FOLDER = Path(__file__).parent
@@ -69,6 +70,7 @@ class Page:
                 Route("/model/{model_id}/history.json", self._send_history),
                 Route("/what-if", self._show_what_if),
                 Route("/healthz", _show_alive),
+                Route("/metrics", self._send_metrics),
                 Mount("/static", StaticFiles(directory=_FOLDER / "static")),
             ],
             middleware=[
@@ -89,6 +91,10 @@ class Page:
 
     async def _send_state(self, request: Request) -> Response:
         return JSONResponse(asdict(self.monitor.describe()))
+
+    async def _send_metrics(self, request: Request) -> Response:
+        text = write_metrics(self.monitor.describe(), self.monitor.num_events)
+        return Response(text, media_type=CONTENT_TYPE)
 
     async def _send_events(self, request: Request) -> Response:
         return StreamingResponse(self._list_updates(), media_type="text/event-stream")

@@ -96,7 +96,7 @@ def _make_row(peer: PeerRow, described: Description) -> dict[str, Any]:
         "dialled_at": _find_time(described, peer.dialled_seconds_ago),
         "peer": _shorten(peer.peer_id),
         "span": peer.span,
-        "state": peer.state if peer.visibility == "seen" else peer.visibility,
+        "state": peer.shown_state,
         "rtt": _show_rtt(peer),
         "queue": _show_ms(peer.queue_seconds),
         "decode": _show_number(peer.loaded_decode_steps_per_second or peer.decode_steps_per_second),

@@ -163,6 +163,10 @@ def test_killed_peer_is_lost_and_its_blocks_have_a_single_replica(
     assert [area[:2] + area[4:] for area in history["areas"]][-2:] == [[0, 2, 1], [2, 4, 2]]
     assert history["thin"][0] == ["to 1 min", 2]
 
+    status, metrics, headers = ask(page, "/metrics")
+    assert (status, headers["content-type"].partition(";")[0]) == (200, "text/plain")
+    assert b'shoal_swarm_events_total{kind="lost"} 1.0' in metrics
+
     assert main(["monitor", "--once", "--initial-peers", *swarm.initial_peers]) == 1
     assert "Blocks with a single replica: 0:2" in capsys.readouterr().out
 
