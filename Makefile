@@ -21,7 +21,7 @@ MOVED := $(if $(filter-out $(shell cat .venv/checkout 2>/dev/null),$(CURDIR)),FO
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
-.PHONY: help demo swarm test test-fast chaos check bench constraints clean FORCE
+.PHONY: help demo swarm monitor-demo test test-fast chaos check bench constraints clean FORCE
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -32,6 +32,9 @@ demo: .venv/installed  ## watch a swarm on this machine survive the kill of a pe
 
 swarm: .venv/installed  ## run PEERS=3 peers of MODEL on this machine until Ctrl-C
 	@.venv/bin/shoal swarm "$(MODEL)" --peers $(PEERS) $(ARGS)
+
+monitor-demo: .venv/installed  ## watch the health of a swarm on a web page while a peer dies and one joins
+	@$(RUN) examples/watch_a_swarm.py $(ARGS)
 
 # Files of tests run JOBS at a time; threads of torch that wait for each other would spin meanwhile.
 TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=

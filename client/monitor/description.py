@@ -97,6 +97,8 @@ class Description:
     @property
     def sentence(self) -> str:
         """The state of the swarm in one sentence."""
+        if self.age_seconds is None and not self.error:
+            return "The swarm is being joined."
         if self.health == str(Health.UNKNOWN):
             since = "" if self.age_seconds is None else f" for {self.age_seconds:.0f} s"
             return f"No directory answers{since}: what is shown is what was known before."

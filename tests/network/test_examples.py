@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -32,9 +34,26 @@ def run(script: Path, folder: Path) -> list[str]:
     return process.stdout.splitlines()
 
 
-@pytest.mark.parametrize("name", ["lora.py", "prompt_classifier.py"])
+@pytest.mark.parametrize("name", ["lora.py", "prompt_classifier.py", "watch_a_swarm.py"])
 def test_examples_are_short(name: str) -> None:
     assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < MAX_LINES
+
+
+def test_watched_swarm_loses_a_peer_and_gets_another(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", str(EXAMPLES / "watch_a_swarm.py"), "0.1", "127.0.0.1:0"]
+    with warm_python.Popen(
+        command, starts_peers=True, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        lines = [process.stdout.readline().decode() for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == b""
+
+    assert process.returncode == 0
+    assert sorted(line.split()[0] for line in lines)[0] == "Killed"
+    assert any("http://127.0.0.1:" in line for line in lines)
+    assert any(line.endswith("joined, blocks 4:8.\n") for line in lines)
 
 
 @pytest.mark.thorough  # soft prompts and heads are shown by tests/petals_interface
