@@ -135,7 +135,8 @@ async def open_access(
     selection = None
     if relays:
         peer_id = id_of(p2p)
-        selection = RelaySelection(RelayReservations(p2p), peer_id, clock, relays)
+        reservations = RelayReservations(p2p)
+        selection = RelaySelection(reservations, peer_id, clock, relays, place.rules)
     return await _begin(p2p, place, membership, peers, selection, reach)
 
 

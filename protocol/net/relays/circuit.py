@@ -83,9 +83,9 @@ class RelayReservations:
     async def reserve(self, relay: Relay, *ways: Relay) -> None:
         """Make a reservation at a relay, or renew the one that we have; raises ShoalError.
 
-        It may be reached in other `ways` than the one by which others know it.
+        It is dialled at `ways`, where there are any, and else where others know it.
         """
-        addresses = [str(way).removesuffix(f"/p2p/{way.peer_id}") for way in {relay, *ways}]
+        addresses = [str(way).removesuffix(f"/p2p/{way.peer_id}") for way in ways or (relay,)]
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await connect(self._p2p, relay.peer_id, *addresses)

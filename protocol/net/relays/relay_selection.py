@@ -8,14 +8,16 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 
-from ...endpoints import Relay
-from ...errors import DirectoryError, ShoalError
+from ...endpoints import Endpoint, Relay
+from ...errors import DirectoryError, ShoalError, UnavailableError
 from ...ids import PeerId
 from ...records.announcements import Announcement
 from ..clock import Clock
 from ..retry import Backoff, Backoffs
-from .circuit import RelayReservations
+from ..tcp.dial_rules import DialRules
+from .circuit import ANSWER_SECONDS, RelayReservations
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +56,13 @@ class RelaySelection:
         peer_id: PeerId,
         clock: Clock,
         initial: Sequence[Relay],
+        rules: DialRules | None,
     ) -> None:
-        """Begin with the best ones of `initial`, which may have several addresses, best first."""
+        """Begin with the best ones of `initial`, which may have several addresses, best first.
+
+        Addresses that are only announced are dialled by the `rules`; without them, all are.
+        """
+        self._rules = rules
         self._reservations = reservations
         self._peer_id = peer_id
         self._clock = clock
@@ -119,7 +126,8 @@ class RelaySelection:
 
     async def _reserve(self, relay: Relay) -> bool:
         try:
-            await self._reservations.reserve(relay, *self._ways.get(relay.peer_id, ()))
+            ways = await self._list_ways(relay)
+            await self._reservations.reserve(relay, *ways)
         except ShoalError as error:
             log.info("the relay %s granted no reservation: %s", relay, error)
             self._renewed_at.pop(relay.peer_id, None)
@@ -131,6 +139,21 @@ class RelaySelection:
         self._failures.note_success(relay.peer_id)
         self._renewed_at[relay.peer_id] = self._clock.now()
         return True
+
+    async def _list_ways(self, relay: Relay) -> list[Relay]:
+        """Return the addresses to dial a relay at; raises UnavailableError when there are none."""
+        ways = {relay, *self._ways.get(relay.peer_id, ())}
+        if self._rules is None:
+            return list(ways)
+        allowed = [way for way in ways if way in self._initial]
+        for way in ways.difference(allowed):
+            with suppress(UnavailableError):
+                place = Endpoint(way.host, way.port)
+                found = await self._rules.locate(place, ANSWER_SECONDS / len(ways))
+                allowed.append(Relay(found.host, found.port, way.peer_id))
+        if not allowed:
+            raise UnavailableError(f"{relay} is at no address that this peer may dial")
+        return allowed
 
 
 def _group(relays: Iterable[Relay]) -> dict[PeerId, list[Relay]]:

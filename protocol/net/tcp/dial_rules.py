@@ -66,6 +66,14 @@ class DialRules:
 
         Raises UnavailableError when there is none, NotDialledError when it may have others' fault.
         """
+        allowed = await self.locate(endpoint, timeout_seconds)
+        is_known = is_loopback(allowed.host) or allowed in self._reached
+        if not is_known and self._count_failures(allowed.host) >= _MAX_FAILURES:
+            raise NotDialledError(f"too many dials of {endpoint.host} have failed in this minute")
+        return allowed
+
+    async def locate(self, endpoint: Endpoint, timeout_seconds: float) -> Endpoint:
+        """Do as `resolve` does, however many dials have failed: where another limit bounds them."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 address = await _resolve(endpoint.host)
@@ -76,11 +84,7 @@ class DialRules:
             raise UnavailableError(f"nobody says which address {endpoint.host} has") from error
         if network is not None and not _is_shared(address, network, own):
             raise UnavailableError(f"{endpoint} is in a network that this peer does not share")
-        allowed = replace(endpoint, host=address)
-        is_known = is_loopback(address) or allowed in self._reached
-        if not is_known and self._count_failures(address) >= _MAX_FAILURES:
-            raise NotDialledError(f"too many dials of {endpoint.host} have failed in this minute")
-        return allowed
+        return replace(endpoint, host=address)
 
     def note_failure(self, address: str) -> None:
         """Count a dial that did not lead to a peer."""

@@ -17,6 +17,7 @@ from shoal.protocol.errors import DirectoryError, RemoteProtocolError, Unavailab
 from shoal.protocol.ids import ModelId, PeerId
 from shoal.protocol.net.relays.circuit import RelayReservations, read_relay_answer
 from shoal.protocol.net.relays.relay_selection import NUM_RELAYS, RelaySelection, rank_relays
+from shoal.protocol.net.tcp.dial_rules import DialRules
 from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
 
@@ -70,7 +71,7 @@ class Relays(RelayReservations):
 
     async def reserve(self, relay: Relay, *ways: Relay) -> None:
         self.asked[relay] += 1
-        self.ways = {way.host for way in (relay, *ways)}
+        self.ways = {way.host for way in ways or (relay,)}
         if relay in self.silent:
             await asyncio.sleep(4.0)
             raise UnavailableError("does not answer")
@@ -80,7 +81,8 @@ class Relays(RelayReservations):
 
 
 def select_among(relays: Relays, *numbers: int) -> RelaySelection:
-    return RelaySelection(relays, ME, VirtualClock(), [make_relay(number) for number in numbers])
+    initial = [make_relay(number) for number in numbers]
+    return RelaySelection(relays, ME, VirtualClock(), initial, None)
 
 
 async def test_lost_relay_gives_way_to_one_that_is_announced() -> None:
@@ -178,7 +180,7 @@ async def test_many_silent_relays_keep_nobody_from_one_that_answers() -> None:
     relays.silent, relays.living = set(ranked[:8]), {ranked[8]}
     for relay in ranked:
         relays.announce(relay)
-    selection = RelaySelection(relays, ME, VirtualClock(), [])
+    selection = RelaySelection(relays, ME, VirtualClock(), [], None)
 
     for _ in range(4):
         await selection.renew(relays.search)
@@ -313,7 +315,7 @@ async def test_relay_is_tried_at_all_its_addresses_and_known_by_the_first() -> N
             endpoints=tuple(Endpoint(host, 5000, "0" * 64) for host in (relay.host, inside.host)),
         )
     ]
-    selection = RelaySelection(relays, ME, VirtualClock(), [inside])
+    selection = RelaySelection(relays, ME, VirtualClock(), [inside], None)
     relays.living.add(inside)
 
     await selection.renew(relays.search)
@@ -322,6 +324,22 @@ async def test_relay_is_tried_at_all_its_addresses_and_known_by_the_first() -> N
     relays.living = {relay}
     assert await selection._reserve(relay)
     assert relays.ways == {relay.host, inside.host}
+
+
+async def test_relay_that_a_stranger_announces_is_dialled_by_the_rules_of_the_peer() -> None:
+    """Its address may be one of the network of this peer, which p2pd would connect to."""
+    relays, inside = Relays(), Relay("10.0.0.7", 22, PeerId("relay 1"))
+    relays.living = {inside}
+    relays.announce(inside)
+    rules = DialRules(VirtualClock(), ["203.0.113.1"])
+    selection = RelaySelection(relays, ME, VirtualClock(), [], rules)
+
+    await selection.renew(relays.search)
+
+    assert relays.asked == {}
+    selection = RelaySelection(relays, ME, VirtualClock(), [inside], rules)  # the owner says so
+    await selection.renew(relays.search)
+    assert selection.relays == (inside,)
 
 
 def test_relay_of_several_addresses_counts_once() -> None:
