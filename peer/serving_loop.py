@@ -62,7 +62,7 @@ class ServingLoop:
         self.description.planned = span
         await self.announcer.announce(PeerState.JOINING)
         tasks.begin(self.announcer.run())
-        tasks.begin(tell_news(placer.read_known, self.announcer, self.report))
+        tasks.begin(tell_news(placer.read_known, placer.list_revoked, self.announcer, self.report))
         kept: dict[int, HostedBlock] = {}
         origin: Span | None = None
         while span is not None:

@@ -28,7 +28,7 @@ from .placement import (
     decide_placement,
 )
 from .roll_call import RollCall
-from .supply import Room, Supply, may_count
+from .supply import Room, Supply, list_surplus, may_count
 
 _logger = logging.getLogger(__name__)
 
@@ -120,8 +120,12 @@ class Placer:
             if intent is not None:
                 uncounted = await self._call_hosts(view, Span(0, self._model.num_blocks))
             # Those behind relays cannot be dialled, and the others can be told from made-up ones.
-            relayed = {peer.peer_id for peer in view.peers if not peer.endpoints}
-            supply = self._count(view, set(uncounted) - relayed)
+            relayed = [peer for peer in view.peers if not peer.endpoints]
+            surplus = list_surplus(
+                [peer for peer in relayed if peer.peer_id != self._announcer.peer_id]
+            )
+            dialled = set(uncounted).difference(peer.peer_id for peer in relayed)
+            supply = self._count(view, dialled.union(surplus))
             decision = self._decide(supply, None, intent)
             assert decision.span is not None
             has_choice = len(decision.span) < self._model.num_blocks and supply.rows
@@ -208,6 +212,10 @@ class Placer:
         """Return the swarm as it is known here, without asking anybody."""
         now, records = self._clock.wall(), self._directory.records
         return self._view(records.list_current(self._model.model_id, now))
+
+    def list_revoked(self) -> Collection[PeerId]:
+        """Return the peers that the owner of the swarm has removed, as far as is known here."""
+        return self._directory.records.revocations.peer_ids
 
     async def _look(self, max_age_seconds: float = 0.0) -> SwarmView:
         return self._view(await self._directory.lookup(self._model.model_id, max_age_seconds))

@@ -234,6 +234,23 @@ def may_count(peer: Announcement, view: SwarmView) -> bool:
     )
 
 
+def list_surplus(undialled: Sequence[Announcement]) -> set[PeerId]:
+    """Return which hosts that cannot be dialled do not count: all but one for each block.
+
+    Two that are made up would else keep everybody away from a gap; to a block with a single one a
+    newcomer goes as long as it finds no gap.
+    """
+    covered: set[int] = set()
+    surplus: set[PeerId] = set()
+    for host in sorted(undialled, key=lambda host: len(host.span), reverse=True):
+        blocks = range(host.span.start, host.span.stop)
+        if covered.isdisjoint(blocks):
+            covered.update(blocks)
+        else:
+            surplus.add(host.peer_id)
+    return surplus
+
+
 def _read_rate(peer: Announcement) -> float:
     """Return a peer's steps per second by its announcement; NaN when it has not measured yet."""
     rate = peer.decode_steps_per_second

@@ -5,7 +5,7 @@ that the peer relays.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from ...protocol.ids import PeerId
 from ...protocol.records.announcements import Announcement, PeerState
@@ -33,9 +33,10 @@ class SwarmNews:
         self._is_lost = False
         self._has_relayed = False
 
-    def look(self, view: SwarmView) -> list[PeerEvent]:
-        """Return what is new in a view."""
+    def look(self, view: SwarmView, revoked: Collection[PeerId] = ()) -> list[PeerEvent]:
+        """Return what is new in a view; peers that were `revoked` have left."""
         others = [peer for peer in view.peers if peer.peer_id != self._own_id]
+        self._heard_of.difference_update(revoked)
         return [*self._look_at_others(others), *self._look_at_blocks(view)]
 
     def _look_at_others(self, others: Sequence[Announcement]) -> Iterator[PeerEvent]:
@@ -74,7 +75,12 @@ def _list_blocks(spans: Sequence[Span]) -> set[int]:
     return {block for span in spans for block in range(span.start, span.stop)}
 
 
-async def tell_news(read: Callable[[], SwarmView], announcer: Announcer, report: Report) -> None:
+async def tell_news(
+    read: Callable[[], SwarmView],
+    list_revoked: Callable[[], Collection[PeerId]],
+    announcer: Announcer,
+    report: Report,
+) -> None:
     """Look again and again at what is known of a swarm, and report what is new.
 
     Only while the peer is ONLINE: before and behind that its own blocks may be missing.
@@ -83,5 +89,5 @@ async def tell_news(read: Callable[[], SwarmView], announcer: Announcer, report:
     while True:
         await asyncio.sleep(max(announcer.period_seconds, _LEAST_SECONDS))
         if announcer.state is PeerState.ONLINE:
-            for event in news.look(read()):
+            for event in news.look(read(), list_revoked()):
                 report(event)

@@ -86,6 +86,15 @@ def test_loss_of_all_others_is_told_with_what_it_costs_and_so_is_their_return() 
     assert host.hear(OTHER) == ["found", "gap_closed"]
 
 
+def test_peer_that_the_owner_revoked_is_not_lost() -> None:
+    news = SwarmNews(identity_of(1).peer_id)
+    news.look(SwarmView.from_announcements(MODEL, [OWN, OTHER], NOW))
+
+    alone = SwarmView.from_announcements(MODEL, [OWN], NOW)
+
+    assert "lost" not in [event.name for event in news.look(alone, [OTHER.peer_id])]
+
+
 def test_others_that_say_goodbye_are_not_lost() -> None:
     host = Host()
     host.look(OTHER)

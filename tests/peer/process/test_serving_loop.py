@@ -532,8 +532,7 @@ async def test_newcomer_goes_where_hosts_are_only_made_up(world: World, num_made
 
 @in_world()
 async def test_hosts_behind_relays_are_not_taken_for_absent(world: World) -> None:
-    """They cannot be dialled from here, and a newcomer has to leave their blocks to them."""
-    world.add(span=Span(0, 4))
+    """They cannot be dialled from here, and a newcomer closes a gap before it doubts them."""
     for number in range(2):
         await world.make_up(100 + number, Span(4, 8), is_relayed=True)
     await asyncio.sleep(PERIOD_SECONDS)
@@ -542,6 +541,21 @@ async def test_hosts_behind_relays_are_not_taken_for_absent(world: World) -> Non
     await asyncio.sleep(PERIOD_SECONDS)
 
     assert newcomer.span == Span(0, 4)
+
+
+@in_world()
+async def test_hosts_behind_relays_that_nobody_dialled_count_as_one(world: World) -> None:
+    """They may be made up, as many as somebody likes."""
+    for _ in range(2):
+        world.add(span=Span(0, 4))
+    for number in range(3):
+        await world.make_up(100 + number, Span(4, 8), is_relayed=True)
+    await asyncio.sleep(PERIOD_SECONDS)
+
+    newcomer = world.add()
+    await asyncio.sleep(PERIOD_SECONDS)
+
+    assert newcomer.span == Span(4, 8)
 
 
 @in_world()
