@@ -406,10 +406,10 @@ class PeerBook:
                 await self._read()
                 self._refreshed_at = self.clock.now()
             finally:
-                self._take_view()
+                self.take_view()
         return self.view
 
-    def _take_view(self) -> None:
+    def take_view(self) -> None:
         """Make a view of all that is known now."""
         now = self.clock.wall()
         usable = filter(self._may_use, self._list_known(now))

@@ -153,9 +153,12 @@ class HopFinder:
         Once a peer has declined for good, only others that are there now may help: a caller
         that asked for too much gets the refusal at once.
         """
-        # Somebody waits for the next token: the view at hand comes first, however old. If it led
+        # Somebody waits for the next token: what is known here comes first, however old. If it led
         # to nobody, newcomers must be seen before silent peers are asked once more.
-        max_age_seconds = math.inf if missing.position > 0 else self._state.config.refresh_seconds
+        max_age_seconds = self._state.config.refresh_seconds
+        if missing.position > 0:
+            self._state.book.take_view()
+            max_age_seconds = math.inf
         wait = functools.partial(
             self._state.swarm.wait_for_route,
             missing.span,

@@ -242,6 +242,27 @@ async def test_session_and_idle_client_outlive_everybody_whom_they_have_met(
         assert torch.allclose(torch.cat([begun, rest], dim=1), expected, atol=1e-5)
 
 
+async def test_session_goes_on_with_a_peer_that_others_told_of_before_anybody_is_asked(
+    tiny_models: Any,
+) -> None:
+    """A directory that answers nobody any more would take two seconds."""
+    async with open_world(tiny_models) as world:
+        await world.add("old", WHOLE)
+        client = await world.join()
+        inputs = draw(1, 6)
+        async with client.open_session() as running:
+            await running.step(inputs[:, :4])
+            await world.add("new", WHOLE)
+            await asyncio.sleep(OVERLAP_SECONDS)
+            world.kill("old")
+            client.directory.is_silent = True
+            num_looks = client.directory.num_looks
+
+            await running.step(inputs[:, 4:])
+
+            assert client.directory.num_looks == num_looks
+
+
 async def test_swarm_whose_directory_is_dead_goes_on_and_heals(tiny_models: Any) -> None:
     async with open_world(tiny_models) as world:
         peers = [await world.add(f"peer{number}", span) for number, span in enumerate(HALVES)]
