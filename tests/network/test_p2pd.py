@@ -19,7 +19,7 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from libp2p_parts import connected_p2pds
 from processes import is_running
 
-from shoal.protocol.errors import DirectoryError, P2pdEndedError, ShoalError
+from shoal.protocol.errors import DirectoryError, P2pdEndedError, ShoalError, UnavailableError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import PeerId, SessionId
 from shoal.protocol.messages.records import (
@@ -37,6 +37,7 @@ from shoal.protocol.net.libp2p.p2p_daemon import (
     MAX_MESSAGE_BYTES,
     OwnGroupP2P,
     child_of,
+    connect,
     list_relays,
     open_byte_stream,
     start_reading_p2pd,
@@ -183,6 +184,27 @@ async def test_questions_that_nobody_waits_for_any_more_are_forgotten() -> None:
 
         # hivemind's loop has the last one at hand.
         assert len(asked._client.control._handler_tasks) <= 1
+
+
+async def test_end_of_p2pd_leaves_no_task_that_waits_for_ever() -> None:
+    """A client that was thrown away would have it destroyed, and the user told."""
+    async with connected_p2pds() as (_, (asker,)), asyncio.timeout(PATIENCE_SECONDS):
+        control = asker._client.control
+        os.kill(child_of(asker).pid, signal.SIGKILL)
+
+        await asyncio.wait([control._read_task])
+
+        assert control._write_task.done()
+
+
+async def test_address_where_nobody_answers_is_named_without_the_words_of_libp2p() -> None:
+    async with connected_p2pds() as (_, (asker,)):
+        address, peer_id = "/ip4/127.0.0.1/tcp/9", Identity(bytes([9]) * 32).peer_id
+
+        with pytest.raises(UnavailableError) as refusal:
+            await connect(asker, peer_id, address)
+
+    assert str(refusal.value) == f"nobody answers at {address}: connection refused"
 
 
 async def test_two_questions_under_one_id_are_answered_without_a_complaint() -> None:

@@ -136,8 +136,12 @@ class HivemindDirectory:
             if not others:
                 raise
             membership = membership or make_public(swarm_id)
-            _logger.warning("%s; trying the addresses of the last time", error)
-            return await cls._join(others, place, clock, membership, known)
+            try:
+                directory = await cls._join(others, place, clock, membership, known)
+            except DirectoryError:
+                raise error from None  # it names what the user gave
+            _logger.warning("%s; joined through an address of the last time instead", error)
+            return directory
 
     @classmethod
     async def _join(

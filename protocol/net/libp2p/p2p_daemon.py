@@ -360,7 +360,8 @@ async def _read_on(control: Any, reader: asyncio.StreamReader) -> None:
         for asked in control._pending_calls.values():
             if not asked.done():
                 asked.set_exception(P2PDaemonError("the p2pd process has ended"))
-        await cancel_all(handling.values())
+        # Nobody would end the writer, which waits for the next question.
+        await cancel_all(filter(None, (*handling.values(), control._write_task)))
 
 
 async def _write_on(control: Any, writer: asyncio.StreamWriter) -> None:
@@ -452,11 +453,17 @@ async def _ask(
     return answer, reader, writer
 
 
+_REASONS = ("connection refused", "network is unreachable", "no route to host")
+"""The reasons for which p2pd reaches nobody that people know."""
+
+
 def _explain(error: ControlFailure, where: str) -> ShoalError:
     if "peer id mismatch" in str(error):
         return RemoteProtocolError(f"another peer answers at {where}")
-    reason = " ".join(str(error).removeprefix("Connect failed. msg=").split())
-    return UnavailableError(f"nobody answers at {where}: {reason:.200}")
+    # What libp2p says is a list of its attempts, each with addresses and Go's words.
+    _logger.debug("p2pd reaches nobody at %s: %s", where, error)
+    found = next((reason for reason in _REASONS if reason in str(error)), "")
+    return UnavailableError(f"nobody answers at {where}" + (f": {found}" if found else ""))
 
 
 def name_dialler(info: Any) -> Tenant:
