@@ -41,6 +41,8 @@ MAX_CODE_CHARACTERS = 4096
 """More than 8 of the longest addresses take."""
 
 _VERSION = 1
+_MOST_VERSION = 15
+"""Any other first byte than those up to this one is no version, but a mistake."""
 _HEADER_BYTES = 4
 _CHECKSUM_BYTES = 4
 _MAX_TEXT_BYTES = 255
@@ -111,7 +113,7 @@ def _decode(text: str) -> bytes:
     if len(text) > MAX_CODE_CHARACTERS:
         raise UsageError(f"a join code of {len(text)} characters is too long; copy one code only")
     packed, is_even = _decode_base32(body)
-    if len(packed) >= 1 and packed[0] != _VERSION:
+    if len(packed) >= _HEADER_BYTES and _VERSION < packed[0] <= _MOST_VERSION:
         raise UsageError(
             "the join code was mistyped; copy all of it. If it is right, a newer shoal has made it "
             f"(version {packed[0]}): update shoal"
