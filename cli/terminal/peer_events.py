@@ -45,11 +45,12 @@ def print_for_people(event: PeerEvent) -> None:
     elif event.name == "directory":
         if not facts["relays"]:
             terminal.print("Joined the directory. Others can join through:")
-            for address in facts["dialled"]:
-                terminal.print(f"  {address}")
         _print_reach(terminal, facts)
     elif event.name == "addresses":
-        terminal.print(f"{time.strftime('%H:%M:%S')} The addresses of this peer have changed.")
+        sentence = "The addresses of this peer have changed."
+        if not facts["relays"]:
+            sentence += " Others can join through:"
+        terminal.print(f"{time.strftime('%H:%M:%S')} {sentence}")
         _print_reach(terminal, facts)
         if facts["reach"] in ("inside", "nobody"):
             terminal.print("Start it again, and it looks for a relay.")
@@ -69,7 +70,9 @@ def print_for_people(event: PeerEvent) -> None:
 
 
 def _print_reach(terminal: Terminal, facts: dict[str, Any]) -> None:
-    """Print from where others reach the peer, and the codes that say so."""
+    """Print at which addresses and from where others reach the peer, and the codes that say so."""
+    for address in [] if facts["relays"] else facts["dialled"]:
+        terminal.print(f"  {address}")
     for line in _describe_reach(facts):
         for part in terminal.wrap(line):
             terminal.print(part)
@@ -182,7 +185,7 @@ def _describe_event(event: PeerEvent) -> Iterator[str]:
     elif event.name == "found":
         yield "Other peers are there again."
     elif event.name == "relaying":
-        yield "Relays for a peer that nobody can dial (--no-relay turns this off)."
+        yield "Other peers are now reached through this one (--no-relay turns this off)."
     elif event.name == "left":
         yield "Left the swarm."
 

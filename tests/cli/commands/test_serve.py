@@ -124,7 +124,7 @@ ONLINE = {
         ("gap_closed", {}, "All blocks have a peer again."),
         ("lost", {"peers": 1}, "No sign of other peers any more: either all"),
         ("found", {"peers": 1}, "Other peers are there again."),
-        ("relaying", {"peers": 1}, "Relays for a peer that nobody can dial (--no-relay"),
+        ("relaying", {"peers": 1}, "Other peers are now reached through this one (--no-relay"),
         ("left", {}, "Left the swarm."),
     ],
 )
@@ -248,6 +248,7 @@ def test_peer_says_that_its_addresses_have_changed(monkeypatch: pytest.MonkeyPat
 
     assert re.match(r"\d\d:\d\d:\d\d The addresses of this peer have changed\.", screen.text)
     assert "from the internet at 10.0.0.1:4002." in screen.text
+    assert "  /ip4/10.0.0.1/tcp/4001" in screen.text.splitlines()
 
 
 @pytest.mark.parametrize(
