@@ -24,6 +24,7 @@ _COMMANDS = {
     "revoke": "remove peers from a private swarm",
     "swarm": "run a whole swarm on this machine until Ctrl-C",
     "generate": "generate text with a swarm",
+    "chat": "talk with a model over a swarm",
     "finetune": "fine-tune a model with your own data through a swarm",
     "publish": "publish an adapter to a swarm until Ctrl-C",
     "models": "list the models that a swarm serves",

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from ...protocol.errors import UsageError
 from ...protocol.net.addresses import check_can_be_dialled
-from ...protocol.net.libp2p.multiaddrs import PeerAddress
 from ..options.bundled_model import find_model
 from ..options.join_options import add_join_arguments, quote_swarm, read_joining
 from ..options.quantities import count_of, parse_host, parse_listen
@@ -47,8 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Examine a swarm; return 0 when nothing is broken, else 1."""
     joining = read_joining(options)
-    for address in joining.addresses:
-        PeerAddress.parse(address)
     name = find_model(options.model)
     place = _read_place(options)
     screen = None if options.json else _Screen(Terminal(sys.stdout))

@@ -18,7 +18,7 @@ from ...protocol.errors import DirectoryError, UsageError
 from ...protocol.net.clock import SystemClock
 from ...protocol.net.dht.internet import InternetNetwork, Listening
 from ...protocol.spans import Span
-from ..options.bundled_model import find_model
+from ..options.bundled_model import find_commit, find_model
 from ..options.join_options import (
     add_join_arguments,
     choose_swarm,
@@ -132,15 +132,17 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> bool:
     report = print_json if options.json else print_for_people
     config = _make_config(options)
+    listening = _make_listening(config)
     _show_losses_of_the_directory()
     with quitting_at_once(options.json), importing_much():
+        find_commit(config.model)  # or say at once that there is none
         from ...peer import peer  # noqa: F401 (seconds of torch, before the loop is there)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         if addresses := list_addresses_of_new(options):
             runner.run(_check_is_new(config, addresses))
         if options.new_swarm and not options.join and options.listen != "127.0.0.1":  # --local
             report = partial(_report_with_last_swarm, report)
-        return runner.run(_serve(config, report, options.end_with_stdin))
+        return runner.run(_serve(config, listening, report, options.end_with_stdin))
 
 
 def _show_losses_of_the_directory() -> None:
@@ -192,6 +194,17 @@ def _report_with_last_swarm(report: Report, event: PeerEvent) -> None:
         report(PeerEvent("last_swarm", facts))
 
 
+def _make_listening(config: PeerConfig) -> Listening:
+    return Listening(
+        config.listen_host,
+        config.listen_port,
+        config.directory_port,
+        config.announce_host,
+        config.is_relay,
+        config.maps_ports,
+    )
+
+
 async def _check_is_new(config: PeerConfig, addresses: Sequence[str]) -> None:
     """Raise UsageError where somebody answers in a swarm that is to begin."""
     network = InternetNetwork(SystemClock(), addresses, config.membership)
@@ -204,7 +217,9 @@ async def _check_is_new(config: PeerConfig, addresses: Sequence[str]) -> None:
     raise UsageError("the swarm of this code runs already: leave out --new-swarm to join it")
 
 
-async def _serve(config: PeerConfig, report: Report, end_with_stdin: bool) -> bool:
+async def _serve(
+    config: PeerConfig, listening: Listening, report: Report, end_with_stdin: bool
+) -> bool:
     """Run the peer until a signal stops it; return whether it was online."""
     _allow_many_files()
     stop, hurry = asyncio.Event(), asyncio.Event()
@@ -226,7 +241,7 @@ async def _serve(config: PeerConfig, report: Report, end_with_stdin: bool) -> bo
     if end_with_stdin:
         loop.add_reader(sys.stdin.fileno(), _stop_at_end_of_stdin, stop)
     try:
-        return await _run_until_stopped(config, stop, hurry, report)
+        return await _run_until_stopped(config, listening, stop, hurry, report)
     finally:
         if end_with_stdin:
             loop.remove_reader(sys.stdin.fileno())
@@ -242,7 +257,11 @@ def _allow_many_files() -> None:
 
 
 async def _run_until_stopped(
-    config: PeerConfig, stop: asyncio.Event, hurry: asyncio.Event, report: Report
+    config: PeerConfig,
+    listening: Listening,
+    stop: asyncio.Event,
+    hurry: asyncio.Event,
+    report: Report,
 ) -> bool:
     """Run the peer and return whether it was online.
 
@@ -256,7 +275,7 @@ async def _run_until_stopped(
         was_online = was_online or is_online
         report(event)
 
-    running = asyncio.ensure_future(_run_peer(config, stop, watch))
+    running = asyncio.ensure_future(_run_peer(config, listening, stop, watch))
     for event in (stop, hurry):
         waiting = asyncio.ensure_future(event.wait())
         await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -268,19 +287,13 @@ async def _run_until_stopped(
     return was_online
 
 
-async def _run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> None:
+async def _run_peer(
+    config: PeerConfig, listening: Listening, stop: asyncio.Event, report: Report
+) -> None:
     """Serve a span over the internet until `stop` is set."""
     from ...peer.peer import Peer
 
     clock = SystemClock()
-    listening = Listening(
-        config.listen_host,
-        config.listen_port,
-        config.directory_port,
-        config.announce_host,
-        config.is_relay,
-        config.maps_ports,
-    )
     network = InternetNetwork(
         clock,
         config.initial_peers,

@@ -13,6 +13,7 @@ from ...protocol.errors import UsageError
 from ...protocol.membership.join_code import MAX_CODE_CHARACTERS, JoinCode
 from ...protocol.membership.membership import Membership
 from ...protocol.net.dht.known_addresses import AddressFolder, load_swarm
+from ...protocol.net.libp2p.multiaddrs import PeerAddress
 from .shared_options import add_initial_peers_argument
 
 _RECENT_SECONDS = 24 * 3600.0
@@ -65,6 +66,8 @@ def read_joining(options: argparse.Namespace, alternative: str = "") -> Joining:
             f"printed, or --initial-peers ADDRESS, the address of any peer{alternative}"
         )
     membership, addresses = load_swarm(join, options.initial_peers)
+    for address in addresses:
+        PeerAddress.parse(address)  # now, and not behind seconds of imports
     return Joining(join, tuple(options.initial_peers), membership, addresses)
 
 

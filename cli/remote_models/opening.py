@@ -3,6 +3,7 @@
 Imports nothing heavy itself: torch and transformers are loaded by the functions.
 """
 
+import argparse
 import os
 import warnings
 from collections.abc import Sequence
@@ -10,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...protocol.errors import ModelError
+from ..options.adapter_folder import find_adapter
+from ..options.bundled_model import find_commit, find_model
+from ..options.join_options import read_joining
 from ..terminal.heavy_imports import importing_much
+from ..terminal.interrupts import quitting_at_once
+from ..terminal.terminal import Terminal
+from ..terminal.text_printer import show_waiting
+from .live_text import OpenedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,6 +49,10 @@ def load_tokenizer(name: str) -> "tuple[PreTrainedTokenizerBase, str]":
     A branch of the Hub may move between two questions. Code that comes with a model is never run.
     Raises ModelError when the model, or its tokenizer, cannot be used.
     """
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    revision = find_commit(name)
     import_client()
     from transformers import AutoTokenizer
 
@@ -49,7 +61,7 @@ def load_tokenizer(name: str) -> "tuple[PreTrainedTokenizerBase, str]":
     folder = Path(name).expanduser()
     # First, because transformers reads config.json for its tokenizer: its errors would name only
     # the tokenizer, or make no sense where the file is damaged.
-    checkpoint, _ = open_checkpoint(name, revision=None)
+    checkpoint, _ = open_checkpoint(name, revision=revision)
     if folder.is_dir() and not any(folder.glob("*token*")):
         raise ModelError(f"{name} has no tokenizer; add its files, such as tokenizer.json")
     try:
@@ -75,3 +87,28 @@ def open_model(name: str, initial_peers: Sequence[str], **settings: Any) -> "Dis
     return DistributedCausalLM.from_pretrained(
         name, join_swarm=make_join(), initial_peers=list(initial_peers), **chosen
     )
+
+
+def open_for_text(options: argparse.Namespace, notices: Terminal) -> OpenedModel:
+    """Join the swarm that the options name; see `add_generation_arguments`."""
+    joining = read_joining(options)
+    name, adapter = find_model(options.model), find_adapter(options.adapter)
+    with show_waiting(notices, lambda: "Joining the swarm"):
+        # transformers imports its parts when they are first used, and turns an interrupt there
+        # into errors of its own.
+        with quitting_at_once(options.json):
+            tokenizer, revision = load_tokenizer(name)
+        model = open_model(
+            name,
+            joining.initial_peers,
+            revision=revision,
+            torch_dtype=options.dtype,
+            failover_timeout_seconds=options.wait,
+            kv_format=options.kv,
+            join=joining.join,
+            delivery=options.delivery,
+            standby=options.standby,
+            **adapter,
+        )
+    is_published = isinstance(adapter.get("active_adapter"), str)
+    return OpenedModel(model, tokenizer, is_published, options.wait)

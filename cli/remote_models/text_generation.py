@@ -4,13 +4,16 @@ Imports nothing heavy: torch is loaded when text is generated.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...protocol.errors import UsageError
+from .generation_options import Sampling
+from .live_text import OnSession, OnToken
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from ...client.model.causal_lm import DistributedCausalLM
@@ -19,46 +22,6 @@ if TYPE_CHECKING:
 # The text of a token may depend on this many tokens before it: a letter of several bytes has up
 # to four tokens, and some tokenizers drop the space in front of a first word.
 _CONTEXT_TOKENS = 6
-
-OnToken = Callable[[str], None]
-"""Called for every new token with the text that it completes, often empty or half a word."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Settings of one text; greedy unless one of the five sampling fields is given."""
-
-    max_new_tokens: int = 64
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    num_beams: int = 1
-    repetition_penalty: float | None = None
-    stops: Sequence[str] = ()
-    """Texts that end the generation, and are not part of it."""
-
-    @property
-    def is_greedy(self) -> bool:
-        """Return whether decoding is greedy: always the likeliest token."""
-        given = (self.temperature, self.top_p, self.top_k, self.min_p, self.seed)
-        return self.temperature == 0 or all(value is None for value in given)
-
-    def to_arguments(self) -> dict[str, Any]:
-        """Return arguments of transformers' generate()."""
-        arguments: dict[str, Any] = {
-            "max_new_tokens": self.max_new_tokens,
-            "num_beams": self.num_beams,
-            "do_sample": not self.is_greedy,
-        }
-        named: dict[str, Any] = {"repetition_penalty": self.repetition_penalty}
-        if not self.is_greedy:
-            named |= {"temperature": self.temperature, "top_p": self.top_p}
-            named |= {"top_k": self.top_k, "min_p": self.min_p}
-        if self.stops and self.num_beams > 1:  # else the filter of the stream finds them
-            named["stop_strings"] = list(self.stops)
-        return arguments | {name: value for name, value in named.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -73,6 +36,8 @@ class Generation:
     failovers: tuple[Any, ...]
     is_complete: bool
     """Whether the model ended the text itself, or a stop did, before the limit."""
+    stop: str = ""
+    """The stop that ended it; empty if none did."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -126,16 +91,22 @@ class StopFilter:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
-        self.has_stopped = False
+        self.found = ""
+        """The stop at which the text ended, if it did."""
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether a stop has come."""
+        return bool(self.found)
 
     def add(self, piece: str) -> str:
         """Return what of the text so far can be shown."""
         if self.has_stopped:
             return ""
         text = self._held + piece
-        ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        self.has_stopped = bool(ends)
-        shown = text[: min(ends) if ends else len(text) - self._count_held(text)]
+        ends = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        end, self.found = min(ends, default=(len(text) - self._count_held(text), ""))
+        shown = text[:end]
         self._held = text[len(shown) :]
         return shown
 
@@ -199,57 +170,72 @@ def generate_text(
     prompt: str,
     sampling: Sampling,
     on_token: OnToken,
-    on_session: "Callable[[InferenceSession], None]" = lambda session: None,
+    on_session: OnSession = lambda session: None,
 ) -> Generation:
     """Continue a prompt; `on_session` gets the session before the first token.
 
     Raises UsageError for a prompt without tokens or invalid settings, RouteError when blocks are
     missing. Beam search passes on its text only at the end.
     """
-    import torch
-
     ids_BT = tokenizer(prompt, return_tensors="pt").input_ids.long()
     if not prompt or ids_BT.shape[1] == 0:
         raise UsageError("the prompt is empty; give some text to continue")
-    detokenizer = Detokenizer(tokenizer, ids_BT[0].tolist())
-    stream = TokenStream(detokenizer, on_token, StopFilter(sampling.stops))
-    has_beams = sampling.num_beams > 1
-    if sampling.seed is not None:
-        torch.manual_seed(sampling.seed)
     num_prompt_tokens = model.transformer.num_prompt_tokens  # of a soft prompt
     max_length = num_prompt_tokens + ids_BT.shape[1] + sampling.max_new_tokens
     with model.inference_session(max_length=max_length) as session:
         on_session(session)
-        started_at = time.perf_counter()
-        streamer: Any = None if has_beams else stream
-        try:
-            output_BT: Any = model.generate(
-                ids_BT,
-                attention_mask=torch.ones_like(ids_BT),  # of padding tokens in the prompt as well
-                streamer=streamer,
-                stopping_criteria=[stream.has_stopped],
-                tokenizer=tokenizer if has_beams else None,  # for stop_strings
-                **sampling.to_arguments(),
-            )
-        except UsageError:
-            raise
-        except ValueError as error:  # of transformers, which refuses some settings
-            raise UsageError(" ".join(str(error).split())) from error
-        seconds = time.perf_counter() - started_at
-        if has_beams:
-            stream.put(ids_BT)
-            stream.put(output_BT[:, ids_BT.shape[1] :])
-            stream.end()
-        first_token_at = started_at + seconds if has_beams else stream.first_token_at
-        return Generation(
-            "".join(stream.pieces),
-            stream.token_ids,
-            seconds,
-            (first_token_at or started_at) - started_at,
-            session.hops,
-            session.failovers,
-            stream.stops.has_stopped or len(stream.token_ids) < sampling.max_new_tokens,
+        return continue_text(model, tokenizer, session, ids_BT, sampling, on_token)
+
+
+def continue_text(
+    model: "DistributedCausalLM",
+    tokenizer: "PreTrainedTokenizerBase",
+    session: "InferenceSession",
+    ids_BT: "Tensor",
+    sampling: Sampling,
+    on_token: OnToken,
+) -> Generation:
+    """Continue a text in a session, which may hold its beginning; see `generate_text`."""
+    import torch
+
+    stream = TokenStream(
+        Detokenizer(tokenizer, ids_BT[0].tolist()), on_token, StopFilter(sampling.stops)
+    )
+    has_beams = sampling.num_beams > 1
+    if sampling.seed is not None:
+        torch.manual_seed(sampling.seed)
+    started_at = time.perf_counter()
+    streamer: Any = None if has_beams else stream
+    try:
+        output_BT: Any = model.generate(
+            ids_BT,
+            session=session,
+            attention_mask=torch.ones_like(ids_BT),  # of padding tokens in the prompt as well
+            streamer=streamer,
+            stopping_criteria=[stream.has_stopped],
+            tokenizer=tokenizer if has_beams else None,  # for stop_strings
+            **sampling.to_arguments(),
         )
+    except UsageError:
+        raise
+    except ValueError as error:  # of transformers, which refuses some settings
+        raise UsageError(" ".join(str(error).split())) from error
+    seconds = time.perf_counter() - started_at
+    if has_beams:
+        stream.put(ids_BT)
+        stream.put(output_BT[:, ids_BT.shape[1] :])
+        stream.end()
+    first_token_at = started_at + seconds if has_beams else stream.first_token_at
+    return Generation(
+        "".join(stream.pieces),
+        stream.token_ids,
+        seconds,
+        (first_token_at or started_at) - started_at,
+        session.hops,
+        session.failovers,
+        stream.stops.has_stopped or len(stream.token_ids) < sampling.max_new_tokens,
+        stream.stops.found,
+    )
 
 
 def read_prompt(text: str) -> str:

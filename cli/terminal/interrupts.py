@@ -35,24 +35,27 @@ def quitting_at_once(is_json: bool = False) -> Iterator[None]:
 
     Within `stop_on_sigterm`, this holds for SIGTERM and SIGHUP as well.
     """
-    others = [number for number in _ENDINGS if signal.getsignal(number) is _interrupt]
+    others = {number: signal.getsignal(number) for number in _ENDINGS}
+    others = {number: one for number, one in others.items() if one in (_interrupt, _exit)}
     quit_at_once(is_json, (signal.SIGINT, *others))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number in others:
-            signal.signal(number, _interrupt)
+        for number, handler in others.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def stop_on_sigterm() -> Iterator[None]:
+def stop_on_sigterm(is_ctrl_c_another: bool = False) -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGTERM and SIGHUP too, so that `with` blocks clean up.
 
-    What is ignored stays so, as nohup has it. Only for the main thread.
+    Or SystemExit, where Ctrl-C means something else. What is ignored stays so, as nohup has it.
+    Only for the main thread.
     """
     numbers = [one for one in _ENDINGS if signal.getsignal(one) is not signal.SIG_IGN]
-    previous = [signal.signal(number, _interrupt) for number in numbers]
+    raises = _exit if is_ctrl_c_another else _interrupt
+    previous = [signal.signal(number, raises) for number in numbers]
     try:
         yield
     finally:
@@ -91,3 +94,7 @@ def _quit(is_json: bool, number: int, frame: object) -> None:
 
 def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
+
+
+def _exit(number: int, frame: object) -> None:
+    raise SystemExit(INTERRUPTED)

@@ -241,6 +241,7 @@ def test_bundled_name_gives_way_to_a_folder_of_that_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / BUNDLED_NAME).mkdir()
+    (tmp_path / BUNDLED_NAME / "config.json").touch()
 
     assert find_model() == BUNDLED_NAME
     assert find_model("other/model") == "other/model"
@@ -418,6 +419,40 @@ def test_arguments_are_checked_before_anything_heavy_is_imported() -> None:
 
     assert process.returncode == 0, process.stderr
     assert process.stdout.split() == []
+
+
+@pytest.mark.slow
+def test_addresses_and_models_are_checked_before_anything_heavy_is_imported(
+    tmp_path: Path,
+) -> None:
+    commands = [
+        [name, model, *more, "--initial-peers", where]
+        for name, more in (
+            ("generate", ["a prompt"]),
+            ("serve", []),
+            ("finetune", ["--data", "texts", "--out", str(tmp_path / "run")]),
+        )
+        for model, where in (
+            ("shoal-stories", "nowhere"),
+            (str(tmp_path), PEER),
+            ("no-such-model-anywhere", PEER),
+        )
+    ]
+    code = (
+        "import json, sys\n"
+        "from shoal.cli.main import main\n"
+        "print(*map(main, json.loads(sys.argv[1])))\n"
+        "print(*({'torch', 'transformers', 'hivemind', 'grpc'} & set(sys.modules)))\n"
+    )
+
+    process = subprocess.run(
+        [sys.executable, "-P", "-c", code, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
+
+    assert process.stdout.splitlines() == ["2 2 2 2 2 2 2 2 2", ""], process.stderr
 
 
 def test_error_is_wrapped_where_people_read_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -145,6 +147,60 @@ def test_generate_streams_text_to_stdout_and_its_report_to_stderr(
     assert output.out == text + "\n"
     assert output.err.startswith(f"{JOINING}\n5 tokens, ")
     assert f"{swarm.peers[0].peer_id[-6:]}[0:2]" in output.err
+
+
+def test_chat_answers_each_line_of_a_pipe_and_forgets_on_reset(
+    swarm: LocalSwarm,
+    byte_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--max-new-tokens", "5", "--initial-peers", *swarm.initial_peers]
+    text = run_json(["generate", str(byte_model), PROMPT, *words], capsys)[1]["text"]
+    lines = [PROMPT, "/reset", "", PROMPT, "and then", "/quit", "never said"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+
+    assert main(["chat", str(byte_model), *words]) == 0
+
+    output = capsys.readouterr()
+    assert output.out.startswith(f"{text}\n{text}\n")
+    assert len(output.out) > len(f"{text}\n{text}\n\n")
+    assert output.err.count("no chat template") == 1
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_chat(swarm: LocalSwarm, byte_model: Path) -> None:
+    master, slave = os.openpty()
+    command = [sys.executable, "-P", "-m", "shoal.cli", "chat", str(byte_model)]
+    command += ["--max-new-tokens", "100", "--initial-peers", *swarm.initial_peers]
+    shown = ""
+
+    def wait_until_shown(text: str) -> None:
+        nonlocal shown
+        while text not in shown:
+            assert select.select([master], [], [], 60.0)[0], shown
+            shown += os.read(master, 4096).decode(errors="replace")
+        shown = shown.partition(text)[2]
+
+    with warm_python.Popen(command, stdin=slave, stdout=slave, stderr=slave) as process:
+        os.close(slave)
+        try:
+            wait_until_shown("> ")
+            for peer in swarm.peers:
+                peer.pause()  # so that no answer comes
+            os.write(master, PROMPT.encode() + b"\n")
+            wait_until_shown("Generating")
+            process.send_signal(signal.SIGINT)
+            wait_until_shown("Stopped. Ctrl-D or /quit")
+            wait_until_shown("> ")
+            for peer in swarm.peers:
+                peer.resume()
+            os.write(master, b"/quit\n")
+            assert process.wait(60) == 0
+        finally:
+            for peer in swarm.peers:
+                peer.resume()
+            process.kill()
+    os.close(master)
 
 
 def test_generate_writes_a_trace_and_sums_it_up(

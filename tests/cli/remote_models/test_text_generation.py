@@ -18,6 +18,7 @@ from announcements import describe_peer
 from fake_hub import serving_hub
 from transformers import AutoTokenizer
 
+from shoal.cli.remote_models.generation_options import Sampling
 from shoal.cli.remote_models.opening import load_tokenizer
 from shoal.cli.remote_models.routes import (
     describe_failover,
@@ -27,7 +28,6 @@ from shoal.cli.remote_models.routes import (
 from shoal.cli.remote_models.text_generation import (
     Detokenizer,
     Generation,
-    Sampling,
     TokenStream,
     generate_text,
 )
@@ -105,6 +105,7 @@ def test_text_ends_before_the_first_stop(swarm_model: Any) -> None:
 
     assert not whole.is_complete
     assert cut.text == "".join(pieces) == whole.text[: whole.text.index(stop)]
+    assert (cut.stop, whole.stop) == (stop, "")
     assert cut.is_complete
     assert len(cut.token_ids) < 24
     # Not in the text, though in the prompt and the text together.

@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from shoal.cli.remote_models.text_generation import Sampling, generate_text
+from shoal.cli.remote_models.generation_options import Sampling
+from shoal.cli.remote_models.text_generation import generate_text
 from shoal.cli.remote_models.tracing import TraceFile
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.client.model.causal_lm import DistributedCausalLM
