@@ -37,6 +37,9 @@ _COMMANDS = {
 WRONG_USAGE = 2
 """The exit code where an option, or a file that it names, is wrong; other failures end with 1."""
 
+_ELSEWHERE = {"bench": ".benchmarking.bench"}
+"""Commands in the room of their parts."""
+
 _WRONG_USAGES = {"monitor": 64}
 """Exit codes of commands for which the usual one means something else (64: sysexits.h)."""
 
@@ -125,7 +128,8 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
     for name, summary in _COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == chosen:
-            module = importlib.import_module(f".commands.{name.replace('-', '_')}", __package__)
+            place = _ELSEWHERE.get(name, f".commands.{name.replace('-', '_')}")
+            module = importlib.import_module(place, __package__)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
     options, unexpected = parser.parse_known_args(join_addresses(given))

@@ -2,7 +2,7 @@
 
 A file is named after its command, and a new command is one more line in `../main.py`. A command
 calls `client/` or `peer/` and prints; one with a web page has only its options here, and its page
-in a package of `client/`. `shoal swarm-new` is `swarm_new.py`. Importing a
-command must stay fast: torch, transformers and hivemind are imported in `run`. Code that two
-commands need does not belong here. Read first: generate.py.
+in a package of `client/`. `shoal swarm-new` is `swarm_new.py`, and `shoal bench` is in
+`../benchmarking/`. Importing a command must stay fast: torch, transformers and hivemind wait for
+`run`. Code that two commands need does not belong here. Read first: generate.py.
 """

@@ -5,12 +5,12 @@ import sys
 import time
 
 from ...protocol.errors import UsageError
-from ..benchmarking.figure import describe_machine
 from ..options.bundled_model import find_model
 from ..options.join_options import add_join_arguments, read_joining
 from ..remote_models.opening import open_model
 from ..terminal.interrupts import stop_on_sigterm
 from ..terminal.terminal import Progress, Terminal
+from .figure import describe_machine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
         status = text
 
     # It imports torch for seconds; usage errors above must not wait for it.
-    from ..benchmarking.swarm_speed import measure_swarm
+    from .swarm_speed import measure_swarm
 
     with (
         stop_on_sigterm(),
