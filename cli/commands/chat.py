@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
             is_interactive = sys.stdin.isatty()
             if is_interactive:
                 _tell(notices, _HELP)
-            for line in _read_lines(notices, is_interactive):
+            for line in _read_lines(output, notices, is_interactive):
                 if line == "/quit":
                     break
                 if line == "/reset":
@@ -93,14 +93,15 @@ def _answer(
         _tell(notices, "The answer was cut off (--max-new-tokens).")
 
 
-def _read_lines(notices: Terminal, is_interactive: bool) -> Iterator[str]:
+def _read_lines(output: Terminal, notices: Terminal, is_interactive: bool) -> Iterator[str]:
     """Yield what is typed, or piped, line by line."""
     if is_interactive:
         with contextlib.suppress(ImportError):  # lines can be edited and repeated
             import readline  # noqa: F401
     while True:
         try:
-            line = input("> " if is_interactive else "").strip()
+            # Python would write it to a pipe, among the answers.
+            line = input("> " if is_interactive and output.is_terminal else "").strip()
         except EOFError:
             if is_interactive:
                 notices.print()
@@ -111,6 +112,8 @@ def _read_lines(notices: Terminal, is_interactive: bool) -> Iterator[str]:
             notices.print()
             _tell(notices, _HELP)
             continue
+        except UnicodeDecodeError as error:
+            raise UsageError("a line on stdin is not valid in the locale's encoding") from error
         if line:
             yield line
 

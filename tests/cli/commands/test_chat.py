@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from screens import Screen
 from transformers import AutoTokenizer
 
-from shoal.cli.commands.chat import Conversation
+from shoal.cli.commands.chat import Conversation, _read_lines
 from shoal.cli.remote_models.generation_options import Sampling
 from shoal.cli.remote_models.live_text import OpenedModel
 from shoal.cli.remote_models.text_generation import Generation, generate_text
+from shoal.cli.terminal.terminal import Terminal
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
 from shoal.protocol.errors import UsageError
@@ -88,6 +90,26 @@ def test_answer_that_is_interrupted_stays_as_far_as_it_came(opened: OpenedModel)
     )  # fmt: skip
     assert answer.text == expected.text
     assert len(set(map(id, talk.sessions))) == 1
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_answers_that_go_to_a_pipe_are_not_mixed_with_the_prompt(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, said = list[str](), iter(["one", " ", "two"])
+
+    def read(prompt: str) -> str:
+        prompts.append(prompt)
+        try:
+            return next(said)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+    output = Terminal(Screen(is_terminal=is_terminal))
+
+    assert list(_read_lines(output, Terminal(Screen()), True)) == ["one", "two"]
+    assert prompts == ["> " if is_terminal else ""] * 4
 
 
 def test_full_conversation_says_so_and_begins_anew_when_it_is_reset(opened: OpenedModel) -> None:
