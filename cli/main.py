@@ -29,10 +29,13 @@ _COMMANDS = {
     "publish": "publish an adapter to a swarm until Ctrl-C",
     "models": "list the models that a swarm serves",
     "monitor": "watch the health of a swarm, on a web page or once",
+    "top": "watch the health of a swarm on the terminal",
     "doctor": "find out what is broken in a swarm, and how to fix it",
     "bench": "benchmark a running swarm from this machine",
 }
 
+_ROOMS = {"monitor": "monitoring", "top": "monitoring"}
+"""Rooms of the subcommands that are not in `commands`."""
 
 WRONG_USAGE = 2
 """The exit code where an option, or a file that it names, is wrong; other failures end with 1."""

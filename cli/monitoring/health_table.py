@@ -4,6 +4,7 @@ from ...client.monitor.description import Description, ModelPanel, PeerRow
 from ..terminal.terminal import Terminal
 
 _COLOURS = {"healthy": "green", "degraded": "yellow", "failing": "red", "unknown": "red"}
+PEER_COLUMNS = ("peer", "blocks", "state", "queue", "steps/s", "round trip")
 _MAX_ROWS = 32
 _ENDING_CHARACTERS = 6  # of a peer id in the table; --json has the whole
 
@@ -30,8 +31,8 @@ def _show_model(model: ModelPanel, terminal: Terminal) -> None:
         if spans:
             for line in terminal.wrap(f"   Blocks with {words}: {', '.join(spans)}"):
                 terminal.print(line)
-    rows = [("peer", "blocks", "state", "queue", "steps/s", "round trip")]
-    rows += [_make_row(peer) for peer in model.peers[:_MAX_ROWS]]
+    rows = [PEER_COLUMNS]
+    rows += [make_row(peer) for peer in model.peers[:_MAX_ROWS]]
     terminal.print_table(rows)
     if len(model.peers) > _MAX_ROWS:
         terminal.print(f"   and {len(model.peers) - _MAX_ROWS} more, see --json")
@@ -41,7 +42,8 @@ def _show_model(model: ModelPanel, terminal: Terminal) -> None:
                 terminal.print(line)
 
 
-def _make_row(peer: PeerRow) -> tuple[str, ...]:
+def make_row(peer: PeerRow) -> tuple[str, ...]:
+    """Return the cells of a peer, below `PEER_COLUMNS`."""
     speed = peer.loaded_decode_steps_per_second or peer.decode_steps_per_second
     rtt = "no answer" if peer.fault else "-"
     if peer.rtt_seconds is not None and not peer.fault:
@@ -51,6 +53,6 @@ def _make_row(peer: PeerRow) -> tuple[str, ...]:
         peer.span,
         peer.shown_state,
         f"{1000 * peer.queue_seconds:.1f} ms",
-        "-" if speed is None else f"{speed:.3g}",
+        "-" if speed is None else f"{speed:.0f}" if speed >= 100 else f"{speed:.3g}",
         rtt,
     )

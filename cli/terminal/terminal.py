@@ -30,7 +30,7 @@ _FALLBACKS = str.maketrans("…→✓✗•─■·“”" + _SPINNER, '.>+x*-#.
 _TICK_SECONDS = 0.1
 
 _CODE = f"\x1b{os.urandom(8).hex()}"
-"""What `paint` begins a code with, for `_clean` to know it: nobody else can guess it."""
+"""What `paint` begins a code with, for `clean` to know it: nobody else can guess it."""
 
 _CONTROLS = re.compile(f"{_CODE}|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """All of C0 but tab and newline, DEL, and C1: terminals also obey escape sequences of 8 bits."""
@@ -68,7 +68,7 @@ class CleanStream:
     def write(self, text: str) -> int:
         """Write the text without its control characters."""
         start = "\r" if text.startswith("\r") else ""
-        self.original.write(start + _clean(text))
+        self.original.write(start + clean(text))
         return len(text)
 
 
@@ -76,7 +76,7 @@ class Terminal:
     """A text stream with its width, colours and encoding.
 
     Colours only on a terminal and not under NO_COLOR (no-color.org); plain ASCII where the
-    stream's encoding is not UTF-8. Control characters are left out, see `_clean`.
+    stream's encoding is not UTF-8. Control characters are left out, see `clean`.
     """
 
     def __init__(self, stream: TextIO | CleanStream) -> None:
@@ -131,11 +131,11 @@ class Terminal:
 
         Raises UnavailableError when the stream takes no more, such as a file on a full disk.
         """
-        self._send(_clean(text))
+        self._send(clean(text))
 
     def redraw(self, line: str) -> None:
         """Write from the beginning of the current line, over what stands there."""
-        self._send(("\r" if self.can_redraw else "") + _clean(line))
+        self._send(("\r" if self.can_redraw else "") + clean(line))
 
     def _send(self, text: str) -> None:
         if text:
@@ -190,7 +190,7 @@ class Terminal:
         self.print_json({"event": event, **facts})
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     """Return a text without control characters but tabs, newlines and the codes of `paint`."""
     return _CONTROLS.sub(lambda found: "\x1b[" if found[0] == _CODE else "", text)
 

@@ -62,7 +62,7 @@ def _run_once(options: argparse.Namespace, joining: Joining) -> int:
             from ...client.monitor.access import make_access
             from ...client.monitor.collector import look_once
             from ...client.monitor.description import describe
-            from ..monitoring.health_table import show_health
+            from .health_table import show_health
 
         access = make_access(joining.membership)
         state = asyncio.run(look_once(access, joining.addresses))
@@ -84,7 +84,7 @@ def _serve(options: argparse.Namespace, joining: Joining) -> int:
         from ...client.monitor.access import make_access
         from ...client.monitor.history import History
         from ...client.monitor.monitor import Monitor
-        from ..monitoring.page_server import listen, name_page, serve_until_signalled
+        from .page_server import listen, name_page, serve_until_signalled
     access = make_access(joining.membership)
     path, keep_seconds = Path(options.history).expanduser(), options.keep_days * _DAY_SECONDS
     with contextlib.ExitStack() as stack:
