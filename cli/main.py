@@ -34,13 +34,14 @@ _COMMANDS = {
     "bench": "benchmark a running swarm from this machine",
 }
 
-_ROOMS = {"monitor": "monitoring", "top": "monitoring"}
-"""Rooms of the subcommands that are not in `commands`."""
-
 WRONG_USAGE = 2
 """The exit code where an option, or a file that it names, is wrong; other failures end with 1."""
 
-_ELSEWHERE = {"bench": ".benchmarking.bench"}
+_ELSEWHERE = {
+    "bench": ".benchmarking.bench",
+    "monitor": ".monitoring.monitor",
+    "top": ".monitoring.top",
+}
 """Commands in the room of their parts."""
 
 _WRONG_USAGES = {"monitor": 64}
