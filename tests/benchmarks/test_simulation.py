@@ -88,7 +88,7 @@ def test_swarm_moves_little_never_back_and_comes_to_rest(churn: ChurnOutcome) ->
 
 @pytest.mark.slow
 def test_same_seed_is_the_same_swarm() -> None:
-    setting = ChurnSetting(20, 0.2, 0.5, quiet_hours=0.0, seed=5)
+    setting = ChurnSetting(10, 0.2, 0.25, quiet_hours=0.0, seed=5)
 
     first, second = (run_churn(setting, config=SMALL) for _ in range(2))
 

@@ -138,7 +138,7 @@ def test_helper_process_that_ends_too_soon_is_unavailable() -> None:
 @pytest.mark.parametrize(
     "names",
     [
-        ["single", "hop"],
+        ["single"],
         pytest.param(
             [name for name in PARTS if name not in ("start", "accuracy")],
             marks=pytest.mark.thorough,

@@ -83,18 +83,24 @@ def test_lora_answers_what_it_never_saw_and_peft_opens_it(tmp_path: Path) -> Non
     ]  # fmt: skip
 
 
-def test_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_updates", [1, pytest.param(24, marks=pytest.mark.thorough)])
+def test_notebook_runs_from_top_to_bottom(tmp_path: Path, num_updates: int) -> None:
+    """With all of its updates it also learns; `first-hour-finetune.md` shows the same, quicker."""
     notebook = json.loads((EXAMPLES / "finetune.ipynb").read_text(encoding="utf-8"))
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     script = tmp_path / "finetune.py"
-    script.write_text("\n\n".join(cells), encoding="utf-8")
+    source = "\n\n".join(cells)
+    assert "num_updates = 24\n" in source
+    script.write_text(source.replace("num_updates = 24", f"num_updates = {num_updates}"))
     (tmp_path / "models").symlink_to(EXAMPLES.parent / "models")
 
     lines = run(script, tmp_path)
 
-    answers = [line for line in lines if "Ahoy" in line]
-    assert count_pirates(answers) >= 5
-    assert lines[-1].startswith("without: ")
-    assert "Ahoy" not in lines[-1]
+    _, *answers, without = lines
+    assert len(answers) == 6
+    assert num_updates == 1 or count_pirates(answers) >= 5
+    assert without.startswith("without: Mia has a kite")
+    assert "Ahoy" not in without
+    assert (tmp_path / "pirate-adapter" / "adapter_model.safetensors").exists()
     # Saved as it was written: whoever opens it sees a clean page.
     assert not any(cell.get("outputs") for cell in notebook["cells"])

@@ -22,6 +22,9 @@ from shoal.peer.local_swarm.swarm import LocalSwarm
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
+READING_SECONDS = 0.2
+"""Between two texts of the client, which leaves a core to other tests."""
+
 ATTACK_SECONDS = 300.0
 """For an attack that a broken peer never lets end; an honest one is through in a few seconds."""
 
@@ -45,7 +48,7 @@ class HonestClient:
         with self._model as model:
             is_last = False
             while not is_last:
-                is_last = is_over.is_set()
+                is_last = is_over.wait(READING_SECONDS)
                 assert torch.equal(self._generate(model), self._reference)
 
     def _generate(self, model: Any) -> torch.Tensor:

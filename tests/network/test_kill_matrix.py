@@ -125,7 +125,7 @@ def find_hop(live: LiveSwarm, session: Any, index: int) -> LocalPeer:
         pytest.param((1,), marks=pytest.mark.thorough),
         pytest.param((2,), marks=pytest.mark.thorough),
         pytest.param((0, 2), marks=pytest.mark.thorough),
-        (0, 1),
+        pytest.param((0, 1), marks=pytest.mark.thorough),
         pytest.param((1, 2), marks=pytest.mark.thorough),
         (0, 1, 2),
     ],
@@ -217,7 +217,7 @@ def test_kill_while_a_long_prompt_is_on_its_way(live: LiveSwarm) -> None:
     ("trouble", "index"),
     [
         (LocalPeer.kill, 0),
-        (LocalPeer.pause, 1),
+        pytest.param(LocalPeer.pause, 1, marks=pytest.mark.thorough),
         pytest.param(LocalPeer.kill, 2, marks=pytest.mark.thorough),
     ],
 )

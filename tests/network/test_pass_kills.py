@@ -172,7 +172,14 @@ CROSSED_LOSSES = {
 @pytest.mark.parametrize(
     ("harm", "hops", "losses"),
     [
-        *(pytest.param(h, TWO_HOPS, CROSSED_LOSSES[h], id=f"two hops-{h}") for h in HARM),
+        pytest.param("kill", TWO_HOPS, CROSSED_LOSSES["kill"], id="two hops-kill"),
+        pytest.param(
+            "pause",
+            TWO_HOPS,
+            CROSSED_LOSSES["pause"],
+            id="two hops-pause",
+            marks=pytest.mark.thorough,
+        ),
         *(
             pytest.param(h, FOUR_HOPS, ALL_LOSSES, id=f"four hops-{h}", marks=pytest.mark.thorough)
             for h in HARM

@@ -116,7 +116,6 @@ def test_peer_says_when_the_directory_is_lost_and_when_it_is_back(swarm: LocalSw
     assert peer.wait(60) == 0
 
 
-@pytest.mark.usefixtures("plain_peers")
 def test_peer_that_is_ended_together_with_its_p2pd_is_quiet(swarm: LocalSwarm) -> None:
     """As systemd ends a service."""
     peer = swarm.add((2, 4))

@@ -79,11 +79,12 @@ def load_engine(
     device: Device | str,
     variant: str = "llama",
     weights: WeightFormat = WeightFormat.INT8,
+    span: Span = WHOLE,
 ) -> Engine:
-    """Load all blocks of a tiny model."""
+    """Load the blocks of a tiny model."""
     checkpoint = Checkpoint.open(tiny_models.get(variant).directory)
     return engine_loader.load_engine(
-        checkpoint, WHOLE, weights, device=device, kv_budget_bytes=2**25
+        checkpoint, span, weights, device=device, kv_budget_bytes=2**25
     )
 
 

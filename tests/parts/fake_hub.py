@@ -10,6 +10,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import cast
 
+READ_HUB_SETTINGS = """
+import importlib, huggingface_hub.constants
+importlib.reload(huggingface_hub.constants)
+"""
+"""The first lines of a program in a process of its own: the Hub's client reads its settings when it
+is imported, which a warm process has done before (`warm_python.py`)."""
+
 Revisions = Mapping[str, Path]
 """The folders of one repository by their commits, oldest first."""
 

@@ -304,7 +304,9 @@ async def test_new_peer_is_used_at_once_by_a_session_that_waits_for_it(
                 await waiting
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 2))]
+)
 @pytest.mark.parametrize("is_running", [True, False], ids=["running", "idle"])
 async def test_new_peer_is_usable_ten_seconds_after_its_announcement(
     tiny_models: Any, seed: int, is_running: bool

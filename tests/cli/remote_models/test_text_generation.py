@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 from announcements import describe_peer
-from fake_hub import serving_hub
+from fake_hub import READ_HUB_SETTINGS, serving_hub
 from transformers import AutoTokenizer
 
 from shoal.cli.remote_models.generation_options import Sampling
@@ -172,9 +172,8 @@ def test_tokenizer_is_that_of_the_models_revision_while_the_branch_moves_on(
         (folder / "tokenizer_config.json").write_text(json.dumps(changed))
 
     with serving_hub(revisions) as hub:
-        # A process of its own, because the Hub's client reads its settings when it is imported.
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", HUB_SCRIPT],
+        done = warm_python.run(
+            [sys.executable, "-P", "-c", READ_HUB_SETTINGS + HUB_SCRIPT],
             env={**os.environ, **hub.make_environment(tmp_path / "home")},
             capture_output=True,
             text=True,

@@ -15,6 +15,7 @@ from pathlib import Path
 import kernel_reference as reference
 import pytest
 import torch
+import warm_python
 from kernel_reference import assert_same_bits, make_int8_weight, make_rows
 
 from shoal.kernels.linear import native_int8
@@ -285,9 +286,8 @@ def test_forked_child_multiplies_on_its_own_threads() -> None:
         "print(torch.equal(product.multiply(hidden, 2), expected))\n"
     )
 
-    process = subprocess.run(
-        [sys.executable, "-P", "-W", "ignore", "-c", code],
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
+    process = warm_python.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60
+    )
 
-    assert process.stdout.split() == ["0", "True"]
+    assert process.stdout.split() == ["0", "True"], process.stderr

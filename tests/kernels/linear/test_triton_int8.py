@@ -44,14 +44,13 @@ def test_transposed_weights_have_the_bits_of_the_reference(device: str) -> None:
 
 @every_device
 @every_num_digits
-@pytest.mark.parametrize("num_rows", NUMBERS_OF_ROWS)
 @pytest.mark.parametrize(
-    ("in_features", "out_features", "dtype"),
+    ("in_features", "out_features", "dtype", "num_rows"),
     [
-        (1, 1, torch.float32),
-        (259, 70, torch.float32),
-        (1100, 40, torch.bfloat16),
-        (128, 33, torch.float16),
+        *((259, 70, torch.float32, num_rows) for num_rows in NUMBERS_OF_ROWS),
+        (1, 1, torch.float32, 2),
+        (1100, 40, torch.bfloat16, 9),
+        (128, 33, torch.float16, 9),
     ],
 )
 def test_kernel_computes_the_bits_of_the_reference(
@@ -67,15 +66,31 @@ def test_kernel_computes_the_bits_of_the_reference(
     assert_same_bits(result, reference.linear_int8(hidden, weight, bias, num_digits).to(dtype))
 
 
+ONCE = [
+    *(((1100, 70), num_rows, 1) for num_rows in (1, 8, 32, 33)),
+    *(((300, 610), num_rows, 1) for num_rows in (1, 8, 32, 33)),
+    ((1100, 70), 129, 2),
+]
+"""Of each tile the case with the least work: shape, rows, digits."""
+
+ALL_TILES = [
+    (shape, num_rows, num_digits)
+    for shape in ((1100, 70), (300, 610))
+    for num_rows in (1, 8, 16, 32, 33, 129)
+    for num_digits in (1, 2)
+]
+
+
 @every_device
-@every_num_digits
-@pytest.mark.parametrize(("in_features", "out_features"), [(1100, 70), (300, 610)])
-@pytest.mark.parametrize("num_rows", [1, 8, 16, 32, 33, 129])
+@pytest.mark.parametrize(
+    ("shape", "num_rows", "num_digits"),
+    [pytest.param(*case, marks=[pytest.mark.thorough] * (case not in ONCE)) for case in ALL_TILES],
+)
 def test_every_tile_computes_the_same_bits(
-    in_features: int, out_features: int, num_rows: int, num_digits: int, device: str
+    shape: tuple[int, int], num_rows: int, num_digits: int, device: str
 ) -> None:
-    weight = make_int8_weight(in_features, out_features)
-    hidden = make_rows(num_rows, in_features)
+    weight = make_int8_weight(*shape)
+    hidden = make_rows(num_rows, shape[0])
 
     result = pack(weight, None, device).multiply(hidden.to(device), num_digits)
 
@@ -86,9 +101,7 @@ def test_every_tile_computes_the_same_bits(
 def test_numbers_of_rows_choose_among_all_tiles() -> None:
     chosen = {
         triton_int8.choose_tile(num_rows, num_digits, *shape)
-        for num_rows in [1, 8, 16, 32, 33, 129]
-        for num_digits in (1, 2)
-        for shape in [(1100, 70), (300, 610)]
+        for shape, num_rows, num_digits in ONCE
     }
 
     few = [tile for tiles in triton_int8.FEW_ROWS_TILES.values() for tile in tiles]

@@ -1,12 +1,13 @@
 import json
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm_python
+from fake_hub import READ_HUB_SETTINGS
 from safetensors.torch import save_file
 
 from shoal.models.checkpoints.checkpoint import Checkpoint
@@ -255,9 +256,8 @@ def test_hub_ids_open_from_the_cache_and_need_only_the_shards_asked_for(tmp_path
     partial = add_to_hub_cache(tmp_path, "partial", write_sharded)
     (partial / "model-2.safetensors").unlink()
 
-    # A process of its own, because the Hub's client reads its settings when it is imported.
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", HUB_SCRIPT],
+    done = warm_python.run(
+        [sys.executable, "-P", "-c", READ_HUB_SETTINGS + HUB_SCRIPT],
         env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fake_hub import FakeHub, serving_hub
+import warm_python
+from fake_hub import READ_HUB_SETTINGS, FakeHub, serving_hub
 
 from shoal.models.checkpoints import fingerprint
 from shoal.models.checkpoints.checkpoint import Checkpoint
@@ -278,9 +279,8 @@ for _ in sys.stdin:
 @contextmanager
 def opening_from_hub(hub: FakeHub, home: Path) -> Iterator[Callable[[], str]]:
     """Yield what opens a model; it returns its revision and that of its folder, or the error."""
-    # A process of its own, because the Hub's client reads its settings when it is imported.
-    with subprocess.Popen(
-        [sys.executable, "-P", "-c", HUB_SCRIPT],
+    with warm_python.Popen(
+        [sys.executable, "-P", "-c", READ_HUB_SETTINGS + HUB_SCRIPT],
         env={**os.environ, **hub.make_environment(home)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -37,6 +37,7 @@ from shoal.peer.engine.cache.kv_cache import PrefixCopy
 from shoal.peer.engine.cache.paged_memory import PagedAttention
 from shoal.peer.engine.devices.device import CallingCapturer, PagedDevice
 from shoal.peer.engine.engine import Engine
+from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
 
 VARIANTS = [
@@ -89,12 +90,22 @@ REST_OF_BF16 = [
 ]
 
 
+IN_INT8 = ("llama", "gemma2", "bloom", "gpt2", "mixtral")
+INT8_CASES = [
+    pytest.param(
+        name, WeightFormat.INT8, KVFormat.INT8,
+        marks=[pytest.mark.thorough] * (name not in IN_INT8),
+    )
+    for name in VARIANTS
+]  # fmt: skip
+
+
 @every_device
 @pytest.mark.parametrize(
     ("variant", "weights", "kv_format"),
     [
         *((name, WeightFormat.FP32, KVFormat.FLOAT) for name in [*VARIANTS, "wrapped-stablelm"]),
-        *((name, WeightFormat.INT8, KVFormat.INT8) for name in VARIANTS),
+        *INT8_CASES,
         *BF16_CASES,
         *REST_OF_BF16,
     ],
@@ -221,7 +232,9 @@ def test_results_do_not_depend_on_how_a_prompt_is_cut(
 @pytest.mark.slow
 @every_place
 @pytest.mark.parametrize(("num_rows", "kv_format"), [(1, KVFormat.FLOAT), (3, KVFormat.INT8)])
-@pytest.mark.parametrize("variant", ["llama", "gemma2", "bloom"])
+@pytest.mark.parametrize(
+    "variant", ["llama", "gemma2", pytest.param("bloom", marks=pytest.mark.thorough)]
+)
 def test_replay_of_decoded_tokens_is_exact(
     load: Load, device_name: str, variant: str, num_rows: int, kv_format: KVFormat
 ) -> None:
@@ -327,14 +340,16 @@ def test_interpreted_program_attends_like_the_reference(
     pytest.importorskip("triton")
     attention = PagedAttention(*choose_paged_attention("cuda"))
     device = PagedDevice(torch.device("cpu"), attention, CallingCapturer())
-    interpreted = load_engine(tiny_models, device, variant, WeightFormat.FP32)
+    # A block with a window and one without; the interpreter is slow.
+    span = Span(0, 2)
+    interpreted = load_engine(tiny_models, device, variant, WeightFormat.FP32, span)
     # Behind the window, and on a second page. The interpreter takes half a second for each token.
     prompts = [draw_hidden(1, 1, 18), draw_hidden(2, 2, 3)]
     tokens = [draw_hidden(3, 1, 1), draw_hidden(4, 2, 1)]
 
     outputs = []
     for engine in (load("paged", variant, WeightFormat.FP32), interpreted):
-        works = [open_work(engine, prompt, kv_format) for prompt in prompts]
+        works = [open_work(engine, prompt, kv_format, span) for prompt in prompts]
         execute(engine, *works)
         outputs.append(decode(engine, works, tokens))
 
@@ -352,20 +367,21 @@ def test_interpreted_programs_compute_blocks_in_int8(
     from shoal.kernels.layers.triton_rows import TritonRows
     from shoal.kernels.linear import triton_int8
 
-    cpu = load_engine(tiny_models, "cpu", variant)
+    span = Span(0, 1)
+    cpu = load_engine(tiny_models, "cpu", variant, span=span)
     kernel = triton_int8.make_kernel()
     monkeypatch.setattr(select, "choose_int8_kernel", lambda device_type: kernel)
     device = PagedDevice(torch.device("cpu"), SLOWLY, CallingCapturer(), TritonRows())
-    interpreted = load_engine(tiny_models, device, variant)
+    interpreted = load_engine(tiny_models, device, variant, span=span)
     prompts, tokens = [draw_hidden(1, 1, 3), draw_hidden(2, 2, 4)], draw_hidden(3, 1, 1)
 
     outputs = []
     for engine in (cpu, interpreted):
-        works = [open_work(engine, prompts[0]) for _ in range(2)]
+        works = [open_work(engine, prompts[0], span=span) for _ in range(2)]
         execute(engine, *works)
         (alone,) = decode(engine, works[:1], [tokens])
         step = replace(works[1], position=3, hidden_BTH=tokens, decoded=True)
-        beside, _ = execute(engine, step, open_work(engine, prompts[1]))
+        beside, _ = execute(engine, step, open_work(engine, prompts[1], span=span))
         outputs.append(alone)
 
         assert torch.equal(alone, beside)

@@ -494,7 +494,10 @@ async def test_liar_who_is_always_about_to_be_there_too_keeps_nobody_out(world: 
     assert len(newcomer.span) == 1
 
 
-@pytest.mark.parametrize(("num_made_up", "is_relayed"), [(6, False), (24, False), (6, True)])
+@pytest.mark.parametrize(
+    ("num_made_up", "is_relayed"),
+    [(6, False), pytest.param(24, False, marks=pytest.mark.thorough), (6, True)],
+)
 @in_world()
 async def test_made_up_hosts_draw_nobody_away_from_the_blocks_that_they_name(
     world: World, num_made_up: int, is_relayed: bool

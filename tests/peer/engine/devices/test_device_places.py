@@ -6,6 +6,7 @@ those of the CPU.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from shoal.peer.engine.devices.device import CallingCapturer, PagedDevice
 from shoal.protocol.tensors import KVFormat
 
 META = torch.device("meta")
+FLOATS = (WeightFormat.FP32, WeightFormat.BF16)
 
 
 class MetaDevice(PagedDevice):
@@ -49,22 +51,25 @@ def attend_in_shape(
     return torch.empty_like(queries_NHD)
 
 
+VARIANTS = [
+    "llama-biases", "mistral-window", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "bloom",
+    "falcon-grouped", "wrapped-stablelm",
+]  # fmt: skip
+THOROUGH_VARIANTS = [f"wrapped-{name}" for name in ("gpt-neox", "opt", "xglm", "gptj")]
+IN_TURN = {
+    *((variant, WeightFormat.FP32, KVFormat.INT8) for variant in VARIANTS[::2]),
+    *((variant, WeightFormat.BF16, KVFormat.FLOAT) for variant in VARIANTS[1::2]),
+}
+ALL_CASES = itertools.product([*VARIANTS, *THOROUGH_VARIANTS], [*FLOATS], [*KVFormat])
+
+
 @pytest.mark.parametrize(
-    ("weights", "kv_format"),
+    ("variant", "weights", "kv_format"),
     [
-        (WeightFormat.FP32, KVFormat.INT8),
-        (WeightFormat.BF16, KVFormat.FLOAT),
-        pytest.param(WeightFormat.FP32, KVFormat.FLOAT, marks=pytest.mark.thorough),
-        pytest.param(WeightFormat.BF16, KVFormat.INT8, marks=pytest.mark.thorough),
+        pytest.param(*case, marks=[pytest.mark.thorough] * (case not in IN_TURN))
+        for case in ALL_CASES
     ],
 )
-@pytest.mark.parametrize(
-    "variant",
-    ["llama-biases", "mistral-window", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "bloom",
-     "falcon-grouped", "wrapped-stablelm",
-     *(pytest.param(f"wrapped-{name}", marks=pytest.mark.thorough)
-       for name in ("gpt-neox", "opt", "xglm", "gptj"))],
-)  # fmt: skip
 def test_prompts_and_tokens_meet_nothing_of_the_cpu(
     tiny_models: Any, variant: str, weights: WeightFormat, kv_format: KVFormat
 ) -> None:

@@ -38,16 +38,27 @@ def test_passes_equal_transformers(any_tiny_model, prompt_rows: int) -> None:
     check_close(found.prompts_LBPH, expected[2])
 
 
-@pytest.mark.parametrize("num_tokens", [1, 40])
+@pytest.mark.parametrize("num_tokens", [pytest.param(1, marks=pytest.mark.thorough), 40])
 def test_short_and_long_texts_in_small_pieces_equal_transformers(
     any_tiny_model, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    check_small_pieces(any_tiny_model, num_tokens, monkeypatch)
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma2", "bloom", "mixtral", "wrapped-stablelm"])
+def test_text_of_one_token_equals_transformers(
+    tiny_models, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_small_pieces(tiny_models.get(variant), 1, monkeypatch)
+
+
+def check_small_pieces(tiny_model: Any, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(span_passes, "COST_BETWEEN_PAUSES", 2**16)
     monkeypatch.setattr(span_passes, "TOKENS_AT_ONCE", dict.fromkeys(WeightFormat, 30))
-    engine = share_engine(any_tiny_model)
-    hidden = embed(any_tiny_model, 2, num_tokens)
+    engine = share_engine(tiny_model)
+    hidden = embed(tiny_model, 2, num_tokens)
     grads = draw(*hidden.shape, seed=2)
-    expected = differentiate_reference(any_tiny_model.decoder, hidden, None, grads)
+    expected = differentiate_reference(tiny_model.decoder, hidden, None, grads)
 
     work = PassWork(engine.span, hidden)
 

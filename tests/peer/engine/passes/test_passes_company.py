@@ -57,9 +57,9 @@ class Company:
     ("variant", "weights"),
     [
         ("llama", WeightFormat.INT8),
-        ("gemma2", WeightFormat.INT8),
+        pytest.param("gemma2", WeightFormat.INT8, marks=pytest.mark.thorough),
         ("qwen3-moe", WeightFormat.FP32),
-        ("falcon-alibi", WeightFormat.FP32),
+        pytest.param("falcon-alibi", WeightFormat.FP32, marks=pytest.mark.thorough),
         ("wrapped-stablelm", WeightFormat.FP32),
     ],
 )
