@@ -39,8 +39,10 @@ monitor-demo: .venv/installed  ## watch the health of a swarm on a web page whil
 # Files of tests run JOBS at a time; threads of torch that wait for each other would spin meanwhile.
 TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
-# The order is that of tests/conftest.py, not by how many tests a file has.
-PYTEST := $(RUN) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# The order is that of tests/conftest.py, not by how many tests a file has. The limit is seven times
+# what the longest test takes: it is for those that hang.
+PYTEST := $(RUN) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+    --timeout 600 --timeout-method signal
 
 test: .venv/installed-dev  ## run every test that needs no GPU; TESTS=tests/protocol for a part
 	@$(TEST_ENVIRONMENT) $(PYTEST) -m "$(or $(MARKED),not gpu and not thorough)" $(TESTS) $(ARGS)

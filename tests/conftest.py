@@ -16,8 +16,6 @@ import pytest
 import torch
 import warm_python
 
-from shoal.peer.hosting.span_loader import SpanLoader
-from shoal.peer.hosting.throughput import Throughput
 from shoal.peer.local_swarm.swarm import LocalPeer
 
 pytest_plugins = ["async_tests"]
@@ -42,18 +40,6 @@ def old_objects() -> None:
     """
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def known_speed(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Peers in this process do not measure how fast they are: that takes as long as many a test.
-
-    Those of `tests/peer`, which is about that, and those in processes of their own do.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        if Path(__file__).with_name("peer") not in request.path.parents:
-            patch.setattr(SpanLoader, "measure", lambda loader, engine: Throughput(1000.0, 1e4))
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
