@@ -69,7 +69,9 @@ def choose_greedily(model: Any, text: Tensor) -> Tensor:
 
     In one pass: to write them one by one takes longer than the swarm does.
     """
-    return model(text).logits[:, -NUM_NEW_TOKENS - 1 : -1].argmax(dim=-1)
+    logits = model(text).logits[:, -NUM_NEW_TOKENS - 1 : -1]
+    logits[..., model.config.eos_token_id] = -torch.inf  # no text is over before
+    return logits.argmax(dim=-1)
 
 
 @pytest.mark.parametrize("index", [pytest.param(0, marks=pytest.mark.thorough), 1])
