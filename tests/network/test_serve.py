@@ -325,8 +325,11 @@ def test_swarm_that_is_not_running_refuses_new_peers(tiny_models: Any) -> None:
         swarm.add((0, 4))
 
 
+@pytest.mark.parametrize(
+    "run", [warm_python.run, pytest.param(subprocess.run, marks=pytest.mark.thorough)]
+)
 def test_script_that_never_closes_its_client_ends_quietly(
-    swarm: LocalSwarm, tiny_models: Any
+    swarm: LocalSwarm, tiny_models: Any, run: Callable[..., Any]
 ) -> None:
     program = (
         "import atexit, gc, sys\n"
@@ -341,7 +344,7 @@ def test_script_that_never_closes_its_client_ends_quietly(
         str(tiny_models.get().directory),
         *swarm.initial_peers,
         program=("-c", program),
-        run=subprocess.run,
+        run=run,
     )
 
     assert (code, error) == (0, "")
