@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import hashlib
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +18,7 @@ from ..terminal.interrupts import quitting_at_once
 from ..terminal.terminal import Progress, Terminal
 
 _DEFAULT_LISTEN = "127.0.0.1:8480"
-_DEFAULT_HISTORY = "~/.local/state/shoal/monitor.sqlite"
+_HISTORY_FOLDER = "~/.local/state/shoal"
 _DAY_SECONDS = 24 * 3600.0
 
 
@@ -37,8 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--history", default=_DEFAULT_HISTORY, metavar="FILE",
-        help="SQLite file that keeps events and replica depths (default: %(default)s)",
+        "--history", metavar="FILE",
+        help="SQLite file that keeps events and replica depths, of one swarm (default: one in "
+        f"{_HISTORY_FOLDER})",
     )  # fmt: skip
     parser.add_argument(
         "--keep-days", type=parse_count, default=14, metavar="DAYS",
@@ -86,7 +88,8 @@ def _serve(options: argparse.Namespace, joining: Joining) -> int:
         from ...client.monitor.monitor import Monitor
         from .page_server import listen, name_page, serve_until_signalled
     access = make_access(joining.membership)
-    path, keep_seconds = Path(options.history).expanduser(), options.keep_days * _DAY_SECONDS
+    path = Path(options.history or _name_history(joining)).expanduser()
+    keep_seconds = options.keep_days * _DAY_SECONDS
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(listen(host, port))
         history = stack.enter_context(
@@ -98,5 +101,14 @@ def _serve(options: argparse.Namespace, joining: Joining) -> int:
             warning = "Everybody who reaches this address sees the page: it asks for no password."
             for line in terminal.wrap(f" {warning}"):
                 terminal.print(terminal.paint(line, "yellow"))
-        asyncio.run(serve_until_signalled(Monitor(access, history), listening, joining.addresses))
+        asyncio.run(
+            serve_until_signalled(Monitor(access, history), listening, host, joining.addresses)
+        )
     return 0
+
+
+def _name_history(joining: Joining) -> str:
+    """Return the file for the history of a swarm: by its id, or by the addresses given for it."""
+    membership = joining.membership
+    swarm = membership.swarm_id if membership else ",".join(sorted(joining.addresses)).encode()
+    return f"{_HISTORY_FOLDER}/monitor-{hashlib.sha256(swarm).hexdigest()[:12]}.sqlite"

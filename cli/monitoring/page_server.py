@@ -51,7 +51,12 @@ def list_own_names(host: str) -> list[str]:
     A page of another site could otherwise point its own name at this machine, and read what it
     gets.
     """
-    return ["localhost", "127.0.0.1", "[::1]", *map(_bracket, {host, *list_own_hosts(host)})]
+    return [
+        "localhost",
+        "127.0.0.1",
+        "[::1]",
+        *map(_bracket, {host, socket.gethostname(), *list_own_hosts(host)}),
+    ]
 
 
 def _bracket(host: str) -> str:
@@ -67,10 +72,10 @@ class _Server(uvicorn.Server):
 
 
 async def serve_until_signalled(
-    monitor: Monitor, listening: socket.socket, addresses: Sequence[str]
+    monitor: Monitor, listening: socket.socket, host: str, addresses: Sequence[str]
 ) -> None:
     """Serve the page until Ctrl-C, SIGTERM or the end of the terminal."""
-    serving = asyncio.create_task(serve_page(monitor, listening, addresses))
+    serving = asyncio.create_task(serve_page(monitor, listening, host, addresses))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
     await asyncio.wait([serving])
@@ -78,9 +83,11 @@ async def serve_until_signalled(
         serving.result()
 
 
-async def serve_page(monitor: Monitor, listening: socket.socket, addresses: Sequence[str]) -> None:
-    """Watch the swarm and serve the page until cancelled."""
-    page = Page(monitor, list_own_names(listening.getsockname()[0]), choose_place)
+async def serve_page(
+    monitor: Monitor, listening: socket.socket, host: str, addresses: Sequence[str]
+) -> None:
+    """Watch the swarm and serve the page, under the names of a host, until cancelled."""
+    page = Page(monitor, list_own_names(host), choose_place)
     server = _Server(
         uvicorn.Config(
             page.app,
@@ -106,8 +113,10 @@ async def serve_page(monitor: Monitor, listening: socket.socket, addresses: Sequ
         await asyncio.wait([watching, serving], return_when=asyncio.FIRST_COMPLETED)
     finally:
         stop()
-        await serving
-        await cancel_all([watching])
+        try:
+            await serving
+        finally:
+            await cancel_all([watching])
     if not watching.cancelled():
         watching.result()
 

@@ -1,8 +1,7 @@
 """The monitor of a swarm: what it serves, who serves it, and how that changed.
 
-`collector.py` reads the directory and dials peers; everything else is pure. `state.py` turns what
-was read into the state of the swarm and its events, `description.py` into what people see: the
-page, the terminal, JSON and the exit code show that and nothing else. `history.py` keeps events and
-replica depths on disk. Nothing here loads torch or needs the files of a model. Read first:
-state.py.
+`collector.py` reads the directory and dials peers. `state.py` turns what was read into the state of
+the swarm and its events, `description.py` into what people see: the page, the terminal, JSON and
+the exit code show that and nothing else. `history.py` keeps events and replica depths on disk.
+Nothing here needs the files of a model. Read first: state.py.
 """

@@ -3,7 +3,7 @@
 from ...protocol.membership.membership import Membership
 from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement
-from ..doctor.peer_check import check_peer
+from ..doctor.peer_check import PeerFault, check_peer
 from ..doctor.probes import make_network_probes
 from .collector import SwarmAccess
 from .state import Dialled
@@ -19,6 +19,7 @@ def make_access(membership: Membership | None) -> SwarmAccess:
     async def dial(peer: Announcement, transport: Transport) -> Dialled:
         check = await check_peer(peer, transport, probes)
         fault = "" if check.fault is None else f"{check.fault}: {check.detail}"
-        return Dialled(probes.clock.wall(), fault, check.rtt_seconds)
+        is_refusal = check.fault in (PeerFault.REFUSED, PeerFault.VERSION)
+        return Dialled(probes.clock.wall(), fault, is_refusal, check.rtt_seconds)
 
     return SwarmAccess(probes.clock, probes.join, dial)

@@ -1,11 +1,13 @@
-"""Reads the directory of a swarm and dials its peers: all that the monitor does on the network."""
+"""All that the monitor does on the network: it reads the directory of a swarm, and dials peers."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from statistics import median
 
 from ...protocol.errors import DirectoryError
 from ...protocol.ids import ModelId
@@ -13,9 +15,11 @@ from ...protocol.net.clock import Clock
 from ...protocol.net.directory import Directory
 from ...protocol.net.gossip import GossipDirectory
 from ...protocol.net.retry import Backoff, Retry
+from ...protocol.net.tasks import cancel_all
 from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement
 from .state import (
+    PERIODS_PER_LIFETIME,
     Change,
     Dialled,
     SwarmState,
@@ -30,7 +34,13 @@ MAX_MODELS = 32
 """Models that are watched; anybody may announce one."""
 
 READ_SECONDS = 5.0
-"""How often the directory is read."""
+"""How often what is known is looked at. The directory is searched once in each announcement
+period, and peers tell what is new in between: a search asks up to 16 nodes."""
+
+_USUAL_PERIOD_SECONDS = 30.0
+_DIAL_SECONDS = 10.0
+_LOOK_SECONDS = 30.0
+"""How long a single look dials peers."""
 
 _JOINS = Backoff(2.0, 60.0)
 """Between attempts to join: a monitor may start before its swarm."""
@@ -74,6 +84,7 @@ class Collector:
         self.state = SwarmState()
         self._swarm: tuple[Transport, Directory] | None = None
         self._directories: dict[ModelId, GossipDirectory] = {}
+        self._gossiping: dict[ModelId, asyncio.Task[None]] = {}
         self._num_readings = 0
         self._turns = asyncio.Semaphore(_MODELS_AT_ONCE)
 
@@ -102,31 +113,40 @@ class Collector:
 
     async def read(self) -> None:
         """Read the peers of every model once. What does not answer is noted in the state."""
-        failures = list[str]()
         if self._num_readings % _LIST_READINGS == 0 or not self._directories:
             try:
                 self._add_models(await self._joined[1].list_models())
             except DirectoryError as error:
-                failures.append(str(error))
+                if not self._directories:
+                    self._apply(reduce_failure(self.state, str(error)))
+                    return
         self._num_readings += 1
-        answers = await asyncio.gather(*map(self._read_model, self._directories))
-        failures += filter(None, answers)
-        if failures and not any(answer == "" for answer in answers):
-            self._apply(reduce_failure(self.state, failures[0]))
-        elif not self._directories:
+        await asyncio.gather(*map(self._read_model, list(self._directories)))
+        models = self.state.models.values()
+        if models and all(model.error for model in models):
+            self._apply(reduce_failure(self.state, next(iter(models)).error))
+        elif not models:
             self._apply((SwarmState(read_at=self._access.clock.wall()), ()))
 
     async def dial_all(self) -> None:
-        """Dial every peer that is announced, once: who does not answer is lost."""
-        await self._dial(self._list_dialled(), must_answer=True)
+        """Dial every peer that is announced, once: who does not answer is lost.
+
+        Those for which there is no time stay as they are announced.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_SECONDS):
+                await self._dial(self._list_dialled(), must_answer=True)
 
     async def close(self) -> None:
         """Leave the swarm."""
-        for directory in self._directories.values():
-            await directory.stop()
+        for model_id in list(self._directories):
+            await self._forget(model_id)
         if self._swarm is not None:
-            for part in self._swarm:
-                await part.close()
+            transport, directory = self._swarm
+            try:
+                await transport.close()
+            finally:
+                await directory.close()
 
     def _add_models(self, model_ids: list[ModelId]) -> None:
         new = [model_id for model_id in model_ids if model_id not in self._directories]
@@ -141,20 +161,41 @@ class Collector:
                 may_ask=lambda peer: True,
             )
 
-    async def _read_model(self, model_id: ModelId) -> str:
-        """Read the peers of one model; return why that failed, empty if it did not."""
+    async def _forget(self, model_id: ModelId) -> None:
+        if (gossiping := self._gossiping.pop(model_id, None)) is not None:
+            await cancel_all([gossiping])
+        await self._directories.pop(model_id).stop()
+
+    async def _read_model(self, model_id: ModelId) -> None:
         async with self._turns:
             try:
-                announced = await self._directories[model_id].lookup(model_id)
+                announced = await self._directories[model_id].lookup(
+                    model_id, self._find_period(model_id)
+                )
             except DirectoryError as error:
-                return str(error)
+                self._apply(reduce_failure(self.state, str(error), model_id))
+                return
         now = self._access.clock.wall()
         self._apply(reduce_reading(self.state, model_id, announced, now))
-        return ""
+        if model_id not in self.state.models:
+            await self._forget(model_id)
+
+    def _find_period(self, model_id: ModelId) -> float:
+        """Return how often peers of a model announce themselves, in seconds."""
+        model = self.state.models.get(model_id)
+        lifetimes = [
+            peer.announcement.expires_at - peer.announcement.issued_at
+            for peer in (model.peers.values() if model else ())
+        ]
+        return median(lifetimes) / PERIODS_PER_LIFETIME if lifetimes else _USUAL_PERIOD_SECONDS
 
     async def _keep_reading(self) -> None:
         while True:
             await self.read()
+            for model_id, directory in self._directories.items():
+                if model_id not in self._gossiping:
+                    gossiping = asyncio.create_task(directory.run(READ_SECONDS))
+                    self._gossiping[model_id] = gossiping
             await asyncio.sleep(self._read_seconds)
 
     async def _keep_dialling(self) -> None:
@@ -187,7 +228,12 @@ class Collector:
         async def dial(peer: WatchedPeer) -> None:
             async with turns:
                 announced = peer.announcement
-                dialled = await self._access.dial(announced, self._joined[0])
+                try:
+                    async with asyncio.timeout(_DIAL_SECONDS):
+                        dialled = await self._access.dial(announced, self._joined[0])
+                except TimeoutError:
+                    fault = f"silent: it did not answer within {_DIAL_SECONDS:g} s"
+                    dialled = Dialled(self._access.clock.wall(), fault)
                 ids = announced.model_id, announced.peer_id
                 self._apply(reduce_dialling(self.state, *ids, dialled, must_answer))
 

@@ -64,6 +64,8 @@ class ModelPanel:
     peers: tuple[PeerRow, ...]
     age_seconds: float | None
     """How long ago the directory told its peers."""
+    error: str
+    """Why it does not tell them now; empty while it does."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,11 @@ class Description:
         if self.age_seconds is None and not self.error:
             return "The swarm is being joined."
         if self.health == str(Health.UNKNOWN):
+            if not self.error:
+                return "The directory does not tell the peers of every model."
             since = "" if self.age_seconds is None else f" for {self.age_seconds:.0f} s"
-            return f"No directory answers{since}: what is shown is what was known before."
+            known = ": what is shown was known before" if self.models else ""
+            return f"No directory answers{since}{known}."
         if not self.models:
             return "No peer of this swarm serves a model."
         num_failing = sum(model.health == str(Health.FAILING) for model in self.models)
@@ -146,6 +151,7 @@ def _describe_model(model: WatchedModel, now: float) -> ModelPanel:
         len(model.serving),
         tuple(_describe_peer(peer, now) for peer in order),
         None if model.read_at is None else max(0.0, now - model.read_at),
+        model.error,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ _logger = logging.getLogger(__name__)
 _VERSION = 1
 _APPLICATION = 0x73686F61  # "shoa", where SQLite keeps what a file is for
 _MAX_ROWS = 200_000
-"""Of events, and of changes of depth: some 20 MB."""
+"""Of events, and of changes of depth, each with a byte for each block."""
 
 _ALIVE_SECONDS = 30.0
 """How often it is noted that the monitor still watches."""
@@ -64,12 +65,16 @@ class History:
         self._is_failing = False
         self._pruned_at = self._noted_at = now
         self._database = _open(path)
-        rows = self._database.execute("SELECT until FROM watching").fetchone()
-        with self._database:
-            for model_id, depths in self._list_latest():
-                if depths and rows:
-                    self._add_depths(model_id, min(rows[0], now), b"")
-            self._note_watching(now)
+        try:
+            rows = self._database.execute("SELECT until FROM watching").fetchone()
+            with self._database:
+                for model_id, depths in self._list_latest():
+                    if depths and rows:
+                        self._add_depths(model_id, min(rows[0], now), b"")
+                self._note_watching(now)
+        except sqlite3.Error as error:
+            self._database.close()
+            raise UsageError(f"the history cannot be written: {error}") from error
 
     def close(self) -> None:
         """Close the file; safe to call twice."""
@@ -78,8 +83,14 @@ class History:
     def take(self, state: SwarmState, events: Sequence[Event], now: float) -> None:
         """Keep what has happened, and the depths that have changed."""
         changed = dict[ModelId, bytes]()
+        if now - self._noted_at > 3 * _ALIVE_SECONDS:  # this process stood still
+            self._forget_depths(self._noted_at)
         for model_id, model in state.models.items():
-            depths = b"" if state.error else bytes(min(depth, 255) for depth in model.depths)
+            depths = (
+                b""
+                if state.error or model.error
+                else bytes(min(depth, 255) for depth in model.depths)
+            )
             if self._last_depths.get(model_id) != depths:
                 changed[model_id] = depths
         is_time = now - self._noted_at >= _ALIVE_SECONDS
@@ -95,6 +106,14 @@ class History:
             return
         self._is_failing = False
         self._last_depths.update(changed)
+
+    def _forget_depths(self, at: float) -> None:
+        """Note that nothing is known from a time on."""
+        with suppress(sqlite3.Error), self._database:
+            for model_id, depths in self._last_depths.items():
+                if depths:
+                    self._add_depths(model_id, at, b"")
+        self._last_depths.clear()
 
     def _write(self, changed: Mapping[ModelId, bytes], events: Iterable[Event], now: float) -> None:
         for model_id, depths in changed.items():
@@ -141,12 +160,10 @@ class History:
         rows = self._database.execute("SELECT model_id, depths, max(at) FROM depths GROUP BY 1")
         return [(ModelId(model_id), bytes(depths)) for model_id, depths, _ in rows]
 
-    def list_events(self, num_events: int, model_id: ModelId | None = None) -> list[Event]:
-        """Return the newest events first, of one model or of all."""
+    def list_events(self, num_events: int) -> list[Event]:
+        """Return the newest events first."""
         rows = self._database.execute(
-            "SELECT * FROM events WHERE ?1 IS NULL OR model_id = ?1 ORDER BY at DESC, rowid DESC"
-            " LIMIT ?2",
-            (model_id, num_events),
+            "SELECT * FROM events ORDER BY at DESC, rowid DESC LIMIT ?", (num_events,)
         )
         return [
             Event(at, EventKind(kind), ModelId(model), PeerId(peer), Span(start, stop), detail)
@@ -154,13 +171,24 @@ class History:
         ]
 
     def list_depths(self, model_id: ModelId, since: float) -> list[DepthChange]:
-        """Return the changes of a model's depths from `since` on, the first one what held then."""
+        """Return the changes of a model's depths from `since` on, the first one what held then.
+
+        None where the disk fails.
+        """
+        try:
+            rows = self._select_depths(model_id, since)
+        except sqlite3.Error as error:
+            _logger.warning("the history cannot be read: %s", error)
+            return []
+        return [DepthChange(at, bytes(depths)) for at, depths in rows]
+
+    def _select_depths(self, model_id: ModelId, since: float) -> list[tuple[float, bytes]]:
         rows = self._database.execute(
             "SELECT max(?2, at), depths FROM depths WHERE model_id = ?1 AND at >= coalesce((SELECT"
             " max(at) FROM depths WHERE model_id = ?1 AND at <= ?2), ?2) ORDER BY at, rowid",
             (model_id, since),
         )
-        return [DepthChange(at, bytes(depths)) for at, depths in rows]
+        return rows.fetchall()
 
 
 def _open(path: Path | None) -> sqlite3.Connection:
@@ -172,8 +200,9 @@ def _open(path: Path | None) -> sqlite3.Connection:
     except (OSError, sqlite3.Error) as error:
         raise UsageError(f"the history cannot be opened: {error}; {advice}") from error
     try:
+        database.execute("PRAGMA locking_mode = EXCLUSIVE")
         if not database.execute("SELECT 1 FROM sqlite_master").fetchone():
-            database.executescript(_SCHEMA)
+            database.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
         version = database.execute("PRAGMA user_version").fetchone()[0]
         application = database.execute("PRAGMA application_id").fetchone()[0]
         problem = database.execute("PRAGMA quick_check(1)").fetchone()[0]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
-from ...protocol.ids import ModelId
 from .collector import READ_SECONDS, Collector, SwarmAccess
 from .description import Description, describe
-from .history import DepthChange, History
-from .state import Change, Event, EventKind, SwarmState
+from .history import History
+from .state import Change, EventKind, SwarmState
 
 _NUM_EVENTS = 50
 """Events that are shown."""
@@ -32,7 +31,7 @@ class Monitor:
         """Events since the monitor began."""
         self._collector = Collector(access, self._take, read_seconds)
         self._changed = asyncio.Event()
-        self._events: Sequence[Event] = history.list_events(_NUM_EVENTS)
+        self._events = deque(history.list_events(_NUM_EVENTS), maxlen=_NUM_EVENTS)
 
     @property
     def state(self) -> SwarmState:
@@ -48,11 +47,7 @@ class Monitor:
 
     def describe(self) -> Description:
         """Return what people see now."""
-        return describe(self.state, self.clock.wall(), self._events)
-
-    def list_depths(self, model_id: ModelId, since: float) -> list[DepthChange]:
-        """Return how the replicas of a model changed since a time; raises no error of the disk."""
-        return self.history.list_depths(model_id, since)
+        return describe(self.state, self.clock.wall(), list(self._events))
 
     async def wait_for_change(self, revision: int) -> None:
         """Return once there is something newer than a revision."""
@@ -64,7 +59,7 @@ class Monitor:
         self.history.take(state, events, self.clock.wall())
         if events:
             self.num_events.update(event.kind for event in events)
-            self._events = self.history.list_events(_NUM_EVENTS)
+            self._events.extendleft(events)
             self.history_revision += 1
         self.revision += 1
         self._changed.set()

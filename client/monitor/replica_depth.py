@@ -20,6 +20,10 @@ THIN_BINS = (
 """Bins in which the times below two replicas are counted, and their longest seconds."""
 
 
+_MAX_TIMES = 240
+"""Of a chart: it is a thousand pixels wide."""
+
+
 class DepthArea(NamedTuple):
     """Neighbouring blocks that had equally many replicas for a time."""
 
@@ -39,8 +43,10 @@ def list_areas(changes: Sequence[DepthChange], now: float, max_areas: int) -> li
     >>> [tuple(area) for area in list_areas(changes, 9.0, 10)]
     [(0, 2, 0.0, 5.0, 1), (2, 3, 0.0, 9.0, 2), (0, 1, 5.0, 9.0, 2), (1, 2, 5.0, 9.0, 1)]
     """
+    num_times = min(len(changes), _MAX_TIMES)
+    if len(changes) > num_times:
+        changes = _coarsen(changes, now, num_times)
     areas = _join(changes, now)
-    num_times = len(changes)
     while len(areas) > max_areas and num_times > 1:
         num_times = max(1, num_times // 2)
         areas = _join(_coarsen(changes, now, num_times), now)

@@ -81,7 +81,7 @@ class Event:
     peer_id: PeerId
     span: Span
     detail: str = ""
-    """More for people to read, of our own words."""
+    """More for people to read; a peer may have chosen some of the words."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,14 @@ class Dialled:
     at: float
     fault: str = ""
     """Why it is not what it announces; empty if it is."""
+    is_refusal: bool = False
+    """Whether it is there all the same: it is loading its blocks, or speaks another version."""
     rtt_seconds: float | None = None
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether the peer is not where it announced itself."""
+        return bool(self.fault) and not self.is_refusal
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ class WatchedPeer:
     announcement: Announcement
     """The newest, which may have expired."""
     heard_at: float
-    """When it came here first: who was killed may be announced for a while."""
+    """When the peer said that, or last answered."""
     since: float
     """Since when it is in this state, at this span and there, or not there."""
     visibility: Visibility = Visibility.SEEN
@@ -126,20 +133,28 @@ class WatchedModel:
     model_id: ModelId
     read_at: float | None = None
     """When the directory last told its peers."""
+    error: str = ""
+    """Why it does not tell them now; empty while it does."""
     peers: Mapping[PeerId, WatchedPeer] = field(default_factory=dict)
 
     @cached_property
     def num_blocks(self) -> int:
         """Blocks of the model, as most of its peers say."""
-        votes = Counter(peer.announcement.num_blocks for peer in self.peers.values())
+        votes = Counter(announced.num_blocks for announced in self._trusted)
         return min(votes, key=lambda count: (-votes[count], count), default=0)
 
     @cached_property
     def name(self) -> str:
         """What most of its peers call it; empty if they say nothing."""
-        announced = (peer.announcement for peer in self.peers.values())
-        names = Counter(peer.model_name for peer in announced if peer.model_name)
+        names = Counter(one.model_name for one in self._trusted if one.model_name)
         return min(names, key=lambda name: (-names[name], name), default="")
+
+    @cached_property
+    def _trusted(self) -> list[Announcement]:
+        """Return what peers say of the model: those that answered, if there are any."""
+        there = [peer for peer in self.peers.values() if peer.is_serving] or self.peers.values()
+        answered = [one for one in there if one.dialled is not None and not one.dialled.fault]
+        return [peer.announcement for peer in answered or there]
 
     @cached_property
     def serving(self) -> tuple[WatchedPeer, ...]:
@@ -165,10 +180,12 @@ class WatchedModel:
 
     @cached_property
     def health(self) -> Health:
-        """The health of the model; UNKNOWN before its peers were read."""
+        """The health of the model; UNKNOWN while the directory does not tell its peers."""
+        if self.error or self.read_at is None:
+            return Health.UNKNOWN
         least = min(self.depths, default=None)
         if least is None:
-            return Health.UNKNOWN if self.read_at is None else Health.FAILING
+            return Health.FAILING
         if least >= MIN_REPLICAS:
             return Health.HEALTHY
         return Health.DEGRADED if least else Health.FAILING
@@ -203,15 +220,24 @@ Change = tuple[SwarmState, tuple[Event, ...]]
 """Another state, and what has happened."""
 
 
-def reduce_failure(state: SwarmState, error: str) -> Change:
-    """Note that no directory answers: what is known grows old, and nobody is taken for lost."""
-    return replace(state, error=error), ()
+def reduce_failure(state: SwarmState, error: str, model_id: ModelId | None = None) -> Change:
+    """Note that no directory answers, or not for a model.
+
+    What is known grows old, and no peer is taken for lost.
+    """
+    if model_id is None:
+        return replace(state, error=error), ()
+    known = state.models.get(model_id, WatchedModel(model_id))
+    return replace(state, models={**state.models, model_id: replace(known, error=error)}), ()
 
 
 def reduce_reading(
     state: SwarmState, model_id: ModelId, announced: Sequence[Announcement], now: float
 ) -> Change:
-    """Take what the directory tells of a model: the announcements that hold."""
+    """Take what the directory tells of a model: the announcements that hold.
+
+    A model whose peers have all gone is forgotten with them.
+    """
     known = state.models.get(model_id, WatchedModel(model_id))
     is_first = known.read_at is None
     peers, events = dict(known.peers), list[Event]()
@@ -230,8 +256,10 @@ def reduce_reading(
                 events.append(_make_event(peer, EventKind(visibility.value), now))
         if visibility in _DEPARTED and now - peer.since > DEPARTED_SECONDS:
             del peers[peer_id]
-    model = WatchedModel(model_id, now, peers)
-    return SwarmState({**state.models, model_id: model}, now), tuple(events)
+    models = {**state.models, model_id: WatchedModel(model_id, now, peers=peers)}
+    if not peers:  # nobody has served it for an hour
+        del models[model_id]
+    return SwarmState(models, now), tuple(events)
 
 
 def reduce_dialling(
@@ -253,7 +281,7 @@ def reduce_dialling(
     events = ()
     changed = replace(peer, dialled=dialled)
     is_late = peer.visibility is Visibility.NOT_SEEN
-    if dialled.fault and (is_late or must_answer):
+    if dialled.is_absent and (is_late or must_answer):
         changed = replace(changed, visibility=Visibility.LOST, since=dialled.at)
         events = (_make_event(changed, EventKind.LOST, dialled.at, dialled.fault),)
     elif is_late:
@@ -268,14 +296,17 @@ def _hear(
     known: WatchedPeer | None, announcement: Announcement, now: float
 ) -> tuple[WatchedPeer, EventKind | None]:
     """Return a peer after it was heard of, and what has happened to it."""
+    # A clock that is ahead or behind moves this by one period at most, and costs a dial.
+    period_seconds = (announcement.expires_at - announcement.issued_at) / PERIODS_PER_LIFETIME
+    heard_at = min(now, max(announcement.issued_at, now - period_seconds))
     if known is None:
-        return WatchedPeer(announcement, now, now), EventKind.JOINED
+        return WatchedPeer(announcement, heard_at, now), EventKind.JOINED
     before = known.announcement
-    if announcement.sequence <= before.sequence:
+    if announcement == before:
         return known, None
-    peer = replace(known, announcement=announcement, heard_at=now, visibility=Visibility.SEEN)
+    peer = replace(known, announcement=announcement, heard_at=heard_at, visibility=Visibility.SEEN)
     if known.visibility in _DEPARTED:
-        return replace(peer, since=now), EventKind.BACK
+        return replace(peer, since=now, dialled=None), EventKind.BACK
     if announcement.state is not before.state and announcement.state is not PeerState.OFFLINE:
         kind = EventKind.JOINED if announcement.state is PeerState.JOINING else None
         return replace(peer, since=now), kind or EventKind(announcement.state.value)

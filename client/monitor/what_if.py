@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ...protocol.records.announcements import Announcement
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
 from .state import Visibility, WatchedModel, WatchedPeer
@@ -48,6 +49,12 @@ def imagine_newcomer(
     model: WatchedModel, num_blocks: int, now: float, choose: ChoosePlace
 ) -> Span | None:
     """Return where a peer with room for so many blocks would go."""
-    announced = (replace(peer.announcement, issued_at=now) for peer in model.serving)
+    announced = (_date(peer.announcement, now) for peer in model.serving)
     view = SwarmView(model.model_id, model.num_blocks, now, tuple(announced))
     return choose(view, num_blocks) if model.num_blocks else None
+
+
+def _date(announcement: Announcement, now: float) -> Announcement:
+    """Return an announcement as if it were made now: placement leaves late ones out."""
+    lifetime_seconds = announcement.expires_at - announcement.issued_at
+    return replace(announcement, issued_at=now, expires_at=now + lifetime_seconds)

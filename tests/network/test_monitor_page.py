@@ -72,7 +72,9 @@ class Stage(MemoryDirectory):
         with closing(History(None, 3600.0, CLOCK.wall())) as history:
             access = SwarmAccess(CLOCK, self._join, self._dial)
             monitor = Monitor(access, history, read_seconds=0.1)
-            self._serving = asyncio.create_task(serve_page(monitor, self._listening, []))
+            self._serving = asyncio.create_task(
+                serve_page(monitor, self._listening, "127.0.0.1", [])
+            )
             await asyncio.wait([self._serving])
 
     async def _join(self, addresses: object) -> tuple[Transport, Directory]:
@@ -156,7 +158,7 @@ def test_page_is_usable_by_everybody(
 ) -> None:
     announce_degraded(stage)
     with open_page(browser, stage, width, scheme) as page:
-        expect_text(page, "A single peer serves blocks 4:8.")
+        expect_text(page, "Blocks 4:8 have a single replica.")
         expect(page.locator(".chart canvas")).to_have_count(2)
 
         violations = Axe().run(page).response["violations"]
@@ -181,7 +183,7 @@ def test_page_follows_the_swarm_without_being_loaded_again(browser: Browser, sta
         page.evaluate("window.isSame = true")
 
         stage.tell(2, 4, 8)
-        expect_text(page, "A single peer serves blocks 0:4.")
+        expect_text(page, "Blocks 0:4 have a single replica.")
         row = page.locator(f"tr[data-id='{identity_of(2).peer_id}']")
         expect(row).to_contain_text("4:8")
         expect_text(page, "moved …")
@@ -190,7 +192,7 @@ def test_page_follows_the_swarm_without_being_loaded_again(browser: Browser, sta
         expect(page.locator("#health")).to_contain_text("failing")
         stage.tell(3, 0, 8)
         expect(page.locator("table.peers tbody tr")).to_have_count(3)
-        expect_text(page, "A single peer serves blocks 0:4.")
+        expect_text(page, "Blocks 0:4 have a single replica.")
 
         stage.is_silent = True
         expect_text(page, "No directory answers")
@@ -216,7 +218,7 @@ def test_text_of_strangers_stays_text(browser: Browser, stage: Stage) -> None:
 def test_what_if_is_answered(browser: Browser, stage: Stage) -> None:
     announce_degraded(stage)
     with open_page(browser, stage, 1440) as page:
-        expect_text(page, "A single peer serves blocks 4:8.")
+        expect_text(page, "Blocks 4:8 have a single replica.")
 
         page.fill("input[name=lose]", identity_of(1).peer_id[-8:])
         page.fill("input[name=room]", "4")
@@ -232,7 +234,7 @@ def test_page_says_that_its_monitor_is_gone(browser: Browser) -> None:
         context = browser.new_context()
         page = context.new_page()
         page.goto(stage.page)
-        expect_text(page, "A single peer serves blocks 4:8.")
+        expect_text(page, "Blocks 4:8 have a single replica.")
         expect(page.locator("#connection")).to_be_hidden()
 
     expect(page.locator("#connection")).to_be_visible(timeout=1000 * PATIENCE_SECONDS)

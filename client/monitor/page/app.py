@@ -45,6 +45,9 @@ _LEAST_SECONDS = 1.0
 _ALIVE_SECONDS = 15.0
 """After so long without a change a page is told that the monitor is there."""
 
+_REDRAW_SECONDS = 10.0
+"""How long what a chart shows is used again, unless something happens."""
+
 _HISTORY_SECONDS = 24 * 3600.0
 _MAX_AREAS = 2000
 """Rectangles of one chart: 1,600 take a browser 100 ms."""
@@ -62,6 +65,7 @@ class Page:
         self._templates = Jinja2Templates(_FOLDER / "templates")
         self._is_ending = asyncio.Event()
         self._view: tuple[int, str] = (-1, "")
+        self._histories: dict[ModelId, tuple[tuple[int, int], dict[str, Any]]] = {}
         self.app = Starlette(
             routes=[
                 Route("/", self._show),
@@ -109,18 +113,19 @@ class Page:
                     revision = self.monitor.revision
                     yield f"event: view\ndata: {self._write_view()}\n\n"
                 else:
-                    yield ": alive\n\n"
+                    yield "event: alive\ndata:\n\n"
                 if history_revision not in (-1, self.monitor.history_revision):
                     yield "event: history\ndata:\n\n"
                 history_revision = self.monitor.history_revision
                 await asyncio.wait([ending], timeout=_LEAST_SECONDS)
                 changing = asyncio.create_task(self.monitor.wait_for_change(revision))
-                await asyncio.wait(
-                    [ending, changing],
-                    timeout=_ALIVE_SECONDS,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                changing.cancel()
+                waiting = [ending, changing]
+                try:
+                    await asyncio.wait(
+                        waiting, timeout=_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                    )
+                finally:
+                    changing.cancel()
         finally:
             ending.cancel()
 
@@ -135,18 +140,23 @@ class Page:
         model = self._find_model(request.path_params["model_id"])
         if model is None:
             return PlainTextResponse("this model is not watched", 404)
+        key = self.monitor.history_revision, int(self.monitor.clock.now() // _REDRAW_SECONDS)
+        known = self._histories.get(model.model_id)
+        if known is None or known[0] != key:
+            known = self._histories[model.model_id] = key, self._describe_history(model)
+        return JSONResponse(known[1])
+
+    def _describe_history(self, model: WatchedModel) -> dict[str, Any]:
         now = self.monitor.clock.wall()
-        changes = self.monitor.list_depths(model.model_id, now - _HISTORY_SECONDS)
+        changes = self.monitor.history.list_depths(model.model_id, now - _HISTORY_SECONDS)
         since = min(changes[0].at if changes else now, now - 60.0)
-        return JSONResponse(
-            {
-                "since": since,
-                "until": now,
-                "num_blocks": model.num_blocks,
-                "areas": list_areas(changes, now, _MAX_AREAS),
-                "thin": count_thin_times(changes, now),
-            }
-        )
+        return {
+            "since": since,
+            "until": now,
+            "num_blocks": model.num_blocks,
+            "areas": list_areas(changes, now, _MAX_AREAS),
+            "thin": count_thin_times(changes, now),
+        }
 
     def _find_model(self, model_id: str) -> WatchedModel | None:
         return self.monitor.state.models.get(ModelId(model_id))
@@ -204,4 +214,8 @@ class _Headers:
                 ]
             await send(message)
 
-        await self._app(scope, receive, send_with_headers)
+        if (b"sec-fetch-site", b"cross-site") in scope.get("headers", ()):
+            refusal = PlainTextResponse("pages of other sites may not ask this monitor", 403)
+            await refusal(scope, receive, send_with_headers)
+        else:
+            await self._app(scope, receive, send_with_headers)

@@ -34,14 +34,18 @@ _ENDING_CHARACTERS = 8
 
 
 def make_view(described: Description) -> dict[str, Any]:
-    """Return the texts of the page; `changes` counts what redraws the charts."""
+    """Return the texts of the page."""
     return {
         "health": described.health,
         "sentence": described.sentence,
         "error": described.error,
         "taken_at": described.taken_at,
         "read_at": _find_time(described, described.age_seconds),
-        "models": [_make_model(model, described) for model in described.models],
+        "models": [
+            # By their ids: names change, and what stands on a page does not move.
+            _make_model(model, described)
+            for model in sorted(described.models, key=lambda model: model.model_id)
+        ],
         "events": [
             {
                 "at": event.at,
@@ -79,10 +83,12 @@ def _make_model(model: ModelPanel, described: Description) -> dict[str, Any]:
 def _list_findings(model: ModelPanel) -> list[str]:
     """Return what is wrong with a model, in sentences."""
     findings = list[str]()
+    if model.error:
+        findings.append(f"The directory does not tell its peers: {model.error}")
     if model.missing:
         findings.append(f"No peer serves blocks {', '.join(model.missing)}.")
     if model.single:
-        findings.append(f"A single peer serves blocks {', '.join(model.single)}.")
+        findings.append(f"Blocks {', '.join(model.single)} have a single replica.")
     return findings
 
 

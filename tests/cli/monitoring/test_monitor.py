@@ -143,7 +143,7 @@ def test_killed_peer_is_lost_and_its_blocks_have_a_single_replica(
     model_id, killed = state["models"][0]["model_id"], swarm.peers[1]
     question = f"/what-if?model={model_id}&lose={killed.peer_id[-6:]}&room=2"
     answer = ask(page, question)[1].decode()
-    assert "A single peer serves blocks 0:2." in answer
+    assert "Blocks 0:2 have a single replica." in answer
     assert "would serve blocks <strong>0:2</strong>" in answer
     with urllib.request.urlopen(f"http://{page}/events", timeout=PATIENCE_SECONDS) as events:
         assert events.readline() == b"event: view\n"

@@ -51,7 +51,7 @@ def test_events_and_changes_of_depth_are_kept(path: Path) -> None:
     history.take(FULL, events[1:], NOW + 3)
 
     assert history.list_events(10) == events[::-1]
-    assert history.list_events(1, MODEL) == events[1:]
+    assert history.list_events(1) == events[1:]
     changes = [DepthChange(NOW + 1, HALF_DEPTHS), DepthChange(NOW + 3, FULL_DEPTHS)]
     assert history.list_depths(MODEL, NOW) == changes
     assert history.list_depths(MODEL, NOW + 2) == [changes[0]._replace(at=NOW + 2), changes[1]]
@@ -83,14 +83,37 @@ def test_time_without_a_directory_is_unknown(path: Path) -> None:
 
 
 def test_old_rows_go_and_what_held_then_stays(path: Path) -> None:
-    history = History(path, DAY, NOW)
+    history = History(path, 100.0, NOW)
     history.take(HALF, [make_event(NOW)], NOW)
     history.take(FULL, (), NOW + 10)
 
-    history.take(FULL, [make_event(NOW + 2 * DAY)], NOW + 2 * DAY)
+    for seconds in range(60, 660, 60):
+        history.take(FULL, [make_event(NOW + seconds)], NOW + seconds)
 
-    assert history.list_events(10) == [make_event(NOW + 2 * DAY)]
+    assert history.list_events(10) == [make_event(NOW + at) for at in (600, 540)]
     assert history.list_depths(MODEL, NOW) == [DepthChange(NOW + 10, FULL_DEPTHS)]
+    history.close()
+
+
+def test_time_in_which_the_monitor_stood_still_is_unknown(path: Path) -> None:
+    history = History(path, DAY, NOW)
+
+    history.take(FULL, (), NOW)
+    history.take(FULL, (), NOW + 1000)
+
+    depths = [DepthChange(NOW, b""), DepthChange(NOW + 1000, FULL_DEPTHS)]
+    assert history.list_depths(MODEL, NOW)[1:] == depths
+    history.close()
+
+
+def test_file_that_another_monitor_uses_is_refused(path: Path) -> None:
+    history = History(path, DAY, NOW)
+
+    with pytest.raises(UsageError, match="database is locked"):
+        History(path, DAY, NOW)
+
+    history.take(FULL, [make_event(NOW)], NOW)
+    assert history.list_events(10) == [make_event(NOW)]
     history.close()
 
 
@@ -159,9 +182,7 @@ def test_full_disk_is_told_once_and_the_monitor_goes_on(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     history = History(path, DAY, NOW)
-    database = sqlite3.connect(path)
-    num_pages = database.execute("PRAGMA page_count").fetchone()[0]
-    database.close()
+    num_pages = history._database.execute("PRAGMA page_count").fetchone()[0]
     history._database.execute(f"PRAGMA max_page_count = {num_pages}")
 
     for number in range(3):

@@ -19,7 +19,10 @@ from shoal.client.monitor.state import (
     reduce_failure,
     reduce_reading,
 )
+from shoal.client.monitor.what_if import imagine_loss, imagine_newcomer
+from shoal.protocol.ids import ModelId
 from shoal.protocol.records.announcements import Announcement, PeerState
+from shoal.protocol.records.swarm_view import SwarmView
 from shoal.protocol.spans import Span
 
 FIRST, SECOND = (identity_of(number).peer_id for number in (1, 2))
@@ -103,8 +106,6 @@ def test_first_reading_is_no_news_and_later_changes_are() -> None:
     assert list_kinds(state, moved, now=later) == [EventKind.MOVED]
     gone = renew(first, later, state=PeerState.OFFLINE)
     assert list_kinds(state, gone, now=later) == [EventKind.LEFT]
-    older = renew(first, later, sequence=0, span=Span(2, 6))
-    assert list_kinds(state, older, now=later) == []
 
 
 def test_killed_peer_is_not_seen_after_a_period_and_lost_when_a_dial_fails() -> None:
@@ -155,6 +156,58 @@ def test_peer_that_must_answer_is_lost_when_it_does_not() -> None:
     assert state.models[MODEL].depths == (0, 0, 0, 0, 1, 1, 1, 1)
 
 
+def test_peer_that_refuses_is_there() -> None:
+    busy = Dialled(NOW, "refused: it is loading its blocks", is_refusal=True)
+
+    state, events = reduce_dialling(read(*HALVES), MODEL, FIRST, busy, must_answer=True)
+
+    assert (state.models[MODEL].depths, events) == ((1,) * 8, ())
+
+
+def test_peers_that_answered_say_what_the_model_is() -> None:
+    liars = [
+        make_announcement(number, num_blocks=1, span=Span(0, 1), model_name="evil/name")
+        for number in (3, 4, 5)
+    ]
+    state = read(*HALVES, *liars)
+    assert state.models[MODEL].num_blocks == 1
+
+    for peer_id in (FIRST, SECOND):
+        state, _ = reduce_dialling(state, MODEL, peer_id, Dialled(NOW, rtt_seconds=0.1))
+
+    assert (state.models[MODEL].num_blocks, state.models[MODEL].depths) == (8, (1,) * 8)
+
+
+def test_model_whose_peers_are_not_told_is_unknown_and_so_is_the_swarm() -> None:
+    whole = [make_announcement(number, span=Span(0, 8)) for number in (1, 2)]
+    other = ModelId("b" * 32)
+
+    state, _ = reduce_failure(read(*whole), "nobody answers", other)
+
+    assert (state.models[MODEL].health, state.models[other].health) == (
+        Health.HEALTHY,
+        Health.UNKNOWN,
+    )
+    assert (state.health, state.error) == (Health.UNKNOWN, "")
+    state, _ = reduce_failure(state, "nobody answers", MODEL)
+    assert state.models[MODEL].health is Health.UNKNOWN  # though its peers are known
+    assert read(*whole, state=state).models[MODEL].health is Health.HEALTHY
+
+
+def test_newcomer_and_losses_are_imagined_from_announcements_of_any_age() -> None:
+    model = read(*HALVES).models[MODEL]
+    asked = list[SwarmView]()
+
+    def choose(view: SwarmView, num_blocks: int) -> Span | None:
+        asked.append(view)
+        return Span(0, num_blocks)
+
+    assert imagine_newcomer(model, 3, NOW + 1000, choose) == Span(0, 3)
+    assert len(asked[0].online) == 2
+    outcome = imagine_loss(model, [FIRST[-5:], "nobody"])
+    assert (outcome.model.depths, outcome.unknown) == ((0, 0, 0, 0, 1, 1, 1, 1), ("nobody",))
+
+
 def test_peer_that_nobody_tells_of_is_lost_when_its_announcement_expires() -> None:
     state = read(*HALVES)
 
@@ -162,20 +215,24 @@ def test_peer_that_nobody_tells_of_is_lost_when_its_announcement_expires() -> No
     assert list_kinds(state, now=NOW + 91) == [EventKind.LOST, EventKind.LOST]
 
 
-def test_clock_of_a_peer_decides_nothing() -> None:
+def test_clock_that_is_off_costs_a_dial_and_no_more() -> None:
     ahead = make_announcement(1, now=NOW + 25)
     behind = make_announcement(2, now=NOW - 60)
 
-    peers = read(ahead, behind, state=read(ahead, behind), now=NOW + 20).models[MODEL].peers
+    state = read(ahead, behind, state=read(ahead, behind), now=NOW + 20)
 
-    assert {peer.visibility for peer in peers.values()} == {Visibility.SEEN}
+    peers = state.models[MODEL].peers
+    assert peers[FIRST].visibility is Visibility.SEEN
+    assert peers[SECOND].visibility is Visibility.NOT_SEEN
+    state, events = reduce_dialling(state, MODEL, SECOND, Dialled(NOW + 21))
+    assert (state.models[MODEL].peers[SECOND].visibility, events) == (Visibility.SEEN, ())
 
 
 def test_departed_peers_are_forgotten_in_the_end() -> None:
     state = read(state=read(*HALVES), now=NOW + 100)
     assert len(state.models[MODEL].peers) == 2
 
-    assert read(state=state, now=NOW + 4000).models[MODEL].peers == {}
+    assert read(state=state, now=NOW + 4000).models == {}  # and their model with them
 
 
 def test_depths_are_those_of_counting_each_block() -> None:

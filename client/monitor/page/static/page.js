@@ -4,6 +4,9 @@
 
 const columns = ["peer", "span", "state", "since", "rtt", "queue", "decode", "prefill", "kv",
   "reach", "weights", "software"];
+const watchdogSeconds = 40;  // the monitor sends something every 15
+let heardAt = Date.now();
+let aheadSeconds = Date.now() / 1000 - Number(document.body.dataset.takenAt);
 const colours = { none: "#b3261e", one: "#d98200", two: "#4f9d69", more: "#1f6f43" };
 const charts = new Map();  // of a section: [depth, thin]
 
@@ -14,7 +17,7 @@ function setText(element, text) {
 function showAge(element) {
   const at = Number(element.dataset.at);
   if (!element.dataset.at || Number.isNaN(at)) return setText(element, "never");
-  const seconds = Math.max(0, Math.round(Date.now() / 1000 - at));
+  const seconds = Math.max(0, Math.round(Date.now() / 1000 - aheadSeconds - at));
   const [number, unit] = seconds < 100 ? [seconds, "s"] : seconds < 6000
     ? [Math.round(seconds / 60), "min"] : seconds < 360000
     ? [Math.round(seconds / 3600), "h"] : [Math.round(seconds / 86400), "days"];
@@ -80,6 +83,7 @@ function fillEvent(item, event) {
 }
 
 function show(view) {
+  aheadSeconds = Date.now() / 1000 - view.taken_at;
   const sections = document.querySelectorAll(".model");
   const ids = Array.from(sections, (section) => section.dataset.id);
   if (ids.join() !== view.models.map((model) => model.id).join()) return location.reload();
@@ -97,7 +101,7 @@ function show(view) {
     setText(word, model.health);
     const summary = section.querySelector(".summary");
     summary.firstChild.textContent =
-      `${model.num_blocks} blocks, ${model.num_serving} serving peers. Peers read `;
+      `${model.num_blocks} blocks, serving peers: ${model.num_serving}. Peers read `;
     setTime(summary.querySelector("time"), model.read_at);
     fillList(section.querySelector(".findings"), model.findings, setText);
     fillPeers(section.querySelector("table.peers"), model.peers);
@@ -152,8 +156,8 @@ async function draw(section) {
       minInterval: 1 },
     series: [{
       type: "custom", renderItem: drawArea, progressive: 0, clip: true,
-      dimensions: ["from", "until", "first block", "last block", "replicas"],
-      encode: { x: [0, 1], y: [2, 3] },
+      dimensions: ["from", "until", "blocks before", "first block", "replicas"],
+      encode: { x: [0, 1], y: [2, 3], tooltip: [3, 2, 4] },
       data: history.areas.map(([start, stop, since, until, replicas]) =>
         [since * 1000, until * 1000, stop, start, replicas]),
     }],
@@ -185,21 +189,34 @@ function drawAll() {
 
 let source = null;
 function connect() {
+  source?.close();
   source = new EventSource("/events");
-  source.addEventListener("view", (event) => {
-    document.getElementById("connection").hidden = true;
-    show(JSON.parse(event.data));
-  });
+  for (const kind of ["view", "history", "alive"]) {
+    source.addEventListener(kind, () => {
+      heardAt = Date.now();
+      document.getElementById("connection").hidden = true;
+    });
+  }
+  source.addEventListener("view", (event) => show(JSON.parse(event.data)));
   source.addEventListener("history", drawAll);
   source.onerror = () => { document.getElementById("connection").hidden = false; };
+}
+
+function watch() {
+  document.querySelectorAll("time").forEach(showAge);
+  if (document.hidden || Date.now() - heardAt < 1000 * watchdogSeconds) return;
+  document.getElementById("connection").hidden = false;
+  heardAt = Date.now();
+  connect();
 }
 
 // A page in the background takes none of the browser's few connections to the monitor.
 document.addEventListener("visibilitychange", () => {
   source?.close();
+  heardAt = Date.now();
   if (!document.hidden) connect();
 });
-setInterval(() => document.querySelectorAll("time").forEach(showAge), 1000);
+setInterval(watch, 1000);
 document.querySelectorAll("time").forEach(showAge);
 drawAll();
 setInterval(drawAll, 60000);

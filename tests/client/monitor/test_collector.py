@@ -1,0 +1,128 @@
+"""What the monitor reads and dials, in a directory in memory that may be silent."""
+
+from __future__ import annotations
+
+import asyncio
+
+from announcements import MODEL, NOW, identity_of, make_announcement, sign
+from hand_clock import HandClock
+
+from shoal.client.monitor.collector import Collector, SwarmAccess, look_once
+from shoal.client.monitor.state import Dialled, Health, Visibility
+from shoal.protocol.errors import DirectoryError
+from shoal.protocol.ids import ModelId
+from shoal.protocol.net.directory import Directory
+from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.net.transport import Transport
+from shoal.protocol.records.announcements import Announcement
+from shoal.protocol.spans import Span
+
+OTHER = ModelId("b" * 32)
+
+
+class Swarm(MemoryDirectory):
+    """A directory that tells no peers of `silent` models, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.clock = HandClock(NOW)
+        super().__init__(MemoryDirectoryStore(), self.clock)
+        self.silent: set[ModelId] = set()
+        self.num_searches = 0
+        self.dialled: list[str] = []
+        self.dead: set[str] = set()
+
+    @property
+    def access(self) -> SwarmAccess:
+        return SwarmAccess(self.clock, self._join, self._dial)
+
+    async def _join(self, addresses: object) -> tuple[Transport, Directory]:
+        return LoopbackTransport(LoopbackNetwork(0), "monitor"), self
+
+    async def _dial(self, peer: Announcement, transport: object) -> Dialled:
+        self.dialled.append(peer.peer_id)
+        fault = "closed port" if peer.peer_id in self.dead else ""
+        return Dialled(self.clock.wall(), fault)
+
+    async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
+        self.num_searches += 1
+        if model_id in self.silent:
+            raise DirectoryError("nobody answers")
+        return await super().lookup(model_id)
+
+    async def tell(self, number: int, span: Span, model_id: ModelId = MODEL) -> None:
+        """Have a peer of another process announce itself."""
+        now = self.clock.wall()
+        announcement = make_announcement(
+            number, now, span=span, model_id=model_id, sequence=int(now)
+        )
+        theirs = MemoryDirectory(self._store, self.clock)
+        await theirs.announce(sign(announcement, number))
+
+
+async def test_silent_model_is_unknown_beside_one_that_is_whole() -> None:
+    swarm = Swarm()
+    for number in (1, 2):
+        await swarm.tell(number, Span(0, 8))
+    await swarm.tell(3, Span(0, 8), OTHER)
+    swarm.silent = {OTHER}
+
+    state = await look_once(swarm.access, [])
+
+    assert state.models[MODEL].health is Health.HEALTHY
+    assert (state.models[OTHER].health, state.models[OTHER].error) == (
+        Health.UNKNOWN,
+        "nobody answers",
+    )
+    assert state.health is Health.UNKNOWN
+
+
+async def test_single_look_counts_those_that_answer() -> None:
+    swarm = Swarm()
+    for number in (1, 2):
+        await swarm.tell(number, Span(0, 8))
+    swarm.dead = {identity_of(2).peer_id}
+
+    state = await look_once(swarm.access, [])
+
+    assert sorted(swarm.dialled) == sorted(identity_of(number).peer_id for number in (1, 2))
+    assert (state.health, state.models[MODEL].depths) == (Health.DEGRADED, (1,) * 8)
+    assert state.models[MODEL].peers[identity_of(2).peer_id].visibility is Visibility.LOST
+
+
+async def test_directory_is_searched_once_in_a_period() -> None:
+    swarm = Swarm()
+    await swarm.tell(1, Span(0, 8))
+    collector = Collector(swarm.access, lambda change: None)
+    await collector.join([])
+
+    for _ in range(5):
+        await collector.read()
+        swarm.clock.seconds += 5.0
+    searches_in_a_period = swarm.num_searches
+    swarm.clock.seconds += 10.0
+    await collector.read()
+
+    assert searches_in_a_period == 1
+    assert swarm.num_searches == 2
+    await collector.close()
+
+
+async def test_model_without_peers_is_forgotten_and_found_again() -> None:
+    swarm = Swarm()
+    await swarm.tell(1, Span(0, 8))
+    collector = Collector(swarm.access, lambda change: None)
+    await collector.join([])
+    await collector.read()
+
+    for _ in range(3):
+        swarm.clock.seconds += 3700.0
+        await collector.read()
+    assert collector.state.models == {}
+    await swarm.tell(1, Span(0, 8))
+    for _ in range(2):
+        await collector.read()
+
+    assert list(collector.state.models) == [MODEL]
+    assert len(asyncio.all_tasks()) == 1
+    await collector.close()
