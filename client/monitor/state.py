@@ -29,6 +29,10 @@ DEPARTED_SECONDS = 3600.0
 """How long peers that have left or are lost are still shown."""
 
 
+MOST_DEPARTED = 500
+"""Of one model: identities are free, and whoever makes many would fill our memory."""
+
+
 class Visibility(StrEnum):
     """Whether a peer is there, as far as a monitor can tell."""
 
@@ -243,6 +247,8 @@ def reduce_reading(
     peers, events = dict(known.peers), list[Event]()
     for announcement in announced:
         peer_id = announcement.peer_id
+        if peer_id not in peers and announcement.state is PeerState.OFFLINE:
+            continue  # nobody here has seen it
         peer, kind = _hear(peers.get(peer_id), announcement, now)
         peers[peer_id] = peer
         if kind is not None and not (is_first and kind is EventKind.JOINED):
@@ -256,6 +262,10 @@ def reduce_reading(
                 events.append(_make_event(peer, EventKind(visibility.value), now))
         if visibility in _DEPARTED and now - peer.since > DEPARTED_SECONDS:
             del peers[peer_id]
+    departed = [peer for peer in peers.values() if peer.visibility in _DEPARTED]
+    departed.sort(key=lambda peer: peer.since, reverse=True)
+    for peer in departed[MOST_DEPARTED:]:
+        del peers[peer.announcement.peer_id]
     models = {**state.models, model_id: WatchedModel(model_id, now, peers=peers)}
     if not peers:  # nobody has served it for an hour
         del models[model_id]

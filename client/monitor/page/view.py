@@ -99,11 +99,10 @@ def _make_row(peer: PeerRow, described: Description) -> dict[str, Any]:
         "is_there": peer.visibility in ("seen", "not seen"),
         "since": peer.since,
         "fault": peer.fault,
-        "dialled_at": _find_time(described, peer.dialled_seconds_ago),
         "peer": _shorten(peer.peer_id),
         "span": peer.span,
         "state": peer.shown_state,
-        "rtt": _show_rtt(peer),
+        "rtt": _show_dial(peer),
         "queue": _show_ms(peer.queue_seconds),
         "decode": _show_number(peer.loaded_decode_steps_per_second or peer.decode_steps_per_second),
         "prefill": _show_number(peer.prefill_tokens_per_second),
@@ -118,10 +117,12 @@ def _find_time(described: Description, age_seconds: float | None) -> float | Non
     return None if age_seconds is None else described.taken_at - age_seconds
 
 
-def _show_rtt(peer: PeerRow) -> str:
-    if peer.fault:
-        return "no answer"
-    return "-" if peer.rtt_seconds is None else _show_ms(peer.rtt_seconds)
+def _show_dial(peer: PeerRow) -> str:
+    """Return the round trip with its age, or why there is none."""
+    if peer.dialled_seconds_ago is None:
+        return "-"
+    found = peer.fault.partition(":")[0] if peer.fault else _show_ms(peer.rtt_seconds or 0.0)
+    return f"{found}, {peer.dialled_seconds_ago:.0f} s ago"
 
 
 def _show_ms(seconds: float) -> str:

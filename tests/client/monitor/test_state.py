@@ -10,6 +10,7 @@ import pytest
 from announcements import MODEL, NOW, identity_of, make_announcement
 
 from shoal.client.monitor.state import (
+    MOST_DEPARTED,
     Dialled,
     EventKind,
     Health,
@@ -20,6 +21,7 @@ from shoal.client.monitor.state import (
     reduce_reading,
 )
 from shoal.client.monitor.what_if import imagine_loss, imagine_newcomer
+from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.records.swarm_view import SwarmView
@@ -251,3 +253,24 @@ def test_dialled_peer_that_is_not_known_changes_nothing() -> None:
     state = read(HALVES[0])
 
     assert reduce_dialling(state, MODEL, SECOND, Dialled(NOW)) == (state, ())
+
+
+def test_departed_peers_take_a_bounded_room() -> None:
+    peers = [
+        make_announcement(1, peer_id=Identity(number.to_bytes(32, "big")).peer_id)
+        for number in range(MOST_DEPARTED + 100)
+    ]
+    state = read(*peers)
+    assert len(state.models[MODEL].peers) == MOST_DEPARTED + 100
+
+    state = read(state=state, now=NOW + 100)
+
+    assert len(state.models[MODEL].peers) == MOST_DEPARTED
+
+
+def test_goodbye_of_a_peer_that_was_never_seen_is_no_news() -> None:
+    gone = make_announcement(3, state=PeerState.OFFLINE)
+
+    state, events = reduce_reading(read(*HALVES), MODEL, [*HALVES, gone], NOW + 1)
+
+    assert (len(state.models[MODEL].peers), events) == (2, ())
