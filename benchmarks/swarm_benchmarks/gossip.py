@@ -36,7 +36,7 @@ from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.dialling import measure_rtt
 from shoal.protocol.net.gossip import GossipDirectory
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
-from shoal.protocol.net.network import Presence
+from shoal.protocol.net.network import Addresses, Presence
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.tcp.tls import make_tls_identity
 from shoal.protocol.net.transport import Stream, StreamServer
@@ -232,14 +232,14 @@ class Lines:
         self.inward = await CountedLine.open(listener.endpoint.port, self.stack)
         opened = AsyncExitStack()
         opened.push_async_callback(transport.close)
+        endpoints = [replace(listener.endpoint, port=self.inward.port)]
         return Presence(
             identity,
             LinedTransport(transport, self.outward),
             self._open_directory(),
             [listener],
-            [replace(listener.endpoint, port=self.inward.port)],
+            Addresses(endpoints, {"addresses": [], "dialled": []}),
             opened,
-            facts={"addresses": [], "dialled": []},
         )
 
     def _open_directory(self) -> MemoryDirectory:

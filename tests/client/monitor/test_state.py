@@ -80,7 +80,7 @@ def test_swarm_without_models_fails() -> None:
     assert SwarmState(read_at=NOW).health is Health.FAILING
 
 
-@pytest.mark.parametrize("state", [PeerState.JOINING, PeerState.DRAINING, PeerState.OFFLINE])
+@pytest.mark.parametrize("state", [PeerState.JOINING, PeerState.DRAINING])
 def test_only_peers_that_are_online_are_replicas(state: PeerState) -> None:
     joined = read(make_announcement(1, span=Span(0, 8), state=state))
 
