@@ -24,8 +24,10 @@ def test_peers_spread_and_close_a_gap_while_a_session_goes_on(tiny_models: Any) 
     prompt = torch.arange(3, 15).reshape(1, -1)
     expected = tiny.reference.generate(prompt, **count(24))
     with LocalSwarm(
-        tiny.directory, spans=[2, 2, 2], weights="fp32", announce_period_seconds=2.0
+        tiny.directory, spans=[2], weights="fp32", announce_period_seconds=2.0
     ) as swarm:
+        for _ in range(2):  # those that come at once may choose the same place, and then any
+            swarm.add(2)
         by_span = sort_by_span(swarm)
         assert sorted(len(peers) for peers in by_span.values()) == [1, 2]
         (lone,), replicas = sorted(by_span.values(), key=len)
