@@ -112,7 +112,7 @@ class Collector:
         return self._swarm
 
     async def read(self) -> None:
-        """Read the peers of every model once. What does not answer is noted in the state."""
+        """Read the peers of every model once, and note in the state which models nobody tells."""
         if self._num_readings % _LIST_READINGS == 0 or not self._directories:
             try:
                 self._add_models(await self._joined[1].list_models())

@@ -1,4 +1,4 @@
-"""What people see of a swarm's state: numbers and texts, each with its age.
+"""Describes a swarm's state for people: numbers and texts, each with its age.
 
 The page, the terminal and `--json` show this and nothing else, so that they agree.
 """

@@ -1,4 +1,4 @@
-"""How many replicas blocks had, and for how long: what the history's depths are drawn from."""
+"""The replicas of each block over time, as the page's charts draw them from the history."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a swarm would be if peers were lost, or one came."""
+"""Simulates the loss of peers, and the arrival of one."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def test_what_if_is_answered(browser: Browser, stage: Stage) -> None:
 
         page.fill("input[name=lose]", identity_of(1).peer_id[-8:])
         page.fill("input[name=room]", "4")
-        page.click("text=What then?")
+        page.click("text=Simulate")
 
         expect_text(page, "No peer serves blocks 4:8.")
         expect_text(page, "A machine with room for 4 blocks would serve blocks 4:8.")

@@ -1,4 +1,4 @@
-"""What Prometheus scrapes from a monitor: the health of a swarm in numbers.
+"""The health of a swarm as Prometheus metrics.
 
 Names and units follow https://prometheus.io/docs/practices/naming/. Peers are counted and not
 named: ids come and go, and each would be a time series of its own for ever.

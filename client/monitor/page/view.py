@@ -1,5 +1,5 @@
-"""What stands on the page: a description in texts, of which the template makes the first paint
-and page.js every later one.
+"""Turns a description into the texts of the page: the template shows them first, and page.js keeps
+them up to date.
 
 Times are wall seconds; the page says how long ago they were.
 """
@@ -18,8 +18,8 @@ COLUMNS = (
     ("since", "Since"),
     ("rtt", "Round trip"),
     ("queue", "Queue"),
-    ("decode", "Steps/s"),
-    ("prefill", "Prompt tokens/s"),
+    ("decode", "Decode steps/s"),
+    ("prefill", "Prefill tokens/s"),
     ("kv", "Free KV tokens"),
     ("reach", "Reached"),
     ("weights", "Weights"),
