@@ -51,7 +51,7 @@ def make_row(peer: PeerRow) -> tuple[str, ...]:
     return (
         f"…{peer.peer_id[-_ENDING_CHARACTERS:]}",
         peer.span,
-        peer.shown_state,
+        peer.state,
         f"{1000 * peer.queue_seconds:.1f} ms",
         "-" if speed is None else f"{speed:.0f}" if speed >= 100 else f"{speed:.3g}",
         rtt,

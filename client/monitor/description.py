@@ -19,9 +19,7 @@ class PeerRow:
     peer_id: PeerId
     span: str
     state: str
-    """How it announces itself: joining, online, draining or offline."""
-    visibility: str
-    """Whether it is there: seen, not seen, lost or left."""
+    """How it announces itself (joining, online, draining), or: not seen, lost, left."""
     since: float
     """Wall seconds since when all that is so."""
     heard_seconds_ago: float
@@ -39,11 +37,6 @@ class PeerRow:
     dialled_seconds_ago: float | None
     fault: str
     """Why the last dial was in vain; empty if it was not."""
-
-    @property
-    def shown_state(self) -> str:
-        """How it announces itself, while it is there."""
-        return self.state if self.visibility == str(Visibility.SEEN) else self.visibility
 
 
 @dataclass(frozen=True)
@@ -161,8 +154,7 @@ def _describe_peer(peer: WatchedPeer, now: float) -> PeerRow:
     return PeerRow(
         peer_id=one.peer_id,
         span=str(one.span),
-        state=str(one.state),
-        visibility=str(peer.visibility),
+        state=str(one.state if peer.visibility is Visibility.SEEN else peer.visibility),
         since=peer.since,
         heard_seconds_ago=max(0.0, now - peer.heard_at),
         weights=one.weights,

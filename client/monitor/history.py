@@ -211,6 +211,10 @@ def _open(path: Path | None) -> sqlite3.Connection:
             database.execute("PRAGMA synchronous = NORMAL")
     except sqlite3.DatabaseError as error:
         database.close()
+        if "locked" in str(error):
+            raise UsageError(
+                f"another monitor uses the history {path}; name another file with --history"
+            ) from error
         raise UsageError(f"the history cannot be read: {error}; {advice}") from error
     if application != _APPLICATION or version != _VERSION or problem != "ok":
         database.close()

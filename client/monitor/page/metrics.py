@@ -65,7 +65,7 @@ class _Described(Collector):
             "shoal_model_peers", "Peers of a model by their state", labels=[*_LABELS, "state"]
         )
         for model in self._described.models:
-            states = Counter(peer.shown_state for peer in model.peers)
+            states = Counter(peer.state for peer in model.peers)
             for state in _STATES:
                 peers.add_metric([*_label(model), state], states[state])
         return peers

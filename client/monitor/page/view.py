@@ -96,12 +96,12 @@ def _make_row(peer: PeerRow, described: Description) -> dict[str, Any]:
     """Return the cells of a peer; `since` is a time, all others are texts."""
     return {
         "id": peer.peer_id,
-        "is_there": peer.visibility in ("seen", "not seen"),
+        "is_there": peer.state not in ("lost", "left"),
         "since": peer.since,
         "fault": peer.fault,
         "peer": _shorten(peer.peer_id),
         "span": peer.span,
-        "state": peer.shown_state,
+        "state": peer.state,
         "rtt": _show_dial(peer),
         "queue": _show_ms(peer.queue_seconds),
         "decode": _show_number(peer.loaded_decode_steps_per_second or peer.decode_steps_per_second),

@@ -109,7 +109,7 @@ def test_time_in_which_the_monitor_stood_still_is_unknown(path: Path) -> None:
 def test_file_that_another_monitor_uses_is_refused(path: Path) -> None:
     history = History(path, DAY, NOW)
 
-    with pytest.raises(UsageError, match="database is locked"):
+    with pytest.raises(UsageError, match="another monitor uses the history"):
         History(path, DAY, NOW)
 
     history.take(FULL, [make_event(NOW)], NOW)
