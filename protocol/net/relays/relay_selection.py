@@ -68,6 +68,7 @@ class RelaySelection:
         self._clock = clock
         self._initial = initial
         self._ways = _group(initial)
+        self._is_directory_lost = False  # told once, though it is asked every few seconds
         self._renewed_at: dict[PeerId, float] = {}
         self._failures = Backoffs[PeerId](_REST, clock)
         self._searched_at = float("-inf")
@@ -99,10 +100,14 @@ class RelaySelection:
     async def _find_announced(self, search: Search) -> list[Relay]:
         """Return none when the directory cannot be read, which may be for want of a relay."""
         try:
-            return [relay for peer in await search() for relay in peer.as_relays]
+            announced = [relay for peer in await search() for relay in peer.as_relays]
         except DirectoryError as error:
-            log.warning("could not look up relays in the directory: %s", error)
+            level = logging.DEBUG if self._is_directory_lost else logging.WARNING
+            log.log(level, "could not look up relays in the directory: %s", error)
+            self._is_directory_lost = True
             return []
+        self._is_directory_lost = False
+        return announced
 
     async def _holds(self, relay: Relay, connected: Collection[PeerId]) -> bool:
         """Return whether a relay still carries to us; a reservation that was lost is made again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -111,6 +112,22 @@ async def test_initial_relays_are_tried_while_the_directory_cannot_be_read() -> 
     await selection.renew(relays.search)
     assert len(selection.relays) == NUM_RELAYS
     assert set(selection.relays) == relays.held
+
+
+async def test_directory_that_is_lost_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "shoal")
+    relays = Relays()
+    selection = select_among(relays, 1)
+    relays.is_directory_reachable = False
+
+    for _ in range(3):
+        await selection.renew(relays.search)
+    relays.is_directory_reachable = True
+    await selection.renew(relays.search)
+    relays.is_directory_reachable = False
+    await selection.renew(relays.search)
+
+    assert [level for _, level, _ in caplog.record_tuples] == [logging.WARNING] * 2
 
 
 async def test_relay_that_was_not_found_for_a_while_is_kept_when_it_is_back() -> None:
