@@ -3,7 +3,7 @@
 from ...client.monitor.description import Description, ModelPanel, PeerRow
 from ..terminal.terminal import Terminal
 
-_COLOURS = {"healthy": "green", "degraded": "yellow", "failing": "red", "unknown": "red"}
+COLOURS = {"healthy": "green", "degraded": "yellow", "failing": "red", "unknown": "red"}
 PEER_COLUMNS = ("peer", "blocks", "state", "queue", "steps/s", "round trip")
 _MAX_ROWS = 32
 _ENDING_CHARACTERS = 6  # of a peer id in the table; --json has the whole
@@ -11,7 +11,7 @@ _ENDING_CHARACTERS = 6  # of a peer id in the table; --json has the whole
 
 def show_health(described: Description, terminal: Terminal) -> None:
     """Print the state, each model with its gaps, and the peers."""
-    colour = _COLOURS[described.health]
+    colour = COLOURS[described.health]
     health = terminal.paint(described.health.upper(), "bold", colour)
     for number, line in enumerate(terminal.wrap(f"{described.sentence}")):
         terminal.print(f" {health}  {line}" if number == 0 else line)
@@ -26,7 +26,7 @@ def show_health(described: Description, terminal: Terminal) -> None:
 def _show_model(model: ModelPanel, terminal: Terminal) -> None:
     blocks = f"{model.num_blocks} blocks, {model.num_serving} serving peers"
     name = terminal.paint(model.name or "a model without a name", "bold")
-    terminal.print(f" {name}  {terminal.paint(model.health, _COLOURS[model.health])}: {blocks}")
+    terminal.print(f" {name}  {terminal.paint(model.health, COLOURS[model.health])}: {blocks}")
     for words, spans in (("no replica", model.missing), ("a single replica", model.single)):
         if spans:
             for line in terminal.wrap(f"   Blocks with {words}: {', '.join(spans)}"):

@@ -15,9 +15,8 @@ from textual.widgets import DataTable, Footer, Static
 from ...client.monitor.description import Description, EventRow
 from ...client.monitor.monitor import Monitor
 from ..terminal.terminal import clean
-from .health_table import PEER_COLUMNS, make_row
+from .health_table import COLOURS, PEER_COLUMNS, make_row
 
-_COLOURS = {"healthy": "green", "degraded": "yellow", "failing": "red", "unknown": "red"}
 _COLUMNS = ("model", *PEER_COLUMNS, "for")
 _SORTS = (None, 2, 3)
 """Columns to sort by in turn; None: by model and block, those that serve first."""
@@ -70,7 +69,7 @@ class LiveScreen(App[None]):
     def refresh_swarm(self) -> None:
         """Show what is known now."""
         described = self._monitor.describe()
-        health = Text(described.health.upper(), f"bold {_COLOURS[described.health]}")
+        health = Text(described.health.upper(), f"bold {COLOURS[described.health]}")
         self.query_one("#health", Static).update(
             Text.assemble(
                 health, "  ", clean(described.sentence), "\n", _describe_models(described)
