@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -90,6 +90,7 @@ class RouteFinder:
         exclude: Collection[PeerId] = (),
         needed_kv_tokens: float = 0.0,
         ends: Ends | None = None,
+        may_wait: Callable[[], bool] = lambda: True,
     ) -> Route:
         """Return a route through `span`, waiting for peers to appear until `deadline`.
 
@@ -99,9 +100,9 @@ class RouteFinder:
         to do. Room for `needed_kv_tokens`, counted as in announcements, makes peers cheaper. With
         `ends` it is a chain, else a star.
 
-        Raises RouteError with the missing blocks once the deadline has passed, and at once if
-        `allowed_servers` is why nobody serves them; or DirectoryError when that is what hides the
-        peers.
+        Raises RouteError with the missing blocks once the deadline has passed or `may_wait` returns
+        False, and at once if `allowed_servers` is why nobody serves them; or DirectoryError when
+        that is what hides the peers.
         """
         retry = Retry(_LOOK_AGAIN, self._clock, deadline)
         while True:
@@ -117,7 +118,7 @@ class RouteFinder:
                 return self._plan(span, weights, exclude, needed_kv_tokens, ends)
             except RouteError as missing:
                 self._check_allowed(missing)
-                if retry.remaining_seconds <= 0:
+                if retry.remaining_seconds <= 0 or not may_wait():
                     raise (unread or missing) from None
             retry.note_failure()
             await retry.pause()

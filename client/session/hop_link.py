@@ -448,6 +448,11 @@ class MissingHops:
         """The hops on both sides."""
         return [live for live in (self.before, self.after) if live is not None]
 
+    @property
+    def leaving_neighbours(self) -> list[LiveHop]:
+        """Those of them whose peers will stop soon."""
+        return [live for live in self.neighbours if live.is_leaving]
+
 
 class BrokenSegmentError(Exception):
     """Hops of a segment were lost, or the link behind the one at index `link`."""

@@ -76,10 +76,11 @@ class HopFinder:
         """Find hops for missing ones, and have them brought to the state of their log in time.
 
         `preferred` is the weight format of the peer that was lost: its replica computes the
-        same. When the time is up, raises RouteError with the missing blocks, and those of the rest
-        of the session that nobody serves either, or a refusal:
-        RefusedError of a peer that declined for good, also where others could not be reached. Also
-        raises what `bring_up` does but LostHopError, after which another route is tried.
+        same. When the time is up, or nobody is there and a hop beside them is about to leave,
+        raises RouteError with the missing blocks, and those of the rest of the session that nobody
+        serves either, or a refusal: RefusedError of a peer that declined for good, also where
+        others could not be reached. Also raises what `bring_up` does but LostHopError, after which
+        another route is tried.
         """
         state = self._state
         if missing.position == 0:  # later, somebody waits for the next token
@@ -99,6 +100,8 @@ class HopFinder:
             if len(tried) < num_tried:
                 # All peers were asked once. A full one may take us into its queue now, for a part
                 # of the time: another one may have room sooner.
+                if missing.leaving_neighbours:
+                    raise RouteError(f"no peer takes over blocks {missing.span}", (missing.span,))
                 is_alone = num_tried == 1
                 remaining_seconds = max(0.0, retry.remaining_seconds)
                 max_wait_seconds = remaining_seconds / (1 if is_alone else 2 * num_tried)
@@ -172,7 +175,9 @@ class HopFinder:
                 return await wait(self._state.clock.now(), max_age_seconds, weights, avoided)
             tried.clear()
         if refusals.first is None:
-            return await wait(deadline, max_age_seconds, weights)
+            return await wait(
+                deadline, max_age_seconds, weights, may_wait=lambda: not missing.leaving_neighbours
+            )
         try:
             return await wait(self._state.clock.now(), 0.0, weights, refusals.peer_ids)
         except (RouteError, DirectoryError):

@@ -176,7 +176,7 @@ class _Replacement:
         return standby.new
 
     async def _run(self) -> None:
-        while self._live in self._session.live_hops:
+        while self._live in self._session.live_hops and self._live.link is not None:
             try:
                 return await self._keep()
             except CannotMoveError as error:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.wire_tensors import choose_decoded_dtype, has_only_finite
-from ...protocol.errors import UnavailableError, UsageError
+from ...protocol.errors import RouteError, UnavailableError, UsageError
 from ...protocol.limits import MAX_BATCH_ROWS
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.spans import Span
@@ -304,6 +304,15 @@ class RemoteSession:
             try:
                 weights, deadline = lost[0].hop.peer.weights, failures.retry.deadline
                 replacements = await self._cover(missing, deadline, failures.refusals, weights)
+            except RouteError as unserved:
+                leaving = missing.leaving_neighbours
+                if not leaving:
+                    raise
+                # A peer that moves here from the next blocks would wait for this very session.
+                await self.exchange.hang_up(*leaving)
+                given_up = [LostHopError(live.hop, "its peer is leaving") for live in leaving]
+                given_up[0].__cause__ = unserved
+                raise BrokenSegmentError(given_up) from None
             finally:
                 self.state.sought = None
             num_tokens = missing.log.length if start == 0 else missing.position

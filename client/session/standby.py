@@ -103,6 +103,12 @@ class Standby:
         live.tails.append(self._tail)
         self.new.log = live.log.copy()
 
+    def _is_lost(self, live: LiveHop) -> bool:
+        """Return whether a hop has hung up, or was lost in a step that failed."""
+        return live.link is None or isinstance(
+            self._session.mailbox.trouble(live.link.session), UnavailableError
+        )
+
     def find_neighbours(self, hops: Sequence[LiveHop]) -> tuple[LiveHop | None, LiveHop | None]:
         """Return the hop that pushes to this one, and its next hop. Raises UnavailableError."""
         if self.live not in hops:
@@ -132,6 +138,10 @@ class Standby:
         LostHopError or BrokenSegmentError where it did not work with that peer, `new.hop.peer`.
         """
         async with self._session.between_steps() as hops:
+            if self.live.is_leaving and any(map(self._is_lost, hops)):
+                # The next step begins with a failover. Until then a peer that moves to the blocks
+                # that are missing would wait for this very session.
+                await self._session.exchange.hang_up(self.live)
             self._survey(hops)
         self.new.hop = await self._finder.find_replica(self.live.hop, exclude, self._ends)
         self._plan()

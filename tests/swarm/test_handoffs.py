@@ -304,6 +304,36 @@ def test_hop_without_a_replica_stays_until_there_is_one(run_story: Any, hop: int
     run_story(story)
 
 
+@pytest.mark.parametrize("delivery", ["chain"])
+@pytest.mark.parametrize(("hop", "is_under_way"), [(1, False), (0, True), (1, True)])
+def test_peer_does_not_wait_for_a_session_that_waits_for_other_blocks(
+    run_story: Any, hop: int, is_under_way: bool
+) -> None:
+    """It may be about to serve these: each would wait for the other."""
+
+    async def story(world: Any) -> None:
+        session, turns = world.open(), world.make_turns(num_decoded=6)
+        outputs = await world.take_all(session, turns[:4])
+        before = world.hosts_of(session)
+        others = [({"peer0", "peer1"}, {"peer2", "peer3"})[n] - {before[n]} for n in range(2)]
+        world.break_links(*others[1 - hop])
+        world.network.kill(before[1 - hop])
+        step = asyncio.create_task(world.take(session, turns[4])) if is_under_way else None
+        if is_under_way:
+            await wait_until(lambda: session.state.sought is not None)
+
+        drain(world, before[hop])
+        await assert_left(world, before[hop])
+        await world.mend_links(*others[1 - hop])
+        outputs.append(await (step or world.take(session, turns[4])))
+        outputs.append(await world.take(session, turns[5]))
+
+        assert_same(outputs, world.expect(turns[:6]))
+        assert set(world.hosts_of(session)) == set.union(*others)
+
+    run_story(story)
+
+
 @at_hops(0, 1, in_star=0)
 def test_hop_that_cannot_move_is_replaced_when_its_peer_has_left(run_story: Any, hop: int) -> None:
     """Nobody has room: tokens go on at the peer until it ends its streams."""
