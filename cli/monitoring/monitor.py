@@ -12,7 +12,7 @@ from ...protocol.endpoints import is_loopback
 from ...protocol.errors import UsageError
 from ...protocol.net.libp2p.multiaddrs import PeerAddress
 from ..options.join_options import Joining, add_join_arguments, read_joining
-from ..options.quantities import parse_count, parse_listen
+from ..options.quantities import parse_count, parse_listen, parse_model_id
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import quitting_at_once
 from ..terminal.terminal import Progress, Terminal
@@ -25,6 +25,7 @@ _DAY_SECONDS = 24 * 3600.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal monitor`."""
     add_join_arguments(parser)
+    add_model_argument(parser)
     parser.add_argument(
         "--once", action="store_true",
         help="print the state of the swarm and end, counting the peers that answer: exit code 0 "
@@ -48,6 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare --model."""
+    parser.add_argument(
+        "--model", dest="models", type=parse_model_id, action="append", default=[], metavar="ID",
+        help="watch this model only, by the id that --once --json shows; may be given several "
+        "times (default: every model that peers announce, at most 32)",
+    )  # fmt: skip
+
+
 def run(options: argparse.Namespace) -> int:
     """Show the health of a swarm; with --once return it as the exit code."""
     if options.json and not options.once:
@@ -67,7 +77,7 @@ def _run_once(options: argparse.Namespace, joining: Joining) -> int:
             from .health_table import show_health
 
         access = make_access(joining.membership)
-        state = asyncio.run(look_once(access, joining.addresses))
+        state = asyncio.run(look_once(access, joining.addresses, options.models))
     described = describe(state, access.clock.wall())
     terminal = Terminal(sys.stdout)
     if options.json:
@@ -102,7 +112,9 @@ def _serve(options: argparse.Namespace, joining: Joining) -> int:
             for line in terminal.wrap(f" {warning}"):
                 terminal.print(terminal.paint(line, "yellow"))
         asyncio.run(
-            serve_until_signalled(Monitor(access, history), listening, host, joining.addresses)
+            serve_until_signalled(
+                Monitor(access, history, only=options.models), listening, host, joining.addresses
+            )
         )
     return 0
 

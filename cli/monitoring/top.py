@@ -10,11 +10,13 @@ from ..options.join_options import add_join_arguments, read_joining
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import quitting_at_once
 from ..terminal.terminal import Progress, Terminal
+from .monitor import add_model_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal top`."""
     add_join_arguments(parser)
+    add_model_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -35,5 +37,6 @@ def run(options: argparse.Namespace) -> int:
         from .live_screen import LiveScreen
     access = make_access(joining.membership)
     with contextlib.closing(History(None, 0.0, access.clock.wall())) as history:
-        LiveScreen(Monitor(access, history), joining.addresses).run()
+        monitor = Monitor(access, history, only=options.models)
+        LiveScreen(monitor, joining.addresses).run()
     return 0

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 
 from ...protocol.errors import UsageError
+from ...protocol.ids import MODEL_ID_CHARACTERS, ModelId
 from ...protocol.limits import MAX_ANNOUNCEMENT_LIFETIME_SECONDS
 
 _MAX_WHOLE = 2**63 - 1
@@ -168,3 +169,16 @@ def parse_memory(text: str) -> int:
             f"{text} is more than the {machine_bytes / 2**30:.1f}G of memory that this machine has"
         )
     return num_bytes
+
+
+def parse_model_id(text: str) -> ModelId:
+    """Read the id of a model.
+
+    >>> parse_model_id("Ab" * 16) == "ab" * 16
+    True
+    """
+    if not re.fullmatch(rf"[0-9a-f]{{{MODEL_ID_CHARACTERS}}}", text.lower()):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not the id of a model: {MODEL_ID_CHARACTERS} digits and letters a to f"
+        )
+    return ModelId(text.lower())

@@ -1,25 +1,64 @@
 """The monitor's access to swarms on the internet."""
 
+from collections.abc import Sequence
+
+from ...protocol.errors import (
+    NotAMemberError,
+    RefusedError,
+    RemoteProtocolError,
+    SilentError,
+    StaleAnnouncementError,
+    UnavailableError,
+)
 from ...protocol.membership.membership import Membership
+from ...protocol.net.clock import SystemClock
+from ...protocol.net.dht.internet import InternetNetwork
+from ...protocol.net.dialling import open_greeted
+from ...protocol.net.directory import Directory
+from ...protocol.net.libp2p.multiaddrs import split_multiaddr
+from ...protocol.net.tcp.dial_rules import DialRules
 from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement
-from ..doctor.peer_check import PeerFault, check_peer
-from ..doctor.probes import make_network_probes
 from .collector import SwarmAccess
-from .state import Dialled
+from .state import ProbeResult
+
+_ANSWER_SECONDS = 6.0
+"""How long a peer may take, at all of its endpoints."""
 
 
 def make_access(membership: Membership | None) -> SwarmAccess:
     """Return the access to a swarm over TCP, TLS and the DHT, which takes seconds to import.
 
-    Without a membership it joins open swarms only.
+    Without a membership it joins open swarms only. What strangers announce is dialled by the rules
+    of peers: in a local network only where the swarm was joined through one of its hosts. Peers
+    behind relays are reached through these.
     """
-    probes = make_network_probes(membership)
+    clock = SystemClock()
 
-    async def dial(peer: Announcement, transport: Transport) -> Dialled:
-        check = await check_peer(peer, transport, probes)
-        fault = "" if check.fault is None else f"{check.fault}: {check.detail}"
-        is_refusal = check.fault in (PeerFault.REFUSED, PeerFault.VERSION)
-        return Dialled(probes.clock.wall(), fault, is_refusal, check.rtt_seconds)
+    async def join(addresses: Sequence[str]) -> tuple[Transport, Directory]:
+        rules = DialRules(clock, [split_multiaddr(address)[0] for address in addresses])
+        return await InternetNetwork(clock, addresses, membership).connect(rules)
 
-    return SwarmAccess(probes.clock, probes.join, dial)
+    async def probe(peer: Announcement, transport: Transport) -> ProbeResult:
+        try:
+            stream, rtt_seconds = await open_greeted(
+                transport, clock, peer, peer.span, _ANSWER_SECONDS
+            )
+            await stream.close()
+        except RefusedError as error:
+            is_member = not isinstance(error, NotAMemberError)
+            return ProbeResult(clock.wall(), f"refused: {error}", is_refusal=is_member)
+        except (UnavailableError, RemoteProtocolError) as error:
+            return ProbeResult(clock.wall(), f"{_name_fault(error)}: {error}")
+        return ProbeResult(clock.wall(), rtt_seconds=rtt_seconds)
+
+    return SwarmAccess(clock, join, probe)
+
+
+def _name_fault(error: UnavailableError | RemoteProtocolError) -> str:
+    """Return the fault in a word or two, for a table."""
+    if isinstance(error, StaleAnnouncementError):
+        return "not as announced"
+    if isinstance(error, RemoteProtocolError):
+        return "wrong protocol"
+    return "silent" if isinstance(error, SilentError) else "unreachable"

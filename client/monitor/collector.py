@@ -1,12 +1,13 @@
-"""All that the monitor does on the network: it reads the directory of a swarm, and dials peers."""
+"""All that the monitor does on the network: it reads the directory of a swarm, and probes peers."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
 from statistics import median
 
 from ...protocol.errors import DirectoryError
@@ -21,12 +22,13 @@ from ...protocol.records.announcements import Announcement
 from .state import (
     PERIODS_PER_LIFETIME,
     Change,
-    Dialled,
+    ProbeResult,
     SwarmState,
     Visibility,
     WatchedPeer,
-    reduce_dialling,
     reduce_failure,
+    reduce_forgetting,
+    reduce_probe,
     reduce_reading,
 )
 
@@ -38,9 +40,9 @@ READ_SECONDS = 5.0
 period, and peers tell what is new in between: a search asks up to 16 nodes."""
 
 _USUAL_PERIOD_SECONDS = 30.0
-_DIAL_SECONDS = 10.0
+_PROBE_SECONDS = 10.0
 _LOOK_SECONDS = 30.0
-"""How long a single look dials peers."""
+"""How long a single look probes peers."""
 
 _JOINS = Backoff(2.0, 60.0)
 """Between attempts to join: a monitor may start before its swarm."""
@@ -49,12 +51,14 @@ _LIST_READINGS = 6
 """In one of so many readings new models are looked for."""
 
 _MODELS_AT_ONCE = 4
-_DIALS_AT_ONCE = 16
-_REDIAL_SECONDS = 60.0
+_PROBES_AT_ONCE = 16
+_PROBE_AGAIN_SECONDS = 60.0
 """How old the round-trip time to a peer may become: while there are not too many peers."""
 
-_DIALS_PER_SECOND = 2.0
-"""Of peers that are on time; those that are late are dialled at once."""
+_PROBES_PER_SECOND = 2.0
+"""Of peers that are known; others are probed as soon as may be."""
+
+_PAUSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,8 @@ class SwarmAccess:
     clock: Clock
     join: Callable[[Sequence[str]], Awaitable[tuple[Transport, Directory]]]
     """Join through these addresses as a client; raises DirectoryError where nobody answers."""
-    dial: Callable[[Announcement, Transport], Awaitable[Dialled]]
-    """Talk to a peer; raises nothing."""
+    probe: Callable[[Announcement, Transport], Awaitable[ProbeResult]]
+    """Dial a peer and greet it; raises nothing."""
 
 
 class Collector:
@@ -76,8 +80,10 @@ class Collector:
         access: SwarmAccess,
         take: Callable[[Change], None],
         read_seconds: float = READ_SECONDS,
+        only: Iterable[ModelId] = (),
     ) -> None:
-        """`take` gets each new state with what has happened."""
+        """`take` gets each new state with what has happened. Watches `only` some models, or all."""
+        self._only = list(only)
         self._read_seconds = read_seconds
         self._access = access
         self._take_change = take
@@ -93,7 +99,7 @@ class Collector:
         self._swarm = await self._access.join(addresses)
 
     async def run(self, addresses: Sequence[str]) -> None:
-        """Join, which may take until somebody answers; then read and dial until cancelled."""
+        """Join, which may take until somebody answers; then read and probe until cancelled."""
         attempts = Retry(_JOINS, self._access.clock)
         while self._swarm is None:
             try:
@@ -103,8 +109,9 @@ class Collector:
                 attempts.note_failure()
                 await attempts.pause()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._keep_reading())
-            tasks.create_task(self._keep_dialling())
+            tasks.create_task(self._keep_reading(tasks))
+            tasks.create_task(self._keep_probing_late())
+            tasks.create_task(self._keep_probing())
 
     @property
     def _joined(self) -> tuple[Transport, Directory]:
@@ -115,7 +122,7 @@ class Collector:
         """Read the peers of every model once, and note in the state which models nobody tells."""
         if self._num_readings % _LIST_READINGS == 0 or not self._directories:
             try:
-                self._add_models(await self._joined[1].list_models())
+                await self._add_models(self._only or await self._joined[1].list_models())
             except DirectoryError as error:
                 if not self._directories:
                     self._apply(reduce_failure(self.state, str(error)))
@@ -128,14 +135,13 @@ class Collector:
         elif not models:
             self._apply((SwarmState(read_at=self._access.clock.wall()), ()))
 
-    async def dial_all(self) -> None:
-        """Dial every peer that is announced, once: who does not answer is lost.
-
-        Those for which there is no time stay as they are announced.
-        """
+    async def probe_all(self) -> None:
+        """ProbeResult every peer that is announced, once, in any order, while there is time."""
+        peers = self._list_there()
+        random.shuffle(peers)
         with suppress(TimeoutError):
             async with asyncio.timeout(_LOOK_SECONDS):
-                await self._dial(self._list_dialled(), must_answer=True)
+                await self._probe(peers)
 
     async def close(self) -> None:
         """Leave the swarm."""
@@ -148,8 +154,13 @@ class Collector:
             finally:
                 await directory.close()
 
-    def _add_models(self, model_ids: list[ModelId]) -> None:
+    async def _add_models(self, model_ids: Sequence[ModelId]) -> None:
+        """Watch other models as well, where there is no room instead of some that are empty."""
         new = [model_id for model_id in model_ids if model_id not in self._directories]
+        num_lacking = len(self._directories) + len(new) - MAX_MODELS
+        for model_id in self._list_empty()[: max(0, num_lacking)]:
+            await self._forget(model_id)
+            self._apply(reduce_forgetting(self.state, model_id))
         num_free = MAX_MODELS - len(self._directories)
         for model_id in random.sample(new, min(len(new), num_free)):
             self._directories[model_id] = GossipDirectory(
@@ -160,6 +171,12 @@ class Collector:
                 random.Random(),
                 may_ask=lambda peer: True,
             )
+
+    def _list_empty(self) -> list[ModelId]:
+        """Return the models none of whose peers answers, those with the fewest first."""
+        known = [self.state.models[one] for one in self._directories if one in self.state.models]
+        empty = [model for model in known if not (model.has_answered or model.pending)]
+        return [model.model_id for model in sorted(empty, key=lambda model: len(model.peers))]
 
     async def _forget(self, model_id: ModelId) -> None:
         if (gossiping := self._gossiping.pop(model_id, None)) is not None:
@@ -189,32 +206,46 @@ class Collector:
         ]
         return median(lifetimes) / PERIODS_PER_LIFETIME if lifetimes else _USUAL_PERIOD_SECONDS
 
-    async def _keep_reading(self) -> None:
+    async def _keep_reading(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             await self.read()
             for model_id, directory in self._directories.items():
                 if model_id not in self._gossiping:
-                    gossiping = asyncio.create_task(directory.run(READ_SECONDS))
+                    gossiping = tasks.create_task(directory.run(READ_SECONDS))
                     self._gossiping[model_id] = gossiping
             await asyncio.sleep(self._read_seconds)
 
-    async def _keep_dialling(self) -> None:
-        """Dial those that are late at once, and all others in turn."""
+    async def _keep_probing_late(self) -> None:
+        """ProbeResult those at once that may be gone, or that are elsewhere; known ones first."""
         while True:
-            late, others = list[WatchedPeer](), list[WatchedPeer]()
             now = self._access.clock.wall()
-            for peer in self._list_dialled():
-                age = float("inf") if peer.dialled is None else now - peer.dialled.at
-                if peer.visibility is Visibility.NOT_SEEN and age > READ_SECONDS:
-                    late.append(peer)
-                elif age > _REDIAL_SECONDS:
-                    others.append(peer)
-            others.sort(key=lambda peer: 0.0 if peer.dialled is None else peer.dialled.at)
-            await self._dial([*late, *others][:_DIALS_AT_ONCE])
-            num_dialled = min(len(late) + len(others), _DIALS_AT_ONCE)
-            await asyncio.sleep(max(1.0, num_dialled / _DIALS_PER_SECOND))
+            late = [
+                peer
+                for peer in self._list_there()
+                if peer.probe is not None and now - peer.probe.at > READ_SECONDS
+                if peer.visibility is Visibility.NOT_SEEN
+                or (peer.is_confirmed and (peer.probe.is_absent or peer.since > peer.probe.at))
+            ]
+            late.sort(key=lambda peer: not peer.is_confirmed)
+            await self._probe(late[:_PROBES_AT_ONCE])
+            await asyncio.sleep(_PAUSE_SECONDS)
 
-    def _list_dialled(self) -> list[WatchedPeer]:
+    async def _keep_probing(self) -> None:
+        """ProbeResult the others: new ones soon, known ones now and then."""
+        while True:
+            now = self._access.clock.wall()
+            probed = [(peer.probe, peer) for peer in self._list_there() if peer.probe is not None]
+            probed = [one for one in probed if now - one[0].at > _PROBE_AGAIN_SECONDS]
+            probed.sort(key=lambda one: one[0].at)
+            new = [peer for peer in self._list_there() if peer.probe is None]
+            random.shuffle(new)  # however many a stranger makes up, others have their turn
+            turns = chain.from_iterable(zip_longest(new, (peer for _, peer in probed)))
+            chosen = list(islice(filter(None, turns), _PROBES_AT_ONCE))
+            await self._probe(chosen)
+            pause_seconds = 0.0 if new else len(chosen) / _PROBES_PER_SECOND
+            await asyncio.sleep(max(_PAUSE_SECONDS, pause_seconds))
+
+    def _list_there(self) -> list[WatchedPeer]:
         return [
             peer
             for model in self.state.models.values()
@@ -222,35 +253,37 @@ class Collector:
             if peer.visibility in (Visibility.SEEN, Visibility.NOT_SEEN)
         ]
 
-    async def _dial(self, peers: list[WatchedPeer], must_answer: bool = False) -> None:
-        turns = asyncio.Semaphore(_DIALS_AT_ONCE)
+    async def _probe(self, peers: list[WatchedPeer]) -> None:
+        turns = asyncio.Semaphore(_PROBES_AT_ONCE)
 
-        async def dial(peer: WatchedPeer) -> None:
+        async def probe(peer: WatchedPeer) -> None:
             async with turns:
                 announced = peer.announcement
                 try:
-                    async with asyncio.timeout(_DIAL_SECONDS):
-                        dialled = await self._access.dial(announced, self._joined[0])
+                    async with asyncio.timeout(_PROBE_SECONDS):
+                        result = await self._access.probe(announced, self._joined[0])
                 except TimeoutError:
-                    fault = f"silent: it did not answer within {_DIAL_SECONDS:g} s"
-                    dialled = Dialled(self._access.clock.wall(), fault)
+                    fault = f"silent: it did not answer within {_PROBE_SECONDS:g} s"
+                    result = ProbeResult(self._access.clock.wall(), fault)
                 ids = announced.model_id, announced.peer_id
-                self._apply(reduce_dialling(self.state, *ids, dialled, must_answer))
+                self._apply(reduce_probe(self.state, *ids, result))
 
-        await asyncio.gather(*map(dial, peers))
+        await asyncio.gather(*map(probe, peers))
 
     def _apply(self, change: Change) -> None:
         self.state = change[0]
         self._take_change(change)
 
 
-async def look_once(access: SwarmAccess, addresses: Sequence[str]) -> SwarmState:
+async def look_once(
+    access: SwarmAccess, addresses: Sequence[str], only: Iterable[ModelId] = ()
+) -> SwarmState:
     """Return the state of a swarm as it is now, of peers that answer."""
-    collector = Collector(access, lambda change: None)
+    collector = Collector(access, lambda change: None, only=only)
     try:
         await collector.join(addresses)
         await collector.read()
-        await collector.dial_all()
+        await collector.probe_all()
     except DirectoryError as error:
         return reduce_failure(collector.state, str(error))[0]
     finally:

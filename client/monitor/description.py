@@ -19,10 +19,13 @@ class PeerRow:
     peer_id: PeerId
     span: str
     state: str
-    """How it announces itself (joining, online, draining), or: not seen, lost, left."""
+    """How it announces itself (joining, online, draining), or: unconfirmed, not seen, lost, left.
+
+    An unconfirmed peer announces that it is online, and does not answer: it is not counted."""
     since: float
     """Wall seconds since when all that is so."""
-    heard_seconds_ago: float
+    last_seen_seconds_ago: float
+    """Since it announced itself, or answered."""
     weights: str
     reachability: str
     """How others reach it: directly, or through a relay."""
@@ -34,9 +37,11 @@ class PeerRow:
     software: str
     kernels: str
     rtt_seconds: float | None
-    dialled_seconds_ago: float | None
+    probed_seconds_ago: float | None
+    answered_seconds_ago: float | None
+    """Since it last was what it announces; None if it never was."""
     fault: str
-    """Why the last dial was in vain; empty if it was not."""
+    """Why the last probe failed; empty if it did not."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,8 @@ class ModelPanel:
     depths: tuple[int, ...]
     """For each block, how many peers serve it."""
     num_serving: int
+    """Peers that are counted: they announce that they are online, and answer."""
+    num_unconfirmed: int
     peers: tuple[PeerRow, ...]
     age_seconds: float | None
     """How long ago the directory told its peers."""
@@ -96,19 +103,30 @@ class Description:
             return "The swarm is being joined."
         if self.health == str(Health.UNKNOWN):
             if not self.error:
-                return "The directory does not tell the peers of every model."
+                return self._explain_unknown()
             since = "" if self.age_seconds is None else f" for {self.age_seconds:.0f} s"
             known = ": what is shown was known before" if self.models else ""
             return f"No directory answers{since}{known}."
         if not self.models:
             return "No peer of this swarm serves a model."
         num_failing = sum(model.health == str(Health.FAILING) for model in self.models)
-        num_thin = sum(model.health == str(Health.DEGRADED) for model in self.models)
+        num_degraded = sum(model.health == str(Health.DEGRADED) for model in self.models)
         if num_failing:
             return f"{_count(num_failing, 'model')} cannot be used: blocks are missing."
-        if num_thin:
-            return f"{_count(num_thin, 'model')} can lose no peer: blocks have a single replica."
+        if num_degraded:
+            count = _count(num_degraded, "model")
+            return f"{count} can lose no peer: blocks have a single replica."
+        if any(model.health == str(Health.UNKNOWN) for model in self.models):
+            return "Every block has two replicas or more, of models whose peers answer."
         return "Every block of every model has two replicas or more."
+
+    def _explain_unknown(self) -> str:
+        if any(model.error for model in self.models):
+            return "The directory does not tell the peers of every model."
+        peers = [peer for model in self.models for peer in model.peers]
+        if any(peer.probed_seconds_ago is None for peer in peers):
+            return "Peers are being dialled."
+        return "No peer that is announced answers from here."
 
 
 def describe(state: SwarmState, now: float, events: Sequence[Event] = ()) -> Description:
@@ -142,6 +160,7 @@ def _describe_model(model: WatchedModel, now: float) -> ModelPanel:
         tuple(map(str, model.find_spans(1))),
         model.depths,
         len(model.serving),
+        model.num_unconfirmed,
         tuple(_describe_peer(peer, now) for peer in order),
         None if model.read_at is None else max(0.0, now - model.read_at),
         model.error,
@@ -149,27 +168,35 @@ def _describe_model(model: WatchedModel, now: float) -> ModelPanel:
 
 
 def _describe_peer(peer: WatchedPeer, now: float) -> PeerRow:
-    one, dialled = peer.announcement, peer.dialled
-    is_there = peer.visibility in (Visibility.SEEN, Visibility.NOT_SEEN)
+    one, probe = peer.announcement, peer.probe
     return PeerRow(
         peer_id=one.peer_id,
         span=str(one.span),
-        state=str(one.state if peer.visibility is Visibility.SEEN else peer.visibility),
+        state=_name_state(peer),
         since=peer.since,
-        heard_seconds_ago=max(0.0, now - peer.heard_at),
+        last_seen_seconds_ago=max(0.0, now - peer.last_seen_at),
         weights=one.weights,
         reachability="direct" if one.endpoints else "relayed" if one.relays else "none",
-        free_kv_tokens=one.free_kv_tokens if is_there else 0,
+        free_kv_tokens=one.free_kv_tokens if peer.is_serving else 0,
         decode_steps_per_second=one.decode_steps_per_second,
         loaded_decode_steps_per_second=one.loaded_decode_steps_per_second,
         prefill_tokens_per_second=one.prefill_tokens_per_second,
         queue_seconds=one.queue_seconds,
         software=one.software,
         kernels=one.kernels,
-        rtt_seconds=None if dialled is None else dialled.rtt_seconds,
-        dialled_seconds_ago=None if dialled is None else max(0.0, now - dialled.at),
-        fault="" if dialled is None else dialled.fault,
+        rtt_seconds=None if probe is None else probe.rtt_seconds,
+        probed_seconds_ago=None if probe is None else max(0.0, now - probe.at),
+        answered_seconds_ago=None if peer.answered_at is None else max(0.0, now - peer.answered_at),
+        fault="" if probe is None else probe.fault,
     )
+
+
+def _name_state(peer: WatchedPeer) -> str:
+    if peer.visibility is not Visibility.SEEN:
+        return str(peer.visibility)
+    if peer.is_online and not peer.is_confirmed:
+        return "unconfirmed"
+    return str(peer.announcement.state)
 
 
 def _count(number: int, noun: str) -> str:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ...protocol.errors import UsageError
 from ...protocol.ids import ModelId, PeerId
 from ...protocol.spans import Span
-from .state import Event, EventKind, SwarmState
+from .state import Event, EventKind, Health, SwarmState
 
 _logger = logging.getLogger(__name__)
 
@@ -85,13 +85,9 @@ class History:
         changed = dict[ModelId, bytes]()
         if now - self._noted_at > 3 * _ALIVE_SECONDS:  # this process stood still
             self._forget_depths(self._noted_at)
-        for model_id, model in state.models.items():
-            depths = (
-                b""
-                if state.error or model.error
-                else bytes(min(depth, 255) for depth in model.depths)
-            )
-            if self._last_depths.get(model_id) != depths:
+        for model_id in state.models.keys() | self._last_depths.keys():
+            depths = _list_depths(state, model_id)
+            if self._last_depths.get(model_id, b"") != depths:
                 changed[model_id] = depths
         is_time = now - self._noted_at >= _ALIVE_SECONDS
         if not (changed or events or is_time):
@@ -105,7 +101,8 @@ class History:
             self._is_failing = True
             return
         self._is_failing = False
-        self._last_depths.update(changed)
+        self._last_depths |= changed
+        self._last_depths = {one: depths for one, depths in self._last_depths.items() if depths}
 
     def _forget_depths(self, at: float) -> None:
         """Note that nothing is known from a time on."""
@@ -189,6 +186,14 @@ class History:
             (model_id, since),
         )
         return rows.fetchall()
+
+
+def _list_depths(state: SwarmState, model_id: ModelId) -> bytes:
+    """Return the replicas of each block; nothing while they are not known."""
+    model = state.models.get(model_id)
+    if state.error or model is None or model.health is Health.UNKNOWN:
+        return b""
+    return bytes(min(depth, 255) for depth in model.depths)
 
 
 def _open(path: Path | None) -> sqlite3.Connection:

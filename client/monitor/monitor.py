@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from ...protocol.ids import ModelId
 from .collector import READ_SECONDS, Collector, SwarmAccess
 from .description import Description, describe
 from .history import History
@@ -19,8 +20,13 @@ class Monitor:
     """Watches a swarm while `run` does. Its owner closes the history."""
 
     def __init__(
-        self, access: SwarmAccess, history: History, read_seconds: float = READ_SECONDS
+        self,
+        access: SwarmAccess,
+        history: History,
+        read_seconds: float = READ_SECONDS,
+        only: Iterable[ModelId] = (),
     ) -> None:
+        """Watch `only` some models; without them, all."""
         self.clock = access.clock
         self.history = history
         self.revision = 0
@@ -29,7 +35,7 @@ class Monitor:
         """Grows with every event."""
         self.num_events: Counter[EventKind] = Counter()
         """Events since the monitor began."""
-        self._collector = Collector(access, self._take, read_seconds)
+        self._collector = Collector(access, self._take, read_seconds, only)
         self._changed = asyncio.Event()
         self._events = deque(history.list_events(_NUM_EVENTS), maxlen=_NUM_EVENTS)
 

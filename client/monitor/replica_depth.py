@@ -10,14 +10,14 @@ from typing import NamedTuple
 from .history import DepthChange
 from .state import MIN_REPLICAS
 
-THIN_BINS = (
+DURATION_BINS = (
     ("to 1 min", 60.0),
     ("to 10 min", 600.0),
     ("to 1 h", 3600.0),
     ("to 6 h", 6 * 3600.0),
     ("longer", float("inf")),
 )
-"""Bins in which the times below two replicas are counted, and their longest seconds."""
+"""Bins of how long blocks were under-replicated, and their longest seconds."""
 
 
 _MAX_TIMES = 240
@@ -96,22 +96,22 @@ def _coarsen(changes: Sequence[DepthChange], now: float, num_times: int) -> list
     return coarse
 
 
-def count_thin_times(changes: Sequence[DepthChange], now: float) -> list[tuple[str, int]]:
+def count_under_replicated(changes: Sequence[DepthChange], now: float) -> list[tuple[str, int]]:
     """Return how many times blocks had fewer than two replicas, by how long that lasted.
 
     Each block counts for itself; a time that goes on counts as long as it has lasted.
 
     >>> changes = [DepthChange(0.0, bytes([1, 2])), DepthChange(30.0, bytes([2, 2]))]
-    >>> count_thin_times(changes, 99.0)[:2]
+    >>> count_under_replicated(changes, 99.0)[:2]
     [('to 1 min', 1), ('to 10 min', 0)]
     """
-    thin_since = dict[int, float]()
+    since_of = dict[int, float]()
     lasted = list[float]()
     for change in changes:
-        thin = {block for block, depth in enumerate(change.depths) if depth < MIN_REPLICAS}
-        lasted += (change.at - thin_since.pop(block) for block in set(thin_since) - thin)
-        for block in thin:
-            thin_since.setdefault(block, change.at)
-    lasted += (now - since for since in thin_since.values())
-    bins = Counter(next(name for name, most in THIN_BINS if one <= most) for one in lasted)
-    return [(name, bins[name]) for name, _ in THIN_BINS]
+        lacking = {block for block, depth in enumerate(change.depths) if depth < MIN_REPLICAS}
+        lasted += (change.at - since_of.pop(block) for block in set(since_of) - lacking)
+        for block in lacking:
+            since_of.setdefault(block, change.at)
+    lasted += (now - since for since in since_of.values())
+    bins = Counter(next(name for name, most in DURATION_BINS if one <= most) for one in lasted)
+    return [(name, bins[name]) for name, _ in DURATION_BINS]

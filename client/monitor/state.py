@@ -7,10 +7,11 @@ seconds of the monitor: the clocks of peers only date their own announcements.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from functools import cached_property
+from itertools import accumulate
 
 from ...protocol.ids import ModelId, PeerId
 from ...protocol.records.announcements import Announcement, PeerState
@@ -69,7 +70,7 @@ class Health(IntEnum):
     FAILING = 2
     """A block has none."""
     UNKNOWN = 3
-    """No directory answers."""
+    """No directory answers, or none of the peers that would make a difference has been dialled."""
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -89,14 +90,14 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Dialled:
+class ProbeResult:
     """The result of dialling a peer."""
 
     at: float
     fault: str = ""
     """Why it is not what it announces; empty if it is."""
     is_refusal: bool = False
-    """Whether it is there all the same: it is loading its blocks, or speaks another version."""
+    """Whether it is there all the same: it is loading its blocks, or has too much to do."""
     rtt_seconds: float | None = None
 
     @property
@@ -107,27 +108,44 @@ class Dialled:
 
 @dataclass(frozen=True)
 class WatchedPeer:
-    """A peer as it was last heard of."""
+    """A peer as it was last seen."""
 
     announcement: Announcement
     """The newest, which may have expired."""
-    heard_at: float
+    last_seen_at: float
     """When the peer said that, or last answered."""
     since: float
     """Since when it is in this state, at this span and there, or not there."""
     visibility: Visibility = Visibility.SEEN
-    dialled: Dialled | None = None
+    probe: ProbeResult | None = None
+    """The last one."""
+    answered_at: float | None = None
+    """When it last was what it announces; None: never."""
+    is_confirmed: bool = False
+    """Whether it is what it announces, as far as a dial can tell: it has answered one since it
+    came, and not failed the last two."""
+
+    @property
+    def is_online(self) -> bool:
+        """Whether it announces that it serves its blocks."""
+        is_there = self.visibility in (Visibility.SEEN, Visibility.NOT_SEEN)
+        return is_there and self.announcement.state is PeerState.ONLINE
 
     @property
     def is_serving(self) -> bool:
-        """Whether it counts as a replica of its blocks."""
-        is_there = self.visibility in (Visibility.SEEN, Visibility.NOT_SEEN)
-        return is_there and self.announcement.state is PeerState.ONLINE
+        """Whether it counts as a replica of its blocks: anybody can announce anything."""
+        return self.is_online and self.is_confirmed
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether it may turn out to be a replica: no dial has told yet."""
+        is_untold = self.probe is None or self.probe.is_refusal
+        return self.is_online and not self.is_confirmed and is_untold
 
     def is_overdue(self, now: float) -> bool:
         """Return whether it should have renewed its announcement."""
         lifetime_seconds = self.announcement.expires_at - self.announcement.issued_at
-        return now - self.heard_at > lifetime_seconds / PERIODS_PER_LIFETIME + GRACE_SECONDS
+        return now - self.last_seen_at > lifetime_seconds / PERIODS_PER_LIFETIME + GRACE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -140,6 +158,7 @@ class WatchedModel:
     error: str = ""
     """Why it does not tell them now; empty while it does."""
     peers: Mapping[PeerId, WatchedPeer] = field(default_factory=dict)
+    first_read_at: float | None = None
 
     @cached_property
     def num_blocks(self) -> int:
@@ -155,10 +174,29 @@ class WatchedModel:
 
     @cached_property
     def _trusted(self) -> list[Announcement]:
-        """Return what peers say of the model: those that answered, if there are any."""
-        there = [peer for peer in self.peers.values() if peer.is_serving] or self.peers.values()
-        answered = [one for one in there if one.dialled is not None and not one.dialled.fault]
-        return [peer.announcement for peer in answered or there]
+        """Return what peers say of the model: those that are confirmed, if there are any."""
+        peers = self.peers.values()
+        confirmed = [peer for peer in peers if peer.is_serving]
+        there = confirmed or [peer for peer in peers if peer.is_online] or peers
+        return [peer.announcement for peer in there]
+
+    @cached_property
+    def has_answered(self) -> bool:
+        """Whether any of its peers has ever been what it announces: a model is made up easily."""
+        return any(peer.answered_at is not None for peer in self.peers.values())
+
+    @cached_property
+    def pending(self) -> tuple[WatchedPeer, ...]:
+        """Those of the first reading that have not been dialled. Others have to answer first: or
+        strangers could keep what is known from being told.
+        """
+        known = self.peers.values()
+        return tuple(one for one in known if one.is_pending and one.since == self.first_read_at)
+
+    @cached_property
+    def num_unconfirmed(self) -> int:
+        """Peers that announce themselves online, and are not counted."""
+        return sum(peer.is_online and not peer.is_confirmed for peer in self.peers.values())
 
     @cached_property
     def serving(self) -> tuple[WatchedPeer, ...]:
@@ -172,27 +210,30 @@ class WatchedModel:
     @cached_property
     def depths(self) -> tuple[int, ...]:
         """For each block, how many peers serve it."""
+        return tuple(self._count_replicas(self.serving))
+
+    def _count_replicas(self, peers: Iterable[WatchedPeer]) -> Iterable[int]:
         changes = [0] * (self.num_blocks + 1)
-        for peer in self.serving:
+        for peer in peers:
             changes[peer.announcement.span.start] += 1
             changes[peer.announcement.span.stop] -= 1
-        depth, depths = 0, []
-        for change in changes[: self.num_blocks]:
-            depth += change
-            depths.append(depth)
-        return tuple(depths)
+        return accumulate(changes[: self.num_blocks])
 
     @cached_property
     def health(self) -> Health:
-        """The health of the model; UNKNOWN while the directory does not tell its peers."""
-        if self.error or self.read_at is None:
+        """The health of the model.
+
+        UNKNOWN while the directory does not tell its peers, none of them has ever answered, or
+        those that are still to be dialled may make it better.
+        """
+        if self.error or self.read_at is None or not self.has_answered:
             return Health.UNKNOWN
-        least = min(self.depths, default=None)
-        if least is None:
-            return Health.FAILING
-        if least >= MIN_REPLICAS:
-            return Health.HEALTHY
-        return Health.DEGRADED if least else Health.FAILING
+        health = _judge(self.depths)
+        if health is Health.HEALTHY or not self.pending:
+            return health
+        fitting = (one for one in self.pending if one.announcement.num_blocks == self.num_blocks)
+        best = _judge(tuple(self._count_replicas([*self.serving, *fitting])))
+        return health if best is health else Health.UNKNOWN
 
     def find_spans(self, depth: int) -> list[Span]:
         """Return the maximal spans whose blocks have exactly so many replicas."""
@@ -214,10 +255,22 @@ class SwarmState:
 
     @property
     def health(self) -> Health:
-        """The health of the worst model."""
+        """The health of the worst model; those that nobody may serve count only among others such.
+
+        A stranger who announces models that are not there changes nothing.
+        """
         if self.error or self.read_at is None:
             return Health.UNKNOWN
-        return max((model.health for model in self.models.values()), default=Health.FAILING)
+        models = self.models.values()
+        known = [model.health for model in models if model.has_answered or model.error]
+        return max(known, default=Health.UNKNOWN if models else Health.FAILING)
+
+
+def _judge(depths: Sequence[int]) -> Health:
+    least = min(depths, default=0)
+    if least >= MIN_REPLICAS:
+        return Health.HEALTHY
+    return Health.DEGRADED if least else Health.FAILING
 
 
 Change = tuple[SwarmState, tuple[Event, ...]]
@@ -249,7 +302,7 @@ def reduce_reading(
         peer_id = announcement.peer_id
         if peer_id not in peers and announcement.state is PeerState.OFFLINE:
             continue  # nobody here has seen it
-        peer, kind = _hear(peers.get(peer_id), announcement, now)
+        peer, kind = _take_announcement(peers.get(peer_id), announcement, now)
         peers[peer_id] = peer
         if kind is not None and not (is_first and kind is EventKind.JOINED):
             events.append(_make_event(peer, kind, now))
@@ -266,57 +319,70 @@ def reduce_reading(
     departed.sort(key=lambda peer: peer.since, reverse=True)
     for peer in departed[MOST_DEPARTED:]:
         del peers[peer.announcement.peer_id]
-    models = {**state.models, model_id: WatchedModel(model_id, now, peers=peers)}
+    first_read_at = now if known.first_read_at is None else known.first_read_at
+    model = WatchedModel(model_id, now, peers=peers, first_read_at=first_read_at)
+    models = {**state.models, model_id: model}
     if not peers:  # nobody has served it for an hour
         del models[model_id]
     return SwarmState(models, now), tuple(events)
 
 
-def reduce_dialling(
+def reduce_probe(
     state: SwarmState,
     model_id: ModelId,
     peer_id: PeerId,
-    dialled: Dialled,
-    must_answer: bool = False,
+    probe: ProbeResult,
 ) -> Change:
     """Take the answer of one peer: one that should have renewed its announcement may be lost.
 
-    A peer that is dialled in vain and announces itself in time stays, unless it `must_answer`: the
-    way from here to it may be closed, and to others open.
+    A peer that is dialled in vain and announces itself in time stays, and is not counted: the way
+    from here to it may be closed, and to others open.
     """
     model = state.models.get(model_id)
     peer = None if model is None else model.peers.get(peer_id)
     if model is None or peer is None:
         return state, ()
     events = ()
-    changed = replace(peer, dialled=dialled)
+    changed = replace(peer, probe=probe)
+    if not probe.fault:
+        changed = replace(changed, answered_at=probe.at, is_confirmed=True)
+    elif probe.is_absent and peer.probe is not None and peer.probe.is_absent:
+        changed = replace(changed, is_confirmed=False)
     is_late = peer.visibility is Visibility.NOT_SEEN
-    if dialled.is_absent and (is_late or must_answer):
-        changed = replace(changed, visibility=Visibility.LOST, since=dialled.at)
-        events = (_make_event(changed, EventKind.LOST, dialled.at, dialled.fault),)
+    if probe.is_absent and is_late:
+        changed = replace(changed, visibility=Visibility.LOST, since=probe.at)
+        events = (_make_event(changed, EventKind.LOST, probe.at, probe.fault),)
     elif is_late:
         changed = replace(
-            changed, visibility=Visibility.SEEN, since=dialled.at, heard_at=dialled.at
+            changed, visibility=Visibility.SEEN, since=probe.at, last_seen_at=probe.at
         )
     model = replace(model, peers={**model.peers, peer_id: changed})
     return replace(state, models={**state.models, model_id: model}), events
 
 
-def _hear(
+def reduce_forgetting(state: SwarmState, model_id: ModelId) -> Change:
+    """Forget a model, whose place another one gets."""
+    models = {known: model for known, model in state.models.items() if known != model_id}
+    return replace(state, models=models), ()
+
+
+def _take_announcement(
     known: WatchedPeer | None, announcement: Announcement, now: float
 ) -> tuple[WatchedPeer, EventKind | None]:
-    """Return a peer after it was heard of, and what has happened to it."""
+    """Return a peer with what it announces, and what has happened to it."""
     # A clock that is ahead or behind moves this by one period at most, and costs a dial.
     period_seconds = (announcement.expires_at - announcement.issued_at) / PERIODS_PER_LIFETIME
-    heard_at = min(now, max(announcement.issued_at, now - period_seconds))
+    last_seen_at = min(now, max(announcement.issued_at, now - period_seconds))
     if known is None:
-        return WatchedPeer(announcement, heard_at, now), EventKind.JOINED
+        return WatchedPeer(announcement, last_seen_at, now), EventKind.JOINED
     before = known.announcement
     if announcement == before:
         return known, None
-    peer = replace(known, announcement=announcement, heard_at=heard_at, visibility=Visibility.SEEN)
+    peer = replace(
+        known, announcement=announcement, last_seen_at=last_seen_at, visibility=Visibility.SEEN
+    )
     if known.visibility in _DEPARTED:
-        return replace(peer, since=now, dialled=None), EventKind.BACK
+        return replace(peer, since=now, probe=None, is_confirmed=False), EventKind.BACK
     if announcement.state is not before.state and announcement.state is not PeerState.OFFLINE:
         kind = EventKind.JOINED if announcement.state is PeerState.JOINING else None
         return replace(peer, since=now), kind or EventKind(announcement.state.value)

@@ -1,4 +1,4 @@
-"""The monitor's page in a browser, as a person sees it: a swarm that is well, thin, broken, silent.
+"""The monitor's page in a browser, as a person sees it: a swarm in each state of health.
 
 The swarm is a directory in memory whose announcements the tests make; all else is what ships.
 """
@@ -19,7 +19,7 @@ from shoal.cli.monitoring.page_server import listen, name_page, serve_page
 from shoal.client.monitor.collector import SwarmAccess
 from shoal.client.monitor.history import History
 from shoal.client.monitor.monitor import Monitor
-from shoal.client.monitor.state import Dialled
+from shoal.client.monitor.state import ProbeResult
 from shoal.protocol.errors import DirectoryError
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import SystemClock
@@ -70,7 +70,7 @@ class Stage(MemoryDirectory):
 
     async def _run(self) -> None:
         with closing(History(None, 3600.0, CLOCK.wall())) as history:
-            access = SwarmAccess(CLOCK, self._join, self._dial)
+            access = SwarmAccess(CLOCK, self._join, self._probe)
             monitor = Monitor(access, history, read_seconds=0.1)
             self._serving = asyncio.create_task(
                 serve_page(monitor, self._listening, "127.0.0.1", [])
@@ -80,8 +80,8 @@ class Stage(MemoryDirectory):
     async def _join(self, addresses: object) -> tuple[Transport, Directory]:
         return LoopbackTransport(LoopbackNetwork(0), "monitor"), self
 
-    async def _dial(self, peer: Announcement, transport: object) -> Dialled:
-        return Dialled(CLOCK.wall(), rtt_seconds=0.0123)
+    async def _probe(self, peer: Announcement, transport: object) -> ProbeResult:
+        return ProbeResult(CLOCK.wall(), rtt_seconds=0.0123)
 
     def tell(self, number: int, start: int, stop: int, **changes: Any) -> None:
         """Announce what a peer serves from now on, of 8 blocks."""

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ....protocol.ids import ModelId
 from ..description import Description, describe
 from ..monitor import Monitor
-from ..replica_depth import count_thin_times, list_areas
+from ..replica_depth import count_under_replicated, list_areas
 from ..state import SwarmState, WatchedModel
 from ..what_if import ChoosePlace, imagine_loss, imagine_newcomer
 from .metrics import CONTENT_TYPE, write_metrics
@@ -155,7 +155,7 @@ class Page:
             "until": now,
             "num_blocks": model.num_blocks,
             "areas": list_areas(changes, now, _MAX_AREAS),
-            "thin": count_thin_times(changes, now),
+            "under_replicated": count_under_replicated(changes, now),
         }
 
     def _find_model(self, model_id: str) -> WatchedModel | None:

@@ -18,7 +18,7 @@ from ..state import EventKind, Health
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
-_STATES = ("joining", "online", "draining", "not seen", "lost", "left")
+_STATES = ("joining", "online", "unconfirmed", "draining", "not seen", "lost", "left")
 
 
 def write_metrics(described: Description, num_events: Mapping[EventKind, int]) -> bytes:

@@ -16,7 +16,7 @@ COLUMNS = (
     ("span", "Blocks"),
     ("state", "State"),
     ("since", "Since"),
-    ("rtt", "Round trip"),
+    ("rtt", "Last probe"),
     ("queue", "Queue"),
     ("decode", "Decode steps/s"),
     ("prefill", "Prefill tokens/s"),
@@ -89,6 +89,12 @@ def _list_findings(model: ModelPanel) -> list[str]:
         findings.append(f"No peer serves blocks {', '.join(model.missing)}.")
     if model.single:
         findings.append(f"Blocks {', '.join(model.single)} have a single replica.")
+    if model.num_unconfirmed:
+        peers = "peer is" if model.num_unconfirmed == 1 else "peers are"
+        findings.append(
+            f"{model.num_unconfirmed} {peers} announced, not confirmed by an answer, and not "
+            "counted."
+        )
     return findings
 
 
@@ -102,7 +108,7 @@ def _make_row(peer: PeerRow, described: Description) -> dict[str, Any]:
         "peer": _shorten(peer.peer_id),
         "span": peer.span,
         "state": peer.state,
-        "rtt": _show_dial(peer),
+        "rtt": _show_probe(peer),
         "queue": _show_ms(peer.queue_seconds),
         "decode": _show_number(peer.loaded_decode_steps_per_second or peer.decode_steps_per_second),
         "prefill": _show_number(peer.prefill_tokens_per_second),
@@ -117,12 +123,12 @@ def _find_time(described: Description, age_seconds: float | None) -> float | Non
     return None if age_seconds is None else described.taken_at - age_seconds
 
 
-def _show_dial(peer: PeerRow) -> str:
+def _show_probe(peer: PeerRow) -> str:
     """Return the round trip with its age, or why there is none."""
-    if peer.dialled_seconds_ago is None:
+    if peer.probed_seconds_ago is None:
         return "-"
     found = peer.fault.partition(":")[0] if peer.fault else _show_ms(peer.rtt_seconds or 0.0)
-    return f"{found}, {peer.dialled_seconds_ago:.0f} s ago"
+    return f"{found}, {peer.probed_seconds_ago:.0f} s ago"
 
 
 def _show_ms(seconds: float) -> str:

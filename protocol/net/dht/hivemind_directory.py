@@ -246,9 +246,9 @@ class HivemindDirectory:
             await self._access.relay_selection.renew(lambda: self.lookup(model_id))
         return self.relays
 
-    def make_transport(self) -> Libp2pTransport:
+    def make_transport(self, rules: Rules = None) -> Libp2pTransport:
         """Return a transport over p2pd, the only one; close it before the directory."""
-        self._transport = Libp2pTransport(self._access.p2p, self.membership)
+        self._transport = Libp2pTransport(self._access.p2p, self.membership, rules)
         return self._transport
 
     async def announce(self, record: bytes) -> None:

@@ -84,7 +84,8 @@ class InternetNetwork:
     note_stranger: Callable[[str, bool], None] = lambda host, is_local: None
     """Told of the first stream from another machine of a local network, and from elsewhere."""
 
-    async def connect(self) -> tuple[Transport, Directory]:
+    async def connect(self, rules: DialRules | None = None) -> tuple[Transport, Directory]:
+        """See Network.connect; with `rules`, whoever is announced is dialled by them."""
         from ..tcp.tcp_transport import TcpTransport
         from .hivemind_directory import HivemindDirectory
 
@@ -94,10 +95,11 @@ class InternetNetwork:
             clock=self.clock,
             client_mode=True,
             membership=self.membership,
+            rules=rules,
             known=self.folder.find(self.membership, self.initial_peers),
         )
-        direct = TcpTransport(membership=directory.membership)
-        return ChoosingTransport(direct, directory.make_transport()), directory
+        direct = TcpTransport(membership=directory.membership, rules=rules)
+        return ChoosingTransport(direct, directory.make_transport(rules)), directory
 
     async def serve(self, identity: Identity, serve: StreamServer) -> Presence:
         from ..tcp.tcp_transport import TcpTransport

@@ -26,6 +26,7 @@ from ...errors import (
 from ...fair_share import FairLimit
 from ...ids import PeerId
 from ...membership.membership import NO_MEMBERSHIP, Membership
+from ..tcp.dial_rules import DialRules
 from ..tcp.tcp_listener import HELLO_SECONDS, MAX_HANDSHAKES, MAX_STREAMS
 from ..transport import StreamServer, end_serving, make_not_a_member_error, serve_stream
 from .libp2p_stream import Libp2pStream
@@ -60,8 +61,12 @@ class Libp2pTransport:
     only.
     """
 
-    def __init__(self, p2p: P2P, membership: Membership | None = None) -> None:
+    def __init__(
+        self, p2p: P2P, membership: Membership | None = None, rules: DialRules | None = None
+    ) -> None:
+        """`rules` say through which relays is dialled; without them, through all."""
         self._p2p = p2p
+        self._rules = rules
         self._membership = membership or NO_MEMBERSHIP
         self._streams: set[Libp2pStream] = set()
         self._listener: Libp2pListener | None = None
@@ -96,6 +101,11 @@ class Libp2pTransport:
         self._check_open()
         if not isinstance(endpoint, Libp2pEndpoint):
             raise UsageError(f"{endpoint} is not dialled through libp2p")
+        if self._rules is None:
+            return await self._open_stream(endpoint, timeout_seconds)
+        return await self._rules.open_stream(endpoint, timeout_seconds, self._open_stream)
+
+    async def _open_stream(self, endpoint: Libp2pEndpoint, timeout_seconds: float) -> Libp2pStream:
         try:
             async with asyncio.timeout(timeout_seconds):
                 return await self._dial(endpoint)

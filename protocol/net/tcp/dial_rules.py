@@ -7,15 +7,19 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from typing import TypeVar
 
 from ...endpoints import Endpoint, find_local_network, is_loopback, read_address
-from ...errors import NotDialledError, UnavailableError
+from ...errors import NotDialledError, RemoteProtocolError, UnavailableError
 from ..addresses import is_address
 from ..clock import Clock
+
+_Place = TypeVar("_Place", bound=Endpoint)
+_Opened = TypeVar("_Opened")
 
 _MAX_FAILURES = 16
 """Dials of one host that may fail in a minute, under whatever identities."""
@@ -47,7 +51,8 @@ class DialRules:
     """What one peer dials: nothing in a local network unless it announces an address in that
     network itself, and nothing new on a host where many dials have failed in the last minute.
 
-    A client has no such rules: it dials for its user, who chose the swarm.
+    A client has no such rules: it dials for its user, who chose the swarm. A monitor dials whoever
+    announces itself, and has those of a peer at the hosts that it joined through.
     """
 
     def __init__(self, clock: Clock, own_hosts: Sequence[str]) -> None:
@@ -61,7 +66,26 @@ class DialRules:
         """From now on go by other hosts that the peer announces."""
         self._own_hosts = own_hosts
 
-    async def resolve(self, endpoint: Endpoint, timeout_seconds: float) -> Endpoint:
+    async def open_stream(
+        self,
+        endpoint: _Place,
+        timeout_seconds: float,
+        open_allowed: Callable[[_Place, float], Awaitable[_Opened]],
+    ) -> _Opened:
+        """Open a stream where that is allowed, and note whether it did.
+
+        Raises what `resolve` and `open_allowed` do.
+        """
+        allowed = await self.resolve(endpoint, timeout_seconds)
+        try:
+            stream = await open_allowed(allowed, timeout_seconds)
+        except (UnavailableError, RemoteProtocolError):
+            self.note_failure(allowed.host)
+            raise
+        self.note_success(allowed)
+        return stream
+
+    async def resolve(self, endpoint: _Place, timeout_seconds: float) -> _Place:
         """Return the endpoint with an address that may be dialled as its host.
 
         Raises UnavailableError when there is none, NotDialledError when it may have others' fault.
@@ -72,7 +96,7 @@ class DialRules:
             raise NotDialledError(f"too many dials of {endpoint.host} have failed in this minute")
         return allowed
 
-    async def locate(self, endpoint: Endpoint, timeout_seconds: float) -> Endpoint:
+    async def locate(self, endpoint: _Place, timeout_seconds: float) -> _Place:
         """Do as `resolve` does, however many dials have failed: where another limit bounds them."""
         try:
             async with asyncio.timeout(timeout_seconds):

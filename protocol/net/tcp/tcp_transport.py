@@ -74,14 +74,7 @@ class TcpTransport:
             raise RemoteProtocolError(f"{endpoint} has no TLS fingerprint, and TLS is required")
         if self._rules is None:
             return await self._open_stream(endpoint, timeout_seconds)
-        allowed = await self._rules.resolve(endpoint, timeout_seconds)
-        try:
-            stream = await self._open_stream(allowed, timeout_seconds)
-        except (UnavailableError, RemoteProtocolError):
-            self._rules.note_failure(allowed.host)
-            raise
-        self._rules.note_success(allowed)
-        return stream
+        return await self._rules.open_stream(endpoint, timeout_seconds, self._open_stream)
 
     async def close(self) -> None:
         self._is_closed = True

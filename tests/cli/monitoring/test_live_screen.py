@@ -15,7 +15,7 @@ from shoal.cli.monitoring.live_screen import LiveScreen
 from shoal.client.monitor.collector import SwarmAccess
 from shoal.client.monitor.history import History
 from shoal.client.monitor.monitor import Monitor
-from shoal.client.monitor.state import Dialled
+from shoal.client.monitor.state import ProbeResult
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.directory import Directory
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
@@ -56,28 +56,32 @@ async def test_screen_follows_a_swarm_and_ends_when_asked() -> None:
     directory = MemoryDirectory(MemoryDirectoryStore(), CLOCK)
     await tell(directory, 1, Span(0, 8))
     await tell(directory, 2, Span(0, 4))
+    await tell(directory, 3, Span(0, 8))
 
     async def join(addresses: object) -> tuple[Transport, Directory]:
         return LoopbackTransport(LoopbackNetwork(0), "monitor"), directory
 
-    async def dial(peer: Announcement, transport: object) -> Dialled:
-        is_first = peer.peer_id == identity_of(1).peer_id
+    async def probe(peer: Announcement, transport: object) -> ProbeResult:
+        is_there = peer.peer_id != identity_of(3).peer_id
         return (
-            Dialled(CLOCK.wall(), rtt_seconds=0.0123) if is_first else Dialled(CLOCK.wall(), FAULT)
+            ProbeResult(CLOCK.wall(), rtt_seconds=0.0123)
+            if is_there
+            else ProbeResult(CLOCK.wall(), FAULT)
         )
 
     with closing(History(None, 0.0, CLOCK.wall())) as history:
-        monitor = Monitor(SwarmAccess(CLOCK, join, dial), history, read_seconds=0.05)
+        monitor = Monitor(SwarmAccess(CLOCK, join, probe), history, read_seconds=0.05)
         async with LiveScreen(monitor, []).run_test(size=(100, 24)) as pilot:
             await wait_for(pilot, "DEGRADED")
             assert "org/model: 8 blocks; 2 peers; single 4:8" in read(pilot, "#health")
-            assert [row[2] for row in read_rows(pilot)] == ["0:4", "0:8"]
+            assert [row[2] for row in read_rows(pilot)] == ["0:4", "0:8", "0:8"]
+            assert [row[3] for row in read_rows(pilot)] == ["online", "online", "unconfirmed"]
 
             await tell(directory, 2, Span(4, 8), sequence=2)
             await wait_for(pilot, "single 0:4")
             assert "moved" in read(pilot, "#events")
             await pilot.press("s")
-            assert [row[2] for row in read_rows(pilot)] == ["0:8", "4:8"]
+            assert [row[2] for row in read_rows(pilot)] == ["0:8", "0:8", "4:8"]
             await pilot.press("q")
 
 

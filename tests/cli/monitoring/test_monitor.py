@@ -10,21 +10,25 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import warm_python
-from announcements import NOW, make_announcement
+from announcements import NOW, identity_of, make_announcement
 from screens import Screen
+from watched_swarms import read
 
 from shoal.cli.main import main
 from shoal.cli.monitoring.health_table import show_health
 from shoal.cli.monitoring.page_server import choose_place, list_own_names
 from shoal.cli.terminal.terminal import Terminal
+from shoal.client.monitor.access import make_access
 from shoal.client.monitor.description import describe
-from shoal.client.monitor.state import Dialled, SwarmState, reduce_dialling, reduce_reading
+from shoal.client.monitor.state import ProbeResult, reduce_probe, reduce_reading
 from shoal.peer.local_swarm.swarm import LocalSwarm
+from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.records.swarm_view import SwarmView
 from shoal.protocol.spans import Span
 
@@ -161,7 +165,7 @@ def test_killed_peer_is_lost_and_its_blocks_have_a_single_replica(
             pass
     history = json.loads(ask(page, f"/model/{model_id}/history.json")[1])
     assert [area[:2] + area[4:] for area in history["areas"]][-2:] == [[0, 2, 1], [2, 4, 2]]
-    assert history["thin"][0] == ["to 1 min", 2]
+    assert history["under_replicated"][0] == ["to 1 min", 2]
 
     status, metrics, headers = ask(page, "/metrics")
     assert (status, headers["content-type"].partition(";")[0]) == (200, "text/plain")
@@ -169,6 +173,27 @@ def test_killed_peer_is_lost_and_its_blocks_have_a_single_replica(
 
     assert main(["monitor", "--once", "--initial-peers", *swarm.initial_peers]) == 1
     assert "Blocks with a single replica: 0:2" in capsys.readouterr().out
+
+
+@pytest.mark.network
+@pytest.mark.slow
+async def test_addresses_in_networks_that_the_swarm_is_not_in_are_not_dialled(
+    swarm: LocalSwarm,
+) -> None:
+    access = make_access(None)
+    transport, directory = await access.join(swarm.initial_peers)
+    elsewhere = Endpoint("192.168.77.7", 22, "c" * 64)
+    relay = Relay("192.168.77.7", 22, identity_of(2).peer_id)
+
+    direct = make_announcement(1, endpoints=(elsewhere,))
+    for announced in (direct, replace(direct, endpoints=(), relays=(relay,))):
+        result = await access.probe(announced, transport)
+        assert "in a network that this peer does not share" in result.fault
+    (peer, *_) = await directory.lookup((await directory.list_models())[0])
+    assert not (await access.probe(peer, transport)).fault
+
+    await transport.close()
+    await directory.close()
 
 
 def test_directory_that_does_not_answer_is_told_as_that(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +208,14 @@ def test_directory_that_does_not_answer_is_told_as_that(capsys: pytest.CaptureFi
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--nonsense"], [], ["--json"], ["--initial-peers", "x"], ["--listen", "here:99999"]],
+    [
+        ["--nonsense"],
+        [],
+        ["--json"],
+        ["--initial-peers", "x"],
+        ["--listen", "here:99999"],
+        ["--model", "x"],
+    ],
 )
 def test_wrong_usage_is_no_state_of_a_swarm(arguments: list[str]) -> None:
     try:
@@ -196,10 +228,10 @@ def test_wrong_usage_is_no_state_of_a_swarm(arguments: list[str]) -> None:
 def test_table_fits_and_faults_are_in_words() -> None:
     peers = make_announcement(1), make_announcement(2, span=Span(4, 8))
     model_id, lost = peers[0].model_id, peers[1].peer_id
-    state, _ = reduce_reading(SwarmState(), model_id, peers, NOW)
+    state = read(*peers)
     state, _ = reduce_reading(state, model_id, peers, NOW + 40)
-    fault = Dialled(NOW + 41, "closed port: nobody answers at 127.0.0.1:4002")
-    state, _ = reduce_dialling(state, model_id, lost, fault)
+    fault = ProbeResult(NOW + 41, "closed port: nobody answers at 127.0.0.1:4002")
+    state, _ = reduce_probe(state, model_id, lost, fault)
     screen = Screen(is_terminal=False)
 
     show_health(describe(state, NOW + 42), Terminal(screen))

@@ -7,8 +7,8 @@ import asyncio
 from announcements import MODEL, NOW, identity_of, make_announcement, sign
 from hand_clock import HandClock
 
-from shoal.client.monitor.collector import Collector, SwarmAccess, look_once
-from shoal.client.monitor.state import Dialled, Health, Visibility
+from shoal.client.monitor.collector import MAX_MODELS, Collector, SwarmAccess, look_once
+from shoal.client.monitor.state import Health, ProbeResult
 from shoal.protocol.errors import DirectoryError
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.directory import Directory
@@ -34,15 +34,15 @@ class Swarm(MemoryDirectory):
 
     @property
     def access(self) -> SwarmAccess:
-        return SwarmAccess(self.clock, self._join, self._dial)
+        return SwarmAccess(self.clock, self._join, self._probe)
 
     async def _join(self, addresses: object) -> tuple[Transport, Directory]:
         return LoopbackTransport(LoopbackNetwork(0), "monitor"), self
 
-    async def _dial(self, peer: Announcement, transport: object) -> Dialled:
+    async def _probe(self, peer: Announcement, transport: object) -> ProbeResult:
         self.dialled.append(peer.peer_id)
         fault = "closed port" if peer.peer_id in self.dead else ""
-        return Dialled(self.clock.wall(), fault)
+        return ProbeResult(self.clock.wall(), fault)
 
     async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
         self.num_searches += 1
@@ -87,7 +87,46 @@ async def test_single_look_counts_those_that_answer() -> None:
 
     assert sorted(swarm.dialled) == sorted(identity_of(number).peer_id for number in (1, 2))
     assert (state.health, state.models[MODEL].depths) == (Health.DEGRADED, (1,) * 8)
-    assert state.models[MODEL].peers[identity_of(2).peer_id].visibility is Visibility.LOST
+    assert not state.models[MODEL].peers[identity_of(2).peer_id].is_confirmed
+
+
+async def test_models_that_nobody_serves_make_room_for_others() -> None:
+    swarm = Swarm()
+    await swarm.tell(1, Span(0, 8))
+    collector = Collector(swarm.access, lambda change: None)
+    await collector.join([])
+    await collector.read()
+    await collector.probe_all()
+    fakes = [ModelId(f"{number:032x}") for number in range(1, 3 * MAX_MODELS)]
+    for number, model_id in enumerate(fakes, 2):
+        await swarm.tell(number, Span(0, 8), model_id)
+        swarm.dead.add(identity_of(number).peer_id)
+    seen = set[ModelId]()
+
+    for _ in range(3):
+        swarm.clock.seconds += 1.0
+        for _ in range(6):
+            await collector.read()
+        assert len(collector.state.models) == MAX_MODELS
+        assert MODEL in collector.state.models
+        seen |= collector.state.models.keys()
+        await collector.probe_all()
+
+    assert len(seen) > MAX_MODELS
+    assert collector.state.health is Health.DEGRADED  # that of the one that is served
+    await collector.close()
+
+
+async def test_only_models_that_are_asked_for_are_watched() -> None:
+    swarm = Swarm()
+    await swarm.tell(1, Span(0, 8))
+    await swarm.tell(2, Span(0, 4), OTHER)
+
+    state = await look_once(swarm.access, [], only=[MODEL])
+
+    assert (list(state.models), state.health) == ([MODEL], Health.DEGRADED)
+    empty = await look_once(Swarm().access, [], only=[MODEL])
+    assert (empty.models, empty.health) == ({}, Health.FAILING)
 
 
 async def test_directory_is_searched_once_in_a_period() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from announcements import MODEL, NOW, identity_of, make_announcement
+from watched_swarms import read
 
 from shoal.client.monitor.history import DepthChange, History
 from shoal.client.monitor.replica_depth import DepthArea, list_areas
@@ -19,16 +20,15 @@ from shoal.client.monitor.state import (
     EventKind,
     SwarmState,
     reduce_failure,
+    reduce_forgetting,
     reduce_reading,
 )
 from shoal.protocol.errors import UsageError
 from shoal.protocol.spans import Span
 
 DAY = 24 * 3600.0
-HALF, _ = reduce_reading(SwarmState(), MODEL, [make_announcement(1)], NOW)
-FULL, _ = reduce_reading(
-    HALF, MODEL, [make_announcement(1), make_announcement(2, span=Span(4, 8))], NOW
-)
+HALF = read(make_announcement(1))
+FULL = read(make_announcement(1), make_announcement(2, span=Span(4, 8)), state=HALF)
 HALF_DEPTHS, FULL_DEPTHS = bytes([1] * 4 + [0] * 4), bytes([1] * 8)
 
 
@@ -79,6 +79,22 @@ def test_time_without_a_directory_is_unknown(path: Path) -> None:
     history.take(reduce_failure(FULL, "nobody answers")[0], (), NOW + 5)
 
     assert history.list_depths(MODEL, NOW)[-1] == DepthChange(NOW + 5, b"")
+    history.close()
+
+
+def test_time_is_unknown_in_which_a_model_is_not_watched_or_its_peers_are_not_dialled(
+    path: Path,
+) -> None:
+    history = History(path, DAY, NOW)
+    announced, _ = reduce_reading(SwarmState(), MODEL, [make_announcement(1)], NOW)
+
+    history.take(announced, (), NOW)
+    assert history.list_depths(MODEL, NOW) == []
+    history.take(FULL, (), NOW + 1)
+    history.take(reduce_forgetting(FULL, MODEL)[0], (), NOW + 2)
+
+    depths = [DepthChange(NOW + 1, FULL_DEPTHS), DepthChange(NOW + 2, b"")]
+    assert history.list_depths(MODEL, NOW) == depths
     history.close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from announcements import MODEL, NOW, make_announcement
 from prometheus_client.parser import text_string_to_metric_families
+from watched_swarms import read
 
 from shoal.client.monitor.description import describe
 from shoal.client.monitor.page.metrics import write_metrics
@@ -34,7 +35,7 @@ def test_metrics_tell_health_blocks_and_peers() -> None:
         make_announcement(2, model_name="org/model", free_kv_tokens=12, span=Span(2, 6)),
         make_announcement(3, model_name="org/model", state=PeerState.DRAINING),
     ]
-    state, _ = reduce_reading(SwarmState(), MODEL, peers, NOW)
+    state, _ = reduce_reading(read(*peers), MODEL, [*peers, make_announcement(4)], NOW)
 
     samples = read_samples(state, {EventKind.LOST: 4})
 
@@ -47,6 +48,7 @@ def test_metrics_tell_health_blocks_and_peers() -> None:
     for name, number in expected.items():
         assert find(samples, f"shoal_model_{name}", **OF_MODEL) == number
     assert find(samples, "shoal_model_peers", state="online", **OF_MODEL) == 2
+    assert find(samples, "shoal_model_peers", state="unconfirmed", **OF_MODEL) == 1
     assert find(samples, "shoal_model_peers", state="draining", **OF_MODEL) == 1
     assert find(samples, "shoal_model_peers", state="lost", **OF_MODEL) == 0
 

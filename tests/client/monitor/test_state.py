@@ -8,21 +8,22 @@ from typing import Any
 
 import pytest
 from announcements import MODEL, NOW, identity_of, make_announcement
+from watched_swarms import read
 
 from shoal.client.monitor.state import (
     MOST_DEPARTED,
-    Dialled,
     EventKind,
     Health,
+    ProbeResult,
     SwarmState,
     Visibility,
-    reduce_dialling,
     reduce_failure,
+    reduce_probe,
     reduce_reading,
 )
 from shoal.client.monitor.what_if import imagine_loss, imagine_newcomer
 from shoal.protocol.identity import Identity
-from shoal.protocol.ids import ModelId
+from shoal.protocol.ids import ModelId, PeerId
 from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.records.swarm_view import SwarmView
 from shoal.protocol.spans import Span
@@ -35,10 +36,6 @@ def renew(announcement: Announcement, now: float, **changes: Any) -> Announcemen
     """Return what a peer announces next."""
     dates = {"issued_at": now, "expires_at": now + 90, "sequence": announcement.sequence + 1}
     return replace(announcement, **(dates | changes))
-
-
-def read(*announced: Announcement, state: SwarmState | None = None, now: float = NOW) -> SwarmState:
-    return reduce_reading(state or SwarmState(), MODEL, announced, now)[0]
 
 
 def list_kinds(state: SwarmState, *announced: Announcement, now: float) -> list[EventKind]:
@@ -120,8 +117,8 @@ def test_killed_peer_is_not_seen_after_a_period_and_lost_when_a_dial_fails() -> 
     assert late.models[MODEL].peers[FIRST].visibility is Visibility.NOT_SEEN
     assert late.models[MODEL].depths == (1,) * 8  # it may be there still
 
-    fault = Dialled(NOW + 37, "nobody listens on that port")
-    lost, events = reduce_dialling(late, MODEL, FIRST, fault)
+    fault = ProbeResult(NOW + 37, "nobody listens on that port")
+    lost, events = reduce_probe(late, MODEL, FIRST, fault)
 
     assert lost.models[MODEL].depths == (0, 0, 0, 0, 1, 1, 1, 1)
     (event,) = events
@@ -135,35 +132,80 @@ def test_killed_peer_is_not_seen_after_a_period_and_lost_when_a_dial_fails() -> 
 def test_late_peer_that_answers_is_seen() -> None:
     late = read(HALVES[0], state=read(HALVES[0]), now=NOW + 36)
 
-    seen, events = reduce_dialling(late, MODEL, FIRST, Dialled(NOW + 37, rtt_seconds=0.01))
+    seen, events = reduce_probe(late, MODEL, FIRST, ProbeResult(NOW + 37, rtt_seconds=0.01))
 
     assert (seen.models[MODEL].peers[FIRST].visibility, events) == (Visibility.SEEN, ())
     later = read(HALVES[0], state=seen, now=NOW + 60)
     assert later.models[MODEL].peers[FIRST].visibility is Visibility.SEEN
 
 
-def test_peer_that_announces_itself_in_time_is_there_though_it_cannot_be_dialled() -> None:
-    state, events = reduce_dialling(read(*HALVES), MODEL, FIRST, Dialled(NOW, "a firewall"))
+def probe(state: SwarmState, peer_id: PeerId, *faults: str, is_refusal: bool = False) -> SwarmState:
+    for fault in faults:
+        state, events = reduce_probe(state, MODEL, peer_id, ProbeResult(NOW, fault, is_refusal))
+        assert events == ()
+    return state
 
-    peer = state.models[MODEL].peers[FIRST]
-    assert (peer.is_serving, peer.dialled, events) == (True, Dialled(NOW, "a firewall"), ())
+
+def test_peer_that_has_never_answered_is_no_replica() -> None:
+    state = read(*HALVES)
+    announced = make_announcement(3, span=Span(0, 8))
+    state, _ = reduce_reading(state, MODEL, [*HALVES, announced], NOW + 1)
+    third = announced.peer_id
+    assert state.health is Health.DEGRADED
+
+    state = probe(state, third, "a firewall")
+
+    model = state.models[MODEL]
+    assert (model.depths, model.num_unconfirmed, model.health) == ((1,) * 8, 1, Health.DEGRADED)
+    assert model.peers[third].visibility is Visibility.SEEN
+    state = probe(state, third, "")
+    assert state.models[MODEL].depths == (2,) * 8
 
 
-def test_peer_that_must_answer_is_lost_when_it_does_not() -> None:
-    state, events = reduce_dialling(
-        read(*HALVES), MODEL, FIRST, Dialled(NOW, "closed port"), must_answer=True
-    )
+def test_peer_that_fails_two_dials_in_a_row_is_no_replica_any_more() -> None:
+    state = probe(read(*HALVES), FIRST, "silent", "", "silent")
+    assert state.models[MODEL].depths == (1,) * 8
 
-    assert [event.kind for event in events] == [EventKind.LOST]
+    state = probe(state, FIRST, "silent")
+
     assert state.models[MODEL].depths == (0, 0, 0, 0, 1, 1, 1, 1)
+    assert state.models[MODEL].peers[FIRST].answered_at == NOW
+    assert probe(state, FIRST, "").models[MODEL].depths == (1,) * 8
 
 
-def test_peer_that_refuses_is_there() -> None:
-    busy = Dialled(NOW, "refused: it is loading its blocks", is_refusal=True)
+def test_peer_that_refuses_is_there_and_may_be_a_replica() -> None:
+    busy = "refused: it has too many streams"
+    confirmed = probe(read(*HALVES), FIRST, busy, busy, is_refusal=True)
+    assert confirmed.models[MODEL].depths == (1,) * 8
 
-    state, events = reduce_dialling(read(*HALVES), MODEL, FIRST, busy, must_answer=True)
+    state, _ = reduce_reading(read(HALVES[0]), MODEL, HALVES, NOW)
+    state = probe(state, SECOND, busy, is_refusal=True)
 
-    assert (state.models[MODEL].depths, events) == ((1,) * 8, ())
+    assert (state.models[MODEL].depths, state.health) == ((1, 1, 1, 1, 0, 0, 0, 0), Health.UNKNOWN)
+
+
+def test_state_is_unknown_and_not_failing_until_peers_have_been_dialled() -> None:
+    state, _ = reduce_reading(SwarmState(), MODEL, HALVES, NOW)
+    assert (state.health, state.models[MODEL].depths) == (Health.UNKNOWN, (0,) * 8)
+    state = probe(state, FIRST, "")
+    assert state.health is Health.UNKNOWN  # the other half may be there
+
+    assert probe(state, SECOND, "").health is Health.DEGRADED
+    assert probe(state, SECOND, "closed port").health is Health.FAILING
+
+
+def test_model_whose_peers_have_never_answered_says_nothing_of_the_swarm() -> None:
+    whole = [make_announcement(number, span=Span(0, 8)) for number in (1, 2)]
+    fake = make_announcement(3, model_id=ModelId("f" * 32))
+
+    state, _ = reduce_reading(read(*whole), fake.model_id, [fake], NOW)
+    assert state.health is Health.HEALTHY
+    state, _ = reduce_probe(state, fake.model_id, fake.peer_id, ProbeResult(NOW, "closed port"))
+
+    assert (state.health, state.models[fake.model_id].health) == (Health.HEALTHY, Health.UNKNOWN)
+    # One that has answered does, also when all of its peers are gone.
+    gone = read(state=state, now=NOW + 100)
+    assert gone.health is Health.FAILING
 
 
 def test_peers_that_answered_say_what_the_model_is() -> None:
@@ -171,11 +213,11 @@ def test_peers_that_answered_say_what_the_model_is() -> None:
         make_announcement(number, num_blocks=1, span=Span(0, 1), model_name="evil/name")
         for number in (3, 4, 5)
     ]
-    state = read(*HALVES, *liars)
+    state, _ = reduce_reading(SwarmState(), MODEL, [*HALVES, *liars], NOW)
     assert state.models[MODEL].num_blocks == 1
 
     for peer_id in (FIRST, SECOND):
-        state, _ = reduce_dialling(state, MODEL, peer_id, Dialled(NOW, rtt_seconds=0.1))
+        state = probe(state, peer_id, "")
 
     assert (state.models[MODEL].num_blocks, state.models[MODEL].depths) == (8, (1,) * 8)
 
@@ -226,7 +268,7 @@ def test_clock_that_is_off_costs_a_dial_and_no_more() -> None:
     peers = state.models[MODEL].peers
     assert peers[FIRST].visibility is Visibility.SEEN
     assert peers[SECOND].visibility is Visibility.NOT_SEEN
-    state, events = reduce_dialling(state, MODEL, SECOND, Dialled(NOW + 21))
+    state, events = reduce_probe(state, MODEL, SECOND, ProbeResult(NOW + 21))
     assert (state.models[MODEL].peers[SECOND].visibility, events) == (Visibility.SEEN, ())
 
 
@@ -252,7 +294,7 @@ def test_depths_are_those_of_counting_each_block() -> None:
 def test_dialled_peer_that_is_not_known_changes_nothing() -> None:
     state = read(HALVES[0])
 
-    assert reduce_dialling(state, MODEL, SECOND, Dialled(NOW)) == (state, ())
+    assert reduce_probe(state, MODEL, SECOND, ProbeResult(NOW)) == (state, ())
 
 
 def test_departed_peers_take_a_bounded_room() -> None:

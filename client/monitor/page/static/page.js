@@ -5,10 +5,10 @@
 const columns = ["peer", "span", "state", "since", "rtt", "queue", "decode", "prefill", "kv",
   "reach", "weights", "software"];
 const watchdogSeconds = 40;  // the monitor sends something every 15
-let heardAt = Date.now();
+let lastAliveAt = Date.now();
 let aheadSeconds = Date.now() / 1000 - Number(document.body.dataset.takenAt);
 const colours = { none: "#b3261e", one: "#d98200", two: "#4f9d69", more: "#1f6f43" };
-const charts = new Map();  // of a section: [depth, thin]
+const charts = new Map();  // of a section: [depth, durations]
 
 function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
@@ -145,7 +145,7 @@ async function draw(section) {
   const answer = await fetch(`/model/${section.dataset.id}/history.json`);
   if (!answer.ok) return;
   const history = await answer.json();
-  const [depth, thin] = charts.get(section.dataset.id) ?? openCharts(section);
+  const [depth, durations] = charts.get(section.dataset.id) ?? openCharts(section);
   const tooltip = { renderMode: "richText" };
   depth.setOption({
     animation: false, backgroundColor: "transparent", tooltip,
@@ -162,17 +162,17 @@ async function draw(section) {
         [since * 1000, until * 1000, stop, start, replicas]),
     }],
   });
-  thin.setOption({
+  durations.setOption({
     animation: false, backgroundColor: "transparent", tooltip,
     grid: { left: 45, right: 15, top: 10, bottom: 25 },
-    xAxis: { type: "category", data: history.thin.map(([label]) => label) },
+    xAxis: { type: "category", data: history.under_replicated.map(([label]) => label) },
     yAxis: { type: "value", minInterval: 1 },
-    series: [{ type: "bar", data: history.thin.map(([, count]) => count),
+    series: [{ type: "bar", data: history.under_replicated.map(([, count]) => count),
       itemStyle: { color: colours.one } }],
   });
-  const rows = section.querySelectorAll("table.thin tr");
+  const rows = section.querySelectorAll("table.durations tr");
   [0, 1].forEach((number) => {
-    const cells = history.thin.map((bin) => {
+    const cells = history.under_replicated.map((bin) => {
       const cell = document.createElement(number ? "td" : "th");
       cell.textContent = bin[number];
       return cell;
@@ -193,7 +193,7 @@ function connect() {
   source = new EventSource("/events");
   for (const kind of ["view", "history", "alive"]) {
     source.addEventListener(kind, () => {
-      heardAt = Date.now();
+      lastAliveAt = Date.now();
       document.getElementById("connection").hidden = true;
     });
   }
@@ -204,16 +204,16 @@ function connect() {
 
 function watch() {
   document.querySelectorAll("time").forEach(showAge);
-  if (document.hidden || Date.now() - heardAt < 1000 * watchdogSeconds) return;
+  if (document.hidden || Date.now() - lastAliveAt < 1000 * watchdogSeconds) return;
   document.getElementById("connection").hidden = false;
-  heardAt = Date.now();
+  lastAliveAt = Date.now();
   connect();
 }
 
 // A page in the background takes none of the browser's few connections to the monitor.
 document.addEventListener("visibilitychange", () => {
   source?.close();
-  heardAt = Date.now();
+  lastAliveAt = Date.now();
   if (!document.hidden) connect();
 });
 setInterval(watch, 1000);
