@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import uvloop
 
@@ -17,24 +16,9 @@ from ...peer.process.config import PeerConfig, PeerEvent, Report
 from ...protocol.errors import DirectoryError, UsageError
 from ...protocol.net.clock import SystemClock
 from ...protocol.net.dht.internet import InternetNetwork, Listening
-from ...protocol.spans import Span
-from ..options.bundled_model import find_commit, find_model
-from ..options.join_options import (
-    add_join_arguments,
-    choose_swarm,
-    describe_last_swarm,
-    list_addresses_of_new,
-)
-from ..options.listen_options import add_listen_arguments, choose_place
-from ..options.quantities import (
-    parse_announce_period,
-    parse_bytes,
-    parse_count,
-    parse_memory,
-    parse_non_negative,
-    parse_threads,
-)
-from ..options.shared_options import add_model_argument, add_weights_argument, parse_device
+from ..options.bundled_model import find_commit
+from ..options.join_options import describe_last_swarm, list_addresses_of_new
+from ..options.serve_options import add_serve_arguments, make_config
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import (
     INTERRUPTED,
@@ -45,78 +29,12 @@ from ..terminal.interrupts import (
 from ..terminal.peer_events import print_for_people, print_json
 from ..terminal.terminal import Terminal, discard_output
 
-_DEFAULTS = PeerConfig(model="")
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal serve`."""
-    add_model_argument(parser)
-    swarm = parser.add_mutually_exclusive_group()
-    swarm.add_argument(
-        "--new-swarm", action="store_true",
-        help="start a swarm with this peer and print its join code: a new public swarm or, with "
-        "--join, the swarm of a code from `shoal swarm-new`",
-    )  # fmt: skip
-    add_join_arguments(parser, "join the swarm of the peer at this address", swarm)
-    _add_work_arguments(parser)
-    add_listen_arguments(parser)
-    parser.add_argument(
-        "--identity", type=Path, metavar="FILE",
-        help="file with the private key behind the peer's id; created if missing",
-    )  # fmt: skip
-    parser.add_argument(
-        "--announce-period", type=parse_announce_period, default=_DEFAULTS.announce_period_seconds,
-        metavar="SECONDS", help="interval between announcements (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--drain", type=parse_non_negative, default=_DEFAULTS.drain_seconds, metavar="SECONDS",
-        help="when stopping, time for sessions to move to other peers (default: %(default)s)",
-    )  # fmt: skip
+    add_serve_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
     parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
-
-
-def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options for the share of this machine's resources."""
-    blocks = parser.add_mutually_exclusive_group()
-    blocks.add_argument(
-        "--blocks", metavar="A:B",
-        help="blocks to serve, such as 0:4 (default: those that the swarm needs most, which may "
-        "change over time)",
-    )  # fmt: skip
-    blocks.add_argument(
-        "--num-blocks", type=parse_count, metavar="N",
-        help="number of blocks to serve (default: as many as free memory holds)",
-    )  # fmt: skip
-    add_weights_argument(parser, has_device=True)
-    parser.add_argument(
-        "--device", type=parse_device, default=_DEFAULTS.device, metavar="DEVICE",
-        help="device to compute on: cpu, cuda, cuda:N, or auto, which is cuda if it can be used "
-        "(default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--threads", type=parse_threads, metavar="N",
-        help="number of compute threads (default: one per core)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--kv-memory", type=parse_memory, default=_DEFAULTS.kv_budget_bytes, metavar="BYTES",
-        help="memory for KV caches of sessions, such as 512M or 4G (default: 1G)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--training-memory", type=parse_memory, metavar="BYTES",
-        help="memory for fine-tuning clients; 0 disables fine-tuning (default: an eighth of free "
-        "memory, at most 4G)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--adapter-memory", type=parse_memory, metavar="BYTES",
-        help="memory for LoRA adapters uploaded by clients; 0 disables them (default: a sixteenth "
-        "of free memory, at most 512M)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--block-cache", type=parse_bytes, default=_DEFAULTS.block_cache_bytes, metavar="BYTES",
-        help="disk space for int8 blocks, which speeds up the next start; 0 disables it (default: "
-        "16G)",
-    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
@@ -131,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> bool:
     report = print_json if options.json else print_for_people
-    config = _make_config(options)
+    config = make_config(options)
     listening = _make_listening(config)
     _show_losses_of_the_directory()
     with quitting_at_once(options.json), importing_much():
@@ -150,38 +68,6 @@ def _show_losses_of_the_directory() -> None:
     logger = logging.getLogger("shoal.protocol.net.dht.hivemind_directory")
     if not logger.isEnabledFor(logging.INFO):
         logger.setLevel(logging.INFO)
-
-
-def _make_config(options: argparse.Namespace) -> PeerConfig:
-    try:
-        span = Span.parse(options.blocks) if options.blocks else None
-    except ValueError as error:
-        raise UsageError(f"--blocks: {error}") from error
-    membership, initial_peers = choose_swarm(options)
-    host, port = choose_place(options, initial_peers)
-    return PeerConfig(
-        model=find_model(options.model),
-        span=span,
-        num_blocks=options.num_blocks,
-        weights=options.weights,
-        device=options.device,
-        num_threads=options.threads,
-        kv_budget_bytes=options.kv_memory,
-        pass_bytes=options.training_memory,
-        adapter_bytes=options.adapter_memory,
-        block_cache_bytes=options.block_cache,
-        initial_peers=initial_peers,
-        membership=membership,
-        listen_host=host,
-        listen_port=port,
-        directory_port=options.directory_port,
-        announce_host=options.announce_host,
-        is_relay=options.relay,
-        maps_ports=options.port_mapping,
-        identity_path=options.identity,
-        announce_period_seconds=options.announce_period,
-        drain_seconds=options.drain,
-    )
 
 
 def _report_with_last_swarm(report: Report, event: PeerEvent) -> None:

@@ -12,8 +12,9 @@ import pytest
 from announcements import identity_of
 from screens import Screen
 
-from shoal.cli.commands.serve import _make_config, _report_with_last_swarm
+from shoal.cli.commands.serve import _report_with_last_swarm
 from shoal.cli.main import _parse
+from shoal.cli.options.serve_options import make_config
 from shoal.cli.terminal.peer_events import print_for_people
 from shoal.peer.process.config import PeerConfig, PeerEvent
 from shoal.protocol.errors import UsageError
@@ -32,7 +33,7 @@ from shoal.protocol.net.libp2p.multiaddrs import PeerAddress
     ],
 )
 def test_block_cache_is_a_size_of_the_disk(words: list[str], expected: int) -> None:
-    config = _make_config(_parse(["serve", "m", "--new-swarm", *words]))
+    config = make_config(_parse(["serve", "m", "--new-swarm", *words]))
 
     assert config.block_cache_bytes == expected
 
@@ -48,7 +49,7 @@ def test_options_that_contradict_each_other_are_refused(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises((SystemExit, UsageError)) as refusal:
-        _make_config(_parse(["serve", "m", "--new-swarm", *words]))
+        make_config(_parse(["serve", "m", "--new-swarm", *words]))
 
     assert said in f"{refusal.value} {capsys.readouterr().err}"
 
@@ -63,7 +64,7 @@ def test_ports_are_not_mapped_to_a_peer_of_a_local_swarm(
     options = _parse(["serve", "m", "--initial-peers", address, *words])
 
     with pytest.raises(UsageError, match=said) if said else contextlib.nullcontext():
-        assert _make_config(options).listen_host == "127.0.0.1"
+        assert make_config(options).listen_host == "127.0.0.1"
 
 
 PLACE = {"target": "0:4", "why": "blocks 0:4 are served by nobody else, and those of others by two"}
