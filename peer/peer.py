@@ -31,7 +31,7 @@ from .process.config import PeerConfig, PeerEvent, Report, ignore
 from .process.identity_file import hold_identity
 from .pushing.connections import Connections
 from .serving_loop import ServingLoop
-from .streams.service import MAX_PENDING_BYTES, StreamHandler
+from .streams.service import StreamHandler
 from .workloads import make_service
 
 _logger = logging.getLogger(__name__)
@@ -53,6 +53,9 @@ class Peer:
     config: PeerConfig
     announcer: Announcer
     handler: StreamHandler
+    loader: SpanLoader
+    directory: GossipDirectory
+    lag: LoopLag
     _placer: Placer
     _loop: ServingLoop
     _tasks: BackgroundTasks
@@ -115,7 +118,8 @@ class Peer:
         connections = Connections.make(
             identity, presence, model.model_id, handler.serve, clock, period_seconds, rng
         )
-        template = make_template(config, model.model_id, model.spec.num_blocks, presence)
+        block_bytes, num_blocks = max(model.sizes.num_bytes), model.spec.num_blocks
+        template = make_template(config, model.model_id, num_blocks, presence, block_bytes)
         description = SelfDescription(template, lag, model.sizes.work, connections.describers)
         announcer = Announcer(directory, identity, description.describe, clock, period_seconds)
         stack.push_async_callback(announce_offline, announcer)
@@ -132,9 +136,11 @@ class Peer:
         for listener in presence.listeners:
             stack.push_async_callback(listener.close)
         stack.callback(lambda: _logger.info("the peer stopped; its loop lag was %r", lag))
+        renew, counts = announcer.renew_now, handler.counts
+        make = partial(make_service, presence, loader, connections, renew, clock, counts)
         loop = ServingLoop(
             loader,
-            partial(make_service, presence, loader, connections, announcer.renew_now, clock),
+            make,
             handler,
             announcer,
             description,
@@ -147,7 +153,7 @@ class Peer:
         )
         placed = PlacedModel(model.model_id, model.sizes.work, model.find_room())
         placer = Placer(placed, presence, announcer, description, clock, rng)
-        return cls(config, announcer, handler, placer, loop, tasks)
+        return cls(config, announcer, handler, loader, directory, lag, placer, loop, tasks)
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Serve the configured span, or those that the swarm needs, until `stop` is set.
@@ -183,7 +189,7 @@ def _describe_start(identity: Identity, loader: SpanLoader) -> dict[str, object]
         "kv_bytes": loader.model.config.kv_budget_bytes,
         "pass_bytes": loader.model.pass_bytes,
         "adapter_bytes": loader.model.adapter_bytes,
-        "message_bytes": MAX_PENDING_BYTES,
+        "message_bytes": loader.model.message_bytes,
         "block_cache_bytes": loader.model.config.block_cache_bytes,
     }
 

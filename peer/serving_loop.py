@@ -11,7 +11,7 @@ from typing import Any
 
 from ..protocol.errors import DirectoryError, UnavailableError
 from ..protocol.net.tasks import cancel_all
-from ..protocol.records.announcements import PeerState
+from ..protocol.records.announcements import MAX_DEVICE_CHARACTERS, PeerState
 from ..protocol.spans import Span
 from .announcing.announcer import Announcer, announce_offline
 from .announcing.self_description import SelfDescription
@@ -114,6 +114,7 @@ class ServingLoop:
         self.description.begin_serving(
             engine.span,
             engine.kernels,
+            engine.device.name[:MAX_DEVICE_CHARACTERS],
             throughput.decode_steps_per_second,
             throughput.prefill_tokens_per_second,
             describe_load,

@@ -18,8 +18,8 @@ from .pushing.session_outputs import PushResources
 from .record_workload import RecordWorkload
 from .sessions.admission import Admission, SessionResources
 from .sessions.sessions import SessionWorkload
-from .streams.service import MAX_PENDING_BYTES, Service
-from .streams.stream_host import PendingBytes, StreamHost
+from .streams.service import Service
+from .streams.stream_host import MAX_PENDING_BYTES, PendingBytes, ServiceCounts, StreamHost
 
 _STREAMS_PER_SESSION = 4
 """Streams that a peer serves for each session it may hold: a session uses two, and some streams
@@ -32,9 +32,13 @@ def make_service(
     connections: Connections,
     announce: Callable[[], None],
     clock: Clock,
+    counts: ServiceCounts,
     served: ServedSpan,
 ) -> Service:
-    """Return what serves streams from a span that is loaded; `announce` renews the announcement."""
+    """Return what serves streams from a span that is loaded; `announce` renews the announcement.
+
+    What it does is added to the `counts`.
+    """
     engine, compute = served.engine, served.compute
     model, config = loader.model, loader.model.config
     changed = asyncio.Event()
@@ -48,6 +52,7 @@ def make_service(
         idle_seconds=config.session_idle_seconds,
         pending=pending,
         parked=connections.parked,
+        counts=counts,
     )
     for_sessions = SessionResources(
         model_id=model.model_id,
@@ -55,6 +60,7 @@ def make_service(
         adapter_store=adapter_store,
         pushing=PushResources(connections.push_links, pending),
         note_change=changed.set,
+        counts=counts,
     )
     for_passes = PassResources(
         model_id=model.model_id,

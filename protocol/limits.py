@@ -78,6 +78,9 @@ MAX_ANNOUNCEMENT_BYTES = 2048
 MAX_ANNOUNCEMENT_TEXT_BYTES = 8192
 """The same as text, before it is packed."""
 
+MAX_PEER_NAME_CHARACTERS = 32
+"""What the owner of a peer calls it."""
+
 MAX_ENDPOINTS = 8
 """Endpoints of one announcement."""
 

@@ -1,5 +1,7 @@
 """`shoal serve`: run a peer until Ctrl-C, SIGTERM or the end of its terminal."""
 
+from __future__ import annotations
+
 import argparse
 import asyncio
 import contextlib
@@ -7,8 +9,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
@@ -28,6 +31,12 @@ from ..terminal.interrupts import (
 )
 from ..terminal.peer_events import print_for_people, print_json
 from ..terminal.terminal import Terminal, discard_output
+
+if TYPE_CHECKING:
+    from ...peer.operating.operation import Operation
+
+_RunPeer = Callable[[asyncio.Event, Report], Coroutine[Any, Any, None]]
+"""Runs the peer until the event is set."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,13 +63,19 @@ def _run(options: argparse.Namespace) -> bool:
     _show_losses_of_the_directory()
     with quitting_at_once(options.json), importing_much():
         find_commit(config.model)  # or say at once that there is none
-        from ...peer import peer  # noqa: F401 (seconds of torch, before the loop is there)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        # Seconds of torch, before the loop is there.
+        from ...peer import peer  # noqa: F401
+        from ...peer.operating.operation import OperatingConfig, Operation
+    with (
+        Operation.prepare(OperatingConfig(options.metrics)) as operation,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         if addresses := list_addresses_of_new(options):
             runner.run(_check_is_new(config, addresses))
         if options.new_swarm and not options.join and options.listen != "127.0.0.1":  # --local
             report = partial(_report_with_last_swarm, report)
-        return runner.run(_serve(config, listening, report, options.end_with_stdin))
+        run_peer = partial(_run_peer, config, listening, operation)
+        return runner.run(_serve(run_peer, report, options.end_with_stdin))
 
 
 def _show_losses_of_the_directory() -> None:
@@ -103,9 +118,7 @@ async def _check_is_new(config: PeerConfig, addresses: Sequence[str]) -> None:
     raise UsageError("the swarm of this code runs already: leave out --new-swarm to join it")
 
 
-async def _serve(
-    config: PeerConfig, listening: Listening, report: Report, end_with_stdin: bool
-) -> bool:
+async def _serve(run_peer: _RunPeer, report: Report, end_with_stdin: bool) -> bool:
     """Run the peer until a signal stops it; return whether it was online."""
     _allow_many_files()
     stop, hurry = asyncio.Event(), asyncio.Event()
@@ -127,7 +140,7 @@ async def _serve(
     if end_with_stdin:
         loop.add_reader(sys.stdin.fileno(), _stop_at_end_of_stdin, stop)
     try:
-        return await _run_until_stopped(config, listening, stop, hurry, report)
+        return await _run_until_stopped(run_peer, stop, hurry, report)
     finally:
         if end_with_stdin:
             loop.remove_reader(sys.stdin.fileno())
@@ -143,11 +156,7 @@ def _allow_many_files() -> None:
 
 
 async def _run_until_stopped(
-    config: PeerConfig,
-    listening: Listening,
-    stop: asyncio.Event,
-    hurry: asyncio.Event,
-    report: Report,
+    run_peer: _RunPeer, stop: asyncio.Event, hurry: asyncio.Event, report: Report
 ) -> bool:
     """Run the peer and return whether it was online.
 
@@ -161,7 +170,7 @@ async def _run_until_stopped(
         was_online = was_online or is_online
         report(event)
 
-    running = asyncio.ensure_future(_run_peer(config, listening, stop, watch))
+    running = asyncio.create_task(run_peer(stop, watch))
     for event in (stop, hurry):
         waiting = asyncio.ensure_future(event.wait())
         await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -174,7 +183,11 @@ async def _run_until_stopped(
 
 
 async def _run_peer(
-    config: PeerConfig, listening: Listening, stop: asyncio.Event, report: Report
+    config: PeerConfig,
+    listening: Listening,
+    operation: Operation,
+    stop: asyncio.Event,
+    report: Report,
 ) -> None:
     """Serve a span over the internet until `stop` is set."""
     from ...peer.peer import Peer
@@ -189,7 +202,10 @@ async def _run_peer(
             PeerEvent("got_through", {"host": host, "is_local": is_local})
         ),
     )
-    async with Peer.join(config, network, clock, report) as peer:
+    async with (
+        Peer.join(config, network, clock, report) as peer,
+        operation.run(peer, clock, report),
+    ):
         await peer.serve(stop)
     report(PeerEvent("left"))
 

@@ -130,6 +130,29 @@ def parse_listen(text: str) -> tuple[str, int]:
     >>> parse_listen("0.0.0.0:7000"), parse_listen("127.0.0.1"), parse_listen("[::1]:70")
     (('0.0.0.0', 7000), ('127.0.0.1', 0), ('::1', 70))
     """
+    place = _parse_place(text)
+    if place is None:
+        raise UsageError(f"--listen takes HOST or HOST:PORT with a port up to 65535, not {text!r}")
+    return place
+
+
+def parse_metrics(text: str) -> tuple[str, int]:
+    """Read PORT or HOST:PORT; without a host it is this machine only.
+
+    >>> parse_metrics("9480"), parse_metrics("0.0.0.0:9480"), parse_metrics("[::1]:9480")
+    (('127.0.0.1', 9480), ('0.0.0.0', 9480), ('::1', 9480))
+    """
+    has_port = text.rpartition(":")[2].isdecimal()
+    place = _parse_place(text if ":" in text else f"127.0.0.1:{text}")
+    if place is None or not has_port:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not PORT or HOST:PORT with a port up to 65535"
+        )
+    return place
+
+
+def _parse_place(text: str) -> tuple[str, int] | None:
+    """Return a host and a port, 0 without one; None where it is something else."""
     if text.startswith("["):
         host, _, rest = text[1:].partition("]")
         port = rest.removeprefix(":")
@@ -138,7 +161,7 @@ def parse_listen(text: str) -> tuple[str, int]:
     else:
         host, port = text, ""
     if not host or (port and not _PORT.fullmatch(port)) or int(port or 0) >= 2**16:
-        raise UsageError(f"--listen takes HOST or HOST:PORT with a port up to 65535, not {text!r}")
+        return None
     return host, int(port or 0)
 
 

@@ -14,6 +14,7 @@ from .quantities import (
     parse_bytes,
     parse_count,
     parse_memory,
+    parse_metrics,
     parse_non_negative,
     parse_threads,
 )
@@ -37,6 +38,14 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--identity", type=Path, metavar="FILE",
         help="file with the private key behind the peer's id; created if missing",
+    )  # fmt: skip
+    parser.add_argument(
+        "--name", default=_DEFAULTS.name, metavar="NAME",
+        help="name of this peer for those who look at the swarm (default: none)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--metrics", type=parse_metrics, metavar="[HOST:]PORT",
+        help="serve Prometheus metrics there, at /metrics (default host: 127.0.0.1)",
     )  # fmt: skip
     parser.add_argument(
         "--announce-period", type=parse_announce_period, default=_DEFAULTS.announce_period_seconds,
@@ -119,6 +128,7 @@ def make_config(options: argparse.Namespace) -> PeerConfig:
         is_relay=options.relay,
         maps_ports=options.port_mapping,
         identity_path=options.identity,
+        name=options.name,
         announce_period_seconds=options.announce_period,
         drain_seconds=options.drain,
     )

@@ -57,6 +57,8 @@ def print_for_people(event: PeerEvent) -> None:
     elif event.name == "join_codes":
         terminal.print(f"{time.strftime('%H:%M:%S')} A code that names other peers as well:")
         _print_codes(terminal, facts["join_codes"])
+    elif event.name == "metrics":
+        terminal.print(f"Prometheus metrics: {facts['url']}")
     elif event.name == "loading":
         is_done = facts["done"] == facts["blocks"]
         if terminal.can_redraw or is_done:

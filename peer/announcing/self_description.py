@@ -47,7 +47,11 @@ _DTYPE_NAMES: dict[torch.dtype, ComputeDtype] = {
 
 
 def make_template(
-    config: PeerConfig, model_id: ModelId, num_blocks: int, presence: Presence
+    config: PeerConfig,
+    model_id: ModelId,
+    num_blocks: int,
+    presence: Presence,
+    block_bytes: int = 0,
 ) -> Announcement:
     """Return the announcement without what changes; of its dates only the lifetime counts.
 
@@ -75,6 +79,8 @@ def make_template(
         issued_at=0.0,
         expires_at=LIFETIME_PERIODS * config.announce_period_seconds,
         takes_passes=config.pass_bytes != 0,
+        name=config.name,
+        block_bytes=block_bytes,
     )
 
 
@@ -125,13 +131,14 @@ class SelfDescription:
         self,
         span: Span,
         kernels: str,
+        device: str,
         decode_steps_per_second: float,
         prefill_tokens_per_second: float,
         describe_load: Sequence[Describe],
     ) -> None:
         """From now on tell what is served, how fast, and the load that `describe_load` add."""
         self.planned = None
-        self._template = replace(self._template, span=span, kernels=kernels)
+        self._template = replace(self._template, span=span, kernels=kernels, device=device)
         self.change_speed(decode_steps_per_second, prefill_tokens_per_second)
         self._describe_load = describe_load
 

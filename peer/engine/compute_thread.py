@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from ...kernels.pauses import GiveWay
 from ...protocol.errors import ErrorCode, LocalProtocolError, RefusedError, ShoalError
 from ...protocol.session.session_state import count_kept_tokens
 from .engine import Engine
-from .pass_queue import Interruption, PassJob, PassQueue
+from .pass_queue import ComputedPass, Interruption, PassJob, PassQueue
 from .scheduler import (
     IterationBudget,
     ScheduledPart,
@@ -46,6 +47,53 @@ _NICENESS = 4
 """More than that of event loops, of this process and of others: these have little to do, and users
 wait for it, while computing chosen all the time there is. It still gets a quarter of a processor
 that others want as well."""
+
+_SECONDS_BOUNDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
+_ROWS_BOUNDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+
+
+class Histogram:
+    """How many numbers were within each of fixed bounds, and their sum."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        """For each bound, the numbers up to it and above the one before; then those above all."""
+        self.total = 0.0
+
+    def note(self, number: float) -> None:
+        """Count a number."""
+        self.counts[bisect_left(self.bounds, number)] += 1
+        self.total += number
+
+
+class ComputeCounts:
+    """What was computed since a peer began. The compute thread writes, any thread may read."""
+
+    def __init__(self) -> None:
+        self.decode_seconds = Histogram(_SECONDS_BOUNDS)
+        """Computing times of steps of one token."""
+        self.prefill_seconds = Histogram(_SECONDS_BOUNDS)
+        """Those of all other steps."""
+        self.queue_seconds = Histogram(_SECONDS_BOUNDS)
+        """How long steps waited."""
+        self.rows = Histogram(_ROWS_BOUNDS)
+        """Rows (sequences) of iterations."""
+        self.num_decode_tokens = 0
+        self.num_prefill_tokens = 0
+        self.num_passes = 0
+
+    def note_step(self, work: StepWork, queue_seconds: float, compute_seconds: float) -> None:
+        """Count a step that was computed."""
+        self.queue_seconds.note(queue_seconds)
+        if work.num_tokens == 1:
+            self.num_decode_tokens += work.num_rows
+            self.decode_seconds.note(compute_seconds)
+        else:
+            self.num_prefill_tokens += work.num_rows * work.num_tokens
+            self.prefill_seconds.note(compute_seconds)
 
 
 @dataclass(slots=True)
@@ -151,6 +199,7 @@ class ComputeThread:
         self._jobs: Final[deque[StepJob]] = deque()
         self._calls: Final[deque[_Call]] = deque()
         self.passes: Final = PassQueue(now)
+        self.counts = ComputeCounts()
         self._is_decoding_new = False
         self._is_stopping = False
         self.died: Final[asyncio.Future[None]] = self._loop.create_future()
@@ -291,6 +340,7 @@ class ComputeThread:
         except BaseException:
             self.passes.append(job)  # like in `_compute`
             raise
+        self.counts.num_passes += isinstance(result, ComputedPass)
         self._answer(job.future, result)
         self._answer(job.released, None)
 
@@ -438,12 +488,17 @@ class ComputeThread:
     ) -> None:
         """Answer finished steps, and put the others back at the front of the queue."""
         unfinished: list[StepJob] = []
+        self.counts.rows.note(sum(part.num_rows for _, part in iteration.parts))
         for (job, part), result in zip(iteration.parts, results, strict=True):
             if not isinstance(result, Tensor):
                 job.fail()
                 self._answer(job.future, result)
             elif job.advance(part.num_tokens, result, seconds):
-                self._answer(job.future, job.finish(now))
+                computed = job.finish(now)
+                if isinstance(computed, ComputedStep):
+                    times = computed.queue_seconds, computed.compute_seconds
+                    self.counts.note_step(job.work, *times)
+                self._answer(job.future, computed)
             else:
                 unfinished.append(job)
         num_filling = sum(

@@ -28,7 +28,7 @@ from ..engine.loading.block_tensors import WEIGHT_BYTES, count_block_bytes
 from ..engine.loading.loader import check_span, check_weights
 from ..placement.supply import Room
 from ..process.config import PeerConfig, choose_adapter_bytes, choose_pass_bytes
-from ..streams.service import MAX_PENDING_BYTES
+from ..streams.stream_host import MAX_PENDING_BYTES
 
 RESERVE_BYTES = 2**30
 """Memory that is left to everything else on the machine, and to torch itself."""
@@ -118,6 +118,11 @@ class HostedModel:
         model = cls(config, checkpoint, model_id, spec, numerics, sizes, pass_bytes, adapter_bytes)
         model.check_fits(free_bytes)
         return model
+
+    @property
+    def message_bytes(self) -> int:
+        """The memory of messages in transit, whatever is served."""
+        return MAX_PENDING_BYTES
 
     @property
     def weight_bytes(self) -> int | None:

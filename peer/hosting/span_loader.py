@@ -13,7 +13,7 @@ from ...protocol.errors import ModelError, ShoalError
 from ...protocol.net.clock import Clock
 from ...protocol.spans import Span
 from ..engine.blocks.batch import HostedBlock
-from ..engine.compute_thread import ComputeThread
+from ..engine.compute_thread import ComputeCounts, ComputeThread
 from ..engine.engine import Engine
 from ..engine.loading.block_cache import open_block_cache
 from ..engine.loading.engine_loader import load_engine
@@ -65,6 +65,8 @@ class SpanLoader:
 
     def __init__(self, model: HostedModel, clock: Clock) -> None:
         self.model = model
+        self.counts = ComputeCounts()
+        """What is computed in all of the spans."""
         self._clock = clock
 
     @classmethod
@@ -84,7 +86,9 @@ class SpanLoader:
         missing = _find_missing(span, kept)
         engine = await self._load(span, kept, report_loading)
         load_seconds = (self._clock.now() - started_at) / len(missing) if missing else 0.0
-        async with self.make_compute_thread(engine) as compute:
+        compute = self.make_compute_thread(engine)
+        compute.counts = self.counts
+        async with compute:
             throughput = await self._measure(compute, engine, missing)
             work = sum(self.model.sizes.work[span.start : span.stop])
             now = self._clock.now()

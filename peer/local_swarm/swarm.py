@@ -210,7 +210,8 @@ class LocalPeer:
         assert self._process.stdout is not None
         for facts in _read_json_lines(self._process.stdout):
             # Also for peers that nobody waits for: others may meet them before.
-            self.facts = {**self.facts, **facts}
+            if facts.get("event") != "status":  # of the moment, and again every minute
+                self.facts = {**self.facts, **facts}
             self._events.put(facts)
         self._events.put(None)
 
@@ -291,12 +292,14 @@ class LocalSwarm:
         identity: Path | None = None,
         wait: bool = True,
         program: Sequence[str] = SHOAL_PROGRAM,
+        options: Sequence[str] = (),
     ) -> LocalPeer:
         """Start one more peer; return it when it is announced (or at once, with `wait=False`).
 
         Without a span it serves as many blocks as memory holds, where the swarm needs them most.
+        `options` are more options of `shoal serve`.
         """
-        arguments = ("--identity", str(identity)) if identity else ()
+        arguments = (*(("--identity", str(identity)) if identity else ()), *options)
         place = None if span is None else make_place(span)
         peer = self._start(place, self.initial_peers, arguments, program)
         if wait:

@@ -32,7 +32,7 @@ from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
 from ..engine.pass_queue import ComputedPass, PassJob
 from ..engine.passes.pass_memory import PassBudget
-from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork, encode_refusal
+from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork
 from ..streams.service import Workload
 from .wire_passes import (
     Adapters,
@@ -117,6 +117,18 @@ class PassWorkload(Workload):
         """Add how long passes wait."""
         return replace(announcement, pass_queue_seconds=self.estimate_wait_seconds())
 
+    def measure(self) -> Mapping[str, float]:
+        """See Workload.measure."""
+        store = self.resources.adapter_store
+        return {
+            "passes": self.num_running,
+            "pass_queue_seconds": self.estimate_wait_seconds(),
+            "training_budget_bytes": self.resources.pass_bytes,
+            "adapters": len(store),
+            "adapter_used_bytes": store.shared.used_bytes,
+            "adapter_budget_bytes": store.shared.budget_bytes,
+        }
+
     async def close(self) -> None:
         """Keep no adapters any more; those that are being read just now are dropped."""
         if self.readings:
@@ -170,7 +182,7 @@ class AccountedStreamWork(StreamWork):
         if not isinstance(error, RefusedError):
             _logger.error("a request failed and is refused", exc_info=error)
             error = RefusedError(ErrorCode.INTERNAL, "the peer failed to do what was asked")
-        self._answers.put(encode_refusal(request, 0, error))
+        self._answers.refuse(request, error)
 
     def _stop_timers(self) -> None:
         self._keep_alive.stop()

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...protocol.errors import UsageError
+from ...protocol.limits import MAX_PEER_NAME_CHARACTERS
 from ...protocol.membership.membership import Membership
 from ...protocol.spans import Span
 from ..engine.devices.device_names import NO_NF4, parse_cuda_number
@@ -89,6 +90,9 @@ class PeerConfig:
     identity_path: Path | None = None
     """Key file of the peer; None: a fresh identity that ends with the process."""
 
+    name: str = ""
+    """What others see as the name of the peer; empty: nothing."""
+
     announce_period_seconds: float = 30.0
     """Interval between announcements; an announcement expires after three periods."""
 
@@ -104,6 +108,11 @@ class PeerConfig:
     def __post_init__(self) -> None:
         if self.membership is not None:
             self.membership.check_may_serve()
+        if len(self.name) > MAX_PEER_NAME_CHARACTERS or not self.name.isprintable():
+            raise UsageError(
+                f"the name of a peer has at most {MAX_PEER_NAME_CHARACTERS} characters, without "
+                "control characters"
+            )
         if self.weights not in WEIGHT_FORMATS:
             raise UsageError(
                 f"weights must be one of {', '.join(WEIGHT_FORMATS)}, not {self.weights}"

@@ -145,6 +145,8 @@ class PushLinks:
         self._is_closed = False
         self._dials = RecentCosts(_MAX_DIALS_A_MINUTE, 60.0)
         self._unreached = Backoffs[_Key](_UNREACHED, clock)
+        self.num_sent_bytes = 0
+        """Bytes of frames that were pushed."""
         self.replayed = RecentCosts(_MAX_REPLAYED_BYTES_A_MINUTE, 60.0)
 
     def prepare(self, following: NextHop, sender: Sender) -> None:
@@ -204,11 +206,14 @@ class PushLinks:
         if not self._dials.take(tenant, 1, self._clock.now()):
             detail = "too many connections to other peers were asked for in this minute"
             raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS)
-        link = self._known[key] = _PushLink(following, lane)
+        link = self._known[key] = _PushLink(following, lane, self._note_sent)
         task = asyncio.create_task(self._serve(key, link), name=repr(link))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return link
+
+    def _note_sent(self, frame: bytes) -> None:
+        self.num_sent_bytes += len(frame)
 
     async def _serve(self, key: _Key, link: "_PushLink") -> None:
         """Be one connection, from the dial to its end."""
@@ -273,7 +278,8 @@ class PushLinks:
 class _PushLink:
     """One connection to another peer, and the sessions that push over it."""
 
-    def __init__(self, following: NextHop, lane: Lane) -> None:
+    def __init__(self, following: NextHop, lane: Lane, note_sent: Callable[[bytes], None]) -> None:
+        self._note_sent = note_sent
         self.following = following
         self.lane = lane
         self._lines: dict[Tenant, deque[_Parcel]] = {}  # in the order of their turns
@@ -378,6 +384,7 @@ class _PushLink:
                     attach = Attach(following.session, following.epoch, following.capability)
                     await stream.send(encode_frame(attach))
                 await stream.send(frame)
+                self._note_sent(frame)
                 return True
         return False
 

@@ -21,6 +21,7 @@ from ..engine.cache.kv_cache import IDLE_SECONDS, KVCachePool, PrefixCopy, Sessi
 from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
 from ..pushing.session_outputs import PushResources, SessionOutputs
+from ..streams.stream_host import ServiceCounts
 from .held_session import HeldSession
 
 _logger = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class SessionResources:
     pushing: PushResources
     note_change: Callable[[], None]
     """To be called when a session is over, or does not wait any more."""
+    counts: ServiceCounts = field(default_factory=ServiceCounts)
     prompts: SharedBytes = field(
         default_factory=lambda: SharedBytes(MAX_PROMPT_BYTES, 3, "deep prompts")
     )
@@ -216,6 +218,7 @@ class Admission:
         if adapter is not None:
             self.resources.adapter_store.use(adapter, tenant)
         self.sessions[message.session] = held
+        self.resources.counts.num_opened += 1
         if message.next is not None:
             log = None if parent is None else parent.outputs.fork_log(message.prefix_tokens)
             outputs.open(message.next, log, message.prefix_tokens)

@@ -13,7 +13,18 @@ from ...protocol import limits
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.fair_share import Tenant
 from ...protocol.ids import NO_CAPABILITY, Capability, SessionId
-from ...protocol.messages.session import Gap, Open, Opened, Output, Status, Step
+from ...protocol.messages.session import (
+    Admit,
+    Gap,
+    Mirror,
+    Open,
+    Opened,
+    Output,
+    Probe,
+    Redirect,
+    Status,
+    Step,
+)
 from ...protocol.session.session_state import SessionState
 from ...protocol.tensors import WireDtype, WireTensor, compute_num_bytes
 from ...protocol.wire.codec import encode_frame
@@ -22,6 +33,7 @@ from ..engine.cache.kv_cache import SessionCache
 from ..engine.steps import ComputedStep, StepWork
 from ..pushing.session_outputs import SessionOutputs
 from ..streams.client_stream import check_fits, encode_refusal
+from ..streams.stream_host import ServiceCounts
 
 _logger = logging.getLogger(__name__)
 
@@ -118,7 +130,9 @@ def take_last_token(hidden: WireTensor) -> WireTensor:
     return WireTensor(hidden.dtype, rows, 1, width, encode_as(name, hidden_BTH))
 
 
-def conclude(step: Step, held: HeldSession, future: asyncio.Future[ComputedStep]) -> bytes | None:
+def conclude(
+    step: Step, held: HeldSession, future: asyncio.Future[ComputedStep], counts: ServiceCounts
+) -> bytes | None:
     """Tell the session's state how a step ended, push its output if it is to be pushed, and return
     the answer to the client, if there is any.
     """
@@ -144,7 +158,7 @@ def conclude(step: Step, held: HeldSession, future: asyncio.Future[ComputedStep]
         held.state.complete(step.sequence, frame)
         return frame
     held.state.fail(step.sequence)
-    return encode_refusal(step.session, step.sequence, refusal)
+    return encode_refusal(step.session, step.sequence, refusal, counts)
 
 
 def _push(step: Step, held: HeldSession, output: Output) -> bytes | None:
@@ -154,6 +168,28 @@ def _push(step: Step, held: HeldSession, output: Output) -> bytes | None:
     if held.outputs.is_pushed(step.sequence):
         return None
     return encode_frame(replace(output, hidden=take_last_token(output.hidden)))
+
+
+def control(
+    message: Admit | Redirect | Mirror | Probe, held: HeldSession | None, counts: ServiceCounts
+) -> bytes:
+    """Do what the client of a chain says beside stepping its session; return the answer."""
+    num_replayed = 0
+    try:
+        if held is None:
+            raise RefusedError(ErrorCode.UNKNOWN_SESSION, "the session was not opened here")
+        if isinstance(message, Admit):
+            held.state.admit(message.epoch)
+            held.capability = message.capability
+        elif isinstance(message, Redirect):
+            num_replayed = held.outputs.redirect(
+                message.next, message.resume_sequence, held.state.length
+            )
+        elif isinstance(message, Mirror):
+            num_replayed = held.outputs.mirror(message.next)
+    except RefusedError as error:
+        return encode_refusal(message.session, 0, error, counts)
+    return encode_status(message.session, held, num_replayed)
 
 
 def encode_opened(message: Open, queue_seconds: float, free_tokens: int) -> bytes:

@@ -40,9 +40,9 @@ from .held_session import (
     HeldSession,
     check_step_size,
     conclude,
+    control,
     encode_gap,
     encode_opened,
-    encode_status,
     make_work,
 )
 from .session_prompts import SessionPrompts
@@ -120,7 +120,22 @@ class SessionWorkload(Workload):
             queue_seconds=announcement.queue_seconds + admission.compute.queue_seconds,
             loaded_decode_steps_per_second=self.speed.steps_per_second,
             free_kv_tokens=admission.engine.pool.free_tokens,
+            num_sessions=len(admission.sessions),
         )
+
+    def measure(self) -> Mapping[str, float]:
+        """See Workload.measure."""
+        admission, pool = self.admission, self.admission.engine.pool
+        return {
+            "sessions": len(admission.sessions),
+            "sessions_waiting": admission.num_waiting,
+            "kv_used_bytes": pool.committed_bytes,
+            "kv_budget_bytes": pool.budget_bytes,
+            "kv_free_tokens": pool.free_tokens,
+            "queue_seconds": admission.compute.queue_seconds,
+            "weight_bytes": admission.engine.num_weight_bytes,
+            "pushed_bytes": admission.resources.pushing.links.num_sent_bytes,
+        }
 
 
 class SessionStreamWork(StreamWork):
@@ -197,7 +212,8 @@ class SessionStreamWork(StreamWork):
             self._admission.close(session, held)
 
     def _control(self, message: Admit | Redirect | Mirror | Probe) -> None:
-        self._answers.put(control(message, self._opened.get(message.session)))
+        counts = self._admission.resources.counts
+        self._answers.put(control(message, self._opened.get(message.session), counts))
 
     def _attach(self, message: Attach) -> None:
         """Let another peer push to a session.
@@ -209,7 +225,7 @@ class SessionStreamWork(StreamWork):
         if held is None or not _may_push(message.capability, held):
             detail = "the session is not open for you here"
             error = RefusedError(ErrorCode.UNKNOWN_SESSION, detail)
-            self._answers.put(encode_refusal(session, 0, error))
+            self._answers.refuse(session, error)
         else:
             self._attached[session] = message.capability
             self._used.add(session)
@@ -233,7 +249,7 @@ class SessionStreamWork(StreamWork):
             self._admission.check(message)  # before its prompts come
             is_kept_back = self._prompts.expect(message, self._stream.tenant)
         except RefusedError as error:
-            self._answers.put(encode_refusal(message.session, 0, error))
+            self._answers.refuse(message.session, error)
             return None
         return None if is_kept_back else self._open(message)
 
@@ -279,7 +295,7 @@ class SessionStreamWork(StreamWork):
 
     def _refuse(self, message: Open, error: RefusedError) -> bytes:
         self._prompts.forget(message.session)
-        return encode_refusal(message.session, 0, error)
+        return encode_refusal(message.session, 0, error, self._admission.resources.counts)
 
     def note_opened(self, message: Open, held: HeldSession, free_tokens: int) -> bytes:
         """Note a session that is open, with its prompts, and return the answer."""
@@ -301,7 +317,8 @@ class SessionStreamWork(StreamWork):
             if decision.action in (StepAction.EXECUTE, StepAction.ROLLBACK):
                 self._check_size(step, held)
         except RefusedError as error:
-            self._answer(held, encode_refusal(step.session, step.sequence, error))
+            counts = self._admission.resources.counts
+            self._answer(held, encode_refusal(step.session, step.sequence, error, counts))
             return
         if decision.action is StepAction.RESEND:
             self._answer(held, decision.answer)
@@ -311,6 +328,8 @@ class SessionStreamWork(StreamWork):
             held.used_at = self._admission.clock.now()
             held.cache.touch()
             self._stream.touch()
+            if not held.state.sequence and step.sequence > 1:  # steps before went elsewhere
+                self._admission.resources.counts.num_taken_over += 1
             held.state.accept(step)
             self._used.add(step.session)
             answer: Answer | None = None if held.capability else asyncio.Future()
@@ -348,7 +367,8 @@ class SessionStreamWork(StreamWork):
         session, and the memory of the step is free.
         """
         held.cache.running.discard(future)
-        frame = None if future.cancelled() else conclude(step, held, future)
+        counts = self._admission.resources.counts
+        frame = None if future.cancelled() else conclude(step, held, future, counts)
         if answer is not None:
             self._answers.deliver(answer, frame)
         elif frame is not None:
@@ -383,26 +403,6 @@ class SessionStreamWork(StreamWork):
         tenant = held.tenant if held.capability else self._stream.tenant
         pending = self._admission.resources.pushing.pending
         pending.check_room_for(tenant, len(step.hidden.data))
-
-
-def control(message: Admit | Redirect | Mirror | Probe, held: HeldSession | None) -> bytes:
-    """Do what the client of a chain says beside stepping its session; return the answer."""
-    num_replayed = 0
-    try:
-        if held is None:
-            raise RefusedError(ErrorCode.UNKNOWN_SESSION, "the session was not opened here")
-        if isinstance(message, Admit):
-            held.state.admit(message.epoch)
-            held.capability = message.capability
-        elif isinstance(message, Redirect):
-            num_replayed = held.outputs.redirect(
-                message.next, message.resume_sequence, held.state.length
-            )
-        elif isinstance(message, Mirror):
-            num_replayed = held.outputs.mirror(message.next)
-    except RefusedError as error:
-        return encode_refusal(message.session, 0, error)
-    return encode_status(message.session, held, num_replayed)
 
 
 def check_epoch(step: Step, held: HeldSession) -> None:

@@ -42,7 +42,7 @@ from ...protocol.net.transport import Stream, open_gate
 from ...protocol.tensors import WireDtype
 from ...protocol.versions import REVERSE_VERSION, SOFTWARE, agree_on_version
 from ...protocol.wire.codec import decode_frame, encode_frame
-from .stream_host import PendingBytes, StreamHost
+from .stream_host import PendingBytes, ServiceCounts, StreamHost
 
 _logger = logging.getLogger(__name__)
 
@@ -141,7 +141,8 @@ class ClientStream:
         """The other end offers the stream, of which nothing more is read here then."""
         self.version = 0
         """The protocol version that both ends speak; 0 until Hello was said."""
-        self.answers = AnswerQueue(stream, host.pending, Tenant(name_address(stream.remote_host)))
+        tenant = Tenant(name_address(stream.remote_host))
+        self.answers = AnswerQueue(stream, host.pending, tenant, host.counts)
         self._host = host
         self._stream = stream
         self._register = register
@@ -246,8 +247,10 @@ class ClientStream:
             await self._wait_for_turn(len(frame))
         began_at = self._host.clock.now()
         microseconds = _FRAME_MICROSECONDS + len(frame) // _BYTES_PER_MICROSECOND
-        outcome = self._take(decode_frame(frame))
-        del frame
+        message = decode_frame(frame)
+        self._host.counts.note_received(frame)
+        outcome = self._take(message)
+        del frame, message
         seconds = self._host.clock.now() - began_at
         is_useful = outcome is not None or self._active_at >= began_at
         microseconds += int(1e6 * seconds)
@@ -321,7 +324,7 @@ class ClientStream:
 
     def _refuse(self, error: RefusedError) -> None:
         _logger.info("closing a client's stream: %s", error)
-        self.answers.put(encode_refusal(None, 0, error))
+        self.answers.refuse(None, error)
 
     def _take(self, message: Message) -> Awaitable[None] | None:
         """Act on one message; a refusal of a session is an answer, of a stream an exception.
@@ -376,8 +379,11 @@ class ClientStream:
 class AnswerQueue:
     """Answers in the order of their questions. What waits counts against the `tenant`."""
 
-    def __init__(self, stream: Stream, pending: PendingBytes, tenant: Tenant) -> None:
+    def __init__(
+        self, stream: Stream, pending: PendingBytes, tenant: Tenant, counts: ServiceCounts
+    ) -> None:
         self.tenant = tenant
+        self._counts = counts
         self._stream = stream
         self._pending = pending
         self._queue: asyncio.Queue[bytes | Answer | Callable[[], None] | None] = asyncio.Queue()
@@ -390,6 +396,10 @@ class AnswerQueue:
     def put(self, answer: bytes | Answer) -> None:
         """Queue an answer, or the place of one."""
         self._queue.put_nowait(answer)
+
+    def refuse(self, session: SessionId | None, error: RefusedError) -> None:
+        """Queue the refusal of a session, or of the stream."""
+        self.put(encode_refusal(session, 0, error, self._counts))
 
     def say(self, message: Message) -> None:
         """Queue a message."""
@@ -482,6 +492,7 @@ class AnswerQueue:
             seconds = _SEND_SECONDS + len(frame) / _SENT_BYTES_PER_SECOND
             async with asyncio.timeout(seconds):
                 await self._stream.send(frame)
+                self._counts.note_sent(frame)
         except TimeoutError as error:
             raise UnavailableError("the client does not read its answers") from error
 
@@ -512,8 +523,14 @@ class KeepAlive:
             self._timer = None
 
 
-def encode_refusal(session: SessionId | None, sequence: int, error: RefusedError) -> bytes:
-    """Return the frame that refuses a step, a session (sequence 0) or the stream (no session)."""
+def encode_refusal(
+    session: SessionId | None, sequence: int, error: RefusedError, counts: ServiceCounts
+) -> bytes:
+    """Return the frame that refuses a step, a session (sequence 0) or the stream (no session).
+
+    The refusal is counted.
+    """
+    counts.refusals[error.code] += 1
     return encode_frame(
         Declined(session, sequence, error.code, str(error), error.retry_after_seconds)
     )

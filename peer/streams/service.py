@@ -11,18 +11,13 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ...protocol import limits
 from ...protocol.errors import ErrorCode, RefusedError, ShoalError, UnavailableError
 from ...protocol.fair_share import BUSY_SECONDS, check_share
 from ...protocol.messages.reverse_connections import Offer
 from ...protocol.net.transport import Stream, refuse_large_frames
 from ...protocol.records.announcements import Announcement
 from .client_stream import ClientStream, StreamWork, encode_refusal
-from .stream_host import StreamHost
-
-MAX_PENDING_BYTES = 32 * limits.MAX_FRAME_BYTES
-"""Frames of all streams that arrive in pieces, steps that wait for the engine, and answers that
-wait for their reader."""
+from .stream_host import ServiceCounts, StreamHost
 
 _RETRY_SECONDS = 10.0
 
@@ -52,6 +47,13 @@ class Workload(Protocol):
     def describe(self, announcement: Announcement) -> Announcement:
         """Return the peer's announcement with the present load of this workload."""
         return announcement
+
+    def measure(self) -> Mapping[str, float]:
+        """Return numbers of the moment for the owner of the machine, by name.
+
+        Each has a line in the tables of peer/operating/metrics.py.
+        """
+        return {}
 
     async def close(self) -> None:
         """Free all memory for the next span: all streams have ended."""
@@ -101,6 +103,15 @@ class Service:
         """Return how much of each kind of work is under way."""
         return {word: num for work in self.workloads for word, num in work.count().items()}
 
+    def measure(self) -> Mapping[str, float]:
+        """Return numbers of the moment, of the streams and of all workloads."""
+        measured = {name: n for work in self.workloads for name, n in work.measure().items()}
+        return {
+            "streams": len(self.streams),
+            "pending_bytes": self.host.pending.used_bytes,
+            **measured,
+        }
+
     def begin_draining(self) -> None:
         """Take nothing new; clients that wait for a session, or have one, hear that at once."""
         for workload in self.workloads:
@@ -146,6 +157,8 @@ class StreamHandler:
     def __init__(self) -> None:
         self.service: Service | None = None
         """Gets the streams that come; while it is None, they are refused."""
+        self.counts = ServiceCounts()
+        """What all services have done, one after the other."""
 
     async def serve(self, stream: Stream) -> None:
         """Serve one stream until it ends, or tell it that there is nothing to be served yet.
@@ -157,7 +170,7 @@ class StreamHandler:
         except RefusedError as refusal:
             with contextlib.suppress(UnavailableError, TimeoutError):  # gone meanwhile
                 async with asyncio.timeout(_RETRY_SECONDS):
-                    await stream.send(encode_refusal(None, 0, refusal))
+                    await stream.send(encode_refusal(None, 0, refusal, self.counts))
 
     async def _serve_or_park(self, stream: Stream) -> None:
         service = self.service

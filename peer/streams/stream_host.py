@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from dataclasses import dataclass, field
 
+from ...protocol import limits
+from ...protocol.errors import ErrorCode
 from ...protocol.fair_share import SharedBytes, Tenant
 from ...protocol.ids import ModelId, PeerId
 from ...protocol.net.clock import Clock
 from ...protocol.net.turns import Turns
 from ...protocol.spans import Span
+from ...protocol.wire.codec import CODECS, read_kind
 from ..pushing.parked_streams import ParkedStreams
 
 _MICROSECONDS_FOR_FRAMES = 500_000
@@ -19,6 +23,51 @@ _MICROSECONDS_FOR_FRAMES = 500_000
 _SHORTLY_SECONDS = 0.036
 """In which fades what somebody's frames took, half of it in 25 ms. So long nothing else may be
 done."""
+
+
+MAX_PENDING_BYTES = 32 * limits.MAX_FRAME_BYTES
+"""Frames of all streams that arrive in pieces, steps that wait for the engine, and answers that
+wait for their reader."""
+
+_PURPOSES_OF_MODULES = {
+    "session": "sessions",
+    "passes": "training",
+    "adapters": "adapters",
+    "records": "directory",
+    "reverse_connections": "connections",
+}
+"""What the messages that a module declares are for."""
+
+PURPOSES = {
+    kind: _PURPOSES_OF_MODULES[codec.message.__module__.rpartition(".")[2]]
+    for kind, codec in CODECS.items()
+}
+"""What frames are for, by the kind of their message."""
+
+
+@dataclass(eq=False)
+class ServiceCounts:
+    """What a peer has done for others since it began, at all of its spans."""
+
+    received_bytes: Counter[str] = field(default_factory=Counter[str])
+    """Bytes of frames by their purpose, on streams that others have opened."""
+    sent_bytes: Counter[str] = field(default_factory=Counter[str])
+    """The same of the answers."""
+    refusals: Counter[ErrorCode] = field(default_factory=Counter[ErrorCode])
+    """Steps, sessions, requests and streams that were declined."""
+    num_opened: int = 0
+    """Sessions that were opened."""
+    num_taken_over: int = 0
+    """Those of them that came with a history: another peer had failed, was leaving or is mirrored
+    here."""
+
+    def note_received(self, frame: bytes) -> None:
+        """Count a frame that has come."""
+        self.received_bytes[PURPOSES[read_kind(frame)]] += len(frame)
+
+    def note_sent(self, frame: bytes) -> None:
+        """Count a frame that has left."""
+        self.sent_bytes[PURPOSES[read_kind(frame)]] += len(frame)
 
 
 class PendingBytes(SharedBytes):
@@ -57,5 +106,6 @@ class StreamHost:
     pending: PendingBytes
     parked: ParkedStreams | None
     """Keeps the streams that are offered; None where none are taken."""
+    counts: ServiceCounts = field(default_factory=ServiceCounts)
     turns: Turns = field(default_factory=lambda: Turns(_MICROSECONDS_FOR_FRAMES, _SHORTLY_SECONDS))
     """Whose frames are taken next."""

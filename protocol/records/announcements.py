@@ -33,6 +33,7 @@ MAX_RTTS = 16
 MAX_RELAYS = 4
 MAX_PARKED_AT = 8
 MAX_NAME_CHARACTERS = 96
+MAX_DEVICE_CHARACTERS = 48
 _ADAPTER_CHARACTERS = 16
 _ENDING_CHARACTERS = 8  # of a peer id: 47 bits
 
@@ -84,6 +85,12 @@ def _check_peer_id(peer_id: PeerId) -> PeerId:
     return peer_id
 
 
+def _check_text(text: str) -> str:
+    if not text.isprintable():  # control characters, and those that turn the line around
+        raise ValueError("only characters that can be printed are allowed")
+    return text
+
+
 def _check_relay(relay: Relay) -> Relay:
     check_endpoint(Endpoint(relay.host, relay.port))
     _check_peer_id(relay.peer_id)
@@ -97,6 +104,10 @@ _LocalEndpoint = Annotated[Endpoint, AfterValidator(check_local_endpoint)]
 _Ending = Annotated[str, Field(pattern=rf"^[1-9A-HJ-NP-Za-km-z]{{{_ENDING_CHARACTERS}}}$")]
 _Relay = Annotated[Relay, AfterValidator(_check_relay)]
 _ModelName = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS, pattern=rf"^({_NAME})?$")]
+_PeerName = Annotated[
+    str, Field(max_length=limits.MAX_PEER_NAME_CHARACTERS), AfterValidator(_check_text)
+]
+_DeviceName = Annotated[str, Field(max_length=MAX_DEVICE_CHARACTERS), AfterValidator(_check_text)]
 _AdapterHash = Annotated[str, Field(pattern=rf"^[0-9a-f]{{{_ADAPTER_CHARACTERS}}}$")]
 _Version = Annotated[int, Field(ge=0, lt=2**16)]
 _Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
@@ -178,6 +189,14 @@ class Announcement:
         tuple[_LocalEndpoint, ...], Field(max_length=limits.MAX_LOCAL_ENDPOINTS)
     ] = ()
     """Where those in its own network dial a peer that others cannot dial."""
+    name: _PeerName = ""
+    """What the peer's owner calls it, for people to read. Anybody can say anything."""
+    device: _DeviceName = ""
+    """What computes, for people to read."""
+    num_sessions: _Count = 0
+    """Sessions that it holds."""
+    block_bytes: _Count = 0
+    """Memory that the largest block of the model takes in the peer's format; 0: unknown."""
 
     def __post_init__(self) -> None:
         if self.span.stop > self.num_blocks:

@@ -81,6 +81,16 @@ def encode_frame(message: Message) -> bytes:
         raise LocalProtocolError(f"this {name} cannot be sent: {error}") from error
 
 
+def read_kind(frame: bytes) -> int:
+    """Return the kind of the message in a valid frame.
+
+    >>> from ..messages.session import Welcome
+    >>> read_kind(b"sh\\x01\\x02") == Welcome.KIND
+    True
+    """
+    return frame[3]
+
+
 def decode_frame(frame: bytes) -> Message:
     """Return the message of a frame. Tensor bytes are a view into the frame, not a copy.
 

@@ -64,6 +64,9 @@ def run_and_read_error(arguments: list[str], capsys: pytest.CaptureFixture[str])
         ("serve m --new-swarm --drain inf", "'inf' is not a number of at least 0"),
         ("serve m --new-swarm --kv-memory 9999T", "memory that this machine has"),
         (f"serve m --new-swarm --initial-peers {PEER}", "not allowed with"),
+        ("serve m --new-swarm --metrics localhost", "is not PORT or HOST:PORT with a port up to"),
+        ("serve m --new-swarm --metrics 127.0.0.1:65536", "is not PORT or HOST:PORT with a port"),
+        ("serve m --new-swarm --metrics :9480", "is not PORT or HOST:PORT with a port up to"),
         (f"generate m p --max-new-tokens {2**63} --initial-peers {PEER}", "too large"),
         (f"generate m p --top-p 0 --initial-peers {PEER}", "above 0"),
         (f"generate m p --seed 9223372036854775808 --initial-peers {PEER}", "9223372036854775807"),
@@ -176,6 +179,8 @@ def test_words_behind_two_dashes_are_left_as_they_are() -> None:
         (["serve", "m", "--new-swarm", "--announce-host", "0.0.0.0"], "others cannot dial"),
         (["serve", "m", "--local", "--initial-peers", AWAY], "this machine only"),
         (["serve", "m", "--new-swarm", "--blocks", "8"], "--blocks"),
+        (["serve", "m", "--new-swarm", "--name", "x" * 33], "at most 32 characters"),
+        (["serve", "m", "--new-swarm", "--name", "two\nlines"], "without control characters"),
         (["serve", "m" * 300, "--new-swarm"], "File name too long"),
     ],
 )

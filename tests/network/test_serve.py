@@ -12,6 +12,7 @@ import stat
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import pytest
 import warm_python
 from directory_processes import read_announcements
 from processes import children_of, stop, wait_until_dead
+from prometheus_client.parser import text_string_to_metric_families
 
 from shoal.cli.terminal.interrupts import INTERRUPTED_FACTS
 from shoal.peer.local_swarm.swarm import LocalSwarm, PeerProcessError
@@ -56,9 +58,11 @@ def run_shoal(
 def test_peer_whose_terminal_is_closed_says_goodbye_and_leaves_no_process(
     swarm: LocalSwarm,
 ) -> None:
-    peer = swarm.add((2, 4))
+    peer = swarm.add((2, 4), options=("--name", "the attic", "--metrics", "0"))
     children = children_of(peer.pid)
     assert children, "the peer has a p2pd"
+    with urllib.request.urlopen(peer.facts["url"], timeout=10) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
 
     os.kill(peer.pid, signal.SIGHUP)
 
@@ -68,6 +72,11 @@ def test_peer_whose_terminal_is_closed_says_goodbye_and_leaves_no_process(
     assert known[peer.peer_id].state is PeerState.OFFLINE
     assert known[swarm.peers[0].peer_id].state is PeerState.ONLINE
     assert known[peer.peer_id].kernels == peer.facts["kernels"] != ""
+    assert known[peer.peer_id].name == "the attic"
+    assert known[peer.peer_id].device.startswith("cpu ")
+    assert known[peer.peer_id].block_bytes > 0
+    (blocks,) = (family for family in families if family.name == "shoal_peer_blocks")
+    assert [sample.value for sample in blocks.samples] == [2]
 
 
 def test_peer_that_is_stopped_before_it_says_it_is_online_says_goodbye(swarm: LocalSwarm) -> None:

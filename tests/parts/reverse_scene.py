@@ -15,8 +15,8 @@ from virtual_time import VirtualClock
 from shoal.peer.pushing.connections import find_endpoints
 from shoal.peer.pushing.parked_streams import ParkedStreams
 from shoal.peer.pushing.push_links import PushLinks
-from shoal.peer.streams.service import MAX_PENDING_BYTES, Service, StreamHandler
-from shoal.peer.streams.stream_host import PendingBytes, StreamHost
+from shoal.peer.streams.service import Service, StreamHandler
+from shoal.peer.streams.stream_host import MAX_PENDING_BYTES, PendingBytes, StreamHost
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import RefusedError
 from shoal.protocol.fair_share import Tenant

@@ -3,7 +3,8 @@
 A session's memory is committed as it grows. The budget counts what is committed, in pages of
 `PAGE_TOKENS` tokens: no session pays for its maximum length. `kv_memory` says what these pages are.
 Only the compute thread may touch a pool and its caches, but for what other threads may read
-(`check_can_hold`, `free_tokens`, `is_open`) and set (`touch`, `running`, `prompts_LBPH`).
+(`check_can_hold`, `free_tokens`, `committed_bytes`, `is_open`) and set (`touch`, `running`,
+`prompts_LBPH`).
 
 Tensor suffixes: B rows of the session, L blocks, P positions, H hidden.
 """
@@ -340,6 +341,8 @@ class KVCachePool:
         self.free_tokens = self.count_free_tokens(_NEW_TENANT)
         """Tokens of one row, through all blocks, that a tenant without any may have now. Any thread
         may read it."""
+        self.committed_bytes = 0
+        """What `used_bytes` was when it changed last. Any thread may read it."""
 
     def __repr__(self) -> str:
         return (
@@ -452,6 +455,7 @@ class KVCachePool:
     def count_again(self) -> None:
         """Note that a cache has more or fewer pages."""
         self.free_tokens = self.count_free_tokens(_NEW_TENANT)
+        self.committed_bytes = self.used_bytes
 
     def _make_room(self, tenant: Tenant | None, num_bytes: int, largest_bytes: int) -> None:
         """Free so many bytes, if need be by closing idle sessions; CacheFullError if impossible."""

@@ -60,6 +60,11 @@ class CudaDevice(PagedDevice):
             choose_row_kernels("cuda"),
         )
 
+    @property
+    def name(self) -> str:
+        """The card, as its maker calls it."""
+        return torch.cuda.get_device_name(self.torch_device)
+
     def read_free_bytes(self) -> int | None:
         # Memory that torch caches of an earlier span is free as well.
         reserved_bytes = torch.cuda.memory_reserved(self.torch_device)

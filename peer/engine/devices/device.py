@@ -68,6 +68,11 @@ class Device(ABC):
         self.capturer = capturer
         self.row_kernels = row_kernels
 
+    @property
+    def name(self) -> str:
+        """The device for people."""
+        return str(self.torch_device)
+
     @abstractmethod
     def make_layouts(
         self, num_kv_heads: int, head_dim: int, dtype: torch.dtype
@@ -102,6 +107,11 @@ class CpuDevice(Device):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), None, None)
+
+    @property
+    def name(self) -> str:
+        """The device, and how many of its threads compute."""
+        return f"cpu {torch.get_num_threads()} threads"
 
     def make_layouts(
         self, num_kv_heads: int, head_dim: int, dtype: torch.dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,7 +124,8 @@ def test_announcement_tells_how_long_steps_and_passes_wait(tiny_models: Any) -> 
     template = make_template(config, ModelId("a" * 32), 4, make_presence())
     engine = load(tiny_models, WeightFormat.FP32)
     description = SelfDescription(template, LoopLag(SystemClock()), (1.0,) * 4)
-    description.begin_serving(engine.span, engine.kernels, 10.0, 100.0, [describe_busy_thread])
+    begin = partial(description.begin_serving, engine.span, engine.kernels, engine.device.name)
+    begin(10.0, 100.0, [describe_busy_thread])
 
     told = description.describe(PeerState.ONLINE, 1, 1000.0)
 

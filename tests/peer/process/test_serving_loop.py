@@ -118,6 +118,7 @@ class IdleEngine:
     """Blocks that are only counted."""
 
     kernels = ""
+    device = SimpleNamespace(name="")
     num_weight_bytes = 0
     spec = SimpleNamespace(num_blocks=NUM_BLOCKS)
 

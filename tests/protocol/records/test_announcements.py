@@ -68,6 +68,10 @@ def make_full() -> Announcement:
         software="shoal 0.1",
         relays=(Relay("192.0.2.7", 4001, SOMEBODY),),
         local_endpoints=(Endpoint("192.168.1.7", 4002, "0" * 64),),
+        name="Küche, links",
+        device="cpu 8 threads",
+        num_sessions=3,
+        block_bytes=218_112_000,
     )
 
 
@@ -175,6 +179,14 @@ BAD_FIELDS = [
     ("relays", [{"host": "a/p2p/b", "port": 4001, "peer_id": SOMEBODY}]),
     ("relays", [{"host": "a", "port": 1, "peer_id": SOMEBODY}] * (MAX_RELAYS + 1)),
     ("software", "x" * 65),
+    ("name", "x" * 33),
+    ("name", "two\nlines"),
+    ("name", "\x1b[2J"),
+    ("name", "turned \u202e around"),
+    ("device", "x" * 49),
+    ("device", "\x00"),
+    ("num_sessions", -1),
+    ("block_bytes", 0.5),
 ]
 
 
@@ -349,6 +361,10 @@ def test_thousand_announcements_are_no_more_than_a_megabyte() -> None:
         coordinate=Coordinate(-0.1235, -0.1235, -0.1235, 0.0123, 0.12),
         software="shoal 0.1.0",
         kernels="int8 avx512-vnni, attention avx512",
+        name="the machine in the cellar",
+        device="NVIDIA GeForce RTX 4090",
+        num_sessions=17,
+        block_bytes=218_112_000,
     )
 
     assert len(sign(usual)) <= 1000

@@ -417,6 +417,10 @@ def announce_everything(rng: random.Random, number: int) -> tuple[Identity, Anno
         coordinate=Coordinate(*(rng.random() for _ in range(5))).rounded(),
         software="shoal 0.1.0",
         kernels="native int8 with avx512_vnni",
+        name=f"machine {number}",
+        device="NVIDIA GeForce RTX 4090",
+        num_sessions=rng.randrange(10),
+        block_bytes=218_112_000,
         relay_port=31337,
         sequence=1_790_000_000_000 + rng.randrange(10**6),
     )

@@ -1,0 +1,7 @@
+"""What the owner of a machine sees of the peer that runs on it, and sets: metrics so far.
+
+Figures are read from the objects that know them, on the event loop, when somebody asks; nothing is
+collected for it. The peer knows nothing of this room: `operation.py` stands beside it. HTTP is
+served by uvicorn on the peer's own loop, since a thread with another server (prometheus_client has
+one) would read what the loop is just changing. Read first: operation.py.
+"""
