@@ -30,6 +30,7 @@ from ..terminal.interrupts import (
     stop_on_sigterm,
 )
 from ..terminal.peer_events import print_for_people, print_json
+from ..terminal.peer_status import showing_status
 from ..terminal.terminal import Terminal, discard_output
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def _run(options: argparse.Namespace) -> bool:
             runner.run(_check_is_new(config, addresses))
         if options.new_swarm and not options.join and options.listen != "127.0.0.1":  # --local
             report = partial(_report_with_last_swarm, report)
-        run_peer = partial(_run_peer, config, listening, operation)
+        run_peer = partial(_run_peer, config, listening, operation, options.json)
         return runner.run(_serve(run_peer, report, options.end_with_stdin))
 
 
@@ -186,6 +187,7 @@ async def _run_peer(
     config: PeerConfig,
     listening: Listening,
     operation: Operation,
+    is_json: bool,
     stop: asyncio.Event,
     report: Report,
 ) -> None:
@@ -204,7 +206,8 @@ async def _run_peer(
     )
     async with (
         Peer.join(config, network, clock, report) as peer,
-        operation.run(peer, clock, report),
+        operation.run(peer, clock, report) as read_figures,
+        showing_status(read_figures, is_json),
     ):
         await peer.serve(stop)
     report(PeerEvent("left"))

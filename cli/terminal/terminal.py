@@ -15,7 +15,7 @@ import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 from ...protocol.errors import UnavailableError
 
@@ -31,6 +31,9 @@ _TICK_SECONDS = 0.1
 
 _CODE = f"\x1b{os.urandom(8).hex()}"
 """What `paint` begins a code with, for `clean` to know it: nobody else can guess it."""
+
+_ERASE = "\x1b[K"
+"""Erases what is behind the cursor."""
 
 _CONTROLS = re.compile(f"{_CODE}|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """All of C0 but tab and newline, DEL, and C1: terminals also obey escape sequences of 8 bits."""
@@ -68,7 +71,8 @@ class CleanStream:
     def write(self, text: str) -> int:
         """Write the text without its control characters."""
         start = "\r" if text.startswith("\r") else ""
-        self.original.write(start + clean(text))
+        with StatusLine.stepping_aside(self.original, text):
+            self.original.write(start + clean(text))
         return len(text)
 
 
@@ -141,8 +145,9 @@ class Terminal:
         if text:
             self._is_mid_line = not text.endswith("\n")
         try:
-            self.stream.write(self._encode(text))
-            self.stream.flush()
+            with StatusLine.stepping_aside(self.stream, text):
+                self.stream.write(self._encode(text))
+                self.stream.flush()
         except BrokenPipeError:
             raise
         except OSError as error:
@@ -188,6 +193,73 @@ class Terminal:
     def print_event(self, event: str, /, **facts: object) -> None:
         """Write an event as one line of JSON: an object with its name and its facts."""
         self.print_json({"event": event, **facts})
+
+
+class StatusLine:
+    """A line below all that this process prints on a terminal, in a `with` block; one at a time.
+
+    Others print as if it was not there: it is erased before and drawn again behind whole lines.
+    Nothing is shown where a line cannot be drawn over.
+    """
+
+    _shown: ClassVar["StatusLine | None"] = None
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._text = ""
+        self._is_drawn = False
+        self._is_mid_line = False  # what others print
+        self._writing = threading.RLock()  # logs come from other threads
+
+    def __enter__(self) -> "StatusLine":
+        if self._terminal.can_redraw:
+            StatusLine._shown = self
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self._writing:
+            self._erase()
+            StatusLine._shown = None
+
+    def show(self, text: str) -> None:
+        """Show another text, as much of it as fits into the line; nothing for an empty one."""
+        if StatusLine._shown is self:
+            with self._writing:
+                self._text = text
+                self._draw()
+
+    @classmethod
+    @contextlib.contextmanager
+    def stepping_aside(cls, stream: TextIO, text: str) -> Iterator[None]:
+        """Make room while a text is written to a stream."""
+        status = cls._shown
+        if status is None or not text or not stream.isatty():
+            yield
+            return
+        with status._writing:
+            status._erase()
+            yield
+            status._is_mid_line = not text.endswith("\n")
+            status._draw()
+
+    def _draw(self) -> None:
+        if self._is_mid_line or not (self._text or self._is_drawn):
+            return
+        columns = shutil.get_terminal_size().columns  # a person may make the window smaller
+        line = clean(self._text)[: columns - 1]
+        self._write(f"\r{self._terminal.paint(line, 'dim')}{_ERASE}")
+        self._is_drawn = line != ""
+
+    def _erase(self) -> None:
+        if self._is_drawn:
+            self._write(f"\r{_ERASE}")
+            self._is_drawn = False
+
+    def _write(self, text: str) -> None:
+        """Write without a word where that is not possible: the next event says why."""
+        with contextlib.suppress(OSError):
+            self._terminal.stream.write(text.replace(_CODE, "\x1b["))
+            self._terminal.stream.flush()
 
 
 def clean(text: str) -> str:
