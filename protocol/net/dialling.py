@@ -1,8 +1,7 @@
 """Dialling a peer: the greeting that clients and peers send first on a stream."""
 
-from asyncio.staggered import staggered_race
+import asyncio
 from collections.abc import Sequence
-from functools import partial
 
 from .. import versions
 from ..endpoints import Endpoint, read_address
@@ -21,6 +20,7 @@ from ..spans import Span
 from ..wire.codec import check_kind, encode_frame, read_answer
 from .addresses import list_own_interfaces
 from .clock import AnswerTimeout, Clock
+from .tasks import cancel_all
 from .transport import Stream, Transport, admit_pieces
 
 _HEAD_START_SECONDS = 0.25
@@ -51,16 +51,43 @@ async def dial_peer(
     """
     if not (near_endpoints := list_near(peer)):
         return await dial(transport, clock, peer.peer_id, peer.all_endpoints, timeout_seconds)
-    near, far = (
-        partial(dial, transport, clock, peer.peer_id, endpoints, timeout_seconds)
-        for endpoints in (near_endpoints, peer.all_endpoints)
-    )
-    stream, _, failures = await staggered_race([near, far], _HEAD_START_SECONDS)
-    if stream is None:
-        failure = failures[-1]
-        assert failure is not None  # a loser fails or is cancelled
-        raise failure
-    return stream
+
+    async def dial_far() -> Stream:
+        # Even where nobody is near any more: the relay may be that of a stranger, who would learn
+        # from an earlier dial what our network refuses.
+        await asyncio.sleep(_HEAD_START_SECONDS)
+        return await dial(transport, clock, peer.peer_id, peer.all_endpoints, timeout_seconds)
+
+    near = dial(transport, clock, peer.peer_id, near_endpoints, timeout_seconds)
+    return await _take_first([asyncio.create_task(near), asyncio.create_task(dial_far())])
+
+
+async def _take_first(dials: Sequence[asyncio.Task[Stream]]) -> Stream:
+    """Return the stream that is open first, and close all others, also when cancelled.
+
+    Raises the error of the last dial where all have failed. `staggered_race` of asyncio forgets an
+    open stream when it is cancelled.
+    """
+    going_on = set(dials)
+    try:
+        while going_on and not _list_open(dials):
+            _, going_on = await asyncio.wait(going_on, return_when=asyncio.FIRST_COMPLETED)
+        await cancel_all(going_on)
+        opened = _list_open(dials)
+        for stream in opened[1:]:
+            await stream.close()
+        return opened[0] if opened else dials[-1].result()
+    except BaseException:
+        await cancel_all(dials)
+        for stream in _list_open(dials):
+            await stream.close()
+        raise
+
+
+def _list_open(dials: Sequence[asyncio.Task[Stream]]) -> list[Stream]:
+    """Return the streams of dials that have succeeded; looks at all errors of the others."""
+    ended = [dial for dial in dials if dial.done() and not dial.cancelled()]
+    return [dial.result() for dial in ended if dial.exception() is None]
 
 
 async def dial(

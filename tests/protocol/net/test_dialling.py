@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from ipaddress import IPv4Interface
 from typing import Any
 
@@ -91,23 +91,49 @@ def test_silent_endpoint_leaves_time_for_the_next() -> None:
     run_virtual(asyncio.wait_for(main(), 60.0))
 
 
-class WatchedTransport:
-    """Answers at the relay and at one machine of the local network, half a second after a dial."""
+@dataclass(frozen=True)
+class Answer:
+    """A stream from one host."""
 
-    def __init__(self) -> None:
+    host: str
+    closed: list[str]
+
+    async def close(self) -> None:
+        self.closed.append(self.host)
+
+
+class WatchedTransport:
+    """Answers at the relay and at one machine of the local network, some seconds after a dial."""
+
+    def __init__(self, near_seconds: float = 0.5) -> None:
+        self._near_seconds = near_seconds
         self.began: list[tuple[str, float]] = []
         self.hung_up: list[str] = []
+        self.opened: list[str] = []
+        self.closed: list[str] = []
 
-    async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> str:
+    async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> Answer:
         self.began.append((endpoint.host, VirtualClock().now()))
         if endpoint.host == REFUSING:
             raise UnavailableError("it refused the connection")
+        seconds = {NOBODY: 1000.0, NEAR: self._near_seconds}.get(endpoint.host, 0.5)
         try:
-            await asyncio.sleep(1000.0 if endpoint.host == NOBODY else 0.5)
+            await asyncio.sleep(seconds)
         except asyncio.CancelledError:
             self.hung_up.append(endpoint.host)
             raise
-        return endpoint.host
+        self.opened.append(endpoint.host)
+        return Answer(endpoint.host, self.closed)
+
+
+def make_relayed(
+    monkeypatch: pytest.MonkeyPatch, own: str, *hosts: str, **facts: Any
+) -> Announcement:
+    """Return a relayed peer with local endpoints, and have this machine at its own address."""
+    monkeypatch.setattr(dialling, "list_own_interfaces", lambda: [IPv4Interface(own)])
+    local = tuple(Endpoint(host, 4000, "c" * 64) for host in hosts)
+    facts = {"relays": (Relay(RELAY, 4001, PEER_ID),)} | facts
+    return replace(make_peer(), local_endpoints=local, **facts)
 
 
 def dial_relayed(
@@ -115,13 +141,10 @@ def dial_relayed(
 ) -> tuple[str, WatchedTransport]:
     """Dial a relayed peer with local endpoints from a machine; return which of them answered."""
     transport: Any = WatchedTransport()
-    monkeypatch.setattr(dialling, "list_own_interfaces", lambda: [IPv4Interface(own)])
-    local = tuple(Endpoint(host, 4000, "c" * 64) for host in hosts)
-    facts = {"relays": (Relay(RELAY, 4001, PEER_ID),)} | facts
-    peer = replace(make_peer(), local_endpoints=local, **facts)
+    peer = make_relayed(monkeypatch, own, *hosts, **facts)
 
     answered: Any = run_virtual(dial_peer(transport, VirtualClock(), peer, 5.0))
-    return answered, transport
+    return answered.host, transport
 
 
 def test_peer_behind_relays_is_dialled_within_its_network_first(
@@ -144,13 +167,45 @@ def test_relay_takes_over_where_nobody_is_at_the_address_in_our_network(
     assert transport.hung_up == [NOBODY]
 
 
-def test_relay_is_dialled_as_soon_as_another_machine_is_there(
+def test_time_of_a_relays_dial_tells_nothing_of_our_network(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """A stranger may announce its own relay, and any address here."""
     answered, transport = dial_relayed(monkeypatch, "10.0.1.9/24", REFUSING)
 
     assert answered == RELAY
-    assert transport.began == [(REFUSING, 0.0), (RELAY, 0.0)]
+    assert transport.began == [(REFUSING, 0.0), (RELAY, 0.25)]
+
+
+def test_one_stream_is_left_where_both_answer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport: Any = WatchedTransport(near_seconds=0.75)
+    peer = make_relayed(monkeypatch, "10.0.1.9/24", NEAR)
+
+    answered: Any = run_virtual(dial_peer(transport, VirtualClock(), peer, 5.0))
+
+    assert answered.host == NEAR
+    assert transport.hung_up + transport.closed == [RELAY]
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+def test_no_stream_is_left_where_the_caller_is_cancelled_when_it_is_open(
+    monkeypatch: pytest.MonkeyPatch, num_turns: int
+) -> None:
+    transport: Any = WatchedTransport()
+    peer = make_relayed(monkeypatch, "10.0.1.9/24", NEAR)
+
+    async def main() -> None:
+        dialling = asyncio.create_task(dial_peer(transport, VirtualClock(), peer, 5.0))
+        await asyncio.sleep(0.5)  # now it is open, or within a few turns
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        dialling.cancel()
+        await asyncio.wait([dialling])
+        taken: Any = [] if dialling.cancelled() else [dialling.result().host]
+        assert taken + transport.closed == transport.opened
+        assert len(transport.opened + transport.hung_up) == 2  # of the relay as well
+
+    run_virtual(main())
 
 
 @pytest.mark.parametrize("own", ["10.0.2.9/24", "10.0.1.9/32", "192.168.1.9/16"])
