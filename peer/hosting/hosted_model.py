@@ -10,6 +10,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -180,7 +181,8 @@ def read_free_bytes() -> int:
 def _list_bytes_in_cgroups() -> Iterator[int]:
     """Yield what each limit above this process leaves: of its control group and of those around it.
 
-    Files are those of version 2, or of version 1 where that has the memory.
+    Files are those of version 2, or of version 1 where that has the memory. Beyond `memory.high`
+    (MemoryHigh of systemd) nobody is ended, but slowed down until nothing works.
     """
     lines: list[str] = []
     with contextlib.suppress(OSError):
@@ -188,15 +190,17 @@ def _list_bytes_in_cgroups() -> Iterator[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            root, limit, used, prefix = CGROUPS, "memory.max", "memory.current", ""
+            root, prefix = CGROUPS, ""
+            limits, used = ("memory.max", "memory.high"), "memory.current"
         elif "memory" in controllers.split(","):
             root, prefix = CGROUPS / "memory", "total_"
-            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            limits, used = ("memory.limit_in_bytes",), "memory.usage_in_bytes"
         else:
             continue
         # A container may see its own group as the root, whatever its path is outside.
         own = root / path.lstrip("/")
-        for group in (own, *own.parents[: len(own.parents) - len(root.parents)]):
+        groups = (own, *own.parents[: len(own.parents) - len(root.parents)])
+        for group, limit in product(groups, limits):
             with contextlib.suppress(OSError, ValueError):  # no such group, or one without a limit
                 limit_bytes = int((group / limit).read_text())
                 used_bytes = int((group / used).read_text())

@@ -147,6 +147,16 @@ def test_smallest_limit_of_the_groups_around_the_process_holds(
     assert read_free_bytes() == free_bytes
 
 
+def test_memory_beyond_which_the_system_slows_a_service_down_is_not_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_group(tmp_path / "a", VERSION_2, "max", 500_000)
+    (tmp_path / "a" / "memory.high").write_text("8000000\n")
+    use_groups(monkeypatch, tmp_path, "0::/a/b")
+
+    assert read_free_bytes() == 7_500_000
+
+
 def test_container_sees_its_own_group_as_the_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
