@@ -91,9 +91,10 @@ class Announcer:
     async def run(self) -> None:
         """Renew the announcement until cancelled; a directory in trouble is asked again sooner.
 
-        Raises RevokedError when the owner of the swarm has shut the peer out.
+        Warns once when it is in trouble, and once when it is not any more. Raises RevokedError when
+        the owner of the swarm has shut the peer out.
         """
-        pause_periods = 1.0
+        pause_periods, is_in_trouble = 1.0, False
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_periods * self.period_seconds):
@@ -102,12 +103,18 @@ class Announcer:
             pause_periods = 1.0
             try:
                 await self.announce(self.state)
+                if is_in_trouble:
+                    is_in_trouble = False
+                    _logger.warning("the announcement is renewed again")
+                    await self._read_back(self.state)  # others may be back as well
             except RevokedError:
                 self.state = PeerState.OFFLINE  # nobody would hear a goodbye
                 raise
             except DirectoryError as error:
                 pause_periods = _RETRY_PERIODS
-                _logger.warning("could not renew the announcement: %s", error)
+                level = logging.DEBUG if is_in_trouble else logging.WARNING
+                _logger.log(level, "could not renew the announcement, trying again: %s", error)
+                is_in_trouble = True
 
 
 async def announce_offline(announcer: Announcer) -> None:

@@ -21,7 +21,8 @@ class SwarmNews:
     """Tells from one view of a swarm to the next what a host may want to act on, each thing once.
 
     `gap` and `gap_closed`: blocks have no peer, nor one that is about to come, and all have one;
-    and whether there is somebody through whom a newcomer could join.
+    whether there is somebody through whom a newcomer could join, and whether all others are lost,
+    so that it is not certain.
     `lost` and `found`: there is no sign of others, though not all have said that they leave.
     `relaying`: the peer carries streams to others for the first time.
     """
@@ -32,6 +33,11 @@ class SwarmNews:
         self._heard_of: set[PeerId] = set()
         self._is_lost = False
         self._has_relayed = False
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether anything that was told is missing still."""
+        return self._is_lost or bool(self._missing)
 
     def look(self, view: SwarmView, revoked: Collection[PeerId] = ()) -> list[PeerEvent]:
         """Return what is new in a view; peers that were `revoked` have left."""
@@ -66,7 +72,8 @@ class SwarmNews:
         if missing - told:
             there = (peer for peer in view.peers if peer.state is not PeerState.OFFLINE)
             can_join = any(peer.as_nodes for peer in there)
-            yield PeerEvent("gap", {"missing": [str(gap) for gap in gaps], "can_join": can_join})
+            facts = {"can_join": can_join, "is_lost": self._is_lost}
+            yield PeerEvent("gap", {"missing": [str(gap) for gap in gaps], **facts})
         elif told and not self._missing:
             yield PeerEvent("gap_closed")
 
@@ -87,7 +94,10 @@ async def tell_news(
     """
     news = SwarmNews(announcer.peer_id)
     while True:
-        await asyncio.sleep(max(announcer.period_seconds, _LEAST_SECONDS))
+        # Good news are not to wait.
+        await asyncio.sleep(
+            _LEAST_SECONDS if news.is_bad else max(announcer.period_seconds, _LEAST_SECONDS)
+        )
         if announcer.state is PeerState.ONLINE:
             for event in news.look(read(), list_revoked()):
                 report(event)

@@ -114,6 +114,7 @@ class GossipDirectory:
         self._read_at = float("-inf")
         self._asking = _Shared(self._ask, clock)
         self._announced: PeerState | None = None
+        self._has_told_directly = False
         self._has_changed = asyncio.Event()
 
     @property
@@ -135,12 +136,15 @@ class GossipDirectory:
             self._has_changed.set()
         try:
             await self._directory.announce(record)
+            self._has_told_directly = False
         except DirectoryError as error:
             if not await self.tell():
                 raise
             # A peer may be ended together with its p2pd: it leaves as well as it can.
-            level = logging.INFO if own.state is PeerState.OFFLINE else logging.WARNING
+            is_no_news = self._has_told_directly or own.state is PeerState.OFFLINE
+            level = logging.INFO if is_no_news else logging.WARNING
             _logger.log(level, "announced to other peers directly, not in the DHT: %s", error)
+            self._has_told_directly = True
 
     async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
         """See Directory.lookup; where the directory is slow or out of reach, peers are asked.

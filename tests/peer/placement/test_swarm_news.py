@@ -37,7 +37,8 @@ def test_gap_is_told_when_it_appears_and_when_it_is_closed() -> None:
 
     (gap,) = host.look()
 
-    assert (gap.name, gap.facts) == ("gap", {"missing": ["4:8"], "can_join": False})
+    facts = {"missing": ["4:8"], "can_join": False, "is_lost": False}
+    assert (gap.name, gap.facts) == ("gap", facts)
     assert host.hear() == []
     assert host.hear(JOINING) == []  # it may still fail
     assert host.hear(OTHER) == ["gap_closed"]
@@ -81,7 +82,7 @@ def test_loss_of_all_others_is_told_with_what_it_costs_and_so_is_their_return() 
     (lost, gap) = host.look()
 
     assert (lost.name, lost.facts) == ("lost", {"peers": 1})
-    assert gap.name == "gap"
+    assert (gap.name, gap.facts["is_lost"]) == ("gap", True)  # others may go on unheard
     assert host.hear() == []
     assert host.hear(OTHER) == ["found", "gap_closed"]
 
