@@ -21,7 +21,7 @@ from ..finetuning.run_options import (
     settle_options,
 )
 from ..finetuning.run_report import RunFacts, RunReporter, make_result
-from ..finetuning.run_texts import RunTexts, describe_limits, read_texts
+from ..finetuning.run_texts import RunTexts, check_texts, describe_limits, read_texts
 from ..options.bundled_model import find_model
 from ..options.join_options import Joining, quote_command, read_joining
 from ..options.quantities import count_of
@@ -51,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
     _check_folder(options.out, options.resume)
     if not options.resume:
         settle_options(options, {})
+    check_texts(options.data)  # behind the imports it would take ten seconds
     notices = Terminal(sys.stderr)
     reporter = RunReporter(Reporter(Terminal(sys.stdout), notices, options.json))
     with stop_on_sigterm():

@@ -5,8 +5,11 @@ import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...client.finetuning.text_files import TrainingText, check_path
+from ...client.finetuning.text_files import read_texts as read_file
 from ...protocol.errors import UsageError
 from ..options.quantities import count_of
 from .run_options import MAX_LENGTH
@@ -15,9 +18,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ...client.finetuning.dataset import Dataset
-    from ...client.finetuning.text_files import TrainingText
 
 _MAX_PROMPT_LETTERS = 40
+
+_MOST_CHECKED = 10_000
+"""Texts that are looked at before anything heavy is imported."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +35,22 @@ class RunTexts:
     """For the command that tries the trained weights."""
 
 
+def check_texts(path: Path) -> None:
+    """Raise UsageError for a path without texts, and for the first wrong ones of many.
+
+    Takes a second at most: what can be read only once is not read, nor what takes a library.
+    """
+    check_path(path)
+    if path.is_file() and path.suffix.lower() != ".parquet":
+        for _ in itertools.islice(read_file(path), _MOST_CHECKED):
+            pass
+
+
 def read_texts(
     name: str, tokenizer: "PreTrainedTokenizerBase", options: argparse.Namespace
 ) -> RunTexts:
     """Read the data and turn it into tokens; the swarm is not needed for that."""
     from ...client.finetuning.dataset import make_dataset
-    from ...client.finetuning.text_files import read_texts as read_file
 
     num_positions = _count_positions(name)
     if options.method != "lora":
@@ -73,7 +88,7 @@ def describe_limits(dataset: "Dataset", max_length: int) -> Iterator[str]:
             yield f"{number:,} of {count_of(total, 'text')} {verb} {what}"
 
 
-def _choose_prompt(text: "TrainingText") -> str:
+def _choose_prompt(text: TrainingText) -> str:
     """Return a prompt to try the trained weights with: the prompt of a text, or its first words.
 
     It has no characters that are special in a shell; … stands for one that would.

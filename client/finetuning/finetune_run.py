@@ -31,6 +31,9 @@ MOST_SKIPPED_IN_A_ROW = 3
 """Updates without a finite loss before a run is given up: more data will not mend it."""
 
 
+_LENGTH, _WARMUP = "number of updates", "number of updates to warm up"
+
+
 class SpoiltRunError(ShoalError):
     """The updates since the last checkpoint are worthless and must not be saved."""
 
@@ -98,8 +101,8 @@ class RunConfig:
         return {
             "learning rate": self.learning_rate,
             "schedule": self.schedule,
-            "number of updates": self.num_updates,
-            "number of updates to warm up": self.num_warmup_updates,
+            _LENGTH: self.num_updates,
+            _WARMUP: self.num_warmup_updates,
             "weight decay": self.weight_decay,
             "limit of gradients": self.max_gradient_norm,
         }
@@ -185,6 +188,8 @@ class FinetuneRun:
         load_optimizer(self._optimizer, self._parameters, newest, has_updates)
         former, ours = progress.settings, self.progress.settings
         changes = [name for name, value in ours.items() if former.get(name) != value]
+        if _LENGTH in changes and _WARMUP in changes:
+            changes.remove(_WARMUP)  # nobody asked for it: it is a fraction of the length
         self.progress = replace(
             progress, settings=self.progress.settings, options=self.progress.options
         )

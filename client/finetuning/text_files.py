@@ -25,6 +25,8 @@ MAX_JSON_BYTES = 2**28
 _FORMATS = ".jsonl, .json, .csv, .txt or .parquet"
 _COLUMNS = "`text`, `prompt` and `completion`, `messages`, or `instruction` and `output`"
 _OBJECT = '{"text": "…"}'
+_FILES_OF_DATASETS = "state.json", "dataset_dict.json"
+"""One of them is in every folder that the library datasets has saved."""
 
 
 @dataclass(frozen=True)
@@ -53,22 +55,45 @@ def read_texts(path: str | Path) -> Iterator[TrainingText]:
     datasets saved: rows with these columns. Raises UsageError with the file and the line.
     """
     path = Path(path)
-    readers: dict[str, Callable[[Path], Iterator[TrainingText]]] = {
-        ".jsonl": _read_objects, ".json": _read_list, ".csv": _read_rows, ".txt": _read_paragraphs,
-        ".parquet": _read_table,
-    }  # fmt: skip
-    reader = _read_table if path.is_dir() else readers.get(path.suffix.lower())
-    if reader is None:
-        _open(path).close()  # a missing file is named as such
-        raise UsageError(
-            f"{path}: the file name must end in {_FORMATS}, the formats that can be read"
-        )
+    reader = _find_reader(path)
     is_empty = True
     for text in reader(path):
         is_empty = False
         yield text
     if is_empty:
         raise UsageError(f"{path}: the file holds no texts")
+
+
+def check_path(path: Path) -> None:
+    """Raise UsageError for a path that cannot hold texts; reads none."""
+    _find_reader(path)
+
+
+def _find_reader(path: Path) -> Callable[[Path], Iterator[TrainingText]]:
+    """Return the function that reads the texts of a path; raises UsageError where there is none."""
+    if path.is_dir():
+        _check_folder(path)
+        return _read_table
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None or not path.exists():
+        _open(path).close()  # a missing file is named as such
+        raise UsageError(
+            f"{path}: the file name must end in {_FORMATS}, the formats that can be read"
+        )
+    return reader
+
+
+def _check_folder(path: Path) -> None:
+    """Raise UsageError unless the library datasets has written a folder."""
+    try:
+        files = sorted(file for file in path.iterdir() if file.is_file())
+    except OSError as error:
+        raise UsageError(f"the data cannot be read from {path}: {error.strerror}") from error
+    if {file.name for file in files}.intersection(_FILES_OF_DATASETS):
+        return
+    found = next((file for file in files if file.suffix.lower() in _READERS), None)
+    advice = f"; give a file of it, such as {found}" if found else ""
+    raise UsageError(f"{path} is a folder, but none of Dataset.save_to_disk(){advice}")
 
 
 def _make_text(place: str, fields: Mapping[str, Any]) -> TrainingText:
@@ -272,3 +297,9 @@ def _open(path: Path) -> BinaryIO:
         return path.open("rb")
     except OSError as error:
         raise UsageError(f"the data cannot be read from {path}: {error.strerror}") from error
+
+
+_READERS: Mapping[str, Callable[[Path], Iterator[TrainingText]]] = {
+    ".jsonl": _read_objects, ".json": _read_list, ".csv": _read_rows, ".txt": _read_paragraphs,
+    ".parquet": _read_table,
+}  # fmt: skip

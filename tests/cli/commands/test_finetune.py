@@ -72,17 +72,20 @@ def test_without_a_swarm_one_is_told_how_to_start_one(
 
     sentence = fail(command, capsys)
 
-    assert "--join CODE, the code that `shoal serve MODEL --new-swarm` printed" in sentence
+    assert "--join CODE, the code that `shoal serve shoal-stories --new-swarm` printed" in sentence
     assert "`shoal swarm shoal-stories --peers 2` in another terminal" in sentence
 
 
 def test_data_that_is_wrong_is_named_before_a_swarm_is_joined(
-    byte_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And before anything is imported: or else this model without a tokenizer would be named."""
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "fine"}\n{"text": 3}\n')
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
 
-    sentence = fail(name_run(byte_model, data, tmp_path / "out"), capsys)
+    sentence = fail(name_run(tmp_path / "model", data, tmp_path / "out"), capsys)
 
     assert sentence == f"shoal finetune: {data}:2: `text` must be a string, not 3\n"
     assert not (tmp_path / "out").exists()

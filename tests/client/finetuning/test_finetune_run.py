@@ -429,6 +429,10 @@ def test_run_whose_updates_were_all_skipped_goes_on(tmp_path: Path) -> None:
         ({"learning_rate": 0.01}, "learning rate was 0.05; it is now 0.01"),
         ({"schedule": "linear"}, "schedule was cosine; it is now linear"),
         ({"num_updates": 14}, "number of updates was 12; it is now 14"),
+        (
+            {"num_updates": 24, "num_warmup_updates": 4},
+            "number of updates was 12; it is now 24",
+        ),
         ({"num_warmup_updates": 0}, "number of updates to warm up was 2; it is now 0"),
         ({"weight_decay": 0.1}, "weight decay was 0.0; it is now 0.1"),
         ({"max_gradient_norm": 2.0}, "limit of gradients was 1.0; it is now 2.0"),

@@ -14,6 +14,7 @@ import pytest
 from shoal.client.finetuning.text_files import (
     MAX_LINE_BYTES,
     TrainingText,
+    check_path,
     read_texts,
 )
 from shoal.protocol.errors import UsageError
@@ -199,10 +200,22 @@ def test_long_prose_is_read_in_bounded_pieces(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "sentence"), [("no.jsonl", "No such file"), ("", "neither as parquet nor as a folder")]
+    ("name", "sentence"),
+    [
+        ("no.jsonl", "No such file"),
+        ("no.parquet", "No such file"),
+        ("empty.jsonl", r"is a folder, but none of Dataset\.save_to_disk\(\)$"),
+        ("data", r"is a folder, .*; give a file of it, such as .*/data/b\.jsonl$"),
+    ],
 )
-def test_what_is_no_file_is_named(tmp_path: Path, name: str, sentence: str) -> None:
-    (tmp_path / "folder.jsonl").mkdir()
+def test_what_is_no_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, sentence: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # whether it is there or not
+    (tmp_path / "empty.jsonl").mkdir()
+    (tmp_path / "data").mkdir()
+    for file in ("README.md", "b.jsonl", "c.csv"):
+        write(tmp_path / "data", file, "")
 
     with pytest.raises(UsageError, match=sentence):
-        list(read_texts(tmp_path / (name or "folder.jsonl")))
+        check_path(tmp_path / name)
