@@ -11,11 +11,14 @@ inside an address in a way that p2pd does not read; so `connect` and `open_byte_
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
+import socket
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -64,6 +67,8 @@ _logger = logging.getLogger(__name__)
 
 _START_SECONDS = 20.0  # p2pd gives its initial peers 5 s; the rest is for a busy machine
 _STOP_SECONDS = 2.0
+_SOCKETS = Path("/tmp")  # hivemind's choice
+_MADE_SECONDS = 60.0
 _NEWS_SECONDS = 0.2  # after which asyncio knows that p2pd has ended
 
 MAX_MESSAGE_BYTES = 64 * 2**10
@@ -305,9 +310,21 @@ async def _start(
         raise DirectoryError(f"cannot start p2pd: {error}") from error
 
 
+def remove_dead_sockets(folder: Path = _SOCKETS) -> None:
+    """Remove sockets of p2pds that were killed together with their owners: nobody listens there."""
+    for path in folder.glob("hivemind-p2pd-*.sock"):
+        with suppress(OSError), socket.socket(socket.AF_UNIX) as asking:
+            asking.setblocking(False)
+            is_dead = asking.connect_ex(str(path)) == errno.ECONNREFUSED
+            # Who has just made one listens in a moment.
+            if is_dead and time.time() - path.stat().st_mtime > _MADE_SECONDS:
+                path.unlink()
+
+
 async def _start_process(
     initial_peers: Sequence[PeerAddress], identity: Identity | None, options: dict[str, Any]
 ) -> P2P:
+    remove_dead_sockets()
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:  # mode 0700
         if identity is not None:
             file = Path(folder) / "identity"
