@@ -31,7 +31,7 @@ from ...protocol.records.announcements import PeerState
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span, find_gaps
 from .finding import Finding, FindingStatus
-from .peer_check import FIXES, PeerCheck, check_peers
+from .peer_check import PeerCheck, advise, check_peers
 from .probes import LIBP2P_GREETING, JoinedSwarm, ModelFacts, Probes
 from .reach_check import (
     LOCAL_FIX,
@@ -318,7 +318,7 @@ class Diagnosis:
                 self._note(name, FindingStatus.OK, f"{blocks}: answers in {_show(seconds)}")
             else:
                 detail = f"{blocks}: {result.fault}: {result.detail}"
-                self._note(name, status, detail, FIXES[result.fault])
+                self._note(name, status, detail, advise(result))
 
     def _check_clocks(self) -> None:
         """Compare our clock with those of the peers, and say whose is off."""

@@ -51,7 +51,7 @@ class PeerFault(StrEnum):
     REFUSED = "refused"
 
 
-FIXES = {
+_FIXES = {
     PeerFault.CLOSED_PORT: "the peer's process has ended: start it again, or wait until its "
     "announcement expires; if it runs, a firewall or router there closes its port: open the port "
     "(--listen HOST:PORT fixes its number)",
@@ -78,6 +78,11 @@ FIXES = {
 }
 """Advice for each fault."""
 
+_RELAYED_FIX = (
+    "this peer is behind a NAT and was reached through a relay: start it again if its process has "
+    "ended; if it runs, it finds another relay within a minute"
+)
+
 
 @dataclass(frozen=True)
 class PeerCheck:
@@ -91,6 +96,14 @@ class PeerCheck:
     detail: str = ""
     rtt_seconds: float | None = None
     clock_ahead_seconds: float | None = None
+
+
+def advise(check: PeerCheck) -> str:
+    """Return what to do about the fault of a peer."""
+    assert check.fault is not None
+    is_gone = check.fault in (PeerFault.CLOSED_PORT, PeerFault.UNREACHABLE, PeerFault.SILENT)
+    is_relayed = bool(check.peer.relays) and not check.peer.endpoints
+    return _RELAYED_FIX if is_gone and is_relayed else _FIXES[check.fault]
 
 
 async def check_peers(

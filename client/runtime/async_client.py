@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import suppress
 from typing import Self
 
 from ...protocol.errors import DirectoryError
@@ -59,11 +60,10 @@ class AsyncClient:
 
         Raises DirectoryError if no initial peer answers at the second attempt.
         """
-        try:
+        with suppress(DirectoryError):
             return await cls._join_once(config, network, clock, model)
-        except DirectoryError:
-            # A busy machine may have been too slow, above all where many join at once.
-            return await cls._join_once(config, network, clock, model)
+        # A busy machine may have been too slow, above all where many join at once.
+        return await cls._join_once(config, network, clock, model)
 
     @classmethod
     async def _join_once(

@@ -7,7 +7,7 @@ from functools import partial
 
 from transformers import PreTrainedConfig
 
-from ...protocol.errors import UsageError
+from ...protocol.errors import DirectoryError, UsageError
 from ...protocol.ids import ModelId
 from ...protocol.net.clock import Clock, SystemClock
 from ...protocol.net.dht.internet import InternetNetwork
@@ -62,6 +62,10 @@ class Client:
 
         try:
             return portal.run(join_on_loop())
+        except DirectoryError as error:
+            portal.close()
+            # Dozens of lines of event loops would hide what it says.
+            raise error.with_traceback(None) from error.__cause__
         except BaseException:
             portal.close()
             raise

@@ -11,7 +11,7 @@ from diagnosis_scene import Swarm, examine, find
 
 from shoal.client.doctor.finding import FindingStatus
 from shoal.client.doctor.peer_check import PeerFault
-from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.errors import ErrorCode, RemoteProtocolError, UnavailableError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
@@ -38,6 +38,18 @@ def test_killed_peer_is_named_and_so_are_its_blocks() -> None:
     assert diagnosis.missing == (Span(3, 5),)
     assert "blocks 3:5 are missing" in find(diagnosis, "blocks").detail
     assert "--blocks 3:5" in find(diagnosis, "blocks").fix
+
+
+def test_relayed_peer_that_is_gone_is_not_told_to_announce_an_address() -> None:
+    async def build(swarm: Swarm) -> None:
+        relay = Relay("192.0.2.7", 4001, Identity(bytes([9]) * 32).peer_id)
+        await swarm.add(Span(0, 8), endpoints=(), relays=(relay,))
+
+    diagnosis = examine(build)
+
+    assert diagnosis.checks[0].fault is not None
+    assert "start it again if its process has ended" in find(diagnosis, "peer").fix
+    assert "--announce-host" not in find(diagnosis, "peer").fix
 
 
 def test_broken_replica_does_not_make_the_swarm_unusable() -> None:

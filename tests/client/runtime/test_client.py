@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -179,7 +180,10 @@ def test_joining_is_tried_twice(num_failures: int) -> None:
     expected = (
         nullcontext() if num_failures == 1 else pytest.raises(DirectoryError, match="attempt 2")
     )
-    with expected:
+    with expected as failed:
         Client.join(ClientConfig(), network, SystemClock(), MODEL).close()
 
     assert attempts == [1, 2]
+    if failed is not None:
+        shown = traceback.format_exception(failed.value)
+        assert len(shown) == 4, "the title, the call, where it is raised, and what it says"
