@@ -105,13 +105,16 @@ def _run(options: argparse.Namespace) -> int:
     except (OSError, ShoalError) as error:
         if os.environ.get("SHOAL_DEBUG"):
             raise
+        from .options.join_options import fill_in  # no time of `--help`
+
+        said = fill_in(_in_one_line(error), options)
         # If stderr takes no more, the sentence is lost.
         with contextlib.suppress(UnavailableError, BrokenPipeError):
             notices = Terminal(sys.stderr)
-            for line in notices.wrap(f"shoal {options.command}: {_in_one_line(error)}"):
+            for line in notices.wrap(f"shoal {options.command}: {said}"):
                 notices.print(line)
         if getattr(options, "json", False):
-            facts = {"error": _in_one_line(error), "kind": type(error).__name__}
+            facts = {"error": said, "kind": type(error).__name__}
             with contextlib.suppress(UnavailableError):  # or stdout
                 Terminal(sys.stdout).print_json(facts)
         wrong_usage = _WRONG_USAGES.get(options.command, WRONG_USAGE)

@@ -20,7 +20,7 @@ from ...protocol.errors import DirectoryError, UsageError
 from ...protocol.net.clock import SystemClock
 from ...protocol.net.dht.internet import InternetNetwork, Listening
 from ..options.bundled_model import find_commit
-from ..options.join_options import describe_last_swarm, list_addresses_of_new
+from ..options.join_options import describe_last_swarm, list_addresses_of_new, quote_swarm
 from ..options.serve_options import add_serve_arguments, make_config
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import (
@@ -29,7 +29,7 @@ from ..terminal.interrupts import (
     quitting_at_once,
     stop_on_sigterm,
 )
-from ..terminal.peer_events import print_for_people, print_json
+from ..terminal.peer_events import EventPrinter, print_json
 from ..terminal.peer_status import showing_status
 from ..terminal.terminal import Terminal, discard_output
 
@@ -58,7 +58,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> bool:
-    report = print_json if options.json else print_for_people
+    way_in = quote_swarm(options.initial_peers, options.join)
+    report = print_json if options.json else EventPrinter(options.model, way_in)
     config = make_config(options)
     listening = _make_listening(config)
     _show_losses_of_the_directory()

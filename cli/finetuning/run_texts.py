@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MAX_PROMPT_LETTERS = 40
 
-_MOST_CHECKED = 10_000
+MOST_CHECKED = 10_000
 """Texts that are looked at before anything heavy is imported."""
 
 
@@ -42,7 +42,7 @@ def check_texts(path: Path) -> None:
     """
     check_path(path)
     if path.is_file() and path.suffix.lower() != ".parquet":
-        for _ in itertools.islice(read_file(path), _MOST_CHECKED):
+        for _ in itertools.islice(read_file(path), MOST_CHECKED):
             pass
 
 

@@ -1,6 +1,7 @@
 """The health of a swarm as lines and tables on the terminal."""
 
 from ...client.monitor.description import Description, ModelPanel, PeerRow
+from ..options.quantities import count_of
 from ..terminal.terminal import Terminal
 
 COLOURS = {"healthy": "green", "degraded": "yellow", "failing": "red", "unknown": "red"}
@@ -24,7 +25,7 @@ def show_health(described: Description, terminal: Terminal) -> None:
 
 
 def _show_model(model: ModelPanel, terminal: Terminal) -> None:
-    blocks = f"{model.num_blocks} blocks, {model.num_serving} serving peers"
+    blocks = f"{model.num_blocks} blocks, {count_of(model.num_serving, 'serving peer')}"
     name = terminal.paint(model.name or "a model without a name", "bold")
     terminal.print(f" {name}  {terminal.paint(model.health, COLOURS[model.health])}: {blocks}")
     for words, spans in (("no replica", model.missing), ("a single replica", model.single)):

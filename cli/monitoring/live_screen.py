@@ -14,6 +14,7 @@ from textual.widgets import DataTable, Footer, Static
 
 from ...client.monitor.description import Description, EventRow
 from ...client.monitor.monitor import Monitor
+from ..options.quantities import count_of
 from ..terminal.terminal import clean
 from .health_table import COLOURS, PEER_COLUMNS, make_row
 
@@ -108,7 +109,7 @@ def _describe_models(described: Description) -> str:
     for model in described.models:
         spans = [("missing", model.missing), ("single", model.single)]
         words = [f"{word} {', '.join(found)}" for word, found in spans if found]
-        facts = [f"{model.num_blocks} blocks", f"{model.num_serving} peers", *words]
+        facts = [f"{model.num_blocks} blocks", count_of(model.num_serving, "peer"), *words]
         lines.append(clean(f"{model.name or model.model_id[:8]}: {'; '.join(facts)}"))
     return "\n".join(lines)
 

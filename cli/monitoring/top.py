@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show a swarm until the user quits; return 0."""
     if not (sys.stdout.isatty() and sys.stdin.isatty()):
-        raise UsageError("`shoal top` needs a terminal; `shoal monitor --once` prints the state")
+        raise UsageError("this needs a terminal; `shoal monitor --once` prints the state")
     joining = read_joining(options)
     for address in joining.addresses:
         PeerAddress.parse(address)

@@ -1,7 +1,9 @@
 """Options that name the swarm to join, by a join code or by addresses of its peers."""
 
 import argparse
+import contextlib
 import os
+import re
 import shlex
 import time
 from collections.abc import Sequence
@@ -19,6 +21,9 @@ from .shared_options import add_initial_peers_argument
 _RECENT_SECONDS = 24 * 3600.0
 _MOST_ADDRESSES = 3
 """Of the last swarm that are told."""
+
+_MODEL, _CODE = re.compile(r"(`shoal [a-z]+ )MODEL\b"), re.compile(r"(`shoal [^`]*)--join CODE")
+"""Placeholders in commands of advice."""
 
 VARIABLE = "SHOAL_JOIN"
 """Holds a code that neither the process list nor the history of a shell should show."""
@@ -130,6 +135,25 @@ def quote_swarm(addresses: Sequence[str], code: str | None) -> str:
     if addresses:
         words += ["--initial-peers", *addresses]
     return " ".join(words)
+
+
+def fill_in(advice: str, options: argparse.Namespace) -> str:
+    """Return advice with the model and the swarm of a command line in place of MODEL and CODE.
+
+    What the command line does not name stays.
+
+    >>> given = argparse.Namespace(model="my model", initial_peers=["/ip4/a"], join=None)
+    >>> fill_in("run `shoal doctor MODEL --join CODE`", given)
+    "run `shoal doctor 'my model' --initial-peers /ip4/a`"
+    """
+    model, join = getattr(options, "model", None), getattr(options, "join", None)
+    if model is not None:
+        advice = _MODEL.sub(lambda found: found[1] + shlex.quote(model), advice)
+    addresses = getattr(options, "initial_peers", ())
+    with contextlib.suppress(UsageError):  # the code may be what is wrong
+        if swarm := quote_swarm(addresses, join):
+            advice = _CODE.sub(lambda found: found[1] + swarm, advice)
+    return advice
 
 
 def _may_be_shown(code: str) -> bool:

@@ -1,5 +1,6 @@
 """What a peer that runs says of itself, for people and as JSON."""
 
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -24,8 +25,26 @@ def print_json(event: PeerEvent) -> None:
     Terminal(sys.stdout).print_event(event.name, time=round(time.time(), 3), **event.facts)
 
 
-def print_for_people(event: PeerEvent) -> None:
-    """Print what there is to say of an event."""
+class EventPrinter:
+    """Prints the events of one peer for people; keeps its newest code, for commands to copy."""
+
+    def __init__(self, model: str, way_in: str) -> None:
+        """`model` and `way_in`, the options that name its swarm, are those of its own command."""
+        self._serve = f"shoal serve {shlex.quote(model)}"
+        self._way_in = way_in
+
+    def __call__(self, event: PeerEvent) -> None:
+        """Print what there is to say of an event."""
+        codes: Any = event.facts.get("join_codes")
+        if codes:
+            self._way_in = f"--join {codes['serve']}"
+        print_for_people(event, self._serve, self._way_in)
+
+
+def print_for_people(
+    event: PeerEvent, serve: str = "shoal serve MODEL", way_in: str = "--join CODE"
+) -> None:
+    """Print what there is to say of an event; `serve` and `way_in` make a command for others."""
     facts: dict[str, Any] = event.facts
     terminal = Terminal(sys.stdout)
     if event.name == "started":
@@ -55,7 +74,9 @@ def print_for_people(event: PeerEvent) -> None:
         if facts["reach"] in ("inside", "nobody"):
             terminal.print("Start it again, and it looks for a relay.")
     elif event.name == "join_codes":
-        terminal.print(f"{time.strftime('%H:%M:%S')} A code that names other peers as well:")
+        terminal.print(
+            f"{time.strftime('%H:%M:%S')} The join code names the peers that are here now:"
+        )
         _print_codes(terminal, facts["join_codes"])
     elif event.name == "metrics":
         terminal.print(f"Prometheus metrics: {facts['url']}")
@@ -69,6 +90,9 @@ def print_for_people(event: PeerEvent) -> None:
         for sentence in _describe_event(event):
             for line in terminal.wrap(f"{time.strftime('%H:%M:%S')} {sentence}"):
                 terminal.print(line)
+        if event.name == "gap" and facts["can_join"]:
+            for span in facts["missing"]:  # each on a line, so that it can be copied
+                terminal.print(f"{serve} --blocks {span} {way_in}".rstrip())
 
 
 def _print_reach(terminal: Terminal, facts: dict[str, Any]) -> None:
@@ -164,25 +188,16 @@ def _describe_event(event: PeerEvent) -> Iterator[str]:
         endings = ", ".join(f"…{ending}" for ending in facts["parked_at"])
         yield f"These peers push to this one over connections that it keeps open: {endings}."
     elif event.name == "got_through":
-        where = "this network" if facts["is_local"] else "the internet"
-        yield f"First connection from {where}: {facts['host']}."
+        where = "in this network" if facts["is_local"] else "from the internet"
+        yield f"Reachable {where}: first connection, from {facts['host']}."
     elif event.name == "gap":
-        blocks = facts["missing"]
-        yield f"Blocks {', '.join(blocks)} have no peer: no text can be generated until one comes."
-        for span in blocks if facts["can_join"] else ():
-            yield f"Start one: shoal serve MODEL --blocks {span} --join CODE"
-        if not facts["can_join"]:
-            yield (
-                "Nobody can join through this peer, which is behind a NAT, and no other is left: "
-                "start the first one again with its --identity and --directory-port; or start a "
-                "new swarm where others can dial it, and then this peer in that."
-            )
+        yield from _describe_gap(facts)
     elif event.name == "gap_closed":
         yield "All blocks have a peer again."
     elif event.name == "lost":
         yield (
             "No sign of other peers any more: either all have ended, or this machine has lost its "
-            "network."
+            "network, or the way to those that it knew. Clients in this network are served on."
         )
     elif event.name == "found":
         yield "Other peers are there again."
@@ -190,6 +205,23 @@ def _describe_event(event: PeerEvent) -> Iterator[str]:
         yield "Other peers are now reached through this one (--no-relay turns this off)."
     elif event.name == "left":
         yield "Left the swarm."
+
+
+def _describe_gap(facts: dict[str, Any]) -> Iterator[str]:
+    """Yield what is missing; the commands that mend it follow on lines of their own."""
+    blocks = ", ".join(facts["missing"])
+    if facts["is_lost"]:
+        yield f"If they have ended, blocks {blocks} have no peer, and no text can be generated."
+    else:
+        yield f"Blocks {blocks} have no peer: no text can be generated until one comes."
+    if facts["can_join"]:
+        yield "To start one:"
+    else:
+        yield (
+            "Nobody can join through this peer, which is behind a NAT, and it knows no other: "
+            "start the first one again with its --identity and --directory-port; or start a "
+            "new swarm where others can dial it, and then this peer in that."
+        )
 
 
 def _describe_speed(facts: dict[str, Any]) -> str:

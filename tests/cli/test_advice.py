@@ -18,8 +18,7 @@ from shoal.protocol.membership.membership import make_public
 
 ROOT = Path(shoal.cli.main.__file__).resolve().parents[1]
 FOLDERS = ("cli", "client", "peer", "protocol", "models")
-_COMMAND = re.compile(r"`(shoal (?:[a-z-]+ |doctor)[^`]*)`|Start one: (shoal .+)")
-_BEGINNING = re.compile(r"`shoal |Start one: shoal ")
+_COMMAND = re.compile(r"`(shoal (?:[a-z-]+ |doctor)[^`]*)`")
 _VALUES = {
     "CODE": str(JoinCode(make_public(bytes(16)))),
     "ADDRESS": f"/ip4/192.0.2.1/tcp/4001/p2p/{Identity(bytes(32)).peer_id}",
@@ -32,11 +31,11 @@ def list_commands() -> Iterator[tuple[str, str]]:
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             source = path.read_text()
-            if not _BEGINNING.search(source):
+            if "`shoal " not in source:
                 continue  # every worker reads all files, and few of them advise
             for text in list_texts(ast.parse(source)):
                 for found in _COMMAND.finditer(text):
-                    yield str(path.relative_to(ROOT)), found[1] or found[2]
+                    yield str(path.relative_to(ROOT)), found[1]
 
 
 def list_texts(node: ast.AST) -> Iterator[str]:

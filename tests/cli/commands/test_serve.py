@@ -15,7 +15,7 @@ from screens import Screen
 from shoal.cli.commands.serve import _report_with_last_swarm
 from shoal.cli.main import _parse
 from shoal.cli.options.serve_options import make_config
-from shoal.cli.terminal.peer_events import print_for_people
+from shoal.cli.terminal.peer_events import EventPrinter, print_for_people
 from shoal.peer.process.config import PeerConfig, PeerEvent
 from shoal.protocol.errors import UsageError
 from shoal.protocol.identity import Identity
@@ -98,12 +98,12 @@ ONLINE = {
         (
             "got_through",
             {"host": "10.0.0.7", "is_local": True},
-            "First connection from this network: 10",
+            "Reachable in this network: first connection, from 10",
         ),
         (
             "got_through",
             {"host": "192.0.2.7", "is_local": False},
-            "connection from the internet: 192",
+            "Reachable from the internet: first connection, from 192",
         ),
         (
             "online",
@@ -113,15 +113,19 @@ ONLINE = {
         ("speed", ONLINE, "Measured again: 1234.5 steps/s, or 255 tokens/s"),
         (
             "gap",
-            {"missing": ["4:8"], "can_join": True},
-            "Start one: shoal serve MODEL --blocks 4:8 --join CODE",
+            {"missing": ["4:8"], "can_join": True, "is_lost": False},
+            "To start one: shoal serve MODEL --blocks 4:8 --join CODE",
         ),
         (
             "gap",
-            {"missing": ["0:2", "4:8"], "can_join": True},
+            {"missing": ["0:2", "4:8"], "can_join": True, "is_lost": False},
             "Blocks 0:2, 4:8 have no peer: no text",
         ),
-        ("gap", {"missing": ["4:8"], "can_join": False}, "Nobody can join through this peer"),
+        (
+            "gap",
+            {"missing": ["4:8"], "can_join": False, "is_lost": True},
+            "If they have ended, blocks 4:8 have no peer, and no text can be generated.",
+        ),
         ("gap_closed", {}, "All blocks have a peer again."),
         ("lost", {"peers": 1}, "No sign of other peers any more: either all"),
         ("found", {"peers": 1}, "Other peers are there again."),
@@ -203,6 +207,24 @@ def test_code_of_a_peer_for_one_machine_is_said_to_be_no_use_elsewhere(
     assert ("On other machines this is no use" in screen.text) is is_told
 
 
+def test_commands_for_others_name_the_model_and_the_newest_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen, code = Screen(), "shoal:" + "a" * 210
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout", screen)
+    gap = PeerEvent("gap", {"missing": ["4:8"], "can_join": True, "is_lost": False})
+
+    report = EventPrinter("my model", "--initial-peers /ip4/a")
+    report(gap)
+    report(PeerEvent("join_codes", {"join_codes": {"use": "shoal:b", "serve": code}}))
+    report(gap)
+
+    serve = "shoal serve 'my model' --blocks 4:8"
+    assert f"{serve} --initial-peers /ip4/a" in screen.text.splitlines()
+    assert f"{serve} --join {code}" in screen.text.splitlines()
+
+
 def test_code_that_names_others_is_printed_when_there_are_some(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -211,7 +233,7 @@ def test_code_that_names_others_is_printed_when_there_are_some(
 
     print_for_people(PeerEvent("join_codes", {"join_codes": {"serve": "shoal:code"}}))
 
-    assert "names other peers" in screen.text
+    assert "names the peers that are here now" in screen.text
     assert "shoal:code" in screen.text.splitlines()
 
 

@@ -20,7 +20,7 @@ def test_first_texts_are_checked_and_no_more(
 
     with pytest.raises(UsageError, match=r"d\.jsonl:3: `text` must be a string"):
         check_texts(path)
-    monkeypatch.setattr(run_texts, "_MOST_CHECKED", 2)
+    monkeypatch.setattr(run_texts, "MOST_CHECKED", 2)
     check_texts(path)
 
 
