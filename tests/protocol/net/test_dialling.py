@@ -201,7 +201,8 @@ def test_no_stream_is_left_where_the_caller_is_cancelled_when_it_is_open(
             await asyncio.sleep(0)
         dialling.cancel()
         await asyncio.wait([dialling])
-        taken: Any = [] if dialling.cancelled() else [dialling.result().host]
+        answer: Any = None if dialling.cancelled() else dialling.result()
+        taken = [] if answer is None else [answer.host]
         assert taken + transport.closed == transport.opened
         assert len(transport.opened + transport.hung_up) == 2  # of the relay as well
 
