@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -28,7 +28,6 @@ from starlette.routing import Route
 from ...protocol.errors import ErrorCode
 from ...protocol.records.announcements import PeerState
 from ...protocol.versions import SOFTWARE
-from ..engine.compute_thread import Histogram
 from ..streams.stream_host import PURPOSES
 from .figures import Figures
 
@@ -90,11 +89,19 @@ _COUNTERS: Mapping[str, tuple[str, Callable[[Figures], float]]] = {
         "Sessions that came with a history: another peer had failed, left, or is mirrored here",
         lambda figures: figures.service.num_taken_over,
     ),
+    "shoal_peer_prefill_seconds": (
+        "Computing time of steps of several tokens",
+        lambda figures: figures.compute.prefill_seconds,
+    ),
     "shoal_peer_passes_computed": (
         "Fine-tuning passes that were computed",
         lambda figures: figures.compute.num_passes,
     ),
 }
+
+
+_PROCESS = ProcessCollector(registry=None)
+"""Time, memory and files of the process, as all exporters name them."""
 
 
 class _Read(Collector):
@@ -124,6 +131,7 @@ class _Read(Collector):
             yield CounterMetricFamily(name, help_text, value=count(figures))
         yield from self._count()
         yield from self._distribute()
+        yield from _PROCESS.collect()
 
     def _count(self) -> Iterable[Metric]:
         service, compute = self._figures.service, self._figures.compute
@@ -146,16 +154,17 @@ class _Read(Collector):
 
     def _distribute(self) -> Iterable[Metric]:
         compute = self._figures.compute
-        steps = HistogramMetricFamily(
-            "shoal_peer_step_seconds", "Computing time of steps", labels=["kind"]
-        )
-        _add_histogram(steps, ["decode"], compute.decode_seconds)
-        _add_histogram(steps, ["prefill"], compute.prefill_seconds)
-        queue = HistogramMetricFamily("shoal_peer_step_queue_seconds", "Waiting time of steps")
-        _add_histogram(queue, [], compute.queue_seconds)
-        rows = HistogramMetricFamily("shoal_peer_iteration_rows", "Rows computed together")
-        _add_histogram(rows, [], compute.rows)
-        return steps, queue, rows
+        for name, help_text, counted in (
+            ("shoal_peer_step_seconds", "Computing time of decode steps", compute.decode_seconds),
+            ("shoal_peer_step_queue_seconds", "Waiting time of steps", compute.queue_seconds),
+            ("shoal_peer_iteration_rows", "Rows computed together", compute.rows),
+        ):
+            number, buckets = 0, list[tuple[str, float]]()
+            bounds = *map(str, counted.bounds), "+Inf"
+            for bound, count in zip(bounds, counted.counts, strict=True):
+                number += count
+                buckets.append((bound, number))
+            yield HistogramMetricFamily(name, help_text, buckets=buckets, sum_value=counted.total)
 
 
 def _make_gauge(
@@ -167,20 +176,9 @@ def _make_gauge(
     return family
 
 
-def _add_histogram(family: HistogramMetricFamily, labels: list[str], counted: Histogram) -> None:
-    number, buckets = 0, list[tuple[str, float]]()
-    for bound, count in zip((*map(str, counted.bounds), "+Inf"), counted.counts, strict=True):
-        number += count
-        buckets.append((bound, number))
-    family.add_metric(labels, buckets, counted.total)
-
-
 def write_metrics(figures: Figures) -> bytes:
     """Return the figures in Prometheus' text format, with those of the process."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Read(figures))
-    ProcessCollector(registry=registry)
-    return generate_latest(registry)
+    return generate_latest(_Read(figures))
 
 
 def make_metrics_page(read: Callable[[], Figures], hosts: Sequence[str]) -> Starlette:

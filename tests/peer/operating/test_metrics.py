@@ -96,7 +96,7 @@ def test_counts_are_labelled_and_histograms_add_up() -> None:
     assert find(samples, "refusals_total", reason="busy") == 3
     assert (find(samples, "blocks"), find(samples, "replicas_min")) == (3, 1)
     assert find(samples, "blocks_alone") == 2
-    for bound, number in {"0.001": 2, "0.5": 2, "1.0": 3, "10.0": 3, "+Inf": 4}.items():
+    for bound, number in {"0.001": 2, "0.5": 2, "1.0": 3, "5.0": 3, "+Inf": 4}.items():
         assert find(samples, "step_queue_seconds_bucket", le=bound) == number
     assert find(samples, "step_queue_seconds_count") == 4
     assert find(samples, "step_queue_seconds_sum") == pytest.approx(60.7015)
@@ -135,8 +135,8 @@ async def test_figures_of_a_peer_at_work(peer: Peer) -> None:
     assert find(samples, "sessions_taken_over_total") == 1
     assert find(samples, "tokens_total", kind="prefill") == 2 * 5 + 4
     assert find(samples, "tokens_total", kind="decode") == 2
-    assert find(samples, "step_seconds_count", kind="prefill") == 2
-    assert find(samples, "step_seconds_count", kind="decode") == 1
+    assert find(samples, "prefill_seconds_total") > 0
+    assert find(samples, "step_seconds_count") == 1
     assert find(samples, "iteration_rows_sum") == 5
     assert find(samples, "refusals_total", reason="wrong_model") == 1
     assert find(samples, "kv_used_bytes") == await peer.count_used_bytes() > 0
