@@ -56,8 +56,8 @@ class Peer:
     loader: SpanLoader
     directory: GossipDirectory
     lag: LoopLag
+    loop: ServingLoop
     _placer: Placer
-    _loop: ServingLoop
     _tasks: BackgroundTasks
 
     @classmethod
@@ -153,7 +153,7 @@ class Peer:
         )
         placed = PlacedModel(model.model_id, model.sizes.work, model.find_room())
         placer = Placer(placed, presence, announcer, description, clock, rng)
-        return cls(config, announcer, handler, loader, directory, lag, placer, loop, tasks)
+        return cls(config, announcer, handler, loader, directory, lag, loop, placer, tasks)
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Serve the configured span, or those that the swarm needs, until `stop` is set.
@@ -165,7 +165,7 @@ class Peer:
         Raises UsageError where there is no room for any block, LoadError when the first blocks
         cannot be loaded and RevokedError when the owner of the swarm has shut the peer out.
         """
-        await self._loop.run(self.config.span, self._placer, self._tasks, stop)
+        await self.loop.run(self.config.span, self._placer, self._tasks, stop)
 
 
 def _make_directory(presence: Presence, loader: SpanLoader, clock: Clock) -> GossipDirectory:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..protocol.errors import DirectoryError, UnavailableError
@@ -22,6 +21,7 @@ from .placement.placer import Placer
 from .placement.swarm_news import tell_news
 from .process.background import BackgroundTasks
 from .process.config import PeerEvent, Report
+from .process.pauses import Pauses
 from .streams.service import Service, StreamHandler
 
 _logger = logging.getLogger(__name__)
@@ -39,7 +39,10 @@ MakeService = Callable[[ServedSpan], Service]
 
 @dataclass(frozen=True)
 class ServingLoop:
-    """Serves one span after the other. `find_address` says for people where the peer is found."""
+    """Serves one span after the other, with pauses.
+
+    `find_address` says for people where the peer is found.
+    """
 
     loader: SpanLoader
     make_service: MakeService
@@ -49,6 +52,7 @@ class ServingLoop:
     report: Report
     find_address: Callable[[], Mapping[str, object]]
     drain_seconds: float
+    pauses: Pauses = field(default_factory=Pauses)
 
     async def run(
         self, span: Span | None, placer: Placer, tasks: BackgroundTasks, stop: asyncio.Event
@@ -93,19 +97,49 @@ class ServingLoop:
 
         Memory is for the next span: when this returns, nothing may hold on to what was served.
         """
-        async with AsyncExitStack() as stack:
-            loading = self.loader.serve(span, kept, self._tell_loading)
-            served = await stack.enter_async_context(loading)
+        async with self.loader.serve(span, kept, self._tell_loading) as served:
             kept.clear()  # what was kept for the way back has to go, too
-            service = self.make_service(served)
-            stack.push_async_callback(service.hang_up)
-            await self._begin(served, service)
-            renewing = self._renew_speed(served, service)
-            decision = await tasks.run_until(_watch(served, renewing, placer, stop))
-            decision = await self._end(service, decision, stop)
+            decision = None
+            while decision is None and await self._rest(served, tasks, stop):
+                decision = await self._serve_loaded(served, placer, tasks, stop)
             if decision is None or decision.span is None:
                 return None, {}
             return decision, self.loader.keep_blocks(served.engine, decision.span)
+
+    async def _rest(self, served: ServedSpan, tasks: BackgroundTasks, stop: asyncio.Event) -> bool:
+        """Wait while there is a reason to pause; return whether to go on, and not to leave.
+
+        Reports `paused`.
+        """
+        while self.pauses.wanted.is_set() and not stop.is_set():
+            await announce_offline(self.announcer)
+            self.pauses.resting.set()
+            self.report(PeerEvent("paused", {"why": list(self.pauses.reasons)}))
+            await tasks.run_until(_watch(served, stop, self.pauses.unwanted))
+            self.pauses.resting.clear()
+        return not stop.is_set()
+
+    async def _serve_loaded(
+        self,
+        served: ServedSpan,
+        placer: Placer | None,
+        tasks: BackgroundTasks,
+        stop: asyncio.Event,
+    ) -> Placement | None:
+        """Serve a span that is loaded; return where to go on, or None to leave or to pause."""
+        service = self.make_service(served)
+        try:
+            await self._begin(served, service)
+            self.pauses.serving.set()
+            others: list[Coroutine[Any, Any, Placement | None]] = [
+                self._renew_speed(served, service)
+            ]
+            if placer is not None:
+                others.append(placer.wait_for_move(served))
+            decision = await tasks.run_until(_watch(served, stop, self.pauses.wanted, *others))
+            return await self._end(service, decision, stop)
+        finally:
+            await service.hang_up()
 
     async def _begin(self, served: ServedSpan, service: Service) -> None:
         """Let streams and sessions come."""
@@ -144,9 +178,10 @@ class ServingLoop:
     ) -> Placement | None:
         """Take no new sessions and passes, give those there are their time; return where to go on.
 
-        None is to leave, also if that was asked for in the meantime. Streams still come: those of
-        sessions that are here, and others hear it.
+        None is to leave, also if that was asked for in the meantime, or to pause. Streams still
+        come: those of sessions that are here, and others hear it.
         """
+        self.pauses.serving.clear()
         service.begin_draining()
         if decision is not None:
             self._tell("moving", decision)
@@ -204,23 +239,21 @@ class ServingLoop:
 
 async def _watch(
     served: ServedSpan,
-    renewing: Coroutine[Any, Any, None],
-    placer: Placer | None,
     stop: asyncio.Event,
+    turn: asyncio.Event,
+    *others: Coroutine[Any, Any, Placement | None],
 ) -> Placement | None:
-    """Wait until the peer should move, or, that is None, stop; `renewing` goes on until then.
+    """Wait until one of the others returns where to go on, or, that is None, an event is set.
 
     Raises UnavailableError when the compute thread dies: all steps would be refused.
     """
-    waits = [stop.wait(), asyncio.wait([served.compute.died]), renewing]
-    if placer is not None:
-        waits.append(placer.wait_for_move(served))
-    stopping, dying, *others = await _race(*waits)
-    if not stopping.cancelled():
+    dying = asyncio.wait([served.compute.died])
+    stopping, turning, dead, *ended = await _race(stop.wait(), turn.wait(), dying, *others)
+    if not (stopping.cancelled() and turning.cancelled()):
         return None
-    if not dying.cancelled():
+    if not dead.cancelled():
         raise UnavailableError("the compute thread has failed; start the peer again")
-    return next(task for task in others if not task.cancelled()).result()
+    return next(task for task in ended if not task.cancelled()).result()
 
 
 async def _race(*waits: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:

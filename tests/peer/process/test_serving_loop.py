@@ -30,6 +30,7 @@ from shoal.peer.placement.placer import PlacedModel, Placer
 from shoal.peer.placement.supply import Room
 from shoal.peer.process.background import BackgroundTasks, LoopLag
 from shoal.peer.process.config import PeerConfig, PeerEvent
+from shoal.peer.process.pauses import Pauses
 from shoal.peer.serving_loop import ServingLoop
 from shoal.peer.streams.service import StreamHandler
 from shoal.protocol.endpoints import Endpoint, Relay
@@ -199,6 +200,7 @@ class Peer:
     directory: TroubledDirectory
     handler: StreamHandler
     loader: CountingLoader
+    pauses: Pauses
     stop: asyncio.Event
     running: asyncio.Task[None]
 
@@ -275,7 +277,7 @@ class World:
                 await transport.close()
 
         running = asyncio.create_task(live())
-        peer = Peer(name, events, directory, handler, loader, stop, running)
+        peer = Peer(name, events, directory, handler, loader, loop.pauses, stop, running)
         self.peers.append(peer)
         return peer
 
@@ -684,6 +686,56 @@ async def test_peer_that_is_stopped_while_it_drains_for_a_move_leaves_at_once(wo
     assert len(peer.loader.loaded) == 1
     states = sorted(peer.state for peer in await world.read() if peer.span == Span(4, 8))
     assert states == [PeerState.OFFLINE, PeerState.ONLINE]
+
+
+@in_world()
+async def test_peer_drains_for_a_pause_and_goes_on_with_the_blocks_that_it_has(
+    world: World,
+) -> None:
+    peer = world.add(max_blocks=4)
+    await asyncio.sleep(PERIOD_SECONDS)
+
+    peer.pauses.note("owner", "drained by its owner")
+    await peer.pauses.resting.wait()
+    await asyncio.sleep(10 * PERIOD_SECONDS)
+    (told,) = await world.read()
+    assert told.state is PeerState.OFFLINE
+    assert peer.handler.service is None
+
+    peer.pauses.note("owner", None)
+    await peer.pauses.serving.wait()
+    (told,) = await world.read()
+    assert told.state is PeerState.ONLINE
+    events = [event for event in peer.list_events() if not event.startswith("gap")]
+    assert events == ["placed", "online", "paused", "online"]
+    assert len(peer.loader.loaded) == 1
+    assert len(peer.loader.services) == 2
+
+
+@in_world()
+async def test_peer_with_a_reason_to_pause_at_the_start_is_not_online(world: World) -> None:
+    peer = world.add(max_blocks=4)
+    peer.pauses.note("schedule", "outside of its hours")
+    await asyncio.sleep(PERIOD_SECONDS)
+    assert [event.name for event in peer.events if event.name != "loading"] == ["placed", "paused"]
+    assert peer.events[-1].facts == {"why": ["outside of its hours"]}
+
+    await peer.leave()
+
+    (told,) = await world.read()
+    assert told.state is PeerState.OFFLINE
+
+
+@in_world()
+async def test_peer_whose_compute_thread_dies_in_a_pause_says_so(world: World) -> None:
+    peer = world.add(max_blocks=4)
+    peer.pauses.note("owner", "drained by its owner")
+    await peer.pauses.resting.wait()
+
+    peer.loader.died.set_result(None)
+
+    with pytest.raises(UnavailableError, match="the compute thread has failed"):
+        await asyncio.wait_for(peer.running, PERIOD_SECONDS)
 
 
 @in_world()
