@@ -18,12 +18,8 @@ from .pushing.session_outputs import PushResources
 from .record_workload import RecordWorkload
 from .sessions.admission import Admission, SessionResources
 from .sessions.sessions import SessionWorkload
-from .streams.service import Service
+from .streams.service import STREAMS_PER_SESSION, Service
 from .streams.stream_host import MAX_PENDING_BYTES, PendingBytes, ServiceCounts, StreamHost
-
-_STREAMS_PER_SESSION = 4
-"""Streams that a peer serves for each session it may hold: a session uses two, and some streams
-have none yet. By default far fewer than the listener takes, so that a refusal can be told."""
 
 
 def make_service(
@@ -78,4 +74,7 @@ def make_service(
         SessionWorkload(Admission(engine, compute, clock, for_sessions)),
         RecordWorkload(presence, model.model_id, clock),
     )
-    return Service(host, workloads, _STREAMS_PER_SESSION * config.max_sessions, changed)
+    service = Service(host, workloads, STREAMS_PER_SESSION * config.max_sessions, changed)
+    if model.has_new_limits:  # the blocks may have been loaded under others
+        service.apply_limits(model.limits)
+    return service

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -28,7 +28,13 @@ from ..engine.devices.device import Numerics
 from ..engine.loading.block_tensors import WEIGHT_BYTES, count_block_bytes
 from ..engine.loading.loader import check_span, check_weights
 from ..placement.supply import Room
-from ..process.config import PeerConfig, choose_adapter_bytes, choose_pass_bytes
+from ..process.config import (
+    MOST_SESSIONS,
+    Limits,
+    PeerConfig,
+    choose_adapter_bytes,
+    choose_pass_bytes,
+)
 from ..streams.stream_host import MAX_PENDING_BYTES
 
 RESERVE_BYTES = 2**30
@@ -92,6 +98,8 @@ class HostedModel:
     """Memory for passes."""
     adapter_bytes: int
     """Memory for adapters."""
+    has_new_limits: bool = False
+    """Whether limits were changed since the start of the peer."""
 
     @classmethod
     def open(cls, config: PeerConfig) -> HostedModel:
@@ -132,6 +140,47 @@ class HostedModel:
         if span is not None:
             return sum(sizes[span.start : span.stop])
         return None if self.config.num_blocks is None else self.config.num_blocks * max(sizes)
+
+    @property
+    def limits(self) -> Limits:
+        """How much the peer gives at present."""
+        config = self.config
+        return Limits(
+            config.max_sessions, config.kv_budget_bytes, self.pass_bytes, self.adapter_bytes
+        )
+
+    def limit(self, limits: Limits, span: Span) -> HostedModel:
+        """Return the model with other limits, under which `span` can be served.
+
+        Raises UsageError for limits that no peer could be started with. Memory of a device is
+        allocated while blocks are loaded.
+        """
+        if not 1 <= limits.max_sessions <= MOST_SESSIONS:
+            raise UsageError(
+                f"a peer may have 1 to {MOST_SESSIONS} sessions, not {limits.max_sessions}"
+            )
+        device, spec = self.numerics.device, self.spec
+        if device.read_free_bytes() is not None and limits.kv_bytes > self.limits.kv_bytes:
+            raise UsageError(
+                f"KV memory of {device.torch_device} can grow only at the start of the peer "
+                "(--kv-memory)"
+            )
+        layouts = device.make_layouts(spec.num_kv_heads, spec.head_dim, self.numerics.dtype)
+        check_kv_budget(limits.kv_bytes, span, layouts)
+        config = replace(
+            self.config,
+            max_sessions=limits.max_sessions,
+            kv_budget_bytes=limits.kv_bytes,
+            pass_bytes=limits.pass_bytes,
+            adapter_bytes=limits.adapter_bytes,
+        )
+        return replace(
+            self,
+            config=config,
+            pass_bytes=limits.pass_bytes,
+            adapter_bytes=limits.adapter_bytes,
+            has_new_limits=True,
+        )
 
     def check_fits(self, free_bytes: int) -> None:
         """Raise UsageError where more may be used than is free: the system would end the peer."""

@@ -42,6 +42,7 @@ MEASURED = {
     "queue_seconds": ("shoal_peer_queue_seconds", "Estimated wait of one more step"),
     "passes": ("shoal_peer_passes", "Fine-tuning passes and updates under way"),
     "pass_queue_seconds": ("shoal_peer_pass_queue_seconds", "Estimated wait of one more pass"),
+    "training_used_bytes": ("shoal_peer_training_used_bytes", "Memory of tensors of passes"),
     "training_budget_bytes": ("shoal_peer_training_budget_bytes", "Memory for passes"),
     "adapters": ("shoal_peer_adapters", "Adapters that the peer keeps"),
     "adapter_used_bytes": ("shoal_peer_adapter_used_bytes", "Memory of adapters"),

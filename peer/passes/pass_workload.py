@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
@@ -32,6 +32,7 @@ from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
 from ..engine.pass_queue import ComputedPass, PassJob
 from ..engine.passes.pass_memory import PassBudget
+from ..process.config import Limits
 from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork
 from ..streams.service import Workload
 from .wire_passes import (
@@ -70,7 +71,7 @@ class PassResources:
     note_change: Callable[[], None]
     """To be called when a pass or an update is over."""
 
-    @cached_property
+    @property
     def budget(self) -> PassBudget:
         """What passes may take of it, by purpose."""
         return PassBudget(self.pass_bytes)
@@ -96,6 +97,15 @@ class PassWorkload(Workload):
         engine.passes.activations.limit(resources.budget.kept_bytes)
         compute.limit_passes(resources.budget.work_bytes)
 
+    def apply_limits(self, limits: Limits) -> None:
+        """See Workload.apply_limits."""
+        self.resources.pass_bytes = limits.pass_bytes
+        budget = self.resources.budget
+        self.tensors.budget_bytes = budget.tensor_bytes
+        self.compute.post(partial(self.engine.passes.activations.limit, budget.kept_bytes))
+        self.compute.limit_passes(budget.work_bytes)
+        self.resources.adapter_store.limit(limits.adapter_bytes)
+
     @property
     def is_idle(self) -> bool:
         """Whether no pass and no update is there."""
@@ -114,8 +124,12 @@ class PassWorkload(Workload):
         return {"passes": self.num_running}
 
     def describe(self, announcement: Announcement) -> Announcement:
-        """Add how long passes wait."""
-        return replace(announcement, pass_queue_seconds=self.estimate_wait_seconds())
+        """Add whether passes are taken, and how long they wait."""
+        return replace(
+            announcement,
+            takes_passes=self.resources.pass_bytes > 0,
+            pass_queue_seconds=self.estimate_wait_seconds(),
+        )
 
     def measure(self) -> Mapping[str, float]:
         """See Workload.measure."""
@@ -123,6 +137,7 @@ class PassWorkload(Workload):
         return {
             "passes": self.num_running,
             "pass_queue_seconds": self.estimate_wait_seconds(),
+            "training_used_bytes": self.tensors.used_bytes,
             "training_budget_bytes": self.resources.pass_bytes,
             "adapters": len(store),
             "adapter_used_bytes": store.shared.used_bytes,

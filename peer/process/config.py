@@ -25,6 +25,9 @@ MOST_ADAPTER_BYTES = 2**29
 LEAST_ADAPTER_BYTES = 2**24
 """With less, there is no room for an adapter of a model of some width."""
 
+MOST_SESSIONS = 256
+"""Of a peer. More streams than theirs would be more than its listener takes."""
+
 
 @dataclass(frozen=True)
 class PeerConfig:
@@ -96,7 +99,7 @@ class PeerConfig:
     announce_period_seconds: float = 30.0
     """Interval between announcements; an announcement expires after three periods."""
 
-    max_sessions: int = 256
+    max_sessions: int = MOST_SESSIONS
     """Most sessions at the same time."""
 
     session_idle_seconds: float = 1800.0
@@ -129,6 +132,32 @@ class PeerConfig:
                 f"adapters need at least {LEAST_ADAPTER_BYTES // 2**20} MiB of memory, or none "
                 f"(--adapter-memory 0), not {self.adapter_bytes:,} bytes"
             )
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of its machine a peer gives; may change while it runs.
+
+    Where more is in use than a new limit allows, nothing is taken away, and nothing new is admitted
+    until it fits.
+    """
+
+    max_sessions: int
+    """Most sessions at the same time."""
+
+    kv_bytes: int
+    """Memory for KV caches."""
+
+    pass_bytes: int
+    """Memory for fine-tuning passes; 0: accept none."""
+
+    adapter_bytes: int
+    """Memory for adapters; 0: accept none."""
+
+    @property
+    def num_bytes(self) -> int:
+        """All memory that may be used."""
+        return self.kv_bytes + self.pass_bytes + self.adapter_bytes
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from ..engine.adapters.adapter_store import AdapterStore, KeptAdapter
 from ..engine.cache.kv_cache import IDLE_SECONDS, KVCachePool, PrefixCopy, SessionCache
 from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
+from ..process.config import Limits
 from ..pushing.session_outputs import PushResources, SessionOutputs
 from ..streams.stream_host import ServiceCounts
 from .held_session import HeldSession
@@ -121,6 +122,12 @@ class Admission:
         """Wake all that wait, in their order."""
         for waiter in self._waiting:
             waiter.set()
+
+    def limit(self, limits: Limits) -> None:
+        """Hold at most so many sessions, with so much memory; those that wait may try again."""
+        self.resources.max_sessions = limits.max_sessions
+        limiting = self.compute.call(partial(self.engine.pool.limit, limits.kv_bytes))
+        limiting.add_done_callback(lambda _: self.look_again())
 
     def may_wait(self, tenant: Tenant) -> bool:
         """Return whether a tenant may have one more session wait: each gets its share."""

@@ -33,6 +33,7 @@ from ...protocol.records.announcements import Announcement
 from ...protocol.session.session_state import StepAction
 from ...protocol.versions import HANDOFF_VERSION
 from ..engine.steps import ComputedStep
+from ..process.config import Limits
 from ..streams.client_stream import Answer, ClientStream, Handler, StreamWork, encode_refusal
 from ..streams.service import Workload
 from .admission import Admission
@@ -111,6 +112,10 @@ class SessionWorkload(Workload):
     def count(self) -> Mapping[str, int]:
         """See Workload.count."""
         return {"sessions": len(self.admission.sessions)}
+
+    def apply_limits(self, limits: Limits) -> None:
+        """See Workload.apply_limits."""
+        self.admission.limit(limits)
 
     def describe(self, announcement: Announcement) -> Announcement:
         """Add how long steps wait, how fast they are computed, and the room for sessions."""

@@ -16,8 +16,13 @@ from ...protocol.fair_share import BUSY_SECONDS, check_share
 from ...protocol.messages.reverse_connections import Offer
 from ...protocol.net.transport import Stream, refuse_large_frames
 from ...protocol.records.announcements import Announcement
+from ..process.config import Limits
 from .client_stream import ClientStream, StreamWork, encode_refusal
 from .stream_host import ServiceCounts, StreamHost
+
+STREAMS_PER_SESSION = 4
+"""Streams that a peer serves for each session it may hold: a session uses two, and some streams
+have none yet. By default far fewer than the listener takes, so that a refusal can be told."""
 
 _RETRY_SECONDS = 10.0
 
@@ -43,6 +48,9 @@ class Workload(Protocol):
     def count(self) -> Mapping[str, int]:
         """Return the counts of work under way, by names for people."""
         return {}
+
+    def apply_limits(self, limits: Limits) -> None:
+        """Admit new work by these limits from now on."""
 
     def describe(self, announcement: Announcement) -> Announcement:
         """Return the peer's announcement with the present load of this workload."""
@@ -112,6 +120,12 @@ class Service:
             **measured,
         }
 
+    def apply_limits(self, limits: Limits) -> None:
+        """Admit new work by these limits from now on; nothing that is here ends."""
+        self._max_streams = STREAMS_PER_SESSION * limits.max_sessions
+        for workload in self.workloads:
+            workload.apply_limits(limits)
+
     def begin_draining(self) -> None:
         """Take nothing new; clients that wait for a session, or have one, hear that at once."""
         for workload in self.workloads:
@@ -179,7 +193,9 @@ class StreamHandler:
             with contextlib.suppress(ShoalError, TimeoutError):
                 async with asyncio.timeout(_RETRY_SECONDS):
                     await stream.receive()  # Hello: unread, it would take the answer with it
-            raise RefusedError(ErrorCode.BUSY, "the peer is loading its blocks", _RETRY_SECONDS)
+            raise RefusedError(
+                ErrorCode.BUSY, "the peer serves no blocks at present", _RETRY_SECONDS
+            )
         offer = await service.serve(stream)
         if offer is None:
             return

@@ -84,6 +84,10 @@ class AdapterStore:
         self.on_lack = lambda name, tenant: make_unknown(name)
         self.on_change = lambda: None
 
+    def limit(self, num_bytes: int) -> None:
+        """Take new adapters up to so many bytes from now on; those that are here stay."""
+        self.shared.budget_bytes = self._num_bytes = num_bytes
+
     def __len__(self) -> int:
         return len(list(self._list()))
 

@@ -322,7 +322,8 @@ class PrefixCopy:
 class KVCachePool:
     """The KV memory of one peer: hands out leases to sessions and keeps the account.
 
-    Invariant: `used_bytes` <= `budget_bytes`.
+    Invariant: `used_bytes` <= `budget_bytes`, once those have ended that were admitted under a
+    larger budget.
     """
 
     def __init__(
@@ -415,9 +416,15 @@ class KVCachePool:
         held = self._count_held()
         left_bytes = max(0, self._compute_share(tenant, held) - held[tenant])
         token_bytes = self._store.num_blocks * self._store.layouts[kv_format].token_bytes
-        free_bytes = self.budget_bytes - self.used_bytes
+        free_bytes = max(0, self.budget_bytes - self.used_bytes)
         num_pages = min(free_bytes, left_bytes) // (PAGE_TOKENS * token_bytes)
         return num_pages * PAGE_TOKENS
+
+    def limit(self, budget_bytes: int) -> None:
+        """Hand out at most so many bytes from now on; sessions keep what they have."""
+        most_bytes = self._store.most_bytes
+        self.budget_bytes = budget_bytes if most_bytes is None else min(budget_bytes, most_bytes)
+        self.count_again()
 
     def check_integrity(self) -> None:
         """Raise LocalProtocolError if the account does not add up (a bug of ours)."""

@@ -209,6 +209,9 @@ class SessionMemory(ABC):
 class KVStore(ABC):
     """The memory of all sessions of one engine. `layouts` say what one token takes."""
 
+    most_bytes: int | None = None
+    """All that there is, where it is allocated at once."""
+
     def __init__(self, num_blocks: int, dtype: torch.dtype, layouts: Mapping[KVFormat, Layout]):
         self.num_blocks = num_blocks
         self.dtype = dtype

@@ -81,6 +81,7 @@ class PagedStore(KVStore):
         width = layouts[KVFormat.INT8].width
         self.page_bytes = 2 * num_kv_heads * PAGE_TOKENS * width
         self.num_pages = max(0, budget_bytes) // (len(span) * self.page_bytes)
+        self.most_bytes = self.num_pages * len(span) * self.page_bytes
         self.nobodys_page = self.num_pages
         self.device = device
         self._span = span

@@ -31,7 +31,7 @@ from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading.engine_loader import load_engine
-from shoal.peer.process.config import PeerConfig
+from shoal.peer.process.config import Limits, PeerConfig
 from shoal.peer.streams import client_stream
 from shoal.peer.streams.stream_host import MAX_PENDING_BYTES, PendingBytes
 from shoal.protocol import limits
@@ -488,3 +488,28 @@ async def test_stream_says_how_its_steps_ended_also_when_it_broke(peer: Peer) ->
     gap = await talk.ask(make_step(2, 3, draw_hidden(1)))
     assert isinstance(gap, Gap)
     assert gap.length == 0
+
+
+@with_peer(max_sessions=8)
+async def test_limits_may_change_while_sessions_are_open(peer: Peer) -> None:
+    hosts = [peer.at_host(f"host {number}") for number in range(5)]
+    talks = [await host.open(number) for number, host in enumerate(hosts[:3])]
+    roomy = Limits(8, peer.engine.pool.budget_bytes, 2**28, 2**24)
+
+    peer.service.apply_limits(replace(roomy, max_sessions=3))
+    late = await hosts[3].greet()
+    assert_declined(await late.ask(make_open(3)), ErrorCode.BUSY)
+    expect_output(await talks[0].ask(make_step(1, 0, draw_hidden(1), number=0)))
+
+    peer.service.apply_limits(replace(roomy, max_sessions=4))
+    assert isinstance(await late.ask(make_open(3)), Opened)
+
+    peer.service.apply_limits(replace(roomy, kv_bytes=0))
+    later = await hosts[4].greet()
+    assert_declined(await later.ask(make_open(4)), ErrorCode.CACHE_FULL)
+    expect_output(await talks[0].ask(make_step(2, 1, draw_hidden(2), number=0)))
+    assert peer.service.count_bytes()["kv_bytes"] > 0
+
+    peer.service.apply_limits(roomy)
+    await peer.compute.call(bool)  # behind the change of the pool
+    assert isinstance(await later.ask(make_open(4)), Opened)
