@@ -21,7 +21,7 @@ MOVED := $(if $(filter-out $(shell cat .venv/checkout 2>/dev/null),$(CURDIR)),FO
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
-.PHONY: help demo swarm monitor-demo test test-fast chaos check bench constraints clean FORCE
+.PHONY: help demo swarm monitor-demo test test-fast chaos check bench constraints proto clean FORCE
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -82,6 +82,10 @@ constraints: .venv/bin/python  ## resolve the newest versions and write constrai
 	   | grep -viE '^(nvidia|cuda|triton)' | sed 's/+.*//'; } > build/constraints.txt
 	@mv build/constraints.txt constraints.txt && rm -rf build/constraints
 	@echo "Wrote constraints.txt; run 'make check test' before keeping it."
+
+proto: .venv/installed-dev  ## generate code from operator.proto
+	@$(RUN) -m grpc_tools.protoc -Ishoal/peer/operating=peer/operating --python_out=.typing \
+	    --pyi_out=.typing shoal/peer/operating/operator.proto
 
 clean:  ## remove the environment, caches and build results
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .benchmarks kernels/native/*.so

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from ..protocol.errors import ShoalError, UnavailableError, UsageError
 from ..protocol.versions import SOFTWARE
+from .options.config_file import apply_config
 from .options.shared_options import join_addresses
 from .terminal.interrupts import INTERRUPTED, INTERRUPTED_FACTS, quitting_at_once
 from .terminal.notices import NoticeHandler
@@ -30,6 +31,10 @@ _COMMANDS = {
     "models": "list the models that a swarm serves",
     "monitor": "watch the health of a swarm, on a web page or once",
     "top": "watch the health of a swarm on the terminal",
+    "peers": "list the peers on this machine",
+    "drain": "have a peer on this machine serve nothing for a while",
+    "resume": "have a drained peer serve again",
+    "limits": "show or change how much a peer on this machine gives",
     "doctor": "find out what is broken in a swarm, and how to fix it",
     "bench": "benchmark a running swarm from this machine",
 }
@@ -39,7 +44,11 @@ WRONG_USAGE = 2
 
 _ELSEWHERE = {
     "bench": ".benchmarking.bench",
+    "drain": ".operating.drain",
+    "limits": ".operating.limits",
     "monitor": ".monitoring.monitor",
+    "peers": ".operating.peers",
+    "resume": ".operating.resume",
     "top": ".monitoring.top",
 }
 """Commands in the room of their parts."""
@@ -138,6 +147,10 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
             place = _ELSEWHERE.get(name, f".commands.{name.replace('-', '_')}")
             module = importlib.import_module(place, __package__)
             module.add_arguments(subparser)
+            try:
+                apply_config(subparser, given)
+            except UsageError as error:
+                subparser.error(str(error))
             subparser.set_defaults(run=module.run)
     options, unexpected = parser.parse_known_args(join_addresses(given))
     if unexpected:

@@ -34,7 +34,8 @@ ARROWS = {
 
 DOORS = {
     "hivemind": {"protocol/net/dht/", "protocol/net/libp2p/"},
-    "google": {"protocol/wire/codec.py"},
+    "google": {"protocol/wire/codec.py", "peer/operating/operator_server.py"},
+    "grpc": {"peer/operating/operator_client.py", "peer/operating/operator_server.py"},
     "bitsandbytes": {"kernels/"},
     "triton": {
         "kernels/linear/triton_int8.py",

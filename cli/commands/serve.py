@@ -21,6 +21,7 @@ from ...protocol.net.clock import SystemClock
 from ...protocol.net.dht.internet import InternetNetwork, Listening
 from ..options.bundled_model import find_commit
 from ..options.join_options import describe_last_swarm, list_addresses_of_new, quote_swarm
+from ..options.operating_options import read_operator_config
 from ..options.serve_options import add_serve_arguments, make_config
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import (
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> bool:
     way_in = quote_swarm(options.initial_peers, options.join)
     report = print_json if options.json else EventPrinter(options.model, way_in)
-    config = make_config(options)
+    config, operator = make_config(options), read_operator_config(options)
     listening = _make_listening(config)
     _show_losses_of_the_directory()
     with quitting_at_once(options.json), importing_much():
@@ -68,8 +69,9 @@ def _run(options: argparse.Namespace) -> bool:
         # Seconds of torch, before the loop is there.
         from ...peer import peer  # noqa: F401
         from ...peer.operating.operation import OperatingConfig, Operation
+    operating = OperatingConfig(options.metrics, operator)
     with (
-        Operation.prepare(OperatingConfig(options.metrics)) as operation,
+        Operation.prepare(operating) as operation,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         if addresses := list_addresses_of_new(options):
@@ -196,6 +198,7 @@ async def _run_peer(
     from ...peer.peer import Peer
 
     clock = SystemClock()
+    report = operation.pass_on(report, clock)
     network = InternetNetwork(
         clock,
         config.initial_peers,

@@ -7,8 +7,10 @@ from ...peer.process.config import PeerConfig
 from ...protocol.errors import UsageError
 from ...protocol.spans import Span
 from .bundled_model import find_model
+from .config_file import add_config_argument
 from .join_options import add_join_arguments, choose_swarm
 from .listen_options import add_listen_arguments, choose_place
+from .operating_options import add_operating_arguments
 from .quantities import (
     parse_announce_period,
     parse_bytes,
@@ -35,6 +37,8 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add_join_arguments(parser, "join the swarm of the peer at this address", swarm)
     _add_work_arguments(parser)
     add_listen_arguments(parser)
+    add_operating_arguments(parser)
+    add_config_argument(parser)
     parser.add_argument(
         "--identity", type=Path, metavar="FILE",
         help="file with the private key behind the peer's id; created if missing",

@@ -179,6 +179,14 @@ def _describe_event(event: PeerEvent) -> Iterator[str]:
             f"{_describe_speed(facts)}."
         )
         yield f"Computing with {facts['kernels']}. Press Ctrl-C to leave."
+    elif event.name == "operator":
+        name, places = facts["name"], facts["operator_addresses"]
+        yield f"Control this peer with `shoal drain {name}`, `shoal limits {name}`, and so on."
+        for place in places:
+            if not place.startswith("unix:"):
+                yield f"Tools with the token reach it at {place}."
+    elif event.name == "paused":
+        yield f"Paused: {'; '.join(facts['why'])}. Press Ctrl-C to leave."
     elif event.name == "speed":
         yield f"Measured again: {_describe_speed(facts)}."
     elif event.name == "relayed":

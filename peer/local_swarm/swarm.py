@@ -341,6 +341,8 @@ class LocalSwarm:
         arguments = ["--weights", config.weights, "--threads", str(config.num_threads)]
         arguments += ["--kv-memory", str(config.kv_budget_bytes)]
         arguments += ["--announce-period", str(config.announce_period_seconds)]
+        # Hundreds of peers of tests would pay for what nobody asks them.
+        arguments += ["--no-operator"]
         arguments += ["--listen", "127.0.0.1", *config.serve_arguments, *more]
         arguments += ["--initial-peers", *initial_peers] if initial_peers else ["--new-swarm"]
         peer = LocalPeer(self.model, place, arguments, program, config.drain_seconds)

@@ -1,18 +1,26 @@
-"""Runs beside a peer what its owner asked for: metrics over HTTP."""
+"""Runs beside a peer what its owner asked for: metrics over HTTP, control by gRPC, a schedule."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 from collections.abc import AsyncGenerator, Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from ...protocol.endpoints import is_loopback
+from ...protocol.errors import UsageError
 from ...protocol.net.clock import Clock
 from ..process.background import BackgroundTasks
 from ..process.config import PeerEvent, Report
+from .control import ControlledPeer, EventFeed, PeerControl
 from .figures import Figures, OperatedPeer, read_figures
+from .operator_config import OperatorConfig
+from .schedule import Schedule, follow_schedule
+
+_logger = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 16
 """To the metrics: more than a few readers are a mistake, or somebody else's."""
@@ -22,12 +30,19 @@ _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 its own name here and read them."""
 
 
+class Operated(OperatedPeer, ControlledPeer, Protocol):
+    """A peer that its owner looks into and changes."""
+
+
 @dataclass(frozen=True)
 class OperatingConfig:
     """What the owner of a machine asked for beside the peer itself."""
 
     metrics: tuple[str, int] | None = None
     """Host and port of the Prometheus metrics; port 0: any free one; None: they are not served."""
+
+    operator: OperatorConfig = field(default_factory=OperatorConfig)
+    """How the owner's tools reach the peer, and when it serves."""
 
 
 class Operation:
@@ -36,6 +51,7 @@ class Operation:
     def __init__(self, config: OperatingConfig, metrics_socket: socket.socket | None) -> None:
         self._config = config
         self._metrics_socket = metrics_socket
+        self._events = EventFeed()
 
     @classmethod
     @contextlib.contextmanager
@@ -49,16 +65,34 @@ class Operation:
                 metrics_socket = stack.enter_context(listen(*config.metrics, "--metrics"))
             yield cls(config, metrics_socket)
 
+    def pass_on(self, report: Report, clock: Clock) -> Report:
+        """Return what reports events of a peer, so that its owner's tools see them as well."""
+
+        def note(event: PeerEvent) -> None:
+            self._events.note(event, clock.wall())
+            report(event)
+
+        return note
+
     @contextlib.asynccontextmanager
     async def run(
-        self, peer: OperatedPeer, clock: Clock, report: Report
+        self, peer: Operated, clock: Clock, report: Report
     ) -> AsyncGenerator[Callable[[], Figures]]:
         """Run beside a peer until the end of the block; yields what reads its figures.
 
-        Reports `metrics` with their address.
+        Reports `metrics` and `operator` with their addresses. Raises UsageError where the owner's
+        tools cannot reach the peer as they should.
         """
         read = partial(read_figures, peer, clock)
-        async with BackgroundTasks() as tasks:
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(
+                self._serve_operator(PeerControl(peer, clock, self._events), report)
+            )
+            tasks = await stack.enter_async_context(BackgroundTasks())
+            if self._config.operator.schedule != Schedule():
+                tasks.begin(
+                    follow_schedule(self._config.operator.schedule, peer.loop.pauses, clock)
+                )
             if self._metrics_socket is not None and self._config.metrics is not None:
                 from .http_server import name_url, serve_app
                 from .metrics import make_metrics_page
@@ -70,3 +104,23 @@ class Operation:
                 url = f"{name_url(self._metrics_socket)}metrics"
                 report(PeerEvent("metrics", {"url": url}))
             yield read
+
+    @contextlib.asynccontextmanager
+    async def _serve_operator(self, control: PeerControl, report: Report) -> AsyncGenerator[None]:
+        """Serve the owner's tools. Without a socket for them the peer runs all the same."""
+        config = self._config.operator
+        async with contextlib.AsyncExitStack() as stack:
+            if config.has_socket or config.tcp is not None:
+                from .operator_server import serve_operator  # a moment that tests can do without
+
+                try:
+                    addresses = await stack.enter_async_context(
+                        serve_operator(control, config.has_socket, config.tcp)
+                    )
+                    facts = {"name": control.name, "operator_addresses": addresses}
+                    report(PeerEvent("operator", facts))
+                except UsageError as error:
+                    if config.tcp is not None:
+                        raise
+                    _logger.warning("`shoal peers` cannot reach this peer: %s", error)
+            yield

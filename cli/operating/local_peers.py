@@ -1,0 +1,89 @@
+"""Finds the peers of this user on this machine, and calls them."""
+
+import argparse
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from ...peer.operating.operator_addresses import list_sockets
+from ...protocol.errors import UsageError
+from ..terminal.interrupts import quitting_at_once
+from ..terminal.terminal import Progress, Terminal
+
+_ANSWER_SECONDS = 10.0
+"""For a call that a peer answers at once; its loop may be busy."""
+
+
+def add_name_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the name of a peer, and --json."""
+    parser.add_argument("name", metavar="NAME", help="name of the peer, as `shoal peers` shows it")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def call(
+    options: argparse.Namespace,
+    method: str,
+    doing: str,
+    fields: Mapping[str, Any] | None = None,
+    timeout_seconds: float = _ANSWER_SECONDS,
+) -> dict[str, Any]:
+    """Call a method of the peer that the command line names; return the fields of its answer.
+
+    Raises UsageError where no such peer runs, and for what it does not accept; UnavailableError
+    where it does not answer.
+    """
+    sockets = dict(list_sockets())
+    if options.name not in sockets:
+        known = f"these do: {', '.join(sockets)}" if sockets else "no other does either"
+        raise UsageError(f"no peer of yours named {options.name} runs on this machine; {known}")
+    with Progress(Terminal(sys.stderr), lambda: doing):
+        with quitting_at_once(options.json):
+            from ...peer.operating.operator_client import call_peer
+        return call_peer(sockets[options.name], options.name, method, timeout_seconds, fields or {})
+
+
+def describe_all(is_json: bool) -> list[dict[str, Any]]:
+    """Return the descriptions of all peers; of one that does not answer, name and `error`."""
+    sockets = list(list_sockets())
+    if not sockets:
+        return []
+    with quitting_at_once(is_json):
+        from ...peer.operating.operator_client import call_peer
+        from ...protocol.errors import ShoalError
+    described: list[dict[str, Any]] = []
+    for name, socket in sockets:
+        try:
+            described.append(call_peer(socket, name, "Describe", _ANSWER_SECONDS))
+        except ShoalError as error:
+            described.append({"name": name, "error": str(error)})
+    return described
+
+
+def describe_state(peer: Mapping[str, Any]) -> str:
+    """Return the state of a peer for people, with the reasons of a pause.
+
+    >>> describe_state({"state": "offline", "paused_because": ["drained by its owner"]})
+    'paused: drained by its owner'
+    """
+    reasons = "; ".join(peer["paused_because"])
+    if not reasons:
+        return str(peer["state"])
+    return f"paused: {reasons}" if peer["state"] == "offline" else f"pausing: {reasons}"
+
+
+def show_limits(peer: Mapping[str, Any], terminal: Terminal) -> None:
+    """Print the limits of a peer, and what of them is in use."""
+    rows = [("limit", "in use", "at most")]
+    for name, most in peer["limits"].items():
+        show = str if name == "sessions" else show_bytes
+        rows.append((name.replace("_", " "), show(peer["used"][name]), show(most)))
+    terminal.print_table(rows)
+
+
+def show_bytes(num_bytes: int) -> str:
+    """Return a size for people.
+
+    >>> show_bytes(0), show_bytes(2**20), show_bytes(3 * 2**29)
+    ('0 MiB', '1 MiB', '1,536 MiB')
+    """
+    return f"{num_bytes / 2**20:,.0f} MiB"
