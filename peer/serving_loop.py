@@ -21,7 +21,7 @@ from .placement.placer import Placer
 from .placement.swarm_news import tell_news
 from .process.background import BackgroundTasks
 from .process.config import PeerEvent, Report
-from .process.pauses import Pauses
+from .process.pauses import ServingPauses
 from .streams.service import Service, StreamHandler
 
 _logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class ServingLoop:
     report: Report
     find_address: Callable[[], Mapping[str, object]]
     drain_seconds: float
-    pauses: Pauses = field(default_factory=Pauses)
+    pauses: ServingPauses = field(default_factory=ServingPauses)
 
     async def run(
         self, span: Span | None, placer: Placer, tasks: BackgroundTasks, stop: asyncio.Event

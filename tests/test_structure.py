@@ -61,7 +61,12 @@ IMPURE_MODULES = {
 }
 """What protocol/*.py may not import, and what it would get hold of."""
 
-IMPORT_NAMES = {"grpcio": "grpc", "protobuf": "google"}
+IMPORT_NAMES = {
+    "grpcio": "grpc",
+    "grpcio-health-checking": "grpc_health",
+    "grpcio-reflection": "grpc_reflection",
+    "protobuf": "google",
+}
 """Distributions whose import name differs from their own."""
 
 NAMES_OF_OTHERS = {

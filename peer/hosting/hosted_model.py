@@ -30,12 +30,11 @@ from ..engine.loading.loader import check_span, check_weights
 from ..placement.supply import Room
 from ..process.config import (
     MOST_SESSIONS,
-    Limits,
     PeerConfig,
     choose_adapter_bytes,
     choose_pass_bytes,
 )
-from ..streams.stream_host import MAX_PENDING_BYTES
+from ..streams.stream_host import MAX_PENDING_BYTES, Limits
 
 RESERVE_BYTES = 2**30
 """Memory that is left to everything else on the machine, and to torch itself."""

@@ -16,9 +16,9 @@ from ...protocol.records.announcements import Announcement
 from ..announcing.announcer import Announcer
 from ..announcing.self_description import SelfDescription
 from ..hosting.hosted_model import HostedModel
-from ..process.config import Limits, PeerConfig, PeerEvent
-from ..process.pauses import Pauses
-from ..streams.service import Service, StreamHandler
+from ..process.config import PeerConfig, PeerEvent
+from ..process.pauses import ServingPauses
+from ..streams.service import Limits, Service, StreamHandler
 from .operator_addresses import is_socket_name
 
 LIMIT_NAMES = {
@@ -71,7 +71,7 @@ class ControlledLoop(Protocol):
     def description(self) -> SelfDescription: ...
 
     @property
-    def pauses(self) -> Pauses: ...
+    def pauses(self) -> ServingPauses: ...
 
 
 class ModelHolder(Protocol):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...protocol.errors import UsageError
 from ...protocol.net.clock import Clock
-from ..process.pauses import Pauses
+from ..process.pauses import ServingPauses
 
 _HOURS = re.compile(r"(\d\d?):(\d\d)-(\d\d?):(\d\d)", re.ASCII)
 
@@ -90,7 +90,7 @@ class Schedule:
         return reasons
 
 
-async def follow_schedule(schedule: Schedule, pauses: Pauses, clock: Clock) -> None:
+async def follow_schedule(schedule: Schedule, pauses: ServingPauses, clock: Clock) -> None:
     """Pause a peer and have it go on, as its schedule says, until cancelled."""
     while True:
         minute = find_minute(clock.wall())

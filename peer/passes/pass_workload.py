@@ -32,9 +32,8 @@ from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
 from ..engine.pass_queue import ComputedPass, PassJob
 from ..engine.passes.pass_memory import PassBudget
-from ..process.config import Limits
 from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork
-from ..streams.service import Workload
+from ..streams.service import Limits, Workload
 from .wire_passes import (
     Adapters,
     WireWork,

@@ -3,7 +3,7 @@
 import asyncio
 
 
-class Pauses:
+class ServingPauses:
     """The reasons for which a peer pauses, by who has them; without any it serves.
 
     For a pause the peer drains and then rests: it stays in its swarm, announced as OFFLINE, and its
@@ -23,7 +23,7 @@ class Pauses:
         self.unwanted.set()
 
     def __repr__(self) -> str:
-        return f"<Pauses {self._reasons}, resting {self.resting.is_set()}>"
+        return f"<ServingPauses {self._reasons}, resting {self.resting.is_set()}>"
 
     @property
     def reasons(self) -> tuple[str, ...]:

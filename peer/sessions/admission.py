@@ -20,9 +20,8 @@ from ..engine.adapters.adapter_store import AdapterStore, KeptAdapter
 from ..engine.cache.kv_cache import IDLE_SECONDS, KVCachePool, PrefixCopy, SessionCache
 from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine
-from ..process.config import Limits
 from ..pushing.session_outputs import PushResources, SessionOutputs
-from ..streams.stream_host import ServiceCounts
+from ..streams.stream_host import Limits, ServiceCounts
 from .held_session import HeldSession
 
 _logger = logging.getLogger(__name__)

@@ -33,9 +33,8 @@ from ...protocol.records.announcements import Announcement
 from ...protocol.session.session_state import StepAction
 from ...protocol.versions import HANDOFF_VERSION
 from ..engine.steps import ComputedStep
-from ..process.config import Limits
 from ..streams.client_stream import Answer, ClientStream, Handler, StreamWork, encode_refusal
-from ..streams.service import Workload
+from ..streams.service import Limits, Workload
 from .admission import Admission
 from .held_session import (
     HeldSession,

@@ -16,9 +16,8 @@ from ...protocol.fair_share import BUSY_SECONDS, check_share
 from ...protocol.messages.reverse_connections import Offer
 from ...protocol.net.transport import Stream, refuse_large_frames
 from ...protocol.records.announcements import Announcement
-from ..process.config import Limits
 from .client_stream import ClientStream, StreamWork, encode_refusal
-from .stream_host import ServiceCounts, StreamHost
+from .stream_host import Limits, ServiceCounts, StreamHost
 
 STREAMS_PER_SESSION = 4
 """Streams that a peer serves for each session it may hold: a session uses two, and some streams

@@ -70,6 +70,32 @@ class ServiceCounts:
         self.sent_bytes[PURPOSES[read_kind(frame)]] += len(frame)
 
 
+@dataclass(frozen=True)
+class Limits:
+    """How much of its machine a peer gives; may change while it runs.
+
+    Where more is in use than a new limit allows, nothing is taken away, and nothing new is admitted
+    until it fits.
+    """
+
+    max_sessions: int
+    """Most sessions at the same time."""
+
+    kv_bytes: int
+    """Memory for KV caches."""
+
+    pass_bytes: int
+    """Memory for fine-tuning passes; 0: accept none."""
+
+    adapter_bytes: int
+    """Memory for adapters; 0: accept none."""
+
+    @property
+    def num_bytes(self) -> int:
+        """All memory that may be used."""
+        return self.kv_bytes + self.pass_bytes + self.adapter_bytes
+
+
 class PendingBytes(SharedBytes):
     """Memory for frames that arrive in pieces, steps that wait, and answers that do."""
 

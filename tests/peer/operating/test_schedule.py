@@ -15,7 +15,7 @@ from shoal.peer.operating.schedule import (
     follow_schedule,
     is_on_battery,
 )
-from shoal.peer.process.pauses import Pauses
+from shoal.peer.process.pauses import ServingPauses
 from shoal.protocol.errors import UsageError
 
 
@@ -92,7 +92,7 @@ async def test_pause_begins_and_ends_with_the_hours() -> None:
     now = find_minute(clock.wall())
     later = (now + 60) % (24 * 60)
     text = f"{later // 60}:{later % 60:02}-{(later // 60 + 1) % 24}:{later % 60:02}"
-    pauses = Pauses()
+    pauses = ServingPauses()
     following = asyncio.create_task(follow_schedule(Schedule((Hours.parse(text),)), pauses, clock))
 
     await asyncio.wait_for(pauses.wanted.wait(), 60)

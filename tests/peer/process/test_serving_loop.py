@@ -30,7 +30,7 @@ from shoal.peer.placement.placer import PlacedModel, Placer
 from shoal.peer.placement.supply import Room
 from shoal.peer.process.background import BackgroundTasks, LoopLag
 from shoal.peer.process.config import PeerConfig, PeerEvent
-from shoal.peer.process.pauses import Pauses
+from shoal.peer.process.pauses import ServingPauses
 from shoal.peer.serving_loop import ServingLoop
 from shoal.peer.streams.service import StreamHandler
 from shoal.protocol.endpoints import Endpoint, Relay
@@ -200,7 +200,7 @@ class Peer:
     directory: TroubledDirectory
     handler: StreamHandler
     loader: CountingLoader
-    pauses: Pauses
+    pauses: ServingPauses
     stop: asyncio.Event
     running: asyncio.Task[None]
 

@@ -31,9 +31,9 @@ from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading.engine_loader import load_engine
-from shoal.peer.process.config import Limits, PeerConfig
+from shoal.peer.process.config import PeerConfig
 from shoal.peer.streams import client_stream
-from shoal.peer.streams.stream_host import MAX_PENDING_BYTES, PendingBytes
+from shoal.peer.streams.stream_host import MAX_PENDING_BYTES, Limits, PendingBytes
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, UnavailableError
 from shoal.protocol.fair_share import Tenant
