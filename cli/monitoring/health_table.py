@@ -5,8 +5,9 @@ from ..options.quantities import count_of
 from ..terminal.terminal import Terminal
 
 COLOURS = {"healthy": "green", "degraded": "yellow", "failing": "red", "unknown": "red"}
-PEER_COLUMNS = ("peer", "blocks", "state", "queue", "steps/s", "round trip")
+PEER_COLUMNS = ("peer", "blocks", "state", "sessions", "queue", "steps/s", "round trip", "device")
 _MAX_ROWS = 32
+_NAME_CHARACTERS = 12
 _ENDING_CHARACTERS = 6  # of a peer id in the table; --json has the whole
 
 
@@ -50,10 +51,12 @@ def make_row(peer: PeerRow) -> tuple[str, ...]:
     if peer.rtt_seconds is not None and not peer.fault:
         rtt = f"{1000 * peer.rtt_seconds:.1f} ms"
     return (
-        f"…{peer.peer_id[-_ENDING_CHARACTERS:]}",
+        f"{peer.name[:_NAME_CHARACTERS]} …{peer.peer_id[-_ENDING_CHARACTERS:]}".lstrip(),
         peer.span,
         peer.state,
+        str(peer.num_sessions),
         f"{1000 * peer.queue_seconds:.1f} ms",
         "-" if speed is None else f"{speed:.0f}" if speed >= 100 else f"{speed:.3g}",
         rtt,
+        peer.device or "-",
     )

@@ -13,6 +13,7 @@ from ...client.monitor.page.app import Page
 from ...peer.operating import http_server
 from ...peer.placement.placement import Candidate, decide_placement
 from ...peer.placement.supply import Room, Supply
+from ...peer.process.config import PeerConfig, choose_adapter_bytes, choose_pass_bytes
 from ...protocol.ids import PeerId
 from ...protocol.net.addresses import list_own_hosts
 from ...protocol.net.tasks import cancel_all
@@ -20,6 +21,12 @@ from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
 
 _MAX_CONNECTIONS = 200
+
+OTHER_BYTES = 3 * 2**29
+"""What a peer leaves free, and keeps for messages: one and a half GiB."""
+
+_LOADED_BLOCKS = 4
+"""A block in float32, as it is loaded, is as large as four in int8."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -62,7 +69,7 @@ async def serve_page(
     monitor: Monitor, listening: socket.socket, host: str, addresses: Sequence[str]
 ) -> None:
     """Watch the swarm and serve the page, under the names of a host, until cancelled."""
-    page = Page(monitor, list_own_names(host), choose_place)
+    page = Page(monitor, list_own_names(host), choose_place, count_room)
     watching = asyncio.create_task(monitor.run(addresses))
     serving = asyncio.create_task(http_server.serve_app(page.app, listening, _MAX_CONNECTIONS))
     try:
@@ -81,3 +88,14 @@ def choose_place(view: SwarmView, num_blocks: int) -> Span | None:
     speed = supply.typical_blocks_per_second
     newcomer = Candidate(PeerId(""), Room(num_blocks), speed, load_seconds=0.0)
     return decide_placement(supply, newcomer, random.Random(0)).span
+
+
+def count_room(free_bytes: int, block_bytes: int) -> int:
+    """Return for how many blocks a machine with so much free memory has room.
+
+    As `shoal serve` counts it where no option says anything of memory.
+    """
+    other_bytes = PeerConfig(model="").kv_budget_bytes + OTHER_BYTES
+    other_bytes += choose_pass_bytes(free_bytes) + choose_adapter_bytes(free_bytes)
+    left_bytes = free_bytes - other_bytes - _LOADED_BLOCKS * block_bytes
+    return max(0, left_bytes // block_bytes)

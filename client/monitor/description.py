@@ -26,7 +26,14 @@ class PeerRow:
     """Wall seconds since when all that is so."""
     last_seen_seconds_ago: float
     """Since it announced itself, or answered."""
+    name: str
+    """What its owner calls it; empty for nothing."""
+    device: str
+    """What computes; empty where it does not say."""
+    num_sessions: int
     weights: str
+    block_bytes: int
+    """Memory that one block takes there; 0 where it does not say."""
     reachability: str
     """How others reach it: directly, or through a relay."""
     free_kv_tokens: int
@@ -175,7 +182,11 @@ def _describe_peer(peer: WatchedPeer, now: float) -> PeerRow:
         state=_name_state(peer),
         since=peer.since,
         last_seen_seconds_ago=max(0.0, now - peer.last_seen_at),
+        name=one.name,
+        device=one.device,
+        num_sessions=one.num_sessions if _is_there(peer) else 0,
         weights=one.weights,
+        block_bytes=one.block_bytes,
         reachability="direct" if one.endpoints else "relayed" if one.relays else "none",
         free_kv_tokens=one.free_kv_tokens if peer.is_serving else 0,
         decode_steps_per_second=one.decode_steps_per_second,
@@ -189,6 +200,10 @@ def _describe_peer(peer: WatchedPeer, now: float) -> PeerRow:
         answered_seconds_ago=None if peer.answered_at is None else max(0.0, now - peer.answered_at),
         fault="" if probe is None else probe.fault,
     )
+
+
+def _is_there(peer: WatchedPeer) -> bool:
+    return peer.visibility in (Visibility.SEEN, Visibility.NOT_SEEN)
 
 
 def _name_state(peer: WatchedPeer) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,11 @@ from .state import Visibility, WatchedModel, WatchedPeer
 ChoosePlace = Callable[[SwarmView, int], Span | None]
 """Returns the span that a newcomer with room for so many blocks would serve: peers' own placement,
 which `cli` brings, for it belongs to peers."""
+
+
+CountRoom = Callable[[int, int], int]
+"""Returns for how many blocks of so many bytes a machine with so many free bytes has room, as peers
+count it."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,13 @@ def imagine_newcomer(
     announced = (_date(peer.announcement, now) for peer in model.serving)
     view = SwarmView(model.model_id, model.num_blocks, now, tuple(announced))
     return choose(view, num_blocks) if model.num_blocks else None
+
+
+def find_block_bytes(model: WatchedModel) -> int | None:
+    """Return what one block takes at most of the peers that say it; None if none does."""
+    told = Counter(peer.announcement.block_bytes for peer in model.serving)
+    del told[0]
+    return min(told, key=lambda num_bytes: (-told[num_bytes], num_bytes), default=None)
 
 
 def _date(announcement: Announcement, now: float) -> Announcement:

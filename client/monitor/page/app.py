@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +29,7 @@ from ..description import Description, describe
 from ..monitor import Monitor
 from ..replica_depth import count_under_replicated, list_areas
 from ..state import SwarmState, WatchedModel
-from ..what_if import ChoosePlace, imagine_loss, imagine_newcomer
+from ..what_if import ChoosePlace, CountRoom, find_block_bytes, imagine_loss, imagine_newcomer
 from .metrics import CONTENT_TYPE, write_metrics
 from .view import COLUMNS, make_view, name_of
 
@@ -53,15 +54,23 @@ _MAX_AREAS = 2000
 """Rectangles of one chart: 1,600 take a browser 100 ms."""
 
 _MAX_QUERY_CHARACTERS = 200
+_MEMORY = re.compile(r"\d{1,5}(\.\d{1,3})?", re.ASCII)
 
 
 class Page:
     """The page of one monitor, as an ASGI application: `Page(…).app`."""
 
-    def __init__(self, monitor: Monitor, hosts: Sequence[str], choose_place: ChoosePlace) -> None:
+    def __init__(
+        self,
+        monitor: Monitor,
+        hosts: Sequence[str],
+        choose_place: ChoosePlace,
+        count_room: CountRoom,
+    ) -> None:
         """`hosts` are the names under which the page may be asked for; others are refused."""
         self.monitor = monitor
         self._choose_place = choose_place
+        self._count_room = count_room
         self._templates = Jinja2Templates(_FOLDER / "templates")
         self._is_ending = asyncio.Event()
         self._view: tuple[int, str] = (-1, "")
@@ -168,8 +177,11 @@ class Page:
         now = self.monitor.clock.wall()
         endings = request.query_params.get("lose", "")[:_MAX_QUERY_CHARACTERS]
         outcome = imagine_loss(model, endings.replace("…", " ").replace(",", " ").split())
-        room = request.query_params.get("room", "")
-        place = None
+        room, memory = (request.query_params.get(name, "") for name in ("room", "memory"))
+        place = block_bytes = None
+        if not room and _MEMORY.fullmatch(memory) and (block_bytes := find_block_bytes(model)):
+            num_fitting = self._count_room(int(float(memory) * 2**30), block_bytes)
+            room = str(min(num_fitting, model.num_blocks))
         if room.isdecimal() and 0 < len(room) < 6:
             num_blocks = min(int(room), model.num_blocks)
             if num_blocks:
@@ -184,6 +196,8 @@ class Page:
             lost=[peer.announcement.peer_id for peer in outcome.lost],
             unknown=outcome.unknown,
             room=room,
+            memory=memory,
+            block_bytes=block_bytes,
             place=place,
         )
 

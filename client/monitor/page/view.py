@@ -20,9 +20,11 @@ COLUMNS = (
     ("queue", "Queue"),
     ("decode", "Decode steps/s"),
     ("prefill", "Prefill tokens/s"),
+    ("sessions", "Sessions"),
     ("kv", "Free KV tokens"),
     ("reach", "Reached"),
     ("weights", "Weights"),
+    ("device", "Device"),
     ("software", "Version"),
 )
 """Names and headings of the columns of a model's peers."""
@@ -105,16 +107,18 @@ def _make_row(peer: PeerRow, described: Description) -> dict[str, Any]:
         "is_there": peer.state not in ("lost", "left"),
         "since": peer.since,
         "fault": peer.fault,
-        "peer": _shorten(peer.peer_id),
+        "peer": f"{peer.name} {_shorten(peer.peer_id)}".lstrip(),
         "span": peer.span,
         "state": peer.state,
         "rtt": _show_probe(peer),
         "queue": _show_ms(peer.queue_seconds),
         "decode": _show_number(peer.loaded_decode_steps_per_second or peer.decode_steps_per_second),
         "prefill": _show_number(peer.prefill_tokens_per_second),
+        "sessions": f"{peer.num_sessions}",
         "kv": f"{peer.free_kv_tokens:,}",
         "reach": peer.reachability,
         "weights": peer.weights,
+        "device": peer.device or "-",
         "software": peer.software,
     }
 

@@ -22,12 +22,15 @@ from watched_swarms import read
 
 from shoal.cli.main import main
 from shoal.cli.monitoring.health_table import show_health
-from shoal.cli.monitoring.page_server import choose_place, list_own_names
+from shoal.cli.monitoring.page_server import choose_place, count_room, list_own_names
 from shoal.cli.terminal.terminal import Terminal
 from shoal.client.monitor.access import make_access
 from shoal.client.monitor.description import describe
 from shoal.client.monitor.state import ProbeResult, reduce_probe, reduce_reading
+from shoal.peer.hosting.hosted_model import BlockSizes, find_room
 from shoal.peer.local_swarm.swarm import LocalSwarm
+from shoal.peer.process.config import PeerConfig, choose_adapter_bytes, choose_pass_bytes
+from shoal.peer.streams.stream_host import MAX_PENDING_BYTES
 from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.records.swarm_view import SwarmView
 from shoal.protocol.spans import Span
@@ -149,6 +152,9 @@ def test_killed_peer_is_lost_and_its_blocks_have_a_single_replica(
     answer = ask(page, question)[1].decode()
     assert "Blocks 0:2 have a single replica." in answer
     assert "would serve blocks <strong>0:2</strong>" in answer
+    answer = ask(page, f"/what-if?model={model_id}&memory=12")[1].decode()
+    assert "has room for 4 blocks of 0 MiB" in answer
+    assert "would serve blocks <strong>" in answer
     with urllib.request.urlopen(f"http://{page}/events", timeout=PATIENCE_SECONDS) as events:
         assert events.readline() == b"event: view\n"
 
@@ -254,3 +260,15 @@ def test_newcomer_goes_where_peers_would_go(start: int, stop: int, place: Span) 
 
 def test_names_of_the_page_are_those_of_this_machine() -> None:
     assert {"localhost", "127.0.0.1", "[::1]", "monitor.lan"} <= set(list_own_names("monitor.lan"))
+
+
+@pytest.mark.parametrize("gibibytes", [2, 4, 12, 80])
+def test_room_of_a_machine_is_counted_as_its_peer_would(gibibytes: int) -> None:
+    free_bytes, block_bytes = gibibytes * 2**30, 200 * 2**20
+    sizes = BlockSizes((block_bytes,) * 8, 4 * block_bytes, (1.0,) * 8)
+    other_bytes = choose_pass_bytes(free_bytes) + choose_adapter_bytes(free_bytes)
+    other_bytes += MAX_PENDING_BYTES + PeerConfig(model="").kv_budget_bytes
+
+    room = find_room(sizes, other_bytes, free_bytes)
+
+    assert count_room(free_bytes, block_bytes) == room.amount // block_bytes

@@ -21,7 +21,7 @@ from shoal.client.monitor.state import (
     reduce_probe,
     reduce_reading,
 )
-from shoal.client.monitor.what_if import imagine_loss, imagine_newcomer
+from shoal.client.monitor.what_if import find_block_bytes, imagine_loss, imagine_newcomer
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId, PeerId
 from shoal.protocol.records.announcements import Announcement, PeerState
@@ -250,6 +250,14 @@ def test_newcomer_and_losses_are_imagined_from_announcements_of_any_age() -> Non
     assert len(asked[0].online) == 2
     outcome = imagine_loss(model, [FIRST[-5:], "nobody"])
     assert (outcome.model.depths, outcome.unknown) == ((0, 0, 0, 0, 1, 1, 1, 1), ("nobody",))
+
+
+def test_size_of_a_block_is_what_most_peers_say_that_say_it() -> None:
+    sizes = (0, 0, 0, 200, 200, 400)
+    told = [make_announcement(n, block_bytes=size) for n, size in enumerate(sizes, 1)]
+
+    assert find_block_bytes(read(*told).models[MODEL]) == 200
+    assert find_block_bytes(read(*told[:3]).models[MODEL]) is None
 
 
 def test_peer_that_nobody_tells_of_is_lost_when_its_announcement_expires() -> None:

@@ -2,8 +2,8 @@
 // Keeps the page up to date: the server sends the whole view, and only texts that differ are
 // changed. Nothing here makes HTML of a text.
 
-const columns = ["peer", "span", "state", "since", "rtt", "queue", "decode", "prefill", "kv",
-  "reach", "weights", "software"];
+const columns = ["peer", "span", "state", "since", "rtt", "queue", "decode", "prefill",
+  "sessions", "kv", "reach", "weights", "device", "software"];
 const watchdogSeconds = 40;  // the monitor sends something every 15
 let lastAliveAt = Date.now();
 let aheadSeconds = Date.now() / 1000 - Number(document.body.dataset.takenAt);
