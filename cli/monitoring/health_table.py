@@ -1,6 +1,6 @@
 """The health of a swarm as lines and tables on the terminal."""
 
-from ...client.monitor.description import Description, ModelPanel, PeerRow
+from ...client.monitor.description import CanaryPanel, Description, ModelPanel, PeerRow
 from ..options.quantities import count_of
 from ..terminal.terminal import Terminal
 
@@ -23,6 +23,27 @@ def show_health(described: Description, terminal: Terminal) -> None:
     for model in described.models:
         terminal.print()
         _show_model(model, terminal)
+    for canary in described.canaries:
+        terminal.print()
+        _show_canary(canary, terminal)
+
+
+def _show_canary(canary: CanaryPanel, terminal: Terminal) -> None:
+    health = terminal.paint(canary.health, COLOURS[canary.health])
+    terminal.print(f" {terminal.paint(f'Canary of {canary.name}', 'bold')}  {health}")
+    if canary.error:
+        for line in terminal.wrap(f"   {canary.error}"):
+            terminal.print(line)
+        return
+    if canary.first_token_seconds is not None:
+        speed = f", {canary.tokens_per_second:.3g} tokens/s" if canary.tokens_per_second else ""
+        terminal.print(f"   First token after {canary.first_token_seconds:.2f} s{speed}")
+    rows: list[tuple[str, ...]] = [("peer", "blocks", "queue", "compute", "network")]
+    for hop in canary.hops:
+        parts = (hop.queue_seconds, hop.compute_seconds, hop.network_seconds)
+        times = (f"{1000 * seconds:.1f} ms" for seconds in parts)
+        rows.append((f"…{hop.peer_id[-_ENDING_CHARACTERS:]}", hop.span, *times))
+    terminal.print_table(rows)
 
 
 def _show_model(model: ModelPanel, terminal: Terminal) -> None:

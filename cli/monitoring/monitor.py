@@ -5,17 +5,18 @@ import asyncio
 import contextlib
 import hashlib
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from ...protocol.endpoints import is_loopback
 from ...protocol.errors import UsageError
 from ...protocol.net.libp2p.multiaddrs import PeerAddress
 from ..options.join_options import Joining, add_join_arguments, read_joining
-from ..options.quantities import parse_count, parse_listen, parse_model_id
+from ..options.quantities import parse_count, parse_listen
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import quitting_at_once
-from ..terminal.terminal import Progress, Terminal
+from ..terminal.terminal import Terminal
+from .once import run_once
+from .watching_options import add_canary_argument, add_model_argument, make_canaries
 
 _DEFAULT_LISTEN = "127.0.0.1:8480"
 _HISTORY_FOLDER = "~/.local/state/shoal"
@@ -38,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the page is served; only loopback is protected by nothing else "
         "(default: %(default)s)",
     )  # fmt: skip
+    add_canary_argument(parser)
+    parser.add_argument(
+        "--webhook", metavar="URL",
+        help="post alerts to this address as JSON: a model degraded, failing or healthy again, a "
+        "peer lost that was alone at its blocks, a canary that fails, recovers or says other text",
+    )  # fmt: skip
     parser.add_argument(
         "--history", metavar="FILE",
         help="SQLite file that keeps events and replica depths, of one swarm (default: one in "
@@ -49,44 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare --model."""
-    parser.add_argument(
-        "--model", dest="models", type=parse_model_id, action="append", default=[], metavar="ID",
-        help="watch this model only, by the id that --once --json shows; may be given several "
-        "times (default: every model that peers announce, at most 32)",
-    )  # fmt: skip
-
-
 def run(options: argparse.Namespace) -> int:
     """Show the health of a swarm; with --once return it as the exit code."""
     if options.json and not options.once:
         raise UsageError("--json needs --once")
+    if options.webhook and options.once:
+        raise UsageError("--webhook does not go with --once, which has an exit code")
     joining = read_joining(options)
     for address in joining.addresses:
         PeerAddress.parse(address)
-    return _run_once(options, joining) if options.once else _serve(options, joining)
-
-
-def _run_once(options: argparse.Namespace, joining: Joining) -> int:
-    with Progress(Terminal(sys.stderr), lambda: "Asking the swarm"):
-        with quitting_at_once(options.json), importing_much():
-            from ...client.monitor.access import make_access
-            from ...client.monitor.collector import look_once
-            from ...client.monitor.description import describe
-            from .health_table import show_health
-
-        access = make_access(joining.membership)
-        state = asyncio.run(look_once(access, joining.addresses, options.models))
-    described = describe(state, access.clock.wall())
-    terminal = Terminal(sys.stdout)
-    if options.json:
-        facts = asdict(described)
-        del facts["events"]  # there is no history
-        terminal.print_json(facts)
-    else:
-        show_health(described, terminal)
-    return described.exit_code
+    return run_once(options, joining) if options.once else _serve(options, joining)
 
 
 def _serve(options: argparse.Namespace, joining: Joining) -> int:
@@ -98,6 +77,12 @@ def _serve(options: argparse.Namespace, joining: Joining) -> int:
         from ...client.monitor.monitor import Monitor
         from .page_server import listen, name_page, serve_until_signalled
     access = make_access(joining.membership)
+    canaries = make_canaries(options.canaries, joining, access.clock)
+    webhook = None
+    if options.webhook:
+        from ...client.monitor.webhook import Webhook
+
+        webhook = Webhook(options.webhook, access.clock)
     path = Path(options.history or _name_history(joining)).expanduser()
     keep_seconds = options.keep_days * _DAY_SECONDS
     with contextlib.ExitStack() as stack:
@@ -111,11 +96,8 @@ def _serve(options: argparse.Namespace, joining: Joining) -> int:
             warning = "Everybody who reaches this address sees the page: it asks for no password."
             for line in terminal.wrap(f" {warning}"):
                 terminal.print(terminal.paint(line, "yellow"))
-        asyncio.run(
-            serve_until_signalled(
-                Monitor(access, history, only=options.models), listening, host, joining.addresses
-            )
-        )
+        monitor = Monitor(access, history, only=options.models, canaries=canaries, webhook=webhook)
+        asyncio.run(serve_until_signalled(monitor, listening, host, joining.addresses))
     return 0
 
 

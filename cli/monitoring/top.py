@@ -10,7 +10,7 @@ from ..options.join_options import add_join_arguments, read_joining
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import quitting_at_once
 from ..terminal.terminal import Progress, Terminal
-from .monitor import add_model_argument
+from .watching_options import add_model_argument
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

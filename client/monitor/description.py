@@ -5,10 +5,12 @@ The page, the terminal and `--json` show this and nothing else, so that they agr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ...protocol.ids import ModelId, PeerId
+from .canary import CanaryHop, CanaryRun, CanaryState
 from .state import Event, Health, SwarmState, Visibility, WatchedModel, WatchedPeer
 
 
@@ -76,6 +78,30 @@ class ModelPanel:
 
 
 @dataclass(frozen=True)
+class CanaryPanel:
+    """The last run of a canary. Times are None, and the text is empty, where it failed."""
+
+    name: str
+    model_id: ModelId
+    health: str
+    """healthy, failing, or unknown before its first run."""
+    error: str
+    age_seconds: float | None
+    """How long ago it began; None before the first one."""
+    first_token_seconds: float | None
+    tokens_per_second: float | None
+    text: str
+    first_text: str
+    is_same: bool | None
+    """Whether the text is the first one that it said."""
+    hops: tuple[CanaryHop, ...]
+    """Seconds per token at each hop of the last run."""
+    num_runs: int
+    """Since the monitor began."""
+    num_failed: int
+
+
+@dataclass(frozen=True)
 class EventRow:
     """Something that has happened."""
 
@@ -102,6 +128,13 @@ class Description:
     """The models, by name."""
     events: tuple[EventRow, ...]
     """The newest first."""
+    canaries: tuple[CanaryPanel, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """What the monitor itself cannot do now."""
+
+    def to_json(self) -> str:
+        """Return all of it: what `dataclasses.asdict` copies, at a tenth of its cost."""
+        return json.dumps(self, default=vars, ensure_ascii=False, separators=(",", ":"))
 
     @property
     def sentence(self) -> str:
@@ -150,6 +183,31 @@ def describe(state: SwarmState, now: float, events: Sequence[Event] = ()) -> Des
             EventRow(one.at, str(one.kind), one.model_id, one.peer_id, str(one.span), one.detail)
             for one in events
         ),
+    )
+
+
+def describe_canaries(states: Iterable[CanaryState], now: float) -> tuple[CanaryPanel, ...]:
+    """Return what people see of canaries at `now`."""
+    return tuple(_describe_canary(state, now) for state in states)
+
+
+def _describe_canary(state: CanaryState, now: float) -> CanaryPanel:
+    last = state.last or CanaryRun(now, ModelId(""))
+    health = Health.FAILING if last.error else Health.HEALTHY
+    return CanaryPanel(
+        name=state.name,
+        model_id=last.model_id,
+        health=str(Health.UNKNOWN if state.last is None else health),
+        error=last.error,
+        age_seconds=None if state.last is None else max(0.0, now - last.at),
+        first_token_seconds=last.first_token_seconds,
+        tokens_per_second=last.tokens_per_second,
+        text=last.text,
+        first_text=state.first_text or "",
+        is_same=state.is_same,
+        hops=last.hops,
+        num_runs=state.num_runs,
+        num_failed=state.num_failed,
     )
 
 

@@ -1,29 +1,38 @@
-"""The history of a swarm in one SQLite file: events, and replica depths as they changed.
+"""The history of a swarm in one SQLite file: events, replica depths as they changed, canaries.
 
-Bounded by age and by rows. A file survives the end of its monitor at any moment: it is written in
-transactions, to a write-ahead log.
+Bounded by age, rows and bytes. A file survives the end of its monitor at any moment: it is written
+in transactions, to a write-ahead log.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
 from ...protocol.errors import UsageError
 from ...protocol.ids import ModelId, PeerId
 from ...protocol.spans import Span
+from .canary import CanaryRun, CanaryState
 from .state import Event, EventKind, Health, SwarmState
 
 _logger = logging.getLogger(__name__)
 
 _VERSION = 1
 _APPLICATION = 0x73686F61  # "shoa", where SQLite keeps what a file is for
-_MAX_ROWS = 200_000
-"""Of events, and of changes of depth, each with a byte for each block."""
+_MAX_EVENTS = 200_000
+_MAX_DEPTH_BYTES = 64 * 2**20
+"""Of changes of depth, a byte for each block; every model may have the same share."""
+
+_ROW_BYTES = 64
+"""Of a change beside its blocks."""
+
+_MAX_DETAIL_CHARACTERS = 300
 
 _ALIVE_SECONDS = 30.0
 """How often it is noted that the monitor still watches."""
@@ -42,6 +51,14 @@ PRAGMA application_id = {_APPLICATION};
 """
 
 
+_CANARIES = """
+CREATE TABLE IF NOT EXISTS canaries (at REAL, name TEXT, model_id TEXT, error TEXT,
+    first_token_seconds REAL, tokens_per_second REAL, text TEXT, hops TEXT);
+CREATE INDEX IF NOT EXISTS canaries_at ON canaries (name, at);
+"""
+"""A table that files of the same version may lack."""
+
+
 class DepthChange(NamedTuple):
     """The replicas of each block from a time on; no blocks while nobody watched."""
 
@@ -52,7 +69,8 @@ class DepthChange(NamedTuple):
 class History:
     """Keeps what happened for `keep_seconds`; opened by one monitor at a time.
 
-    A disk that takes no more is told once, and the monitor goes on without.
+    A disk that takes no more is told once, and the monitor goes on without. Any thread may use it,
+    one at a time.
     """
 
     def __init__(self, path: Path | None, keep_seconds: float, now: float) -> None:
@@ -62,10 +80,12 @@ class History:
         """
         self._keep_seconds = keep_seconds
         self._last_depths: dict[ModelId, bytes] = {}
-        self._is_failing = False
+        self.error = ""
+        """Why it cannot be written or read now; empty while it can."""
         self._pruned_at = self._noted_at = now
         self._database = _open(path)
         try:
+            self._database.executescript(_CANARIES)
             rows = self._database.execute("SELECT until FROM watching").fetchone()
             with self._database:
                 for model_id, depths in self._list_latest():
@@ -80,8 +100,14 @@ class History:
         """Close the file; safe to call twice."""
         self._database.close()
 
-    def take(self, state: SwarmState, events: Sequence[Event], now: float) -> None:
-        """Keep what has happened, and the depths that have changed."""
+    def take(
+        self,
+        state: SwarmState,
+        events: Sequence[Event],
+        now: float,
+        runs: Sequence[tuple[str, CanaryRun]] = (),
+    ) -> None:
+        """Keep what has happened, the depths that have changed, and runs of canaries by name."""
         changed = dict[ModelId, bytes]()
         if now - self._noted_at > 3 * _ALIVE_SECONDS:  # this process stood still
             self._forget_depths(self._noted_at)
@@ -90,19 +116,23 @@ class History:
             if self._last_depths.get(model_id, b"") != depths:
                 changed[model_id] = depths
         is_time = now - self._noted_at >= _ALIVE_SECONDS
-        if not (changed or events or is_time):
+        if not (changed or events or runs or is_time):
             return
         try:
             with self._database:
+                self._add_runs(runs)
                 self._write(changed, events, now)
         except sqlite3.Error as error:
-            if not self._is_failing:
-                _logger.warning("the history cannot be written: %s", error)
-            self._is_failing = True
+            self._note_failure(f"the history cannot be written: {error}")
             return
-        self._is_failing = False
+        self.error = ""
         self._last_depths |= changed
         self._last_depths = {one: depths for one, depths in self._last_depths.items() if depths}
+
+    def _note_failure(self, error: str) -> None:
+        if not self.error:
+            _logger.warning("%s", error)
+        self.error = error
 
     def _forget_depths(self, at: float) -> None:
         """Note that nothing is known from a time on."""
@@ -120,7 +150,7 @@ class History:
             (
                 (
                     one.at, str(one.kind), one.model_id, one.peer_id, one.span.start,
-                    one.span.stop, one.detail,
+                    one.span.stop, one.detail[:_MAX_DETAIL_CHARACTERS],
                 )
                 for one in events
             ),
@@ -129,6 +159,39 @@ class History:
         if now - self._pruned_at >= _PRUNE_SECONDS:
             self._pruned_at = now
             self._prune(now - self._keep_seconds)
+
+    def _add_runs(self, runs: Iterable[tuple[str, CanaryRun]]) -> None:
+        self._database.executemany(
+            "INSERT INTO canaries VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                (
+                    run.at, name, run.model_id, run.error[:_MAX_DETAIL_CHARACTERS],
+                    run.first_token_seconds, run.tokens_per_second, run.text,
+                    json.dumps(list(map(asdict, run.hops))),
+                )
+                for name, run in runs
+            ),
+        )  # fmt: skip
+
+    def load_canary(self, name: str) -> CanaryState:
+        """Return the state of a canary that has not run yet, with its first text, if it is kept."""
+        row = self._database.execute(
+            "SELECT text FROM canaries WHERE name = ? AND error = '' ORDER BY at LIMIT 1", (name,)
+        ).fetchone()
+        return CanaryState(name, row[0] if row else None)
+
+    def list_canary_runs(self, name: str, since: float) -> list[CanaryRun]:
+        """Return the runs of a canary from `since` on, without hops; none if the disk fails."""
+        try:
+            rows = self._database.execute(
+                "SELECT at, model_id, error, first_token_seconds, tokens_per_second, text FROM"
+                " canaries WHERE name = ? AND at >= ? ORDER BY at",
+                (name, since),
+            ).fetchall()
+        except sqlite3.Error as error:
+            self._note_failure(f"the history cannot be read: {error}")
+            return []
+        return [CanaryRun(at, ModelId(model_id), *others) for at, model_id, *others in rows]
 
     def _add_depths(self, model_id: ModelId, at: float, depths: bytes) -> None:
         self._database.execute("INSERT INTO depths VALUES (?, ?, ?)", (at, model_id, depths))
@@ -142,16 +205,21 @@ class History:
         """Delete what is older, but for the depths that held then; and what is too much."""
         execute = self._database.execute
         execute("DELETE FROM events WHERE at < ?", (oldest,))
+        execute("DELETE FROM canaries WHERE at < ?", (oldest,))
         execute(
             "DELETE FROM depths WHERE EXISTS (SELECT 1 FROM depths AS later WHERE later.model_id"
             " = depths.model_id AND later.at > depths.at AND later.at <= ?)",
             (oldest,),
         )
-        for table in ("events", "depths"):
-            execute(
-                f"DELETE FROM {table} WHERE rowid <= (SELECT max(rowid) FROM {table}) - ?",
-                (_MAX_ROWS,),
-            )
+        execute(
+            "DELETE FROM events WHERE rowid <= (SELECT max(rowid) FROM events) - ?", (_MAX_EVENTS,)
+        )
+        execute(
+            "DELETE FROM depths WHERE rowid IN (SELECT row FROM (SELECT rowid AS row,"
+            " sum(length(depths) + ?1) OVER (PARTITION BY model_id ORDER BY at DESC) AS total"
+            " FROM depths) WHERE total > ?2 / (SELECT count(DISTINCT model_id) FROM depths))",
+            (_ROW_BYTES, _MAX_DEPTH_BYTES),
+        )
 
     def _list_latest(self) -> list[tuple[ModelId, bytes]]:
         rows = self._database.execute("SELECT model_id, depths, max(at) FROM depths GROUP BY 1")
@@ -175,7 +243,7 @@ class History:
         try:
             rows = self._select_depths(model_id, since)
         except sqlite3.Error as error:
-            _logger.warning("the history cannot be read: %s", error)
+            self._note_failure(f"the history cannot be read: {error}")
             return []
         return [DepthChange(at, bytes(depths)) for at, depths in rows]
 
@@ -201,7 +269,7 @@ def _open(path: Path | None) -> sqlite3.Connection:
     try:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-        database = sqlite3.connect(path or ":memory:", timeout=2.0)
+        database = sqlite3.connect(path or ":memory:", timeout=2.0, check_same_thread=False)
     except (OSError, sqlite3.Error) as error:
         raise UsageError(f"the history cannot be opened: {error}; {advice}") from error
     try:

@@ -5,19 +5,39 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ...protocol.ids import ModelId
+from .alerts import HealthOf, find_alerts
+from .canary import PERIOD_SECONDS, CanaryProcess, CanaryRun, reduce_run
 from .collector import READ_SECONDS, Collector, SwarmAccess
-from .description import Description, describe
-from .history import History
-from .state import Change, EventKind, SwarmState
+from .description import Description, describe, describe_canaries
+from .history import DepthChange, History
+from .state import Change, Event, EventKind, SwarmState
+
+if TYPE_CHECKING:  # it imports an HTTP client, which few monitors need
+    from .webhook import Webhook
 
 _NUM_EVENTS = 50
 """Events that are shown."""
 
+_MAX_UNWRITTEN = 10_000
+"""Events that wait for the disk."""
+
+_TICK_SECONDS = 0.5
+"""Between two looks at what has changed: replicas are counted once for all changes in between."""
+
+_LEAST_PAUSE_SECONDS = 10.0
+"""Between two rounds of canaries that take long."""
+
 
 class Monitor:
-    """Watches a swarm while `run` does. Its owner closes the history."""
+    """Watches a swarm while `run` does. Its owner closes the history.
+
+    The disk has a thread of its own, since a disk may take seconds.
+    """
 
     def __init__(
         self,
@@ -25,19 +45,32 @@ class Monitor:
         history: History,
         read_seconds: float = READ_SECONDS,
         only: Iterable[ModelId] = (),
+        canaries: Sequence[CanaryProcess] = (),
+        webhook: Webhook | None = None,
     ) -> None:
-        """Watch `only` some models; without them, all."""
+        """Watch `only` some models; without them, all.
+
+        Canaries run one after the other; alerts go to the webhook.
+        """
         self.clock = access.clock
-        self.history = history
         self.revision = 0
         """Grows with every change."""
         self.history_revision = 0
-        """Grows with every event."""
+        """Grows with every event that the history has."""
         self.num_events: Counter[EventKind] = Counter()
         """Events since the monitor began."""
+        self._history = history
+        self._disk = ThreadPoolExecutor(1, "history")
         self._collector = Collector(access, self._take, read_seconds, only)
         self._changed = asyncio.Event()
         self._events = deque(history.list_events(_NUM_EVENTS), maxlen=_NUM_EVENTS)
+        self._unwritten = deque[Event](maxlen=_MAX_UNWRITTEN)
+        self._canaries = canaries
+        self.canaries = {one.name: history.load_canary(one.name) for one in canaries}
+        """By the names of their models."""
+        self._runs = list[tuple[str, CanaryRun]]()
+        self._webhook = webhook
+        self._told: HealthOf = {}
 
     @property
     def state(self) -> SwarmState:
@@ -47,26 +80,90 @@ class Monitor:
     async def run(self, addresses: Sequence[str]) -> None:
         """Join the swarm and watch it until cancelled."""
         try:
-            await self._collector.run(addresses)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._collector.run(addresses))
+                tasks.create_task(self._keep())
+                if self._canaries:
+                    tasks.create_task(self._keep_running_canaries())
+                if self._webhook is not None:
+                    tasks.create_task(self._webhook.run())
         finally:
+            for canary in self._canaries:
+                await canary.close()
             await self._collector.close()
+            await asyncio.to_thread(self._disk.shutdown)
+            self._history.take(self.state, list(self._unwritten), self.clock.wall(), self._runs)
 
     def describe(self) -> Description:
         """Return what people see now."""
-        return describe(self.state, self.clock.wall(), list(self._events))
+        told = describe(self.state, self.clock.wall(), list(self._events))
+        errors = self._history.error, "" if self._webhook is None else self._webhook.error
+        canaries = describe_canaries(self.canaries.values(), told.taken_at)
+        return replace(told, canaries=canaries, warnings=tuple(filter(None, errors)))
 
     async def wait_for_change(self, revision: int) -> None:
         """Return once there is something newer than a revision."""
         while self.revision == revision:
             await self._changed.wait()
 
+    async def read_depths(self, model_id: ModelId, since: float) -> list[DepthChange]:
+        """Return what the history has of a model's replicas; see History.list_depths."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._disk, self._history.list_depths, model_id, since)
+
+    async def read_canary_runs(self, name: str, since: float) -> list[CanaryRun]:
+        """Return what the history has of a canary; see History.list_canary_runs."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._disk, self._history.list_canary_runs, name, since)
+
+    async def _keep_running_canaries(self) -> None:
+        """Run one canary after the other, until cancelled."""
+        while True:
+            started_at = self.clock.now()
+            for canary in self._canaries:
+                self._take_run(canary.name, await canary.run())
+            spent_seconds = self.clock.now() - started_at
+            await asyncio.sleep(max(_LEAST_PAUSE_SECONDS, PERIOD_SECONDS - spent_seconds))
+
+    def _take_run(self, name: str, run: CanaryRun) -> None:
+        model = self.state.models.get(run.model_id)
+        num_blocks = 0 if model is None else model.num_blocks
+        self.canaries[name], events = reduce_run(self.canaries[name], run, num_blocks)
+        self._runs.append((name, run))
+        self._note_events(events)
+
+    async def _keep(self) -> None:
+        """Keep what has changed and tell alerts, until cancelled."""
+        loop, revision = asyncio.get_running_loop(), -1
+        while True:
+            await self.wait_for_change(revision)
+            revision = self.revision
+            events, runs = list(self._unwritten), self._runs
+            self._unwritten.clear()
+            self._runs = []
+            error, now = self._history.error, self.clock.wall()
+            if self._webhook is not None:
+                self._told, alerts = find_alerts(self._told, self.state, events, now)
+                self._webhook.put(alerts)
+            await loop.run_in_executor(
+                self._disk, self._history.take, self.state, events, now, runs
+            )
+            if events or runs or self._history.error != error:
+                self.history_revision += 1
+                revision += 1
+                self._note_change()
+            await asyncio.sleep(_TICK_SECONDS)
+
     def _take(self, change: Change) -> None:
-        state, events = change
-        self.history.take(state, events, self.clock.wall())
-        if events:
-            self.num_events.update(event.kind for event in events)
-            self._events.extendleft(events)
-            self.history_revision += 1
+        self._note_events(change[1])
+
+    def _note_events(self, events: Sequence[Event]) -> None:
+        self.num_events.update(event.kind for event in events)
+        self._events.extendleft(events)
+        self._unwritten.extend(events)
+        self._note_change()
+
+    def _note_change(self) -> None:
         self.revision += 1
         self._changed.set()
         self._changed = asyncio.Event()

@@ -50,7 +50,9 @@ _DEPARTED = Visibility.LOST, Visibility.LEFT
 
 
 class EventKind(StrEnum):
-    """What happens to a peer. A late renewal is none: it is a state, and mostly ends by itself."""
+    """What happens to a peer, or a canary.
+
+    A late renewal is none: it is a state, and mostly ends by itself."""
 
     JOINED = "joined"
     ONLINE = "online"
@@ -59,6 +61,9 @@ class EventKind(StrEnum):
     MOVED = "moved"
     LOST = "lost"
     BACK = "back"
+    CANARY_FAILED = "canary failed"
+    CANARY_RECOVERED = "canary recovered"
+    CANARY_DIFFERS = "canary text differs"
 
 
 class Health(IntEnum):
@@ -78,12 +83,13 @@ class Health(IntEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a peer, as it was observed."""
+    """Something that happened to a peer or a canary, as it was observed."""
 
     at: float
     kind: EventKind
     model_id: ModelId
     peer_id: PeerId
+    """Empty for a canary, whose span is the whole model."""
     span: Span
     detail: str = ""
     """More for people to read; a peer may have chosen some of the words."""

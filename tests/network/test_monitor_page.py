@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -16,6 +17,7 @@ import pytest
 from announcements import identity_of, make_announcement, sign
 
 from shoal.cli.monitoring.page_server import listen, name_page, serve_page
+from shoal.client.monitor.canary import CanaryProcess
 from shoal.client.monitor.collector import SwarmAccess
 from shoal.client.monitor.history import History
 from shoal.client.monitor.monitor import Monitor
@@ -50,6 +52,8 @@ class Stage(MemoryDirectory):
     def __init__(self) -> None:
         super().__init__(MemoryDirectoryStore(), CLOCK)
         self.is_silent = False
+        self.has_full_disk = False
+        self.canaries = list[CanaryProcess]()
         self._sequence = 0
         self._loop = asyncio.new_event_loop()
         self._listening = listen("127.0.0.1", 0)
@@ -70,8 +74,10 @@ class Stage(MemoryDirectory):
 
     async def _run(self) -> None:
         with closing(History(None, 3600.0, CLOCK.wall())) as history:
+            if self.has_full_disk:
+                history._database.execute("PRAGMA query_only = ON")
             access = SwarmAccess(CLOCK, self._join, self._probe)
-            monitor = Monitor(access, history, read_seconds=0.1)
+            monitor = Monitor(access, history, read_seconds=0.1, canaries=self.canaries)
             self._serving = asyncio.create_task(
                 serve_page(monitor, self._listening, "127.0.0.1", [])
             )
@@ -117,6 +123,17 @@ def browser() -> Iterator[Browser]:
 def stage() -> Iterator[Stage]:
     with Stage() as stage:
         yield stage
+
+
+OTHER = ModelId("b" * 32)
+CANARY = """
+import json, sys
+hop = {"peer_id": "12D3Koo", "span": "0:8", "queue_seconds": 0.001, "compute_seconds": 0.02,
+    "network_seconds": 0.003}
+for _ in sys.stdin:
+    print(json.dumps({"model_id": "", "text": "<b>", "first_token_seconds": 0.25,
+        "tokens_per_second": 8.5, "hops": [hop]}), flush=True)
+"""
 
 
 @contextmanager
@@ -202,6 +219,36 @@ def test_page_follows_the_swarm_without_being_loaded_again(browser: Browser, sta
         assert page.evaluate("window.isSame")
 
 
+def test_models_come_and_go_on_the_page_that_is_open(browser: Browser, stage: Stage) -> None:
+    announce_degraded(stage)
+    with open_page(browser, stage, 1440) as page:
+        expect_text(page, "Blocks 4:8 have a single replica.")
+        page.evaluate("window.isSame = true")
+
+        stage.tell(3, 0, 2, model_id=OTHER, model_name="org/other")
+
+        other = page.locator(f"section[data-id='{OTHER}']")
+        expect(other.locator("h2")).to_have_text("org/other failing")
+        expect(other).to_contain_text("No peer serves blocks 2:8.")
+        expect(page.locator(".chart canvas")).to_have_count(4)
+        assert Axe().run(page).response["violations"] == []
+        assert page.evaluate("window.isSame")
+
+
+def test_canary_is_shown_as_it_runs(browser: Browser) -> None:
+    stage = Stage()
+    command = [sys.executable, "-c", CANARY]
+    stage.canaries.append(CanaryProcess("org/model", command, {}, CLOCK))
+    with stage:
+        announce_degraded(stage)
+        with open_page(browser, stage, 1440) as page:
+            canary = page.locator("section.canary")
+            expect(canary).to_contain_text("First token after 250.0 ms, 8.5 tokens/s, same text")
+            expect(canary.locator("tbody tr")).to_have_text("…12D3Koo0:81.0 ms20.0 ms3.0 ms")
+            expect(canary.locator("canvas")).to_have_count(1)
+            assert Axe().run(page).response["violations"] == []
+
+
 def test_text_of_strangers_stays_text(browser: Browser, stage: Stage) -> None:
     stage.tell(1, 0, 8, software=HTML)
     with open_page(browser, stage, 1440) as page:
@@ -228,13 +275,16 @@ def test_what_if_is_answered(browser: Browser, stage: Stage) -> None:
         expect_text(page, "A machine with room for 4 blocks would serve blocks 4:8.")
 
 
-def test_page_says_that_its_monitor_is_gone(browser: Browser) -> None:
-    with Stage() as stage:
+def test_page_lives_on_a_full_disk_and_says_when_its_monitor_is_gone(browser: Browser) -> None:
+    stage = Stage()
+    stage.has_full_disk = True
+    with stage:
         announce_degraded(stage)
         context = browser.new_context()
         page = context.new_page()
         page.goto(stage.page)
         expect_text(page, "Blocks 4:8 have a single replica.")
+        expect_text(page, "the history cannot be written: attempt to write a readonly database")
         expect(page.locator("#connection")).to_be_hidden()
 
     expect(page.locator("#connection")).to_be_visible(timeout=1000 * PATIENCE_SECONDS)

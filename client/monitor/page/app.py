@@ -10,7 +10,6 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +80,7 @@ class Page:
                 Route("/events", self._send_events),
                 Route("/state.json", self._send_state),
                 Route("/model/{model_id}/history.json", self._send_history),
+                Route("/canary/{index:int}/history.json", self._send_canary),
                 Route("/what-if", self._show_what_if),
                 Route("/healthz", _show_alive),
                 Route("/metrics", self._send_metrics),
@@ -103,7 +103,7 @@ class Page:
         return self._templates.TemplateResponse(request, template, {"columns": COLUMNS, **context})
 
     async def _send_state(self, request: Request) -> Response:
-        return JSONResponse(asdict(self.monitor.describe()))
+        return Response(self.monitor.describe().to_json(), media_type="application/json")
 
     async def _send_metrics(self, request: Request) -> Response:
         text = write_metrics(self.monitor.describe(), self.monitor.num_events)
@@ -152,12 +152,17 @@ class Page:
         key = self.monitor.history_revision, int(self.monitor.clock.now() // _REDRAW_SECONDS)
         known = self._histories.get(model.model_id)
         if known is None or known[0] != key:
-            known = self._histories[model.model_id] = key, self._describe_history(model)
+            known = key, await self._describe_history(model)
+            self._histories = {
+                one: kept
+                for one, kept in self._histories.items()
+                if one in self.monitor.state.models
+            } | {model.model_id: known}
         return JSONResponse(known[1])
 
-    def _describe_history(self, model: WatchedModel) -> dict[str, Any]:
+    async def _describe_history(self, model: WatchedModel) -> dict[str, Any]:
         now = self.monitor.clock.wall()
-        changes = self.monitor.history.list_depths(model.model_id, now - _HISTORY_SECONDS)
+        changes = await self.monitor.read_depths(model.model_id, now - _HISTORY_SECONDS)
         since = min(changes[0].at if changes else now, now - 60.0)
         return {
             "since": since,
@@ -166,6 +171,16 @@ class Page:
             "areas": list_areas(changes, now, _MAX_AREAS),
             "under_replicated": count_under_replicated(changes, now),
         }
+
+    async def _send_canary(self, request: Request) -> Response:
+        names, index = list(self.monitor.canaries), request.path_params["index"]
+        if index >= len(names):
+            return PlainTextResponse("there is no such canary", 404)
+        now = self.monitor.clock.wall()
+        runs = await self.monitor.read_canary_runs(names[index], now - _HISTORY_SECONDS)
+        since = min(runs[0].at if runs else now, now - 60.0)
+        points = [[run.at, run.first_token_seconds, run.tokens_per_second] for run in runs]
+        return JSONResponse({"since": since, "until": now, "runs": points})
 
     def _find_model(self, model_id: str) -> WatchedModel | None:
         return self.monitor.state.models.get(ModelId(model_id))

@@ -13,7 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ..description import Description, ModelPanel
+from ..description import CanaryPanel, Description, ModelPanel
 from ..state import EventKind, Health
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -59,6 +59,32 @@ class _Described(Collector):
                 family.add_metric(_label(model), measure(model))
             yield family
         yield self._count_peers()
+        if self._described.canaries:
+            yield from self._describe_canaries()
+
+    def _describe_canaries(self) -> Iterable[Metric]:
+        for name, (help_text, measure) in _OF_CANARIES.items():
+            family = GaugeMetricFamily(f"shoal_monitor_canary_{name}", help_text, labels=["model"])
+            for canary in self._described.canaries:
+                if (value := measure(canary)) is not None:
+                    family.add_metric([canary.name], value)
+            yield family
+        runs = CounterMetricFamily(
+            "shoal_monitor_canary_runs", "Runs since the monitor began", labels=["model", "result"]
+        )
+        hops = GaugeMetricFamily(
+            "shoal_monitor_canary_hop_seconds",
+            "Seconds per token at a hop of the last run",
+            labels=["model", "span", "part"],
+        )
+        for canary in self._described.canaries:
+            runs.add_metric([canary.name, "failed"], canary.num_failed)
+            runs.add_metric([canary.name, "succeeded"], canary.num_runs - canary.num_failed)
+            for hop in canary.hops:
+                hops.add_metric([canary.name, hop.span, "queue"], hop.queue_seconds)
+                hops.add_metric([canary.name, hop.span, "compute"], hop.compute_seconds)
+                hops.add_metric([canary.name, hop.span, "network"], hop.network_seconds)
+        yield from (runs, hops)
 
     def _count_peers(self) -> Metric:
         peers = GaugeMetricFamily(
@@ -72,6 +98,23 @@ class _Described(Collector):
 
 
 _LABELS = ("model_id", "model")
+
+_OF_CANARIES: Mapping[str, tuple[str, Callable[[CanaryPanel], float | None]]] = {
+    "up": (
+        "1 if the last run succeeded, 0 if it failed",
+        lambda canary: None if canary.age_seconds is None else not canary.error,
+    ),
+    "age_seconds": ("Seconds since the last run began", lambda canary: canary.age_seconds),
+    "first_token_seconds": (
+        "Seconds to the first token of the last run",
+        lambda canary: canary.first_token_seconds,
+    ),
+    "tokens_per_second": (
+        "Tokens per second behind the first one of the last run",
+        lambda canary: canary.tokens_per_second,
+    ),
+    "same_text": ("1 if the last text is that of the first run", lambda canary: canary.is_same),
+}
 
 _OF_MODELS: Mapping[str, tuple[str, Callable[[ModelPanel], float]]] = {
     "shoal_model_health": (

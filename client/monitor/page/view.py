@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....protocol.ids import ModelId
-from ..description import Description, ModelPanel, PeerRow
+from ..description import CanaryPanel, Description, EventRow, ModelPanel, PeerRow
 
 COLUMNS = (
     ("peer", "Peer"),
@@ -41,6 +41,7 @@ def make_view(described: Description) -> dict[str, Any]:
         "health": described.health,
         "sentence": described.sentence,
         "error": described.error,
+        "warnings": list(described.warnings),
         "taken_at": described.taken_at,
         "read_at": _find_time(described, described.age_seconds),
         "models": [
@@ -52,12 +53,49 @@ def make_view(described: Description) -> dict[str, Any]:
             {
                 "at": event.at,
                 "kind": event.kind,
-                "model": name_of(described, event.model_id),
-                "peer": _shorten(event.peer_id),
-                "span": event.span,
-                "detail": event.detail,
+                "text": _describe_event(event, described),
             }
             for event in described.events
+        ],
+        "canaries": [_make_canary(canary, described) for canary in described.canaries],
+    }
+
+
+def _describe_event(event: EventRow, described: Description) -> str:
+    """Return who it was and what, behind the kind."""
+    name = name_of(described, event.model_id)
+    if not event.peer_id:
+        return f"{name} {event.detail}".strip()
+    return f"{_shorten(event.peer_id)} at blocks {event.span} of {name} {event.detail}"
+
+
+def _make_canary(canary: CanaryPanel, described: Description) -> dict[str, Any]:
+    facts = [
+        f"First token after {_show_ms(canary.first_token_seconds)}"
+        if canary.first_token_seconds is not None
+        else "",
+        f"{canary.tokens_per_second:.3g} tokens/s" if canary.tokens_per_second else "",
+        {None: "", True: "same text as the first run", False: "text differs from the first run"}[
+            canary.is_same
+        ],
+    ]
+    return {
+        "name": canary.name,
+        "health": canary.health,
+        "at": _find_time(described, canary.age_seconds),
+        "summary": canary.error or ", ".join(filter(None, facts)) or "not run yet",
+        "texts": []
+        if canary.is_same is not False
+        else [f"Text: {canary.text!r}", f"First text: {canary.first_text!r}"],
+        "hops": [
+            [
+                _shorten(hop.peer_id),
+                hop.span,
+                _show_ms(hop.queue_seconds),
+                _show_ms(hop.compute_seconds),
+                _show_ms(hop.network_seconds),
+            ]
+            for hop in canary.hops
         ],
     }
 

@@ -36,6 +36,7 @@ from shoal.protocol.records.swarm_view import SwarmView
 from shoal.protocol.spans import Span
 
 PATIENCE_SECONDS = 60.0
+NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWQyuxzntqhd3YyTNJkMXfusCsFufWwg1vupmRzebH83rU"
 
 
 @pytest.fixture(scope="module")
@@ -94,11 +95,18 @@ def wait_for_state(page: str, is_there: Callable[[dict[str, Any]], bool]) -> dic
 @pytest.mark.network
 @pytest.mark.slow
 def test_whole_swarm_is_healthy(
-    swarm: LocalSwarm, page: str, capsys: pytest.CaptureFixture[str]
+    swarm: LocalSwarm, page: str, byte_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["monitor", "--once", "--initial-peers", *swarm.initial_peers, "--json"]) == 0
+    command = ["monitor", "--once", "--canary", str(byte_model), "--json"]
+    assert main([*command, "--initial-peers", *swarm.initial_peers]) == 0
 
     state = json.loads(capsys.readouterr().out)
+    (canary,) = state["canaries"]
+    assert (canary["error"], canary["is_same"], bool(canary["text"])) == ("", True, True)
+    assert canary["model_id"] == state["models"][0]["model_id"]
+    assert canary["first_token_seconds"] > 0 < canary["tokens_per_second"]
+    assert {hop["span"] for hop in canary["hops"]} <= {"0:4", "0:2", "2:4"}
+    assert all(hop["compute_seconds"] > 0 <= hop["network_seconds"] for hop in canary["hops"])
     assert (state["health"], state["exit_code"], state["error"]) == ("healthy", 0, "")
     (model,) = state["models"]
     assert (model["depths"], model["missing"], model["single"]) == ([2] * 4, [], [])
@@ -203,9 +211,7 @@ async def test_addresses_in_networks_that_the_swarm_is_not_in_are_not_dialled(
 
 
 def test_directory_that_does_not_answer_is_told_as_that(capsys: pytest.CaptureFixture[str]) -> None:
-    nobody = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWQyuxzntqhd3YyTNJkMXfusCsFufWwg1vupmRzebH83rU"
-
-    assert main(["monitor", "--once", "--initial-peers", nobody, "--json"]) == 3
+    assert main(["monitor", "--once", "--initial-peers", NOBODY, "--json"]) == 3
 
     state = json.loads(capsys.readouterr().out)
     assert (state["health"], state["models"]) == ("unknown", [])
@@ -221,6 +227,9 @@ def test_directory_that_does_not_answer_is_told_as_that(capsys: pytest.CaptureFi
         ["--initial-peers", "x"],
         ["--listen", "here:99999"],
         ["--model", "x"],
+        ["--canary", "/nothing", "--initial-peers", NOBODY],
+        ["--webhook", "file:///x", "--initial-peers", NOBODY, "--listen", "127.0.0.1:0"],
+        ["--webhook", "http://x", "--once", "--initial-peers", NOBODY],
     ],
 )
 def test_wrong_usage_is_no_state_of_a_swarm(arguments: list[str]) -> None:

@@ -7,12 +7,14 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from announcements import MODEL, NOW, identity_of, make_announcement
 from watched_swarms import read
 
+from shoal.client.monitor.canary import CanaryRun
 from shoal.client.monitor.history import DepthChange, History
 from shoal.client.monitor.replica_depth import DepthArea, list_areas
 from shoal.client.monitor.state import (
@@ -24,9 +26,11 @@ from shoal.client.monitor.state import (
     reduce_reading,
 )
 from shoal.protocol.errors import UsageError
+from shoal.protocol.ids import ModelId
 from shoal.protocol.spans import Span
 
 DAY = 24 * 3600.0
+LARGE = ModelId("b" * 32)
 HALF = read(make_announcement(1))
 FULL = read(make_announcement(1), make_announcement(2, span=Span(4, 8)), state=HALF)
 HALF_DEPTHS, FULL_DEPTHS = bytes([1] * 4 + [0] * 4), bytes([1] * 8)
@@ -208,10 +212,49 @@ def test_full_disk_is_told_once_and_the_monitor_goes_on(
         "the history cannot be written: database or disk is full"
     ]
     assert history.list_events(10) == []
+    assert history.error == caplog.records[0].message
     history._database.execute("PRAGMA max_page_count = 10000")
     history.take(FULL, [make_event(NOW + 9)], NOW + 9)
-    assert history.list_events(10) == [make_event(NOW + 9)]
+    assert (history.list_events(10), history.error) == ([make_event(NOW + 9)], "")
     assert history.list_depths(MODEL, NOW) == [DepthChange(NOW + 9, FULL_DEPTHS)]
+    history.close()
+
+
+def test_models_of_many_blocks_leave_others_their_share(path: Path) -> None:
+    history = History(path, DAY, NOW)
+    large = make_announcement(3, model_id=LARGE, num_blocks=4096, span=Span(0, 4096))
+    state = read(large, state=FULL, model_id=LARGE)
+    gone, _ = reduce_forgetting(state, LARGE)
+    history.take(FULL, (), NOW)
+    history._database.executemany(
+        "INSERT INTO depths VALUES (?, ?, zeroblob(4096))",
+        ((NOW + number / 1000, LARGE) for number in range(20_000)),
+    )
+
+    for seconds in range(60, 660, 60):
+        history.take(state if seconds % 120 else gone, (), NOW + seconds)
+
+    num_bytes = "SELECT sum(length(depths)) FROM depths"
+    assert 2**23 < history._database.execute(num_bytes).fetchone()[0] <= 2**25
+    assert history.list_depths(MODEL, NOW) == [DepthChange(NOW, FULL_DEPTHS)]
+    newest = [change.depths for change in history.list_depths(LARGE, NOW)[-2:]]
+    assert newest == [bytes([1]) * 4096, b""]
+    history.close()
+
+
+def test_runs_of_canaries_are_kept_beside_the_rows_of_older_files(path: Path) -> None:
+    History(path, DAY, NOW).close()
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("DROP TABLE canaries")
+    history = History(path, DAY, NOW)
+    failed = CanaryRun(NOW, MODEL, "no peer serves blocks 4:8")
+    runs = [failed, CanaryRun(NOW + 1, MODEL, "", 0.5, 9.0, "text"), CanaryRun(NOW + 2, MODEL)]
+
+    history.take(FULL, (), NOW + 2, [("a", run) for run in runs] + [("b", failed)])
+
+    assert history.list_canary_runs("a", NOW) == runs
+    assert history.load_canary("a").first_text == "text"
+    assert history.load_canary("b").first_text is None
     history.close()
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
+
 from announcements import MODEL, NOW, make_announcement
 from prometheus_client.parser import text_string_to_metric_families
 from watched_swarms import read
 
-from shoal.client.monitor.description import describe
+from shoal.client.monitor.canary import CanaryHop, CanaryRun, CanaryState
+from shoal.client.monitor.description import describe, describe_canaries
 from shoal.client.monitor.page.metrics import write_metrics
 from shoal.client.monitor.state import EventKind, SwarmState, reduce_failure, reduce_reading
+from shoal.protocol.ids import PeerId
 from shoal.protocol.records.announcements import PeerState
 from shoal.protocol.spans import Span
 
@@ -51,6 +56,43 @@ def test_metrics_tell_health_blocks_and_peers() -> None:
     assert find(samples, "shoal_model_peers", state="unconfirmed", **OF_MODEL) == 1
     assert find(samples, "shoal_model_peers", state="draining", **OF_MODEL) == 1
     assert find(samples, "shoal_model_peers", state="lost", **OF_MODEL) == 0
+
+
+def test_metrics_of_canaries_name_no_peers() -> None:
+    hop = CanaryHop(PeerId("12D3Koo"), "0:4", 0.001, 0.02, 0.003)
+    good = CanaryRun(NOW, MODEL, "", 0.5, 9.0, "text", (hop,))
+    states = [CanaryState("a", "text", good, 3, 1), CanaryState("b")]
+    failed = CanaryState("c", None, CanaryRun(NOW, MODEL, "no peer"), 1, 1)
+    canaries = describe_canaries([*states, failed], NOW + 7)
+
+    described = replace(describe(SwarmState(), NOW + 7), canaries=canaries)
+    text = write_metrics(described, {}).decode()
+
+    lines = [line for line in text.splitlines() if line.startswith("shoal_monitor_canary")]
+    assert set(lines) == {
+        'shoal_monitor_canary_up{model="a"} 1.0',
+        'shoal_monitor_canary_up{model="c"} 0.0',
+        'shoal_monitor_canary_age_seconds{model="a"} 7.0',
+        'shoal_monitor_canary_age_seconds{model="c"} 7.0',
+        'shoal_monitor_canary_first_token_seconds{model="a"} 0.5',
+        'shoal_monitor_canary_tokens_per_second{model="a"} 9.0',
+        'shoal_monitor_canary_same_text{model="a"} 1.0',
+        'shoal_monitor_canary_runs_total{model="a",result="failed"} 1.0',
+        'shoal_monitor_canary_runs_total{model="a",result="succeeded"} 2.0',
+        'shoal_monitor_canary_runs_total{model="b",result="failed"} 0.0',
+        'shoal_monitor_canary_runs_total{model="b",result="succeeded"} 0.0',
+        'shoal_monitor_canary_runs_total{model="c",result="failed"} 1.0',
+        'shoal_monitor_canary_runs_total{model="c",result="succeeded"} 0.0',
+        'shoal_monitor_canary_hop_seconds{model="a",part="queue",span="0:4"} 0.001',
+        'shoal_monitor_canary_hop_seconds{model="a",part="compute",span="0:4"} 0.02',
+        'shoal_monitor_canary_hop_seconds{model="a",part="network",span="0:4"} 0.003',
+    }
+
+
+def test_json_is_what_the_description_holds() -> None:
+    described = describe(read(make_announcement(1)), NOW + 1)
+
+    assert json.loads(described.to_json()) == json.loads(json.dumps(asdict(described)))
 
 
 def test_silent_directory_is_unknown_and_has_no_age_before_its_first_answer() -> None:

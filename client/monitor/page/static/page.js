@@ -78,15 +78,71 @@ function fillEvent(item, event) {
   }
   setTime(item.firstElementChild, event.at);
   setText(item.querySelector("strong"), event.kind);
-  item.lastChild.textContent =
-    ` ${event.peer} at blocks ${event.span} of ${event.model} ${event.detail}`;
+  item.lastChild.textContent = ` ${event.text}`;
+}
+
+function makeSection(model) {
+  const template = document.getElementById("new-model");
+  const section = template.content.firstElementChild.cloneNode(true);
+  const heading = section.querySelector("h2");
+  section.dataset.id = heading.title = model.id;
+  heading.id = `name-${model.id}`;
+  section.setAttribute("aria-labelledby", heading.id);
+  section.querySelector("input[name=model]").value = model.id;
+  section.querySelector("input[name=room]").max = model.num_blocks;
+  return section;
+}
+
+function fillSection(section, model) {
+  section.querySelector("h2").firstChild.textContent = `${model.name} `;
+  section.querySelector(".scroll").setAttribute("aria-label", `Peers of ${model.name}`);
+  const word = section.querySelector("h2 .health");
+  word.className = `health ${model.health}`;
+  setText(word, model.health);
+  const summary = section.querySelector(".summary");
+  summary.firstChild.textContent =
+    `${model.num_blocks} blocks, serving peers: ${model.num_serving}. Peers read `;
+  setTime(summary.querySelector("time"), model.read_at);
+  fillList(section.querySelector(".findings"), model.findings, setText);
+  fillPeers(section.querySelector("table.peers"), model.peers);
+  setText(section.querySelector(".hidden-peers"),
+    model.num_hidden ? `${model.num_hidden} more peers are in /state.json.` : "");
+}
+
+function fillModels(models) {
+  const main = document.getElementById("models");
+  const sections = new Map(Array.from(main.children, (section) => [section.dataset.id, section]));
+  models.forEach((model, index) => {
+    const known = sections.get(model.id);
+    const section = known ?? makeSection(model);
+    sections.delete(model.id);
+    fillSection(section, model);
+    if (main.children[index] !== section) main.insertBefore(section, main.children[index] ?? null);
+    if (!known) draw(section);
+  });
+  for (const [id, section] of sections) {
+    charts.get(id)?.forEach((chart) => chart.dispose());
+    charts.delete(id);
+    section.remove();
+  }
+}
+
+function fillCanary(section, canary) {
+  const word = section.querySelector("h2 .health");
+  word.className = `health ${canary.health}`;
+  setText(word, canary.health);
+  setText(section.querySelector(".summary span"), canary.summary);
+  setTime(section.querySelector(".summary time"), canary.at);
+  fillList(section.querySelector(".findings"), canary.texts, setText);
+  section.querySelector("tbody").replaceChildren(...canary.hops.map((hop) => {
+    const row = document.createElement("tr");
+    hop.forEach((text) => { row.insertCell().textContent = text; });
+    return row;
+  }));
 }
 
 function show(view) {
   aheadSeconds = Date.now() / 1000 - view.taken_at;
-  const sections = document.querySelectorAll(".model");
-  const ids = Array.from(sections, (section) => section.dataset.id);
-  if (ids.join() !== view.models.map((model) => model.id).join()) return location.reload();
   document.title = `${view.health}: shoal monitor`;
   const health = document.getElementById("health");
   health.className = `health ${view.health}`;
@@ -94,20 +150,10 @@ function show(view) {
   setText(document.getElementById("sentence"), view.sentence);
   setText(document.getElementById("error"), view.error);
   setTime(document.querySelector("header time"), view.read_at);
-  view.models.forEach((model, index) => {
-    const section = sections[index];
-    const word = section.querySelector("h2 .health");
-    word.className = `health ${model.health}`;
-    setText(word, model.health);
-    const summary = section.querySelector(".summary");
-    summary.firstChild.textContent =
-      `${model.num_blocks} blocks, serving peers: ${model.num_serving}. Peers read `;
-    setTime(summary.querySelector("time"), model.read_at);
-    fillList(section.querySelector(".findings"), model.findings, setText);
-    fillPeers(section.querySelector("table.peers"), model.peers);
-    setText(section.querySelector(".hidden-peers"),
-      model.num_hidden ? `${model.num_hidden} more peers are in /state.json.` : "");
-  });
+  fillList(document.getElementById("warnings"), view.warnings, setText);
+  fillModels(view.models);
+  document.querySelectorAll(".canary").forEach((section, index) =>
+    fillCanary(section, view.canaries[index]));
   fillList(document.getElementById("event-list"), view.events, fillEvent);
 }
 
@@ -132,12 +178,11 @@ function drawArea(parameters, api) {
   };
 }
 
-function openCharts(section) {
+function openCharts(key, section) {
   const theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : null;
   const made = Array.from(section.querySelectorAll(".chart"), (element) =>
     echarts.init(element, theme, { renderer: "canvas" }));
-  charts.set(section.dataset.id, made);
-  addEventListener("resize", () => made.forEach((chart) => chart.resize()));
+  charts.set(key, made);
   return made;
 }
 
@@ -145,7 +190,8 @@ async function draw(section) {
   const answer = await fetch(`/model/${section.dataset.id}/history.json`);
   if (!answer.ok) return;
   const history = await answer.json();
-  const [depth, durations] = charts.get(section.dataset.id) ?? openCharts(section);
+  if (!section.isConnected) return;
+  const [depth, durations] = charts.get(section.dataset.id) ?? openCharts(section.dataset.id, section);
   const tooltip = { renderMode: "richText" };
   depth.setOption({
     animation: false, backgroundColor: "transparent", tooltip,
@@ -181,7 +227,27 @@ async function draw(section) {
   });
 }
 
+async function drawCanary(section, index) {
+  const answer = await fetch(`/canary/${index}/history.json`);
+  if (!answer.ok) return;
+  const history = await answer.json();
+  const [chart] = charts.get(index) ?? openCharts(index, section);
+  const line = (name, column, axis) => ({
+    name, type: "line", yAxisIndex: axis, symbolSize: 4, progressive: 0,
+    data: history.runs.map((run) => [run[0] * 1000, run[column]]),
+  });
+  chart.setOption({
+    animation: false, backgroundColor: "transparent", tooltip: { renderMode: "richText" },
+    legend: { top: 0 }, grid: { left: 45, right: 45, top: 30, bottom: 25 },
+    xAxis: { type: "time", min: history.since * 1000, max: history.until * 1000,
+      axisLabel: { hideOverlap: true } },
+    yAxis: [{ type: "value", name: "s" }, { type: "value", name: "tokens/s" }],
+    series: [line("first token", 1, 0), line("tokens/s", 2, 1)],
+  });
+}
+
 function drawAll() {
+  document.querySelectorAll(".canary").forEach(drawCanary);
   document.querySelectorAll(".model").forEach(draw);
 }
 
@@ -210,6 +276,7 @@ function watch() {
   connect();
 }
 
+addEventListener("resize", () => charts.forEach((made) => made.forEach((one) => one.resize())));
 // A page in the background takes none of the browser's few connections to the monitor.
 document.addEventListener("visibilitychange", () => {
   source?.close();
