@@ -26,6 +26,7 @@ from shoal.peer.operating.figures import Figures, Replicas, count_replicas, read
 from shoal.peer.operating.http_server import listen
 from shoal.peer.operating.metrics import MEASURED, PUSHED, write_metrics
 from shoal.peer.operating.operation import OperatingConfig, Operation
+from shoal.peer.operating.operator_config import OperatorConfig
 from shoal.peer.process.config import PeerEvent
 from shoal.peer.streams.stream_host import ServiceCounts
 from shoal.protocol.errors import ErrorCode, UsageError
@@ -171,7 +172,8 @@ async def scrape(port_of: list[int]) -> dict[str, tuple[str, str]]:
         lag=SimpleNamespace(mean_seconds=0.0, max_seconds=0.0),
     )
     events = list[PeerEvent]()
-    with Operation.prepare(OperatingConfig(metrics=("127.0.0.1", 0))) as operation:
+    config = OperatingConfig(("127.0.0.1", 0), OperatorConfig(has_socket=False))
+    with Operation.prepare(config) as operation:
         async with operation.run(peer, SystemClock(), events.append):  # type: ignore[arg-type]
             url = str(events[0].facts["url"])
             port = int(url.removesuffix("/metrics").rpartition(":")[2])
