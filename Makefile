@@ -37,7 +37,9 @@ monitor-demo: .venv/installed  ## watch the health of a swarm on a web page whil
 	@$(RUN) examples/watch_a_swarm.py $(ARGS)
 
 # Files of tests run JOBS at a time; threads of torch that wait for each other would spin meanwhile.
-TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+# Hundreds of p2pds live for seconds: they collect garbage only when they have much of it.
+TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
+    GOGC=off GOMEMLIMIT=192MiB
 
 # The order is that of tests/conftest.py, not by how many tests a file has. The limit is seven times
 # what the longest test takes: it is for those that hang.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import subprocess
@@ -85,18 +86,23 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put long files first: begun last, one of them would run on all alone.
 
-    The longest start processes; short are those whose tests are all quick.
+    The longest start processes and wait for them half of the time. They take turns with those that
+    only compute, so that cores are neither idle nor shared by too many. Short are the files whose
+    tests are all quick.
     """
     # Workers send each other the names, several times.
     assert max((len(item.nodeid) for item in items), default=0) < 500
     if config.getoption("--one-case"):
-        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
-        items[:] = [item for item in items if first[item.nodeid.partition("[")[0]] is item]
-    of_mark = {
-        mark: {item.path for item in items if item.get_closest_marker(mark)}
+        usual = [item for item in items if not item.get_closest_marker("thorough")]
+        first = {item.nodeid.partition("[")[0]: item for item in reversed(usual)}
+        items[:] = [item for item in usual if first[item.nodeid.partition("[")[0]] is item]
+    waiting, slow = (
+        list(dict.fromkeys(item.path for item in items if item.get_closest_marker(mark)))
         for mark in ("network", "slow")
-    }
-    items.sort(key=lambda item: [item.path not in files for files in of_mark.values()])
+    )
+    computing = [path for path in slow if path not in waiting]
+    turns = {path: number for paths in (waiting, computing) for number, path in enumerate(paths)}
+    items.sort(key=lambda item: turns.get(item.path, math.inf))
 
 
 NUM_BLOCKS = 4

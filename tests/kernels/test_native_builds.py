@@ -95,7 +95,7 @@ def there(emulator: str, tmp_path_factory: pytest.TempPathFactory) -> Build:
 @pytest.mark.parametrize(
     ("driver", "share"),
     [
-        ("int8_driver", "31"),
+        ("int8_driver", "61"),
         ("prompt_attention_driver", "61"),
         ("gate_norm_driver", "1"),
         ("low_rank_driver", "1"),

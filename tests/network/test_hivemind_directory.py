@@ -538,9 +538,8 @@ async def test_stranger_without_the_secret_is_told_nothing_and_keeps_nothing(
     assert len(stranger.records._book) == 0
 
 
-@pytest.mark.parametrize(
-    "are_slow", [pytest.param(False, marks=pytest.mark.thorough), True], ids=["silent", "slow"]
-)
+@pytest.mark.thorough  # starts 13 p2pds
+@pytest.mark.parametrize("are_slow", [False, True], ids=["silent", "slow"])
 async def test_made_up_identities_around_a_key_do_not_empty_the_view_of_a_newcomer(
     dht: Directories, are_slow: bool
 ) -> None:

@@ -35,29 +35,25 @@ MAX_GROWTH_BYTES = 48 * 2**20
 class HonestClient:
     """Generates text on a thread of its own for as long as the attack lasts."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, model: Any) -> None:
         generator = torch.Generator().manual_seed(SEED)
         self._prompt = torch.randint(3, 128, (1, 12), generator=generator)
         self._reference = self._generate(target.tiny.reference)
-        self._model: Any = AutoDistributedModelForCausalLM.from_pretrained(
-            target.tiny.directory, initial_peers=target.swarm.initial_peers
-        )
+        self._model = model
 
     def run(self, is_over: threading.Event) -> None:
         """Generate at least once, also after the end; every time the reference's words."""
-        with self._model as model:
-            is_last = False
-            while not is_last:
-                is_last = is_over.wait(READING_SECONDS)
-                assert torch.equal(self._generate(model), self._reference)
+        is_last = False
+        while not is_last:
+            is_last = is_over.wait(READING_SECONDS)
+            assert torch.equal(self._generate(self._model), self._reference)
 
     def _generate(self, model: Any) -> torch.Tensor:
         return model.generate(self._prompt, max_new_tokens=16, min_new_tokens=16, do_sample=False)
 
 
-async def attack(target: Target, attacks: tuple[Attack, ...]) -> None:
+async def attack(target: Target, client: HonestClient, attacks: tuple[Attack, ...]) -> None:
     """Carry attacks out beside an honest client, and see that the peer still stands."""
-    client = await asyncio.to_thread(HonestClient, target)
     is_over = threading.Event()
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(asyncio.to_thread(client.run, is_over))
@@ -79,17 +75,25 @@ def target(tiny_models: Any) -> Iterator[Target]:
         yield Target(swarm.peers[0], found.endpoints[0], found.model_id, swarm, tiny)
 
 
+@pytest.fixture(scope="module")
+def client(target: Target) -> Iterator[HonestClient]:
+    with AutoDistributedModelForCausalLM.from_pretrained(
+        target.tiny.directory, initial_peers=target.swarm.initial_peers
+    ) as model:
+        yield HonestClient(target, model)
+
+
 @pytest.mark.parametrize("carry_out", ATTACKS, ids=lambda attack: attack.__name__)
-def test_attack_harms_nobody_else(target: Target, carry_out: Attack) -> None:
-    asyncio.run(attack(target, (carry_out,)))
+def test_attack_harms_nobody_else(target: Target, client: HonestClient, carry_out: Attack) -> None:
+    asyncio.run(attack(target, client, (carry_out,)))
 
 
 @pytest.mark.thorough  # half a minute; test_service_endings.py says what would be kept
-def test_memory_does_not_keep_growing_under_attack(target: Target) -> None:
+def test_memory_does_not_keep_growing_under_attack(target: Target, client: HonestClient) -> None:
     """The first round may teach the allocators how much is needed; later ones need no more."""
     memory_bytes: list[int] = []
     for _ in range(4):
-        asyncio.run(attack(target, ATTACKS))
+        asyncio.run(attack(target, client, ATTACKS))
         memory_bytes.append(target.memory_bytes)
 
     # The least of two: the allocators may keep a frame of 16 MiB and its pieces for a round.

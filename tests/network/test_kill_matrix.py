@@ -121,7 +121,7 @@ def find_hop(live: LiveSwarm, session: Any, index: int) -> LocalPeer:
 @pytest.mark.parametrize(
     "indices",
     [
-        (0,),
+        pytest.param((0,), marks=pytest.mark.thorough),
         pytest.param((1,), marks=pytest.mark.thorough),
         pytest.param((2,), marks=pytest.mark.thorough),
         pytest.param((0, 2), marks=pytest.mark.thorough),
@@ -147,10 +147,8 @@ def test_kill_between_decode_steps(
         assert all(failover.num_replayed_tokens > 20 for failover in session.failovers)
 
 
-@pytest.mark.parametrize(
-    "index",
-    [pytest.param(0, marks=pytest.mark.thorough), 1, pytest.param(2, marks=pytest.mark.thorough)],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("index", range(3))
 def test_paused_peer_is_left(live: LiveSwarm, prompt: Tensor, index: int) -> None:
     live.heal(2)
 
@@ -253,6 +251,10 @@ def test_eight_sessions_of_different_texts_go_on(
         assert torch.equal(text[:, -NUM_NEW_TOKENS:], expected[:, -NUM_NEW_TOKENS:])
 
 
+POINTS = {"open": 0, "answer": 2}
+"""Where the only peer of a span dies; `test_replacement_that_dies_too` has the third point."""
+
+
 def make_dying_program(point: str, signal_name: str = "SIGKILL") -> tuple[str, ...]:
     return (str(Path(__file__).with_name("dying_peer.py")), point, signal_name)
 
@@ -260,8 +262,10 @@ def make_dying_program(point: str, signal_name: str = "SIGKILL") -> tuple[str, .
 @pytest.mark.parametrize(
     ("point", "index"),
     [
-        pytest.param(point, index, marks=[pytest.mark.thorough] * (place != index))
-        for place, point in enumerate(("open", "prefill", "answer"))
+        pytest.param(
+            point, index, marks=[pytest.mark.thorough] * ((point, index) not in POINTS.items())
+        )
+        for point in ("open", "prefill", "answer")
         for index in range(3)
     ],
 )

@@ -287,8 +287,11 @@ async def test_start_that_fails_three_times_is_the_fault_of_no_peer(
     "step",
     [
         "hivemind.p2p.p2p_daemon_bindings.p2pclient.Client.create",
-        "hivemind.p2p.p2p_daemon_bindings.p2pclient.Client.identify",
-        "shoal.protocol.net.dht.access.find_swarm",
+        pytest.param(
+            "hivemind.p2p.p2p_daemon_bindings.p2pclient.Client.identify",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param("shoal.protocol.net.dht.access.find_swarm", marks=pytest.mark.thorough),
         "shoal.protocol.net.dht.access.start_node",
     ],
 )

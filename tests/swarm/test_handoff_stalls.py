@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from chosen_cases import choose_cases
 from virtual_route import SPANS, World, delay_steps, run
 from virtual_time import VirtualClock
 
@@ -60,11 +61,17 @@ def test_nobody_waits_when_all_hops_move(tiny_models: Any, delivery: str) -> Non
     run(tiny_models.get().directory, story, delivery)
 
 
-@pytest.mark.parametrize("delivery", ["star", "chain"])
-@pytest.mark.parametrize("index", [0, 1, 2])
-@pytest.mark.parametrize(("slowness", "num_handoffs"), [(2, 1), (25, 0)])
+@pytest.mark.parametrize(
+    ("delivery", "index", "slowness"),
+    choose_cases(
+        [("star", 0, 2), ("star", 1, 25), ("chain", 0, 25), ("chain", 1, 2), ("chain", 2, 25)],
+        ["star", "chain"],
+        [0, 1, 2],
+        [2, 25],
+    ),
+)
 def test_nobody_waits_for_a_slow_peer_to_catch_up(
-    tiny_models: Any, delivery: str, index: int, slowness: int, num_handoffs: int
+    tiny_models: Any, delivery: str, index: int, slowness: int
 ) -> None:
     """One that is slower than the whole route never does, as long as tokens go on."""
 
@@ -78,7 +85,7 @@ def test_nobody_waits_for_a_slow_peer_to_catch_up(
         world.services[world.host_of(index)].begin_draining()
         seconds = [await world.time_token() for _ in range(30)]
 
-        assert len(world.session.handoffs) == num_handoffs
+        assert len(world.session.handoffs) == (slowness == 2)
         assert max(seconds) <= MOST_STEPS * normal_seconds
         assert world.session.failovers == []
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from chosen_cases import choose_cases
 from memory_swarm import look_into
 from torch import Tensor
 from tuning_scene import REPLICAS, assert_close, open_model
@@ -81,7 +82,10 @@ def test_text_that_begins_anew_has_the_prompts_of_its_first_step(model: Any) -> 
         assert_close(session.step(TEXT[:1], PROMPTS), blocks(TEXT[:1], PROMPTS))
 
 
-@pytest.mark.parametrize("standby", [False, True])
+@pytest.mark.parametrize(
+    ("delivery", "standby"),
+    choose_cases([("chain", True), ("star", False)], ["chain", "star"], [False, True]),
+)
 def test_peer_that_takes_over_gets_the_prompts(
     tiny_models: Any, delivery: str, standby: bool
 ) -> None:

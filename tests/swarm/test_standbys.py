@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from chosen_cases import choose_cases
 from memory_swarm import look_into
 from story_cases import at_hops
 from story_outputs import assert_same
@@ -35,8 +36,15 @@ def run(run_story: Any, story: Any, spans: Any = FOUR_HOPS, **settings: Any) -> 
     run_story(story, spans=spans, standby=True, **settings)
 
 
-@pytest.mark.parametrize("lose", ["kill", "pause"])
-@OUTER_AND_INNER_HOPS
+@pytest.mark.parametrize(
+    ("delivery", "hop", "lose"),
+    choose_cases(
+        [("chain", 0, "pause"), ("chain", 1, "kill"), ("chain", 3, "pause"), ("star", 1, "kill")],
+        ["chain", "star"],
+        range(4),
+        ["kill", "pause"],
+    ),
+)
 def test_standby_goes_on_without_a_replay(run_story: Any, hop: int, lose: str) -> None:
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns(num_decoded=9)

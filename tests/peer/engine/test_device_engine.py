@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from chosen_cases import choose_cases
 from engine_devices import (
     SLOWLY,
     WHOLE,
@@ -181,8 +182,14 @@ def test_results_do_not_depend_on_who_shares_the_batch(
 
 
 @every_device
-@pytest.mark.parametrize("kv_format", KVFormat)
-@pytest.mark.parametrize("num_strangers", [1, 2, 6, 40, 70])
+@pytest.mark.parametrize(
+    ("num_strangers", "kv_format"),
+    choose_cases(
+        [(1, KVFormat.FLOAT), (6, KVFormat.INT8), (40, KVFormat.FLOAT), (70, KVFormat.INT8)],
+        [1, 2, 6, 40, 70],
+        KVFormat,
+    ),
+)
 def test_generated_tokens_are_the_same_alone_and_beside_many(
     load: Load, device_name: str, num_strangers: int, kv_format: KVFormat
 ) -> None:
@@ -207,8 +214,15 @@ def test_generated_tokens_are_the_same_alone_and_beside_many(
 
 
 @every_device
-@pytest.mark.parametrize("kv_format", KVFormat)
-@pytest.mark.parametrize(("variant", "num_rows"), [("llama", 1), ("gemma2", 3)])
+@pytest.mark.parametrize(
+    ("variant", "num_rows", "kv_format"),
+    choose_cases(
+        [("llama", 1, KVFormat.INT8), ("gemma2", 3, KVFormat.FLOAT)],
+        ["llama", "gemma2"],
+        [1, 3],
+        KVFormat,
+    ),
+)
 def test_results_do_not_depend_on_how_a_prompt_is_cut(
     load: Load, device_name: str, variant: str, num_rows: int, kv_format: KVFormat
 ) -> None:
@@ -231,9 +245,14 @@ def test_results_do_not_depend_on_how_a_prompt_is_cut(
 
 @pytest.mark.slow
 @every_place
-@pytest.mark.parametrize(("num_rows", "kv_format"), [(1, KVFormat.FLOAT), (3, KVFormat.INT8)])
 @pytest.mark.parametrize(
-    "variant", ["llama", "gemma2", pytest.param("bloom", marks=pytest.mark.thorough)]
+    ("variant", "num_rows", "kv_format"),
+    choose_cases(
+        [("llama", 3, KVFormat.INT8), ("gemma2", 1, KVFormat.FLOAT)],
+        ["llama", "gemma2", "bloom"],
+        [1, 3],
+        KVFormat,
+    ),
 )
 def test_replay_of_decoded_tokens_is_exact(
     load: Load, device_name: str, variant: str, num_rows: int, kv_format: KVFormat
@@ -280,8 +299,10 @@ def test_rollback_goes_on_from_the_earlier_position(
 
 
 @every_place
-@pytest.mark.parametrize("kv_format", KVFormat)
-@pytest.mark.parametrize("num_decoded", [0, 3])
+@pytest.mark.parametrize(
+    ("num_decoded", "kv_format"),
+    choose_cases([(0, KVFormat.FLOAT), (3, KVFormat.INT8)], [0, 3], KVFormat),
+)
 def test_fork_goes_on_like_its_parent(
     load: Load, device_name: str, num_decoded: int, kv_format: KVFormat
 ) -> None:

@@ -66,7 +66,7 @@ def test_every_family_has_a_variant_in_conftest(compared_families: set[str]) -> 
 
 def test_one_step_equals_transformers(any_tiny_model) -> None:
     engine = share_engine(any_tiny_model)
-    for num_rows, num_tokens in ((1, 1), (3, 2), (3, 17), (1, 300)):
+    for num_rows, num_tokens in ((1, 1), (3, 2), (3, 17)):
         tokens = draw_tokens(any_tiny_model, num_rows, num_tokens)
 
         output = run_engines([engine], any_tiny_model.embed(tokens), cuts=[])
