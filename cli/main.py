@@ -14,7 +14,7 @@ from ..protocol.versions import SOFTWARE
 from .options.config_file import apply_config
 from .options.shared_options import join_addresses
 from .terminal.interrupts import INTERRUPTED, INTERRUPTED_FACTS, quitting_at_once
-from .terminal.notices import NoticeHandler
+from .terminal.notices import add_log_argument, make_handler
 from .terminal.terminal import Terminal, prepare_streams
 
 # Modules of the subcommands, imported only when one is chosen: `shoal --help` is instant.
@@ -56,6 +56,9 @@ _ELSEWHERE = {
 _WRONG_USAGES = {"monitor": 64}
 """Exit codes of commands for which the usual one means something else (64: sysexits.h)."""
 
+_RUN_FOR_DAYS = ("serve", "monitor")
+"""Commands whose logs programs may read."""
+
 
 class _HelpFormatter(argparse.HelpFormatter):
     """Makes the column of the subcommands wide enough: argparse forgets that they are indented."""
@@ -84,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with quitting_at_once():
             options = _parse(list(sys.argv[1:] if arguments is None else arguments))
-            _set_up_logging()
+            _set_up_logging(getattr(options, "log_format", "lines"))
         return _run(options)
     except KeyboardInterrupt:
         if sys.stderr.isatty():
@@ -119,9 +122,13 @@ def _run(options: argparse.Namespace) -> int:
         said = fill_in(_in_one_line(error), options)
         # If stderr takes no more, the sentence is lost.
         with contextlib.suppress(UnavailableError, BrokenPipeError):
-            notices = Terminal(sys.stderr)
-            for line in notices.wrap(f"shoal {options.command}: {said}"):
-                notices.print(line)
+            if getattr(options, "log_format", "lines") == "json":
+                record = logging.LogRecord("shoal.cli", logging.ERROR, "", 0, said, None, None)
+                make_handler("json").handle(record)
+            else:
+                notices = Terminal(sys.stderr)
+                for line in notices.wrap(f"shoal {options.command}: {said}"):
+                    notices.print(line)
         if getattr(options, "json", False):
             facts = {"error": said, "kind": type(error).__name__}
             with contextlib.suppress(UnavailableError):  # or stdout
@@ -147,6 +154,8 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
             place = _ELSEWHERE.get(name, f".commands.{name.replace('-', '_')}")
             module = importlib.import_module(place, __package__)
             module.add_arguments(subparser)
+            if name in _RUN_FOR_DAYS:
+                add_log_argument(subparser)
             try:
                 apply_config(subparser, given)
             except UsageError as error:
@@ -163,15 +172,16 @@ def _is_unquoted_prompt(options: argparse.Namespace, unexpected: Sequence[str]) 
     return options.command == "generate" and not unexpected[0].startswith("-")
 
 
-def _set_up_logging() -> None:
+def _set_up_logging(log_format: str) -> None:
     # The Hub's library logs every failed attempt to reach it; our error says how they ended.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     wanted = os.environ.get("SHOAL_LOG", "").upper()
     level = logging.getLevelNamesMapping().get(wanted)
-    if level is not None:
+    if level is not None and log_format == "lines":
         logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     else:
-        logging.basicConfig(level=logging.WARNING, handlers=[NoticeHandler()])
+        handlers = [make_handler(log_format)]
+        logging.basicConfig(level=level or logging.WARNING, handlers=handlers)
 
 
 def _in_one_line(error: Exception) -> str:

@@ -194,6 +194,15 @@ def test_what_cannot_be_done_is_one_line(
     assert words in error
 
 
+def test_error_is_a_line_of_json_where_logs_are(capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = run_and_read_error(["serve", "", "--new-swarm", "--log-format", "json"], capsys)
+
+    facts = json.loads(error)
+    assert code == 2
+    assert (facts["level"], facts["logger"]) == ("error", "shoal.cli")
+    assert "the model name is empty" in facts["message"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
@@ -9,7 +10,7 @@ import sys
 import pytest
 from screens import Screen
 
-from shoal.cli.terminal.notices import NoticeHandler
+from shoal.cli.terminal.notices import NoticeHandler, make_handler
 
 
 def test_warning_is_a_sentence_with_the_time_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +42,25 @@ def test_exception_is_printed_with_its_traceback(monkeypatch: pytest.MonkeyPatch
     NoticeHandler().handle(record)
 
     assert screen.text[8:] == " A task failed.\nRuntimeError: out of luck\n"
+
+
+def test_record_is_a_line_of_json_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(is_terminal=False)
+    monkeypatch.setattr(sys, "stderr", screen)
+    error = RuntimeError("out of\x1b[2J luck")
+    record = logging.LogRecord(
+        "shoal.peer", logging.ERROR, "", 0, "a %s\nfailed", ("task",), (RuntimeError, error, None)
+    )
+
+    make_handler("json").handle(record)
+
+    (line,) = screen.text.splitlines()
+    facts = json.loads(line)
+    assert facts.pop("time") == pytest.approx(record.created, abs=0.001)
+    assert facts == {
+        "level": "error",
+        "logger": "shoal.peer",
+        "message": "a task\nfailed",
+        "traceback": "RuntimeError: out of\x1b[2J luck\n",
+    }
+    assert "\x1b" not in line
