@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import shutil
 import sys
 import time
 from collections import deque
@@ -64,25 +65,31 @@ class PeerStatus:
         }
 
 
-def write_status(facts: dict[str, Any]) -> str:
-    """Return the status in one line, the most important first; nothing before there are blocks.
+def write_status(facts: dict[str, Any], columns: int) -> str:
+    """Return the status in one line, as much as fits into it; nothing before there are blocks.
 
-    >>> status = {"state": "online", "span": "2:4", "least_replicas": 1, "blocks_alone": 2,
+    >>> status = {"state": "online", "span": "2:4", "least_replicas": 3, "blocks_alone": 0,
     ...     "sessions": 1, "sessions_served": 17, "tokens_today": 12345, "tokens_per_second": 8.25,
     ...     "memory_bytes": 2**29, "received_bytes": 2**21, "sent_bytes": 2**20}
-    >>> write_status(status)[:55], write_status(status)[55:]
-    ('blocks 2:4, 2 of them at no other peer | 1 session, 17 ', 'served | 12,345 tokens today, \
-8.2/s | 512 MiB | 2 MiB in, 1 MiB out')
+    >>> write_status(status, 70)
+    'blocks 2:4, 3 peers or more at each | 1 session, 17 served | 512 MiB'
     """
-    return " | ".join(_list_parts(facts))
+    line = ""
+    for part in _list_parts(facts):
+        longer = f"{line} | {part}" if line else part
+        if len(longer) < columns:  # the last column is the cursor's
+            line = longer
+    return line
 
 
 def _list_parts(facts: dict[str, Any]) -> Iterator[str]:
+    if facts["state"] == "offline":
+        yield "paused or leaving: no blocks are served"
     if facts["span"] is None:
         return
     alone = facts["blocks_alone"]
     replicas = f"{alone} of them at no other peer" if alone else ""
-    replicas = replicas or f"{facts['least_replicas']} replicas or more"
+    replicas = replicas or f"{facts['least_replicas']} peers or more at each"
     state = "" if facts["state"] == "online" else f" ({facts['state']})"
     yield f"blocks {facts['span']}{state}, {replicas}"
     yield f"{count_of(facts['sessions'], 'session')}, {facts['sessions_served']:,} served"
@@ -112,7 +119,7 @@ async def _keep_showing(read: Callable[[], Figures], line: StatusLine) -> None:
     status = PeerStatus()
     while True:
         facts = status.update(read(), datetime.date.today(), time.monotonic())
-        line.show(write_status(facts))
+        line.show(write_status(facts, shutil.get_terminal_size().columns))
         await asyncio.sleep(_SECONDS)
 
 

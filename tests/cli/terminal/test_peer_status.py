@@ -66,12 +66,12 @@ def test_line_says_who_depends_on_the_peer_and_what_it_takes() -> None:
     figures = make_figures(state=PeerState.DRAINING, replicas=Replicas(1, 3))
     figures.service.sent_bytes["sessions"] = 2**21
 
-    text = write_status(PeerStatus().update(figures, TODAY, 0.0))
+    text = write_status(PeerStatus().update(figures, TODAY, 0.0), 200)
 
     assert text.startswith("blocks 2:6 (draining), 3 of them at no other peer | 2 sessions, 0 ser")
     assert text.endswith("| 1.5 GiB | 0 MiB in, 3 MiB out")
     loading = make_figures(span=None, replicas=None, measured={})
-    assert write_status(PeerStatus().update(loading, TODAY, 0.0)) == ""
+    assert write_status(PeerStatus().update(loading, TODAY, 0.0), 200) == ""
 
 
 def test_line_stays_below_what_is_printed_and_is_gone_at_the_end() -> None:
