@@ -25,6 +25,9 @@ from .state import ProbeResult
 _ANSWER_SECONDS = 6.0
 """How long a peer may take, at all of its endpoints."""
 
+_MAX_FAULT_CHARACTERS = 300
+"""A peer chooses the words of its refusal."""
+
 
 def make_access(membership: Membership | None) -> SwarmAccess:
     """Return the access to a swarm over TCP, TLS and the DHT, which takes seconds to import.
@@ -47,9 +50,11 @@ def make_access(membership: Membership | None) -> SwarmAccess:
             await stream.close()
         except RefusedError as error:
             is_member = not isinstance(error, NotAMemberError)
-            return ProbeResult(clock.wall(), f"refused: {error}", is_refusal=is_member)
+            fault = f"refused: {error}"[:_MAX_FAULT_CHARACTERS]
+            return ProbeResult(clock.wall(), fault, is_refusal=is_member)
         except (UnavailableError, RemoteProtocolError) as error:
-            return ProbeResult(clock.wall(), f"{_name_fault(error)}: {error}")
+            fault = f"{_name_fault(error)}: {error}"[:_MAX_FAULT_CHARACTERS]
+            return ProbeResult(clock.wall(), fault)
         return ProbeResult(clock.wall(), rtt_seconds=rtt_seconds)
 
     return SwarmAccess(clock, join, probe)

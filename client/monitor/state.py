@@ -299,10 +299,10 @@ def reduce_reading(
 ) -> Change:
     """Take what the directory tells of a model: the announcements that hold.
 
-    A model whose peers have all gone is forgotten with them.
+    A model whose peers have all gone is forgotten with them. Peers that have never answered make no
+    events: whoever makes up many would displace all others.
     """
     known = state.models.get(model_id, WatchedModel(model_id))
-    is_first = known.read_at is None
     peers, events = dict(known.peers), list[Event]()
     for announcement in announced:
         peer_id = announcement.peer_id
@@ -310,14 +310,14 @@ def reduce_reading(
             continue  # nobody here has seen it
         peer, kind = _take_announcement(peers.get(peer_id), announcement, now)
         peers[peer_id] = peer
-        if kind is not None and not (is_first and kind is EventKind.JOINED):
+        if kind is not None and peer.answered_at is not None:
             events.append(_make_event(peer, kind, now))
     told = {announcement.peer_id for announcement in announced}
     for peer_id, peer in list(peers.items()):
         visibility = _find_visibility(peer, peer_id in told, now)
         if visibility is not peer.visibility:
             peers[peer_id] = peer = replace(peer, visibility=visibility, since=now)
-            if visibility is not Visibility.NOT_SEEN:
+            if visibility is not Visibility.NOT_SEEN and peer.answered_at is not None:
                 events.append(_make_event(peer, EventKind(visibility.value), now))
         if visibility in _DEPARTED and now - peer.since > DEPARTED_SECONDS:
             del peers[peer_id]
@@ -341,6 +341,7 @@ def reduce_probe(
 ) -> Change:
     """Take the answer of one peer: one that should have renewed its announcement may be lost.
 
+    The first answer of a peer that was not there at first is its event that it joined.
     A peer that is dialled in vain and announces itself in time stays, and is not counted: the way
     from here to it may be closed, and to others open.
     """
@@ -351,13 +352,16 @@ def reduce_probe(
     events = ()
     changed = replace(peer, probe=probe)
     if not probe.fault:
+        if peer.answered_at is None and peer.since != model.first_read_at:
+            events = (_make_event(peer, EventKind.JOINED, probe.at),)
         changed = replace(changed, answered_at=probe.at, is_confirmed=True)
     elif probe.is_absent and peer.probe is not None and peer.probe.is_absent:
         changed = replace(changed, is_confirmed=False)
     is_late = peer.visibility is Visibility.NOT_SEEN
     if probe.is_absent and is_late:
         changed = replace(changed, visibility=Visibility.LOST, since=probe.at)
-        events = (_make_event(changed, EventKind.LOST, probe.at, probe.fault),)
+        if peer.answered_at is not None:
+            events = (_make_event(changed, EventKind.LOST, probe.at, probe.fault),)
     elif is_late:
         changed = replace(
             changed, visibility=Visibility.SEEN, since=probe.at, last_seen_at=probe.at

@@ -97,7 +97,10 @@ def test_first_reading_is_no_news_and_later_changes_are() -> None:
     state, later = read(HALVES[0]), NOW + 20
     first = HALVES[0]
 
-    assert list_kinds(state, first, HALVES[1], now=later) == [EventKind.JOINED]
+    joined, events = reduce_reading(state, MODEL, HALVES, later)
+    assert events == ()  # anybody can announce anything
+    _, (event,) = reduce_probe(joined, MODEL, SECOND, ProbeResult(later))
+    assert (event.kind, event.peer_id) == (EventKind.JOINED, SECOND)
     assert list_kinds(state, renew(first, later), now=later) == []
     drains = renew(first, later, state=PeerState.DRAINING)
     assert list_kinds(state, drains, now=later) == [EventKind.DRAINING]
@@ -142,7 +145,7 @@ def test_late_peer_that_answers_is_seen() -> None:
 def probe(state: SwarmState, peer_id: PeerId, *faults: str, is_refusal: bool = False) -> SwarmState:
     for fault in faults:
         state, events = reduce_probe(state, MODEL, peer_id, ProbeResult(NOW, fault, is_refusal))
-        assert events == ()
+        assert EventKind.LOST not in [event.kind for event in events]
     return state
 
 
@@ -303,6 +306,18 @@ def test_dialled_peer_that_is_not_known_changes_nothing() -> None:
     state = read(HALVES[0])
 
     assert reduce_probe(state, MODEL, SECOND, ProbeResult(NOW)) == (state, ())
+
+
+def test_made_up_peers_make_no_events() -> None:
+    fake = make_announcement(3)
+    state, events = reduce_reading(read(*HALVES), MODEL, [*HALVES, fake], NOW + 1)
+    late, more = reduce_reading(state, MODEL, [*HALVES, fake], NOW + 40)
+    closed = ProbeResult(NOW + 41, "closed port")
+
+    lost, others = reduce_probe(late, MODEL, fake.peer_id, closed)
+
+    assert (*events, *more, *others) == ()
+    assert lost.models[MODEL].peers[fake.peer_id].visibility is Visibility.LOST
 
 
 def test_departed_peers_take_a_bounded_room() -> None:
