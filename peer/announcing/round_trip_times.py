@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ...protocol.errors import DirectoryError, RefusedError, RemoteProtocolError, UnavailableError
 from ...protocol.ids import ModelId, PeerId
 from ...protocol.net.clock import Clock
-from ...protocol.net.dialling import measure_rtt
+from ...protocol.net.dialling import AnotherPeerError, measure_rtt
 from ...protocol.net.directory import KNOWN_PERIODS, Directory
 from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement
@@ -157,13 +157,20 @@ class RoundTripTimes:
             return
         try:
             seconds = await measure_rtt(
-                self._transport, self._clock, peer.peer_id, peer.endpoints, _MEASURING_SECONDS
+                self._transport,
+                self._clock,
+                peer.peer_id,
+                peer.first_key_endpoints,
+                _MEASURING_SECONDS,
             )
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
             _logger.debug(
                 "cannot measure the round-trip time to peer …%s: %s", peer.peer_id[-6:], error
             )
             seconds = None
+            if isinstance(error, AnotherPeerError):
+                self._directory.records.note_answering(peer, error.answering)
+                await self._look(own.model_id)  # announcements of many may have gone with it
         self._note(peer.peer_id, seconds)
 
     def _list_unmeasured(self, own_id: PeerId) -> list[Announcement]:

@@ -12,7 +12,8 @@ import random
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
-from itertools import chain, islice, zip_longest
+from itertools import chain, groupby, islice, zip_longest
+from math import isqrt
 
 from ..errors import DirectoryError, RefusedError, RemoteProtocolError, UnavailableError
 from ..fair_share import name_network
@@ -23,11 +24,11 @@ from ..records.swarm_records import SwarmRecords, draw
 from ..versions import RECORDS_VERSION
 from ..wire.codec import check_kind, encode_frame, read_answer
 from .clock import AnswerTimeout, Clock
-from .dialling import dial_peer, greet_peer
+from .dialling import AnotherPeerError, dial, dial_peer, greet_peer
 from .directory import Directory
 from .retry import Backoff, Backoffs
 from .tasks import cancel_all
-from .transport import Transport
+from .transport import Stream, Transport
 
 _logger = logging.getLogger(__name__)
 
@@ -41,7 +42,10 @@ _AGAIN_SECONDS = 1.0
 """How long what peers have told is new enough for everybody who waits for it here."""
 
 _AT_ONCE = 3
-"""Peers that are asked side by side."""
+"""Peers that are asked side by side; twice as many where the last answers were not enough."""
+
+_SOON_SECONDS = 5.0
+"""Who asks again so soon after the last answers needs what these did not tell."""
 
 _OTHERS_SECONDS = 0.5
 """How long the others of them have to answer as well."""
@@ -49,8 +53,10 @@ _OTHERS_SECONDS = 0.5
 _MOST_ASKED = 24
 """Peers that are asked before all are taken for gone; half of them may be hints."""
 
-_MOST_TOLD = 12
-"""Peers that are told at once what a peer has become."""
+_LEAST_TOLD = 12
+"""Peers that are told at once what a peer has become; among more than 144 their square root."""
+
+_MOST_TOLD = 32
 
 _ASKED = PeerState.ONLINE, PeerState.DRAINING
 """Others load their blocks, or have left."""
@@ -69,18 +75,19 @@ class _Shared:
         self._attempt = attempt
         self._clock = clock
         self.task: asyncio.Task[DirectoryError | None] | None = None
-        self._ended_at = float("-inf")
+        self.began_at = self.ended_at = float("-inf")
 
     def begin(self, again_seconds: float = 0.0) -> asyncio.Task[DirectoryError | None]:
         """Return the attempt that goes on, or that ended not so long ago; else another one."""
-        is_old = self._clock.now() - self._ended_at >= again_seconds
+        is_old = self._clock.now() - self.ended_at >= again_seconds
         if self.task is None or (self.task.done() and is_old):
+            self.began_at = self._clock.now()
             self.task = asyncio.create_task(self._run())
         return self.task
 
     async def _run(self) -> DirectoryError | None:
         failure = await self._attempt()
-        self._ended_at = self._clock.now()
+        self.ended_at = self._clock.now()
         return failure
 
 
@@ -113,6 +120,7 @@ class GossipDirectory:
         self._reading = _Shared(self._read, clock)
         self._read_at = float("-inf")
         self._asking = _Shared(self._ask, clock)
+        self._at_once = _AT_ONCE
         self._announced: PeerState | None = None
         self._has_told_directly = False
         self._has_changed = asyncio.Event()
@@ -155,7 +163,8 @@ class GossipDirectory:
         is_alone = all(map(self.records.is_own, self._list_current()))
         if is_alone or self._clock.now() - self._read_at > max_age_seconds:
             reading = self._reading.begin()
-            heard, going_on = await asyncio.wait([reading], timeout=_PATIENCE_SECONDS)
+            patience = self._reading.began_at + _PATIENCE_SECONDS - self._clock.now()
+            heard, going_on = await asyncio.wait([reading], timeout=max(0.0, patience))
             if not _have_succeeded(heard):
                 going_on.add(self._asking.begin(_AGAIN_SECONDS))
             while going_on and not _have_succeeded(heard):
@@ -185,15 +194,16 @@ class GossipDirectory:
             if self._has_changed.is_set():
                 self._has_changed.clear()
                 await self.tell()
-            elif peers := self._draw_peers():
-                await self._exchange(self._rng.choice(peers[:2]), max_bytes)
+            elif peers := self._draw_peers(2):
+                await self._exchange(self._rng.choice(peers), max_bytes)
 
     async def tell(self) -> bool:
         """Bring our record to several peers; return whether enough of them keep it.
 
         One may lie: where several networks answer, it takes two.
         """
-        told = self._draw_peers()[:_MOST_TOLD]
+        most = min(max(_LEAST_TOLD, isqrt(self.records.count(self._model_id))), _MOST_TOLD)
+        told = self._draw_peers(most)
         answers = await asyncio.gather(*(self._exchange(peer, MAX_RECORDS_BYTES) for peer in told))
         answered = {
             (_find_network(peer), answer.has_own)
@@ -216,23 +226,35 @@ class GossipDirectory:
 
     async def _ask(self) -> DirectoryError | None:
         """Ask peers until one has told what it knows."""
-        peers = self._draw_peers()
-        for start in range(0, len(peers), _AT_ONCE):
-            asked = peers[start : start + _AT_ONCE]
-            asking = [
-                asyncio.create_task(self._exchange(peer, MAX_RECORDS_BYTES)) for peer in asked
-            ]
-            try:
-                for answer in asyncio.as_completed(asking):
-                    if await answer is not None:
-                        # What the first one told may be next to nothing.
-                        await asyncio.wait(asking, timeout=_OTHERS_SECONDS)
-                        return None
-            finally:
-                await cancel_all(asking)
+        is_soon = self._clock.now() - self._asking.ended_at < _SOON_SECONDS
+        self._at_once = min(2 * self._at_once, _MOST_ASKED) if is_soon else _AT_ONCE
+        peers, resting = self._draw_peers(_MOST_ASKED), self._failing.resting
+        for _, group in groupby(peers, lambda peer: peer.peer_id in resting):
+            waiting = list(group)
+            while waiting:
+                asked, waiting = waiting[: self._at_once], waiting[self._at_once :]
+                if await self._ask_any(asked):
+                    return None
         return DirectoryError("no peer that is known tells of others")
 
-    def _draw_peers(self) -> list[Announcement]:
+    async def _ask_any(self, peers: Sequence[Announcement]) -> bool:
+        """Ask peers side by side, and return whether one has told what it knows."""
+        asking = [
+            asyncio.create_task(self._exchange(peer, MAX_RECORDS_BYTES))
+            for peer in peers
+            if not self.records.is_of_another(peer)  # as others have shown meanwhile
+        ]
+        try:
+            for answer in asyncio.as_completed(asking):
+                if await answer is not None:
+                    # What the first one told may be next to nothing.
+                    await asyncio.wait(asking, timeout=_OTHERS_SECONDS)
+                    return True
+        finally:
+            await cancel_all(asking)
+        return False
+
+    def _draw_peers(self, most: int) -> list[Announcement]:
         """Return peers to ask: announced ones and those that may be back in turns, or else a few
         who lie would keep us from all others.
 
@@ -245,12 +267,12 @@ class GossipDirectory:
             fresh = [peer for peer in peers if peer.peer_id not in resting]
             others = [peer for peer in peers if peer.peer_id in resting]
             drawn = chain(draw(fresh, self._rng), draw(others, self._rng))
-            return islice(filter(self._can_ask, drawn), _MOST_ASKED // 2)
+            return islice(filter(self._can_ask, drawn), most)
 
         announced = [peer for peer in self._list_current() if peer.state in _ASKED]
         hints = self.records.list_hints(self._model_id, self._clock.wall())
         drawn = chain.from_iterable(zip_longest(choose(announced), choose(hints)))
-        return sorted(filter(None, drawn), key=lambda peer: peer.peer_id in resting)
+        return sorted(filter(None, drawn), key=lambda peer: peer.peer_id in resting)[:most]
 
     def _can_ask(self, peer: Announcement) -> bool:
         is_able = peer.max_version >= RECORDS_VERSION and not self.records.is_own(peer)
@@ -265,6 +287,8 @@ class GossipDirectory:
             return None
         except (UnavailableError, RemoteProtocolError) as error:
             _logger.debug("peer …%s told nothing of others: %s", peer.peer_id[-6:], error)
+            if isinstance(error, AnotherPeerError) and peer.endpoints:
+                self.records.note_answering(peer, error.answering)
             self._failing.note_failure(peer.peer_id)
             return None
         num_taken, now = 0, self._clock.wall()
@@ -274,11 +298,19 @@ class GossipDirectory:
         self._failing.note_success(peer.peer_id)
         return answer if num_taken else None
 
+    async def _dial(self, peer: Announcement) -> Stream:
+        if not peer.endpoints:
+            return await dial_peer(self._transport, self._clock, peer, _ANSWER_SECONDS)
+        # Whoever answers there has the announced TLS key; a relay could send us to anybody.
+        return await dial(
+            self._transport, self._clock, peer.peer_id, peer.first_key_endpoints, _ANSWER_SECONDS
+        )
+
     async def _fetch(self, peer: Announcement, max_bytes: int) -> Records:
         name = f"peer …{peer.peer_id[-6:]}"
         question = self.records.make_fetch(peer.model_id, self._clock.wall(), self._rng, max_bytes)
         async with AnswerTimeout(_ANSWER_SECONDS, f"{name} did not answer in time"):
-            stream = await dial_peer(self._transport, self._clock, peer, _ANSWER_SECONDS)
+            stream = await self._dial(peer)
             welcome, _ = await greet_peer(stream, peer.peer_id, self._clock)
             try:
                 if welcome.model_id != peer.model_id:

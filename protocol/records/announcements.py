@@ -218,6 +218,12 @@ class Announcement:
         return (*self.endpoints, *behind)
 
     @property
+    def first_key_endpoints(self) -> tuple[Endpoint, ...]:
+        """The endpoints with the TLS key of the first one: all, unless a stranger made them up."""
+        keys = [endpoint.fingerprint for endpoint in self.endpoints]
+        return tuple(one for one in self.endpoints if one.fingerprint == keys[0])
+
+    @property
     def as_relays(self) -> tuple[Relay, ...]:
         """The peer as a relay of others, at each of its hosts, best first; none when it is none."""
         return self._locate(self.relay_port)

@@ -24,7 +24,7 @@ from ..errors import (
     RevokedError,
 )
 from ..fair_share import BUSY_SECONDS, Holder, RecentCosts
-from ..ids import NO_MODEL, ModelId, SessionId
+from ..ids import NO_MODEL, ModelId, PeerId, SessionId
 from ..membership.membership import (
     NO_MEMBERSHIP,
     NONCE_BYTES,
@@ -151,6 +151,21 @@ class SwarmRecords:
         """
         hints = self._book.list_hints(model_id, now)
         return [one for one in hints if one.peer_id not in self.revocations.peer_ids]
+
+    def note_answering(self, announced: Announcement, answering: PeerId) -> None:
+        """Have another peer, which answered at the endpoints of an announcement, keep its TLS key.
+
+        What anybody else announces with this key is forgotten, and refused from now on.
+        """
+        self._book.note_answering(announced.endpoints[0].fingerprint, answering)
+
+    def count(self, model_id: ModelId) -> int:
+        """Return how many announcements of a model are known, hints included."""
+        return self._book.count(model_id)
+
+    def is_of_another(self, announcement: Announcement) -> bool:
+        """Return whether an announcement names a TLS key with which another peer answers."""
+        return self._book.is_of_another(announcement)
 
     def is_known(self, value: bytes) -> bool:
         """Return whether a value of an announcement has been taken already."""

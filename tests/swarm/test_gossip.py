@@ -51,6 +51,7 @@ from shoal.protocol.wire.codec import decode_frame, encode_frame, read_answer
 
 pytestmark = pytest.mark.slow
 
+ELSEWHERE = Endpoint("elsewhere", 4000, "e" * 64)
 OVERLAP_SECONDS = 35.0
 HALVES = (Span(0, 2), Span(2, 4))
 MEMBER = make_owner(bytes(range(16))).as_role(Role.SERVE)
@@ -419,7 +420,8 @@ async def test_slow_directory_is_read_to_its_end_though_liars_answer_first(
         spans: list[set[Span]] = []
         for _ in range(2):
             async with asyncio.timeout(3.5):
-                spans.append({peer.span for peer in await gossip.lookup(MODEL_ID)})
+                spans.append({peer.span for peer in await gossip.lookup(MODEL_ID, 5.0)})
+            await asyncio.sleep(1.1)  # three seconds in all, and more
 
         assert spans == [{WHOLE}, {WHOLE, *HALVES}]
         assert directory.num_looks == 2
@@ -506,7 +508,8 @@ async def test_announcement_needs_the_directory_or_a_peer_that_keeps_it(
             world.kill("other")
         newcomer = Identity(bytes(32))
         (seen,) = directory.records.list_current(MODEL_ID, clock.wall())
-        record = sign_announcement(newcomer, replace(seen, peer_id=newcomer.peer_id))
+        own = replace(seen, peer_id=newcomer.peer_id, endpoints=(ELSEWHERE,))
+        record = sign_announcement(newcomer, own)
 
         if not has_peers:
             with pytest.raises(DirectoryError):
@@ -592,6 +595,30 @@ async def test_peers_that_did_not_answer_are_asked_after_those_that_did(tiny_mod
 # ---- how often, and for how much
 
 
+async def test_peer_that_many_made_up_announcements_name_is_dialled_once_for_all_of_them(
+    tiny_models: Any,
+) -> None:
+    async with open_world(tiny_models) as world:
+        await world.add("honest", WHOLE)
+        gossip, directory, transport = await world.open_gossip()
+        (honest,) = await gossip.lookup(MODEL_ID)
+        records, now = gossip.records, VirtualClock().wall()
+        for number in range(2, 62):
+            made_up = Liar(Identity(bytes([number]) * 32))
+            (made_up.endpoint,) = honest.endpoints
+            records.take(MODEL_ID, SwarmRecords().add_own(made_up.sign(), now).value, now)
+        assert len(records.list_current(MODEL_ID, now)) == 61
+        directory.is_lost = True
+
+        for _ in range(3):
+            await asyncio.sleep(1.1)  # or the view is new enough
+            assert honest in await gossip.lookup(MODEL_ID)
+
+        assert records.list_current(MODEL_ID, now) == [honest]
+        # Three side by side the first time, and then it alone.
+        assert transport.dialled["honest"] <= 3 + 3
+
+
 async def test_what_peers_told_is_new_enough_for_a_second(tiny_models: Any) -> None:
     async with open_world(tiny_models) as world:
         await world.add("peer", WHOLE)
@@ -624,8 +651,8 @@ async def test_peer_is_asked_for_so_much_and_believed_no_more(
     async with open_world(tiny_models) as world:
         liar = await world.add_liar(1)
         others = [Liar(Identity(bytes([number]) * 32)) for number in range(2, 42)]
-        for other in others:
-            other.endpoint = liar.endpoint
+        for number, other in enumerate(others):
+            other.endpoint = Endpoint("elsewhere", 1, f"{number:064x}")
         now = VirtualClock().wall()
         values = [SwarmRecords().add_own(one.sign(), now).value for one in others]
         assert GOSSIP_BYTES < sum(map(len, values)) < MAX_RECORDS_BYTES // 2
@@ -701,7 +728,7 @@ async def test_stranger_in_a_private_swarm_is_neither_told_nor_believed(
             with pytest.raises(NotAMemberError, match="private swarm"):
                 await transport.open_stream(seen.announcement.endpoints[0])
         identity = Identity(bytes(32))
-        own = replace(seen.announcement, peer_id=identity.peer_id)
+        own = replace(seen.announcement, peer_id=identity.peer_id, endpoints=(ELSEWHERE,))
 
         await gossip.announce(sign_announcement(identity, own))
 

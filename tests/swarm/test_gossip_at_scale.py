@@ -1,0 +1,193 @@
+"""How soon a client finds a newcomer whose blocks it needs, in a large swarm without a directory.
+
+Members and clients ask and answer as those that ship do; nothing is computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from contextlib import AsyncExitStack, suppress
+from random import Random
+
+import pytest
+from announcements import describe_peer
+from virtual_time import VirtualClock
+
+from shoal.client.routing.route_finder import RouteFinder, SwarmModel
+from shoal.client.settings.client_config import ClientConfig
+from shoal.peer.peer import GOSSIPS_PER_PERIOD
+from shoal.protocol.errors import DirectoryError
+from shoal.protocol.identity import Identity
+from shoal.protocol.ids import ModelId
+from shoal.protocol.messages.records import RecordFetch
+from shoal.protocol.messages.session import Welcome
+from shoal.protocol.net.gossip import GossipDirectory
+from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.tasks import cancel_all
+from shoal.protocol.net.transport import Stream
+from shoal.protocol.records.announcement_book import AnnouncementBook
+from shoal.protocol.records.announcements import Announcement, sign_announcement
+from shoal.protocol.records.swarm_records import SwarmRecords
+from shoal.protocol.spans import Span
+from shoal.protocol.versions import MAX_VERSION
+from shoal.protocol.wire.codec import decode_frame, encode_frame
+
+pytestmark = pytest.mark.thorough
+
+MODEL = SwarmModel(ModelId("a" * 32), 4, 64)
+PERIOD_SECONDS = 30.0
+GOSSIP_SECONDS = PERIOD_SECONDS / GOSSIPS_PER_PERIOD
+SERVED, NEEDED = Span(0, 2), Span(2, 4)
+NUM_CLIENTS = 10
+
+
+class SilentDirectory:
+    """A directory of which no node answers, until a look-up gives up. Implements Directory."""
+
+    addresses = ()
+
+    def __init__(self, records: SwarmRecords, patience_seconds: float) -> None:
+        self.records = records
+        self._patience_seconds = patience_seconds
+
+    async def announce(self, record: bytes) -> None:
+        await asyncio.sleep(self._patience_seconds)
+        raise DirectoryError("nobody answers")
+
+    async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
+        await asyncio.sleep(self._patience_seconds)
+        raise DirectoryError("nobody answers")
+
+    async def list_models(self) -> list[ModelId]:
+        raise DirectoryError("nobody answers")
+
+    async def close(self) -> None:
+        pass
+
+
+class Member:
+    """A peer that gossips, with nothing to serve."""
+
+    def __init__(self, number: int, network: LoopbackNetwork, span: Span) -> None:
+        self._rng = Random(number)
+        self._identity = Identity(self._rng.randbytes(32))
+        self._span = span
+        self._host = f"10.0.{number >> 8}.{number & 255}"
+        self._transport = LoopbackTransport(network, self._host)
+        self.book = AnnouncementBook()
+        self.records = SwarmRecords(book=self.book)
+        self.directory = GossipDirectory(
+            SilentDirectory(self.records, 10.0), MODEL.model_id, self._transport, VirtualClock(),
+            self._rng, lambda peer: True,
+        )  # fmt: skip
+
+    async def listen(self, stack: AsyncExitStack) -> None:
+        stack.push_async_callback(self._transport.close)
+        stack.push_async_callback(self.directory.stop)
+        self._endpoint = (await self._transport.listen(self._host, 0, self._serve)).endpoint
+
+    def describe(self) -> Announcement:
+        now = VirtualClock().wall()
+        return describe_peer(
+            peer_id=self._identity.peer_id, model_id=MODEL.model_id, num_blocks=MODEL.num_blocks,
+            span=self._span, endpoints=(self._endpoint,), max_version=MAX_VERSION,
+            sequence=int(1000 * now), issued_at=now, expires_at=now + 3 * PERIOD_SECONDS,
+            software="shoal 0.1.0", kernels="native int8 with avx512_vnni",
+        )  # fmt: skip
+
+    def sign(self) -> bytes:
+        return sign_announcement(self._identity, self.describe())
+
+    async def run(self, pause_seconds: float = 0.0) -> None:
+        """Announce, ask and tell until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.directory.run(GOSSIP_SECONDS))
+            await asyncio.sleep(pause_seconds)
+            while True:
+                tasks.create_task(self._announce())
+                await asyncio.sleep(PERIOD_SECONDS)
+
+    async def _announce(self) -> None:
+        with suppress(DirectoryError):
+            await self.directory.announce(self.sign())
+
+    async def _serve(self, stream: Stream) -> None:
+        while (frame := await stream.receive()) is not None:
+            message = decode_frame(frame)
+            if isinstance(message, RecordFetch):
+                now = VirtualClock().wall()
+                answer = self.records.answer(
+                    stream.remote_host or "", MODEL.model_id, message, now, self._rng
+                )
+            else:
+                answer = Welcome(
+                    MAX_VERSION, "", self._identity.peer_id, MODEL.model_id, self._span, 0.0
+                )
+            await stream.send(encode_frame(answer))
+
+
+async def find_newcomer(num_peers: int, seed: int) -> list[float]:
+    """Return how long each client waited, in seconds from the newcomer's announcement."""
+    clock, rng = VirtualClock(), Random(seed)
+    network = LoopbackNetwork(link=Link(delay_seconds=0.03))
+    async with AsyncExitStack() as stack:
+        members = [Member(number, network, SERVED) for number in range(num_peers - 1)]
+        for member in members:
+            await member.listen(stack)
+        known = []
+        for member in members:
+            value = member.records.add_own(member.sign(), clock.wall()).value
+            known.append((member.describe(), value))
+        clients = []
+        books = [member.book for member in members]
+        for number in range(NUM_CLIENTS):
+            book = AnnouncementBook()
+            books.append(book)
+            transport = LoopbackTransport(network, f"client{number}")
+            stack.push_async_callback(transport.close)
+            finder = RouteFinder(
+                SilentDirectory(SwarmRecords(book=book), 10.0), transport, MODEL, clock,
+                ClientConfig(seed=rng.randrange(2**31)),
+            )  # fmt: skip
+            clients.append(finder)
+        for book in books:
+            book.reserve(MODEL.model_id)
+            for announcement, value in known:
+                book.add(MODEL.model_id, announcement, value, clock.wall())
+        tasks = [
+            asyncio.create_task(member.run(rng.uniform(0.0, PERIOD_SECONDS))) for member in members
+        ]
+        tasks += [asyncio.create_task(client.keep_acquainted()) for client in clients]
+        stack.push_async_callback(cancel_all, tasks)
+        waited: list[float] = []
+
+        async def wait(client: RouteFinder) -> None:
+            await client.wait_for_route(Span(0, 4), clock.now() + 200.0, 0.0, [None])
+            waited.append(clock.now())
+
+        waiting = [asyncio.create_task(wait(client)) for client in clients]
+        await asyncio.sleep(5.0)
+        assert not waited
+        newcomer = Member(num_peers - 1, network, NEEDED)
+        await newcomer.listen(stack)
+        newcomer.book.reserve(MODEL.model_id)
+        for member in members:
+            (own,) = member.book.list_own(MODEL.model_id, clock.wall())
+            newcomer.book.add(MODEL.model_id, own.announcement, own.value, clock.wall())
+        began_at = clock.now()
+        tasks.append(asyncio.create_task(newcomer.run()))
+        await asyncio.gather(*waiting)
+        for client in clients:
+            await client.close()
+    return [at - began_at for at in waited]
+
+
+@pytest.mark.parametrize("num_peers", [100, 1_000])
+async def test_newcomer_is_found_in_ten_seconds_without_a_directory(num_peers: int) -> None:
+    waited = await find_newcomer(num_peers, seed=1)
+    deciles = statistics.quantiles(waited, n=10)
+    print(
+        f"{num_peers} peers: half within {deciles[4]:.1f} s, nine of ten within {deciles[8]:.1f} s"
+    )
+    assert deciles[8] < 10.0
