@@ -160,7 +160,7 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
                 apply_config(subparser, given)
             except UsageError as error:
                 subparser.error(str(error))
-            subparser.set_defaults(run=module.run)
+            subparser.set_defaults(run=module.run, words=tuple(given))
     options, unexpected = parser.parse_known_args(join_addresses(given))
     if unexpected:
         advice = "; put the prompt in quotes" if _is_unquoted_prompt(options, unexpected) else ""

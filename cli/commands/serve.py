@@ -19,10 +19,10 @@ from ...peer.process.config import PeerConfig, PeerEvent, Report
 from ...protocol.errors import DirectoryError, UsageError
 from ...protocol.net.clock import SystemClock
 from ...protocol.net.dht.internet import InternetNetwork, Listening
+from ..operating.systemd_service import INSTALL, install_service, notify_systemd
 from ..options.bundled_model import find_commit
 from ..options.join_options import describe_last_swarm, list_addresses_of_new, quote_swarm
-from ..options.operating_options import read_operator_config
-from ..options.serve_options import add_serve_arguments, make_config
+from ..options.serve_options import add_serve_arguments, make_configs
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import (
     INTERRUPTED,
@@ -45,11 +45,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal serve`."""
     add_serve_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
+    parser.add_argument(
+        INSTALL, action="store_true",
+        help="run nothing, but write a user's unit of systemd with these options, and say how to "
+        "enable it",
+    )  # fmt: skip
     parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve until asked to stop; return 0, or 130 if the peer was never online."""
+    if options.install_service:
+        make_configs(options)  # wrong options are told now
+        return install_service(options, options.words)
     with stop_on_sigterm():
         if _run(options):
             return 0
@@ -61,7 +69,8 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> bool:
     way_in = quote_swarm(options.initial_peers, options.join)
     report = print_json if options.json else EventPrinter(options.model, way_in)
-    config, operator = make_config(options), read_operator_config(options)
+    report = notify_systemd(report)
+    config, operator = make_configs(options)
     listening = _make_listening(config)
     _show_losses_of_the_directory()
     with quitting_at_once(options.json), importing_much():

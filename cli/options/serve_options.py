@@ -10,7 +10,7 @@ from .bundled_model import find_model
 from .config_file import add_config_argument
 from .join_options import add_join_arguments, choose_swarm
 from .listen_options import add_listen_arguments, choose_place
-from .operating_options import add_operating_arguments
+from .operating_options import OperatorConfig, add_operating_arguments, read_operator_config
 from .quantities import (
     parse_announce_period,
     parse_bytes,
@@ -102,6 +102,11 @@ def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
         help="disk space for int8 blocks, which speeds up the next start; 0 disables it (default: "
         "16G)",
     )  # fmt: skip
+
+
+def make_configs(options: argparse.Namespace) -> tuple[PeerConfig, OperatorConfig]:
+    """Return the configuration of a peer, and how its owner controls it."""
+    return make_config(options), read_operator_config(options)
 
 
 def make_config(options: argparse.Namespace) -> PeerConfig:
