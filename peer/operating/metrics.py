@@ -91,7 +91,7 @@ _COUNTERS: Mapping[str, tuple[str, Callable[[Figures], float]]] = {
         lambda figures: figures.service.num_opened,
     ),
     "shoal_peer_sessions_taken_over": (
-        "Sessions that came with a history: another peer had failed, left, or is mirrored here",
+        "Sessions that began on another route: a peer has failed, left, or refused them",
         lambda figures: figures.service.num_taken_over,
     ),
     "shoal_peer_prefill_seconds": (

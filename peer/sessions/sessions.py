@@ -332,7 +332,7 @@ class SessionStreamWork(StreamWork):
             held.used_at = self._admission.clock.now()
             held.cache.touch()
             self._stream.touch()
-            if not held.state.sequence and step.sequence > 1:  # steps before went elsewhere
+            if not held.state.sequence and step.epoch > 1:  # the route before was another one
                 self._admission.resources.counts.num_taken_over += 1
             held.state.accept(step)
             self._used.add(step.session)

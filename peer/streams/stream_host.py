@@ -58,8 +58,8 @@ class ServiceCounts:
     num_opened: int = 0
     """Sessions that were opened."""
     num_taken_over: int = 0
-    """Those of them that came with a history: another peer had failed, was leaving or is mirrored
-    here."""
+    """Those of them that began on another route: a peer had failed, was leaving, is mirrored here,
+    or had refused the session."""
 
     def note_received(self, frame: bytes) -> None:
         """Count a frame that has come."""

@@ -53,6 +53,12 @@ def test_session_goes_on_after_a_hop_is_lost(run_story: Any, trouble: str, hop: 
         assert (failover.position, failover.num_replayed_tokens) == (7, 7)
         assert failover.lost.span == session.hops[hop].span
         assert world.quarantined_hosts == {before[hop]}
+        taken_over = {
+            peer.host: number
+            for peer in world.loopback.peers
+            if (number := peer.peer.handler.counts.num_taken_over)
+        }
+        assert taken_over == {after[hop]: 1}
 
     run_story(story, spans=FOUR_HOPS)
 

@@ -124,15 +124,15 @@ async def test_figures_of_a_peer_at_work(peer: Peer) -> None:
     expect_output(await talk.ask(make_step(1, 0, draw_hidden(1, 2, 5))))
     expect_output(await talk.ask(make_step(2, 5, draw_hidden(2, 2, 1))))
     assert_declined(await talk.ask(make_open(2, model_id=ModelId("b" * 32))), ErrorCode.WRONG_MODEL)
-    await talk.ask(make_open(3))
-    expect_output(await talk.ask(make_step(7, 0, draw_hidden(3, 1, 4), 3)))
+    await talk.ask(make_open(3, epoch=2))
+    expect_output(await talk.ask(make_step(1, 0, draw_hidden(3, 1, 4), 3, epoch=2)))
 
     figures = read_figures(peer.service.peer, VirtualClock())
     samples = read_back(figures)
 
     assert set(figures.measured) == {*MEASURED, PUSHED}
     assert find(samples, "sessions") == find(samples, "sessions_opened_total") == 2
-    # The second one began elsewhere: its first step here is the seventh.
+    # The second one began elsewhere: this is its second route.
     assert find(samples, "sessions_taken_over_total") == 1
     assert find(samples, "tokens_total", kind="prefill") == 2 * 5 + 4
     assert find(samples, "tokens_total", kind="decode") == 2
