@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ...protocol.endpoints import find_local_network
 from ...protocol.errors import (
     NotAMemberError,
     RefusedError,
@@ -11,6 +12,7 @@ from ...protocol.errors import (
     UnavailableError,
 )
 from ...protocol.membership.membership import Membership
+from ...protocol.net.addresses import is_address, list_own_hosts
 from ...protocol.net.clock import SystemClock
 from ...protocol.net.dht.internet import InternetNetwork
 from ...protocol.net.dialling import open_greeted
@@ -33,13 +35,12 @@ def make_access(membership: Membership | None) -> SwarmAccess:
     """Return the access to a swarm over TCP, TLS and the DHT, which takes seconds to import.
 
     Without a membership it joins open swarms only. What strangers announce is dialled by the rules
-    of peers: in a local network only where the swarm was joined through one of its hosts. Peers
-    behind relays are reached through these.
+    of peers: see `_list_own_hosts`. Peers behind relays are reached through these.
     """
     clock = SystemClock()
 
     async def join(addresses: Sequence[str]) -> tuple[Transport, Directory]:
-        rules = DialRules(clock, [split_multiaddr(address)[0] for address in addresses])
+        rules = DialRules(clock, _list_own_hosts(addresses))
         return await InternetNetwork(clock, addresses, membership).connect(rules)
 
     async def probe(peer: Announcement, transport: Transport) -> ProbeResult:
@@ -58,6 +59,17 @@ def make_access(membership: Membership | None) -> SwarmAccess:
         return ProbeResult(clock.wall(), rtt_seconds=rtt_seconds)
 
     return SwarmAccess(clock, join, probe)
+
+
+def _list_own_hosts(addresses: Sequence[str]) -> list[str]:
+    """Return hosts in the networks that may be dialled: those that the swarm was joined through.
+
+    A swarm of local networks alone may be in all of this machine's.
+    """
+    hosts = [split_multiaddr(address)[0] for address in addresses]
+    if any(not is_address(host) or find_local_network(host) is None for host in hosts):
+        return hosts
+    return [*hosts, *filter(find_local_network, list_own_hosts("0.0.0.0"))]
 
 
 def _name_fault(error: UnavailableError | RemoteProtocolError) -> str:

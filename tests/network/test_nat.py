@@ -188,6 +188,17 @@ def test_doctor_finds_nothing_wrong_behind_a_nat(scene: Scene) -> None:
     assert scene.relayed["endpoint"] in done.stdout
 
 
+def test_monitor_counts_peers_behind_a_nat(scene: Scene) -> None:
+    look = (sys.executable, "-P", "-m", "shoal.cli", "monitor", "--once", "--json")
+    command = scene.networks.command("home-b", *look, "--initial-peers", scene.address)
+
+    done = warm_python.run(command, capture_output=True, text=True, timeout=START_SECONDS)
+
+    peers = json.loads(done.stdout)["models"][0]["peers"]
+    assert {peer["reachability"] for peer in peers} == {"direct", "relayed"}
+    assert [peer["state"] for peer in peers] == ["online"] * len(peers), peers
+
+
 def test_prompt_is_pushed_into_a_nat_without_a_relay(scene: Scene) -> None:
     with scene.networks.count_bytes("a", scene.public["endpoint"]) as count_bytes:
         done = generate(scene, "home-b", LONG_PROMPT)

@@ -196,8 +196,8 @@ async def test_addresses_in_networks_that_the_swarm_is_not_in_are_not_dialled(
 ) -> None:
     access = make_access(None)
     transport, directory = await access.join(swarm.initial_peers)
-    elsewhere = Endpoint("192.168.77.7", 22, "c" * 64)
-    relay = Relay("192.168.77.7", 22, identity_of(2).peer_id)
+    elsewhere = Endpoint("fd00:77::7", 22, "c" * 64)
+    relay = Relay("fd00:77::7", 22, identity_of(2).peer_id)
 
     direct = make_announcement(1, endpoints=(elsewhere,))
     for announced in (direct, replace(direct, endpoints=(), relays=(relay,))):
