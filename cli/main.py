@@ -175,6 +175,8 @@ def _is_unquoted_prompt(options: argparse.Namespace, unexpected: Sequence[str]) 
 def _set_up_logging(log_format: str) -> None:
     # The Hub's library logs every failed attempt to reach it; our error says how they ended.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    # grpc logs each start of a process that it is not prepared for; ours load another program.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     wanted = os.environ.get("SHOAL_LOG", "").upper()
     level = logging.getLevelNamesMapping().get(wanted)
     if level is not None and log_format == "lines":
