@@ -263,7 +263,7 @@ class Inside:
 
     @pass_budget.setter
     def pass_budget(self, budget: Any) -> None:
-        self.training.resources.budget = budget
+        self.training.resources.pass_bytes = budget.num_bytes
 
     @property
     def read_free_bytes(self) -> Any:
