@@ -53,8 +53,13 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve_app(app: ASGIApp, listening: socket.socket, max_connections: int) -> None:
-    """Serve an application until cancelled; what is under way has two seconds then."""
+async def serve_app(
+    app: ASGIApp, listening: socket.socket, max_connections: int, keep_alive_seconds: int = 5
+) -> None:
+    """Serve an application until cancelled; what is under way has two seconds then.
+
+    A connection without a request is closed after `keep_alive_seconds`.
+    """
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -63,6 +68,7 @@ async def serve_app(app: ASGIApp, listening: socket.socket, max_connections: int
         server_header=False,
         proxy_headers=False,
         limit_concurrency=max_connections,
+        timeout_keep_alive=keep_alive_seconds,
         timeout_graceful_shutdown=2,
         lifespan="off",
         ws="none",

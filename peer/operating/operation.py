@@ -25,6 +25,9 @@ _logger = logging.getLogger(__name__)
 _MAX_CONNECTIONS = 16
 """To the metrics: more than a few readers are a mistake, or somebody else's."""
 
+_KEPT_SECONDS = 90
+"""How long a connection waits for the next scrape: to make one costs half as much as the answer."""
+
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 """Under which metrics are asked for that are for this machine only: a page in a browser could point
 its own name here and read them."""
@@ -100,7 +103,7 @@ class Operation:
                 is_local = is_loopback(self._config.metrics[0])
                 hosts = _LOOPBACK_NAMES if is_local else ("*",)
                 page = make_metrics_page(read, hosts)
-                tasks.begin(serve_app(page, self._metrics_socket, _MAX_CONNECTIONS))
+                tasks.begin(serve_app(page, self._metrics_socket, _MAX_CONNECTIONS, _KEPT_SECONDS))
                 url = f"{name_url(self._metrics_socket)}metrics"
                 report(PeerEvent("metrics", {"url": url}))
             yield read
