@@ -21,7 +21,7 @@ _READY = ("online", "paused")
 """Events upon which a peer is ready: outside of its hours it need not be online for that."""
 
 _UNIT = """\
-# Written by `shoal serve {install}`.
+# Written for a peer of shoal that was given {install}.
 [Unit]
 Description=shoal peer {name}
 

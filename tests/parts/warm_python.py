@@ -41,6 +41,7 @@ _MODULES = (
     "shoal.cli.commands.generate",
     "shoal.cli.commands.doctor",
     "shoal.peer.peer",
+    "shoal.peer.operating.operation",
     "shoal.client",
     "shoal.client.model.auto",
     # Who is not on the internet does without these, and everybody here is.
