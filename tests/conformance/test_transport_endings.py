@@ -219,7 +219,7 @@ async def test_many_streams_leave_no_task_and_no_descriptor(seam: Seam) -> None:
     await talk()
     await wait_until(lambda: num_tasks() <= seam.num_idle_tasks)
     num_files = count_files()
-    for _ in range(10):
+    for _ in range(4):
         async with asyncio.TaskGroup() as group:
             for _ in range(20):
                 group.create_task(talk())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import subprocess
@@ -121,6 +122,7 @@ def generate(scene: Scene, where: str, prompt: str = PROMPT, *more: str) -> dict
     return json.loads(done.stdout)
 
 
+@functools.cache
 def generate_alone(num_tokens: int, prompt: str = PROMPT) -> str:
     """Return what transformers writes behind the prompt."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

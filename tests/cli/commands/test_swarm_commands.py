@@ -41,6 +41,18 @@ def swarm(byte_model: Path) -> Iterator[LocalSwarm]:
         yield swarm
 
 
+@pytest.fixture(scope="module")
+def five_tokens(swarm: LocalSwarm, byte_model: Path) -> str:
+    """The text of five tokens behind the prompt."""
+    command = ["generate", str(byte_model), PROMPT, "--max-new-tokens", "5", "--json"]
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as output,
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
+        assert main([*command, "--initial-peers", *swarm.initial_peers]) == 0
+    return json.loads(output.getvalue())["text"]
+
+
 def run_json(
     arguments: list[str], capsys: pytest.CaptureFixture[str], *, is_adapter_published: bool = False
 ) -> tuple[int, Any]:
@@ -136,15 +148,14 @@ def test_generate_names_the_blocks_that_have_no_standby(
 
 
 def test_generate_streams_text_to_stdout_and_its_report_to_stderr(
-    swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str]
+    swarm: LocalSwarm, byte_model: Path, five_tokens: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["generate", str(byte_model), PROMPT, "--max-new-tokens", "5", "--initial-peers"]
-    text = run_json([*command, *swarm.initial_peers], capsys)[1]["text"]
 
     assert main([*command, *swarm.initial_peers]) == 0
 
     output = capsys.readouterr()
-    assert output.out == text + "\n"
+    assert output.out == five_tokens + "\n"
     assert output.err.startswith(f"{JOINING}\n5 tokens, ")
     assert f"{swarm.peers[0].peer_id[-6:]}[0:2]" in output.err
 
@@ -152,11 +163,11 @@ def test_generate_streams_text_to_stdout_and_its_report_to_stderr(
 def test_chat_answers_each_line_of_a_pipe_and_forgets_on_reset(
     swarm: LocalSwarm,
     byte_model: Path,
+    five_tokens: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["--max-new-tokens", "5", "--initial-peers", *swarm.initial_peers]
-    text = run_json(["generate", str(byte_model), PROMPT, *words], capsys)[1]["text"]
+    words, text = ["--max-new-tokens", "5", "--initial-peers", *swarm.initial_peers], five_tokens
     lines = [PROMPT, "/reset", "", PROMPT, "and then", "/quit", "never said"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
 
@@ -231,23 +242,25 @@ def test_generate_writes_a_trace_and_sums_it_up(
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_generate_shows_its_text_before_it_says_that_the_trace_cannot_be_written(
-    swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+    swarm: LocalSwarm,
+    byte_model: Path,
+    five_tokens: str,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
 ) -> None:
     command = ["generate", str(byte_model), PROMPT, "--max-new-tokens", "5", *options]
     command += ["--initial-peers", *swarm.initial_peers]
-    assert main(command) == 0
-    expected = capsys.readouterr().out
 
     assert main([*command, "--trace", "/dev/full"]) != 0
 
     output = capsys.readouterr()
     if options:
         result, error = map(json.loads, output.out.splitlines())
-        assert result["text"] == json.loads(expected)["text"]
+        assert result["text"] == five_tokens
         assert result["trace"]["decode"]["tokens"] == 4
         assert error["kind"] == "UsageError"
     else:
-        assert output.out == expected
+        assert output.out == five_tokens + "\n"
         assert "where the time went" in output.err
     assert output.err.endswith("choose another --trace FILE\n")
 
