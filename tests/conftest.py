@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Generator, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import warm_python
+import warm_workers
 
 from shoal.peer.local_swarm.swarm import LocalPeer
 
@@ -71,6 +73,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--one-case", action="store_true", help="run only the first case of a parametrized test"
     )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Let one process import what all workers need."""
+    if sys.platform == "linux":
+        config.add_cleanup(warm_workers.warm(specs))
 
 
 @pytest.hookimpl(wrapper=True)

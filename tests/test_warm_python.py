@@ -218,16 +218,16 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
-    ("run", "lead"),
+    "run",
     [
-        (partial(warm_python.run, starts_peers=True), "warm_python = sys.modules['__main__']"),
-        pytest.param(subprocess.run, "import warm_python", marks=pytest.mark.thorough),
+        partial(warm_python.run, starts_peers=True),
+        pytest.param(subprocess.run, marks=pytest.mark.thorough),
     ],
     ids=["warm", "plain"],
 )
-def test_everything_ends_with_a_program_that_is_killed(run: Any, lead: str) -> None:
+def test_everything_ends_with_a_program_that_is_killed(run: Any) -> None:
     """A peer of a program that dies ends with its stdin, and what forks them does so, too."""
-    code = f"import os, signal, subprocess, sys\n{lead}\n{END}"
+    code = f"import os, signal, subprocess, sys, warm_python\n{END}"
     here = str(Path(warm_python.__file__).parent)
 
     done = run(

@@ -40,6 +40,7 @@ _MODULES = (
     "shoal.cli.commands.serve",
     "shoal.cli.commands.generate",
     "shoal.cli.commands.doctor",
+    "shoal.peer.operating.operation",
     "shoal.peer.peer",
     "shoal.peer.operating.operation",
     "shoal.client",
@@ -59,7 +60,7 @@ _MODULES = (
     "transformers.generation.utils",
 )
 
-_SETTINGS = {
+SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "OPENBLAS_NUM_THREADS": "1",  # numpy would start one for each core, and none survives a fork
     # The other way to ask whether there is a CUDA device spoils it for forked processes.
@@ -140,7 +141,7 @@ class _Forge:
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     process_group=0,
-                    env={**os.environ, **_SETTINGS},
+                    env={**os.environ, **SETTINGS},
                 )
             assert control.recv(64) == b"ready", "it could not import everything"
             process.returncode = 0  # it is ours to wait for
@@ -224,18 +225,29 @@ def _make_pair() -> tuple[socket.socket, socket.socket]:
 def _serve(control: socket.socket) -> _Request:
     """Fork whenever asked to. Returns in the new processes only, as what they are to be."""
     while True:
-        message, streams, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 3)
-        if not message:
-            sys.exit(0)
-        is_new, pid = _fork_an_orphan()
-        if is_new:
-            control.close()
-            request = _Request(**json.loads(message))
-            _take_over(request, streams)
+        request = fork_once(control)
+        if request is not None:
             return request
-        for stream in streams:
-            os.close(stream)
-        control.send(str(pid).encode())
+
+
+def fork_once(control: socket.socket) -> _Request | None:
+    """Fork when asked to. Returns in the new process what it is to be, and None in the old one.
+
+    Ends this process instead when nobody can ask any more.
+    """
+    message, streams, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 3)
+    if not message:
+        sys.exit(0)
+    is_new, pid = _fork_an_orphan()
+    if is_new:
+        control.close()
+        request = _Request(**json.loads(message))
+        _take_over(request, streams)
+        return request
+    for stream in streams:
+        os.close(stream)
+    control.send(str(pid).encode())
+    return None
 
 
 def _fork_an_orphan() -> tuple[bool, int]:
@@ -317,7 +329,7 @@ def _become(command: Sequence[str]) -> None:
     """Do as `python COMMAND` does."""
     option, *words = command
     is_safe = option == "-P"
-    if is_safe:
+    if is_safe or option == "-u":
         option, *words = words
     match option:
         case "-m":
@@ -352,23 +364,35 @@ def _end(error: BaseException | None) -> NoReturn:
     os._exit(code)
 
 
-def main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
-    control.set_inheritable(False)
+def import_everything() -> None:
+    """Import what the processes need that will be forked."""
     for name in _MODULES:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
     gc.collect()
     gc.freeze()  # what is never collected is never written to, and stays shared
-    control.send(b"ready")
-    request = _serve(control)
+
+
+def be(request: _Request) -> NoReturn:
+    """Be what was asked for, to its end."""
     if request.starts_peers:
-        request = _leave_a_forge(request)
+        own = _leave_a_forge(request)
+        if own is not request:
+            be(own)
     try:
         _become(request.command)
     except BaseException as error:  # noqa: BLE001 - as the interpreter does
         _end(error)
     _end(None)
+
+
+def main() -> None:
+    sys.modules["warm_python"] = sys.modules["__main__"]  # for those who are forked
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    import_everything()
+    control.send(b"ready")
+    be(_serve(control))
 
 
 if __name__ == "__main__":
