@@ -6,9 +6,11 @@ peer is started and go on when it moves to other blocks.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -51,8 +53,7 @@ MEASURED = {
 }
 """What workloads measure: name and help of its gauge."""
 
-_KINDS = {"counter": ("counter", "_total"), "info": ("gauge", "_info")}
-"""How the text format calls a family, and what it adds to its name, where that is not the same."""
+_FAMILIES_AT_ONCE = 10
 
 PUSHED = "pushed_bytes"
 """The one thing that they count: it is sent on streams that the peer has opened."""
@@ -180,23 +181,22 @@ def _make_gauge(
     return family
 
 
-def write_metrics(figures: Figures) -> bytes:
-    """Return the figures in Prometheus' text format, with those of the process.
+class _Piece(Collector):
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
 
-    The library's own writer takes as long again: it looks into each name and label for characters
-    to escape, and ours need none.
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def write_metrics(figures: Figures) -> Iterator[bytes]:
+    """Yield the figures in Prometheus' text format, with those of the process, in pieces.
+
+    All of them take 0.7 ms: on the loop of a peer, steps go in between.
     """
-    return "".join(part for family in _Read(figures).collect() for part in _write(family)).encode()
-
-
-def _write(family: Metric) -> Iterator[str]:
-    kind, suffix = _KINDS.get(family.type, (family.type, ""))
-    name = family.name + suffix
-    yield f"# HELP {name} {family.documentation}\n# TYPE {name} {kind}\n"
-    for sample in family.samples:
-        labels = ",".join(f'{label}="{value}"' for label, value in sample.labels.items())
-        braced = f"{{{labels}}}" if labels else ""
-        yield f"{sample.name}{braced} {float(sample.value)}\n"
+    families = iter(_Read(figures).collect())
+    while piece := list(islice(families, _FAMILIES_AT_ONCE)):
+        yield generate_latest(_Piece(piece))
 
 
 def make_metrics_page(read: Callable[[], Figures], hosts: Sequence[str]) -> Starlette:
@@ -206,7 +206,11 @@ def make_metrics_page(read: Callable[[], Figures], hosts: Sequence[str]) -> Star
     """
 
     async def send_metrics(request: Request) -> Response:
-        return Response(write_metrics(read()), media_type=CONTENT_TYPE_LATEST)
+        pieces = list[bytes]()
+        for piece in write_metrics(read()):
+            pieces.append(piece)
+            await asyncio.sleep(0)
+        return Response(b"".join(pieces), media_type=CONTENT_TYPE_LATEST)
 
     return Starlette(
         routes=[Route("/metrics", send_metrics)],
