@@ -91,8 +91,8 @@ class Announcer:
     async def run(self) -> None:
         """Renew the announcement until cancelled; a directory in trouble is asked again sooner.
 
-        Warns once when it is in trouble, and once when it is not any more. Raises RevokedError when
-        the owner of the swarm has shut the peer out.
+        Warns once of trouble; its end is no news, for a peer that has become alone keeps its own
+        announcement. Raises RevokedError when the owner of the swarm has shut the peer out.
         """
         pause_periods, is_in_trouble = 1.0, False
         while True:
@@ -105,7 +105,7 @@ class Announcer:
                 await self.announce(self.state)
                 if is_in_trouble:
                     is_in_trouble = False
-                    _logger.warning("the announcement is renewed again")
+                    _logger.info("the announcement is renewed again")
                     await self._read_back(self.state)  # others may be back as well
             except RevokedError:
                 self.state = PeerState.OFFLINE  # nobody would hear a goodbye
