@@ -177,6 +177,7 @@ def _set_up_logging(log_format: str) -> None:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     # grpc logs each start of a process that it is not prepared for; ours load another program.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are told in a sentence of ours
     wanted = os.environ.get("SHOAL_LOG", "").upper()
     level = logging.getLevelNamesMapping().get(wanted)
     if level is not None and log_format == "lines":

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import ssl
 from pathlib import Path
 
 from ...peer.operating.operator_config import OperatorConfig, TcpAccess
@@ -60,6 +61,7 @@ def _read_tcp(options: argparse.Namespace) -> TcpAccess | None:
             "and --operator-token"
         )
     host, port = parse_listen(options.operator)
+    _check_pair(options.operator_certificate, options.operator_key)
     certificate = _read_file(options.operator_certificate, "certificate", is_secret=False)
     key = _read_file(options.operator_key, "key", is_secret=True)
     token = _read_file(options.operator_token, "token", is_secret=True).decode("ascii", "replace")
@@ -70,6 +72,20 @@ def _read_tcp(options: argparse.Namespace) -> TcpAccess | None:
         )
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     return TcpAccess(address, certificate, key, token.strip())
+
+
+def _check_pair(certificate: Path, key: Path) -> None:
+    """Raise UsageError unless a certificate and a key, both in PEM, belong together."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certificate, key, password=lambda: b"")  # or it would ask for one
+    except FileNotFoundError:
+        return  # which one is told when it is read
+    except OSError as error:
+        raise UsageError(
+            f"{certificate} and {key} are not a TLS certificate and its key, in PEM and without a "
+            "password"
+        ) from error
 
 
 def _read_file(path: Path, what: str, is_secret: bool) -> bytes:

@@ -201,4 +201,7 @@ def _bind(address: str, add_port: Callable[[], int]) -> int:
     try:
         return add_port()
     except RuntimeError as error:
-        raise UsageError(f"cannot listen for tools at {address} (--operator): {error}") from error
+        raise UsageError(
+            f"cannot listen for the owner's tools at {address}: it is in use, or no address of "
+            "this machine"
+        ) from error
