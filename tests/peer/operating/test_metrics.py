@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from announcements import MODEL, identity_of, make_announcement
+from operated_figures import make_figures
 from prometheus_client.parser import text_string_to_metric_families
 from service_scene import (
     Peer,
@@ -36,24 +37,6 @@ from shoal.protocol.records.announcements import PeerState
 from shoal.protocol.spans import Span
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
-
-
-def make_figures() -> Figures:
-    """Return what a peer that loads its blocks knows of itself."""
-    return Figures(
-        peer_id=identity_of(1).peer_id,
-        model_id=MODEL,
-        state=PeerState.JOINING,
-        span=None,
-        num_blocks=8,
-        replicas=None,
-        num_announcements=0,
-        loop_lag_seconds=0.25,
-        loop_lag_max_seconds=0.5,
-        measured={},
-        service=ServiceCounts(),
-        compute=ComputeCounts(),
-    )
 
 
 def read_samples(text: str) -> Samples:
