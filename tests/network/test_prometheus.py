@@ -1,0 +1,122 @@
+"""Prometheus over a real swarm: every query of docker/ is answered. Needs Debian's `prometheus`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from container_files import DOCKER, list_alerts, list_panel_queries, name_metrics, read_yaml
+
+from shoal.peer.local_swarm.swarm import LocalSwarm
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = str(ROOT / "models" / "shoal-stories")
+URL = "http://127.0.0.1:19090"
+OPTIONS = ("--metrics", "0")
+RARE = {"shoal_peer_refusals_total"}
+"""Of queries that show nothing until something is refused."""
+
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.slow,
+    pytest.mark.thorough,
+    pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus"),
+]
+
+
+@contextlib.contextmanager
+def running(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a process until the end of the block."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
+@contextlib.contextmanager
+def monitoring(swarm: LocalSwarm, folder: Path) -> Iterator[str]:
+    """Run a monitor with a canary; yields its host and port."""
+    command = ["monitor", "--listen", "127.0.0.1:0", "--history", f"{folder}/history.sqlite"]
+    command += ["--canary", MODEL, "--initial-peers", *swarm.initial_peers]
+    with running(sys.executable, "-uPm", "shoal.cli", *command) as process:
+        assert process.stdout is not None
+        found = re.search(r"http://([\d.:]+)/", process.stdout.readline())
+        assert found
+        yield found[1]
+
+
+def write_config(folder: Path, peers: list[str], monitor: str) -> Path:
+    """Return the configuration in docker/ with the addresses of this swarm, and no waiting."""
+    config = read_yaml("prometheus/prometheus.yml")
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(DOCKER / "prometheus" / "alerts.yml")]
+    targets = {"shoal-peers": peers, "shoal-monitor": [monitor]}
+    for job in config["scrape_configs"]:
+        job["static_configs"] = [{"targets": targets[job["job_name"]]}]
+    path = folder / "prometheus.yml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def ask(path: str, **parameters: str) -> Any:
+    """Return what Prometheus' HTTP interface answers; raises OSError where it does not."""
+    url = f"{URL}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.load(answer)["data"]
+
+
+def query(expression: str) -> list[Any]:
+    return ask("query", query=expression)["result"]
+
+
+def wait_for(expression: str) -> None:
+    """Wait until a query has an answer."""
+    deadline = time.monotonic() + 180
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            if query(expression):
+                return
+        time.sleep(0.5)
+    raise AssertionError(f"no answer to {expression}")
+
+
+def test_every_query_is_answered_over_a_swarm(tmp_path: Path) -> None:
+    with LocalSwarm(MODEL, spans=[(0, 8)]) as swarm, contextlib.ExitStack() as stack:
+        added = [swarm.add((0, 8), options=OPTIONS) for _ in range(2)]
+        peers = [urllib.parse.urlsplit(peer.facts["url"]).netloc for peer in added]
+        monitor = stack.enter_context(monitoring(swarm, tmp_path))
+        config = write_config(tmp_path, peers, monitor)
+        stack.enter_context(
+            running(
+                "prometheus",
+                f"--config.file={config}",
+                f"--storage.tsdb.path={tmp_path / 'data'}",
+                f"--web.listen-address={urllib.parse.urlsplit(URL).netloc}",
+                "--log.level=warn",
+            )
+        )
+        wait_for("shoal_monitor_canary_hop_seconds")
+        wait_for("rate(shoal_monitor_canary_runs_total[5m])")
+
+        silent = [one for one in list_panel_queries() if not query(one)]
+        metrics = set[str]().union(*(name_metrics(alert["expr"]) for alert in list_alerts()))
+        unknown = [name for name in metrics if not query(name)]
+        rules = [rule for group in ask("rules")["groups"] for rule in group["rules"]]
+
+    assert not [one for one in silent if not name_metrics(one) <= RARE]
+    assert not unknown
+    assert len(rules) == len(list_alerts())
+    assert {rule["health"] for rule in rules} == {"ok"}
