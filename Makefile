@@ -21,7 +21,7 @@ MOVED := $(if $(filter-out $(shell cat .venv/checkout 2>/dev/null),$(CURDIR)),FO
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
-.PHONY: help demo swarm monitor-demo test test-fast chaos check bench constraints proto clean FORCE
+.PHONY: help demo swarm monitor-demo images test test-fast chaos check bench constraints proto clean FORCE
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -35,6 +35,15 @@ swarm: .venv/installed  ## run PEERS=3 peers of MODEL on this machine until Ctrl
 
 monitor-demo: .venv/installed  ## watch the health of a swarm on a web page while a peer dies and one joins
 	@$(RUN) examples/watch_a_swarm.py $(ARGS)
+
+# ENGINE=podman or "buildah" do as well; ARGS are for its `build`, such as --build-arg. In the format
+# of docker: OCI's has no health check, and podman would leave ours out.
+ENGINE ?= docker
+BUILD_IMAGE = $(ENGINE) build $(if $(findstring docker,$(ENGINE)),,--format docker) $(ARGS)
+
+images:  ## build the container images shoal-peer and shoal-monitor
+	@$(BUILD_IMAGE) -f docker/Dockerfile.peer -t shoal-peer .
+	@$(BUILD_IMAGE) -f docker/Dockerfile.monitor -t shoal-monitor .
 
 # Files of tests run JOBS at a time; threads of torch that wait for each other would spin meanwhile.
 # Hundreds of p2pds live for seconds: they collect garbage only when they have much of it.

@@ -1,17 +1,25 @@
-"""The files in docker/: what they name exists."""
+"""The files in docker/: what they name exists, and containers run as they should."""
 
-import json
+import argparse
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import yaml
 from announcements import NOW, make_announcement
+from container_files import (
+    list_alerts,
+    list_kubernetes,
+    list_panel_queries,
+    name_metrics,
+    read_yaml,
+)
 from operated_figures import make_figures
 from prometheus_client.parser import text_string_to_metric_families
 from watched_swarms import read
 
+from shoal.cli.commands import serve
+from shoal.cli.monitoring import monitor
 from shoal.client.monitor.canary import CanaryState
 from shoal.client.monitor.description import describe, describe_canaries
 from shoal.client.monitor.page.metrics import write_metrics as write_swarm_metrics
@@ -20,40 +28,10 @@ from shoal.peer.operating.metrics import MEASURED
 from shoal.peer.operating.metrics import write_metrics as write_peer_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCKER = ROOT / "docker"
 RUNBOOK = ROOT / "docs" / "operate.md"
-
-Document = dict[str, Any]
-"""What a YAML file holds."""
 
 OF_PROMETHEUS = {"up"}
 """Metrics that Prometheus makes itself."""
-
-
-def read_yaml(name: str) -> Document:
-    return yaml.safe_load((DOCKER / name).read_text(encoding="utf-8"))
-
-
-def list_alerts() -> list[Document]:
-    groups = read_yaml("prometheus/alerts.yml")["groups"]
-    return [rule for group in groups for rule in group["rules"]]
-
-
-def list_queries() -> list[str]:
-    """Return the expressions of all alerts and of all panels."""
-    dashboard = json.loads((DOCKER / "grafana/dashboards/shoal.json").read_text(encoding="utf-8"))
-    targets = [target for panel in dashboard["panels"] for target in panel.get("targets", [])]
-    return [alert["expr"] for alert in list_alerts()] + [target["expr"] for target in targets]
-
-
-def name_metrics(query: str) -> set[str]:
-    """Return the metrics that a query reads.
-
-    >>> sorted(name_metrics('sum by (le) (rate(shoal_peer_step_seconds_bucket{a="up"}[5m])) > up'))
-    ['shoal_peer_step_seconds_bucket', 'up']
-    """
-    without_labels = re.sub(r"\{[^}]*\}|\b(by|without) \([^)]*\)|\[\w+\]", "", query)
-    return set(re.findall(r"\b(?:shoal|process)_\w+|\bup\b", without_labels))
 
 
 def list_served_metrics() -> set[str]:
@@ -75,8 +53,24 @@ def list_served_metrics() -> set[str]:
     return samples | set(re.findall(r"^# TYPE (\w+)", swarm, flags=re.M))
 
 
+def list_commands() -> Iterator[list[str]]:
+    """Yield the words of each command of shoal, without `shoal`."""
+    for service in read_yaml("compose.yaml")["services"].values():
+        if service["image"].startswith("shoal") and "command" in service:
+            yield service["command"]
+    for one in list_kubernetes():
+        if "replicas" in one["spec"]:
+            yield one["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    {"serve": serve, "monitor": monitor}[words[0]].add_arguments(parser)
+    return parser.parse_args(words[1:])
+
+
 def test_alerts_and_dashboard_read_metrics_that_are_served() -> None:
-    queries = list_queries()
+    queries = [alert["expr"] for alert in list_alerts()] + list_panel_queries()
 
     named = set[str]().union(*map(name_metrics, queries))
 
@@ -93,3 +87,26 @@ def test_ten_alerts_have_a_runbook() -> None:
         assert alert["annotations"]["runbook"] == "docs/operate.md#ten-alerts-and-what-to-do"
         assert f"`{alert['alert']}`" in text
     assert "## Ten alerts and what to do" in text
+
+
+def test_containers_run_commands_that_exist() -> None:
+    commands = list(list_commands())
+
+    parsed = [parse(words) for words in commands]  # ends the process where one is wrong
+
+    drains = [options.drain for options in parsed if "drain" in options]
+    assert (len(parsed), len(drains)) == (7, 5)
+    assert max(drains) < 60
+
+
+def test_containers_may_write_to_volumes_only() -> None:
+    for name, service in read_yaml("compose.yaml")["services"].items():
+        assert service["read_only"], name
+    pods = [
+        one["spec"]["template"]["spec"] for one in list_kubernetes() if "replicas" in one["spec"]
+    ]
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"]
+        (container,) = pod["containers"]
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert len(pods) == 2
