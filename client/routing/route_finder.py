@@ -28,6 +28,9 @@ GOSSIP_BYTES = 5 * 2**10
 """An idle client asks one peer every ten seconds for so many bytes of announcements: with the TLS
 handshake less than 1 KB/s, and within half a minute about forty peers."""
 
+_MOST_ASKED = 24
+"""Peers that are asked at once for blocks that nobody serves, after fewer did not know of any."""
+
 _LEAST_GOSSIP_SECONDS = 1.0
 
 _SHORT_SECONDS = 0.5
@@ -66,6 +69,7 @@ class RouteFinder:
         self._directory = GossipDirectory(
             directory, model_id, transport, clock, random.Random(config.seed), may_use
         )
+        self._directory.most_at_once = _MOST_ASKED
         self.book = PeerBook(
             partial(self._directory.lookup, model_id),
             partial(directory.records.list_current, model_id),

@@ -14,11 +14,12 @@ from typing import NamedTuple
 from ...protocol.errors import DirectoryError, RefusedError, RemoteProtocolError, UnavailableError
 from ...protocol.ids import ModelId, PeerId
 from ...protocol.net.clock import Clock
-from ...protocol.net.dialling import AnotherPeerError, measure_rtt
+from ...protocol.net.dialling import measure_rtt
 from ...protocol.net.directory import KNOWN_PERIODS, Directory
 from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement
 from ...protocol.records.coordinates import ORIGIN, Coordinate, estimate_rtt_seconds, settle
+from ...protocol.records.swarm_records import draw_by_address
 from ...protocol.records.swarm_view import SwarmView
 
 _logger = logging.getLogger(__name__)
@@ -150,38 +151,30 @@ class RoundTripTimes:
         }
 
     async def _measure_one(self, own: Announcement) -> None:
-        peer = choose_peer_to_measure(
-            self.describe(own), self._list_unmeasured(own.peer_id), self._rng
-        )
+        peer = choose_peer_to_measure(self.describe(own), self._list_unmeasured(own), self._rng)
         if peer is None:
             return
         try:
             seconds = await measure_rtt(
-                self._transport,
-                self._clock,
-                peer.peer_id,
-                peer.first_key_endpoints,
-                _MEASURING_SECONDS,
+                self._transport, self._clock, peer.peer_id, peer.endpoints, _MEASURING_SECONDS
             )
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
             _logger.debug(
                 "cannot measure the round-trip time to peer …%s: %s", peer.peer_id[-6:], error
             )
             seconds = None
-            if isinstance(error, AnotherPeerError):
-                self._directory.records.note_answering(peer, error.answering)
-                await self._look(own.model_id)  # announcements of many may have gone with it
         self._note(peer.peer_id, seconds)
 
-    def _list_unmeasured(self, own_id: PeerId) -> list[Announcement]:
-        """Return peers that can be measured and were not for a while."""
-        return [
-            peer
-            for peer_id, peer in self._peers.items()
-            if peer_id != own_id and peer.endpoints
-            if peer_id not in self._known
-            or self._age_periods(self._known[peer_id].at) >= _FRESH_PERIODS
-        ]
+    def _list_unmeasured(self, own: Announcement) -> list[Announcement]:
+        """Return peers that can be measured, one of each address that was not for a while."""
+        measured = {
+            self._peers[peer_id].address
+            for peer_id, known in self._known.items()
+            if peer_id in self._peers and self._age_periods(known.at) < _FRESH_PERIODS
+        }
+        able = (peer for peer in self._peers.values() if peer.endpoints)
+        drawn = draw_by_address(able, self._rng)
+        return [peer for peer in drawn if peer.address not in {*measured, own.address}]
 
     def _note(self, peer_id: PeerId, rtt_seconds: float | None) -> None:
         """Take a measurement down, and let all round trips pull at the place of this peer."""

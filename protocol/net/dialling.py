@@ -27,14 +27,6 @@ _HEAD_START_SECONDS = 0.25
 """How long the local network is tried alone (the Connection Attempt Delay of RFC 8305)."""
 
 
-class AnotherPeerError(StaleAnnouncementError):
-    """Another peer answers, with the TLS key that was announced."""
-
-    def __init__(self, message: str, answering: PeerId) -> None:
-        super().__init__(message)
-        self.answering = answering
-
-
 def list_near(peer: Announcement) -> list[Endpoint]:
     """Return where to dial a peer in a network of this machine, if others cannot dial it.
 
@@ -154,12 +146,14 @@ async def greet(
 async def greet_peer(stream: Stream, peer_id: PeerId, clock: Clock) -> tuple[Welcome, float]:
     """Greet a peer that is to send nothing large, and check that it is this one.
 
-    Returns and raises what `greet` does, and AnotherPeerError; closes the stream when that fails.
+    Returns and raises what `greet` does; closes the stream when that fails.
     """
+    name = f"peer …{peer_id[-6:]}"
     stream.set_gate(admit_pieces)
     try:
-        welcome, rtt_seconds = await greet(stream, f"peer …{peer_id[-6:]}", clock)
-        _check_answering(welcome, peer_id)
+        welcome, rtt_seconds = await greet(stream, name, clock)
+        if welcome.peer_id != peer_id:
+            raise RemoteProtocolError(f"another peer answers for {name}")
     except BaseException:
         await stream.close()
         raise
@@ -195,7 +189,8 @@ async def open_greeted(
 
 def check_welcome(welcome: Welcome, peer_id: PeerId, span: Span, model_id: ModelId) -> None:
     """Raise StaleAnnouncementError or RemoteProtocolError unless the peer is what it announced."""
-    _check_answering(welcome, peer_id)
+    if welcome.peer_id != peer_id:
+        raise StaleAnnouncementError(f"another peer answers for …{peer_id[-6:]}")
     if not versions.MIN_VERSION <= welcome.version <= versions.MAX_VERSION:
         raise RemoteProtocolError(f"peer …{peer_id[-6:]} chose an unsupported version")
     if welcome.model_id == model_id and not welcome.span.covers(span):
@@ -204,11 +199,6 @@ def check_welcome(welcome: Welcome, peer_id: PeerId, span: Span, model_id: Model
         )
     if welcome.model_id != model_id:
         raise StaleAnnouncementError(f"peer …{peer_id[-6:]} now serves another model")
-
-
-def _check_answering(welcome: Welcome, peer_id: PeerId) -> None:
-    if welcome.peer_id != peer_id:
-        raise AnotherPeerError(f"another peer answers for …{peer_id[-6:]}", welcome.peer_id)
 
 
 async def measure_rtt(
@@ -220,8 +210,7 @@ async def measure_rtt(
 ) -> float:
     """Say hello to a peer and hang up; return the seconds that its answer took.
 
-    Raises UnavailableError (AnotherPeerError where another one answers), RefusedError or
-    RemoteProtocolError.
+    Raises UnavailableError, RefusedError or RemoteProtocolError.
     """
     async with AnswerTimeout(timeout_seconds, f"peer …{peer_id[-6:]} did not answer in time"):
         stream = await dial(transport, clock, peer_id, endpoints, timeout_seconds)

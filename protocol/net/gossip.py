@@ -20,15 +20,15 @@ from ..fair_share import name_network
 from ..ids import ModelId, PeerId
 from ..messages.records import MAX_RECORDS_BYTES, Records
 from ..records.announcements import Announcement, PeerState
-from ..records.swarm_records import SwarmRecords, draw
+from ..records.swarm_records import SwarmRecords, draw_by_address
 from ..versions import RECORDS_VERSION
 from ..wire.codec import check_kind, encode_frame, read_answer
 from .clock import AnswerTimeout, Clock
-from .dialling import AnotherPeerError, dial, dial_peer, greet_peer
+from .dialling import dial_peer, greet_peer
 from .directory import Directory
 from .retry import Backoff, Backoffs
 from .tasks import cancel_all
-from .transport import Stream, Transport
+from .transport import Transport
 
 _logger = logging.getLogger(__name__)
 
@@ -42,21 +42,26 @@ _AGAIN_SECONDS = 1.0
 """How long what peers have told is new enough for everybody who waits for it here."""
 
 _AT_ONCE = 3
-"""Peers that are asked side by side; twice as many where the last answers were not enough."""
+"""Peers that are asked side by side at first."""
 
 _SOON_SECONDS = 5.0
-"""Who asks again so soon after the last answers needs what these did not tell."""
+"""A client that asks again so soon needs what it was not told."""
 
 _OTHERS_SECONDS = 0.5
 """How long the others of them have to answer as well."""
 
 _MOST_ASKED = 24
-"""Peers that are asked before all are taken for gone; half of them may be hints."""
+"""Peers that are asked before all are taken for gone; where there are hints, these are half."""
 
 _LEAST_TOLD = 12
-"""Peers that are told at once what a peer has become; among more than 144 their square root."""
+"""Peers that are told at once what a peer has become: at least so many, else the square root of
+those that are known."""
 
 _MOST_TOLD = 32
+"""Each costs two machines a TLS handshake."""
+
+_TOLD_BYTES = 5 * 2**10
+"""How much they may tell in return."""
 
 _ASKED = PeerState.ONLINE, PeerState.DRAINING
 """Others load their blocks, or have left."""
@@ -120,7 +125,10 @@ class GossipDirectory:
         self._reading = _Shared(self._read, clock)
         self._read_at = float("-inf")
         self._asking = _Shared(self._ask, clock)
-        self._at_once = _AT_ONCE
+        self._num_at_once = _AT_ONCE
+        self.most_at_once = _AT_ONCE
+        """Peers to ask side by side for what others did not tell. Only clients, whose users wait,
+        ask many: what a peer looks up may be at a stranger's word."""
         self._announced: PeerState | None = None
         self._has_told_directly = False
         self._has_changed = asyncio.Event()
@@ -202,9 +210,9 @@ class GossipDirectory:
 
         One may lie: where several networks answer, it takes two.
         """
-        most = min(max(_LEAST_TOLD, isqrt(self.records.count(self._model_id))), _MOST_TOLD)
+        most = min(max(_LEAST_TOLD, isqrt(len(self._list_current()))), _MOST_TOLD)
         told = self._draw_peers(most)
-        answers = await asyncio.gather(*(self._exchange(peer, MAX_RECORDS_BYTES) for peer in told))
+        answers = await asyncio.gather(*(self._exchange(peer, _TOLD_BYTES) for peer in told))
         answered = {
             (_find_network(peer), answer.has_own)
             for peer, answer in zip(told, answers, strict=True)
@@ -225,25 +233,27 @@ class GossipDirectory:
         return None
 
     async def _ask(self) -> DirectoryError | None:
-        """Ask peers until one has told what it knows."""
+        """Ask peers until one has told what it knows: twice as many as before at a time where these
+        were silent, or the caller needs what they did not tell.
+        """
+        # Among few, each of a few knows: a newcomer tells twelve.
+        most_at_once = min(self.most_at_once, max(_AT_ONCE, len(self._list_current()) // 4))
         is_soon = self._clock.now() - self._asking.ended_at < _SOON_SECONDS
-        self._at_once = min(2 * self._at_once, _MOST_ASKED) if is_soon else _AT_ONCE
-        peers, resting = self._draw_peers(_MOST_ASKED), self._failing.resting
-        for _, group in groupby(peers, lambda peer: peer.peer_id in resting):
-            waiting = list(group)
-            while waiting:
-                asked, waiting = waiting[: self._at_once], waiting[self._at_once :]
+        self._num_at_once = min(2 * self._num_at_once, most_at_once) if is_soon else _AT_ONCE
+        num_at_once, resting = self._num_at_once, self._failing.resting
+        drawn = self._draw_peers(_MOST_ASKED)
+        for _, group in groupby(drawn, lambda peer: peer.peer_id in resting):
+            peers = list(group)
+            while peers:
+                asked, peers = peers[:num_at_once], peers[num_at_once:]
                 if await self._ask_any(asked):
                     return None
+                num_at_once *= 2
         return DirectoryError("no peer that is known tells of others")
 
     async def _ask_any(self, peers: Sequence[Announcement]) -> bool:
         """Ask peers side by side, and return whether one has told what it knows."""
-        asking = [
-            asyncio.create_task(self._exchange(peer, MAX_RECORDS_BYTES))
-            for peer in peers
-            if not self.records.is_of_another(peer)  # as others have shown meanwhile
-        ]
+        asking = [asyncio.create_task(self._exchange(peer, MAX_RECORDS_BYTES)) for peer in peers]
         try:
             for answer in asyncio.as_completed(asking):
                 if await answer is not None:
@@ -255,24 +265,24 @@ class GossipDirectory:
         return False
 
     def _draw_peers(self, most: int) -> list[Announcement]:
-        """Return peers to ask: announced ones and those that may be back in turns, or else a few
-        who lie would keep us from all others.
+        """Return peers to ask, one of each address, in the order in which to ask them.
 
-        Those that did not answer come last: if it was our own line, they are the ones to ask.
+        Announced ones and hints take turns, so that made-up announcements do not hide those that
+        may be back. Peers that did not answer come last: the fault may have been our own line.
         """
         self._failing.forget_expired()
         resting = self._failing.resting
 
-        def choose(peers: list[Announcement]) -> Iterator[Announcement]:
-            fresh = [peer for peer in peers if peer.peer_id not in resting]
-            others = [peer for peer in peers if peer.peer_id in resting]
-            drawn = chain(draw(fresh, self._rng), draw(others, self._rng))
-            return islice(filter(self._can_ask, drawn), most)
+        def choose(peers: Iterable[Announcement]) -> Iterator[Announcement]:
+            able = [peer for peer in peers if self._can_ask(peer)]
+            for is_resting in (False, True):
+                group = (peer for peer in able if (peer.peer_id in resting) is is_resting)
+                yield from draw_by_address(group, self._rng)
 
-        announced = [peer for peer in self._list_current() if peer.state in _ASKED]
+        announced = (peer for peer in self._list_current() if peer.state in _ASKED)
         hints = self.records.list_hints(self._model_id, self._clock.wall())
-        drawn = chain.from_iterable(zip_longest(choose(announced), choose(hints)))
-        return sorted(filter(None, drawn), key=lambda peer: peer.peer_id in resting)[:most]
+        drawn = filter(None, chain.from_iterable(zip_longest(choose(announced), choose(hints))))
+        return sorted(islice(drawn, most), key=lambda peer: peer.peer_id in resting)
 
     def _can_ask(self, peer: Announcement) -> bool:
         is_able = peer.max_version >= RECORDS_VERSION and not self.records.is_own(peer)
@@ -287,8 +297,6 @@ class GossipDirectory:
             return None
         except (UnavailableError, RemoteProtocolError) as error:
             _logger.debug("peer …%s told nothing of others: %s", peer.peer_id[-6:], error)
-            if isinstance(error, AnotherPeerError) and peer.endpoints:
-                self.records.note_answering(peer, error.answering)
             self._failing.note_failure(peer.peer_id)
             return None
         num_taken, now = 0, self._clock.wall()
@@ -298,19 +306,11 @@ class GossipDirectory:
         self._failing.note_success(peer.peer_id)
         return answer if num_taken else None
 
-    async def _dial(self, peer: Announcement) -> Stream:
-        if not peer.endpoints:
-            return await dial_peer(self._transport, self._clock, peer, _ANSWER_SECONDS)
-        # Whoever answers there has the announced TLS key; a relay could send us to anybody.
-        return await dial(
-            self._transport, self._clock, peer.peer_id, peer.first_key_endpoints, _ANSWER_SECONDS
-        )
-
     async def _fetch(self, peer: Announcement, max_bytes: int) -> Records:
         name = f"peer …{peer.peer_id[-6:]}"
         question = self.records.make_fetch(peer.model_id, self._clock.wall(), self._rng, max_bytes)
         async with AnswerTimeout(_ANSWER_SECONDS, f"{name} did not answer in time"):
-            stream = await self._dial(peer)
+            stream = await dial_peer(self._transport, self._clock, peer, _ANSWER_SECONDS)
             welcome, _ = await greet_peer(stream, peer.peer_id, self._clock)
             try:
                 if welcome.model_id != peer.model_id:

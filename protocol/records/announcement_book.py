@@ -53,7 +53,6 @@ class AnnouncementBook:
         self._shared: dict[tuple[str, PeerId], None] = {}
         self._reserved: set[str] = set()
         self._own: set[PeerId] = set()
-        self._answering: dict[str, PeerId] = {}  # by the fingerprints of their TLS keys
         self._by_value: dict[bytes, KnownRecord] = {}
 
     def __len__(self) -> int:
@@ -87,8 +86,6 @@ class AnnouncementBook:
     ) -> KnownRecord:
         """Do what `add` does for a peer of this process: it never gives way in this scope."""
         self._own.add(announcement.peer_id)
-        for endpoint in announcement.endpoints[:1]:
-            self.note_answering(endpoint.fingerprint, announcement.peer_id)
         self.reserve(scope)
         return self.add(scope, announcement, value, now)
 
@@ -96,11 +93,9 @@ class AnnouncementBook:
         """Remember an announcement that holds at `now` (wall seconds), and how it travels.
 
         One that is known already changes nothing. Raises RemoteProtocolError when another one of
-        the same peer is newer, or another peer answers with its TLS key.
+        the same peer is newer.
         """
         peer_id = announcement.peer_id
-        if self.is_of_another(announcement):
-            raise RemoteProtocolError("another peer answers with the TLS key of this announcement")
         entry = self._scopes.get(scope, {}).get(peer_id)
         known = None if entry is None else entry.announcement
         if entry is not None and known == announcement:
@@ -117,26 +112,6 @@ class AnnouncementBook:
             self._shared.pop((scope, peer_id), None)
             self._shared[scope, peer_id] = None
         return entry
-
-    def note_answering(self, fingerprint: str, peer_id: PeerId) -> None:
-        """Forget, and take no more, announcements of others that name the TLS key of this peer.
-
-        Whoever holds the key said so itself: an announcement alone could name any.
-        """
-        if self._answering.get(fingerprint) == peer_id:
-            return
-        self._answering[fingerprint] = peer_id
-        if len(self._answering) > self._max_per_scope:
-            del self._answering[next(iter(self._answering))]
-        for scope, peers in list(self._scopes.items()):
-            for known in list(peers.values()):
-                if self.is_of_another(known.announcement):
-                    self._forget(scope, known.announcement.peer_id)
-
-    def is_of_another(self, announcement: Announcement) -> bool:
-        """Return whether an announcement names a TLS key with which another peer answers."""
-        peer_id, endpoints = announcement.peer_id, announcement.endpoints[:1]
-        return any(self._answering.get(one.fingerprint, peer_id) != peer_id for one in endpoints)
 
     def list_current(self, scope: str, now: float) -> list[Announcement]:
         """Return what holds at `now`, at most `limits.MAX_ANNOUNCEMENTS_PER_MODEL`."""

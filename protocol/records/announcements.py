@@ -218,10 +218,14 @@ class Announcement:
         return (*self.endpoints, *behind)
 
     @property
-    def first_key_endpoints(self) -> tuple[Endpoint, ...]:
-        """The endpoints with the TLS key of the first one: all, unless a stranger made them up."""
-        keys = [endpoint.fingerprint for endpoint in self.endpoints]
-        return tuple(one for one in self.endpoints if one.fingerprint == keys[0])
+    def address(self) -> str:
+        """Where the peer is dialled first; its id where it cannot be.
+
+        Anybody can announce the address of another peer: see `draw_by_address`.
+        """
+        return (
+            f"{self.endpoints[0].host} {self.endpoints[0].port}" if self.endpoints else self.peer_id
+        )
 
     @property
     def as_relays(self) -> tuple[Relay, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import secrets
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +25,7 @@ from ..errors import (
     RevokedError,
 )
 from ..fair_share import BUSY_SECONDS, Holder, RecentCosts
-from ..ids import NO_MODEL, ModelId, PeerId, SessionId
+from ..ids import NO_MODEL, ModelId, SessionId
 from ..membership.membership import (
     NO_MEMBERSHIP,
     NONCE_BYTES,
@@ -151,21 +152,6 @@ class SwarmRecords:
         """
         hints = self._book.list_hints(model_id, now)
         return [one for one in hints if one.peer_id not in self.revocations.peer_ids]
-
-    def note_answering(self, announced: Announcement, answering: PeerId) -> None:
-        """Have another peer, which answered at the endpoints of an announcement, keep its TLS key.
-
-        What anybody else announces with this key is forgotten, and refused from now on.
-        """
-        self._book.note_answering(announced.endpoints[0].fingerprint, answering)
-
-    def count(self, model_id: ModelId) -> int:
-        """Return how many announcements of a model are known, hints included."""
-        return self._book.count(model_id)
-
-    def is_of_another(self, announcement: Announcement) -> bool:
-        """Return whether an announcement names a TLS key with which another peer answers."""
-        return self._book.is_of_another(announcement)
 
     def is_known(self, value: bytes) -> bool:
         """Return whether a value of an announcement has been taken already."""
@@ -365,6 +351,17 @@ def _draw_by_cover(drawn: Iterator[KnownRecord], num_blocks: int) -> Iterator[Kn
             skipped.append(record)
     yield from skipped
     yield from drawn
+
+
+def draw_by_address(peers: Iterable[Announcement], rng: random.Random) -> Iterator[Announcement]:
+    """Yield peers in any order, one of each address.
+
+    So many made-up announcements of one address have it dialled no more often than any other.
+    """
+    by_address = defaultdict[str, list[Announcement]](list)
+    for peer in peers:
+        by_address[peer.address].append(peer)
+    yield from map(rng.choice, draw(list(by_address.values()), rng))
 
 
 def draw(items: list[_Item], rng: random.Random) -> Iterator[_Item]:

@@ -18,11 +18,6 @@ def identity_of(number: int) -> Identity:
     return Identity(bytes([number]) * 32)
 
 
-def make_endpoint(number: int) -> Endpoint:
-    """Return where peer `number` listens, with a TLS key of its own."""
-    return Endpoint("127.0.0.1", 4000 + number, f"{number:064x}")
-
-
 def make_announcement(number: int = 1, now: float = NOW, **changes: Any) -> Announcement:
     """Return what peer `number` announces: ONLINE with blocks 0:4 of 8, for 90 s."""
     usual: dict[str, Any] = {
@@ -30,7 +25,7 @@ def make_announcement(number: int = 1, now: float = NOW, **changes: Any) -> Anno
         "model_id": MODEL,
         "num_blocks": 8,
         "span": Span(0, 4),
-        "endpoints": (make_endpoint(number),),
+        "endpoints": (Endpoint("127.0.0.1", 4000 + number, "c" * 64),),
         "max_version": 2,
         "compute_dtype": "bf16",
         "issued_at": now,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from announcements import make_announcement, make_endpoint
+from announcements import make_announcement
 
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import PeerId
@@ -26,9 +26,7 @@ def make_values(num_values: int, now: float, membership: Membership = PUBLIC) ->
     values: list[bytes] = []
     for number in range(num_values):
         identity = number_identity(number)
-        announcement = make_announcement(
-            1, now, peer_id=identity.peer_id, endpoints=(make_endpoint(2 + number),)
-        )
+        announcement = make_announcement(1, now, peer_id=identity.peer_id)
         record = sign_announcement(identity, announcement)
         values.append(SwarmRecords(membership).add_own(record, now).value)
     return values

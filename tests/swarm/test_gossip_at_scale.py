@@ -128,7 +128,10 @@ class Member:
 
 
 async def find_newcomer(num_peers: int, seed: int) -> list[float]:
-    """Return how long each client waited, in seconds from the newcomer's announcement."""
+    """Return how long each client waited, in seconds from the newcomer's announcement.
+
+    Half of them have looked for it before, the others begin then.
+    """
     clock, rng = VirtualClock(), Random(seed)
     network = LoopbackNetwork(link=Link(delay_seconds=0.03))
     async with AsyncExitStack() as stack:
@@ -166,7 +169,8 @@ async def find_newcomer(num_peers: int, seed: int) -> list[float]:
             await client.wait_for_route(Span(0, 4), clock.now() + 200.0, 0.0, [None])
             waited.append(clock.now())
 
-        waiting = [asyncio.create_task(wait(client)) for client in clients]
+        half = NUM_CLIENTS // 2
+        waiting = [asyncio.create_task(wait(client)) for client in clients[:half]]
         await asyncio.sleep(5.0)
         assert not waited
         newcomer = Member(num_peers - 1, network, NEEDED)
@@ -177,6 +181,7 @@ async def find_newcomer(num_peers: int, seed: int) -> list[float]:
             newcomer.book.add(MODEL.model_id, own.announcement, own.value, clock.wall())
         began_at = clock.now()
         tasks.append(asyncio.create_task(newcomer.run()))
+        waiting += [asyncio.create_task(wait(client)) for client in clients[half:]]
         await asyncio.gather(*waiting)
         for client in clients:
             await client.close()

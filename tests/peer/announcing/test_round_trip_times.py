@@ -206,21 +206,18 @@ async def test_peer_that_does_not_answer_is_not_told_and_holds_nobody_up(
 
 
 @beside((0, 6), (6, 12))
-async def test_peer_that_many_made_up_announcements_name_is_measured_once_for_all_of_them(
+async def test_peer_that_many_made_up_announcements_name_is_measured_no_more_often(
     scene: Scene,
 ) -> None:
-    me, honest = scene.peers
+    honest = scene.peers[1]
     for number in range(10, 70):
         made_up = SimplePeer(scene, number, honest.span)
         made_up.endpoint = honest.endpoint
         await made_up.announce()
 
-    await asyncio.sleep(PERIOD_SECONDS)
+    await asyncio.sleep(2 * PERIOD_SECONDS)
 
-    assert [peer_id for peer_id, _ in (await me.announce()).rtts] == [honest.peer_id]
-    # Ours to it and to one that was made up; and its own to another, since it does not know here
-    # what it announces.
-    assert honest.num_streams <= 3
+    assert honest.num_streams == 1
 
 
 @beside((0, 6), (6, 12))

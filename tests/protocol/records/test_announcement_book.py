@@ -3,10 +3,9 @@
 from collections.abc import Iterable
 
 import pytest
-from announcements import NOW, identity_of, make_announcement, make_endpoint
+from announcements import NOW, identity_of, make_announcement
 from swarm_values import number_peer
 
-from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import RemoteProtocolError
 from shoal.protocol.records.announcement_book import HINT_SECONDS, AnnouncementBook
 from shoal.protocol.records.announcements import Announcement, PeerState
@@ -50,25 +49,6 @@ def test_expired_announcement_no_longer_stands_in_the_way() -> None:
 
     assert [a.sequence for a in book.list_current("scope", NOW + 90)] == [1]
     assert book.list_current("scope", NOW + 180) == []
-
-
-def test_announcements_that_name_the_tls_key_of_another_peer_are_forgotten_and_refused() -> None:
-    book = AnnouncementBook()
-    key, other_key = (
-        (Endpoint("192.0.2.1", 4000, fingerprint * 64),) for fingerprint in ("c", "d")
-    )
-    for number in (1, 2, 3):
-        remember(book, make_announcement(number, endpoints=key))
-    remember(book, make_announcement(4, endpoints=other_key))
-
-    book.note_answering("c" * 64, identity_of(1).peer_id)
-
-    for number in (2, 5):
-        with pytest.raises(RemoteProtocolError, match="another peer answers"):
-            remember(book, make_announcement(number, endpoints=key))
-    remember(book, make_announcement(1, endpoints=key, sequence=2, expires_at=NOW + 91))
-    left = {peer.peer_id for peer in book.list_current("scope", NOW)}
-    assert left == {identity_of(number).peer_id for number in (1, 4)}
 
 
 def test_expired_announcement_is_a_hint_for_a_day() -> None:
@@ -133,10 +113,7 @@ class Crowd:
         self.now = NOW
 
     def announce(self, number: int) -> Announcement:
-        return make_announcement(
-            1, self.now, sequence=int(self.now), peer_id=number_peer(number),
-            endpoints=(make_endpoint(number),),
-        )  # fmt: skip
+        return make_announcement(1, self.now, sequence=int(self.now), peer_id=number_peer(number))
 
     def come(self, scope: str, numbers: Iterable[int]) -> None:
         """Let peers announce themselves in a scope, in this order."""

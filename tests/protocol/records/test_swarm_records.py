@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from announcements import MODEL, NOW, identity_of, make_announcement, make_endpoint, sign
+from announcements import MODEL, NOW, identity_of, make_announcement, sign
 from operations import count_operations
 from swarm_values import PUBLIC, make_values
 
@@ -332,9 +332,7 @@ def make_peers() -> Sequence[tuple[Announcement, bytes]]:
     """Return announcements and values of peers of 8 blocks, of which nobody serves the last 4."""
     return [
         (
-            make_announcement(
-                peer_id=PeerId(f"peer {number}"), endpoints=(make_endpoint(2 + number),)
-            ),
+            make_announcement(peer_id=PeerId(f"peer {number}")),
             f"value {number} {'…' * 100}".encode(),
         )
         for number in range(MAX_ANNOUNCEMENTS_PER_MODEL)
@@ -348,7 +346,6 @@ def make_full(num_records: int = MAX_ANNOUNCEMENTS_PER_MODEL) -> SwarmRecords:
         book.add(MODEL, announcement, value, NOW)
     records = SwarmRecords(PUBLIC, book)
     records.add_own(RECORD, NOW)
-    assert records.count(MODEL) > 0.98 * num_records
     return records
 
 
