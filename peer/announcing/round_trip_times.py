@@ -17,9 +17,8 @@ from ...protocol.net.clock import Clock
 from ...protocol.net.dialling import measure_rtt
 from ...protocol.net.directory import KNOWN_PERIODS, Directory
 from ...protocol.net.transport import Transport
-from ...protocol.records.announcements import Announcement
+from ...protocol.records.announcements import Announcement, draw_by_address
 from ...protocol.records.coordinates import ORIGIN, Coordinate, estimate_rtt_seconds, settle
-from ...protocol.records.swarm_records import draw_by_address
 from ...protocol.records.swarm_view import SwarmView
 
 _logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from ..errors import DirectoryError, RefusedError, RemoteProtocolError, Unavaila
 from ..fair_share import name_network
 from ..ids import ModelId, PeerId
 from ..messages.records import MAX_RECORDS_BYTES, Records
-from ..records.announcements import Announcement, PeerState
-from ..records.swarm_records import SwarmRecords, draw_by_address
+from ..records.announcements import Announcement, PeerState, draw_by_address
+from ..records.swarm_records import SwarmRecords
 from ..versions import RECORDS_VERSION
 from ..wire.codec import check_kind, encode_frame, read_answer
 from .clock import AnswerTimeout, Clock

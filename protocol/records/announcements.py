@@ -6,11 +6,14 @@ knows where records are kept.
 
 from __future__ import annotations
 
+import random
 import re
 import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, Field, FiniteFloat, TypeAdapter, ValidationError
 
@@ -27,6 +30,8 @@ from ..identity import SIGNATURE_BYTES, Identity, public_key_of, verify
 from ..ids import MODEL_ID_CHARACTERS, AdapterId, ModelId, PeerId
 from ..spans import Span
 from .coordinates import Coordinate
+
+_Item = TypeVar("_Item")
 
 MAX_ADAPTERS = 16
 MAX_RTTS = 16
@@ -370,3 +375,22 @@ def unpack(packed: bytes, max_bytes: int) -> bytes:
     if len(text) > max_bytes or not unpacker.eof or unpacker.unused_data:
         raise RemoteProtocolError(f"the packed text is cut short, or longer than {max_bytes} bytes")
     return text
+
+
+def draw_by_address(peers: Iterable[Announcement], rng: random.Random) -> Iterator[Announcement]:
+    """Yield peers in any order, one of each address.
+
+    So many made-up announcements of one address have it dialled no more often than any other.
+    """
+    by_address = defaultdict[str, list[Announcement]](list)
+    for peer in peers:
+        by_address[peer.address].append(peer)
+    yield from map(rng.choice, draw(list(by_address.values()), rng))
+
+
+def draw(items: list[_Item], rng: random.Random) -> Iterator[_Item]:
+    """Yield items in any order, which mixes up the list; few of many cost little."""
+    for num_left in range(len(items), 0, -1):
+        index = int(rng.random() * num_left)
+        items[index], items[num_left - 1] = items[num_left - 1], items[index]
+        yield items[num_left - 1]

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
-from typing import TypeVar
 
 from ..errors import (
     DirectoryError,
@@ -47,10 +45,9 @@ from .announcements import (
     KnownRecord,
     PeerState,
     check_is_current,
+    draw,
     read_announcement,
 )
-
-_Item = TypeVar("_Item")
 
 _REVOCATIONS = b"shoal revocations\0"
 """What the value of the owner's list begins with; that of an announcement with a certificate."""
@@ -351,22 +348,3 @@ def _draw_by_cover(drawn: Iterator[KnownRecord], num_blocks: int) -> Iterator[Kn
             skipped.append(record)
     yield from skipped
     yield from drawn
-
-
-def draw_by_address(peers: Iterable[Announcement], rng: random.Random) -> Iterator[Announcement]:
-    """Yield peers in any order, one of each address.
-
-    So many made-up announcements of one address have it dialled no more often than any other.
-    """
-    by_address = defaultdict[str, list[Announcement]](list)
-    for peer in peers:
-        by_address[peer.address].append(peer)
-    yield from map(rng.choice, draw(list(by_address.values()), rng))
-
-
-def draw(items: list[_Item], rng: random.Random) -> Iterator[_Item]:
-    """Yield items in any order, which mixes up the list; few of many cost little."""
-    for num_left in range(len(items), 0, -1):
-        index = int(rng.random() * num_left)
-        items[index], items[num_left - 1] = items[num_left - 1], items[index]
-        yield items[num_left - 1]

@@ -120,7 +120,9 @@ async def test_p2pd_is_started_when_there_is_a_disk_again(
 ) -> None:
     directory = await dht.join([], 1)
 
-    with monkeypatch.context() as without_disk, caplog.at_level(logging.DEBUG, "shoal"):
+    # By its own name: `shoal serve` in this process, of other tests, has set a level for it.
+    level = caplog.at_level(logging.DEBUG, HivemindDirectory.__module__)
+    with monkeypatch.context() as without_disk, level:
         without_disk.setattr("tempfile.tempdir", str(tmp_path / "none"))
         kill_p2pd(directory)
         async with asyncio.timeout(PATIENCE_SECONDS):

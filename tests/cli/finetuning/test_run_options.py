@@ -26,7 +26,7 @@ def settle(line: str, recorded: dict[str, str] | None = None) -> argparse.Namesp
 
 def read(options: argparse.Namespace) -> dict[str, Any]:
     """Return what decides how a run learns."""
-    others = {"run", "command", "model", "data", "out", "resume", "join", "initial_peers"}
+    others = {"run", "command", "model", "data", "out", "resume", "join", "initial_peers", "words"}
     return {name: value for name, value in vars(options).items() if name not in others}
 
 
