@@ -29,7 +29,7 @@ _WINDOW_SECONDS = 10.0
 
 
 class PeerStatus:
-    """What a peer has done today and is doing now, from its figures."""
+    """The status line of a peer, made from its figures."""
 
     def __init__(self) -> None:
         self._day: datetime.date | None = None

@@ -130,7 +130,7 @@ class Description:
     """The newest first."""
     canaries: tuple[CanaryPanel, ...] = ()
     warnings: tuple[str, ...] = ()
-    """What the monitor itself cannot do now."""
+    """Problems of the monitor itself, such as a history that cannot be written."""
 
     def to_json(self) -> str:
         """Return all of it: what `dataclasses.asdict` copies, at a tenth of its cost."""

@@ -172,8 +172,9 @@ class RoundTripTimes:
             if peer_id in self._peers and self._age_periods(known.at) < _FRESH_PERIODS
         }
         able = (peer for peer in self._peers.values() if peer.endpoints)
+        measured.add(own.address)
         drawn = draw_by_address(able, self._rng)
-        return [peer for peer in drawn if peer.address not in {*measured, own.address}]
+        return [peer for peer in drawn if peer.address not in measured]
 
     def _note(self, peer_id: PeerId, rtt_seconds: float | None) -> None:
         """Take a measurement down, and let all round trips pull at the place of this peer."""

@@ -62,7 +62,7 @@ class ControlledPeer(Protocol):
 
 
 class ControlledLoop(Protocol):
-    """What this file needs of the life of a peer, `ServingLoop`."""
+    """The parts of `ServingLoop` that the owner may change."""
 
     @property
     def loader(self) -> ModelHolder: ...
@@ -75,7 +75,7 @@ class ControlledLoop(Protocol):
 
 
 class ModelHolder(Protocol):
-    """What this file needs of `SpanLoader`."""
+    """The part of `SpanLoader` that holds the limits."""
 
     model: HostedModel
 

@@ -60,7 +60,7 @@ class Replicas:
 
 @dataclass(frozen=True)
 class Figures:
-    """A peer at one moment. What it has done grows further in `service` and `compute`."""
+    """A peer at one moment; the counts in `service` and `compute` go on growing."""
 
     peer_id: PeerId
     model_id: ModelId

@@ -27,7 +27,7 @@ class ServingPauses:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """What people are told, such as `outside of its hours`."""
+        """The reasons for people to read, such as `outside of its hours`."""
         return tuple(self._reasons.values())
 
     def note(self, source: str, reason: str | None) -> None:

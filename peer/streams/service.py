@@ -171,7 +171,7 @@ class StreamHandler:
         self.service: Service | None = None
         """Gets the streams that come; while it is None, they are refused."""
         self.counts = ServiceCounts()
-        """What all services have done, one after the other."""
+        """Counts over all services of the peer, which follow one another."""
 
     async def serve(self, stream: Stream) -> None:
         """Serve one stream until it ends, or tell it that there is nothing to be served yet.

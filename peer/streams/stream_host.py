@@ -36,7 +36,7 @@ _PURPOSES_OF_MODULES = {
     "records": "directory",
     "reverse_connections": "connections",
 }
-"""What the messages that a module declares are for."""
+"""The purpose of the messages of each module, as metrics name it."""
 
 PURPOSES = {
     kind: _PURPOSES_OF_MODULES[codec.message.__module__.rpartition(".")[2]]
