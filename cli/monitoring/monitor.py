@@ -16,7 +16,12 @@ from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import quitting_at_once
 from ..terminal.terminal import Terminal
 from .once import run_once
-from .watching_options import add_canary_argument, add_model_argument, make_canaries
+from .watching_options import (
+    add_canary_argument,
+    add_model_argument,
+    make_canaries,
+    read_webhook,
+)
 
 _DEFAULT_LISTEN = "127.0.0.1:8480"
 _HISTORY_FOLDER = "~/.local/state/shoal"
@@ -42,8 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_canary_argument(parser)
     parser.add_argument(
         "--webhook", metavar="URL",
-        help="post alerts to this address as JSON: a model degraded, failing or healthy again, a "
-        "peer lost that was alone at its blocks, a canary that fails, recovers or says other text",
+        help="post alerts to this address, or to the one in @FILE, as JSON: a model degraded, "
+        "failing or healthy again, a peer lost that was alone at its blocks, a canary that fails, "
+        "recovers or says other text",
     )  # fmt: skip
     parser.add_argument(
         "--history", metavar="FILE",
@@ -82,7 +88,7 @@ def _serve(options: argparse.Namespace, joining: Joining) -> int:
     if options.webhook:
         from ...client.monitor.webhook import Webhook
 
-        webhook = Webhook(options.webhook, access.clock)
+        webhook = Webhook(read_webhook(options.webhook), access.clock)
     path = Path(options.history or _name_history(joining)).expanduser()
     keep_seconds = options.keep_days * _DAY_SECONDS
     with contextlib.ExitStack() as stack:

@@ -244,6 +244,20 @@ def test_wrong_usage_is_no_state_of_a_swarm(arguments: list[str]) -> None:
     assert code == 64
 
 
+def test_webhook_may_stand_in_a_private_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = tmp_path / "webhook"
+    secret.write_text("file:///x\n")
+    command = ["monitor", "--webhook", f"@{secret}", "--initial-peers", NOBODY]
+    for mode, error in ((0o644, "run `chmod 600"), (0o600, "has to begin with https://")):
+        secret.chmod(mode)
+
+        assert main(command) == 64
+
+        assert error in capsys.readouterr().err
+
+
 def test_table_fits_and_faults_are_in_words() -> None:
     peers = make_announcement(1), make_announcement(2, span=Span(4, 8))
     model_id, lost = peers[0].model_id, peers[1].peer_id
