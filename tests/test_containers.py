@@ -41,7 +41,7 @@ def list_served_metrics() -> set[str]:
         describe(read(make_announcement(1)), NOW),
         canaries=describe_canaries([CanaryState("a")], NOW),
     )
-    texts = b"".join(write_peer_metrics(figures)).decode(), write_swarm_metrics(described, {})
+    texts = write_peer_metrics(figures).decode(), write_swarm_metrics(described, {})
     peer, swarm = texts[0], texts[1].decode()
     samples = {
         sample.name

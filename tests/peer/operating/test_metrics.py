@@ -48,7 +48,7 @@ def read_samples(text: str) -> Samples:
 
 
 def read_back(figures: Figures) -> Samples:
-    return read_samples(b"".join(write_metrics(figures)).decode())
+    return read_samples(write_metrics(figures).decode())
 
 
 def find(samples: Samples, name: str, **labels: str) -> float:
