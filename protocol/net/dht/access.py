@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -34,12 +33,8 @@ from ..relays.circuit import RelayReservations, start_sufficient_relay
 from ..relays.reach import Reach, Scope
 from ..relays.reachability import answer_dial_back, find_reach
 from ..relays.relay_selection import NUM_RELAYS, RelaySelection, rank_relays
-from .dht_node import quieten_hivemind, start_node
+from .dht_node import DHTNode, quieten_hivemind, start_node
 from .neighbourhood import Neighbourhood, RecordNodes, Rules
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # about what hivemind itself uses
-    from hivemind.dht.node import DHTNode
 
 _logger = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from typing import Any, cast
 
 from ...errors import DirectoryError, ErrorCode, RefusedError, RemoteProtocolError
 from ...fair_share import BUSY_SECONDS, RecentCosts
+from ..libp2p.hivemind_packages import importing_hivemind
 from ..libp2p.multiaddrs import PeerAddress
 from ..libp2p.swarm_question import make_silence_error
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # about what hivemind itself uses
+with importing_hivemind():
     from hivemind.dht.node import DHTNode
     from hivemind.dht.protocol import DHTProtocol, ValidationError
     from hivemind.dht.routing import DHTID

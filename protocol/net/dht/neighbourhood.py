@@ -13,7 +13,6 @@ import asyncio
 import logging
 import random
 import secrets
-import warnings
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
@@ -28,13 +27,13 @@ from ...records.announcements import Announcement
 from ...records.swarm_records import SwarmRecords
 from ...wire.codec import check_kind, decode_frame, encode_frame
 from ..clock import Clock
+from ..libp2p.hivemind_packages import importing_hivemind
 from ..libp2p.multiaddrs import PeerAddress, find_listening
 from ..libp2p.p2p_daemon import connect, list_peers
 from ..tcp.dial_rules import DialRules
 from .dht_node import make_node_id
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # about what hivemind itself uses
+with importing_hivemind():
     from hivemind.dht.node import DHTNode
     from hivemind.dht.routing import DHTID
     from hivemind.p2p import P2P, PeerID

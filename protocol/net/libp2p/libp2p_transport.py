@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import warnings
 from typing import Any
 
 from ...endpoints import Endpoint, Libp2pEndpoint
@@ -29,6 +28,7 @@ from ...membership.membership import NO_MEMBERSHIP, Membership
 from ..tcp.dial_rules import DialRules
 from ..tcp.tcp_listener import HELLO_SECONDS, MAX_HANDSHAKES, MAX_STREAMS
 from ..transport import StreamServer, end_serving, make_not_a_member_error, serve_stream
+from .hivemind_packages import importing_hivemind
 from .libp2p_stream import Libp2pStream
 from .multiaddrs import split_multiaddr
 from .p2p_daemon import (
@@ -37,8 +37,7 @@ from .p2p_daemon import (
     open_byte_stream,
 )
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # about what hivemind itself uses
+with importing_hivemind():
     from hivemind.p2p import P2P
     from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 

@@ -19,7 +19,6 @@ import socket
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -41,6 +40,7 @@ from ...identity import Identity, make_in_use_error, peer_id_bytes
 from ...ids import PeerId
 from ..addresses import check_can_listen
 from ..tasks import cancel_all
+from .hivemind_packages import importing_hivemind
 from .multiaddrs import (
     PeerAddress,
     find_listening,
@@ -49,8 +49,7 @@ from .multiaddrs import (
     split_multiaddr,
 )
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # about what hivemind itself uses
+with importing_hivemind():
     from hivemind.p2p import P2P
     from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
     from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerInfo

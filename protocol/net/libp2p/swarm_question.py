@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
@@ -24,10 +23,10 @@ from ...errors import (
 from ...fair_share import BUSY_SECONDS, RecentCosts
 from ...ids import PeerId
 from ...membership.membership import GREETING_NONCE_BYTES, Membership, read_public_greeting
+from .hivemind_packages import importing_hivemind
 from .multiaddrs import PeerAddress
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # about what hivemind itself uses
+with importing_hivemind():
     from hivemind.p2p import P2P, PeerID
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 
