@@ -152,15 +152,17 @@ def check_endpoint(endpoint: Endpoint) -> Endpoint:
 def is_local_endpoint(endpoint: Endpoint) -> bool:
     """Return whether an endpoint is of use to other machines, but in its own network only.
 
-    >>> hosts = ("192.168.1.7", "8.8.8.8", "127.0.0.1", "peer.example")
+    >>> hosts = ("192.168.1.7", "8.8.8.8", "127.0.0.1", "0.0.0.0", "peer.example")
     >>> [is_local_endpoint(Endpoint(host, 1)) for host in hosts]
-    [True, False, False, False]
+    [True, False, False, False, False]
     """
     try:
         network = find_local_network(endpoint.host)
     except ValueError:
         return False
-    return network is not None and not network.is_loopback
+    if network is None or network.is_loopback:
+        return False
+    return not network.network_address.is_unspecified  # which leads to this machine as well
 
 
 def check_local_endpoint(endpoint: Endpoint) -> Endpoint:

@@ -2,7 +2,7 @@
 
 import asyncio
 import ssl
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -135,14 +135,27 @@ async def check_peers(
 
 
 async def check_peer(peer: Announcement, transport: Transport, probes: Probes) -> PeerCheck:
-    """Talk to a peer at its endpoints, best first, until one works. Never raises ShoalError."""
+    """Talk to a peer at its endpoints until one works. Never raises ShoalError."""
     if peer.min_version > versions.MAX_VERSION or peer.max_version < versions.MIN_VERSION:
         theirs = f"{peer.min_version} to {peer.max_version}"
         ours = f"{versions.MIN_VERSION} to {versions.MAX_VERSION}"
         detail = f"it speaks protocol versions {theirs}, this machine {ours}"
         return PeerCheck(peer, PeerFault.VERSION, detail)
+    # Side by side: the relays may be those of a stranger, who would learn from the time of our dial
+    # which addresses and ports of this network refuse.
+    near, far = await asyncio.gather(
+        _check_in_turn(peer, list_near(peer), transport, probes),
+        _check_in_turn(peer, peer.all_endpoints, transport, probes),
+    )
+    return near if near.fault is None else far
+
+
+async def _check_in_turn(
+    peer: Announcement, endpoints: Sequence[Endpoint], transport: Transport, probes: Probes
+) -> PeerCheck:
+    """Talk to a peer at some of its endpoints, best first, until one works."""
     result = PeerCheck(peer, PeerFault.UNREACHABLE, "it announces no endpoint")
-    for endpoint in (*list_near(peer), *peer.all_endpoints):
+    for endpoint in endpoints:
         try:
             async with asyncio.timeout(PEER_SECONDS):
                 result = await _ask_peer(peer, endpoint, transport, probes)

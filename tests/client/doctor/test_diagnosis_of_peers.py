@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from dataclasses import replace
+from ipaddress import IPv4Interface
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from announcements import describe_peer
 from diagnosis_scene import Swarm, examine, find
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.client.doctor.finding import FindingStatus
-from shoal.client.doctor.peer_check import PeerFault
+from shoal.client.doctor.peer_check import PeerFault, check_peer
 from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.errors import ErrorCode, RemoteProtocolError, UnavailableError
 from shoal.protocol.identity import Identity
@@ -18,6 +23,7 @@ from shoal.protocol.ids import ModelId
 from shoal.protocol.membership.membership import Membership, make_owner
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Declined, Hello
+from shoal.protocol.net import dialling
 from shoal.protocol.spans import Span
 
 
@@ -50,6 +56,44 @@ def test_relayed_peer_that_is_gone_is_not_told_to_announce_an_address() -> None:
     assert diagnosis.checks[0].fault is not None
     assert "start it again if its process has ended" in find(diagnosis, "peer").fix
     assert "--announce-host" not in find(diagnosis, "peer").fix
+
+
+@pytest.mark.parametrize("near_seconds", [0.0, 3.0, 1000.0])
+def test_time_of_a_relays_dial_tells_nothing_of_our_network(
+    monkeypatch: pytest.MonkeyPatch, near_seconds: float
+) -> None:
+    """A stranger may announce its own relay, and any address here."""
+    monkeypatch.setattr(dialling, "list_own_interfaces", lambda: [IPv4Interface("10.0.1.9/24")])
+    peer_id = Identity(bytes([9]) * 32).peer_id
+    near = Endpoint("10.0.1.3", 80, "c" * 64)
+    relay = Relay("192.0.2.7", 4001, peer_id)
+    peer = describe_peer(
+        peer_id=peer_id,
+        model_id=ModelId("a" * 32),
+        num_blocks=8,
+        span=Span(0, 8),
+        endpoints=(),
+        local_endpoints=(near,),
+        relays=(relay,),
+        issued_at=0.0,
+        expires_at=90.0,
+    )
+    relay_dialled_at: list[float] = []
+
+    async def refuse(endpoint: Endpoint) -> None:
+        await asyncio.sleep(near_seconds)
+        raise UnavailableError("it refused the connection")
+
+    async def open_stream(endpoint: Endpoint, timeout_seconds: float) -> None:
+        relay_dialled_at.append(VirtualClock().now())
+        raise UnavailableError("nobody is at the relay")
+
+    transport: Any = SimpleNamespace(open_stream=open_stream)
+    probes: Any = SimpleNamespace(clock=VirtualClock(), check_certificate=refuse)
+    check = run_virtual(check_peer(peer, transport, probes))
+
+    assert relay_dialled_at == [0.0]
+    assert check.detail == "nobody is at the relay"
 
 
 def test_broken_replica_does_not_make_the_swarm_unusable() -> None:

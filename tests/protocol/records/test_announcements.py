@@ -149,6 +149,7 @@ BAD_FIELDS = [
     ("local_endpoints", [{"host": "8.8.8.8", "port": 80}]),
     ("local_endpoints", [{"host": "127.0.0.1", "port": 80}]),
     ("local_endpoints", [{"host": "::ffff:127.0.0.1", "port": 80}]),
+    ("local_endpoints", [{"host": "0.0.0.0", "port": 80}]),
     ("local_endpoints", [{"host": "printer.local", "port": 80}]),
     ("min_version", 3),
     ("max_version", 65536),
