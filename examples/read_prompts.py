@@ -22,9 +22,9 @@ def read_tokens(weights: torch.nn.Module, hidden_TH: torch.Tensor) -> list[int]:
     for hidden_H in hidden_TH:
         past = deepcopy(cache)
         past.batch_repeat_interleave(len(vocabulary))
-        states_V1H = weights(vocabulary[:, None], past_key_values=past).last_hidden_state
+        states_V1H = weights(vocabulary[:, None], None, None, past).last_hidden_state
         tokens.append(int((states_V1H[:, 0] - hidden_H).norm(dim=-1).argmin()))
-        weights(torch.tensor([tokens[-1:]]), past_key_values=cache)  # adds to the cache
+        weights(torch.tensor([tokens[-1:]]), None, None, cache)  # adds to the cache
     return tokens
 
 

@@ -47,7 +47,7 @@ from .local_layers import (
     resolve_dtype,
 )
 from .remote_blocks import RemoteSequenceManager, RemoteSequential, SwarmClient
-from .remote_cache import RemoteCache
+from .remote_cache import RemoteCache, name_cache, one_cache
 
 # Shape suffixes: B rows, T tokens, H hidden size, L blocks, P tokens of a prompt.
 
@@ -120,18 +120,20 @@ class DistributedTransformer(nn.Module):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
+        cache: RemoteCache | None = None,
         **others: object,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Return hidden states [B, T, H] of token ids [B, T] or embeddings [B, T, H].
 
-        Continues `past_key_values` or the active session; otherwise this is one stateless pass, in
-        which rows may be padded on the right.
+        Continues `cache` or the active session; otherwise this is one stateless pass, in which rows
+        may be padded on the right. `past_key_values` is the cache's older name in transformers.
         """
+        given_cache = one_cache(cache, past_key_values)
         hidden_BTH, cache = self.run_text(
-            input_ids, attention_mask, past_key_values, inputs_embeds, others
+            input_ids, attention_mask, given_cache, inputs_embeds, others
         )
         hidden_BTH = self._final_norm[0](hidden_BTH)
-        output = BaseModelOutputWithPast(last_hidden_state=hidden_BTH, past_key_values=cache)
+        output = BaseModelOutputWithPast(last_hidden_state=hidden_BTH, **name_cache(cache))
         return output if return_dict is not False else output.to_tuple()
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
@@ -151,7 +153,7 @@ class DistributedTransformer(nn.Module):
         self,
         input_ids: Tensor | None,
         attention_mask: Tensor | None,
-        past_key_values: object,
+        given_cache: object,
         inputs_embeds: Tensor | None,
         others: Mapping[str, object],
         *,
@@ -163,7 +165,7 @@ class DistributedTransformer(nn.Module):
         arguments that may be given as long as they change nothing.
         """
         embeddings_BTH = self._embed(input_ids, inputs_embeds)
-        cache = self._find_cache(past_key_values)
+        cache = self._find_cache(given_cache)
         run = partial(self._run_blocks, last_token_only=last_token_only)
         text_position = 0 if cache is None else cache.get_seq_length()
         check_others(others, text_position, embeddings_BTH.shape[:2], attention_mask)
@@ -172,7 +174,7 @@ class DistributedTransformer(nn.Module):
             hidden_BTH = run(embeddings_BTH, None)
         else:
             hidden_BTH = cache.run(embeddings_BTH, attention_mask, run)
-        if cache is not None and past_key_values is None and input_ids is not None:
+        if cache is not None and given_cache is None and input_ids is not None:
             _append_text(cache.session, text_position, input_ids.long())
         return hidden_BTH, cache
 
@@ -196,20 +198,20 @@ class DistributedTransformer(nn.Module):
         output_BTH = output_BTH.to(self.device)
         return output_BTH if last_token_only else output_BTH[:, num_prompt_tokens:]
 
-    def _find_cache(self, past_key_values: object) -> RemoteCache | None:
-        if past_key_values is not None:
-            if not isinstance(past_key_values, RemoteCache):
+    def _find_cache(self, given_cache: object) -> RemoteCache | None:
+        if given_cache is not None:
+            if not isinstance(given_cache, RemoteCache):
                 raise UsageError(
-                    "past_key_values must come from this model, got "
-                    f"{type(past_key_values).__name__}; use a session to continue a text"
+                    "the cache must come from this model, got "
+                    f"{type(given_cache).__name__}; use a session to continue a text"
                 )
-            if past_key_values.is_bound:
-                return past_key_values
+            if given_cache.is_bound:
+                return given_cache
         session = self.h.active_session
         if session is None:
             return None
         session.check_is_idle()
-        cache = RemoteCache() if past_key_values is None else past_key_values
+        cache = RemoteCache() if given_cache is None else given_cache
         cache.bind(session)
         return cache
 

@@ -17,6 +17,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
+from ...models.shells.step_cache import CACHE_NAME
 from ...protocol.errors import ShoalError, UsageError
 from ..session.inference_session import InferenceSession, check_is_session
 from ..training.active_adapters import AdapterChoice
@@ -30,7 +31,7 @@ from .generation import (
 )
 from .local_layers import IGNORED, LocalLayers
 from .padded_cache import PaddedCache
-from .remote_cache import RemoteCache
+from .remote_cache import RemoteCache, name_cache, one_cache
 
 # Shape suffixes: B rows, T tokens, H hidden size, V vocabulary.
 
@@ -59,12 +60,13 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
+        cache: RemoteCache | None = None,
         **others: object,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Return float32 logits [B, T, V] of token ids [B, T] or embeddings [B, T, H].
 
-        Continues `past_key_values` or the active session; otherwise this is one stateless pass, in
-        which rows may be padded on the right. With `labels` [B, T], the output has the loss of
+        Continues `cache` or the active session; otherwise this is one stateless pass, in which rows
+        may be padded on the right. With `labels` [B, T], the output has the loss of
         predicting each token from the tokens before it, except tokens labelled -100: the mean or,
         with `num_items_in_batch`, the sum divided by it. `logits_to_keep` n > 0 returns only the
         last n tokens. In a stateless pass, gradients flow to trained prompts, and to embeddings
@@ -75,8 +77,9 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
         if labels is not None and given is not None:
             _check_labels(labels, given.shape[:2], self.config.vocab_size, logits_to_keep)
         is_count = isinstance(logits_to_keep, int)
+        given_cache = one_cache(cache, past_key_values)
         hidden_BTH, cache = self.transformer.run_text(
-            input_ids, attention_mask, past_key_values, inputs_embeds, others,
+            input_ids, attention_mask, given_cache, inputs_embeds, others,
             last_token_only=is_count and logits_to_keep == 1,
         )  # fmt: skip
         kept = slice(-logits_to_keep, None) if is_count else logits_to_keep
@@ -87,7 +90,7 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = ForCausalLMLoss(logits_BTV, labels, self.config.vocab_size, num_items_in_batch)  # pyright: ignore[reportArgumentType]
-        output = CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache)  # pyright: ignore[reportArgumentType]
+        output = CausalLMOutputWithPast(loss=loss, logits=logits_BTV, **name_cache(cache))
         return output if return_dict is not False else output.to_tuple()
 
     @torch.no_grad()
@@ -187,8 +190,7 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
                     *args,
                     # Without a mask transformers would look for padding in the text.
                     attention_mask=torch.ones_like(plan.input_ids_BT),
-                    past_key_values=RemoteCache(session),
-                    **kwargs,
+                    **kwargs | name_cache(RemoteCache(session)),
                 )
             except BaseException:
                 self._undo(session, text_BT, position)
@@ -208,8 +210,7 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
                 plan.input_ids_BT,
                 *args,
                 attention_mask=plan.padding_mask_BT,
-                past_key_values=cache,
-                **kwargs,
+                **kwargs | name_cache(cache),
             )
 
     def _finish(self, session: InferenceSession, plan: GenerationPlan, result: Any) -> Any:
@@ -243,7 +244,7 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
         kwargs.pop("tokenizer", None)
         if kwargs.pop(_IS_ASSISTED, False):
             # The first step of assisted decoding names the whole text, whatever is cached of it.
-            input_ids = input_ids[:, kwargs["past_key_values"].get_seq_length() :]
+            input_ids = input_ids[:, kwargs[CACHE_NAME].get_seq_length() :]
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
         return prepare(input_ids, **kwargs)
 

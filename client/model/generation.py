@@ -41,7 +41,10 @@ DEFAULT_NEW_TOKENS = 20
 _REFUSED: Refusals = {
     "use_cache": ((None, True), "the KV cache is on the peers and always used"),
     "cache_implementation": ((None,), "the KV cache is on the peers"),
-    "past_key_values": ((None,), "pass a session instead: session=... continues its text"),
+    **dict.fromkeys(
+        ("cache", "past_key_values"),
+        ((None,), "pass a session instead: session=... continues its text"),
+    ),
     "position_ids": ((None,), "positions follow from the session"),
     "inputs_embeds": ((None,), "pass token ids, or call the model itself with inputs_embeds"),
     "custom_generate": ((None,), "code from elsewhere is not run"),

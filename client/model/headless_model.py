@@ -15,7 +15,7 @@ from ...protocol.errors import UsageError
 from .base_model import DistributedModel
 from .local_layers import IGNORED, LocalLayers, check_padding
 from .remote_blocks import RemoteSequential
-from .remote_cache import RemoteCache
+from .remote_cache import RemoteCache, name_cache, one_cache
 
 # Shape suffixes: B rows, T tokens, H hidden size, C classes.
 
@@ -104,6 +104,7 @@ class DistributedSequenceClassifier(HeadlessModel):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         return_dict: bool | None = None,
+        cache: RemoteCache | None = None,
         **others: object,
     ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
         """Return logits [B, C] of texts, from the last token of each that is not padding.
@@ -118,8 +119,9 @@ class DistributedSequenceClassifier(HeadlessModel):
         last_B = _find_last_tokens(
             input_ids, inputs_embeds, attention_mask, self.config.pad_token_id
         )
+        given_cache = one_cache(cache, past_key_values)
         hidden_BTH, cache = self.transformer.run_text(
-            input_ids, attention_mask, past_key_values, inputs_embeds, others
+            input_ids, attention_mask, given_cache, inputs_embeds, others
         )
         rows_B = torch.arange(len(hidden_BTH), device=hidden_BTH.device)
         hidden_B1H = self.final_norm(hidden_BTH[rows_B, last_B.to(hidden_BTH.device), None])
@@ -128,7 +130,7 @@ class DistributedSequenceClassifier(HeadlessModel):
         if labels is not None:
             loss = ForSequenceClassificationLoss(labels, logits_BC, self.config)
         output = SequenceClassifierOutputWithPast(
-            loss=loss, logits=logits_BC, past_key_values=cache  # pyright: ignore[reportArgumentType]
+            loss=loss, logits=logits_BC, **name_cache(cache)
         )  # fmt: skip
         return output if return_dict is not False else output.to_tuple()
 

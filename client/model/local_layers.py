@@ -22,7 +22,7 @@ from ...models.checkpoints.conversion import ConvertedCheckpoint
 from ...models.checkpoints.hub import DEFAULT_HUB, Hub
 from ...models.families.registry import find_family
 from ...models.shells.shell_opening import open_shell, read_shape
-from ...models.shells.step_cache import StepCache
+from ...models.shells.step_cache import CACHE_NAME, StepCache
 from ...models.specs.config_reader import DTYPES
 from ...models.specs.model_spec import ModelSpec
 from ...protocol.errors import ModelError, UsageError
@@ -156,8 +156,8 @@ class WrappedPositions(nn.Module):
             [
                 self._decoder(
                     inputs_embeds=part_BTH,
-                    past_key_values=StepCache(position + index * _TOKENS_AT_ONCE),
                     use_cache=True,
+                    **{CACHE_NAME: StepCache(position + index * _TOKENS_AT_ONCE)},
                 ).last_hidden_state
                 for index, part_BTH in enumerate(parts_BTH)
             ],

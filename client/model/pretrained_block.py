@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...models.checkpoints.conversion import ConvertedCheckpoint
 from ...models.shells.shell_opening import open_block_shell
-from ...models.shells.step_cache import StepCache
+from ...models.shells.step_cache import CACHE_NAME, StepCache
 from ...protocol.errors import UsageError
 from .local_layers import open_checkpoint, resolve_dtype
 
@@ -67,7 +67,7 @@ class PretrainedBlock(nn.Module):
         decoder: Any = self._decoder
         token = _given.set(inputs)
         try:
-            output = decoder(inputs_embeds=inputs, past_key_values=cache, use_cache=True)
+            output = decoder(inputs_embeds=inputs, use_cache=True, **{CACHE_NAME: cache})
         finally:
             _given.reset(token)
         hidden_BTH: Tensor = output.last_hidden_state

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ...models.shells.step_cache import CACHE_NAME
 from ...protocol.errors import UsageError
 from ..session.inference_session import InferenceSession
 from .local_layers import check_attention_mask
@@ -105,6 +107,11 @@ class RemoteCache(Cache):
         """True: a rollback leaves no trace."""
         return True
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """One False: a rule for caches of linear attention alone counts none of the others."""
+        return [False]
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row i continue the prefix of row `beam_idx[i]`, from the next step on."""
         rows = beam_idx.to("cpu", torch.int64)
@@ -142,6 +149,18 @@ class RemoteCache(Cache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Raise UsageError: the number of rows of a session is fixed."""
         raise UsageError("rows of a session cannot be dropped; open a new session with fewer rows")
+
+
+def one_cache(cache: object, past_key_values: object) -> object:
+    """Return the cache that a model is called with, by its name or by the older one."""
+    if cache is not None and past_key_values is not None:
+        raise UsageError("cache and past_key_values are two names of one argument; pass one")
+    return past_key_values if cache is None else cache
+
+
+def name_cache(cache: RemoteCache | None) -> dict[str, Any]:
+    """Return a cache by the name that transformers gives it."""
+    return {CACHE_NAME: cache}
 
 
 RemotePastKeyValues = RemoteCache

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from .shell import Shell
-from .step_cache import StepCache
+from .step_cache import CACHE_NAME, StepCache
 
 _TOKENS = 3
 _MOST_POSITIONS = 2**14
@@ -76,7 +76,7 @@ def _record(
     setattr(decoder, shell.layers_name, nn.ModuleList(layers))
     cache = StepCache(position)
     try:
-        output = decoder(inputs_embeds=hidden_BTH, past_key_values=cache, use_cache=True)
+        output = decoder(inputs_embeds=hidden_BTH, use_cache=True, **{CACHE_NAME: cache})
     except _RUN_ERRORS:
         return None
     is_kept = _are_same(output.last_hidden_state, hidden_BTH) and len(calls) == len(indices)

@@ -26,7 +26,7 @@ from ..specs.config_reader import MAX_HEADS, MAX_POSITIONS, ConfigReader, limit_
 from ..specs.model_spec import WrappedShape
 from .shell import Shell
 from .shell_calls import gives_blocks_the_same_alone
-from .step_cache import CacheShape, OtherStateError, Shapes, StepCache
+from .step_cache import CACHE_NAME, CacheShape, OtherStateError, Shapes, StepCache
 from .tables import TableError, count_table_bytes, fill_tables, has_tables
 
 _UNSAFE_FIELDS = frozenset(
@@ -343,7 +343,7 @@ def _changes_nothing(shell: Shell) -> bool:
         if shell.positions_name is not None:
             positions = decoder.get_submodule(shell.positions_name)
             positions.register_forward_hook(lambda module, *_: calls.append(module))
-        output = decoder(inputs_embeds=hidden_BTH, past_key_values=StepCache(0), use_cache=True)
+        output = decoder(inputs_embeds=hidden_BTH, use_cache=True, **{CACHE_NAME: StepCache(0)})
     except _BUILD_ERRORS:
         return False
     is_used = shell.positions_name is None or len(calls) == 1
@@ -399,7 +399,7 @@ def _probe_block(shell: Shell, index: int) -> Shapes:
         hidden_BTH = torch.empty(
             1, 1, shell.config.hidden_size, device="meta", dtype=torch.bfloat16
         )
-        decoder(inputs_embeds=hidden_BTH, past_key_values=cache, use_cache=True)
+        decoder(inputs_embeds=hidden_BTH, use_cache=True, **{CACHE_NAME: cache})
     except OtherStateError as error:
         raise _UnfitError("its blocks cache more than keys and values") from error
     except _BUILD_ERRORS as error:

@@ -13,8 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ...kernels.attention.int8_kv import count_record_bytes
+
+CACHE_NAME = next(
+    name for name in ("cache", "past_key_values") if name in BaseModelOutputWithPast.__annotations__
+)
+"""What this release of transformers calls the cache, among arguments and outputs of all models."""
 
 Put = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Writes keys and values [B, G, T, D] at a position; returns all up to them."""

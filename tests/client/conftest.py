@@ -19,6 +19,7 @@ from shoal.client.model.local_layers import load_config, load_local_layers
 from shoal.client.session.inference_session import InferenceSession
 from shoal.client.settings.client_config import ClientConfig
 from shoal.models.checkpoints.checkpoint import Checkpoint
+from shoal.models.shells.step_cache import CACHE_NAME
 from shoal.protocol.errors import UsageError
 from shoal.protocol.ids import ModelId
 from shoal.protocol.records.swarm_view import SwarmView
@@ -91,7 +92,7 @@ class FakeSession:
             self._cache.reorder_cache(hypo_ids)  # pyright: ignore[reportArgumentType]
         with torch.no_grad():
             output = self._blocks(
-                inputs_embeds=hidden.float(), past_key_values=self._cache, use_cache=True
+                inputs_embeds=hidden.float(), use_cache=True, **{CACHE_NAME: self._cache}
             ).last_hidden_state
         output = output.to(hidden.dtype)
         return output[:, -1:] if last_token_only else output

@@ -10,6 +10,7 @@ Tensor suffixes: N tokens of a batch, B rows and T tokens of one step, H hidden.
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from ....kernels.linear.linear import Linear
 from ....models.checkpoints.checkpoint import Checkpoint
 from ....models.checkpoints.conversion import ConvertedCheckpoint
 from ....models.shells.shell_opening import open_shell
-from ....models.shells.step_cache import CacheShape, StepCache
+from ....models.shells.step_cache import CACHE_NAME, CacheShape, StepCache
 from ....models.shells.tables import count_table_bytes
 from ..devices.device import Numerics
 from .batch import (
@@ -70,8 +71,7 @@ class WrappedBlock(HostedBlock):
     def _run_row(self, hidden_TH: torch.Tensor, batch: PassBatch) -> torch.Tensor:
         batch.pauses.give_way()
         cache = StepCache(0)
-        output = self._decoder(inputs_embeds=hidden_TH[None], past_key_values=cache, use_cache=True)
-        return output.last_hidden_state[0]
+        return self._run(hidden_TH[None], cache)[0]
 
     def _compute(self, hidden_NH: torch.Tensor, step: BatchedStep) -> torch.Tensor:
         hidden_BTH = hidden_NH[step.start : step.stop].view(step.num_rows, step.num_tokens, -1)
@@ -80,14 +80,17 @@ class WrappedBlock(HostedBlock):
         # computes what was computed.
         stride = 1 if step.is_decoded else count_part_tokens(step.num_rows)
         parts = [
-            self._decoder(
-                inputs_embeds=hidden_BTH[:, first : first + stride],
-                past_key_values=StepCache(step.position + first, put, self._cache_shape),
-                use_cache=True,
-            ).last_hidden_state
+            self._run(
+                hidden_BTH[:, first : first + stride],
+                StepCache(step.position + first, put, self._cache_shape),
+            )
             for first in range(0, step.num_tokens, stride)
         ]
         return torch.cat(parts, dim=1).flatten(0, 1)
+
+    def _run(self, hidden_BTH: torch.Tensor, cache: StepCache) -> torch.Tensor:
+        options: dict[str, Any] = {CACHE_NAME: cache}
+        return self._decoder(inputs_embeds=hidden_BTH, use_cache=True, **options).last_hidden_state
 
 
 class WrappedLoader:

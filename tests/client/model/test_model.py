@@ -17,6 +17,7 @@ from shoal.client.model.auto import AutoDistributedModelForCausalLM
 from shoal.client.model.causal_lm import DistributedCausalLM
 from shoal.client.model.remote_cache import RemoteCache
 from shoal.client.settings.client_config import ClientConfig
+from shoal.models.shells.step_cache import CACHE_NAME
 from shoal.protocol.errors import ModelError, UsageError
 from shoal.protocol.ids import ModelId
 from shoal.protocol.records.swarm_view import SwarmView
@@ -36,18 +37,19 @@ def test_stateless_forward_equals_transformers(any_pair: Any, num_tokens: int) -
     assert_near(output.logits, any_pair.reference(ids).logits)
     assert output.logits.dtype == torch.float32
     assert not output.logits.requires_grad
-    assert output.past_key_values is None
+    assert getattr(output, CACHE_NAME) is None
     assert any_pair.client.sessions == []
     assert any_pair.client.passes.spans == [Span(0, 4)]
 
 
-def test_forward_in_a_session_continues_it(pair: Any) -> None:
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_forward_in_a_session_continues_it(pair: Any, name: str) -> None:
     ids = make_ids(2, 9)
     expected = pair.reference(ids).logits
 
     with pair.model.inference_session(max_length=9) as session:
         first = pair.model(ids[:, :6])
-        second = pair.model(ids[:, 6:8], past_key_values=first.past_key_values)
+        second = pair.model(ids[:, 6:8], **{name: getattr(first, CACHE_NAME)})
         third = pair.model(ids[:, 8:])
 
     logits = torch.cat([first.logits, second.logits, third.logits], dim=1)
@@ -96,6 +98,10 @@ def test_forward_keeps_the_logits_that_are_asked_for(pair: Any) -> None:
         (
             {"input_ids": torch.tensor([[5]]), "past_key_values": DynamicCache()},
             "DynamicCache",
+        ),
+        (
+            {"input_ids": torch.tensor([[5]]), "past_key_values": 1, "cache": 1},
+            "two names of one argument",
         ),
     ],
     ids=lambda value: str(value)[:30],

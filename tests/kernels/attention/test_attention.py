@@ -81,10 +81,10 @@ def test_attention_equals_eager_attention_with_transformers_masks(
     # One pass over all positions; the rows of a later step are its last rows.
     draw_mask = create_causal_mask if window is None else create_sliding_window_causal_mask
     mask = draw_mask(
-        config=config,
-        inputs_embeds=torch.zeros(2, start + count, 32),
-        attention_mask=None,
-        past_key_values=None,
+        config,
+        torch.zeros(2, start + count, 32),
+        None,  # the attention mask
+        None,  # the cache, whose name depends on the release
         position_ids=torch.arange(start + count)[None].expand(2, -1),
     )
 

@@ -250,7 +250,7 @@ def test_published_dtype_is_read_in_both_spellings() -> None:
         ({"model_type": 3}, "model_type must be a string, got 3"),
         ({"model_type": "nonsense"}, "'nonsense' are not supported: transformers does not know it"),
         ({"model_type": "nonsense"}, "; supported are bloom, falcon, .*, qwen3_moe, and others"),
-        ({"model_type": "mamba"}, "its blocks do not cache keys and values"),
+        ({"model_type": "mamba"}, "its blocks (do not cache|cache more than) keys and values"),
         (
             {"model_type": "opt", "do_layer_norm_before": False},
             "not a list of blocks between an embedding and a norm",
@@ -279,7 +279,8 @@ def test_published_dtype_is_read_in_both_spellings() -> None:
         ({"model_type": "gptj", "rotary_dim": 7}, "its blocks cannot run one by one"),
         (
             {"model_type": "gptj", "rotary_dim": 8, "max_position_embeddings": 10**8},
-            "its blocks have buffers that are larger than their weights",
+            # These of transformers 5.24 are in the decoder.
+            "its blocks have buffers that are larger|it has buffers of more than 256 MiB",
         ),
         (
             {**NEO, "max_position_embeddings": 2**13},
