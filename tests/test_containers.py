@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from announcements import NOW, make_announcement
+from announcements import MODEL, NOW, make_announcement
 from container_files import (
     list_alerts,
     list_kubernetes,
     list_panel_queries,
+    list_panel_targets,
+    name_labels,
     name_metrics,
     read_yaml,
 )
@@ -20,12 +22,13 @@ from watched_swarms import read
 
 from shoal.cli.commands import serve
 from shoal.cli.monitoring import monitor
-from shoal.client.monitor.canary import CanaryState
+from shoal.client.monitor.canary import CanaryHop, CanaryRun, CanaryState
 from shoal.client.monitor.description import describe, describe_canaries
 from shoal.client.monitor.page.metrics import write_metrics as write_swarm_metrics
 from shoal.peer.operating.figures import Replicas
 from shoal.peer.operating.metrics import MEASURED
 from shoal.peer.operating.metrics import write_metrics as write_peer_metrics
+from shoal.protocol.ids import PeerId
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNBOOK = ROOT / "docs" / "operate.md"
@@ -33,31 +36,33 @@ RUNBOOK = ROOT / "docs" / "operate.md"
 OF_PROMETHEUS = {"up"}
 """Metrics that Prometheus makes itself."""
 
+LABELS_OF_PROMETHEUS = {"instance", "job"}
+"""Labels that it adds to all of them."""
 
-def list_served_metrics() -> set[str]:
-    """Return what a peer and a monitor with a canary serve."""
+
+def list_served_metrics() -> dict[str, set[str]]:
+    """Return what a peer and a monitor with a canary serve, each metric with its labels."""
     figures = replace(make_figures(), replicas=Replicas(1, 2), measured=dict.fromkeys(MEASURED, 1))
+    hop = CanaryHop(PeerId("12D3Koo"), "0:4", 0.001, 0.02, 0.003)
+    run = CanaryRun(NOW, MODEL, "", 0.5, 9.0, "text", (hop,))
     described = replace(
         describe(read(make_announcement(1)), NOW),
-        canaries=describe_canaries([CanaryState("a")], NOW),
+        canaries=describe_canaries([CanaryState("a", "text", run, 1)], NOW),
     )
-    texts = write_peer_metrics(figures).decode(), write_swarm_metrics(described, {})
-    peer, swarm = texts[0], texts[1].decode()
-    samples = {
-        sample.name
-        for text in (peer, swarm)
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-    # Families of which an example has no sample yet have a line of their own.
-    return samples | set(re.findall(r"^# TYPE (\w+)", swarm, flags=re.M))
+    served: dict[str, set[str]] = {}
+    for text in (write_peer_metrics(figures), write_swarm_metrics(described, {})):
+        for family in text_string_to_metric_families(text.decode()):
+            for sample in family.samples:
+                served.setdefault(sample.name, set()).update(sample.labels)
+    return served
 
 
 def list_commands() -> Iterator[list[str]]:
     """Yield the words of each command of shoal, without `shoal`."""
     for service in read_yaml("compose.yaml")["services"].values():
         if service["image"].startswith("shoal") and "command" in service:
-            yield service["command"]
+            program, *words = service.get("entrypoint", ["shoal"])
+            yield (words if program == "shoal" else []) + service["command"]
     for one in list_kubernetes():
         if "replicas" in one["spec"]:
             yield one["spec"]["template"]["spec"]["containers"][0]["args"]
@@ -75,7 +80,27 @@ def test_alerts_and_dashboard_read_metrics_that_are_served() -> None:
     named = set[str]().union(*map(name_metrics, queries))
 
     assert all(map(name_metrics, queries))
-    assert named - OF_PROMETHEUS <= list_served_metrics()
+    assert named - OF_PROMETHEUS <= list_served_metrics().keys()
+
+
+def test_queries_and_their_texts_use_labels_that_are_served() -> None:
+    served = list_served_metrics()
+    of_alerts = [
+        (alert["expr"], set(re.findall(r"\$labels\.(\w+)", alert["annotations"]["summary"])))
+        for alert in list_alerts()
+    ]
+    of_panels = [
+        (target["expr"], set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])))
+        for target in list_panel_targets()
+    ]
+    unknown = dict[str, set[str]]()
+    for query, shown in of_alerts + of_panels:
+        known = LABELS_OF_PROMETHEUS.union(*(served.get(one, ()) for one in name_metrics(query)))
+        selecting, grouping = name_labels(query)
+        unknown[query] = (selecting | grouping) - known
+        unknown[query] |= shown - (grouping or known)  # of a group no other labels are left
+
+    assert not {query: labels for query, labels in unknown.items() if labels}
 
 
 def test_ten_alerts_have_a_runbook() -> None:
@@ -97,6 +122,8 @@ def test_containers_run_commands_that_exist() -> None:
     drains = [options.drain for options in parsed if "drain" in options]
     assert (len(parsed), len(drains)) == (7, 5)
     assert max(drains) < 60
+    names = [options.name for options in parsed if "name" in options]
+    assert len(set(names)) == len(names)
 
 
 def test_containers_may_write_to_volumes_only() -> None:

@@ -30,10 +30,15 @@ def list_alerts() -> list[Document]:
     return [rule for group in groups for rule in group["rules"]]
 
 
+def list_panel_targets() -> list[Document]:
+    """Return the queries of all panels of the dashboard: `expr`, and its `legendFormat`."""
+    dashboard = json.loads((DOCKER / "grafana/dashboards/shoal.json").read_text(encoding="utf-8"))
+    return [target for panel in dashboard["panels"] for target in panel.get("targets", [])]
+
+
 def list_panel_queries() -> list[str]:
     """Return the expressions of all panels of the dashboard."""
-    dashboard = json.loads((DOCKER / "grafana/dashboards/shoal.json").read_text(encoding="utf-8"))
-    return [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    return [target["expr"] for target in list_panel_targets()]
 
 
 def name_metrics(query: str) -> set[str]:
@@ -44,3 +49,16 @@ def name_metrics(query: str) -> set[str]:
     """
     without_labels = re.sub(r"\{[^}]*\}|\b(by|without) \([^)]*\)|\[\w+\]", "", query)
     return set(re.findall(r"\b(?:shoal|process)_\w+|\bup\b", without_labels))
+
+
+def name_labels(query: str) -> tuple[set[str], set[str]]:
+    """Return the labels that a query selects by, and those that it groups by.
+
+    >>> selecting, grouping = name_labels('sum by (kind, le) (rate(a{state="up",job=~"x"}[5m]))')
+    >>> sorted(selecting), sorted(grouping)
+    (['job', 'state'], ['kind', 'le'])
+    """
+    selectors = re.findall(r"\{([^}]*)\}", query)
+    selecting = {label for one in selectors for label in re.findall(r"(\w+)\s*[=!]", one)}
+    grouping = re.findall(r"\b(?:by|on|ignoring|without) ?\(([^)]*)\)", query)
+    return selecting, {label.strip() for one in grouping for label in one.split(",")}
