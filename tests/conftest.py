@@ -69,6 +69,12 @@ def plain_peers(warm_peers: None) -> Iterator[None]:
     LocalPeer.Popen = warm_python.Popen
 
 
+@pytest.fixture
+def shipped_p2pd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The p2pd of this test's own process is the one that hivemind brings, as users have it."""
+    monkeypatch.setattr("hivemind.p2p.p2p_daemon.P2PD_FILENAME", "p2pd")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--one-case", action="store_true", help="run only the first case of a parametrized test"

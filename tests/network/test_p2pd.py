@@ -49,6 +49,7 @@ from shoal.protocol.wire.codec import encode_frame
 pytestmark = [
     pytest.mark.network,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("shipped_p2pd"),
 ]
 
 PROTOCOL = "a question"

@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.network,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("shipped_p2pd"),
 ]
 
 

@@ -368,6 +368,7 @@ def import_everything() -> None:
     """Import what the processes need that will be forked."""
     for name in _MODULES:
         importlib.import_module(name)
+    runpy.run_path(os.path.join(os.path.dirname(__file__), "light_p2pd.py"))["use"]()
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose the other threads"
     gc.collect()
     gc.freeze()  # what is never collected is never written to, and stays shared
