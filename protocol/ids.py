@@ -9,6 +9,10 @@ from typing import NewType
 PeerId = NewType("PeerId", str)
 """Base58 multihash of a peer's Ed25519 public key, as libp2p spells it (`12D3KooW…`)."""
 
+MemberId = NewType("MemberId", str)
+"""One process in a training run: a peer id, and what tells the process from the ones that the peer
+ran before and will run. None ever has the id of another."""
+
 ModelId = NewType("ModelId", str)
 """Hex digest of a model's configuration and revision, 32 characters."""
 

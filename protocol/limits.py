@@ -54,6 +54,21 @@ MAX_LEARNING_RATE = 100.0
 MAX_ADAPTER_CONFIG_BYTES = 2**14
 """Its `adapter_config.json`."""
 
+MAX_RUN_MEMBERS = 256
+"""Members of one training run, in all its stages."""
+
+MAX_MEMBER_ID_CHARACTERS = 96
+"""A peer id and a number: those of all members fit into one frame with the value of a decision."""
+
+MAX_DECISION_VALUE_BYTES = 2**14
+"""What one decision of a run says, beside its members: digests and norms of 256 stages."""
+
+MAX_DECISIONS = 2**32 - 1
+"""The highest number of one: a run that takes one every second ends after 136 years."""
+
+MAX_BALLOT_ATTEMPTS = 2**32 - 1
+"""The same of ballots for one decision, of which each costs a round trip."""
+
 MAX_SESSION_TOKENS = 2**20
 """Tokens per row of one session, whatever the model allows."""
 
