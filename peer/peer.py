@@ -190,6 +190,7 @@ def _describe_start(identity: Identity, loader: SpanLoader) -> dict[str, object]
         "pass_bytes": loader.model.pass_bytes,
         "adapter_bytes": loader.model.adapter_bytes,
         "message_bytes": loader.model.message_bytes,
+        "announcement_bytes": loader.model.announcement_bytes,
         "block_cache_bytes": loader.model.config.block_cache_bytes,
     }
 

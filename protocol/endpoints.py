@@ -32,7 +32,7 @@ _LOCAL_NETWORKS = tuple(
 """Networks whose addresses mean another machine elsewhere."""
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True, order=True, slots=True)
 class Endpoint:
     """A host and port, with the SHA-256 fingerprint of the TLS key that must answer there.
 
@@ -53,7 +53,7 @@ class Endpoint:
         return str(self)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Relay:
     """A peer that carries streams to others which cannot be dialled, and its libp2p host and port.
 
@@ -69,7 +69,7 @@ class Relay:
         return f"{_name_address(self.host, self.port)}/p2p/{self.peer_id}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Libp2pEndpoint(Endpoint):
     """A peer that is dialled through libp2p, which proves its peer id; there is no fingerprint.
 

@@ -90,7 +90,7 @@ MAX_HOPS = 256
 MAX_ANNOUNCEMENT_BYTES = 2048
 """One signed announcement, as stored in the directory."""
 
-MAX_ANNOUNCEMENT_TEXT_BYTES = 8192
+MAX_ANNOUNCEMENT_TEXT_BYTES = 4096
 """The same as text, before it is packed."""
 
 MAX_PEER_NAME_CHARACTERS = 32

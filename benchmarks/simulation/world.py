@@ -21,7 +21,7 @@ from shoal.peer.placement.placement import (
     Intent,
     decide_placement,
 )
-from shoal.peer.placement.roll_call import draw_hosts
+from shoal.peer.placement.roll_call import choose_hosts
 from shoal.peer.placement.supply import Room, Supply, may_count
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.ids import MODEL_ID_CHARACTERS, ModelId, PeerId
@@ -237,7 +237,8 @@ class World:
             for host in view.peers
             if host.peer_id != peer.peer_id and may_count(host, view) and host.span.overlap(span)
         ]
-        called = {host.peer_id for host in draw_hosts(hosts, span, random.Random(peer.peer_id))}
+        random.Random(peer.peer_id).shuffle(hosts)
+        called = {host.peer_id for host in choose_hosts(hosts, span)}
         self.num_dials.append((self.now, len(called)))
         gone = {peer_id for peer_id in called if peer_id not in self.peers}
         if not gone:

@@ -13,7 +13,12 @@ from ...client.monitor.page.app import Page
 from ...peer.operating import http_server
 from ...peer.placement.placement import Candidate, decide_placement
 from ...peer.placement.supply import Room, Supply
-from ...peer.process.config import PeerConfig, choose_adapter_bytes, choose_pass_bytes
+from ...peer.process.config import (
+    ANNOUNCEMENT_BYTES,
+    PeerConfig,
+    choose_adapter_bytes,
+    choose_pass_bytes,
+)
 from ...protocol.ids import PeerId
 from ...protocol.net.addresses import list_own_hosts
 from ...protocol.net.tasks import cancel_all
@@ -22,8 +27,8 @@ from ...protocol.spans import Span
 
 _MAX_CONNECTIONS = 200
 
-OTHER_BYTES = 3 * 2**29
-"""What a peer leaves free, and keeps for messages: one and a half GiB."""
+OTHER_BYTES = 3 * 2**29 + ANNOUNCEMENT_BYTES
+"""What a peer leaves free, and keeps for messages and announcements: 1.7 GiB."""
 
 _LOADED_BLOCKS = 4
 """A block in float32, as it is loaded, is as large as four in int8."""

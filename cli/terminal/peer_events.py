@@ -142,9 +142,10 @@ def _describe_memory(facts: dict[str, Any]) -> str:
         num_bytes = sum(facts[f"{kind}_bytes"] for kind in kinds)
         return "under 1" if 0 < num_bytes < 2**20 else f"{num_bytes // 2**20:,}"
 
-    kinds = ("kv", "pass", "adapter", "message")
+    kinds = ("kv", "pass", "adapter", "message", "announcement")
     uses = f"{show('kv')} for KV caches, {show('pass')} for training, {show('adapter')} for "
-    uses += f"adapters, {show('message')} (always) for messages in transit"
+    uses += f"adapters, {show('message')} (always) for messages in transit, "
+    uses += f"{show('announcement')} (always) for announcements of others"
     free, disk = f"{show('free')} MiB of free memory", show("block_cache")
     if facts["weight_bytes"] is None:
         uses = f"Uses at most {free}: {uses}, the rest for weights"

@@ -9,6 +9,7 @@ import logging
 import random
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
 from ...protocol.errors import DirectoryError, RefusedError, RemoteProtocolError, UnavailableError
@@ -35,6 +36,10 @@ _PERIODS_PER_LOOK = 4
 
 _FRESH_PERIODS = 20
 """How long a round trip is not measured again, and told for twice as long."""
+
+_MOST_LOOKED_AT = 1000
+"""Peers to choose from between two looks, drawn anew each time: of ten thousand, choosing would
+take 30 ms, and what they announced before would stay in memory."""
 
 _MOST_KNOWN = 48
 """Peers whose round trips are kept: enough to know a place from, and all likely neighbours."""
@@ -144,10 +149,13 @@ class RoundTripTimes:
             _logger.debug("cannot look up neighbours to measure: %s", error)
             return
         view = SwarmView.from_announcements(model_id, announcements, self._clock.wall())
-        self._peers = {peer.peer_id: peer for peer in view.online}
+        online = {peer.peer_id: peer for peer in view.online if peer.endpoints}
         self._known = {
-            peer_id: known for peer_id, known in self._known.items() if peer_id in self._peers
+            peer_id: known for peer_id, known in self._known.items() if peer_id in online
         }
+        drawn = islice(draw_by_address(online.values(), self._rng), _MOST_LOOKED_AT)
+        self._peers = {peer.peer_id: peer for peer in drawn}
+        self._peers |= {peer_id: online[peer_id] for peer_id in self._known}
 
     async def _measure_one(self, own: Announcement) -> None:
         peer = choose_peer_to_measure(self.describe(own), self._list_unmeasured(own), self._rng)
@@ -167,14 +175,14 @@ class RoundTripTimes:
     def _list_unmeasured(self, own: Announcement) -> list[Announcement]:
         """Return peers that can be measured, one of each address that was not for a while."""
         measured = {
-            self._peers[peer_id].address
+            mark
             for peer_id, known in self._known.items()
             if peer_id in self._peers and self._age_periods(known.at) < _FRESH_PERIODS
+            for mark in self._peers[peer_id].marks
         }
-        able = (peer for peer in self._peers.values() if peer.endpoints)
-        measured.add(own.address)
-        drawn = draw_by_address(able, self._rng)
-        return [peer for peer in drawn if peer.address not in measured]
+        measured.update(own.marks)
+        drawn = draw_by_address(self._peers.values(), self._rng)
+        return [peer for peer in drawn if measured.isdisjoint(peer.marks)]
 
     def _note(self, peer_id: PeerId, rtt_seconds: float | None) -> None:
         """Take a measurement down, and let all round trips pull at the place of this peer."""

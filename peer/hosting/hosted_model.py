@@ -29,6 +29,7 @@ from ..engine.loading.block_tensors import WEIGHT_BYTES, count_block_bytes
 from ..engine.loading.loader import check_span, check_weights
 from ..placement.supply import Room
 from ..process.config import (
+    ANNOUNCEMENT_BYTES,
     MOST_SESSIONS,
     PeerConfig,
     choose_adapter_bytes,
@@ -133,6 +134,11 @@ class HostedModel:
         return MAX_PENDING_BYTES
 
     @property
+    def announcement_bytes(self) -> int:
+        """The memory of what others announce, however many they are."""
+        return ANNOUNCEMENT_BYTES
+
+    @property
     def weight_bytes(self) -> int | None:
         """The memory of the weights to serve; None where the swarm decides how many."""
         sizes, span = self.sizes.num_bytes, self.config.span
@@ -201,7 +207,8 @@ class HostedModel:
             "adapters (--adapter-memory)": self.adapter_bytes,
         }
         if self.numerics.device.read_free_bytes() is None:  # else they are not on the device
-            uses["messages in transit (always)"] = MAX_PENDING_BYTES
+            uses["messages in transit (always)"] = self.message_bytes
+            uses["announcements of others (always)"] = self.announcement_bytes
         return uses
 
     def read_free_bytes(self) -> int:

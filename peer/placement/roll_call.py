@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from ...protocol.net.clock import AnswerTimeout, Clock
 from ...protocol.net.dialling import check_welcome, dial, greet_peer
 from ...protocol.net.retry import Backoff, Backoffs
 from ...protocol.net.transport import Transport
-from ...protocol.records.announcements import Announcement, PeerState
+from ...protocol.records.announcements import Announcement, PeerState, draw_by_address
 from ...protocol.spans import Span
 from .supply import MIN_REPLICAS
 
@@ -30,13 +30,11 @@ _ABSENT = Backoff(60.0, 3600.0)
 """How long a host that did not answer counts for nothing. Else it would be dialled at each look."""
 
 
-def draw_hosts(hosts: Sequence[Announcement], span: Span, rng: random.Random) -> list[Announcement]:
+def choose_hosts(drawn: Iterable[Announcement], span: Span) -> list[Announcement]:
     """Return those to dial of the hosts of a span: of each block at first as many as it needs.
 
-    Nobody else can tell which ones these are.
+    They come in an order that nobody else can tell.
     """
-    drawn = sorted(hosts, key=lambda host: host.peer_id)
-    rng.shuffle(drawn)
     num_called = np.zeros(span.stop, dtype=int)
     needed: list[Announcement] = []
     others: list[Announcement] = []
@@ -67,14 +65,16 @@ class RollCall:
         """Dial hosts of a span; return all that cannot be counted on there.
 
         If one that was dialled does not answer, those that were not dialled do not count either.
+        Of those at one address only one may be there: it is drawn, and the others do not count.
         Hosts behind relays cannot be dialled from here: so they never count, and are not absent.
         """
-        called = draw_hosts([host for host in hosts if host.endpoints], span, self._rng)
+        able = sorted((host for host in hosts if host.endpoints), key=lambda host: host.peer_id)
+        drawn = list(draw_by_address(able, self._rng))
+        called = choose_hosts(drawn, span)
         answers = await asyncio.gather(*map(self._is_there, called))
-        if all(answers):
-            return {host.peer_id for host in hosts if not host.endpoints}
-        present = {host.peer_id for host, is_there in zip(called, answers, strict=True) if is_there}
-        return {host.peer_id for host in hosts} - present
+        there = [host for host, is_there in zip(called, answers, strict=True) if is_there]
+        counted = drawn if all(answers) else there
+        return {host.peer_id for host in hosts} - {host.peer_id for host in counted}
 
     async def _is_there(self, host: Announcement) -> bool:
         """Return whether a host answers, and serves what it announced or is about to."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...protocol.errors import UsageError
-from ...protocol.limits import MAX_PEER_NAME_CHARACTERS
+from ...protocol.limits import MAX_ANNOUNCEMENTS_PER_MODEL, MAX_PEER_NAME_CHARACTERS
 from ...protocol.membership.membership import Membership
 from ...protocol.spans import Span
 from ..engine.devices.device_names import NO_NF4, parse_cuda_number
@@ -24,6 +24,10 @@ MOST_ADAPTER_BYTES = 2**29
 
 LEAST_ADAPTER_BYTES = 2**24
 """With less, there is no room for an adapter of a model of some width."""
+
+ANNOUNCEMENT_BYTES = 2 * MAX_ANNOUNCEMENTS_PER_MODEL * 10 * 2**10
+"""Of what others announce: of the model that is served, and as many of all others. An honest one
+takes 2.5 KB, the largest that a stranger can make 9 KB."""
 
 MOST_SESSIONS = 256
 """Of a peer. More streams than theirs would be more than its listener takes."""

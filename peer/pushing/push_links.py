@@ -60,6 +60,13 @@ _MAX_DIALS_A_MINUTE = 128
 """Of all tenants; a single one gets 72 of them at once. Sessions share connections that are
 open."""
 
+_MAX_DIALS_OF_ONE_A_MINUTE = 32
+"""Of one TLS key, which many made-up announcements may name; a single tenant gets 18. An open
+connection is shared, and one that was idle is dialled again six times a minute in each lane."""
+
+_MOST_DIALLED = 256
+"""TLS keys whose dials are counted."""
+
 _MAX_REPLAYED_BYTES_A_MINUTE = 2**30
 """Bytes that clients may have pushed again, of all sessions: four times what a peer logs."""
 
@@ -144,6 +151,7 @@ class PushLinks:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._dials = RecentCosts(_MAX_DIALS_A_MINUTE, 60.0)
+        self._dials_of: dict[str, RecentCosts] = {}
         self._unreached = Backoffs[_Key](_UNREACHED, clock)
         self.num_sent_bytes = 0
         """Bytes of frames that were pushed."""
@@ -207,7 +215,7 @@ class PushLinks:
             detail = "too many connections to other peers were asked for in this minute"
             raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS)
         link = self._known[key] = _PushLink(following, lane, self._note_sent)
-        task = asyncio.create_task(self._serve(key, link), name=repr(link))
+        task = asyncio.create_task(self._serve(key, link, tenant), name=repr(link))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return link
@@ -215,11 +223,11 @@ class PushLinks:
     def _note_sent(self, frame: bytes) -> None:
         self.num_sent_bytes += len(frame)
 
-    async def _serve(self, key: _Key, link: "_PushLink") -> None:
+    async def _serve(self, key: _Key, link: "_PushLink", tenant: Tenant) -> None:
         """Be one connection, from the dial to its end."""
         leave = partial(self._leave, key, link)
         try:
-            stream = await self._use_parked(link) or await self._dial(key, link)
+            stream = await self._use_parked(link) or await self._dial(key, link, tenant)
             try:
                 await link.run(stream, leave)
             finally:
@@ -251,7 +259,7 @@ class PushLinks:
                 return stream
         return None
 
-    async def _dial(self, key: _Key, link: "_PushLink") -> Stream:
+    async def _dial(self, key: _Key, link: "_PushLink", tenant: Tenant) -> Stream:
         peer_id = link.following.peer_id
         failure: ShoalError
         try:
@@ -259,6 +267,7 @@ class PushLinks:
                 endpoints = await self._find_endpoints(link.following)
                 if not endpoints:
                     raise UnavailableError(f"{link.name} is not announced, or not connected")
+                self._count_dial(endpoints[0].fingerprint, tenant)
                 tried = endpoints[:_MOST_ENDPOINTS]
                 stream = await dial(self._transport, self._clock, peer_id, tried, _DIAL_SECONDS)
                 await self._greet(link, stream)
@@ -269,6 +278,15 @@ class PushLinks:
         if not isinstance(failure, NotDialledError):
             self._unreached.note_failure(key)
         raise failure
+
+    def _count_dial(self, tls_key: str, tenant: Tenant) -> None:
+        """Count a dial; raises NotDialledError where too many led to the same machine lately."""
+        dials = self._dials_of.pop(tls_key, None) or RecentCosts(_MAX_DIALS_OF_ONE_A_MINUTE, 60.0)
+        self._dials_of[tls_key] = dials  # behind all others
+        if len(self._dials_of) > _MOST_DIALLED:
+            del self._dials_of[next(iter(self._dials_of))]
+        if not dials.take(tenant, 1, self._clock.now()):
+            raise NotDialledError("its TLS key was dialled too often in this minute")
 
     async def _greet(self, link: "_PushLink", stream: Stream) -> None:
         _, rtt_seconds = await greet_peer(stream, link.following.peer_id, self._clock)

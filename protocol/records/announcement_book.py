@@ -43,7 +43,7 @@ class AnnouncementBook:
     def __init__(
         self,
         max_per_scope: int = limits.MAX_ANNOUNCEMENTS_PER_MODEL,
-        max_shared: int = 2 * limits.MAX_ANNOUNCEMENTS_PER_MODEL,
+        max_shared: int = limits.MAX_ANNOUNCEMENTS_PER_MODEL,
     ) -> None:
         self._max_per_scope = max_per_scope
         self._max_shared = max_shared

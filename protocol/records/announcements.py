@@ -122,7 +122,7 @@ WeightsFormat = Literal["int8", "bf16", "fp32", "nf4"]
 ComputeDtype = Literal["bf16", "fp16", "fp32"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Announcement:
     """One peer's statement about one model, true to the best of its knowledge when issued.
 
@@ -211,6 +211,9 @@ class Announcement:
         lifetime_seconds = self.expires_at - self.issued_at
         if not 0 < lifetime_seconds <= limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS:
             raise ValueError(f"a lifetime of {lifetime_seconds:.1f} seconds is not allowed")
+        # A made-up one could else lead to another peer behind an address of its own.
+        if len({endpoint.fingerprint for endpoint in self.endpoints + self.local_endpoints}) > 1:
+            raise ValueError("the endpoints of one peer have several TLS keys")
 
     def is_parked_at(self, peer_id: PeerId) -> bool:
         """Return whether another peer can push here over a connection that this one has opened."""
@@ -223,14 +226,14 @@ class Announcement:
         return (*self.endpoints, *behind)
 
     @property
-    def address(self) -> str:
-        """Where the peer is dialled first; its id where it cannot be.
+    def marks(self) -> tuple[str, str]:
+        """Which machine answers, by its TLS key and its first address; the peer id for none.
 
-        Anybody can announce the address of another peer: see `draw_by_address`.
+        Anybody can announce those of another peer: see `draw_by_address`.
         """
-        return (
-            f"{self.endpoints[0].host} {self.endpoints[0].port}" if self.endpoints else self.peer_id
-        )
+        keys = (endpoint.fingerprint for endpoint in (*self.endpoints, *self.local_endpoints))
+        first = f"{self.endpoints[0].host} {self.endpoints[0].port}" if self.endpoints else ""
+        return next(keys, "") or self.peer_id, first or self.peer_id
 
     @property
     def as_relays(self) -> tuple[Relay, ...]:
@@ -378,14 +381,18 @@ def unpack(packed: bytes, max_bytes: int) -> bytes:
 
 
 def draw_by_address(peers: Iterable[Announcement], rng: random.Random) -> Iterator[Announcement]:
-    """Yield peers in any order, one of each address.
+    """Yield peers in any order, one of each TLS key, and of these one of each address.
 
-    So many made-up announcements of one address have it dialled no more often than any other.
+    So made-up announcements that name another peer have it dialled no more often than any other.
+    Those with its key may give its address in many ways, as names for instance; at its address,
+    those with other keys only fail, which `DialRules` bounds.
     """
-    by_address = defaultdict[str, list[Announcement]](list)
-    for peer in peers:
-        by_address[peer.address].append(peer)
-    yield from map(rng.choice, draw(list(by_address.values()), rng))
+    for number in range(2):
+        groups = defaultdict[str, list[Announcement]](list)
+        for peer in peers:
+            groups[peer.marks[number]].append(peer)
+        peers = [group[0] if len(group) == 1 else rng.choice(group) for group in groups.values()]
+    yield from draw(list(peers), rng)
 
 
 def draw(items: list[_Item], rng: random.Random) -> Iterator[_Item]:

@@ -39,7 +39,7 @@ _Height = Annotated[FiniteFloat, Field(ge=0, le=MAX_COORDINATE_SECONDS)]
 _Error = Annotated[FiniteFloat, Field(ge=0, le=1)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Coordinate:
     """A point, and above it a height: what every packet needs to get to the network and from it."""
 

@@ -603,7 +603,9 @@ async def test_peer_that_many_made_up_announcements_name_is_asked_no_more_often_
             await world.add(f"peer{number}", WHOLE)
         gossip, directory, transport = await world.open_gossip()
         records, now = gossip.records, VirtualClock().wall()
-        target = next(one for one in records.list_current(MODEL_ID, now) if "peer0" in one.address)
+        target = next(
+            one for one in records.list_current(MODEL_ID, now) if "peer0" in one.endpoints[0].host
+        )
         for number in range(2, 202):
             made_up = Liar(Identity(bytes([number]) * 32))
             (made_up.endpoint,) = target.endpoints

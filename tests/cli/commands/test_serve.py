@@ -314,13 +314,15 @@ def test_peer_says_at_its_start_what_it_may_use_and_when_it_keeps_no_adapters(
 
     facts: dict[str, object] = {"peer_id": "a", "model_id": "b", "adapter_bytes": num_bytes}
     facts |= {"kv_bytes": 2**30, "pass_bytes": 0, "message_bytes": 2**29, "free_bytes": 2**33}
+    facts |= {"announcement_bytes": 2**27}
     facts |= {"weight_bytes": weight_bytes, "block_cache_bytes": 2**34}
     print_for_people(PeerEvent("started", facts))
 
     words = " ".join(screen.text.split())
-    total = f"{(2**27 + 2**30 + num_bytes + 2**29) // 2**20:,}"
+    total = f"{(2**27 + 2**30 + num_bytes + 2**29 + 2**27) // 2**20:,}"
     assert said.format(total) in words
     assert "0 for training" in words
     assert "512 (always) for messages in transit" in words
+    assert "128 (always) for announcements of others" in words
     assert "16,384 MiB of blocks on disk" in words
     assert ("Accepts no adapters" in screen.text) is is_told

@@ -30,7 +30,12 @@ from shoal.client.monitor.description import describe
 from shoal.client.monitor.state import ProbeResult, reduce_probe, reduce_reading
 from shoal.peer.hosting.hosted_model import BlockSizes, find_room
 from shoal.peer.local_swarm.swarm import LocalSwarm
-from shoal.peer.process.config import PeerConfig, choose_adapter_bytes, choose_pass_bytes
+from shoal.peer.process.config import (
+    ANNOUNCEMENT_BYTES,
+    PeerConfig,
+    choose_adapter_bytes,
+    choose_pass_bytes,
+)
 from shoal.peer.streams.stream_host import MAX_PENDING_BYTES
 from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.records.swarm_view import SwarmView
@@ -294,7 +299,7 @@ def test_room_of_a_machine_is_counted_as_its_peer_would(gibibytes: int) -> None:
     free_bytes, block_bytes = gibibytes * 2**30, 200 * 2**20
     sizes = BlockSizes((block_bytes,) * 8, 4 * block_bytes, (1.0,) * 8)
     other_bytes = choose_pass_bytes(free_bytes) + choose_adapter_bytes(free_bytes)
-    other_bytes += MAX_PENDING_BYTES + PeerConfig(model="").kv_budget_bytes
+    other_bytes += MAX_PENDING_BYTES + ANNOUNCEMENT_BYTES + PeerConfig(model="").kv_budget_bytes
 
     room = find_room(sizes, other_bytes, free_bytes)
 

@@ -146,6 +146,24 @@ async def test_address_that_has_black_holes_dialled_leaves_dials_to_others(scene
 
 
 @in_scene()
+async def test_peer_that_many_made_up_announcements_name_is_dialled_as_often_as_one_may_be(
+    scene: Scene,
+) -> None:
+    """Its TLS key is right, so no dial fails before the greeting."""
+    for number in range(100):
+        made_up = await scene.announce(scene.endpoint, number=100 + number)
+        following = replace(scene.name(), peer_id=made_up.peer_id)
+        scene.links.push(following, Lane.INTERACTIVE, make_frame(), Pusher(GREEDY))
+    await asyncio.sleep(1)
+    assert len(scene.streams) == 18
+
+    scene.links.push(scene.name(), Lane.INTERACTIVE, make_frame(), Pusher(HONEST))
+    await asyncio.sleep(1)
+    assert scene.heard == [make_frame()]
+    assert len(scene.streams) == 19
+
+
+@in_scene()
 async def test_peer_is_dialled_where_it_announces_itself_and_nowhere_else(scene: Scene) -> None:
     """Where a client says it is, somebody listens who has not asked to be dialled."""
     bystander = LoopbackTransport(scene.network, "bystander")
@@ -199,7 +217,8 @@ async def test_two_endpoints_of_a_peer_are_tried(scene: Scene) -> None:
         return await open_stream(endpoint, timeout_seconds)
 
     scene.transport.open_stream = count  # type: ignore[method-assign]
-    nowhere = [Endpoint("nobody", 1 + number, "a" * 64) for number in range(8)]
+    key = scene.endpoint.fingerprint
+    nowhere = [Endpoint("nobody", 1 + number, key) for number in range(8)]
     many = await scene.announce(*nowhere, number=7)
     scene.links.prepare(replace(scene.name(), peer_id=many.peer_id), Pusher())
     await asyncio.sleep(0.5)

@@ -19,6 +19,7 @@ from shoal.protocol.records.announcements import (
     MAX_RTTS,
     Announcement,
     PeerState,
+    draw_by_address,
     pack,
     read_announcement,
     sign_announcement,
@@ -52,7 +53,10 @@ def resign(**changes: Any) -> bytes:
 
 def make_full() -> Announcement:
     return make_announcement(
-        endpoints=(Endpoint("peer-1.example.org", 1, "0" * 64), Endpoint("2001:db8::1", 65535)),
+        endpoints=(
+            Endpoint("peer-1.example.org", 1, "0" * 64),
+            Endpoint("2001:db8::1", 65535, "0" * 64),
+        ),
         weights="nf4",
         compute_dtype="fp32",
         state=PeerState.DRAINING,
@@ -170,6 +174,7 @@ BAD_FIELDS = [
     ("rtts", [[0.1]]),
     ("rtts", [[SOMEBODY, -0.1]]),
     ("rtts", [[SOMEBODY, 0.1]] * (MAX_RTTS + 1)),
+    ("local_endpoints", [{"host": "10.0.0.1", "port": 80, "fingerprint": "d" * 64}]),
     ("coordinate", {"x": NOT_A_NUMBER}),
     ("coordinate", {"z": -1e300}),
     ("coordinate", {"height": -0.001}),
@@ -304,6 +309,8 @@ def test_our_own_announcement_beyond_the_limit_is_found() -> None:
 
 
 def test_inconsistent_announcement_cannot_be_made() -> None:
+    with pytest.raises(ValueError, match="TLS keys"):
+        make_announcement(endpoints=(Endpoint("a", 1, "a" * 64), Endpoint("b", 1, "b" * 64)))
     with pytest.raises(ValueError, match="beyond"):
         make_announcement(span=Span(4, 9))
     with pytest.raises(ValueError, match="version"):
@@ -369,3 +376,48 @@ def test_thousand_announcements_are_no_more_than_a_megabyte() -> None:
     )
 
     assert len(sign(usual)) <= 1000
+
+
+# ---- made-up announcements that name another peer
+
+VICTIM = Endpoint("2001:db8::7", 4000, "d" * 64)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        lambda number: VICTIM,
+        lambda number: Endpoint(f"n{number}.example.org", 4000, VICTIM.fingerprint),
+        lambda number: Endpoint(f"2001:db8:{'0:' * (number % 5)}:7", number, VICTIM.fingerprint),
+        lambda number: Endpoint(VICTIM.host, VICTIM.port, f"{number:064x}"),
+    ],
+    ids=["copied", "other names", "written differently", "other keys"],
+)
+def test_machine_is_drawn_as_often_as_any_other_however_many_name_it(name: Any) -> None:
+    honest = [
+        make_announcement(number, endpoints=(Endpoint("192.0.2.7", number, f"{number:064x}"),))
+        for number in range(1, 10)
+    ]
+    victim = make_announcement(10, endpoints=(VICTIM,))
+    made_up = [make_announcement(number, endpoints=(name(number),)) for number in range(11, 211)]
+
+    for seed in range(20):
+        drawn = list(draw_by_address([*made_up, victim, *honest], random.Random(seed)))
+        assert {peer.peer_id for peer in honest} < {peer.peer_id for peer in drawn}
+        assert len(drawn) == 10
+
+
+def test_peers_behind_one_address_are_drawn_as_often_as_others() -> None:
+    behind = [
+        make_announcement(number, endpoints=(Endpoint("192.0.2.7", number, f"{number:064x}"),))
+        for number in range(1, 31)
+    ]
+    elsewhere = make_announcement(31, endpoints=(Endpoint("192.0.2.8", 1, "e" * 64),))
+    relayed = [make_announcement(number, endpoints=()) for number in (32, 33)]
+    rng = random.Random(1)
+
+    first = [next(draw_by_address([*behind, elsewhere, *relayed], rng)) for _ in range(3000)]
+
+    counts = [first.count(peer) for peer in (*behind, elsewhere, *relayed)]
+    assert min(counts) >= 40
+    assert max(counts) <= 160

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import gc
 import random
-import weakref
+import string
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
 from announcements import MODEL, NOW, identity_of, make_announcement, sign
 from operations import count_operations
-from swarm_values import PUBLIC, make_values
+from swarm_values import PUBLIC, make_values, number_identity, number_peer
 
 from shoal.peer.announcing.round_trip_times import MAX_ANNOUNCED_RTTS
-from shoal.protocol.endpoints import Endpoint
+from shoal.peer.process.config import ANNOUNCEMENT_BYTES
+from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.errors import RefusedError, RemoteProtocolError, RevokedError, UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import NO_MODEL, ModelId, PeerId
@@ -378,14 +380,56 @@ def test_newcomer_to_a_full_book_costs_what_any_other_does() -> None:
 
 
 def test_only_the_newest_announcement_of_a_peer_takes_memory() -> None:
-    records, old = SwarmRecords(SERVER), []
+    records = SwarmRecords(SERVER)
     for number in range(20):
-        renewed = {"sequence": number, "expires_at": NOW + 90 + number}
+        renewed = {"sequence": number, "expires_at": NOW + 90 + number, "name": "renewed"}
         records.take(MODEL, make_value(**renewed), NOW)
-        old += map(weakref.ref, records.list_current(MODEL, NOW))
     gc.collect()
 
-    assert [peer() for peer in old] == [None] * 19 + records.list_current(MODEL, NOW)
+    held = [one for one in gc.get_objects() if isinstance(one, Announcement)]
+    assert [one.sequence for one in held if one.name == "renewed"] == [19]
+
+
+def make_largest(number: int) -> bytes:
+    """Return a record that takes as much memory as one can, up to a tenth."""
+    rng = random.Random(number)
+    draw = partial(rng.choices, string.ascii_letters + string.digits, k=67)
+    identity, key = number_identity(number), rng.randbytes(32).hex()
+    announcement = make_announcement(
+        1,
+        peer_id=identity.peer_id,
+        endpoints=tuple(Endpoint("".join(draw()), 300 + n, key) for n in range(8)),
+        relays=tuple(
+            Relay("".join(draw()), 300 + n, number_peer(rng.getrandbits(200))) for n in range(4)
+        ),
+        rtts=tuple((number_peer(rng.getrandbits(200)), 0.5 + n) for n in range(16)),
+        local_endpoints=tuple(Endpoint(f"10.0.{n}.1", 1000 + n, key) for n in range(4)),
+    )
+    return sign_announcement(identity, announcement)
+
+
+def test_memory_of_announcements_is_what_serve_counts_for_them() -> None:
+    """The most that a book of one model holds, in the largest records."""
+    book = AnnouncementBook()
+    book.reserve(MODEL)
+    for number in range(11_000):
+        announcement = make_announcement(peer_id=PeerId(f"peer {number}"))
+        for scope in (MODEL, f"model {number % 3}"):
+            book.add(scope, announcement, f"{scope} {number}".encode(), NOW)
+    most_known = len(book)
+    records, values = SwarmRecords(PUBLIC), []
+    for number in range(51):
+        values.append(records.seal(make_largest(number)))
+    records.take(MODEL, values.pop(), NOW)
+
+    tracemalloc.start()
+    for value in values:
+        records.take(MODEL, bytes(bytearray(value)), NOW)
+    num_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert most_known == 20_000
+    assert 6_000 < num_bytes / len(values) < ANNOUNCEMENT_BYTES / most_known
 
 
 def test_newcomer_learns_of_many_peers_in_several_answers() -> None:
