@@ -3,8 +3,8 @@
 A decision commits an update or changes the members. Number k is chosen by single-decree Paxos
 (Lamport, "Paxos Made Simple", 2001, section 2), whose acceptors are the members that decision k - 1
 names: the roster. So a change of members is a decision like any other, and of two halves of a run
-at most one goes on. Two members are a majority only together: the survivor of a kill goes on alone
-in no run, so a run wants three members or more. What a member does with a message:
+at most one goes on. One of two members is no majority: to survive a kill, a run needs three members
+or more, of any stages. What a member does with a message:
 
     number of the message   from                action
     other than ours         anybody             tell it our newest decision; who knows more tells us
