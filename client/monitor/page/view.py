@@ -33,6 +33,7 @@ _MAX_PEERS = 1000
 """Rows of one table; a larger one is no use to people. `/state.json` has all."""
 
 _ENDING_CHARACTERS = 8
+_PROBE_AGE_SECONDS = 10
 
 
 def make_view(described: Description) -> dict[str, Any]:
@@ -170,7 +171,10 @@ def _show_probe(peer: PeerRow) -> str:
     if peer.probed_seconds_ago is None:
         return "-"
     found = peer.fault.partition(":")[0] if peer.fault else _show_ms(peer.rtt_seconds or 0.0)
-    return f"{found}, {peer.probed_seconds_ago:.0f} s ago"
+    # In steps: a text that changes each second for each peer costs a browser the most.
+    age_seconds = int(peer.probed_seconds_ago // _PROBE_AGE_SECONDS) * _PROBE_AGE_SECONDS
+    age = f"{age_seconds} s ago" if age_seconds else f"under {_PROBE_AGE_SECONDS} s ago"
+    return f"{found}, {age}"
 
 
 def _show_ms(seconds: float) -> str:

@@ -22,16 +22,26 @@ function showAge(element) {
     ? [Math.round(seconds / 60), "min"] : seconds < 360000
     ? [Math.round(seconds / 3600), "h"] : [Math.round(seconds / 86400), "days"];
   setText(element, `${number} ${unit} ago`);
+  if (element.dateTime) return;
   element.dateTime = new Date(at * 1000).toISOString();
   element.title = new Date(at * 1000).toLocaleString();
 }
 
 function setTime(element, at) {
-  element.dataset.at = at ?? "";
+  const text = String(at ?? "");
+  if (element.dataset.at !== text) {
+    element.dataset.at = text;
+    element.removeAttribute("datetime");
+  }
   showAge(element);
 }
 
+const shownPeers = new WeakMap();  // of a row: the peer that it shows, as JSON
+
 function fillRow(row, peer) {
+  const shown = JSON.stringify(peer);
+  if (shownPeers.get(row) === shown) return;
+  shownPeers.set(row, shown);
   row.className = peer.is_there ? "" : "gone";
   for (const cell of row.cells) {
     const column = cell.dataset.column;
