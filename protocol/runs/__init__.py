@@ -1,5 +1,6 @@
-"""The rules of a training run: who its members are, and what they have decided together.
+"""Training runs: what a run is, and how those who take part in it agree.
 
-Pure state machines: no messages are sent here, and nothing is known of tensors. Read first:
-decisions.py.
+Nothing here computes gradients (`peer/engine/training/`), sends messages or waits. Members may
+crash and be cut off from each other; that they lie is dealt with elsewhere. Read first:
+training_run.py.
 """

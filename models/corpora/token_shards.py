@@ -1,0 +1,93 @@
+"""Files of token ids: written once, checked by their digests, and read by row."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...protocol.errors import UsageError
+from ...protocol.runs.training_run import Corpus, PartId, TokenShard, TrainingRun
+
+_MOST_SHORT_IDS = 2**16
+
+
+def choose_token_dtype(vocabulary_size: int) -> np.dtype[np.unsignedinteger]:
+    """Return the little-endian type that holds every id of a vocabulary."""
+    return np.dtype("<u2" if vocabulary_size <= _MOST_SHORT_IDS else "<u4")
+
+
+def write_shard(path: Path, tokens: Iterable[int], vocabulary_size: int) -> TokenShard:
+    """Write token ids into a file, and return what a run file says of it."""
+    ids = np.fromiter(tokens, dtype=choose_token_dtype(vocabulary_size))
+    ids.tofile(path)
+    return TokenShard(path=path.name, num_tokens=len(ids), sha256=_compute_digest(path))
+
+
+class TokenShards:
+    """The shards of a corpus, mapped into memory as they are read."""
+
+    def __init__(self, corpus: Corpus, shards: Sequence[NDArray[np.unsignedinteger]]) -> None:
+        self._length = corpus.sequence_length
+        self._shards = shards
+        self._starts = [0, *accumulate(len(shard) for shard in shards)]
+
+    @classmethod
+    def open(cls, corpus: Corpus, folder: Path, vocabulary_size: int) -> TokenShards:
+        """Open the files of a corpus; relative paths begin at the folder.
+
+        Raises UsageError, which names the file, where one is missing, has changed since the run
+        file was written, or has ids beyond the vocabulary.
+        """
+        dtype = choose_token_dtype(vocabulary_size)
+        shards = []
+        for shard in corpus.shards:
+            path = folder / shard.path
+            try:
+                num_bytes = path.stat().st_size
+                if num_bytes != shard.num_tokens * dtype.itemsize:
+                    raise UsageError(
+                        f"corpus shard {path} has {num_bytes} bytes, the run file makes it "
+                        f"{shard.num_tokens} tokens of {dtype.itemsize} bytes"
+                    )
+                if _compute_digest(path) != shard.sha256:
+                    raise UsageError(
+                        f"corpus shard {path} is not the one of the run: its SHA-256 differs"
+                    )
+                ids = np.memmap(path, dtype, mode="r")
+            except OSError as error:
+                raise UsageError(f"cannot read corpus shard {path}: {error.strerror}") from error
+            if int(ids.max()) >= vocabulary_size:
+                raise UsageError(
+                    f"corpus shard {path} has the token {int(ids.max())}, the vocabulary of the "
+                    f"model ends at {vocabulary_size - 1}"
+                )
+            shards.append(ids)
+        return cls(corpus, shards)
+
+    def read_part(self, run: TrainingRun, part: PartId) -> tuple[Tensor, Tensor]:
+        """Return the tokens of a part and those that they predict, both [rows, tokens]."""
+        rows = [self._read_row(row) for row in run.list_rows(part)]
+        tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def _read_row(self, row: int) -> NDArray[np.unsignedinteger]:
+        """Return one token more than a row predicts."""
+        start, stop = row * self._length, (row + 1) * self._length + 1
+        pieces = [
+            shard[max(start - first, 0) : max(stop - first, 0)]
+            for first, shard in zip(self._starts, self._shards, strict=False)
+            if start < first + len(shard) and first < stop
+        ]
+        return np.concatenate(pieces)
+
+
+def _compute_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

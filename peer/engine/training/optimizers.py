@@ -1,0 +1,92 @@
+"""Applies the gradient of an update to the weights of a span.
+
+Every step is a function of weights, gradient and optimizer state alone, so that replicas that start
+equal stay equal. Muon takes each matrix whole, and a span holds its matrices whole, so replicas
+exchange nothing for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ....protocol.runs.training_run import Optimizer
+
+_NUMBERS_AT_ONCE = 2**15
+"""Sums of so many numbers are never divided among threads, which would round them otherwise."""
+
+
+class SpanOptimizer:
+    """The optimizer of a span's weights, which are given by their names in a checkpoint.
+
+    Muon updates the matrices of blocks. Embedding, head, norms and biases are AdamW's under Muon,
+    too (Jordan et al., 2024).
+    """
+
+    def __init__(self, config: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        matrices = {
+            name: weight
+            for name, weight in parameters.items()
+            if config.name == "muon" and weight.ndim == 2 and _is_in_block(name)
+        }
+        others = [weight for name, weight in parameters.items() if name not in matrices]
+        self._optimizers: list[tuple[torch.optim.Optimizer, float]] = []
+        if matrices:
+            muon = torch.optim.Muon(
+                list(matrices.values()),
+                lr=config.learning_rate,
+                momentum=config.momentum,
+                weight_decay=config.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+            self._optimizers.append((muon, config.learning_rate))
+        if others:
+            rate = config.learning_rate
+            if config.name == "muon" and config.other_learning_rate is not None:
+                rate = config.other_learning_rate
+            self._optimizers.append((_make_other(config, others, rate), rate))
+
+    def step(self, gradients: Mapping[str, Tensor], rate_fraction: float) -> None:
+        """Update the weights with these gradients, at a fraction of the highest learning rate."""
+        for name, weight in self._parameters.items():
+            weight.grad = gradients[name]
+        for optimizer, rate in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * rate_fraction
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+
+def _make_other(
+    config: Optimizer, weights: list[nn.Parameter], rate: float
+) -> torch.optim.Optimizer:
+    if config.name == "sgd":
+        return torch.optim.SGD(weights, lr=rate, weight_decay=config.weight_decay)
+    return torch.optim.AdamW(
+        weights, lr=rate, betas=config.betas, weight_decay=config.weight_decay, fused=True
+    )
+
+
+def _is_in_block(name: str) -> bool:
+    """Return whether a weight lies in a list of blocks, as its name has an index then."""
+    return any(part.isdigit() for part in name.split("."))
+
+
+def compute_squared_norm(gradient: Tensor) -> float:
+    """Return the squared norm of a gradient, whatever number of threads computes it."""
+    pieces = gradient.flatten().split(_NUMBERS_AT_ONCE)
+    return math.fsum(float(piece.double().square().sum()) for piece in pieces)
+
+
+def compute_clip_factor(squared_norms: Iterable[float], clip_norm: float | None) -> float:
+    """Return the factor that shortens a gradient to the norm; its parts may come in any order.
+
+    As `torch.nn.utils.clip_grad_norm_` does.
+    """
+    if clip_norm is None:
+        return 1.0
+    return min(clip_norm / (math.sqrt(math.fsum(squared_norms)) + 1e-6), 1.0)

@@ -1,0 +1,83 @@
+"""A training run in one process: every stage has one replica, which computes every part.
+
+The reference for runs over a swarm: what they compute has to be equal to this, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ....models.corpora.token_shards import TokenShards
+from ....protocol.runs.training_run import PartId, TrainingRun
+from .trainable_span import TrainableSpan
+
+
+@dataclass(frozen=True)
+class Update:
+    """What an update did: its mean loss in nats per token, and the norm of its gradient."""
+
+    number: int
+    loss: float
+    gradient_norm: float
+
+
+class WholeRun:
+    """All stages of a run, and its corpus."""
+
+    def __init__(self, run: TrainingRun, shards: TokenShards) -> None:
+        num_blocks = int(run.model["num_hidden_layers"])
+        self._run = run
+        self._shards = shards
+        self.stages = [TrainableSpan(run, span) for span in run.list_stages(num_blocks)]
+
+    def train(self) -> Iterator[Update]:
+        """Compute one update after the other until the last of the run."""
+        for number in range(self.stages[0].update, self._run.num_updates):
+            yield self._compute_update(number)
+
+    def read_weights(self) -> dict[str, Tensor]:
+        """Return the weights of the model by their names in a checkpoint."""
+        return {
+            name: weight for stage in self.stages for name, weight in stage.read_weights().items()
+        }
+
+    def compute_gradients(self, number: int) -> float:
+        """Compute all parts of an update, and leave their sums in the stages; return its loss."""
+        parts = [PartId(number, index) for index in range(self._run.parts_per_update)]
+        loss = sum(self._compute_part(part) for part in parts)
+        self._merge_tied()
+        return loss
+
+    def _compute_update(self, number: int) -> Update:
+        loss = self.compute_gradients(number)
+        gradients = [stage.read_gradients() for stage in self.stages]
+        norms = dict[str, float]()
+        for stage, own in zip(self.stages, gradients, strict=True):
+            norms |= stage.measure_norms(own)
+        for stage, own in zip(self.stages, gradients, strict=True):
+            stage.apply_update(own, norms.values())
+        return Update(number, loss, sum(norms.values()) ** 0.5)
+
+    def _compute_part(self, part: PartId) -> float:
+        inputs, labels = self._shards.read_part(self._run, part)
+        *before, last = self.stages
+        for stage in before:
+            inputs = stage.run_forward(part, inputs)
+        result = last.run_loss(part, inputs, labels)
+        grads = result.input_grads_BTH
+        for stage in reversed(before):
+            assert grads is not None
+            grads = stage.run_backward(part, grads)
+        return result.loss
+
+    def _merge_tied(self) -> None:
+        """Sum the gradients of a weight that two stages hold, in both of them."""
+        first, last = self.stages[0], self.stages[-1]
+        if first is last:
+            return
+        for name in first.sums.keys() & last.sums.keys():
+            first.sums[name].merge(last.sums[name].units)
+            last.sums[name].units.copy_(first.sums[name].units)

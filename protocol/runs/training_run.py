@@ -1,0 +1,226 @@
+"""What a training run is: its model, corpus, updates and optimizer, as its owner wrote them.
+
+An update is a named set of parts. Part (u, i) is a fixed range of rows of the corpus, so that every
+peer knows what belongs to an update, and a part that is lost can be computed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from ..errors import UsageError
+from ..limits import MAX_BLOCKS
+from ..spans import Span
+
+MAX_STAGES = 64
+MAX_PARTS = 4096
+"""Of an update. Sums of gradients keep twelve bits for them."""
+MAX_UPDATES = 2**24
+MAX_ROWS = 1024
+MAX_SEQUENCE_LENGTH = 2**17
+MAX_SHARDS = 4096
+
+_Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+_Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+_Rate = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
+_Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+_Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, order=True)
+class PartId:
+    """Microbatch `index` of update `update`."""
+
+    update: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"part {self.index} of update {self.update}"
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TokenShard(_Table):
+    """A file of token ids, as little-endian numbers of two bytes (four above 65,536 ids)."""
+
+    path: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+    num_tokens: Annotated[int, Field(ge=2, le=2**40)]
+    sha256: _Digest
+
+
+class Corpus(_Table):
+    """The text of a run: shards in their order, as if they were one file."""
+
+    shards: Annotated[
+        tuple[TokenShard, ...], Field(min_length=1, max_length=MAX_SHARDS, strict=False)
+    ]
+    sequence_length: Annotated[int, Field(ge=1, le=MAX_SEQUENCE_LENGTH)]
+    """Tokens that one row predicts."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the corpus. Each begins with the token that the row before it predicted last."""
+        return (sum(shard.num_tokens for shard in self.shards) - 1) // self.sequence_length
+
+
+class Optimizer(_Table):
+    """AdamW (Loshchilov and Hutter, 2019), or Muon for matrices of blocks and AdamW for the rest.
+
+    Muon (Jordan et al., 2024) takes its learning rate in AdamW's scale.
+    """
+
+    name: Literal["muon", "adamw", "sgd"] = "muon"
+    learning_rate: _Rate
+    """The highest; of the matrices under Muon, of all parameters otherwise."""
+    other_learning_rate: _Rate | None = None
+    """Of what Muon does not update; None: the same."""
+    weight_decay: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 0.0
+    betas: Annotated[tuple[_Decay, _Decay], Field(strict=False)] = (0.9, 0.95)
+    """Of AdamW."""
+    momentum: _Decay = 0.95
+    """Of Muon."""
+    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 1.0
+    """The largest norm of the gradient of all stages together; None: any."""
+
+
+class RateSchedule(_Table):
+    """Linear warmup, then a cosine down to a fraction of the highest learning rate."""
+
+    warmup_updates: Annotated[int, Field(ge=0, le=MAX_UPDATES)] = 0
+    final_fraction: _Fraction = 0.1
+
+
+class TrainingRun(_Table):
+    """A training run. Peers and trainers agree on it by its digest, the run id."""
+
+    name: _Name
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    """Of the initial weights, the order of the corpus and dropout."""
+    model: dict[str, Any]
+    """Content of the model's config.json."""
+    stage_borders: Annotated[
+        tuple[Annotated[int, Field(ge=1, lt=MAX_BLOCKS)], ...],
+        Field(max_length=MAX_STAGES - 1, strict=False),
+    ] = ()
+    """First blocks of all stages but the first one, in order."""
+    corpus: Corpus
+    num_updates: Annotated[int, Field(ge=1, le=MAX_UPDATES)]
+    parts_per_update: Annotated[int, Field(ge=1, le=MAX_PARTS)]
+    rows_per_part: Annotated[int, Field(ge=1, le=MAX_ROWS)]
+    optimizer: Optimizer
+    schedule: RateSchedule = RateSchedule()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        borders = (0, *self.stage_borders)
+        if any(start >= stop for start, stop in pairwise(borders)):
+            raise ValueError("stage_borders must increase")
+        if self.corpus.num_rows < self.rows_per_part:
+            raise ValueError(
+                f"corpus has {self.corpus.num_rows} rows of {self.corpus.sequence_length} tokens, "
+                f"one part takes {self.rows_per_part}"
+            )
+        return self
+
+    @property
+    def tokens_per_update(self) -> int:
+        """Tokens that an update predicts."""
+        return self.parts_per_update * self.rows_per_part * self.corpus.sequence_length
+
+    @property
+    def run_id(self) -> str:
+        """The digest of the run, 64 hexadecimal digits."""
+        content = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(b"shoal run 1\n" + content.encode()).hexdigest()
+
+    def list_stages(self, num_blocks: int) -> list[Span]:
+        """Return the spans of all stages of a model with so many blocks.
+
+        Raises UsageError where a border is none of its blocks.
+        """
+        if self.stage_borders and self.stage_borders[-1] >= num_blocks:
+            raise UsageError(
+                f"stage_borders: the model has blocks 0:{num_blocks}, no stage can begin with "
+                f"block {self.stage_borders[-1]}"
+            )
+        edges = (0, *self.stage_borders, num_blocks)
+        return [Span(start, stop) for start, stop in pairwise(edges)]
+
+    def list_rows(self, part: PartId) -> list[int]:
+        """Return the rows of the corpus that a part consists of.
+
+        Parts take the rows in an order that hangs on the seed. When all are used, another order
+        begins.
+        """
+        first = (part.update * self.parts_per_update + part.index) * self.rows_per_part
+        num_rows = self.corpus.num_rows
+        return [
+            _permute(number % num_rows, num_rows, f"{self.seed}/{number // num_rows}")
+            for number in range(first, first + self.rows_per_part)
+        ]
+
+    def derive_seed(self, *names: object) -> int:
+        """Return a seed of 63 bits for the random numbers of a named purpose."""
+        text = "/".join(map(str, (self.seed, *names)))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+    def choose_rate_fraction(self, update: int) -> float:
+        """Return the fraction of the highest learning rate that an update takes.
+
+        Warmup ends with the highest rate; the last update has the final fraction of it.
+        """
+        warmup = self.schedule.warmup_updates
+        if update < warmup:
+            return (update + 1) / (warmup + 1)
+        num_after = max(self.num_updates - 1 - warmup, 1)
+        progress = min((update - warmup) / num_after, 1.0)
+        final = self.schedule.final_fraction
+        return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def read_run(content: Mapping[str, object]) -> TrainingRun:
+    """Check what a run file holds; UsageError names the first wrong field and what it must be."""
+    try:
+        return TrainingRun.model_validate(content)
+    except ValidationError as errors:
+        error = errors.errors(include_url=False, include_input=False)[0]
+    field = ".".join(map(str, error["loc"]))
+    problem = error["msg"].removeprefix("Value error, ").replace("Input should", "must")
+    if error["type"] == "extra_forbidden":
+        problem = "a run has no such setting"
+    raise UsageError(f"run file: {field}: {problem}" if field else f"run file: {problem}")
+
+
+def _permute(index: int, size: int, key: str) -> int:
+    """Return where a keyed permutation of 0 to size - 1 puts an index.
+
+    A Feistel network over the next power of four, walked along its cycle until it is inside (Black
+    and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): four steps at most on average.
+    """
+    half_bits = max((size - 1).bit_length() + 1, 2) // 2
+    mask = (1 << half_bits) - 1
+    while True:
+        left, right = index >> half_bits, index & mask
+        for stage in range(4):
+            digest = hashlib.blake2b(f"{key}/{stage}/{right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
+        index = left << half_bits | right
+        if index < size:
+            return index

@@ -1,0 +1,94 @@
+"""Exact sums: equal bits for every order and grouping, small errors, a clamp that is a function."""
+
+import itertools
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from shoal.kernels.exact_sums import FIRST_EXPONENT, ExactSum, choose_exponent
+
+SEED = 11
+
+
+def make_gradients(count: int, size: float = 1e-4) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(SEED)
+    scales = torch.logspace(-6, 0, count)
+    return [size * scale * torch.randn(7, 13, generator=generator) for scale in scales]
+
+
+def sum_up(gradients: list[torch.Tensor], exponent: int = FIRST_EXPONENT) -> ExactSum:
+    total = ExactSum(gradients[0].shape, exponent, 16)
+    for gradient in gradients:
+        total.add(gradient)
+    return total
+
+
+def add_plainly(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    total, *others = gradients
+    for other in others:
+        total = total + other
+    return total
+
+
+def test_every_order_and_grouping_has_the_same_sum() -> None:
+    gradients = make_gradients(5)
+    whole = sum_up(gradients).read()
+
+    for order in itertools.permutations(gradients):
+        for cut in range(1, 5):
+            left, right = sum_up(list(order[:cut])), sum_up(list(order[cut:]))
+            left.merge(right.units)
+            assert torch.equal(left.read(), whole)
+
+
+def test_plain_sums_depend_on_their_order() -> None:
+    """Else the test before this one would show nothing."""
+    gradients = make_gradients(5)
+
+    sums = {add_plainly(order).numpy().tobytes() for order in itertools.permutations(gradients)}
+
+    assert len(sums) > 1
+
+
+def test_sum_is_that_of_float64_within_a_float32_rounding() -> None:
+    gradients = make_gradients(16)
+    expected = add_plainly([gradient.double() for gradient in gradients])
+    exponent = choose_exponent(expected, FIRST_EXPONENT)
+
+    error = (sum_up(gradients, exponent).read() - expected).norm() / expected.norm()
+
+    assert error < 1e-7
+
+
+def test_adding_leaves_the_gradient_as_it_was() -> None:
+    (gradient,) = make_gradients(1)
+    before = gradient.clone()
+
+    sum_up([gradient])
+
+    assert torch.equal(gradient, before)
+
+
+def test_huge_addends_are_clamped_alike_in_every_order() -> None:
+    huge = torch.tensor([3e38, -3e38, 1.0, 0.0])
+    others = [torch.tensor([-1.0, 1.0, 1e-5, 1e-5])] * 15
+
+    first, last = sum_up([huge, *others]), sum_up([*others, huge])
+
+    assert torch.equal(first.units, last.units)
+    assert first.units.abs().max() < 2**53
+    assert first.read()[3] == pytest.approx(15e-5)
+
+
+@pytest.mark.parametrize(
+    ("largest", "exponent"), [(1.0, 1), (0.75, 0), (0.5, 0), (2.0**-20, -19), (1e-38, -80)]
+)
+def test_exponent_covers_the_largest_number(largest: float, exponent: int) -> None:
+    total = torch.tensor([largest / 3, -largest])
+
+    assert choose_exponent(total, 5) == exponent
+
+
+def test_exponent_stays_where_everything_is_zero() -> None:
+    assert choose_exponent(torch.zeros(3), 5) == 5

@@ -1,0 +1,66 @@
+"""Shards of token ids: rows across files, and files that are not those of the run."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from training_runs import VOCABULARY, describe_run, open_run
+
+from shoal.models.corpora.token_shards import TokenShards, write_shard
+from shoal.protocol.errors import UsageError
+from shoal.protocol.runs.training_run import PartId, read_run
+
+
+def test_rows_continue_from_one_shard_into_the_next(tmp_path: Path) -> None:
+    shards = [
+        write_shard(tmp_path / name, tokens, 100).model_dump()
+        for name, tokens in (("a", range(7)), ("b", range(7, 10)), ("c", range(10, 21)))
+    ]
+    corpus = {"shards": shards, "sequence_length": 5}
+    run = read_run(describe_run(corpus=corpus, rows_per_part=4))
+
+    tokens, labels = TokenShards.open(run.corpus, tmp_path, 100).read_part(run, PartId(0, 0))
+
+    assert run.corpus.num_rows == 4
+    assert tokens.flatten().sort().values.tolist() == list(range(20))
+    assert torch.equal(labels, tokens + 1)
+
+
+def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
+    shard = write_shard(tmp_path / "a", [0, 70_000, 99_999], 100_000)
+    corpus = {"shards": [shard.model_dump()], "sequence_length": 2}
+    run = read_run(describe_run(corpus=corpus, rows_per_part=1))
+
+    tokens, labels = TokenShards.open(run.corpus, tmp_path, 100_000).read_part(run, PartId(0, 0))
+
+    assert (tokens.tolist(), labels.tolist()) == ([[0, 70_000]], [[70_000, 99_999]])
+
+
+@pytest.mark.parametrize(
+    ("break_it", "complaint"),
+    [
+        (lambda file: file.unlink(), "cannot read corpus shard .*1.bin: No such file"),
+        (lambda file: file.write_bytes(b"\0\0"), "has 2 bytes, the run file makes it 1300 tokens"),
+        (
+            lambda file: file.write_bytes(file.read_bytes()[2:] + b"\7\0"),
+            "1.bin is not the one of the run: its SHA-256 differs",
+        ),
+    ],
+)
+def test_shards_that_are_not_those_of_the_run_are_named(
+    tmp_path: Path, break_it: Callable[[Path], object], complaint: str
+) -> None:
+    run, _ = open_run(tmp_path)
+
+    break_it(tmp_path / "1.bin")
+
+    with pytest.raises(UsageError, match=complaint):
+        TokenShards.open(run.corpus, tmp_path, VOCABULARY)
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
+    run, _ = open_run(tmp_path)
+
+    with pytest.raises(UsageError, match="the vocabulary of the model ends at 9"):
+        TokenShards.open(run.corpus, tmp_path, 10)

@@ -1,0 +1,56 @@
+"""Runs of tiny models over random tokens, for tests of training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.models.corpora.token_shards import TokenShards, write_shard
+from shoal.protocol.runs.training_run import TrainingRun, read_run
+
+VOCABULARY = 96
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.2,
+}
+NO_SHARD = {"path": "none", "num_tokens": 10_001, "sha256": "0" * 64}
+
+
+def describe_run(**changes: Any) -> dict[str, Any]:
+    """Return the content of a run file, with some settings replaced."""
+    content = {
+        "name": "test",
+        "seed": 7,
+        "model": MODEL,
+        "stage_borders": [2],
+        "corpus": {"shards": [NO_SHARD], "sequence_length": 16},
+        "num_updates": 4,
+        "parts_per_update": 4,
+        "rows_per_part": 2,
+        "optimizer": {"name": "adamw", "learning_rate": 0.01, "weight_decay": 0.05},
+        "schedule": {"warmup_updates": 1},
+    }
+    return content | changes
+
+
+def open_run(folder: Path, **changes: Any) -> tuple[TrainingRun, TokenShards]:
+    """Write a corpus of random tokens; return a run over it, and the corpus."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, VOCABULARY, (2_000,), generator=generator).tolist()
+    shards = [
+        write_shard(folder / f"{number}.bin", piece, VOCABULARY).model_dump()
+        for number, piece in enumerate((tokens[:700], tokens[700:]))
+    ]
+    corpus = {"shards": shards, "sequence_length": 16}
+    run = read_run(describe_run(corpus=corpus, **changes))
+    return run, TokenShards.open(run.corpus, folder, VOCABULARY)

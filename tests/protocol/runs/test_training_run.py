@@ -1,0 +1,113 @@
+"""Run files: what they may hold, the parts of updates, and learning rates."""
+
+from typing import Any
+
+import pytest
+from training_runs import NO_SHARD, describe_run
+
+from shoal.protocol.errors import UsageError
+from shoal.protocol.runs.training_run import PartId, read_run
+from shoal.protocol.spans import Span
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"name": "No Name"}, "run file: name: String should match pattern"),
+        ({"seed": -1}, "run file: seed: must be greater than or equal to 0"),
+        ({"rows_per_part": "2"}, "run file: rows_per_part: must be a valid integer"),
+        ({"parts_per_update": 2**13}, "run file: parts_per_update: must be less than or equal to"),
+        ({"nonsense": 1}, "run file: nonsense: a run has no such setting"),
+        ({"stage_borders": [2, 2]}, "run file: stage_borders must increase"),
+        ({"optimizer": {"learning_rate": 0.0}}, "optimizer.learning_rate: must be greater than 0"),
+        ({"optimizer": {"learning_rate": float("nan")}}, "optimizer.learning_rate: must be"),
+        ({"optimizer": {"learning_rate": 0.1, "name": "lion"}}, "optimizer.name: must be 'muon'"),
+        ({"optimizer": {"learning_rate": 0.1, "betas": [0.9, 1.0]}}, "optimizer.betas.1: must be"),
+        ({"corpus": {"shards": [], "sequence_length": 4}}, "corpus.shards: "),
+        (
+            {"corpus": {"shards": [NO_SHARD | {"sha256": "0"}], "sequence_length": 4}},
+            "corpus.shards.0.sha256: ",
+        ),
+        (
+            {"corpus": {"shards": [NO_SHARD], "sequence_length": 10_000}},
+            "run file: corpus has 1 rows of 10000 tokens, one part takes 2",
+        ),
+    ],
+)
+def test_complaints_name_the_field(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(UsageError) as error:
+        read_run(describe_run(**changes))
+
+    assert complaint in str(error.value)
+
+
+def test_missing_field_is_named() -> None:
+    content = describe_run()
+    del content["corpus"]
+
+    with pytest.raises(UsageError, match="run file: corpus: Field required"):
+        read_run(content)
+
+
+def test_run_id_changes_with_every_setting_and_with_nothing_else() -> None:
+    run = read_run(describe_run())
+    others = [
+        describe_run(seed=8),
+        describe_run(stage_borders=[1]),
+        describe_run(num_updates=5),
+        describe_run(model=describe_run()["model"] | {"hidden_size": 64}),
+        describe_run(schedule={"warmup_updates": 2}),
+    ]
+
+    assert read_run(run.model_dump(mode="json")).run_id == run.run_id
+    assert len({run.run_id, *(read_run(other).run_id for other in others)}) == 6
+
+
+def test_stages_cover_the_model_and_begin_with_its_blocks() -> None:
+    run = read_run(describe_run(stage_borders=[1, 3]))
+
+    assert run.list_stages(4) == [Span(0, 1), Span(1, 3), Span(3, 4)]
+    with pytest.raises(UsageError, match="no stage can begin with block 3"):
+        run.list_stages(3)
+
+
+def test_parts_take_every_row_once_and_then_in_another_order() -> None:
+    run = read_run(describe_run())
+    num_rows = run.corpus.num_rows
+    num_updates = -(-num_rows // 8) + 2
+
+    rows = [
+        row
+        for update in range(num_updates)
+        for index in range(run.parts_per_update)
+        for row in run.list_rows(PartId(update, index))
+    ]
+
+    assert num_rows == 625
+    assert sorted(rows[:num_rows]) == list(range(num_rows))
+    assert rows[:9] != list(range(9))
+    assert rows[num_rows : num_rows + 9] != rows[:9]
+    assert run.list_rows(PartId(0, 0)) != read_run(describe_run(seed=8)).list_rows(PartId(0, 0))
+
+
+@pytest.mark.parametrize("num_tokens", [33, 50, 66, 145, 2**12 + 1])
+def test_orders_of_small_corpora_are_permutations(num_tokens: int) -> None:
+    shard = NO_SHARD | {"num_tokens": num_tokens}
+    corpus = {"shards": [shard], "sequence_length": 16}
+    run = read_run(describe_run(corpus=corpus, rows_per_part=1, parts_per_update=1))
+
+    num_rows = run.corpus.num_rows
+    rows = [run.list_rows(PartId(update, 0))[0] for update in range(num_rows)]
+
+    assert sorted(rows) == list(range(num_rows))
+
+
+def test_learning_rate_warms_up_and_falls_to_its_final_fraction() -> None:
+    schedule = {"warmup_updates": 3, "final_fraction": 0.2}
+    run = read_run(describe_run(num_updates=10, schedule=schedule))
+
+    fractions = [run.choose_rate_fraction(update) for update in range(10)]
+
+    assert fractions[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert fractions[3:] == sorted(fractions[3:], reverse=True)
+    assert fractions[9] == pytest.approx(0.2)
