@@ -173,7 +173,7 @@ def _show_probe(peer: PeerRow) -> str:
     found = peer.fault.partition(":")[0] if peer.fault else _show_ms(peer.rtt_seconds or 0.0)
     # In steps: a text that changes each second for each peer costs a browser the most.
     age_seconds = int(peer.probed_seconds_ago // _PROBE_AGE_SECONDS) * _PROBE_AGE_SECONDS
-    age = f"{age_seconds} s ago" if age_seconds else f"under {_PROBE_AGE_SECONDS} s ago"
+    age = f"{age_seconds} s ago" if age_seconds else f"< {_PROBE_AGE_SECONDS} s ago"
     return f"{found}, {age}"
 
 

@@ -183,7 +183,7 @@ function drawArea(parameters, api) {
   return {
     type: "rect", shape, style: { fill: chooseColour(depth) },
     textContent: hatched && shape.width > 12 && shape.height > 10
-      ? { type: "text", style: { text: hatched, fill: "#fff", fontSize: 10 } } : undefined,
+      ? { type: "text", style: { text: hatched, fill: depth ? "#1c2126" : "#fff", fontSize: 12 } } : undefined,
     textConfig: { position: "inside" },
   };
 }
