@@ -1,4 +1,5 @@
-"""How soon a client finds a newcomer whose blocks it needs, in a large swarm without a directory.
+"""What a large swarm without a directory tells its members: how soon a client finds a newcomer
+whose blocks it needs, and how many strangers who lie empty a view.
 
 Members and clients ask and answer as those that ship do; nothing is computed.
 """
@@ -7,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from random import Random
+from typing import ClassVar
 
 import pytest
 from announcements import describe_peer
@@ -19,15 +23,21 @@ from shoal.client.settings.client_config import ClientConfig
 from shoal.peer.peer import GOSSIPS_PER_PERIOD
 from shoal.protocol.errors import DirectoryError
 from shoal.protocol.identity import Identity
-from shoal.protocol.ids import ModelId
-from shoal.protocol.messages.records import RecordFetch
+from shoal.protocol.ids import ModelId, PeerId
+from shoal.protocol.limits import MAX_ANNOUNCEMENTS_PER_MODEL
+from shoal.protocol.messages.records import RecordFetch, Records
 from shoal.protocol.messages.session import Welcome
 from shoal.protocol.net.gossip import GossipDirectory
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.tasks import cancel_all
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcement_book import AnnouncementBook
-from shoal.protocol.records.announcements import Announcement, sign_announcement
+from shoal.protocol.records.announcements import (
+    Announcement,
+    KnownRecord,
+    check_is_current,
+    sign_announcement,
+)
 from shoal.protocol.records.swarm_records import SwarmRecords
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import MAX_VERSION
@@ -66,17 +76,37 @@ class SilentDirectory:
         pass
 
 
+class TrustingRecords(SwarmRecords):
+    """Checks each record once for all members, which share a process."""
+
+    _opened: ClassVar[dict[bytes, Announcement]] = {}
+
+    def _open_announcement(self, content: bytes, now: float) -> Announcement:
+        if content not in self._opened:
+            self._opened[content] = super()._open_announcement(content, now)
+        check_is_current(self._opened[content], now)
+        return self._opened[content]
+
+
 class Member:
     """A peer that gossips, with nothing to serve."""
 
-    def __init__(self, number: int, network: LoopbackNetwork, span: Span) -> None:
+    def __init__(
+        self,
+        number: int,
+        network: LoopbackNetwork,
+        span: Span,
+        book: AnnouncementBook | None = None,
+    ) -> None:
+        self.number = number
         self._rng = Random(number)
         self._identity = Identity(self._rng.randbytes(32))
+        self.peer_id = self._identity.peer_id
         self._span = span
         self._host = f"10.0.{number >> 8}.{number & 255}"
         self._transport = LoopbackTransport(network, self._host)
-        self.book = AnnouncementBook()
-        self.records = SwarmRecords(book=self.book)
+        self.book = AnnouncementBook() if book is None else book
+        self.records = TrustingRecords(book=self.book)
         self.directory = GossipDirectory(
             SilentDirectory(self.records, 10.0), MODEL.model_id, self._transport, VirtualClock(),
             self._rng, lambda peer: True,
@@ -116,15 +146,35 @@ class Member:
         while (frame := await stream.receive()) is not None:
             message = decode_frame(frame)
             if isinstance(message, RecordFetch):
-                now = VirtualClock().wall()
-                answer = self.records.answer(
-                    stream.remote_host or "", MODEL.model_id, message, now, self._rng
-                )
+                answer = self._answer(stream.remote_host or "", message)
             else:
                 answer = Welcome(
                     MAX_VERSION, "", self._identity.peer_id, MODEL.model_id, self._span, 0.0
                 )
             await stream.send(encode_frame(answer))
+
+    def _answer(self, stranger: str, fetch: RecordFetch) -> Records:
+        return self.records.answer(
+            stranger, MODEL.model_id, fetch, VirtualClock().wall(), self._rng
+        )
+
+
+class Liar(Member):
+    """A stranger's peer, which keeps whatever it is told, and tells of other liars only.
+
+    Every second one lets its announcement expire, to be among the hints as well.
+    """
+
+    lies: Sequence[bytes] = ()
+
+    def describe(self) -> Announcement:
+        seconds = 590.0 if self.number % 2 else 2 * PERIOD_SECONDS
+        return replace(super().describe(), expires_at=VirtualClock().wall() + seconds)
+
+    def _answer(self, stranger: str, fetch: RecordFetch) -> Records:
+        most = fetch.max_bytes // len(self.lies[0])
+        told = self._rng.sample(self.lies, min(most, 100, len(self.lies)))
+        return Records(fetch.question, tuple(told), True)
 
 
 async def find_newcomer(num_peers: int, seed: int) -> list[float]:
@@ -196,3 +246,118 @@ async def test_newcomer_is_found_in_ten_seconds_without_a_directory(num_peers: i
         f"{num_peers} peers: half within {deciles[4]:.1f} s, nine of ten within {deciles[8]:.1f} s"
     )
     assert deciles[8] < 10.0
+
+
+# ---- strangers
+
+NUM_LOOKING = 20
+"""Members, or newcomers, of which a half has to know nobody who is honest."""
+
+
+class Attacked:
+    """Honest members and liars, all known to each member, without a directory."""
+
+    def __init__(self, num_honest: int, num_liars: int) -> None:
+        self.network = LoopbackNetwork(link=Link(delay_seconds=0.03))
+        self.whole = AnnouncementBook()
+        """What members know that nobody looks at: everybody."""
+        self.members = [
+            Member(number, self.network, SERVED, self.whole if number >= NUM_LOOKING else None)
+            for number in range(num_honest)
+        ]
+        self.liars = [Liar(2**15 + number, self.network, Span(0, 4)) for number in range(num_liars)]
+        self.honest = {member.peer_id for member in self.members}
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        for member in (*self.members, *self.liars):
+            await member.listen(stack)
+        self.whole.reserve(MODEL.model_id)
+        lies = [liar.records.add_own(liar.sign(), VirtualClock().wall()) for liar in self.liars]
+        for liar in self.liars:
+            liar.lies = [lie.value for lie in lies]
+        self.renew()
+        for lie in lies:
+            self.teach(self.whole, lie)
+        for member in self.members[:NUM_LOOKING]:
+            self.fill(member.book)
+
+    def renew(self) -> None:
+        """Have members announce themselves to those that nobody looks at."""
+        for member in self.members:
+            known = TrustingRecords().add_own(member.sign(), VirtualClock().wall())
+            self.teach(self.whole, known)
+
+    def teach(self, book: AnnouncementBook, known: KnownRecord) -> None:
+        book.add(MODEL.model_id, known.announcement, known.value, VirtualClock().wall())
+
+    def fill(self, book: AnnouncementBook) -> None:
+        book.reserve(MODEL.model_id)
+        for known in self.whole.list_records(MODEL.model_id, VirtualClock().wall()):
+            self.teach(book, known)
+
+    def count_honest(self, book: AnnouncementBook, own: PeerId | None = None) -> int:
+        known = book.list_current(MODEL.model_id, VirtualClock().wall())
+        return sum(peer.peer_id in self.honest and peer.peer_id != own for peer in known)
+
+
+async def attack_members(num_honest: int, num_liars: int) -> list[int]:
+    """Return how many honest others members know after 150 s, when whatever they knew is over."""
+    async with AsyncExitStack() as stack:
+        swarm = Attacked(num_honest, num_liars)
+        await swarm.open(stack)
+        looking = swarm.members[:NUM_LOOKING]
+        rng = Random(num_liars)
+        tasks = [
+            asyncio.create_task(member.run(rng.uniform(0.0, PERIOD_SECONDS))) for member in looking
+        ]
+        stack.push_async_callback(cancel_all, tasks)
+        for _ in range(5):
+            await asyncio.sleep(PERIOD_SECONDS)
+            swarm.renew()
+        return [swarm.count_honest(member.book, member.peer_id) for member in looking]
+
+
+async def attack_newcomers(num_honest: int, num_liars: int) -> list[int]:
+    """Return how many honest members clients know after 30 s that have met one of them."""
+    async with AsyncExitStack() as stack:
+        swarm = Attacked(num_honest, num_liars)
+        await swarm.open(stack)
+        found = []
+        for number in range(NUM_LOOKING):
+            rng, met = Random(number), swarm.members[number % num_honest]
+            client = Member(2**14 + number, swarm.network, SERVED)
+            stack.push_async_callback(client.directory.stop)
+            client.book.reserve(MODEL.model_id)
+            now = VirtualClock().wall()
+            fetch = client.records.make_fetch(MODEL.model_id, now, rng)
+            told = met.records.answer(str(number), MODEL.model_id, fetch, now, rng)
+            client.records.take_all(MODEL.model_id, told.records, now)
+            client.directory.most_at_once = 24
+            found.append(client)
+        for _ in range(6):
+            await asyncio.sleep(5.0)
+            looks = (client.directory.lookup(MODEL.model_id) for client in found)
+            await asyncio.gather(*looks, return_exceptions=True)
+        return [swarm.count_honest(client.book) for client in found]
+
+
+@pytest.mark.parametrize("attack", [attack_members, attack_newcomers])
+@pytest.mark.parametrize("num_honest", [10, 100, 1_000])
+async def test_twenty_liars_for_each_honest_peer_empty_few_views(
+    attack: Callable[[int, int], Awaitable[list[int]]], num_honest: int
+) -> None:
+    """Twenty, or as many as a book holds; then ever more of them, until half of the views are
+    empty.
+    """
+    most = MAX_ANNOUNCEMENTS_PER_MODEL - num_honest
+    num_liars, medians = 0, list[float]()
+    while num_liars < most and 0 not in medians:
+        num_liars = min(4 * num_liars or 20 * num_honest, most)
+        known = await attack(num_honest, num_liars)
+        medians.append(statistics.median(known))
+        print(
+            f"{attack.__name__}: with {num_liars} liars, half know {medians[-1]:.0f} or more of "
+            f"{num_honest} honest peers, all {min(known)} or more"
+        )
+
+    assert medians[0] > 0
