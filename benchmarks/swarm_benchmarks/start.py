@@ -33,6 +33,7 @@ _PROGRAMS = {
     "import shoal.client": "import shoal.client",
     "import the model class": "from shoal.client import AutoDistributedModelForCausalLM",
 }
+_NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 _READY = "; print('ready', flush=True)"
 _GENERATE = """
 import sys
@@ -98,7 +99,11 @@ def _time_program(program: str) -> Cost:
     """Return what a fresh interpreter needs until a program writes its first byte."""
     started_at = time.perf_counter()
     with subprocess.Popen(
-        [sys.executable, "-P", "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-P", "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        # As for users: what the first round has compiled is kept.
+        env={name: value for name, value in os.environ.items() if name != _NO_BYTECODE},
     ) as process:
         assert process.stdout is not None
         process.stdout.read(1)

@@ -6,8 +6,11 @@ Imports nothing heavy itself: torch and transformers are loaded by the functions
 import argparse
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ...protocol.errors import ModelError
@@ -31,6 +34,7 @@ def import_client() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with importing_much(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        import_transformers()
         from huggingface_hub.utils import disable_progress_bars
         from transformers.utils import logging
 
@@ -41,6 +45,47 @@ def import_client() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     disable_progress_bars()
+
+
+def import_transformers() -> None:
+    """Import parts of transformers without two things that no text needs.
+
+    Each takes a fifth of what torch does. To make the same table of models twice, it reads 3,000
+    files twice. And losses of models for images load scipy's optimizers.
+    """
+    import transformers
+    from transformers.utils import import_utils
+
+    folder = Path(transformers.__file__).parent / "models"
+    with suppress(AttributeError, ImportError, TypeError):  # of a release that is made differently
+        make_table = import_utils.define_import_structure
+        table = {
+            needs: {
+                name.removeprefix("models."): names
+                for name, names in parts.items()
+                if name.startswith("models.")
+            }
+            for needs, parts in make_table(folder, prefix="models").items()
+        }
+
+        def get_table(path: str, *others: object, **options: object) -> object:
+            is_same = Path(path) == folder / "__init__.py" and not others and not options
+            return table if is_same else make_table(path, *others, **options)
+
+        with _replacing(import_utils, "define_import_structure", get_table):
+            import_module("transformers.models")
+        with _replacing(transformers.utils, "is_scipy_available", lambda: False):
+            import_module("transformers.loss.loss_utils")
+
+
+@contextmanager
+def _replacing(module: ModuleType, name: str, value: object) -> Iterator[None]:
+    replaced = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, replaced)
 
 
 def load_tokenizer(name: str) -> "tuple[PreTrainedTokenizerBase, str]":

@@ -74,6 +74,33 @@ print(gc.get_freeze_count() > 0)
     assert done.stdout.split() == ["True", "True"], done.stderr
 
 
+def test_transformers_is_imported_without_what_no_text_needs() -> None:
+    program = """
+import sys
+import transformers.models
+from transformers.utils.import_utils import define_import_structure
+from shoal.cli.remote_models.opening import import_transformers
+
+known = transformers.models
+# It imports these again, and knows nothing of the files of models any more.
+for name in [name for name in sys.modules if name.startswith("transformers.loss")]:
+    del sys.modules[name]
+del sys.modules["transformers.models"]
+define_import_structure.cache_clear()
+import_transformers()
+again = sys.modules["transformers.models"]
+print(again is not known, sorted(dir(again)) == sorted(dir(known)))
+print(define_import_structure.cache_info().misses)
+print(sys.modules["transformers.utils.import_utils"].define_import_structure.cache_info().misses)
+print(hasattr(sys.modules["transformers.loss.loss_for_object_detection"], "linear_sum_assignment"))
+print(transformers.utils.is_scipy_available())
+"""
+
+    done = warm_python.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
+
+    assert done.stdout.split() == ["True", "True", "1", "1", "False", "True"], done.stderr
+
+
 def test_names_of_the_client_are_imported_without_collections_and_collected_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
