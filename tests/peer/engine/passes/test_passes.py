@@ -21,13 +21,14 @@ from shoal.protocol.spans import Span
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt_rows", [pytest.param(1, marks=pytest.mark.thorough), 3])
-def test_passes_equal_transformers(any_tiny_model, prompt_rows: int) -> None:
-    engine = share_engine(any_tiny_model)
-    hidden = embed(any_tiny_model, 3, 40)
+def test_passes_equal_transformers(tiny_family, prompt_rows: int) -> None:
+    """All variants run below in small pieces, where they differ; prompts are the same to all."""
+    engine = share_engine(tiny_family)
+    hidden = embed(tiny_family, 3, 40)
     size = hidden.shape[-1]
     prompts = 0.3 * draw(4, prompt_rows, 5, size)
     grads = draw(3, 40, size, seed=2)
-    expected = differentiate_reference(any_tiny_model.decoder, hidden, prompts, grads)
+    expected = differentiate_reference(tiny_family.decoder, hidden, prompts, grads)
 
     work = PassWork(engine.span, hidden, prompts)
     output = engine.passes.run_forward(work, stay)
