@@ -27,6 +27,7 @@ _COMMANDS = {
     "generate": "generate text with a swarm",
     "chat": "talk with a model over a swarm",
     "finetune": "fine-tune a model with your own data through a swarm",
+    "train": "train a model from scratch",
     "publish": "publish an adapter to a swarm until Ctrl-C",
     "models": "list the models that a swarm serves",
     "monitor": "watch the health of a swarm, on a web page or once",
@@ -50,6 +51,7 @@ _ELSEWHERE = {
     "peers": ".operating.peers",
     "resume": ".operating.resume",
     "top": ".monitoring.top",
+    "train": ".training.train",
 }
 """Commands in the room of their parts."""
 

@@ -62,11 +62,11 @@ def _compute(hidden_size: int, repeats: int, threads: int, shift: int, borders: 
             }
         )
         shards = TokenShards.open(run.corpus, Path(folder), _VOCABULARY)
-        whole = WholeRun(run, shards)
+        whole = WholeRun(run)
         _move_weights(whole, shift)
         digests = set[str]()
         for _ in range(repeats):
-            whole.compute_gradients(0)
+            whole.compute_gradients(0, shards)
             gradients = {k: v for stage in whole.stages for k, v in stage.read_gradients().items()}
             digests.add(digest_tensors(gradients)[:12])
             for stage in whole.stages:

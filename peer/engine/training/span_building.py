@@ -32,7 +32,7 @@ class SpanModules:
         self.is_first = span.start == 0
         self.is_last = span.stop == len(shell.layers)
         self._multiplier = shell.embedding_multiplier
-        self._embedding, _ = _find_ends(shell)
+        self._embedding, _ = find_ends(shell)
         self._decoder = shell.cut(list(range(span.start, span.stop)), has_positions=self.is_first)
         self._head = shell.cut_model() if self.is_last else None
         self.parameters: dict[str, nn.Parameter] = {
@@ -68,7 +68,7 @@ def build_span(run: TrainingRun, span: Span) -> SpanModules:
 @torch.no_grad()
 def _fill(shell: Shell, span: Span, derive_seed: Callable[..., int]) -> None:
     model = shell.model
-    embedding, head = _find_ends(shell)
+    embedding, head = find_ends(shell)
     is_tied = head.weight is embedding.weight
     parts = [shell.layers[index] for index in range(span.start, span.stop)]
     is_last = span.stop == len(shell.layers)
@@ -95,7 +95,7 @@ def _fill(shell: Shell, span: Span, derive_seed: Callable[..., int]) -> None:
         head.weight = embedding.weight
 
 
-def _find_ends(shell: Shell) -> tuple[nn.Embedding, nn.Linear]:
+def find_ends(shell: Shell) -> tuple[nn.Embedding, nn.Linear]:
     """Return the embedding and the head; opening the shell has checked what they are."""
     ends = shell.model.get_input_embeddings(), shell.model.get_output_embeddings()
     return cast(tuple[nn.Embedding, nn.Linear], ends)

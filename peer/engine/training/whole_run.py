@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ....models.corpora.token_shards import TokenShards
+from ....models.shells.shell_opening import open_shell
 from ....protocol.runs.training_run import PartId, TrainingRun
-from .trainable_span import TrainableSpan
+from .span_building import find_ends
+from .trainable_span import TrainableSpan, digest_tensors
 
 
 @dataclass(frozen=True)
@@ -25,18 +27,25 @@ class Update:
 
 
 class WholeRun:
-    """All stages of a run, and its corpus."""
+    """All stages of a run."""
 
-    def __init__(self, run: TrainingRun, shards: TokenShards) -> None:
-        num_blocks = int(run.model["num_hidden_layers"])
+    def __init__(self, run: TrainingRun) -> None:
+        shell = open_shell(run.model)
         self._run = run
-        self._shards = shards
-        self.stages = [TrainableSpan(run, span) for span in run.list_stages(num_blocks)]
+        embedding, _ = find_ends(shell)
+        self.vocabulary_size = embedding.num_embeddings
+        self.architecture = type(shell.model).__name__
+        """The name of the model's class in transformers."""
+        self.stages = [TrainableSpan(run, span) for span in run.list_stages(len(shell.layers))]
 
-    def train(self) -> Iterator[Update]:
+    def train(self, shards: TokenShards) -> Iterator[Update]:
         """Compute one update after the other until the last of the run."""
         for number in range(self.stages[0].update, self._run.num_updates):
-            yield self._compute_update(number)
+            yield self._compute_update(number, shards)
+
+    def compute_digest(self) -> str:
+        """Return the SHA-256 of all weights, 64 hexadecimal digits."""
+        return digest_tensors(self.read_weights())
 
     def read_weights(self) -> dict[str, Tensor]:
         """Return the weights of the model by their names in a checkpoint."""
@@ -44,15 +53,15 @@ class WholeRun:
             name: weight for stage in self.stages for name, weight in stage.read_weights().items()
         }
 
-    def compute_gradients(self, number: int) -> float:
+    def compute_gradients(self, number: int, shards: TokenShards) -> float:
         """Compute all parts of an update, and leave their sums in the stages; return its loss."""
         parts = [PartId(number, index) for index in range(self._run.parts_per_update)]
-        loss = sum(self._compute_part(part) for part in parts)
+        loss = sum(self._compute_part(part, shards) for part in parts)
         self._merge_tied()
         return loss
 
-    def _compute_update(self, number: int) -> Update:
-        loss = self.compute_gradients(number)
+    def _compute_update(self, number: int, shards: TokenShards) -> Update:
+        loss = self.compute_gradients(number, shards)
         gradients = [stage.read_gradients() for stage in self.stages]
         norms = dict[str, float]()
         for stage, own in zip(self.stages, gradients, strict=True):
@@ -61,8 +70,8 @@ class WholeRun:
             stage.apply_update(own, norms.values())
         return Update(number, loss, sum(norms.values()) ** 0.5)
 
-    def _compute_part(self, part: PartId) -> float:
-        inputs, labels = self._shards.read_part(self._run, part)
+    def _compute_part(self, part: PartId, shards: TokenShards) -> float:
+        inputs, labels = shards.read_part(self._run, part)
         *before, last = self.stages
         for stage in before:
             inputs = stage.run_forward(part, inputs)

@@ -79,10 +79,10 @@ def measure_error(one: Tensor, other: Tensor) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_an_update_are_those_of_plain_pytorch(tmp_path: Path, family: str) -> None:
     run, shards = open_run(tmp_path, model=FAMILIES[family])
-    whole = WholeRun(run, shards)
+    whole = WholeRun(run)
     model = load_plain(run, whole.read_weights())
 
-    loss = whole.compute_gradients(0)
+    loss = whole.compute_gradients(0, shards)
     plain_loss = compute_plain(model, run, shards, 0)
 
     assert loss == pytest.approx(plain_loss, rel=1e-6)
@@ -101,12 +101,12 @@ def test_gradients_of_an_update_are_those_of_plain_pytorch(tmp_path: Path, famil
 def test_losses_follow_plain_pytorch(tmp_path: Path, optimizer: str) -> None:
     settings = {"name": optimizer, "learning_rate": 0.01, "weight_decay": 0.05}
     run, shards = open_run(tmp_path, num_updates=6, optimizer=settings)
-    whole = WholeRun(run, shards)
+    whole = WholeRun(run)
     model = load_plain(run, whole.read_weights())
     optimizers = make_plain_optimizers(model, optimizer)
 
     updates = list[int]()
-    for update in whole.train():
+    for update in whole.train(shards):
         updates.append(update.number)
         loss = compute_plain(model, run, shards, update.number)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -146,16 +146,14 @@ def make_plain_optimizers(model: Any, name: str) -> list[torch.optim.Optimizer]:
 
 
 def test_initial_weights_do_not_depend_on_the_stages(tmp_path: Path) -> None:
-    run, shards = open_run(tmp_path, stage_borders=[])
+    run, _ = open_run(tmp_path, stage_borders=[])
     cut, _ = open_run(tmp_path, stage_borders=[1, 3])
 
-    one, three = WholeRun(run, shards), WholeRun(cut, shards)
+    one, three = WholeRun(run), WholeRun(cut)
 
     assert digest_tensors(one.read_weights()) == digest_tensors(three.read_weights())
     other, _ = open_run(tmp_path, seed=8)
-    assert digest_tensors(WholeRun(other, shards).read_weights()) != digest_tensors(
-        one.read_weights()
-    )
+    assert digest_tensors(WholeRun(other).read_weights()) != digest_tensors(one.read_weights())
 
 
 class Replicas:
@@ -215,8 +213,8 @@ def test_weights_have_one_digest_whoever_computes_the_parts(
         model=MODEL | {"attention_dropout": 0.1},
         optimizer={"name": optimizer, "learning_rate": 0.01},
     )
-    whole = WholeRun(run, shards)
-    for _ in whole.train():
+    whole = WholeRun(run)
+    for _ in whole.train(shards):
         pass
 
     replicas = Replicas(run, shards, num_replicas)

@@ -1,0 +1,85 @@
+"""`shoal train`: a run file becomes a model that transformers loads; wrong files are named."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from training_runs import MODEL, open_run
+from transformers import AutoModelForCausalLM
+
+from shoal.cli.main import main
+from shoal.peer.engine.training.trainable_span import digest_tensors
+
+
+def write_run(folder: Path, model: str = "config.json", num_updates: int = 2) -> Path:
+    """Write a run file, its corpus, and the config.json that it names."""
+    run, _ = open_run(folder)
+    shards = "".join(
+        f'[[corpus.shards]]\npath = "{shard.path}"\nnum_tokens = {shard.num_tokens}\n'
+        f'sha256 = "{shard.sha256}"\n'
+        for shard in run.corpus.shards
+    )
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    file = folder / "run.toml"
+    file.write_text(
+        f'name = "test"\nseed = 7\nmodel = "{model}"\nstage_borders = [2]\n'
+        f"num_updates = {num_updates}\nparts_per_update = 2\nrows_per_part = 2\n"
+        f"[optimizer]\nlearning_rate = 0.01\n[corpus]\nsequence_length = 16\n{shards}"
+    )
+    return file
+
+
+def test_run_becomes_a_model_of_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = write_run(tmp_path), tmp_path / "out"
+
+    assert main(["train", str(file), "--out", str(out), "--json"]) == 0
+
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event["event"] for event in events] == ["run", "update", "update", "trained"]
+    assert events[0]["stages"] == ["0:2", "2:4"]
+    assert 0 < events[2]["loss"] < 20
+    model = AutoModelForCausalLM.from_pretrained(out)
+    weights = {name: weight.detach() for name, weight in model.named_parameters()}
+    assert digest_tensors(weights) == events[-1]["digest"]
+
+
+def test_same_run_has_the_same_digest_and_prints_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_run(tmp_path)
+
+    for name in ("one", "other"):
+        assert main(["train", str(file), "--out", str(tmp_path / name)]) == 0
+
+    lines = capsys.readouterr().out.splitlines()
+    digests = [line for line in lines if line.startswith("SHA-256 of its weights: ")]
+    assert len(digests) == 2
+    assert len(set(digests)) == 1
+    assert lines[0].startswith("Run test, id ")
+    assert lines[1] == "2 updates of 2 parts of 2 x 16 tokens"
+    assert all(len(line) <= 80 for line in lines if not line.startswith(("SHA", "Model")))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda text: "name = ", "run.toml is no TOML file"),
+        (lambda text: text.replace("seed = 7", "seed = 7\nsed = 1"), "sed: a run has no such"),
+        (lambda text: text.replace("[2]", "[9]"), "no stage can begin with block 9"),
+        (lambda text: text.replace("config.json", "none.json"), "none.json: No such file"),
+        (lambda text: text.replace("0.bin", "9.bin"), "9.bin: No such file"),
+    ],
+)
+def test_wrong_files_are_told_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[str], str], complaint: str
+) -> None:
+    file = write_run(tmp_path)
+    file.write_text(spoil(file.read_text()))
+
+    assert main(["train", str(file), "--out", str(tmp_path / "out")]) == 2
+
+    assert complaint in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
