@@ -6,7 +6,7 @@ You will see the loss fall from 7.4 towards 0.18 nats per token, the entropy of 
 """
 
 import sys
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 from pathlib import Path
 
 from story_grammar import Storyteller
@@ -27,14 +27,14 @@ corpus.shards = [{{ path = "stories.bin", num_tokens = {num_tokens}, sha256 = "{
 optimizer = {{ name = "muon", learning_rate = 0.01, other_learning_rate = 0.005 }}
 schedule.warmup_updates = 3
 """
-NUM_TOKENS = 30 * 8 * 4 * 128 + 1
 
 folder = Path(sys.argv[1])
 (folder / "model").mkdir(parents=True, exist_ok=True)
 tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
 tokenizer.save_pretrained(folder / "model")
 teller = Storyteller("run")
-stories = ([*tokenizer.encode(teller.tell().text)[1:], tokenizer.eos_token_id] for _ in repeat(0))
-tokens = islice(chain.from_iterable(stories), NUM_TOKENS)
+stories = [teller.tell().text + tokenizer.eos_token for _ in range(500)]
+encoded = tokenizer(stories, add_special_tokens=False)["input_ids"]
+tokens = islice(chain.from_iterable(encoded), 30 * 8 * 4 * 128 + 1)
 shard = write_shard(folder / "stories.bin", tokens, len(tokenizer))
 (folder / "run.toml").write_text(RUN.format(bundled=BUNDLED, **shard.model_dump()))

@@ -100,10 +100,14 @@ async def dial(
     """Try the endpoints that a peer announced in their order, for at most so many seconds in all.
 
     Each may take its share of the time that is left, so that a silent one leaves time for the next.
+    A peer has one TLS key: endpoints with another key than the first are skipped, or a made-up
+    announcement could lead to another peer behind an address of its own.
 
     Raises UnavailableError (StaleAnnouncementError where somebody else answers, NotDialledError
     where not all were tried) or RemoteProtocolError.
     """
+    key = next((endpoint.fingerprint for endpoint in endpoints if endpoint.fingerprint), "")
+    endpoints = [endpoint for endpoint in endpoints if endpoint.fingerprint in ("", key)]
     deadline = clock.now() + timeout_seconds
     refusal: NotDialledError | None = None
     error: UnavailableError | RemoteProtocolError

@@ -211,9 +211,6 @@ class Announcement:
         lifetime_seconds = self.expires_at - self.issued_at
         if not 0 < lifetime_seconds <= limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS:
             raise ValueError(f"a lifetime of {lifetime_seconds:.1f} seconds is not allowed")
-        # A made-up one could else lead to another peer behind an address of its own.
-        if len({endpoint.fingerprint for endpoint in self.endpoints + self.local_endpoints}) > 1:
-            raise ValueError("the endpoints of one peer have several TLS keys")
 
     def is_parked_at(self, peer_id: PeerId) -> bool:
         """Return whether another peer can push here over a connection that this one has opened."""
@@ -231,9 +228,10 @@ class Announcement:
 
         Anybody can announce those of another peer: see `draw_by_address`.
         """
-        keys = (endpoint.fingerprint for endpoint in (*self.endpoints, *self.local_endpoints))
+        endpoints = (*self.endpoints, *self.local_endpoints)
+        keys = (endpoint.fingerprint for endpoint in endpoints if endpoint.fingerprint)
         first = f"{self.endpoints[0].host} {self.endpoints[0].port}" if self.endpoints else ""
-        return next(keys, "") or self.peer_id, first or self.peer_id
+        return next(keys, self.peer_id), first or self.peer_id
 
     @property
     def as_relays(self) -> tuple[Relay, ...]:

@@ -83,8 +83,13 @@ async def test_cancelled_join_leaves_no_process(dht: Directories) -> None:
         await asyncio.sleep(delay_seconds)
 
         joining.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await joining
+        try:
+            directory = await joining
+        except asyncio.CancelledError:
+            pass
+        else:
+            assert delay_seconds  # it was quicker than that
+            await directory.close()
 
         assert children_of(os.getpid()) == []
 

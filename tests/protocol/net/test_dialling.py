@@ -77,7 +77,7 @@ def test_silent_endpoint_leaves_time_for_the_next() -> None:
         network = LoopbackNetwork()
         near, far = LoopbackTransport(network, "near"), LoopbackTransport(network, "far")
         listener = await far.listen("far", 0, welcome)
-        silent = Endpoint("silent", 4000, "c" * 64)
+        silent = replace(listener.endpoint, host="silent", port=4000)
         network.partition("near", "silent")
         peer = make_peer(silent, listener.endpoint)
 
@@ -89,6 +89,30 @@ def test_silent_endpoint_leaves_time_for_the_next() -> None:
         await far.close()
 
     run_virtual(asyncio.wait_for(main(), 60.0))
+
+
+def test_endpoints_with_another_key_than_the_first_are_not_dialled() -> None:
+    victim_dials = list[Stream]()
+
+    async def note(stream: Stream) -> None:
+        victim_dials.append(stream)
+
+    async def main() -> None:
+        network = LoopbackNetwork()
+        near, victim = LoopbackTransport(network, "near"), LoopbackTransport(network, "victim")
+        listener = await victim.listen("victim", 0, note)
+        bare = Endpoint("nowhere", 1)
+        own, victims = Endpoint("nowhere", 2, "c" * 64), listener.endpoint
+        with pytest.raises(UnavailableError):
+            await dial_peer(near, VirtualClock(), make_peer(bare, own, victims), 2.0)
+        assert not victim_dials
+        await (await dial_peer(near, VirtualClock(), make_peer(bare, victims), 2.0)).close()
+        await near.close()
+        await victim.close()
+
+    run_virtual(asyncio.wait_for(main(), 60.0))
+
+    assert len(victim_dials) == 1
 
 
 @dataclass(frozen=True)
