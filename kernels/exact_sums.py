@@ -21,7 +21,7 @@ FIRST_EXPONENT = -12
 _BITS_BELOW = 34
 _BITS = 53
 _LEAST_EXPONENT, _MOST_EXPONENT = -80, 60
-"""Between them 2^(34 - exponent) and all multiples fit into float32."""
+"""Between them 2^(34 - exponent) fits into float32; larger multiples are clamped."""
 
 
 class ExactSum:

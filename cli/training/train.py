@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
         whole = WholeRun(training)
         folder = options.corpus or options.run_file.parent
         shards = TokenShards.open(training.corpus, folder, whole.vocabulary_size)
+        options.out.mkdir(parents=True, exist_ok=True)  # an error now, not after hours
         _tell_start(reporter, training, whole)
         progress = "Training"
         started_at = time.monotonic()

@@ -60,7 +60,10 @@ class _Table(BaseModel):
 class TokenShard(_Table):
     """A file of token ids, as little-endian numbers of two bytes (four above 65,536 ids)."""
 
-    path: Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+    path: Annotated[
+        str, StringConstraints(pattern=r"^[\w-][\w.-]*(/[\w-][\w.-]*)*$", max_length=255)
+    ]
+    """Below the folder of the corpus: runs of others name no file elsewhere."""
     num_tokens: Annotated[int, Field(ge=2, le=2**40)]
     sha256: _Digest
 

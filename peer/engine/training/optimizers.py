@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ....protocol.runs.training_run import Optimizer
 
-_NUMBERS_AT_ONCE = 2**15
+_NUMBERS_AT_ONCE = 2**14
 """Sums of so many numbers are never divided among threads, which would round them otherwise."""
 
 

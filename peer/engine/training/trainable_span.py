@@ -25,7 +25,7 @@ from .span_building import build_span
 class LossPass:
     """What the last span computes of a part: the loss, and the gradient of its inputs.
 
-    `loss` is the sum over the tokens of the part, over the tokens of the whole update.
+    `loss` is the sum over the tokens of the part, divided by the tokens of the whole update.
     """
 
     loss: float

@@ -29,6 +29,14 @@ from shoal.protocol.spans import Span
             "corpus.shards.0.sha256: ",
         ),
         (
+            {"corpus": {"shards": [NO_SHARD | {"path": "a/../../b"}], "sequence_length": 4}},
+            "corpus.shards.0.path: ",
+        ),
+        (
+            {"corpus": {"shards": [NO_SHARD | {"path": "/etc/passwd"}], "sequence_length": 4}},
+            "corpus.shards.0.path: ",
+        ),
+        (
             {"corpus": {"shards": [NO_SHARD], "sequence_length": 10_000}},
             "run file: corpus has 1 rows of 10000 tokens, one part takes 2",
         ),
