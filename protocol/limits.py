@@ -61,7 +61,7 @@ MAX_MEMBER_ID_CHARACTERS = 96
 """A peer id and a number: those of all members fit into one frame with the value of a decision."""
 
 MAX_DECISION_VALUE_BYTES = 2**14
-"""What one decision of a run says, beside its members: digests and norms of 256 stages."""
+"""Of the value of one decision of a run: enough for digests and norms of 256 stages."""
 
 MAX_DECISIONS = 2**32 - 1
 """The highest number of one: a run that takes one every second ends after 136 years."""

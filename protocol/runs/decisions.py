@@ -4,7 +4,7 @@ A decision commits an update or changes the members. Number k is chosen by singl
 (Lamport, "Paxos Made Simple", 2001, section 2), whose acceptors are the members that decision k - 1
 names: the roster. So a change of members is a decision like any other, and of two halves of a run
 at most one goes on. One of two members is no majority: to survive a kill, a run needs three members
-or more, of any stages. What a member does with a message:
+or more, of any stages. A member acts on a message as follows:
 
     number of the message   from                action
     other than ours         anybody             tell it our newest decision; who knows more tells us
@@ -181,7 +181,7 @@ class _Proposal:
     wanted: Decision
     promises: dict[MemberId, Accept | None] = field(default_factory=dict[MemberId, Accept | None])
     accept: Accept | None = None
-    """What we have asked the roster to accept, once a majority had promised."""
+    """The request to accept that went to the roster once a majority had promised."""
     quorum: set[MemberId] = field(default_factory=set[MemberId])
     """Those that have accepted it."""
 

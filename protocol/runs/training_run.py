@@ -1,4 +1,4 @@
-"""What a training run is: its model, corpus, updates and optimizer, as its owner wrote them.
+"""A training run: its model, corpus, updates and optimizer, as its owner wrote them.
 
 An update is a named set of parts. Part (u, i) is a fixed range of rows of the corpus, so that every
 peer knows what belongs to an update, and a part that is lost can be computed again.
