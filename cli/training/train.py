@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
                 gradient_norm=update.gradient_norm, tokens_per_second=round(speed, 1),
             )  # fmt: skip
         _save(whole, training, options.out)
-    digest = whole.compute_digest()
+    digest = whole.compute_weights_digest()
     lines = [f"Model: {options.out}", f"SHA-256 of its weights: {digest}"]
     reporter.tell("trained", lines, model=str(options.out), digest=digest)
     return 0

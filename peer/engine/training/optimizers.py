@@ -35,6 +35,7 @@ class SpanOptimizer:
         }
         others = [weight for name, weight in parameters.items() if name not in matrices]
         self._optimizers: list[tuple[torch.optim.Optimizer, float]] = []
+        """Each with its highest learning rate."""
         if matrices:
             muon = torch.optim.Muon(
                 list(matrices.values()),
@@ -49,6 +50,8 @@ class SpanOptimizer:
             if config.name == "muon" and config.other_learning_rate is not None:
                 rate = config.other_learning_rate
             self._optimizers.append((_make_other(config, others, rate), rate))
+        for optimizer, _ in self._optimizers:
+            _fill_state(optimizer)
 
     def step(self, gradients: Mapping[str, Tensor], rate_fraction: float) -> None:
         """Update the weights with these gradients, at a fraction of the highest learning rate."""
@@ -59,6 +62,15 @@ class SpanOptimizer:
                 group["lr"] = rate * rate_fraction
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+
+    def read_state(self) -> dict[str, Tensor]:
+        """Return what the optimizer keeps, as "weight/field"; it changes with the next step."""
+        return {
+            f"{name}/{field}": tensor
+            for name, weight in self._parameters.items()
+            for optimizer, _ in self._optimizers
+            for field, tensor in optimizer.state.get(weight, {}).items()
+        }
 
 
 def _make_other(
@@ -71,15 +83,34 @@ def _make_other(
     )
 
 
+def _fill_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the zeros now that torch makes in the first step, so that they can be replaced."""
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if isinstance(optimizer, torch.optim.Muon):
+                optimizer.state[weight] = {"momentum_buffer": torch.zeros_like(weight)}
+            elif isinstance(optimizer, torch.optim.AdamW):
+                optimizer.state[weight] = {
+                    "step": torch.zeros((), dtype=torch.float32),
+                    "exp_avg": torch.zeros_like(weight),
+                    "exp_avg_sq": torch.zeros_like(weight),
+                }
+
+
 def _is_in_block(name: str) -> bool:
     """Return whether a weight lies in a list of blocks, as its name has an index then."""
     return any(part.isdigit() for part in name.split("."))
 
 
-def compute_squared_norm(gradient: Tensor) -> float:
-    """Return the squared norm of a gradient, whatever number of threads computes it."""
-    pieces = gradient.flatten().split(_NUMBERS_AT_ONCE)
-    return math.fsum(float(piece.double().square().sum()) for piece in pieces)
+def measure_norms(gradients: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the squared norm of each gradient, whatever number of threads computes it."""
+    return {
+        name: math.fsum(
+            float(piece.double().square().sum())
+            for piece in gradient.flatten().split(_NUMBERS_AT_ONCE)
+        )
+        for name, gradient in gradients.items()
+    }
 
 
 def compute_clip_factor(squared_norms: Iterable[float], clip_norm: float | None) -> float:

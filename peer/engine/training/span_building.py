@@ -33,6 +33,8 @@ class SpanModules:
         self.is_last = span.stop == len(shell.layers)
         self._multiplier = shell.embedding_multiplier
         self._embedding, _ = find_ends(shell)
+        self.hidden_size: int = shell.config.hidden_size
+        self.vocabulary_size = self._embedding.num_embeddings
         self._decoder = shell.cut(list(range(span.start, span.stop)), has_positions=self.is_first)
         self._head = shell.cut_model() if self.is_last else None
         self.parameters: dict[str, nn.Parameter] = {

@@ -6,19 +6,28 @@ Tensor suffixes: B rows, T tokens, H hidden, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from ....kernels.exact_sums import FIRST_EXPONENT, ExactSum, choose_exponent
+from ....kernels.exact_sums import (
+    FIRST_EXPONENT,
+    LEAST_EXPONENT,
+    MOST_EXPONENT,
+    ExactSum,
+    choose_exponent,
+)
 from ....protocol.errors import ErrorCode, RefusedError
 from ....protocol.runs.training_run import PartId, TrainingRun
 from ....protocol.spans import Span
-from .optimizers import SpanOptimizer, compute_clip_factor, compute_squared_norm
+from .optimizers import SpanOptimizer, compute_clip_factor
 from .span_building import build_span
+
+DEFAULT_GRAPH_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -32,126 +41,303 @@ class LossPass:
     input_grads_BTH: Tensor | None
 
 
+@dataclass
+class _Pass:
+    """A part between its passes; without outputs, its backward pass begins with its forward one."""
+
+    inputs: Tensor
+    outputs: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    weights: list[Tensor]
+    inputs_BTH: Tensor | None
+    loss: float | None
+
+
 class TrainableSpan:
     """Weights of a span, their optimizer, and the gradients of the update that is under way.
 
-    A part goes forward once and backward once; only then do its gradients count. All of it follows
-    from weights, part and inputs alone, bit for bit, on machines that compute alike: so does the
-    sum of an update's parts, whichever replicas computed them.
+    A part goes forward once and backward once; then its gradients are in the sums, which is called
+    counted. `discount` takes them out again, with nothing left of them. All of it follows from
+    weights, part and inputs alone, bit for bit, on machines that compute alike: so does the sum of
+    an update's parts, whichever replicas computed them.
+
+    Everything that others give is checked before anything changes. Raises RefusedError for a part
+    that is not one of the update under way, that is counted already, or that has inputs or
+    gradients of another shape or dtype, or that are not finite; the part may then be tried again.
+
+    Graphs of passes under way take at most `graph_bytes`; the backward passes of the other parts
+    compute their forward passes again.
     """
 
-    def __init__(self, run: TrainingRun, span: Span) -> None:
+    def __init__(
+        self, run: TrainingRun, span: Span, graph_bytes: int = DEFAULT_GRAPH_BYTES
+    ) -> None:
         self.span = span
         self.update = 0
         self._run = run
         self.modules = build_span(run, span)
         self._weights = self.modules.parameters
         self._optimizer = SpanOptimizer(run.optimizer, self._weights)
-        self._exponents = dict.fromkeys(self._weights, FIRST_EXPONENT)
-        self._passes = dict[PartId, tuple[Tensor, Tensor]]()
-        self.counted = set[PartId]()
-        """Parts whose gradients are in the sums."""
-        self.sums = self._make_sums()
+        self._passes = dict[PartId, _Pass]()
+        self._max_graph_bytes = graph_bytes
+        self._bytes_per_graph: int | None = None
+        self._boundaries = dict[PartId, str]()
+        """Of each counted part, the digest of what its passes began with."""
+        # Of a weight that two spans hold, each part has two addends.
+        self.sums = {
+            name: ExactSum(weight.shape, FIRST_EXPONENT, 2 * run.parts_per_update)
+            for name, weight in self._weights.items()
+        }
         """The sums of the counted parts' gradients, by the names of the weights."""
 
+    @property
+    def counted(self) -> Set[PartId]:
+        """The parts whose gradients are in the sums."""
+        return self._boundaries.keys()
+
+    @property
+    def graph_bytes(self) -> int:
+        """Memory of the graphs of passes under way."""
+        num_graphs = sum(one.outputs is not None for one in self._passes.values())
+        return num_graphs * (self._bytes_per_graph or 0)
+
     def run_forward(self, part: PartId, inputs: Tensor) -> Tensor:
-        """Return the outputs of a part, [B, T, H]; keeps what its backward pass needs."""
-        outputs = self._run_forward(part, inputs)
+        """Return the outputs of a part, [B, T, H]; keeps what its backward pass needs.
+
+        The inputs are token ids [B, T] for the first span, and hidden states [B, T, H] for the
+        others; the caller leaves them as they are. The forward pass of a part may be repeated until
+        its backward pass has run.
+        """
+        assert not self.modules.is_last
+        self._check_part(part)
+        self._check_inputs(inputs)
+        inputs = _prepare(inputs)
+        if self._bytes_per_graph is None:
+            outputs, self._bytes_per_graph = self._measure_graph(part, inputs)
+        else:
+            outputs = self._compute(part, inputs)
+        self._passes.pop(part, None)
+        is_kept = self.graph_bytes + self._bytes_per_graph <= self._max_graph_bytes
+        self._passes[part] = _Pass(inputs, outputs if is_kept else None)
         return outputs.detach()
 
     def run_backward(self, part: PartId, output_grads_BTH: Tensor) -> Tensor | None:
         """Count the gradients of a part; return those of its inputs, None for the first span."""
-        inputs, outputs = self._passes.pop(part)
-        return self._run_backward(part, inputs, outputs, output_grads_BTH)
+        self._check_part(part)
+        if part not in self._passes:
+            raise _refuse(f"{part} has had no forward pass here")
+        self._check_hidden(output_grads_BTH, "output gradients")
+        kept = self._passes[part]
+        outputs, kept.outputs = kept.outputs, None  # a graph is used up, whatever comes of it
+        result = self._differentiate(part, kept.inputs, output_grads_BTH, outputs)
+        self._count(part, result.weights, kept.inputs, output_grads_BTH)
+        del self._passes[part]
+        return result.inputs_BTH
 
     def run_loss(self, part: PartId, inputs: Tensor, labels_BT: Tensor) -> LossPass:
         """Run the last span forward and backward, and count the gradients of a part."""
-        logits_BTV = self._run_forward(part, inputs)
-        loss = functional.cross_entropy(
-            logits_BTV.flatten(0, 1), labels_BT.flatten(), reduction="sum"
-        )
-        loss = loss / self._run.tokens_per_update
-        inputs, _ = self._passes.pop(part)
-        return LossPass(loss.item(), self._run_backward(part, inputs, loss, None))
+        assert self.modules.is_last
+        self._check_part(part)
+        self._check_inputs(inputs)
+        self._check_tokens(labels_BT, "labels")
+        inputs = _prepare(inputs)
+        result = self._differentiate(part, inputs, labels_BT)
+        self._count(part, result.weights, inputs, labels_BT)
+        assert result.loss is not None
+        return LossPass(result.loss, result.inputs_BTH)
+
+    def discount(self, part: PartId, inputs: Tensor, target: Tensor) -> None:
+        """Take the gradients of a counted part out of the sums; they are computed again.
+
+        `inputs` and `target` (the output gradients; for the last span, the labels) must be those
+        with which the part was counted, else RefusedError. The part can be counted again then.
+        """
+        if part not in self._boundaries:
+            raise _refuse(f"{part} is not counted here")
+        if self._boundaries[part] != _digest_boundary(inputs, target):
+            raise _refuse(f"{part} was counted with other inputs")
+        result = self._differentiate(part, _prepare(inputs), target)
+        for total, grad in zip(self.sums.values(), result.weights, strict=True):
+            total.subtract(grad)
+        del self._boundaries[part]
 
     def read_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the update, summed over all counted parts."""
         return {name: total.read() for name, total in self.sums.items()}
 
-    def measure_norms(self, gradients: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the squared norm of each gradient."""
-        return {name: compute_squared_norm(gradient) for name, gradient in gradients.items()}
-
     def apply_update(self, gradients: Mapping[str, Tensor], squared_norms: Iterable[float]) -> None:
-        """Update the weights; `squared_norms` are those of all spans, each tied weight once."""
+        """Update the weights; `squared_norms` are those of all spans, each tied weight once.
+
+        The gradients are clipped in place. All passes under way end.
+        """
         run = self._run
         for name, gradient in gradients.items():
-            self._exponents[name] = choose_exponent(gradient, self._exponents[name])
+            total = self.sums[name]
+            total.reset(choose_exponent(gradient, total.exponent))
         factor = compute_clip_factor(squared_norms, run.optimizer.clip_norm)
         if factor < 1.0:
-            gradients = {name: gradient * factor for name, gradient in gradients.items()}
+            for gradient in gradients.values():
+                gradient.mul_(factor)
         self._optimizer.step(gradients, run.choose_rate_fraction(self.update))
-        self.update += 1
-        self.counted.clear()
-        self._passes.clear()
-        self.sums = self._make_sums()
+        self._begin(self.update + 1)
 
     def read_weights(self) -> dict[str, Tensor]:
         """Return the weights by their names in a checkpoint; they change with the next update."""
         return {name: weight.detach() for name, weight in self._weights.items()}
 
+    def read_state(self) -> dict[str, Tensor]:
+        """Return all that the next updates follow from; it changes with the next update.
+
+        That is the weights, the state of the optimizer, the exponents of the sums in the order of
+        their names, and the number of the update under way.
+        """
+        exponents = [self.sums[name].exponent for name in sorted(self.sums)]
+        return {
+            "update": torch.tensor(self.update),
+            "exponents": torch.tensor(exponents),
+            **{f"weights/{name}": weight for name, weight in self.read_weights().items()},
+            **{f"optimizer/{name}": one for name, one in self._optimizer.read_state().items()},
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from the state of another replica, of which nothing is kept.
+
+        Raises RefusedError, before anything changes, where it cannot be one of this span.
+        """
+        own = self.read_state()
+        if state.keys() != own.keys():
+            raise _refuse(f"the state has other tensors: {sorted(state.keys() ^ own.keys())[:3]}")
+        for name, tensor in state.items():
+            _check_tensor(tensor, own[name].shape, own[name].dtype, name)
+        update, exponents = int(state["update"]), state["exponents"].tolist()
+        if not 0 <= update <= self._run.num_updates:
+            raise _refuse(f"the run has {self._run.num_updates} updates, no number {update}")
+        if not all(LEAST_EXPONENT <= exponent <= MOST_EXPONENT for exponent in exponents):
+            raise _refuse("the state has exponents that no sum has")
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+        for name, exponent in zip(sorted(self.sums), exponents, strict=True):
+            self.sums[name].reset(exponent)
+        self._begin(update)
+
     def compute_digest(self) -> str:
-        """Return the SHA-256 of all weights, 64 hexadecimal digits."""
-        return digest_tensors(self.read_weights())
+        """Return the SHA-256 of the state, 64 hexadecimal digits; equal replicas have the same."""
+        return digest_tensors(self.read_state())
 
-    def _run_forward(self, part: PartId, inputs: Tensor) -> Tensor:
-        if part.update != self.update:
-            raise RefusedError(
-                ErrorCode.BAD_VALUES, f"{part} comes while update {self.update} is under way"
+    def _begin(self, update: int) -> None:
+        """Forget what belonged to another update; the sums have been reset."""
+        self.update = update
+        self._boundaries.clear()
+        self._passes.clear()
+
+    def _compute(self, part: PartId, inputs: Tensor) -> Tensor:
+        """Return the outputs of a part with their graph; torch's own generator stays as it was."""
+        seed = self._run.derive_seed("pass", part.update, part.index, self.span.start)
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.default_generator.manual_seed(seed)
+            return self.modules(inputs)
+
+    def _measure_graph(self, part: PartId, inputs: Tensor) -> tuple[Tensor, int]:
+        """Return the outputs of a part, and the bytes that their graph keeps: those of any part."""
+        kept = dict[int, int]()
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage.data_ptr()] = storage.nbytes()
+            return tensor.detach()  # an output that is kept for its own backward pass is a circle
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = self._compute(part, inputs)
+        for weight in self._weights.values():
+            kept.pop(weight.untyped_storage().data_ptr(), None)
+        return outputs, sum(kept.values())
+
+    def _differentiate(
+        self, part: PartId, inputs: Tensor, target: Tensor, outputs: Tensor | None = None
+    ) -> _Gradients:
+        """Run the backward pass of a part, and its forward pass where there are no outputs."""
+        if outputs is None:
+            outputs = self._compute(part, inputs)
+        loss, output_grads = None, target
+        if self.modules.is_last:
+            summed = functional.cross_entropy(
+                outputs.flatten(0, 1), target.flatten(), reduction="sum"
             )
-        torch.manual_seed(self._run.derive_seed("pass", part.update, part.index, self.span.start))
-        inputs = inputs.detach()
-        if inputs.is_floating_point():
-            inputs.requires_grad_()
-        with torch.enable_grad():
-            outputs = self.modules(inputs)
-        self._passes[part] = inputs, outputs
-        return outputs
-
-    def _run_backward(
-        self, part: PartId, inputs: Tensor, outputs: Tensor, output_grads: Tensor | None
-    ) -> Tensor | None:
-        wanted: list[Tensor] = list(self._weights.values())
-        if inputs.requires_grad:
-            wanted.append(inputs)
+            outputs, output_grads = summed / self._run.tokens_per_update, None
+            loss = outputs.item()
+        wanted = [*self._weights.values(), *([inputs] if inputs.requires_grad else [])]
         grads = list(
             torch.autograd.grad(
                 outputs, wanted, output_grads, allow_unused=True, materialize_grads=True
             )
         )
         if not all(bool(grad.isfinite().all()) for grad in grads):
-            raise RefusedError(
-                ErrorCode.BAD_VALUES, f"the gradients of {part} of span {self.span} are not finite"
-            )
+            raise _refuse(f"the gradients of {part} of span {self.span} are not finite")
         input_grads_BTH = grads.pop() if inputs.requires_grad else None
+        return _Gradients(grads, input_grads_BTH, loss)
+
+    def _count(self, part: PartId, grads: list[Tensor], inputs: Tensor, target: Tensor) -> None:
         for total, grad in zip(self.sums.values(), grads, strict=True):
             total.add(grad)
-        self.counted.add(part)
-        return input_grads_BTH
+        self._boundaries[part] = _digest_boundary(inputs, target)
 
-    def _make_sums(self) -> dict[str, ExactSum]:
-        num_parts = self._run.parts_per_update
-        return {
-            name: ExactSum(weight.shape, self._exponents[name], num_parts)
-            for name, weight in self._weights.items()
-        }
+    def _check_part(self, part: PartId) -> None:
+        if part.update != self.update:
+            raise _refuse(f"{part} comes while update {self.update} is under way")
+        if not 0 <= part.index < self._run.parts_per_update:
+            raise _refuse(f"{part}: an update has {self._run.parts_per_update} parts")
+        if part in self._boundaries:
+            raise _refuse(f"{part} is counted already")
+
+    def _check_inputs(self, inputs: Tensor) -> None:
+        if self.modules.is_first:
+            self._check_tokens(inputs, "token ids")
+        else:
+            self._check_hidden(inputs, "hidden states")
+
+    def _check_tokens(self, tokens_BT: Tensor, what: str) -> None:
+        shape = (self._run.rows_per_part, self._run.corpus.sequence_length)
+        _check_tensor(tokens_BT, shape, torch.int64, what)
+        if not 0 <= int(tokens_BT.min()) <= int(tokens_BT.max()) < self.modules.vocabulary_size:
+            raise _refuse(f"the {what} must be from 0 to {self.modules.vocabulary_size - 1}")
+
+    def _check_hidden(self, hidden_BTH: Tensor, what: str) -> None:
+        run = self._run
+        shape = (run.rows_per_part, run.corpus.sequence_length, self.modules.hidden_size)
+        _check_tensor(hidden_BTH, shape, torch.float32, what)
 
 
 def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of named tensors in the order of their names."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
+        tensor = tensors[name].detach().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.numpy().data)
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def _digest_boundary(inputs: Tensor, target: Tensor) -> str:
+    return digest_tensors({"inputs": inputs, "target": target})
+
+
+def _prepare(inputs: Tensor) -> Tensor:
+    """Return inputs of which a gradient can be taken, if they are no token ids."""
+    inputs = inputs.detach()
+    return inputs.requires_grad_() if inputs.is_floating_point() else inputs
+
+
+def _check_tensor(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise _refuse(
+            f"the {what} must be {dtype} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}"
+        )
+    if not bool(tensor.isfinite().all()):
+        raise _refuse(f"the {what} are not finite")
+
+
+def _refuse(detail: str) -> RefusedError:
+    return RefusedError(ErrorCode.BAD_VALUES, detail)

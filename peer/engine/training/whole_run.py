@@ -13,6 +13,7 @@ from torch import Tensor
 from ....models.corpora.token_shards import TokenShards
 from ....models.shells.shell_opening import open_shell
 from ....protocol.runs.training_run import PartId, TrainingRun
+from .optimizers import measure_norms
 from .span_building import find_ends
 from .trainable_span import TrainableSpan, digest_tensors
 
@@ -43,8 +44,8 @@ class WholeRun:
         for number in range(self.stages[0].update, self._run.num_updates):
             yield self._compute_update(number, shards)
 
-    def compute_digest(self) -> str:
-        """Return the SHA-256 of all weights, 64 hexadecimal digits."""
+    def compute_weights_digest(self) -> str:
+        """Return the SHA-256 of the weights of the model, 64 hexadecimal digits."""
         return digest_tensors(self.read_weights())
 
     def read_weights(self) -> dict[str, Tensor]:
@@ -64,8 +65,8 @@ class WholeRun:
         loss = self.compute_gradients(number, shards)
         gradients = [stage.read_gradients() for stage in self.stages]
         norms = dict[str, float]()
-        for stage, own in zip(self.stages, gradients, strict=True):
-            norms |= stage.measure_norms(own)
+        for own in gradients:
+            norms |= measure_norms(own)
         for stage, own in zip(self.stages, gradients, strict=True):
             stage.apply_update(own, norms.values())
         return Update(number, loss, sum(norms.values()) ** 0.5)
@@ -88,5 +89,6 @@ class WholeRun:
         if first is last:
             return
         for name in first.sums.keys() & last.sums.keys():
-            first.sums[name].merge(last.sums[name].units)
-            last.sums[name].units.copy_(first.sums[name].units)
+            one, other = first.sums[name], last.sums[name]
+            one.merge(other.units, other.num_addends)
+            other.load(one.units, one.num_addends)

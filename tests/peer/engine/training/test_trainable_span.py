@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 from training_runs import MODEL, open_run
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from shoal.models.corpora.token_shards import TokenShards
+from shoal.peer.engine.training.optimizers import measure_norms
 from shoal.peer.engine.training.trainable_span import TrainableSpan, digest_tensors
 from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.protocol.errors import RefusedError
@@ -157,47 +159,77 @@ def test_initial_weights_do_not_depend_on_the_stages(tmp_path: Path) -> None:
 
 
 class Replicas:
-    """A run whose stages have several replicas that draw the parts among them."""
+    """A run whose stages have several replicas that draw the parts among them.
+
+    Passes of several parts are under way at once, in an order that is drawn, too. Some parts are
+    counted by two replicas, of which one takes its gradients out again.
+    """
 
     def __init__(self, run: TrainingRun, shards: TokenShards, num_replicas: int) -> None:
         self._run, self._shards = run, shards
+        # The first replica keeps graphs, the others compute their forward passes again.
         self.stages = [
-            [TrainableSpan(run, span) for _ in range(num_replicas)] for span in run.list_stages(4)
+            [TrainableSpan(run, span, 0 if index else 2**30) for index in range(num_replicas)]
+            for span in run.list_stages(4)
         ]
         self._rng = random.Random(SEED)
 
     def train(self) -> None:
         for update in range(self._run.num_updates):
-            order = list(range(self._run.parts_per_update))
-            self._rng.shuffle(order)
-            for index in order:
-                self._compute(PartId(update, index))
+            opened = [
+                self._compute(PartId(update, index)) for index in range(self._run.parts_per_update)
+            ]
+            while opened:
+                passes = self._rng.choice(opened)
+                if next(passes, None) is None:
+                    opened.remove(passes)
             self._update()
 
-    def _compute(self, part: PartId) -> None:
+    def _compute(self, part: PartId) -> Iterator[bool]:
+        """Run the passes of a part, one between two yields."""
         inputs, labels = self._shards.read_part(self._run, part)
-        first, last = (self._rng.choice(replicas) for replicas in self.stages)
+        (first, mate, *_), (last, twin, *_) = (
+            self._rng.sample(replicas, len(replicas)) for replicas in self.stages
+        )
         hidden = first.run_forward(part, inputs)
+        yield True
         grads = last.run_loss(part, hidden, labels).input_grads_BTH
         assert grads is not None
+        yield True
+        if self._rng.random() < 0.5:
+            twin.run_loss(part, hidden, labels)
+            yield True
+            self._rng.choice([last, twin]).discount(part, hidden, labels)
+            mate.run_forward(part, inputs)
+            yield True
+            mate.run_backward(part, grads)
+            yield True
+            mate.discount(part, inputs, grads)
+        yield True
         first.run_backward(part, grads)
 
     def _update(self) -> None:
+        counted = [
+            sorted(part for one in replicas for part in one.counted) for replicas in self.stages
+        ]
+        update = counted[0][0].update
+        expected = [PartId(update, index) for index in range(self._run.parts_per_update)]
+        assert counted == [expected, expected]
         names = {name for replicas in self.stages for name in replicas[0].sums}
         for name in names:
-            holders = [
+            first, *others = [
                 replica.sums[name]
                 for replicas in self.stages
                 for replica in replicas
                 if name in replica.sums
             ]
-            units = torch.stack([holder.units for holder in holders]).sum(0)
-            for holder in holders:
-                holder.units.copy_(units)
-        gradients = [replicas[0].read_gradients() for replicas in self.stages]
+            for other in others:
+                first.merge(other.units, other.num_addends)
+            for other in others:
+                other.load(first.units, first.num_addends)
         norms = dict[str, float]()
-        for replicas, own in zip(self.stages, gradients, strict=True):
-            norms |= replicas[0].measure_norms(own)
+        for replicas in self.stages:
+            norms |= measure_norms(replicas[0].read_gradients())
         for replicas in self.stages:
             for replica in replicas:
                 replica.apply_update(replica.read_gradients(), norms.values())
@@ -224,6 +256,108 @@ def test_weights_have_one_digest_whoever_computes_the_parts(
         assert {replica.compute_digest() for replica in stage} == {digest}
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_joiner_continues_from_the_state_of_a_replica(tmp_path: Path, optimizer: str) -> None:
+    settings = {"name": optimizer, "learning_rate": 0.01}
+    run, shards = open_run(tmp_path, stage_borders=[], num_updates=3, optimizer=settings)
+    whole = WholeRun(run)
+    (mate,) = whole.stages
+    updates = whole.train(shards)
+    next(updates)
+    joined = WholeRun(run)
+    (joiner,) = joined.stages
+    joined.compute_gradients(0, shards)  # of what it did before, nothing is left
+
+    save_file(mate.read_state(), tmp_path / "state.safetensors")
+    joiner.load_state(load_file(tmp_path / "state.safetensors"))
+
+    assert joiner.compute_digest() == mate.compute_digest()
+    assert not joiner.counted
+    assert list(joined.train(shards)) == list(updates)
+    assert joiner.compute_digest() == mate.compute_digest()
+    assert joiner.update == 3
+
+
+def test_digest_covers_more_than_the_weights(tmp_path: Path) -> None:
+    run, _ = open_run(tmp_path)
+    span = TrainableSpan(run, Span(0, 2))
+    state = {name: tensor.clone() for name, tensor in span.read_state().items()}
+    digests = {span.compute_digest()}
+
+    for name in ("exponents", "update", "optimizer/model.layers.0.mlp.up_proj.weight/exp_avg"):
+        span.load_state(state | {name: state[name] + 1})
+        digests.add(span.compute_digest())
+
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"more": torch.zeros(1)}, "has other tensors: .'more'."),
+        ({"update": torch.tensor(5)}, "the run has 4 updates, no number 5"),
+        ({"update": torch.tensor(1.0)}, "the update must be torch.int64"),
+        ({"exponents": torch.full((19,), 99)}, "exponents that no sum has"),
+        ({"exponents": torch.zeros(3, dtype=torch.int64)}, "the exponents must be torch.int64"),
+        ({"weights/model.layers.0.mlp.up_proj.weight": torch.full((48, 32), float("nan"))},
+         "the weights/model.layers.0.mlp.up_proj.weight are not finite"),
+    ],
+)  # fmt: skip
+def test_state_that_cannot_be_one_of_the_span_changes_nothing(
+    tmp_path: Path, changes: dict[str, Tensor], complaint: str
+) -> None:
+    run, _ = open_run(tmp_path)
+    span, other = TrainableSpan(run, Span(0, 2)), TrainableSpan(run, Span(0, 2))
+    state = {name: tensor.clone() for name, tensor in other.read_state().items()}
+    state["weights/model.embed_tokens.weight"] += 1
+    before = span.compute_digest()
+
+    with pytest.raises(RefusedError, match=complaint):
+        span.load_state(state | changes)
+
+    assert span.compute_digest() == before
+
+
+def test_kept_and_recomputed_passes_have_the_same_bits(tmp_path: Path) -> None:
+    run, shards = open_run(tmp_path, model=MODEL | {"attention_dropout": 0.3})
+    kept, recomputed = TrainableSpan(run, Span(0, 2)), TrainableSpan(run, Span(0, 2), graph_bytes=0)
+    parts = [PartId(0, index) for index in range(4)]
+
+    torch.manual_seed(1)
+    outputs = [kept.run_forward(part, shards.read_part(run, part)[0]) for part in parts]
+    torch.manual_seed(2)
+    for part, output in zip(parts, outputs, strict=True):
+        drawn = torch.get_rng_state()
+        again = recomputed.run_forward(part, shards.read_part(run, part)[0])
+        assert torch.equal(again, output)
+        assert torch.equal(torch.get_rng_state(), drawn)
+    for part in parts:
+        kept.run_backward(part, outputs[0])
+    for part in reversed(parts):
+        recomputed.run_backward(part, outputs[0])
+
+    assert digest_tensors(kept.read_gradients()) == digest_tensors(recomputed.read_gradients())
+
+
+def test_graphs_stay_within_their_budget(tmp_path: Path) -> None:
+    run, shards = open_run(tmp_path)
+    parts = [PartId(0, index) for index in range(4)]
+    span = TrainableSpan(run, Span(0, 2))
+    tokens, _ = shards.read_part(run, parts[0])
+    outputs = span.run_forward(parts[0], tokens)
+    assert span.graph_bytes > 4 * outputs.nbytes
+
+    small = TrainableSpan(run, Span(0, 2), graph_bytes=2 * span.graph_bytes)
+    for part in (*parts, parts[2]):
+        small.run_forward(part, tokens)
+
+    assert small.graph_bytes == 2 * span.graph_bytes
+    small.run_backward(parts[0], outputs)
+    assert small.graph_bytes == span.graph_bytes
+    small.run_forward(parts[3], tokens)
+    assert small.graph_bytes == 2 * span.graph_bytes
+
+
 def test_part_of_another_update_is_refused(tmp_path: Path) -> None:
     run, shards = open_run(tmp_path)
     span = TrainableSpan(run, Span(0, 2))
@@ -231,19 +365,108 @@ def test_part_of_another_update_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(RefusedError, match="part 0 of update 1 comes while update 0 is under way"):
         span.run_forward(PartId(1, 0), tokens)
+    with pytest.raises(RefusedError, match="part 4 of update 0: an update has 4 parts"):
+        span.run_forward(PartId(0, 4), tokens)
 
 
-@pytest.mark.parametrize("spoil", [lambda grads: grads / 0, lambda grads: grads * float("nan")])
-def test_gradients_that_are_not_finite_leave_no_trace(
-    tmp_path: Path, spoil: Callable[[Tensor], Tensor]
-) -> None:
+def test_part_is_counted_once(tmp_path: Path) -> None:
     run, shards = open_run(tmp_path)
-    span = TrainableSpan(run, Span(0, 2))
+    first, last = TrainableSpan(run, Span(0, 2)), TrainableSpan(run, Span(2, 4))
     part = PartId(0, 0)
-    hidden = span.run_forward(part, shards.read_part(run, part)[0])
+    tokens, labels = shards.read_part(run, part)
+    hidden = first.run_forward(part, tokens)
+    grads = last.run_loss(part, hidden, labels).input_grads_BTH
+    assert grads is not None
+    first.run_backward(part, grads)
+    gradients = [digest_tensors(span.read_gradients()) for span in (first, last)]
 
-    with pytest.raises(RefusedError, match="are not finite"):
-        span.run_backward(part, spoil(torch.ones_like(hidden)))
+    for again in (
+        lambda: first.run_forward(part, tokens),
+        lambda: first.run_backward(part, grads),
+        lambda: last.run_loss(part, hidden, labels),
+    ):
+        with pytest.raises(RefusedError, match="part 0 of update 0 is counted already"):
+            again()
+    for other in (hidden + 1, hidden.bfloat16(), hidden[:1]):
+        with pytest.raises(RefusedError, match="was counted with other inputs"):
+            last.discount(part, other, labels)
+
+    assert [digest_tensors(span.read_gradients()) for span in (first, last)] == gradients
+    first.discount(part, tokens, grads)
+    last.discount(part, hidden, labels)
+    for span in (first, last):
+        assert not span.counted
+        assert all(not gradient.any() for gradient in span.read_gradients().values())
+    with pytest.raises(RefusedError, match="part 0 of update 0 is not counted here"):
+        last.discount(part, hidden, labels)
+    with pytest.raises(RefusedError, match="part 0 of update 0 has had no forward pass here"):
+        first.run_backward(part, grads)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda tokens: tokens[:, 1:], r"the token ids must be torch.int64 \[2, 16\], not"),
+        (lambda tokens: tokens.int(), "the token ids must be torch.int64"),
+        (lambda tokens: tokens - 96, "the token ids must be from 0 to 95"),
+        (lambda tokens: tokens + 96, "the token ids must be from 0 to 95"),
+    ],
+)
+def test_tokens_that_the_model_does_not_know_are_refused(
+    tmp_path: Path, spoil: Callable[[Tensor], Tensor], complaint: str
+) -> None:
+    run, shards = open_run(tmp_path, stage_borders=[])
+    span, part = TrainableSpan(run, Span(0, 4)), PartId(0, 0)
+    tokens, labels = shards.read_part(run, part)
+
+    with pytest.raises(RefusedError, match=complaint):
+        span.run_loss(part, spoil(tokens), labels)
+    with pytest.raises(RefusedError, match=complaint.replace("token ids", "labels")):
+        span.run_loss(part, tokens, spoil(labels))
+
+    assert span.run_loss(part, tokens, labels).loss > 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda hidden: hidden / 0, "are not finite"),
+        (lambda hidden: hidden * float("nan"), "are not finite"),
+        (lambda hidden: hidden.double(), "must be torch.float32"),
+        (lambda hidden: hidden[:1], r"must be torch.float32 \[2, 16, 32\], not"),
+    ],
+)
+def test_refused_hidden_states_and_gradients_leave_no_trace(
+    tmp_path: Path, spoil: Callable[[Tensor], Tensor], complaint: str
+) -> None:
+    run, _ = open_run(tmp_path, stage_borders=[1, 3])
+    span, part = TrainableSpan(run, Span(1, 3)), PartId(0, 0)
+    hidden = torch.linspace(-1, 1, 2 * 16 * 32).view(2, 16, 32)
+
+    with pytest.raises(RefusedError, match="the hidden states " + complaint):
+        span.run_forward(part, spoil(hidden))
+    span.run_forward(part, hidden)
+    with pytest.raises(RefusedError, match="the output gradients " + complaint):
+        span.run_backward(part, spoil(hidden))
 
     assert not span.counted
     assert all(not gradient.any() for gradient in span.read_gradients().values())
+    assert span.run_backward(part, hidden) is not None  # the pass is still under way
+
+
+def test_gradients_that_become_infinite_leave_no_trace(tmp_path: Path) -> None:
+    run, shards = open_run(tmp_path)
+    span, part = TrainableSpan(run, Span(0, 2)), PartId(0, 0)
+    tokens, _ = shards.read_part(run, part)
+    huge = torch.full_like(span.run_forward(part, tokens), 3e38)
+
+    with pytest.raises(RefusedError, match="the gradients of part 0 of update 0 of span 0:2 are"):
+        span.run_backward(part, huge)
+
+    assert not span.counted
+    assert all(not gradient.any() for gradient in span.read_gradients().values())
+    span.run_backward(part, huge * 1e-38)
+    other = TrainableSpan(run, Span(0, 2))
+    other.run_forward(part, tokens)
+    other.run_backward(part, huge * 1e-38)
+    assert digest_tensors(span.read_gradients()) == digest_tensors(other.read_gradients())
