@@ -23,22 +23,24 @@ class SpanOptimizer:
     """The optimizer of a span's weights, which are given by their names in a checkpoint.
 
     Muon updates the matrices of blocks. Embedding, head, norms and biases are AdamW's under Muon,
-    too (Jordan et al., 2024).
+    too (Jordan et al., 2024). The experts of a block may be one weight of three dimensions, which
+    Muon takes as that many matrices.
     """
 
     def __init__(self, config: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
-        matrices = {
-            name: weight
-            for name, weight in parameters.items()
-            if config.name == "muon" and weight.ndim == 2 and _is_in_block(name)
-        }
-        others = [weight for name, weight in parameters.items() if name not in matrices]
         self._optimizers: list[tuple[torch.optim.Optimizer, float]] = []
         """Each with its highest learning rate."""
+        self._pieces = dict[str, list[Tensor]]()
+        """Of each weight, what its optimizer updates: the weight, or its matrices."""
+        matrices, others = list[Tensor](), list[Tensor]()
+        for name, weight in parameters.items():
+            is_matrix = config.name == "muon" and weight.ndim in (2, 3) and _is_in_block(name)
+            is_stack = is_matrix and weight.ndim == 3
+            self._pieces[name] = list(weight.detach()) if is_stack else [weight]
+            (matrices if is_matrix else others).extend(self._pieces[name])
         if matrices:
             muon = torch.optim.Muon(
-                list(matrices.values()),
+                matrices,
                 lr=config.learning_rate,
                 momentum=config.momentum,
                 weight_decay=config.weight_decay,
@@ -55,8 +57,12 @@ class SpanOptimizer:
 
     def step(self, gradients: Mapping[str, Tensor], rate_fraction: float) -> None:
         """Update the weights with these gradients, at a fraction of the highest learning rate."""
-        for name, weight in self._parameters.items():
-            weight.grad = gradients[name]
+        for name, pieces in self._pieces.items():
+            gradient = gradients[name]
+            for piece, own in zip(
+                pieces, [gradient] if len(pieces) == 1 else gradient, strict=True
+            ):
+                piece.grad = own.view_as(piece)
         for optimizer, rate in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate * rate_fraction
@@ -66,16 +72,15 @@ class SpanOptimizer:
     def read_state(self) -> dict[str, Tensor]:
         """Return what the optimizer keeps, as "weight/field"; it changes with the next step."""
         return {
-            f"{name}/{field}": tensor
-            for name, weight in self._parameters.items()
+            f"{name}/{field}" if len(pieces) == 1 else f"{name}/{index}/{field}": tensor
+            for name, pieces in self._pieces.items()
+            for index, piece in enumerate(pieces)
             for optimizer, _ in self._optimizers
-            for field, tensor in optimizer.state.get(weight, {}).items()
+            for field, tensor in optimizer.state.get(piece, {}).items()
         }
 
 
-def _make_other(
-    config: Optimizer, weights: list[nn.Parameter], rate: float
-) -> torch.optim.Optimizer:
+def _make_other(config: Optimizer, weights: list[Tensor], rate: float) -> torch.optim.Optimizer:
     if config.name == "sgd":
         return torch.optim.SGD(weights, lr=rate, weight_decay=config.weight_decay)
     return torch.optim.AdamW(

@@ -6,15 +6,18 @@ layout of stages begins with the same model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ....models.shells.shell import Shell
 from ....models.shells.shell_opening import open_shell
 from ....models.shells.tables import fill_tables
+from ....protocol.errors import ModelError
 from ....protocol.runs.training_run import TrainingRun
 from ....protocol.spans import Span
 
@@ -38,11 +41,19 @@ class SpanModules:
         self._decoder = shell.cut(list(range(span.start, span.stop)), has_positions=self.is_first)
         self._head = shell.cut_model() if self.is_last else None
         self.parameters: dict[str, nn.Parameter] = {
-            name: weight for name, weight in shell.model.named_parameters() if not weight.is_meta
+            name: weight
+            for name, weight in shell.model.named_parameters()
+            if weight.requires_grad and not weight.is_meta
         }
-        """By their names in a checkpoint."""
+        """What is trained, by the names in a checkpoint."""
+        self.constants: dict[str, Tensor] = {
+            name: tensor.detach()
+            for name, tensor in _list_checkpoint(shell.model).items()
+            if name not in self.parameters
+        }
+        """What is not, but is in a checkpoint: other weights, and buffers."""
 
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+    def __call__(self, inputs: Tensor) -> Tensor:
         """Return hidden states [B, T, H], or logits [B, T, V] behind the last block.
 
         The inputs are token ids [B, T] for the first span, and hidden states for the others.
@@ -69,32 +80,72 @@ def build_span(run: TrainingRun, span: Span) -> SpanModules:
 
 @torch.no_grad()
 def _fill(shell: Shell, span: Span, derive_seed: Callable[..., int]) -> None:
-    model = shell.model
+    """Give the modules of a span memory and the first weights of transformers' own models."""
     embedding, head = find_ends(shell)
     is_tied = head.weight is embedding.weight
-    parts = [shell.layers[index] for index in range(span.start, span.stop)]
     is_last = span.stop == len(shell.layers)
+    parts: list[nn.Module] = [shell.layers[index] for index in range(span.start, span.stop)]
     if span.start == 0 or (is_last and is_tied):
         parts.append(embedding)
     if span.start == 0 and shell.positions_name is not None:
         parts.append(shell.decoder.get_submodule(shell.positions_name))
     if is_last:
         parts.append(shell.decoder.get_submodule(shell.norm_name))
-    if is_last and not is_tied:
+    if is_last and (not is_tied or head.bias is not None):
         parts.append(head)
-    names = {module: name for name, module in model.named_modules()}
+    names = {module: name for name, module in shell.model.named_modules()}
     for part in parts:
-        fill_tables(model, part)  # first: it would overwrite weights
+        fill_tables(shell.model, part)  # first: it would overwrite weights
         for module in part.modules():
-            weights = {name: w for name, w in module._parameters.items() if w is not None}
-            for name, weight in weights.items():
-                empty = torch.empty_like(weight, device="cpu", dtype=torch.float32)
-                module._parameters[name] = nn.Parameter(empty)
-            if weights:
-                torch.manual_seed(derive_seed("weights", names[module]))
+            _allocate(module)
+        model = shell.model if part is head else shell.decoder
+        for module in _list_inside_out(part):
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(derive_seed("weights", names[module]))
                 model._init_weights(module)
+        _check_filled(part, names[part], shell.config.model_type)
     if is_tied:
         head.weight = embedding.weight
+
+
+def _list_inside_out(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules in a module before itself: some reset weights of those in them (GPT-2)."""
+    for child in module.children():
+        yield from _list_inside_out(child)
+    yield module
+
+
+def _allocate(module: nn.Module) -> None:
+    """Give weights and persistent buffers memory; numbers that nobody sets are found by NaN."""
+    for name, weight in module._parameters.items():
+        if weight is not None:
+            empty = torch.full_like(weight, math.nan, device="cpu", dtype=torch.float32)
+            module._parameters[name] = nn.Parameter(empty, requires_grad=weight.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta and buffer.is_floating_point():
+            module._buffers[name] = torch.full_like(buffer, math.nan, device="cpu")
+
+
+def _check_filled(part: nn.Module, name: str, model_type: str) -> None:
+    for local_name, tensor in chain(part.named_parameters(), part.named_buffers()):
+        if tensor.is_meta or bool(tensor.isnan().any()):
+            raise ModelError(
+                f"models of type {model_type!r:.60} cannot be trained from scratch: transformers "
+                f"gives {name}.{local_name} no initial values"
+            )
+
+
+def _list_checkpoint(model: nn.Module) -> dict[str, Tensor]:
+    """Return weights and persistent buffers that have memory; those with two names have one."""
+    passing = {
+        id(module._buffers[name])
+        for module in model.modules()
+        for name in module._non_persistent_buffers_set
+    }
+    named = chain(model.named_parameters(), model.named_buffers())
+    return {
+        name: tensor for name, tensor in named if not tensor.is_meta and id(tensor) not in passing
+    }
 
 
 def find_ends(shell: Shell) -> tuple[nn.Embedding, nn.Linear]:

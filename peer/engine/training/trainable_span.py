@@ -186,7 +186,8 @@ class TrainableSpan:
 
     def read_weights(self) -> dict[str, Tensor]:
         """Return the weights by their names in a checkpoint; they change with the next update."""
-        return {name: weight.detach() for name, weight in self._weights.items()}
+        trained = {name: weight.detach() for name, weight in self._weights.items()}
+        return trained | self.modules.constants
 
     def read_state(self) -> dict[str, Tensor]:
         """Return all that the next updates follow from; it changes with the next update.
