@@ -51,13 +51,10 @@ def run(options: argparse.Namespace) -> int:
     progress = "Loading"
     with reporter.showing(lambda: progress):
         with quitting_at_once(options.json), importing_much():
-            import torch
-
             from ...models.corpora.token_shards import TokenShards
             from ...peer.engine.training.whole_run import WholeRun
 
-        torch.set_num_threads(options.threads)
-        whole = WholeRun(training)
+        whole = WholeRun(training, options.threads)
         folder = options.corpus or options.run_file.parent
         shards = TokenShards.open(training.corpus, folder, whole.vocabulary_size)
         options.out.mkdir(parents=True, exist_ok=True)  # an error now, not after hours

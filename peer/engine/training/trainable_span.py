@@ -24,6 +24,7 @@ from ....kernels.exact_sums import (
 from ....protocol.errors import ErrorCode, RefusedError
 from ....protocol.runs.training_run import PartId, TrainingRun
 from ....protocol.spans import Span
+from .numerics import computing_alike
 from .optimizers import SpanOptimizer, compute_clip_factor
 from .span_building import build_span
 
@@ -61,8 +62,8 @@ class TrainableSpan:
 
     A part goes forward once and backward once; then its gradients are in the sums, which is called
     counted. `discount` takes them out again, with nothing left of them. All of it follows from
-    weights, part and inputs alone, bit for bit, on machines that compute alike: so does the sum of
-    an update's parts, whichever replicas computed them.
+    weights, part, inputs and number of threads alone, bit for bit, on machines of one class
+    (`numerics_class.py`): so does the sum of an update's parts, whichever replicas computed them.
 
     Everything that others give is checked before anything changes. Raises RefusedError for a part
     that is not one of the update under way, that is counted already, or that has inputs or
@@ -73,9 +74,15 @@ class TrainableSpan:
     """
 
     def __init__(
-        self, run: TrainingRun, span: Span, graph_bytes: int = DEFAULT_GRAPH_BYTES
+        self,
+        run: TrainingRun,
+        span: Span,
+        *,
+        num_threads: int = 1,
+        graph_bytes: int = DEFAULT_GRAPH_BYTES,
     ) -> None:
         self.span = span
+        self._num_threads = num_threads
         self.update = 0
         self._run = run
         self.modules = build_span(run, span)
@@ -181,7 +188,8 @@ class TrainableSpan:
         if factor < 1.0:
             for gradient in gradients.values():
                 gradient.mul_(factor)
-        self._optimizer.step(gradients, run.choose_rate_fraction(self.update))
+        with computing_alike(self._num_threads):
+            self._optimizer.step(gradients, run.choose_rate_fraction(self.update))
         self._begin(self.update + 1)
 
     def read_weights(self) -> dict[str, Tensor]:
@@ -237,7 +245,8 @@ class TrainableSpan:
     def _compute(self, part: PartId, inputs: Tensor) -> Tensor:
         """Return the outputs of a part with their graph; torch's own generator stays as it was."""
         seed = self._run.derive_seed("pass", part.update, part.index, self.span.start)
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        alike = computing_alike(self._num_threads)
+        with alike, torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.default_generator.manual_seed(seed)
             return self.modules(inputs)
 
@@ -262,19 +271,20 @@ class TrainableSpan:
         """Run the backward pass of a part, and its forward pass where there are no outputs."""
         if outputs is None:
             outputs = self._compute(part, inputs)
-        loss, output_grads = None, target
-        if self.modules.is_last:
-            summed = functional.cross_entropy(
-                outputs.flatten(0, 1), target.flatten(), reduction="sum"
-            )
-            outputs, output_grads = summed / self._run.tokens_per_update, None
-            loss = outputs.item()
         wanted = [*self._weights.values(), *([inputs] if inputs.requires_grad else [])]
-        grads = list(
-            torch.autograd.grad(
-                outputs, wanted, output_grads, allow_unused=True, materialize_grads=True
+        loss, output_grads = None, target
+        with computing_alike(self._num_threads):
+            if self.modules.is_last:
+                summed = functional.cross_entropy(
+                    outputs.flatten(0, 1), target.flatten(), reduction="sum"
+                )
+                outputs, output_grads = summed / self._run.tokens_per_update, None
+                loss = outputs.item()
+            grads = list(
+                torch.autograd.grad(
+                    outputs, wanted, output_grads, allow_unused=True, materialize_grads=True
+                )
             )
-        )
         if not all(bool(grad.isfinite().all()) for grad in grads):
             raise _refuse(f"the gradients of {part} of span {self.span} are not finite")
         input_grads_BTH = grads.pop() if inputs.requires_grad else None

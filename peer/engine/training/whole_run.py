@@ -30,14 +30,17 @@ class Update:
 class WholeRun:
     """All stages of a run."""
 
-    def __init__(self, run: TrainingRun) -> None:
+    def __init__(self, run: TrainingRun, num_threads: int = 1) -> None:
         shell = open_shell(run.model)
         self._run = run
         embedding, _ = find_ends(shell)
         self.vocabulary_size = embedding.num_embeddings
         self.architecture = type(shell.model).__name__
         """The name of the model's class in transformers."""
-        self.stages = [TrainableSpan(run, span) for span in run.list_stages(len(shell.layers))]
+        self.stages = [
+            TrainableSpan(run, span, num_threads=num_threads)
+            for span in run.list_stages(len(shell.layers))
+        ]
 
     def train(self, shards: TokenShards) -> Iterator[Update]:
         """Compute one update after the other until the last of the run."""

@@ -169,7 +169,10 @@ class Replicas:
         self._run, self._shards = run, shards
         # The first replica keeps graphs, the others compute their forward passes again.
         self.stages = [
-            [TrainableSpan(run, span, 0 if index else 2**30) for index in range(num_replicas)]
+            [
+                TrainableSpan(run, span, graph_bytes=0 if index else 2**30)
+                for index in range(num_replicas)
+            ]
             for span in run.list_stages(4)
         ]
         self._rng = random.Random(SEED)

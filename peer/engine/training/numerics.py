@@ -1,0 +1,34 @@
+"""What makes machines compute the same bits, and how to find out whether two of them do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.deterministic
+
+_SETTINGS: Any = torch.utils.deterministic
+"""Whose attribute torch declares in a way that type checkers do not see."""
+
+
+@contextmanager
+def computing_alike(num_threads: int) -> Iterator[None]:
+    """Compute with so many threads, and with kernels of torch that have one result for them.
+
+    Some sums are divided among threads, so their number decides how these round (LayerNorm's
+    gradients). Others are added in the order in which threads come (those of some experts).
+    """
+    threads_before = torch.get_num_threads()
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    filled_before = _SETTINGS.fill_uninitialized_memory
+    torch.set_num_threads(num_threads)
+    torch.use_deterministic_algorithms(True)
+    _SETTINGS.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads_before)
+        torch.use_deterministic_algorithms(was_deterministic)
+        _SETTINGS.fill_uninitialized_memory = filled_before
