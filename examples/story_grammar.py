@@ -19,7 +19,7 @@ from pathlib import Path
 PLOTS_FILE = Path(__file__).with_name("story_plots.txt")
 
 # Earlier alternatives are likelier, as words are in real text (Zipf). It also keeps the best two
-# continuations well apart, so that greedy text does not hang on the last bit of a logit.
+# continuations well apart, so that greedy text does not depend on the last bit of a logit.
 ZIPF_EXPONENT = 0.7
 MEMORY_LIMIT = 4
 INVENTED_NAME_FRACTION = 0.1

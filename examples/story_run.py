@@ -12,7 +12,7 @@ from pathlib import Path
 from story_grammar import Storyteller
 from transformers import AutoTokenizer
 
-from shoal.models.corpora.token_shards import write_shard
+from shoal.models.token_shards import write_shard
 
 BUNDLED = Path(__file__).parents[1] / "models" / "shoal-stories"
 RUN = """name = "stories"
@@ -24,7 +24,7 @@ parts_per_update = 8
 rows_per_part = 4
 corpus.sequence_length = 128
 corpus.shards = [{{ path = "stories.bin", num_tokens = {num_tokens}, sha256 = "{sha256}" }}]
-optimizer = {{ name = "muon", learning_rate = 0.01, other_learning_rate = 0.005 }}
+optimizer = {{ name = "muon", learning_rate = 0.01, adamw_learning_rate = 0.005 }}
 schedule.warmup_updates = 3
 """
 

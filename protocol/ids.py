@@ -32,6 +32,9 @@ ClientToken = NewType("ClientToken", bytes)
 """The name of a client at one peer, so that its sessions can be counted together: 16 bytes,
 or none. No proof of anything: knowing it is being it, so each peer is told another one."""
 
+RunId = NewType("RunId", str)
+"""The SHA-256 of what a training run consists of, 64 hexadecimal digits."""
+
 Capability = NewType("Capability", bytes)
 """The right to push steps into one session: 16 random bytes that the client gives to the peer
 before it on the route, or none."""

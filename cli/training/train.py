@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     progress = "Loading"
     with reporter.showing(lambda: progress):
         with quitting_at_once(options.json), importing_much():
-            from ...models.corpora.token_shards import TokenShards
+            from ...models.token_shards import TokenShards
             from ...peer.engine.training.whole_run import WholeRun
 
         whole = WholeRun(training, options.threads)

@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from ..errors import UsageError
+from ..ids import RunId
 from ..limits import MAX_BLOCKS
 from ..spans import Span
 
@@ -92,18 +93,18 @@ class Optimizer(_Table):
     name: Literal["muon", "adamw", "sgd"] = "muon"
     learning_rate: _Rate
     """The highest; of the matrices under Muon, of all parameters otherwise."""
-    other_learning_rate: _Rate | None = None
-    """Of what Muon does not update; None: the same."""
+    adamw_learning_rate: _Rate | None = None
+    """Of what AdamW updates beside Muon; None: the same."""
     weight_decay: Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)] = 0.0
     betas: Annotated[tuple[_Decay, _Decay], Field(strict=False)] = (0.9, 0.95)
     """Of AdamW."""
     momentum: _Decay = 0.95
     """Of Muon."""
-    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 1.0
-    """The largest norm of the gradient of all stages together; None: any."""
+    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """The largest norm of the gradient of all stages together."""
 
 
-class RateSchedule(_Table):
+class LearningRateSchedule(_Table):
     """Linear warmup, then a cosine down to a fraction of the highest learning rate."""
 
     warmup_updates: Annotated[int, Field(ge=0, le=MAX_UPDATES)] = 0
@@ -128,7 +129,7 @@ class TrainingRun(_Table):
     parts_per_update: Annotated[int, Field(ge=1, le=MAX_PARTS)]
     rows_per_part: Annotated[int, Field(ge=1, le=MAX_ROWS)]
     optimizer: Optimizer
-    schedule: RateSchedule = RateSchedule()
+    schedule: LearningRateSchedule = LearningRateSchedule()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -148,10 +149,10 @@ class TrainingRun(_Table):
         return self.parts_per_update * self.rows_per_part * self.corpus.sequence_length
 
     @property
-    def run_id(self) -> str:
-        """The digest of the run, 64 hexadecimal digits."""
+    def run_id(self) -> RunId:
+        """The digest of the run."""
         content = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(b"shoal run 1\n" + content.encode()).hexdigest()
+        return RunId(hashlib.sha256(b"shoal run 1\n" + content.encode()).hexdigest())
 
     def list_stages(self, num_blocks: int) -> list[Span]:
         """Return the spans of all stages of a model with so many blocks.
@@ -169,7 +170,7 @@ class TrainingRun(_Table):
     def list_rows(self, part: PartId) -> list[int]:
         """Return the rows of the corpus that a part consists of.
 
-        Parts take the rows in an order that hangs on the seed. When all are used, another order
+        Parts take the rows in an order that depends on the seed. When all are used, another order
         begins.
         """
         first = (part.update * self.parts_per_update + part.index) * self.rows_per_part
@@ -184,8 +185,8 @@ class TrainingRun(_Table):
         text = "/".join(map(str, (self.seed, *names)))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
-    def choose_rate_fraction(self, update: int) -> float:
-        """Return the fraction of the highest learning rate that an update takes.
+    def compute_learning_rate_factor(self, update: int) -> float:
+        """Return the factor of the highest learning rate in an update.
 
         Warmup ends with the highest rate; the last update has the final fraction of it.
         """

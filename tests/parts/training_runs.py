@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shoal.models.corpora.token_shards import TokenShards, write_shard
+from shoal.models.token_shards import TokenShards, write_shard
 from shoal.protocol.runs.training_run import TrainingRun, read_run
 
 VOCABULARY = 96

@@ -49,14 +49,14 @@ class SpanOptimizer:
             self._optimizers.append((muon, config.learning_rate))
         if others:
             rate = config.learning_rate
-            if config.name == "muon" and config.other_learning_rate is not None:
-                rate = config.other_learning_rate
+            if config.name == "muon" and config.adamw_learning_rate is not None:
+                rate = config.adamw_learning_rate
             self._optimizers.append((_make_other(config, others, rate), rate))
         for optimizer, _ in self._optimizers:
             _fill_state(optimizer)
 
-    def step(self, gradients: Mapping[str, Tensor], rate_fraction: float) -> None:
-        """Update the weights with these gradients, at a fraction of the highest learning rate."""
+    def step(self, gradients: Mapping[str, Tensor], learning_rate_factor: float) -> None:
+        """Update the weights with these gradients, at a factor of the highest learning rate."""
         for name, pieces in self._pieces.items():
             gradient = gradients[name]
             for piece, own in zip(
@@ -65,7 +65,7 @@ class SpanOptimizer:
                 piece.grad = own.view_as(piece)
         for optimizer, rate in self._optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate * rate_fraction
+                group["lr"] = rate * learning_rate_factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -118,11 +118,9 @@ def measure_norms(gradients: Mapping[str, Tensor]) -> dict[str, float]:
     }
 
 
-def compute_clip_factor(squared_norms: Iterable[float], clip_norm: float | None) -> float:
+def compute_clip_factor(squared_norms: Iterable[float], clip_norm: float) -> float:
     """Return the factor that shortens a gradient to the norm; its parts may come in any order.
 
     As `torch.nn.utils.clip_grad_norm_` does.
     """
-    if clip_norm is None:
-        return 1.0
     return min(clip_norm / (math.sqrt(math.fsum(squared_norms)) + 1e-6), 1.0)

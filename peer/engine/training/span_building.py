@@ -35,7 +35,7 @@ class SpanModules:
         self.is_first = span.start == 0
         self.is_last = span.stop == len(shell.layers)
         self._multiplier = shell.embedding_multiplier
-        self._embedding, _ = find_ends(shell)
+        self._embedding, _ = find_embedding_and_head(shell)
         self.hidden_size: int = shell.config.hidden_size
         self.vocabulary_size = self._embedding.num_embeddings
         self._decoder = shell.cut(list(range(span.start, span.stop)), has_positions=self.is_first)
@@ -81,7 +81,7 @@ def build_span(run: TrainingRun, span: Span) -> SpanModules:
 @torch.no_grad()
 def _fill(shell: Shell, span: Span, derive_seed: Callable[..., int]) -> None:
     """Give the modules of a span memory and the first weights of transformers' own models."""
-    embedding, head = find_ends(shell)
+    embedding, head = find_embedding_and_head(shell)
     is_tied = head.weight is embedding.weight
     is_last = span.stop == len(shell.layers)
     parts: list[nn.Module] = [shell.layers[index] for index in range(span.start, span.stop)]
@@ -148,7 +148,7 @@ def _list_checkpoint(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def find_ends(shell: Shell) -> tuple[nn.Embedding, nn.Linear]:
+def find_embedding_and_head(shell: Shell) -> tuple[nn.Embedding, nn.Linear]:
     """Return the embedding and the head; opening the shell has checked what they are."""
     ends = shell.model.get_input_embeddings(), shell.model.get_output_embeddings()
     return cast(tuple[nn.Embedding, nn.Linear], ends)

@@ -189,7 +189,7 @@ class TrainableSpan:
             for gradient in gradients.values():
                 gradient.mul_(factor)
         with computing_alike(self._num_threads):
-            self._optimizer.step(gradients, run.choose_rate_fraction(self.update))
+            self._optimizer.step(gradients, run.compute_learning_rate_factor(self.update))
         self._begin(self.update + 1)
 
     def read_weights(self) -> dict[str, Tensor]:

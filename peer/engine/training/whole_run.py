@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ....models.corpora.token_shards import TokenShards
 from ....models.shells.shell_opening import open_shell
+from ....models.token_shards import TokenShards
 from ....protocol.runs.training_run import PartId, TrainingRun
 from .optimizers import measure_norms
-from .span_building import find_ends
+from .span_building import find_embedding_and_head
 from .trainable_span import TrainableSpan, digest_tensors
 
 
@@ -33,7 +33,7 @@ class WholeRun:
     def __init__(self, run: TrainingRun, num_threads: int = 1) -> None:
         shell = open_shell(run.model)
         self._run = run
-        embedding, _ = find_ends(shell)
+        embedding, _ = find_embedding_and_head(shell)
         self.vocabulary_size = embedding.num_embeddings
         self.architecture = type(shell.model).__name__
         """The name of the model's class in transformers."""

@@ -53,7 +53,7 @@ class TcpTransport:
     def of_peer(
         cls, identity: Identity, membership: Membership | None, rules: DialRules
     ) -> TcpTransport:
-        """Return the transport of a peer, with a TLS key that hangs on its identity.
+        """Return the transport of a peer, with a TLS key that depends on its identity.
 
         Peers that know its announcement from before a restart find the same key again.
         """

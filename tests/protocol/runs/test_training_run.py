@@ -1,6 +1,7 @@
 """Run files: what they may hold, the parts of updates, and learning rates."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 from training_runs import NO_SHARD, describe_run
@@ -57,18 +58,38 @@ def test_missing_field_is_named() -> None:
         read_run(content)
 
 
+def list_changed(content: object) -> Iterator[object]:
+    """Yield copies of the content of a run, of which each has another value in one place."""
+    match content:
+        case dict():
+            for key, value in content.items():
+                yield from (content | {key: other} for other in list_changed(value))
+        case list():
+            for index, value in enumerate(content):
+                for other in list_changed(value):
+                    yield [*content[:index], other, *content[index + 1 :]]
+        case bool():
+            yield not content
+        case int():
+            yield content + 1
+        case float():
+            yield content / 2 or 0.1
+        case None:
+            yield 0.5
+        case str():
+            names = {"adamw": "sgd", NO_SHARD["sha256"]: "1" * 64}
+            yield names.get(content, content + "1")
+
+
 def test_run_id_changes_with_every_setting_and_with_nothing_else() -> None:
     run = read_run(describe_run())
-    others = [
-        describe_run(seed=8),
-        describe_run(stage_borders=[1]),
-        describe_run(num_updates=5),
-        describe_run(model=describe_run()["model"] | {"hidden_size": 64}),
-        describe_run(schedule={"warmup_updates": 2}),
-    ]
+    content = run.model_dump(mode="json")
 
-    assert read_run(run.model_dump(mode="json")).run_id == run.run_id
-    assert len({run.run_id, *(read_run(other).run_id for other in others)}) == 6
+    others = [read_run(cast(Any, other)).run_id for other in list_changed(content)]
+
+    assert read_run(content).run_id == run.run_id
+    assert len({run.run_id, *others}) == 1 + len(others)
+    assert len(others) == 30
 
 
 def test_stages_cover_the_model_and_begin_with_its_blocks() -> None:
@@ -114,7 +135,7 @@ def test_learning_rate_warms_up_and_falls_to_its_final_fraction() -> None:
     schedule = {"warmup_updates": 3, "final_fraction": 0.2}
     run = read_run(describe_run(num_updates=10, schedule=schedule))
 
-    fractions = [run.choose_rate_fraction(update) for update in range(10)]
+    fractions = [run.compute_learning_rate_factor(update) for update in range(10)]
 
     assert fractions[:4] == [0.25, 0.5, 0.75, 1.0]
     assert fractions[3:] == sorted(fractions[3:], reverse=True)

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...protocol.errors import UsageError
-from ...protocol.runs.training_run import Corpus, PartId, TokenShard, TrainingRun
+from ..protocol.errors import UsageError
+from ..protocol.runs.training_run import Corpus, PartId, TokenShard, TrainingRun
 
 _MOST_SHORT_IDS = 2**16
 

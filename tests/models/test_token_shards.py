@@ -7,7 +7,7 @@ import pytest
 import torch
 from training_runs import VOCABULARY, describe_run, open_run
 
-from shoal.models.corpora.token_shards import TokenShards, write_shard
+from shoal.models.token_shards import TokenShards, write_shard
 from shoal.protocol.errors import UsageError
 from shoal.protocol.runs.training_run import PartId, read_run
 
