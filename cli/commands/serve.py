@@ -9,7 +9,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,11 @@ import uvloop
 
 from ...peer.process.config import PeerConfig, PeerEvent, Report
 from ...protocol.errors import DirectoryError, UsageError
-from ...protocol.net.clock import SystemClock
-from ...protocol.net.dht.internet import InternetNetwork, Listening
+from ...protocol.net.dht.internet import InternetNetwork
 from ..operating.systemd_service import INSTALL, install_service, notify_systemd
 from ..options.bundled_model import find_commit
 from ..options.join_options import describe_last_swarm, list_addresses_of_new, quote_swarm
-from ..options.serve_options import add_serve_arguments, make_configs
+from ..options.serve_options import add_serve_arguments, make_configs, make_network
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import (
     INTERRUPTED,
@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until asked to stop; return 0, or 130 if the peer was never online."""
     if options.install_service:
-        make_configs(options)  # wrong options are told now
+        make_network(options)  # wrong options are told now
+        make_configs(options)
         return install_service(options, options.words)
     with stop_on_sigterm():
         if _run(options):
@@ -70,8 +71,8 @@ def _run(options: argparse.Namespace) -> bool:
     way_in = quote_swarm(options.initial_peers, options.join)
     report = print_json if options.json else EventPrinter(options.model, way_in)
     report = notify_systemd(report)
+    network = make_network(options)
     config, operator = make_configs(options)
-    listening = _make_listening(config)
     _show_losses_of_the_directory()
     with quitting_at_once(options.json), importing_much():
         find_commit(config.model)  # or say at once that there is none
@@ -84,10 +85,10 @@ def _run(options: argparse.Namespace) -> bool:
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         if addresses := list_addresses_of_new(options):
-            runner.run(_check_is_new(config, addresses))
+            runner.run(_check_is_new(replace(network, initial_peers=addresses)))
         if options.new_swarm and not options.join and options.listen != "127.0.0.1":  # --local
             report = partial(_report_with_last_swarm, report)
-        run_peer = partial(_run_peer, config, listening, operation, options.json)
+        run_peer = partial(_run_peer, config, network, operation, options.json)
         return runner.run(_serve(run_peer, report, options.end_with_stdin))
 
 
@@ -108,20 +109,8 @@ def _report_with_last_swarm(report: Report, event: PeerEvent) -> None:
         report(PeerEvent("last_swarm", facts))
 
 
-def _make_listening(config: PeerConfig) -> Listening:
-    return Listening(
-        config.listen_host,
-        config.listen_port,
-        config.directory_port,
-        config.announce_host,
-        config.is_relay,
-        config.maps_ports,
-    )
-
-
-async def _check_is_new(config: PeerConfig, addresses: Sequence[str]) -> None:
+async def _check_is_new(network: InternetNetwork) -> None:
     """Raise UsageError where somebody answers in a swarm that is to begin."""
-    network = InternetNetwork(SystemClock(), addresses, config.membership)
     try:
         transport, directory = await network.connect()
     except DirectoryError:
@@ -197,7 +186,7 @@ async def _run_until_stopped(
 
 async def _run_peer(
     config: PeerConfig,
-    listening: Listening,
+    network: InternetNetwork,
     operation: Operation,
     is_json: bool,
     stop: asyncio.Event,
@@ -206,17 +195,13 @@ async def _run_peer(
     """Serve a span over the internet until `stop` is set."""
     from ...peer.peer import Peer
 
-    clock = SystemClock()
+    clock = network.clock
     report = operation.pass_on(report, clock)
-    network = InternetNetwork(
-        clock,
-        config.initial_peers,
-        config.membership,
-        listening,
-        note_stranger=lambda host, is_local: report(
-            PeerEvent("got_through", {"host": host, "is_local": is_local})
-        ),
-    )
+
+    def note_stranger(host: str, is_local: bool) -> None:
+        report(PeerEvent("got_through", {"host": host, "is_local": is_local}))
+
+    network = replace(network, note_stranger=note_stranger)
     async with (
         Peer.join(config, network, clock, report) as peer,
         operation.run(peer, clock, report) as read_figures,

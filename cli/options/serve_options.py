@@ -5,6 +5,8 @@ from pathlib import Path
 
 from ...peer.process.config import PeerConfig
 from ...protocol.errors import UsageError
+from ...protocol.net.clock import SystemClock
+from ...protocol.net.dht.internet import InternetNetwork, Listening
 from ...protocol.spans import Span
 from .bundled_model import find_model
 from .config_file import add_config_argument
@@ -109,14 +111,27 @@ def make_configs(options: argparse.Namespace) -> tuple[PeerConfig, OperatorConfi
     return make_config(options), read_operator_config(options)
 
 
+def make_network(options: argparse.Namespace) -> InternetNetwork:
+    """Return the swarm of a peer and where it listens; raises UsageError where it may not serve."""
+    membership, initial_peers = choose_swarm(options)
+    if membership is not None:
+        membership.check_may_serve()
+    listening = Listening(
+        *choose_place(options, initial_peers),
+        options.directory_port,
+        options.announce_host,
+        options.relay,
+        options.port_mapping,
+    )
+    return InternetNetwork(SystemClock(), initial_peers, membership, listening)
+
+
 def make_config(options: argparse.Namespace) -> PeerConfig:
     """Return the configuration of a peer; raises UsageError for options that contradict."""
     try:
         span = Span.parse(options.blocks) if options.blocks else None
     except ValueError as error:
         raise UsageError(f"--blocks: {error}") from error
-    membership, initial_peers = choose_swarm(options)
-    host, port = choose_place(options, initial_peers)
     return PeerConfig(
         model=find_model(options.model),
         span=span,
@@ -128,14 +143,6 @@ def make_config(options: argparse.Namespace) -> PeerConfig:
         pass_bytes=options.training_memory,
         adapter_bytes=options.adapter_memory,
         block_cache_bytes=options.block_cache,
-        initial_peers=initial_peers,
-        membership=membership,
-        listen_host=host,
-        listen_port=port,
-        directory_port=options.directory_port,
-        announce_host=options.announce_host,
-        is_relay=options.relay,
-        maps_ports=options.port_mapping,
         identity_path=options.identity,
         name=options.name,
         announce_period_seconds=options.announce_period,

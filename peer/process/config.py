@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ...protocol.errors import UsageError
 from ...protocol.limits import MAX_ANNOUNCEMENTS_PER_MODEL, MAX_PEER_NAME_CHARACTERS
-from ...protocol.membership.membership import Membership
 from ...protocol.spans import Span
 from ..engine.devices.device_names import NO_NF4, parse_cuda_number
 
@@ -70,30 +69,6 @@ class PeerConfig:
     """Disk space for quantized blocks in `~/.cache/shoal/blocks`, for all peers of a user together;
     0: quantize them again at each start."""
 
-    initial_peers: tuple[str, ...] = ()
-    """Directory addresses to join through; empty: begin a new swarm."""
-
-    membership: Membership | None = None
-    """The swarm to join or begin; None: the public one of the initial peers, or a new one."""
-
-    listen_host: str = "127.0.0.1"
-    """Address to accept connections on; 0.0.0.0 or :: for every one of this machine."""
-
-    listen_port: int = 0
-    """Port for sessions; 0: any free one."""
-
-    directory_port: int = 0
-    """Port of the directory; 0: any free one."""
-
-    announce_host: str | None = None
-    """Host that others dial; None: those of `listen_host`, and the one where they reach us."""
-
-    is_relay: bool = False
-    """Whether to carry streams to peers that cannot be dialled."""
-
-    maps_ports: bool = False
-    """Whether to ask the router, by UPnP, to forward both ports."""
-
     identity_path: Path | None = None
     """Key file of the peer; None: a fresh identity that ends with the process."""
 
@@ -113,8 +88,6 @@ class PeerConfig:
     """Time that running sessions get to move to other peers after a request to stop."""
 
     def __post_init__(self) -> None:
-        if self.membership is not None:
-            self.membership.check_may_serve()
         if len(self.name) > MAX_PEER_NAME_CHARACTERS or not self.name.isprintable():
             raise UsageError(
                 f"the name of a peer has at most {MAX_PEER_NAME_CHARACTERS} characters, without "

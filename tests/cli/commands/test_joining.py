@@ -10,7 +10,7 @@ import pytest
 
 from shoal.cli.main import _parse, main
 from shoal.cli.options.join_options import VARIABLE, Joining, read_joining
-from shoal.cli.options.serve_options import make_config
+from shoal.cli.options.serve_options import make_network
 from shoal.protocol.errors import UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.membership.join_code import JoinCode
@@ -90,7 +90,7 @@ def test_variable_gives_way_to_what_was_said(monkeypatch: pytest.MonkeyPatch) ->
 
     assert read("--initial-peers", SECOND).membership is None
     assert read("--join", str(JoinCode(make_public(bytes(16)), (SECOND,)))).addresses == (SECOND,)
-    assert make_config(_parse(["serve", "m", "--new-swarm"])).membership is None
+    assert make_network(_parse(["serve", "m", "--new-swarm"])).membership is None
 
 
 def test_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,16 +125,16 @@ def test_code_without_an_address_needs_one_or_begins_its_swarm(
     with pytest.raises(UsageError, match="names no address"):
         read("--join", EMPTY_CODE)
 
-    config = make_config(_parse(["serve", "m", "--new-swarm", "--join", CODE]))
+    network = make_network(_parse(["serve", "m", "--new-swarm", "--join", CODE]))
 
-    assert (config.membership, config.initial_peers) == (OWNER.as_role(Role.SERVE), ())
+    assert (network.membership, network.initial_peers) == (OWNER.as_role(Role.SERVE), ())
 
 
 def test_code_that_may_only_use_a_swarm_is_refused_before_anything_begins() -> None:
     use = str(JoinCode(OWNER.as_role(Role.USE), (FIRST,)))
 
     with pytest.raises(UsageError, match="only allows using the swarm"):
-        make_config(_parse(["serve", "m", "--join", use]))
+        make_network(_parse(["serve", "m", "--join", use]))
 
 
 def test_secrets_do_not_show_in_what_is_logged() -> None:

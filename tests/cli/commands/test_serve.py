@@ -14,7 +14,7 @@ from screens import Screen
 
 from shoal.cli.commands.serve import _report_with_last_swarm
 from shoal.cli.main import _parse
-from shoal.cli.options.serve_options import make_config
+from shoal.cli.options.serve_options import make_config, make_network
 from shoal.cli.terminal.peer_events import EventPrinter, print_for_people
 from shoal.peer.process.config import PeerConfig, PeerEvent
 from shoal.protocol.errors import UsageError
@@ -49,7 +49,9 @@ def test_options_that_contradict_each_other_are_refused(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises((SystemExit, UsageError)) as refusal:
-        make_config(_parse(["serve", "m", "--new-swarm", *words]))
+        options = _parse(["serve", "m", "--new-swarm", *words])
+        make_network(options)
+        make_config(options)
 
     assert said in f"{refusal.value} {capsys.readouterr().err}"
 
@@ -64,7 +66,7 @@ def test_ports_are_not_mapped_to_a_peer_of_a_local_swarm(
     options = _parse(["serve", "m", "--initial-peers", address, *words])
 
     with pytest.raises(UsageError, match=said) if said else contextlib.nullcontext():
-        assert make_config(options).listen_host == "127.0.0.1"
+        assert make_network(options).listening.host == "127.0.0.1"
 
 
 PLACE = {"target": "0:4", "why": "blocks 0:4 are served by nobody else, and those of others by two"}
