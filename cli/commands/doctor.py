@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     name = find_model(options.model)
     place = _read_place(options)
     screen = None if options.json else _Screen(Terminal(sys.stdout))
-    with Progress(Terminal(sys.stderr), lambda: "Examining") as progress:
+    with Progress(Terminal(sys.stderr), lambda: "Examining"):
         with quitting_at_once(options.json):
             import_client()
             from ...client.doctor.diagnosis import Diagnosis
@@ -58,8 +58,7 @@ def run(options: argparse.Namespace) -> int:
 
         def report(finding: "Finding") -> None:
             if screen:
-                with progress.making_room():
-                    screen.show_finding(finding)
+                screen.show_finding(finding)
 
         def read_model() -> ModelFacts:
             return ModelFacts.read(name, options.model)

@@ -140,7 +140,7 @@ class RunReporter:
         )
         self._meter = SpeedMeter(self._now)
 
-    def watching(self, missing: Callable[[], Sequence[Span]]) -> AbstractContextManager[None]:
+    def watching(self, missing: Callable[[], Sequence[Span]]) -> AbstractContextManager[object]:
         """Show the progress while inside; `missing` returns the blocks that no peer serves."""
         self._missing = missing
         if self._reporter.is_json:

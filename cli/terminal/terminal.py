@@ -124,7 +124,7 @@ class Terminal:
             break_on_hyphens=False,
         )
 
-    def _encode(self, text: str) -> str:
+    def encode(self, text: str) -> str:
         """Return the text in as many characters that the stream can take."""
         if self._is_utf8:
             return text.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be sent
@@ -146,7 +146,7 @@ class Terminal:
             self._is_mid_line = not text.endswith("\n")
         try:
             with StatusLine.stepping_aside(self.stream, text):
-                self.stream.write(self._encode(text))
+                self.stream.write(self.encode(text))
                 self.stream.flush()
         except BrokenPipeError:
             raise
@@ -219,7 +219,8 @@ class StatusLine:
     def __exit__(self, *exception: object) -> None:
         with self._writing:
             self._erase()
-            StatusLine._shown = None
+            if StatusLine._shown is self:
+                StatusLine._shown = None
 
     def show(self, text: str) -> None:
         """Show another text, as much of it as fits into the line; nothing for an empty one."""
@@ -246,7 +247,7 @@ class StatusLine:
         if self._is_mid_line or not (self._text or self._is_drawn):
             return
         columns = shutil.get_terminal_size().columns  # a person may make the window smaller
-        line = clean(self._text)[: columns - 1]
+        line = self._terminal.encode(clean(self._text))[: columns - 1]
         self._write(f"\r{self._terminal.paint(line, 'dim')}{_ERASE}")
         self._is_drawn = line != ""
 
@@ -338,41 +339,27 @@ def _columns(letter: str) -> int:
 
 
 class Progress:
-    """A line on a terminal that describes the work in progress and, if timed, counts its seconds.
-
-    The line is erased at the end. Nothing is shown if the stream is not a terminal, or a dumb one.
-    """
+    """A status line that describes the work in progress and, if timed, counts its seconds."""
 
     def __init__(
         self, terminal: Terminal, describe: Callable[[], str], is_timed: bool = True
     ) -> None:
-        self._terminal = terminal
+        self._line = StatusLine(terminal)
         self._describe = describe
         self._is_timed = is_timed
         self._is_over = threading.Event()
-        self._drawing = threading.Lock()
         self._thread = threading.Thread(target=self._draw, daemon=True)
         self._started_at = time.monotonic()
-        self._num_drawn = 0
 
     def __enter__(self) -> "Progress":
-        if self._terminal.can_redraw:
-            self._thread.start()
+        self._line.__enter__()
+        self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._is_over.set()
-        if self._thread.is_alive():
-            self._thread.join()
-            self._erase()
-
-    @contextlib.contextmanager
-    def making_room(self) -> Iterator[None]:
-        """Erase the line while other output is printed."""
-        with self._drawing:
-            if self._thread.is_alive():
-                self._erase()
-            yield
+        self._thread.join()
+        self._line.__exit__(*exception)
 
     @property
     def seconds(self) -> float:
@@ -384,14 +371,5 @@ class Progress:
         while not self._is_over.wait(_TICK_SECONDS):
             sign = _SPINNER[num_ticks % len(_SPINNER)]
             num_ticks += 1
-            room = self._terminal.width - 1
-            with self._drawing:
-                seconds = f"  {self.seconds:.0f} s" if self._is_timed else ""
-                line = f"  {sign} {self._describe()}{seconds}"[:room]
-                # Over what stands there and no further: ^C would be written into the next line.
-                self._terminal.redraw(self._terminal.paint(line.ljust(self._num_drawn), "dim"))
-                self._num_drawn = len(line)
-
-    def _erase(self) -> None:
-        self._terminal.redraw(" " * (self._terminal.width - 1))
-        self._terminal.redraw("")
+            seconds = f"  {self.seconds:.0f} s" if self._is_timed else ""
+            self._line.show(f"  {sign} {self._describe()}{seconds}")

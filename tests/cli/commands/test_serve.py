@@ -49,9 +49,7 @@ def test_options_that_contradict_each_other_are_refused(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises((SystemExit, UsageError)) as refusal:
-        options = _parse(["serve", "m", "--new-swarm", *words])
-        make_network(options)
-        make_config(options)
+        make_network(_parse(["serve", "m", "--new-swarm", *words]))
 
     assert said in f"{refusal.value} {capsys.readouterr().err}"
 

@@ -173,17 +173,16 @@ def test_half_a_line_is_ended_before_an_error() -> None:
 
 def test_progress_makes_room_for_what_stays() -> None:
     screen = Screen()
-    terminal, drawn = Terminal(screen), threading.Event()
+    terminal, drawn, words = Terminal(screen), threading.Event(), iter(["Working"])
 
     def describe() -> str:
-        drawn.set()
-        return "Working"
+        if (word := next(words, None)) is None:
+            drawn.set()
+        return word or "Waiting"
 
-    with Progress(terminal, describe) as progress:
+    with Progress(terminal, describe):
         assert drawn.wait(30)
-        with progress.making_room():
-            terminal.print("A line.")
+        terminal.print("A line.")
 
-    erased = "\r" + " " * (terminal.width - 1) + "\r"
     assert "Working  0 s" in screen.text
-    assert f"{erased}A line.\n" in screen.text
+    assert "\r\x1b[KA line.\n" in screen.text
