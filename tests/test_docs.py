@@ -100,6 +100,23 @@ def test_documents_list_every_family() -> None:
     assert set(re.findall(r"`(\w+)`", families)) == set(FAMILIES)
 
 
+def test_documents_start_private_peers_with_a_serve_code() -> None:
+    """The owner's code can remove peers and make codes: it stays off machines that serve."""
+    commands = [
+        line.strip()
+        for document in DOCUMENTS
+        for line in document.read_text(encoding="utf-8").replace("\\\n", "").splitlines()
+        if line.strip().startswith("shoal ")
+    ]
+    made = [re.search(r"--role (\w+) --out (\S+)", line) for line in commands]
+    roles = {f"@{found[2]}": found[1] for found in made if found}
+    given = [re.search(r"^shoal serve .*--join (@\S+)", line) for line in commands]
+    codes = [found[1] for found in given if found]
+
+    assert codes, "no document starts a private swarm"
+    assert {code: roles.get(code, "owner") for code in codes} == dict.fromkeys(codes, "serve")
+
+
 def test_tour_names_existing_files() -> None:
     text = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w.-]+(?:/[\w.-]+)*/?)`", text))

@@ -113,6 +113,7 @@ _PeerName = Annotated[
     str, Field(max_length=limits.MAX_PEER_NAME_CHARACTERS), AfterValidator(_check_text)
 ]
 _DeviceName = Annotated[str, Field(max_length=MAX_DEVICE_CHARACTERS), AfterValidator(_check_text)]
+_Words = Annotated[str, Field(max_length=64), AfterValidator(_check_text)]
 _AdapterHash = Annotated[str, Field(pattern=rf"^[0-9a-f]{{{_ADAPTER_CHARACTERS}}}$")]
 _Version = Annotated[int, Field(ge=0, lt=2**16)]
 _Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
@@ -173,9 +174,9 @@ class Announcement:
     """Measured round-trip times in seconds to likely neighbours."""
     coordinate: Coordinate | None = None
     """The network coordinate of the peer; None while it has measured nothing."""
-    software: Annotated[str, Field(max_length=64)] = ""
+    software: _Words = ""
     """Name and version of the software, for people to read."""
-    kernels: Annotated[str, Field(max_length=64)] = ""
+    kernels: _Words = ""
     """The kernels that the peer found fastest, for people to read."""
     relays: Annotated[tuple[_Relay, ...], Field(max_length=MAX_RELAYS)] = ()
     """Relays that carry streams to a peer that cannot be dialled, best first."""

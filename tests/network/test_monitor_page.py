@@ -43,6 +43,8 @@ pytestmark = [pytest.mark.network, pytest.mark.slow]
 
 PATIENCE_SECONDS = 60.0
 HTML = "<img src=x onerror=document.title='bad'>"
+SHORT_HTML = "<img src=x onerror=alert(1)>"
+"""No longer than a name may be."""
 CLOCK = SystemClock()
 
 
@@ -230,6 +232,7 @@ def test_models_come_and_go_on_the_page_that_is_open(browser: Browser, stage: St
         expect_text(page, "No peer serves blocks 2:8.")
         other = page.locator(f"section[data-id='{OTHER}']")
         expect(other.locator("h2")).to_have_text("org/other failing")
+        expect(page.locator("#health")).to_contain_text("failing")
         expect(page.locator(".chart canvas")).to_have_count(4)
         assert Axe().run(page).response["violations"] == []
         assert page.evaluate("window.isSame")
@@ -250,10 +253,12 @@ def test_canary_is_shown_as_it_runs(browser: Browser) -> None:
 
 
 def test_text_of_strangers_stays_text(browser: Browser, stage: Stage) -> None:
-    stage.tell(1, 0, 8, software=HTML)
+    stage.tell(1, 0, 8, software=HTML, name=SHORT_HTML, device=HTML)
     with open_page(browser, stage, 1440) as page:
         cell = page.locator("td[data-column=software]")
         expect(cell).to_have_text(HTML)
+        expect(page.locator("td[data-column=device]")).to_have_text(HTML)
+        expect(page.locator("td[data-column=peer]")).to_contain_text(SHORT_HTML)
 
         stage.tell(1, 0, 8, software=HTML.replace("x", "y"))
 

@@ -42,12 +42,13 @@ from shoal.protocol.records.swarm_view import SwarmView
 from shoal.protocol.spans import Span
 
 PATIENCE_SECONDS = 60.0
+PROGRAM = (sys.executable, "-P", "-m", "shoal.cli")
 NOBODY = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWQyuxzntqhd3YyTNJkMXfusCsFufWwg1vupmRzebH83rU"
 
 
 @pytest.fixture(scope="module")
 def swarm(byte_model: Path) -> Iterator[LocalSwarm]:
-    """A swarm with two replicas of each block; the last test loses one of them."""
+    """A swarm with two replicas of each block; a test kills all peers but the last."""
     with LocalSwarm(byte_model, [(0, 4), (0, 2), (2, 4)], weights="fp32") as swarm:
         yield swarm
 
@@ -61,7 +62,7 @@ def page(swarm: LocalSwarm, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         *("--listen", "127.0.0.1:0", "--history", str(history)),
     )
     with warm_python.Popen(
-        [sys.executable, "-P", "-m", "shoal.cli", *command],
+        [*PROGRAM, *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -194,6 +195,17 @@ def test_killed_peer_is_lost_and_its_blocks_have_a_single_replica(
     assert main(["monitor", "--once", "--initial-peers", *swarm.initial_peers]) == 1
     assert "Blocks with a single replica: 0:2" in capsys.readouterr().out
 
+    swarm.peers[0].kill()
+    ended = warm_python.run(
+        [*PROGRAM, "monitor", "--once", "--initial-peers", *swarm.initial_peers],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert (ended.returncode, ended.stderr) == (2, "")
+    assert "Blocks with no replica: 0:2" in ended.stdout
+
 
 @pytest.mark.network
 @pytest.mark.slow
@@ -213,9 +225,9 @@ async def test_addresses_in_networks_that_the_swarm_is_not_in_are_not_dialled(
         for announced in (direct, replace(direct, endpoints=(), relays=(relay,))):
             result = await access.probe(announced, transport)
             assert "in a network that this peer does not share" in result.fault
-        # The directory may still name the peer that an earlier test has killed.
+        # The directory may still name peers that an earlier test has killed.
         peers = await directory.lookup((await directory.list_models())[0])
-        (peer,) = (peer for peer in peers if peer.peer_id == swarm.peers[0].peer_id)
+        (peer,) = (peer for peer in peers if peer.peer_id == swarm.peers[2].peer_id)
         assert not (await access.probe(peer, transport)).fault
 
 
@@ -280,6 +292,18 @@ def test_table_fits_and_faults_are_in_words() -> None:
     assert "   Blocks with no replica: 4:8" in lines
     assert f"   …{lost[-6:]}: {fault.fault}" in lines
     assert [line.split()[2:3] for line in lines if line.startswith(f" …{lost[-6:]}")] == [["lost"]]
+
+
+def test_texts_of_strangers_move_no_cursor_and_stay_short() -> None:
+    words = "\x1b]52;c;eA==\x07\x9b2J\r\b<b>" + 10_240 * "x"
+    texts = dict.fromkeys(("name", "device", "software", "kernels"), words)
+    state = read(make_announcement(**texts))
+    screen = Screen(is_terminal=False)
+
+    show_health(describe(state, NOW), Terminal(screen))
+
+    assert {letter for letter in screen.text if not letter.isprintable()} == {"\n"}
+    assert max(map(len, screen.text.splitlines())) <= 80
 
 
 @pytest.mark.parametrize(("start", "stop", "place"), [(0, 4, Span(4, 8)), (4, 8, Span(0, 4))])

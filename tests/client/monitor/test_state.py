@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 from announcements import MODEL, NOW, identity_of, make_announcement
 from watched_swarms import read
 
+from shoal.client.monitor.description import describe
+from shoal.client.monitor.page.view import make_view
 from shoal.client.monitor.state import (
     MOST_DEPARTED,
     EventKind,
@@ -22,7 +25,6 @@ from shoal.client.monitor.state import (
     reduce_reading,
 )
 from shoal.client.monitor.what_if import find_block_bytes, imagine_loss, imagine_newcomer
-from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId, PeerId
 from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.records.swarm_view import SwarmView
@@ -320,17 +322,21 @@ def test_made_up_peers_make_no_events() -> None:
     assert lost.models[MODEL].peers[fake.peer_id].visibility is Visibility.LOST
 
 
-def test_departed_peers_take_a_bounded_room() -> None:
-    peers = [
-        make_announcement(1, peer_id=Identity(number.to_bytes(32, "big")).peer_id)
-        for number in range(MOST_DEPARTED + 100)
-    ]
-    state = read(*peers)
-    assert len(state.models[MODEL].peers) == MOST_DEPARTED + 100
+def test_ten_thousand_made_up_peers_change_no_health_and_take_a_bounded_room() -> None:
+    peer_ids = (PeerId(f"{number:052}") for number in range(10_000))
+    whole = make_announcement(span=Span(0, 8))
+    made_up = [replace(whole, peer_id=peer_id) for peer_id in peer_ids]
 
-    state = read(state=state, now=NOW + 100)
+    state, events = reduce_reading(read(*HALVES), MODEL, [*HALVES, *made_up], NOW + 1)
 
+    assert (state.health, len(state.models[MODEL].peers), events) == (Health.DEGRADED, 10_002, ())
+    (shown,) = make_view(describe(state, NOW + 1))["models"]
+    assert (len(shown["peers"]), shown["num_hidden"]) == (1000, 9002)
+    assert {peer["id"] for peer in shown["peers"][:2]} == {FIRST, SECOND}  # those that answer
+    assert len(json.dumps(shown)) < 2**20
+    state, events = reduce_reading(state, MODEL, [], NOW + 100)
     assert len(state.models[MODEL].peers) == MOST_DEPARTED
+    assert len(events) == 2
 
 
 def test_goodbye_of_a_peer_that_was_never_seen_is_no_news() -> None:
