@@ -46,11 +46,7 @@ from shoal.protocol.net.libp2p.p2p_daemon import (
 )
 from shoal.protocol.wire.codec import encode_frame
 
-pytestmark = [
-    pytest.mark.network,
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.usefixtures("shipped_p2pd"),
-]
+pytestmark = [pytest.mark.network, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 PROTOCOL = "a question"
 PATIENCE_SECONDS = 60.0  # only a broken test waits this long
@@ -103,6 +99,7 @@ def collect_complaints() -> Iterator[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shipped_p2pd")
 async def test_p2pd_ends_rather_than_take_all_memory_for_what_strangers_promise() -> None:
     """Each stream says that the longest message follows, which never comes.
 
