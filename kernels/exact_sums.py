@@ -8,7 +8,7 @@ So an addend can be taken out again, too, and nothing of it is left.
 The exponent of a tensor says how large its sums are expected to be, as powers of two:
 
     2^(exponent - 34)           2^exponent                 2^(exponent + 18)
-    unit: what is rounded       largest of the last sum    beyond it addends are clamped
+    unit: what is rounded       largest of the last sum    no sum exceeds it
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ExactSum:
 
     An addend of which an element could make the whole sum inexact is clamped there. That depends on
     the addend alone, so that all groupings still have the same sum; such gradients are 2^18 over
-    the room times as large as the last sum.
+    the room (rounded up to a power of two) times as large as the last sum.
 
     Units are whole numbers, and never a negative zero: equal sums are equal bit for bit.
     """
@@ -42,7 +42,7 @@ class ExactSum:
         """The sum, as whole multiples of the unit."""
         self.num_addends = 0
         self._room = room
-        self._limit = float(2 ** (_BITS - 1) // room)
+        self._limit = _choose_limit(room)
         self._set_exponent(exponent)
 
     def reset(self, exponent: int) -> None:
@@ -105,11 +105,22 @@ def check_units(units: Tensor, num_addends: int, room: int) -> None:
 
     `units` may be any piece of a sum, so that whoever sums pieces of many tensors checks them.
     """
-    bound = num_addends * float(2 ** (_BITS - 1) // room)
-    if not bool((units.abs() <= bound).all()):
+    bound = num_addends * _choose_limit(room)
+    if units.numel() and not _find_largest(units) <= bound:  # false for NaN, too
         raise ValueError(f"units of {num_addends} gradients must be at most {bound:.0f}")
     if not torch.equal(units.trunc(), units):
         raise ValueError("units must be whole numbers")
+
+
+def _choose_limit(room: int) -> float:
+    """Return the largest multiple of the unit of one addend: a power of two, exact in float32."""
+    return 2.0 ** (_BITS - 1 - (room - 1).bit_length())
+
+
+def _find_largest(tensor: Tensor) -> float:
+    """Return the largest absolute value, in one pass over memory; NaN where there is one."""
+    lowest, highest = torch.aminmax(tensor)
+    return float(torch.maximum(-lowest, highest))
 
 
 def choose_exponent(total: Tensor, before: int) -> int:
@@ -117,7 +128,7 @@ def choose_exponent(total: Tensor, before: int) -> int:
 
     A sum of zeros leaves it as it was.
     """
-    largest = float(total.abs().max()) if total.numel() else 0.0
+    largest = _find_largest(total) if total.numel() else 0.0
     if largest == 0.0:
         return before
     return min(max(math.frexp(largest)[1], LEAST_EXPONENT), MOST_EXPONENT)

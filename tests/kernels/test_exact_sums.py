@@ -70,6 +70,16 @@ def test_adding_leaves_the_gradient_as_it_was() -> None:
     assert torch.equal(gradient, before)
 
 
+@pytest.mark.parametrize("room", [1, 3, 6, 2**13])
+def test_full_sum_of_huge_addends_is_within_the_bound_that_others_check(room: int) -> None:
+    total = ExactSum(torch.Size([2]), FIRST_EXPONENT, room)
+    for _ in range(room):
+        total.add(torch.tensor([3e38, -3e38]))
+
+    check_units(total.units, room, room)
+    assert 2**51 <= total.units.abs().max() <= 2**52
+
+
 def test_huge_addends_are_clamped_alike_in_every_order() -> None:
     huge = torch.tensor([3e38, -3e38, 1.0, 0.0])
     others = [torch.tensor([-1.0, 1.0, 1e-5, 1e-5])] * 15

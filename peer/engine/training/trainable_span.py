@@ -285,7 +285,7 @@ class TrainableSpan:
                     outputs, wanted, output_grads, allow_unused=True, materialize_grads=True
                 )
             )
-        if not all(bool(grad.isfinite().all()) for grad in grads):
+        if not all(map(_is_finite, grads)):
             raise _refuse(f"the gradients of {part} of span {self.span} are not finite")
         input_grads_BTH = grads.pop() if inputs.requires_grad else None
         return _Gradients(grads, input_grads_BTH, loss)
@@ -346,8 +346,13 @@ def _check_tensor(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, wh
         raise _refuse(
             f"the {what} must be {dtype} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}"
         )
-    if not bool(tensor.isfinite().all()):
+    if not _is_finite(tensor):
         raise _refuse(f"the {what} are not finite")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Return whether all numbers are finite, in one pass over memory; isfinite takes several."""
+    return not tensor.numel() or all(bool(end.isfinite()) for end in torch.aminmax(tensor))
 
 
 def _refuse(detail: str) -> RefusedError:

@@ -1,0 +1,154 @@
+"""Losses of exact training beside those of a plain PyTorch loop (B1), update by update.
+
+    make bench BENCHMARKS=engine_benchmarks.training_losses
+
+Both train the bundled architecture from the same weights on the same parts. The plain loop runs
+with one thread and with two, as it differs from itself, too. Printed are the largest relative
+differences of losses, and that of all weights at the end, to the plain loop with one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from shoal.cli.benchmarking.figure import describe_machine
+from shoal.models.token_shards import TokenShards, write_shard
+from shoal.peer.engine.training.numerics import computing_alike
+from shoal.peer.engine.training.whole_run import WholeRun
+from shoal.protocol.runs.training_run import PartId, TrainingRun, read_run
+
+_CONFIG = Path(__file__).parents[2] / "models" / "shoal-stories" / "config.json"
+_RATES = {"adamw": 0.003, "muon": 0.01, "sgd": 0.1}
+_LINE = "{:10} {:28} {:>12} {:>12} {:>12}"
+
+
+def _write_run(
+    folder: Path, optimizer: str, num_updates: int, num_parts: int
+) -> tuple[TrainingRun, TokenShards]:
+    """Return a run over tokens of which nine in ten follow from the one before."""
+    model = json.loads(_CONFIG.read_text())
+    vocabulary_size = model["vocab_size"]
+    generator = torch.Generator().manual_seed(0)
+    num_tokens = num_updates * num_parts * 4 * 128 + 1
+    followers = torch.randperm(vocabulary_size, generator=generator).tolist()
+    tokens = torch.randint(0, vocabulary_size, (num_tokens,), generator=generator).tolist()
+    is_drawn = (torch.rand(num_tokens, generator=generator) < 0.1).tolist()
+    for index in range(1, num_tokens):
+        if not is_drawn[index]:
+            tokens[index] = followers[tokens[index - 1]]
+    shard = write_shard(folder / "tokens.bin", tokens, vocabulary_size)
+    run = read_run(
+        {
+            "name": "losses",
+            "seed": 0,
+            "model": model,
+            "stage_borders": [4],
+            "corpus": {"shards": [shard.model_dump()], "sequence_length": 128},
+            "num_updates": num_updates,
+            "parts_per_update": num_parts,
+            "rows_per_part": 4,
+            "optimizer": {"name": optimizer, "learning_rate": _RATES[optimizer]},
+            "schedule": {"warmup_updates": 3},
+        }
+    )
+    return run, TokenShards.open(run.corpus, folder, vocabulary_size)
+
+
+def _train_plainly(
+    run: TrainingRun, shards: TokenShards, weights: dict[str, Tensor], num_threads: int
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Return the losses of an ordinary loop from these weights, and the weights at its end."""
+    model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**run.model))
+    model.load_state_dict(weights, strict=False)
+    model.train()
+    optimizers = list(_make_optimizers(run, model))
+    losses = list[float]()
+    with computing_alike(num_threads):
+        for update in range(run.num_updates):
+            loss = 0.0
+            for index in range(run.parts_per_update):
+                tokens, labels = shards.read_part(run, PartId(update, index))
+                logits = model(tokens, use_cache=False).logits
+                part = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+                (part / run.parts_per_update).backward()
+                loss += part.item() / run.parts_per_update
+            torch.nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.clip_norm)
+            for optimizer in optimizers:
+                factor = run.compute_learning_rate_factor(update)
+                for group in optimizer.param_groups:
+                    group["lr"] = run.optimizer.learning_rate * factor
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss)
+    return losses, {name: weight.detach() for name, weight in model.named_parameters()}
+
+
+def _make_optimizers(run: TrainingRun, model: Any) -> Iterator[torch.optim.Optimizer]:
+    name, rate = run.optimizer.name, run.optimizer.learning_rate
+    if name == "sgd":
+        yield torch.optim.SGD(model.parameters(), lr=rate, weight_decay=0.0)
+        return
+    matrices = [
+        weight
+        for key, weight in model.named_parameters()
+        if name == "muon" and "layers" in key and weight.ndim == 2
+    ]
+    chosen = set(matrices)
+    others = [weight for weight in model.parameters() if weight not in chosen]
+    yield torch.optim.AdamW(others, lr=rate, betas=run.optimizer.betas, weight_decay=0.0)
+    if matrices:
+        yield torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+
+
+def _measure_losses(losses: list[float], plain: list[float]) -> float:
+    pairs = zip(losses, plain, strict=True)
+    return max(abs(one - other) / other for one, other in pairs)
+
+
+def _measure_weights(weights: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
+    difference = sum(float((weights[name] - plain[name]).square().sum()) for name in plain)
+    return (difference / sum(float(weight.square().sum()) for weight in plain.values())) ** 0.5
+
+
+def main() -> None:
+    """Train with each optimizer in three ways, and print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--updates", type=int, default=200)
+    parser.add_argument("--parts", type=int, default=8)
+    parser.add_argument("--optimizers", nargs="+", choices=_RATES, default=list(_RATES))
+    options = parser.parse_args()
+    print(describe_machine())
+    print(f"{options.updates} updates of {options.parts} parts of 4 x 128 tokens\n")
+    print(_LINE.format("optimizer", "beside plain, 1 thread", "20 losses", "all losses", "weights"))
+    for name in options.optimizers:
+        with tempfile.TemporaryDirectory() as folder:
+            run, shards = _write_run(Path(folder), name, options.updates, options.parts)
+            whole = WholeRun(run)
+            start = {key: weight.clone() for key, weight in whole.read_weights().items()}
+            plain, plain_weights = _train_plainly(run, shards, start, num_threads=1)
+            found = {
+                "plain, 2 threads": _train_plainly(run, shards, start, num_threads=2),
+                "exact": ([update.loss for update in whole.train(shards)], whole.read_weights()),
+            }
+        for title, (losses, weights) in found.items():
+            differences = (
+                _measure_losses(losses[:20], plain[:20]),
+                _measure_losses(losses, plain),
+                _measure_weights(weights, plain_weights),
+            )
+            print(_LINE.format(name, title, *(f"{one:.1e}" for one in differences)), flush=True)
+        print(f"{name:10} loss from {plain[0]:.3f} to {plain[-1]:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
