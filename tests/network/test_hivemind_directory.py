@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -42,7 +42,6 @@ from shoal.protocol.net.libp2p import p2p_daemon
 from shoal.protocol.net.libp2p.multiaddrs import PeerAddress, split_multiaddr
 from shoal.protocol.net.tcp.dial_rules import DialRules
 from shoal.protocol.records.swarm_records import SwarmRecords
-from shoal.protocol.spans import Span
 from shoal.protocol.wire.codec import check_kind, decode_frame, encode_frame
 
 pytestmark = pytest.mark.network
@@ -417,37 +416,6 @@ async def test_swarm_stays_whole_when_the_peer_that_began_it_begins_it_again(
             await announce_all(everywhere)
 
     assert first.membership == code
-
-
-async def test_split_swarm_becomes_one_again_without_those_it_was_joined_through(
-    dht: Directories,
-) -> None:
-    """Each part has forgotten the other, and the peer that both had joined through is gone."""
-    first = await dht.join([], 1)
-    others = {number: await dht.join(first.addresses, number) for number in (2, 3, 4, 5)}
-    for _ in range(2):
-        await announce_all(others)
-    await first.close()
-    await announce_all(others)
-
-    for number, directory in others.items():
-        away = {identity_of(other).peer_id for other in others if (number < 4) != (other < 4)}
-        forget(directory, away)
-    async with asyncio.timeout(60):
-        while any([await find_spans(one) != {Span(4, 8)} for one in others.values()]):
-            await announce_all(others, span=Span(4, 8))
-
-
-def forget(directory: HivemindDirectory, peer_ids: Collection[str]) -> None:
-    """Let a node do what it does when neighbours do not answer."""
-    table = directory._node.dht.protocol.routing_table
-    known = {str(peer_id): node_id for node_id, peer_id in table.uid_to_peer_id.items()}
-    for peer_id in known.keys() & set(peer_ids):
-        del table[known[peer_id]]
-
-
-async def find_spans(directory: HivemindDirectory) -> set[Span]:
-    return {announcement.span for announcement in await directory.lookup(MODEL)}
 
 
 async def announce_all(directories: Mapping[int, HivemindDirectory], **changes: Any) -> None:

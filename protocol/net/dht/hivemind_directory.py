@@ -265,7 +265,7 @@ class HivemindDirectory:
             self._node.records.bring(model_id, value), self._list_model(announcement, value)
         )
         if announcement.state is not PeerState.OFFLINE:
-            await self._neighbourhood.widen(self._list_known())
+            await self._neighbourhood.return_to_initial_peers()
         self._keep_addresses(_KEEP_SECONDS)
         # Where nobody else is known it is kept here, where newcomers may ask as well.
         if not any(answers) and (answers or self._knows_others()):

@@ -73,9 +73,6 @@ within milliseconds; these nodes are chosen without regard to the key."""
 _MOST_GREETED = 16
 """Peers that are dialled at once when all neighbours are gone."""
 
-_GREETED_EACH_TIME = 2
-"""Peers that are dialled with each announcement, so that a DHT that fell apart grows together."""
-
 
 def choose_nodes(
     nearest: Sequence[_Node],
@@ -183,20 +180,16 @@ class Neighbourhood:
         await self._greet_listening(self._initial_peers, others[:_MOST_GREETED])
         await asyncio.sleep(0)  # the answers enter the routing table in tasks of their own
 
-    async def widen(self, known: Iterable[Announcement]) -> None:
-        """Go back to the initial peers that are no neighbours, and to some `known` ones.
+    async def return_to_initial_peers(self) -> None:
+        """Go back to the initial peers that are no neighbours.
 
-        An initial peer that begins its swarm again after a restart knows nobody, and would stay
-        alone while the others know each other. So would the two parts of a network that was split,
-        once the peers are gone through which they had joined.
+        One that begins its swarm again after a restart knows nobody, and would stay alone while the
+        others know each other.
         """
         neighbours = self.peer_ids | {str(self._p2p.peer_id)}
         away = [peer for peer in self._initial_peers if peer.peer_id not in neighbours]
-        strangers = [peer for peer in known if peer.peer_id not in neighbours and peer.as_nodes]
-        num_greeted = min(len(strangers), _GREETED_EACH_TIME)
-        others = list_addresses(self._rng.sample(strangers, num_greeted))
-        if away or others:
-            await self._greet_listening(away, others)
+        if away:
+            await self._greet_listening(away, ())
 
     async def close(self) -> None:
         """Wait for searches that nobody waits for any more; call it when p2pd has ended."""
