@@ -117,12 +117,12 @@ class _Read(Collector):
             "peer_id": figures.peer_id, "model_id": figures.model_id, "software": SOFTWARE,
         }  # fmt: skip
         yield InfoMetricFamily("shoal_peer", "Who this peer is", value=labels)
-        yield _make_gauge(
-            "shoal_peer_state",
-            "1 for the state that the peer announces",
-            [([str(state)], state is figures.state) for state in PeerState],
-            ["state"],
+        state = GaugeMetricFamily(
+            "shoal_peer_state", "1 for the state that the peer announces", labels=["state"]
         )
+        for one in PeerState:
+            state.add_metric([str(one)], one is figures.state)
+        yield state
         for name, (help_text, read) in _GAUGES.items():
             if (value := read(figures)) is not None:
                 yield GaugeMetricFamily(name, help_text, value=value)
@@ -167,15 +167,6 @@ class _Read(Collector):
                 number += count
                 buckets.append((bound, number))
             yield HistogramMetricFamily(name, help_text, buckets=buckets, sum_value=counted.total)
-
-
-def _make_gauge(
-    name: str, help_text: str, values: Iterable[tuple[list[str], float]], labels: list[str]
-) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, help_text, labels=labels)
-    for label, value in values:
-        family.add_metric(label, value)
-    return family
 
 
 def write_metrics(figures: Figures) -> bytes:
