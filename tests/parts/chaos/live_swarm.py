@@ -11,8 +11,13 @@ from pathlib import Path
 from chaos.links import PEER_HOST, PROXY_HOST, Links
 from chaos.plan import CLIENTS, Action, Kind, name_peer
 
-from shoal.peer.local_swarm.config import Place
-from shoal.peer.local_swarm.swarm import SHOAL_PROGRAM, LocalPeer, LocalSwarm, PeerProcessError
+from shoal.peer.local_swarm.swarm import (
+    SHOAL_PROGRAM,
+    LocalPeer,
+    LocalSwarm,
+    PeerProcessError,
+    Place,
+)
 from shoal.protocol.ids import PeerId
 from shoal.protocol.spans import Span
 

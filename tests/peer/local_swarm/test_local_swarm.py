@@ -9,8 +9,7 @@ import numpy
 import pytest
 import torch
 
-from shoal.peer.local_swarm.config import make_place
-from shoal.peer.local_swarm.swarm import LocalPeer, LocalSwarm, PeerProcessError
+from shoal.peer.local_swarm.swarm import LocalPeer, LocalSwarm, PeerProcessError, make_place
 from shoal.protocol.errors import UsageError
 from shoal.protocol.spans import Span
 
