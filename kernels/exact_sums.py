@@ -41,7 +41,7 @@ class ExactSum:
         self.units = torch.zeros(shape, dtype=torch.float64)
         """The sum, as whole multiples of the unit."""
         self.num_addends = 0
-        self._room = room
+        self.room = room
         self._limit = _choose_limit(room)
         self._set_exponent(exponent)
 
@@ -53,7 +53,7 @@ class ExactSum:
 
     def add(self, gradient: Tensor) -> None:
         """Add a gradient of finite float32 numbers."""
-        assert self.num_addends < self._room
+        assert self.num_addends < self.room
         self.units.add_(self._round(gradient))
         self.num_addends += 1
 
@@ -80,7 +80,11 @@ class ExactSum:
 
     def read(self) -> Tensor:
         """Return the sum in float32, rounded once."""
-        return (self.units / self._scale).to(torch.float32)
+        return self.convert(self.units)
+
+    def convert(self, units: Tensor) -> Tensor:
+        """Return a sum of these units in float32, rounded once."""
+        return (units / self._scale).to(torch.float32)
 
     def _set_exponent(self, exponent: int) -> None:
         self.exponent = exponent
@@ -90,14 +94,14 @@ class ExactSum:
         return gradient.mul(self._scale).round_().clamp_(-self._limit, self._limit)
 
     def _check(self, units: Tensor, num_together: int, num_addends: int) -> None:
-        if not 0 <= num_addends <= num_together <= self._room:
-            raise ValueError(f"a sum of at most {self._room} gradients cannot have {num_together}")
+        if not 0 <= num_addends <= num_together <= self.room:
+            raise ValueError(f"a sum of at most {self.room} gradients cannot have {num_together}")
         if units.dtype != torch.float64 or units.shape != self.units.shape:
             raise ValueError(
                 f"units must be float64 {list(self.units.shape)}, "
                 f"not {units.dtype} {list(units.shape)}"
             )
-        check_units(units, num_addends, self._room)
+        check_units(units, num_addends, self.room)
 
 
 def check_units(units: Tensor, num_addends: int, room: int) -> None:

@@ -57,6 +57,19 @@ MAX_ADAPTER_CONFIG_BYTES = 2**14
 MAX_RUN_MEMBERS = 256
 """Members of one training run, in all its stages."""
 
+MAX_STAGES = 64
+"""Stages of one training run."""
+
+MAX_PARTS = 4096
+"""Parts of one update. Sums of gradients keep twelve bits for them."""
+
+MAX_UPDATES = 2**24
+"""Updates of one training run."""
+
+MAX_RUN_TENSOR_BYTES = 2**36
+"""The largest that members of a run send each other in one answer, in pieces: what a stage has of
+weights, sums or optimizer state."""
+
 MAX_MEMBER_ID_CHARACTERS = 96
 """A peer id and a number: those of all members fit into one frame with the value of a decision."""
 

@@ -3,7 +3,7 @@
 from .errors import ErrorCode, RefusedError
 
 MIN_VERSION = 1
-MAX_VERSION = 7
+MAX_VERSION = 8
 CHAIN_VERSION = 2
 """From which version on a peer can push to another one."""
 
@@ -29,6 +29,9 @@ PUBLISH_VERSION = 6
 RECORDS_VERSION = 7
 """From which version on a peer tells others which announcements it knows."""
 
+TRAINING_VERSION = 8
+"""From which version on a peer can be a member of a training run."""
+
 SOFTWARE = "shoal 0.1.0"
 
 
@@ -37,8 +40,8 @@ def agree_on_version(their_min: int, their_max: int) -> int:
 
     Raises RefusedError with BAD_VERSION and both ranges when there is none.
 
-    >>> agree_on_version(1, 8)
-    7
+    >>> agree_on_version(1, 9)
+    8
     """
     version = min(MAX_VERSION, their_max)
     if version < max(MIN_VERSION, their_min):

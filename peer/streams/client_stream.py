@@ -152,7 +152,8 @@ class ClientStream:
         for work in self._works:
             for kind, handler in work.handlers.items():
                 self._handlers.setdefault(kind, []).append(handler)
-        self._nonce = b""
+        self.nonce = b""
+        """What our Welcome has said, for the other end to sign."""
         self._active_at = host.clock.now()
         self._is_busy = False  # with a message, or with others, so that nothing is read
         self._large_frame_until = 0.0
@@ -355,13 +356,13 @@ class ClientStream:
             raise RemoteProtocolError("Hello may be sent once per stream")
         host = self._host
         self.version = agree_on_version(hello.min_version, hello.max_version)
-        if self.version >= REVERSE_VERSION and host.parked is not None:
-            self._nonce = secrets.token_bytes(OFFER_NONCE_BYTES)
+        if self.version >= REVERSE_VERSION and (host.parked is not None or host.knows_members):
+            self.nonce = secrets.token_bytes(OFFER_NONCE_BYTES)
         self.touch()
         self.answers.tenant = self.answers.tenant._replace(client=hello.client.hex())
         wall = host.clock.wall()
         welcome = Welcome(
-            self.version, SOFTWARE, host.peer_id, host.model_id, host.span, wall, self._nonce
+            self.version, SOFTWARE, host.peer_id, host.model_id, host.span, wall, self.nonce
         )
         self.answers.say(welcome)
 
@@ -370,9 +371,9 @@ class ClientStream:
         asked for, and the other end is who it says it is.
         """
         parked = self._host.parked
-        if parked is None or not self._nonce:
+        if parked is None or not self.nonce:
             raise RemoteProtocolError("this stream does not accept offers")
-        parked.check(offer, self._nonce)
+        parked.check(offer, self.nonce)
         self.offer = offer
 
 

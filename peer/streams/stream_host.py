@@ -34,6 +34,7 @@ _PURPOSES_OF_MODULES = {
     "passes": "training",
     "adapters": "adapters",
     "records": "directory",
+    "runs": "training",
     "reverse_connections": "connections",
 }
 """The purpose of the messages of each module, as metrics name it."""
@@ -132,6 +133,8 @@ class StreamHost:
     pending: PendingBytes
     parked: ParkedStreams | None
     """Keeps the streams that are offered; None where none are taken."""
+    knows_members: bool = False
+    """Whether members of a training run prove here who they are."""
     counts: ServiceCounts = field(default_factory=ServiceCounts)
     turns: Turns = field(default_factory=lambda: Turns(_MICROSECONDS_FOR_FRAMES, _SHORTLY_SECONDS))
     """Whose frames are taken next."""

@@ -25,13 +25,9 @@ from pydantic import (
 
 from ..errors import UsageError
 from ..ids import RunId
-from ..limits import MAX_BLOCKS
+from ..limits import MAX_BLOCKS, MAX_PARTS, MAX_STAGES, MAX_UPDATES
 from ..spans import Span
 
-MAX_STAGES = 64
-MAX_PARTS = 4096
-"""Of an update. Sums of gradients keep twelve bits for them."""
-MAX_UPDATES = 2**24
 MAX_ROWS = 1024
 MAX_SEQUENCE_LENGTH = 2**17
 MAX_SHARDS = 4096

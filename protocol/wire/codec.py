@@ -35,7 +35,7 @@ from google.protobuf.message_factory import GetMessageClass
 from .. import limits
 from ..errors import LocalProtocolError, RemoteProtocolError, UnavailableError
 from ..ids import NO_SESSION, SessionId
-from ..messages import adapters, passes, records, reverse_connections
+from ..messages import adapters, passes, records, reverse_connections, runs
 from ..messages import session as sessions
 from ..messages.fields import (
     Body,
@@ -303,8 +303,9 @@ def _describe(name: str, path: str, fields: Iterable[Field]) -> DescriptorProto:
         if location.scalar is None:
             record = f"{field.kind.__name__}Body"
             added.type, added.type_name = FieldDescriptorProto.TYPE_MESSAGE, f"{path}.{record}"
-            parts = _describe(record, added.type_name, field.list_parts())
-            described.nested_type.append(parts)
+            if record not in {nested.name for nested in described.nested_type}:
+                parts = _describe(record, added.type_name, field.list_parts())
+                described.nested_type.append(parts)
             continue
         added.type = FieldDescriptorProto.Type.Value(f"TYPE_{location.scalar.upper()}")
         if _is_marked(field):
@@ -403,7 +404,7 @@ def _keep(value: Any) -> Any:
 
 def _list_messages() -> Iterator[type[Message]]:
     """Yield every message that a module of a conversation declares."""
-    for module in (sessions, passes, adapters, reverse_connections, records):
+    for module in (sessions, passes, adapters, reverse_connections, records, runs):
         for value in vars(module).values():
             is_message = isinstance(value, type) and issubclass(value, Message)
             if is_message and value.__module__ == module.__name__:

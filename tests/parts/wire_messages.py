@@ -13,6 +13,7 @@ from shoal.protocol.ids import (
     AdapterId,
     Capability,
     ClientToken,
+    MemberId,
     ModelId,
     PassId,
     PeerId,
@@ -52,6 +53,29 @@ from shoal.protocol.messages.records import (
     Records,
 )
 from shoal.protocol.messages.reverse_connections import Offer, Parked
+from shoal.protocol.messages.runs import (
+    PartPass,
+    PartPassed,
+    PartsCounted,
+    PartsFetch,
+    Reduced,
+    Reduction,
+    RunHello,
+    RunJoin,
+    RunPiece,
+    RunWelcome,
+    StateFetch,
+    StateFollows,
+    SumFetch,
+    SumGroup,
+    Sums,
+    Vote,
+    Voted,
+    VoteKind,
+    WireBallot,
+    WireDecision,
+    WireMember,
+)
 from shoal.protocol.messages.session import (
     Admit,
     Attach,
@@ -135,6 +159,33 @@ SUM = GradientSum(ADAPTER, 3, (1, 2, 7))
 ADAMW = OptimizerSettings(OptimizerKind.ADAMW, 1e-3, 0.01, 0.0, 0.9, 0.999, 1e-8)
 SGD = OptimizerSettings(OptimizerKind.SGD, 0.1, 0.0, 0.9)
 OFFER = Offer(PeerId("12D3KooW"), True, bytes(range(64)))
+
+MEMBER = MemberId("12D3KooWmember/0011223344556677")
+OTHER_MEMBER = MemberId("12D3KooWother/8899aabbccddeeff")
+BALLOT = WireBallot(2, MEMBER)
+DECISION = WireDecision(
+    7, bytes(range(32)), (WireMember(MEMBER, 1), WireMember(OTHER_MEMBER, 0)), b"value"
+)
+ATTEMPT = bytes(range(16))
+RUN_MESSAGES: tuple[Message, ...] = (
+    RunHello(SESSION, bytes(range(32)), MEMBER, OTHER_MEMBER, bytes(64)),
+    RunWelcome(SESSION),
+    RunJoin(SESSION, MEMBER, 2),
+    RunPiece(SESSION, 4096, WireTensor(WireDtype.FP32, 1, 1, 2, bytes(8))),
+    PartPass(SESSION, 64, 3, 5, (MEMBER, OTHER_MEMBER), 2, OTHER_MEMBER, True),
+    PartPassed(SESSION, 64, 1.5, 0.25, (MEMBER,)),
+    PartsFetch(SESSION, 7),
+    PartsCounted(SESSION, 3, 7, True, b"\x05"),
+    Reduction(SESSION, 3, ATTEMPT, b"\x05", (MEMBER,), (MEMBER, OTHER_MEMBER)),
+    Reduced(SESSION, bytes(range(32)), bytes(16), 1.5),
+    SumFetch(SESSION, 3, ATTEMPT, SumGroup.TIED, True, 8, 16),
+    Sums(SESSION, 64),
+    StateFetch(SESSION, 3),
+    StateFollows(SESSION, 1024),
+    Vote(SESSION, VoteKind.PROMISE, 7, BALLOT, replace(BALLOT, attempt=1), DECISION),
+    Voted(SESSION),
+)
+"""One of each kind, of training runs."""
 
 HONEST: list[Message] = [
     Hello(0, 0, ""),
@@ -251,6 +302,13 @@ HONEST: list[Message] = [
     Records(SESSION, (), has_own=True),
     Records(SESSION, (bytes(2304),) * 21),
     *(Declined(None, 0, code, code.name) for code in ErrorCode),
+    *RUN_MESSAGES,
+    RunHello(SESSION, bytes(32), MEMBER, None, bytes(64)),
+    PartPass(SESSION, 0, 0, 0),
+    PartPassed(SESSION, 0, -1.0, 0.0, ()),
+    PartsCounted(SESSION, 0, 0, False),
+    SumFetch(SESSION, 0, ATTEMPT, SumGroup.STAGE, False, 0, 1),
+    Vote(SESSION, VoteKind.DECIDED, decision=replace(DECISION, members=())),
 ]
 _ONE_OF_EACH: list[Message] = [
     HONEST[1],
@@ -286,6 +344,7 @@ _ONE_OF_EACH: list[Message] = [
     PublicationFetch(PASS_ID, ADAPTER, 2, 3),
     RecordFetch(SESSION, b"a record", b"digests0digests1", 4096),
     Records(SESSION, (b"a record", b"another one")),
+    *RUN_MESSAGES,
 ]
 ONE_OF_EACH: dict[type[Message], Message] = {type(message): message for message in _ONE_OF_EACH}
 BODIES: dict[type[Message], Any] = {

@@ -35,7 +35,7 @@ class SpanModules:
         self.is_first = span.start == 0
         self.is_last = span.stop == len(shell.layers)
         self._multiplier = shell.embedding_multiplier
-        self._embedding, _ = find_embedding_and_head(shell)
+        self._embedding, head = find_embedding_and_head(shell)
         self.hidden_size: int = shell.config.hidden_size
         self.vocabulary_size = self._embedding.num_embeddings
         self._decoder = shell.cut(list(range(span.start, span.stop)), has_positions=self.is_first)
@@ -52,6 +52,13 @@ class SpanModules:
             if name not in self.parameters
         }
         """What is not, but is in a checkpoint: other weights, and buffers."""
+        has_one_end = self.is_first != self.is_last
+        self.tied_names = [
+            name
+            for name, weight in self.parameters.items()
+            if has_one_end and weight is self._embedding.weight and weight is head.weight
+        ]
+        """Those that the span at the other end has as well."""
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Return hidden states [B, T, H], or logits [B, T, V] behind the last block.

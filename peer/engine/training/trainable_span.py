@@ -101,6 +101,11 @@ class TrainableSpan:
         """The sums of the counted parts' gradients, by the names of the weights."""
 
     @property
+    def tied_names(self) -> list[str]:
+        """The weights that another span of the run holds, too, where the model has several."""
+        return self.modules.tied_names
+
+    @property
     def counted(self) -> Set[PartId]:
         """The parts whose gradients are in the sums."""
         return self._boundaries.keys()

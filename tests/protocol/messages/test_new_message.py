@@ -33,8 +33,8 @@ def refuses(act, error):
 
 CHECKS = {
     "takes its kind and its version": """
-        assert encode_frame(sent)[3] == 34
-        assert agree_on_version(1, 99) == 8
+        assert encode_frame(sent)[3] == 50
+        assert agree_on_version(1, 99) == 9
     """,
     "is not sent out of bounds": """
         for wrong in ({"speed_fraction": 1.5}, {"speed_fraction": float("nan")}, {"seconds": -1.0},
@@ -43,7 +43,7 @@ CHECKS = {
             assert refuses(lambda: encode_frame(replace(sent, **wrong)), LocalProtocolError), wrong
     """,
     "is not taken out of bounds": """
-        body = CODECS[34].body.type
+        body = CODECS[50].body.type
         for wrong in ({"speed_fraction": -0.5}, {"seconds": 1e13}, {"reason": "\\x1b[2J"},
                       {"speed_fraction": 1.0}):
             control = body(**{"speed_fraction": 0.5, **wrong}).SerializeToString()
@@ -80,7 +80,7 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     session.write_text(f"{text}\n\n{DECLARATION}", encoding="utf-8")
     versions = protocol / "versions.py"
-    text = versions.read_text(encoding="utf-8").replace("MAX_VERSION = 7\n", VERSION)
+    text = versions.read_text(encoding="utf-8").replace("MAX_VERSION = 8\n", VERSION)
     versions.write_text(text, encoding="utf-8")
     return root
 

@@ -29,6 +29,7 @@ from shoal.protocol.errors import ErrorCode, RemoteProtocolError
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.passes import PassPiece
 from shoal.protocol.messages.reverse_connections import Offer, Parked
+from shoal.protocol.messages.runs import RunPiece
 from shoal.protocol.messages.session import (
     Close,
     Declined,
@@ -148,7 +149,7 @@ def test_missing_session_is_refused(kind: type[Message]) -> None:
         decode_frame(patch(encode_frame(ONE_OF_EACH[kind]), session=bytes(16)))
 
 
-@pytest.mark.parametrize("kind", list_all_but(Step, Output, PassPiece))
+@pytest.mark.parametrize("kind", list_all_but(Step, Output, PassPiece, RunPiece))
 def test_control_messages_carry_no_tensor(kind: type[Message]) -> None:
     frame = encode_frame(ONE_OF_EACH[kind]) + bytes(16)
     frame = patch(frame, tensor_length=16, rows=1, tokens=1, width=8, dtype=3, codec=1)

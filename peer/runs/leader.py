@@ -1,0 +1,241 @@
+"""What the member does that leads a run: it has parts computed, summed and committed.
+
+It keeps nothing that counts: which parts are counted is asked of the members, and what is decided
+is chosen by their majority. So another member goes on at any time, and two that lead at once cost
+work, not correctness.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import secrets
+from array import array
+from collections.abc import Sequence
+
+from ...protocol.errors import LocalProtocolError
+from ...protocol.ids import MemberId
+from ...protocol.messages.runs import (
+    PartPass,
+    PartPassed,
+    PartsCounted,
+    PartsFetch,
+    Reduced,
+    Reduction,
+)
+from ...protocol.runs.commits import Commit
+from ...protocol.runs.decisions import Decision, Member
+from ...protocol.runs.training_run import TrainingRun
+from ...protocol.runs.update_parts import (
+    PartOrder,
+    UpdateParts,
+    find_equal,
+    pack_parts,
+    unpack_parts,
+)
+from .questions import FAILURES, make_question_id
+from .run_decisions import RunDecisions
+
+_logger = logging.getLogger(__name__)
+
+_ATTEMPT_BYTES = 16
+
+
+class Leader:
+    """Leads a run as long as `run` runs."""
+
+    def __init__(
+        self, run: TrainingRun, num_stages: int, decisions: RunDecisions, pause_seconds: float
+    ) -> None:
+        self._run = run
+        self._decisions = decisions
+        self._num_stages = num_stages
+        self._pause_seconds = pause_seconds
+        self._rng = random.Random(decisions.member_id)
+        self.joining: dict[MemberId, int | None] = {}
+        """Peers that want to become members, and the stages that they want to hold."""
+        self.num_parts = 0
+        """Orders carried out so far."""
+
+    async def run(self) -> None:
+        """Lead until we are no member any more, or one before us on the roster leads."""
+        while self._decisions.stage is not None and not self._decisions.is_led:
+            if not await self._go_on():
+                await asyncio.sleep(self._pause_seconds)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all updates are committed."""
+        commit = self._decisions.commit
+        return commit.update >= self._run.num_updates
+
+    async def _go_on(self) -> bool:
+        """Take one step; return whether the run came further by it."""
+        before = self._decisions.newest
+        manifests = await self._ask_manifests()
+        if await self._change_members(manifests):
+            return self._decisions.newest is not before
+        stages = self._list_ready(manifests)
+        if not all(stages):
+            return False
+        parts = UpdateParts(self._run.parts_per_update, stages)
+        for member, manifest in manifests.items():
+            if manifest is not None:
+                parts.note(member, unpack_parts(manifest.parts))
+        update = self._decisions.commit.update
+        if self.is_over:
+            return False
+        if not parts.is_complete:
+            return await self._compute(update, parts)
+        return await self._commit(update, parts)
+
+    async def _ask_manifests(self) -> dict[MemberId, PartsCounted | None]:
+        """Ask all members what they have counted; None: a member does not answer."""
+        newest = self._decisions.newest
+        question = PartsFetch(make_question_id(), newest.number)
+        roster = newest.roster
+        answers = await asyncio.gather(*(self._ask_manifest(m, question) for m in roster))
+        manifests = dict(zip(roster, answers, strict=True))
+        for member, manifest in manifests.items():
+            if manifest is not None and manifest.number != newest.number:
+                await self._decisions.tell_newest(member)
+        return manifests
+
+    async def _ask_manifest(self, member: MemberId, question: PartsFetch) -> PartsCounted | None:
+        try:
+            answer = await self._decisions.members.ask(member, question)
+            return answer.check_kind(PartsCounted)
+        except FAILURES as error:
+            _logger.info("%s does not tell what it has counted: %s", member, error)
+            return None
+
+    async def _change_members(self, manifests: dict[MemberId, PartsCounted | None]) -> bool:
+        """Leave out members that do not answer, and take in those that wait.
+
+        Returns whether the members have to change, or have changed.
+        """
+        decision = self._decisions.newest
+        if set(manifests) != set(decision.roster):
+            return True  # decided meanwhile
+        left = [m for m in decision.members if manifests[m.id] is not None]
+        joined = [each for each in self.joining.items() if each[0] not in decision.roster]
+        self.joining.clear()
+        if len(left) == len(decision.members) and not joined:
+            return False
+        for newcomer, stage in joined:
+            if stage is None or stage >= self._num_stages:
+                stage = self._choose_stage(left)
+            left.append(Member(newcomer, stage))
+        await self._decide(decision, left, self._decisions.commit)
+        return True
+
+    def _choose_stage(self, members: Sequence[Member]) -> int:
+        """Return the stage with the fewest members."""
+        counts = [sum(m.stage == stage for m in members) for stage in range(self._num_stages)]
+        return counts.index(min(counts))
+
+    def _list_ready(self, manifests: dict[MemberId, PartsCounted | None]) -> list[list[MemberId]]:
+        update = self._decisions.commit.update
+        stages: list[list[MemberId]] = [[] for _ in range(self._num_stages)]
+        for member in self._decisions.newest.members:
+            manifest = manifests.get(member.id)
+            if manifest is None or member.stage is None:
+                continue
+            if manifest.is_ready and manifest.update == update:
+                stages[member.stage].append(member.id)
+        return stages
+
+    async def _compute(self, update: int, parts: UpdateParts) -> bool:
+        """Have parts computed until all are counted once, or something fails; return which."""
+        most = 2 * max(len(stage) for stage in parts.stages)
+        under_way: dict[asyncio.Task[PartPassed], PartOrder] = {}
+        has_failed = False
+        try:
+            while True:
+                while not has_failed and len(under_way) < most:
+                    busy = {order.index for order in under_way.values()}
+                    order = parts.choose_next(busy, self._rng)
+                    if order is None:
+                        break
+                    under_way[asyncio.create_task(self._order(update, order))] = order
+                if not under_way:
+                    return not has_failed
+                done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    order = under_way.pop(task)
+                    try:
+                        parts.note_passed(order, task.result().route)
+                        self.num_parts += 1
+                    except FAILURES as error:
+                        _logger.info("part %d of update %d failed: %s", order.index, update, error)
+                        has_failed = True
+        finally:
+            for task in under_way:
+                task.cancel()
+
+    async def _order(self, update: int, order: PartOrder) -> PartPassed:
+        first, *route = order.route
+        question = PartPass(
+            make_question_id(),
+            0,
+            update,
+            order.index,
+            tuple(route),
+            order.last_stage,
+            order.without,
+        )
+        answer = await self._decisions.members.ask(first, question)
+        return answer.check_kind(PartPassed)
+
+    async def _commit(self, update: int, parts: UpdateParts) -> bool:
+        """Have the gradients summed, and commit the update."""
+        decision = self._decisions.newest
+        attempt = secrets.token_bytes(_ATTEMPT_BYTES)
+        stages = parts.stages
+        tied = (*stages[0], *stages[-1]) if len(stages) > 1 else ()
+        orders = {
+            member: Reduction(
+                make_question_id(), update, attempt, pack_parts(parts.list_parts(member)),
+                tuple(mates), tied if stage in (0, len(stages) - 1) else (),
+            )
+            for stage, mates in enumerate(stages)
+            for member in mates
+        }  # fmt: skip
+        answers = await asyncio.gather(*(self._reduce(m, order) for m, order in orders.items()))
+        reduced = dict(zip(orders, answers, strict=True))
+        if None in answers:
+            return False
+        sums: list[str] = []
+        norms: list[float] = []
+        equal: set[MemberId] = set()
+        for mates in stages:
+            digests = {mate: answer.digest for mate in mates if (answer := reduced[mate])}
+            chosen = find_equal(digests)
+            equal |= chosen
+            answer = reduced[next(mate for mate in mates if mate in chosen)]
+            assert answer is not None
+            sums.append(answer.digest.hex())
+            norms += array("d", answer.squared_norms)
+        loss = sum(answer.loss for answer in answers if answer is not None)
+        squared_norm = math.fsum(norms)
+        commit = Commit(update=update + 1, sums=tuple(sums), squared_norm=squared_norm, loss=loss)
+        # Members that were not ready keep their place: they take the state from mates.
+        members = [m for m in decision.members if m.id in equal or m.id not in orders]
+        await self._decide(decision, members, commit)
+        return self._decisions.newest is not decision
+
+    async def _reduce(self, member: MemberId, order: Reduction) -> Reduced | None:
+        try:
+            return (await self._decisions.members.ask(member, order)).check_kind(Reduced)
+        except FAILURES as error:
+            _logger.info("%s does not sum gradients: %s", member, error)
+            return None
+
+    async def _decide(self, before: Decision, members: Sequence[Member], commit: Commit) -> None:
+        """Propose what follows a decision; nothing where another one has followed meanwhile."""
+        try:
+            await self._decisions.decide(before.make_next(members, commit.encode()))
+        except LocalProtocolError as error:
+            _logger.info("nothing was proposed: %s", error)

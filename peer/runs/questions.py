@@ -1,0 +1,59 @@
+"""What members of a run ask each other, whether or not a network is between them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from ...protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
+from ...protocol.ids import SESSION_ID_BYTES, MemberId, SessionId
+from ...protocol.messages.fields import Message
+from ...protocol.messages.runs import Question
+
+FAILURES = (UnavailableError, RefusedError, RemoteProtocolError)
+"""Of a member that is asked. Another one may do."""
+
+_Kind = TypeVar("_Kind", bound=Message)
+
+
+@dataclass(frozen=True)
+class MemberAnswer:
+    """A message, and what follows it."""
+
+    message: Message
+    payload: bytes | memoryview = b""
+
+    def check_kind(self, kind: type[_Kind]) -> _Kind:
+        """Return the message if it is of this kind. Raises RemoteProtocolError."""
+        if not isinstance(self.message, kind):
+            name = type(self.message).__name__
+            raise RemoteProtocolError(f"{name} came in place of {kind.__name__}")
+        return self.message
+
+
+AnswerMember = Callable[[Question, bytes | memoryview, MemberId], Awaitable[MemberAnswer]]
+"""Answers a question, and what follows it, of a member that has shown who it is."""
+
+
+class Members(Protocol):
+    """The members of a run, by their ids."""
+
+    async def ask(
+        self,
+        member: MemberId,
+        question: Question,
+        payload: bytes | memoryview = b"",
+        most_bytes: int = 0,
+    ) -> MemberAnswer:
+        """Ask a member something, and return its answer, which has at most so many bytes.
+
+        Raises RefusedError, RemoteProtocolError or UnavailableError.
+        """
+        ...
+
+
+def make_question_id() -> SessionId:
+    """Return a fresh id for a question."""
+    return SessionId(secrets.token_bytes(SESSION_ID_BYTES))

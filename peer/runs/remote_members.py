@@ -1,0 +1,181 @@
+"""Asks other members of a run, each over streams that are kept for the next question."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from ...protocol.errors import (
+    RefusedError,
+    RemoteProtocolError,
+    UnavailableError,
+)
+from ...protocol.ids import MODEL_ID_CHARACTERS, MemberId, ModelId, PeerId, RunId, SessionId
+from ...protocol.messages.fields import Message
+from ...protocol.messages.runs import (
+    BytesReader,
+    PartPassed,
+    Question,
+    RunWelcome,
+    StateFollows,
+    Sums,
+    cut_bytes,
+    find_peer_id,
+    make_run_hello,
+)
+from ...protocol.messages.session import Queued
+from ...protocol.net.clock import AnswerTimeout, Clock
+from ...protocol.net.dialling import dial_peer, greet
+from ...protocol.net.network import Presence
+from ...protocol.net.transport import Stream
+from ...protocol.records.announcements import Announcement
+from ...protocol.wire.codec import check_kind, encode_frame, read_answer
+from .questions import AnswerMember, MemberAnswer, make_question_id
+
+_FRESH_SECONDS = 30.0
+"""How old a reading of the directory may be: where a member listens hardly ever changes."""
+
+
+def make_run_model_id(run_id: RunId) -> ModelId:
+    """Return under which model the members of a run announce themselves."""
+    return ModelId(run_id[:MODEL_ID_CHARACTERS])
+
+
+class RemoteMembers:
+    """The members of a run: this process itself, and those that announce the run.
+
+    A member says at least every second that it is still at work, so one that is silent for longer
+    than `silence_seconds` has stopped.
+    """
+
+    def __init__(
+        self,
+        own: MemberId,
+        run_id: RunId,
+        presence: Presence,
+        clock: Clock,
+        silence_seconds: float,
+    ) -> None:
+        self.answer_here: AnswerMember | None = None
+        """Answers questions to ourselves."""
+        self._own = own
+        self._run_id = run_id
+        self._presence = presence
+        self._clock = clock
+        self._silence_seconds = silence_seconds
+        self._kept: dict[MemberId, list[Stream]] = defaultdict(list)
+
+    async def ask(
+        self,
+        member: MemberId,
+        question: Question,
+        payload: bytes | memoryview = b"",
+        most_bytes: int = 0,
+    ) -> MemberAnswer:
+        """See Members.ask."""
+        if member == self._own:
+            assert self.answer_here is not None  # set before the run begins
+            return await self.answer_here(question, payload, self._own)
+        stream = self._take_kept(member) or await self._dial(member)
+        try:
+            answer = await self._ask_on(stream, find_peer_id(member), question, payload, most_bytes)
+        except RefusedError:  # an answer like any other: nothing more comes
+            self._keep(member, stream)
+            raise
+        except BaseException:
+            await stream.close()
+            raise
+        self._keep(member, stream)
+        return answer
+
+    async def close(self) -> None:
+        """Hang up on everybody."""
+        for streams in self._kept.values():
+            for stream in streams:
+                await stream.close()
+        self._kept.clear()
+
+    def _take_kept(self, member: MemberId) -> Stream | None:
+        kept = self._kept[member]
+        return kept.pop() if kept else None
+
+    def _keep(self, member: MemberId, stream: Stream) -> None:
+        self._kept[member].append(stream)
+
+    async def ask_peer(self, peer: Announcement, question: Question) -> MemberAnswer:
+        """Ask a peer something, whichever member of the run it is; as `ask` does."""
+        stream = await self._open(peer, None)
+        try:
+            return await self._ask_on(stream, peer.peer_id, question)
+        finally:
+            await stream.close()
+
+    async def list_peers(self) -> list[Announcement]:
+        """Return the other peers that announce the run. Raises DirectoryError."""
+        found = await self._presence.directory.lookup(make_run_model_id(self._run_id))
+        return [peer for peer in found if peer.peer_id != self._presence.identity.peer_id]
+
+    async def _dial(self, member: MemberId) -> Stream:
+        peer_id = find_peer_id(member)
+        model_id = make_run_model_id(self._run_id)
+        for max_age_seconds in (_FRESH_SECONDS, 0.0):
+            for peer in await self._presence.directory.lookup(model_id, max_age_seconds):
+                if peer.peer_id == peer_id:
+                    return await self._open(peer, member)
+        raise UnavailableError(f"the directory does not know member …{peer_id[-6:]}")
+
+    async def _open(self, peer: Announcement, receiver: MemberId | None) -> Stream:
+        """Dial a peer and say who we are."""
+        clock, seconds = self._clock, self._silence_seconds
+        name = f"member …{peer.peer_id[-6:]}"
+        async with AnswerTimeout(seconds, f"{name} did not answer in time"):
+            stream = await dial_peer(self._presence.transport, clock, peer, seconds)
+            try:
+                welcome, _ = await greet(stream, name, clock)
+                if welcome.peer_id != peer.peer_id:
+                    raise UnavailableError(f"another peer answers for {name}")
+                hello = make_run_hello(
+                    make_question_id(), self._presence.identity, welcome.nonce, self._run_id,
+                    self._own, peer.peer_id, receiver,
+                )  # fmt: skip
+                await stream.send(encode_frame(hello))
+                check_kind(read_answer(await stream.receive(), name), RunWelcome, name)
+            except BaseException:
+                await stream.close()
+                raise
+        return stream
+
+    async def _ask_on(
+        self,
+        stream: Stream,
+        peer_id: PeerId,
+        question: Question,
+        payload: bytes | memoryview = b"",
+        most_bytes: int = 0,
+    ) -> MemberAnswer:
+        name = f"member …{peer_id[-6:]}"
+        question_id = question.question
+        await self._send(stream, name, encode_frame(question))
+        for piece in cut_bytes(question_id, payload):
+            await self._send(stream, name, encode_frame(piece))
+        message = await self._receive(stream, name, question_id)
+        if not isinstance(message, PartPassed | Sums | StateFollows):
+            return MemberAnswer(message)
+        if message.num_bytes > most_bytes:
+            raise RemoteProtocolError(f"{name} wants to send {message.num_bytes} bytes")
+        reader = BytesReader(message.question, message.num_bytes)
+        while not reader.is_complete:
+            reader.take(await self._receive(stream, name, question_id))
+        return MemberAnswer(message, reader.read())
+
+    async def _send(self, stream: Stream, name: str, frame: bytes) -> None:
+        async with AnswerTimeout(self._silence_seconds, f"{name} does not read"):
+            await stream.send(frame)
+
+    async def _receive(self, stream: Stream, name: str, session: SessionId) -> Message:
+        """Return the next message that is no sign of life."""
+        while True:
+            async with AnswerTimeout(self._silence_seconds, f"{name} is silent"):
+                frame = await stream.receive()
+            message = read_answer(frame, name, session)
+            if not isinstance(message, Queued):
+                return message

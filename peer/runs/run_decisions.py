@@ -1,0 +1,148 @@
+"""The decisions of a run as one member knows them, and its part in the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from ...protocol.ids import MemberId
+from ...protocol.messages.runs import Vote, Voted
+from ...protocol.net.clock import Clock
+from ...protocol.runs.commits import Commit, read_commit
+from ...protocol.runs.decisions import Decided, Decision, DecisionLog
+from .questions import FAILURES, Members, make_question_id
+from .votes import read_vote, write_vote
+
+_logger = logging.getLogger(__name__)
+
+
+class RunDecisions:
+    """Who the members of a run are, how far it has come, and who leads it."""
+
+    def __init__(
+        self, log: DecisionLog, members: Members, clock: Clock, patience_seconds: float
+    ) -> None:
+        """A leader may be silent for `patience_seconds` before the next member leads."""
+        self.members = members
+        self.changed = asyncio.Event()
+        """Set whenever there is a new decision."""
+        self._log = log
+        self._clock = clock
+        self._patience_seconds = patience_seconds
+        self._leader = log.member_id
+        self._heard_at = clock.now()
+        """When that has asked last, or something was decided."""
+
+    def __repr__(self) -> str:
+        return f"<RunDecisions {self._log!r}>"
+
+    @property
+    def member_id(self) -> MemberId:
+        """Our id."""
+        return self._log.member_id
+
+    @property
+    def newest(self) -> Decision:
+        """The newest decision that we know."""
+        return self._log.newest
+
+    @property
+    def commit(self) -> Commit:
+        """How far the run has come."""
+        return read_commit(self._log.newest)
+
+    @property
+    def stage(self) -> int | None:
+        """The stage that the newest decision lets us hold."""
+        members = self.newest.members
+        return next((member.stage for member in members if member.id == self.member_id), None)
+
+    @property
+    def is_led(self) -> bool:
+        """Whether a member before us on the roster has led lately."""
+        roster = self.newest.roster
+        if self._leader not in roster or self.member_id not in roster:
+            return False
+        is_before = roster.index(self._leader) < roster.index(self.member_id)
+        return is_before and self._clock.now() - self._heard_at < self._patience_seconds
+
+    @property
+    def may_lead(self) -> bool:
+        """Whether all members before us on the roster have been silent for long enough.
+
+        The later on the roster, the longer it takes, so that not all begin at once.
+        """
+        if not self._log.is_member:
+            return False
+        rank = self.newest.roster.index(self.member_id)
+        return rank == 0 or self._clock.now() - self._heard_at > rank * self._patience_seconds
+
+    def list_members(self, stage: int) -> Sequence[MemberId]:
+        """Return the members that hold a stage."""
+        return [member.id for member in self.newest.members if member.stage == stage]
+
+    def note_leader(self, leader: MemberId, number: int) -> None:
+        """Note that a member leads that knows decisions up to this number."""
+        if number >= self.newest.number:
+            self._heard_at, self._leader = self._clock.now(), leader
+
+    def vote(self, question: Vote, sender: MemberId) -> Vote | Voted:
+        """Answer a message of the chain. Raises RemoteProtocolError."""
+        before = self.newest
+        answers = self._log.receive(sender, read_vote(question))
+        self._note_decision(before)
+        for _, message in answers:
+            return write_vote(question.question, message)
+        return Voted(question.question)
+
+    def learn(self, told: Decided) -> None:
+        """Take a newer decision of a peer that is no member as far as we know."""
+        before = self.newest
+        if told.decision.number > before.number:
+            # What we have promised was for a number that is decided: nothing of it counts now.
+            self._log = DecisionLog(self.member_id, told.decision)
+        self._note_decision(before)
+
+    async def decide(self, decision: Decision) -> None:
+        """Propose a decision, and carry what is said to and fro until there is nothing more.
+
+        Another one may be chosen in its place, or none where a majority does not answer: look at
+        the newest decision. Raises LocalProtocolError unless it follows that, and we are a member.
+        """
+        before = self.newest
+        outgoing = self._log.propose(decision)
+        pending = {asyncio.create_task(self._say(m, message)) for m, message in outgoing}
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    for member, message in task.result():
+                        pending.add(asyncio.create_task(self._say(member, message)))
+        finally:
+            for task in pending:
+                task.cancel()
+            self._note_decision(before)
+
+    async def tell_newest(self, member: MemberId) -> None:
+        """Tell one member our newest decision, and take its own if that is newer."""
+        before = self.newest
+        await self._say(member, Decided(before))
+        self._note_decision(before)
+
+    async def _say(self, member: MemberId, message: Any) -> Sequence[tuple[MemberId, Any]]:
+        question = write_vote(make_question_id(), message)
+        try:
+            answer = (await self.members.ask(member, question)).message
+            if not isinstance(answer, Vote):
+                return []
+            return self._log.receive(member, read_vote(answer))
+        except FAILURES as error:
+            _logger.info("%s does not vote: %s", member, error)
+            return []
+
+    def _note_decision(self, before: Decision) -> None:
+        if self.newest is not before:
+            self._heard_at = self._clock.now()
+            self.changed.set()

@@ -1,0 +1,147 @@
+"""The composition root of a peer that trains: the parts that it is made of, and how they meet."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from functools import partial
+
+from ...protocol.identity import Identity
+from ...protocol.ids import MemberId
+from ...protocol.net.clock import Clock
+from ...protocol.net.network import Network, Presence, join_patiently
+from ...protocol.records.announcements import Announcement, PeerState
+from ...protocol.spans import Span
+from ...protocol.versions import MAX_VERSION, MIN_VERSION, SOFTWARE
+from ..announcing.announcer import LIFETIME_PERIODS, Announcer, announce_offline
+from ..process.config import PeerEvent, Report, ignore
+from ..streams.service import Service, StreamHandler
+from ..streams.stream_host import MAX_PENDING_BYTES, PendingBytes, StreamHost
+from .remote_members import RemoteMembers, make_run_model_id
+from .run_resources import Compute, RunPeerConfig, RunResources, make_compute
+from .run_workload import RunWorkload
+from .training_loop import TrainingLoop
+
+_MAX_STREAMS = 1024
+_IDLE_SECONDS = 600.0
+
+
+class RunPeer:
+    """A peer that has joined its swarm, and trains as long as `serve` runs."""
+
+    def __init__(self, loop: TrainingLoop, announcer: Announcer) -> None:
+        self.loop = loop
+        self.announcer = announcer
+
+    @classmethod
+    @asynccontextmanager
+    async def join(
+        cls,
+        config: RunPeerConfig,
+        network: Network,
+        clock: Clock,
+        report: Report = ignore,
+        *,
+        identity: Identity | None = None,
+        compute: Compute | None = None,
+        incarnation: str | None = None,
+    ) -> AsyncGenerator[RunPeer]:
+        """Read the run, listen and join the directory; leave in good order at the end.
+
+        `compute` runs what is computed; None: on a thread of its own. `incarnation` tells this
+        process from all others of the same identity; None: a random one.
+        """
+        identity = identity or Identity.generate()
+        async with AsyncExitStack() as stack:
+            compute = compute or make_compute(stack.enter_context(ExitStack()))
+            resources = await asyncio.to_thread(RunResources.open, config, compute)
+            handler = StreamHandler()
+
+            def note_waiting(why: str) -> None:
+                report(PeerEvent("waiting", {"why": why}))
+
+            presence = await join_patiently(network, identity, handler.serve, clock, note_waiting)
+            stack.push_async_callback(presence.close)
+            report(PeerEvent("directory", dict(presence.addresses.facts)))
+            member_id = MemberId(f"{identity.peer_id}/{incarnation or secrets.token_hex(8)}")
+            members = RemoteMembers(
+                member_id, config.run.run_id, presence, clock, config.silence_seconds
+            )
+            stack.push_async_callback(members.close)
+            loop = TrainingLoop(member_id, resources, members, clock, report)
+            members.answer_here = loop.answer
+            stack.push_async_callback(loop.close)
+            describe = partial(_describe, loop, resources, presence)
+            period_seconds = config.announce_period_seconds
+            announcer = Announcer(presence.directory, identity, describe, clock, period_seconds)
+            stack.push_async_callback(announce_offline, announcer)
+            service = _make_service(member_id, resources, presence, loop, clock)
+            stack.push_async_callback(service.hang_up)
+            for listener in presence.listeners:
+                stack.push_async_callback(listener.close)
+            handler.service = service
+            await announcer.announce(PeerState.ONLINE)
+            yield cls(loop, announcer)
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Train until `stop` is set."""
+        async with asyncio.TaskGroup() as tasks:
+            announcing = tasks.create_task(self.announcer.run())
+            await self.loop.run(stop)
+            announcing.cancel()
+
+
+def _describe(
+    loop: TrainingLoop,
+    resources: RunResources,
+    presence: Presence,
+    state: PeerState,
+    sequence: int,
+    now: float,
+) -> Announcement:
+    """Return what a peer that trains announces."""
+    config, spans = resources.config, resources.spans
+    stage = None if loop.decisions is None else loop.decisions.stage
+    num_blocks = spans[-1].stop
+    return Announcement(
+        peer_id=presence.identity.peer_id,
+        model_id=make_run_model_id(config.run.run_id),
+        num_blocks=num_blocks,
+        span=Span(0, num_blocks) if stage is None else spans[stage],
+        state=state,
+        endpoints=tuple(presence.addresses.endpoints),
+        min_version=MIN_VERSION,
+        max_version=MAX_VERSION,
+        software=SOFTWARE,
+        weights="fp32",
+        compute_dtype="fp32",
+        sequence=sequence,
+        issued_at=now,
+        expires_at=now + LIFETIME_PERIODS * config.announce_period_seconds,
+        takes_passes=False,
+    )
+
+
+def _make_service(
+    member_id: MemberId,
+    resources: RunResources,
+    presence: Presence,
+    loop: TrainingLoop,
+    clock: Clock,
+) -> Service:
+    changed = asyncio.Event()
+    run_id = resources.run.run_id
+    host = StreamHost(
+        peer_id=presence.identity.peer_id,
+        model_id=make_run_model_id(run_id),
+        span=Span(0, resources.spans[-1].stop),
+        clock=clock,
+        idle_seconds=_IDLE_SECONDS,
+        pending=PendingBytes(MAX_PENDING_BYTES),
+        parked=None,
+        knows_members=True,
+    )
+    workload = RunWorkload(run_id, member_id, loop.answer, lambda: loop.input_bytes, changed.set)
+    return Service(host, [workload], _MAX_STREAMS, changed)

@@ -1,0 +1,178 @@
+"""A stage of a run as a workload: other members ask, one question at a time on a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import get_args
+
+from ...protocol.errors import (
+    ErrorCode,
+    RefusedError,
+    RemoteProtocolError,
+    UnavailableError,
+)
+from ...protocol.fair_share import BUSY_SECONDS
+from ...protocol.ids import MemberId, RunId, SessionId
+from ...protocol.messages.fields import Message
+from ...protocol.messages.runs import (
+    BytesReader,
+    PartPass,
+    Question,
+    RunHello,
+    RunPiece,
+    RunWelcome,
+    check_run_hello,
+    cut_bytes,
+    find_peer_id,
+)
+from ...protocol.wire.codec import encode_frame
+from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork
+from ..streams.service import Workload
+from .questions import AnswerMember
+
+_ROOM_SECONDS = 60.0
+
+
+class RunWorkload(Workload):
+    """Leads the questions of other members to `answer`."""
+
+    def __init__(
+        self,
+        run_id: RunId,
+        member_id: MemberId,
+        answer: AnswerMember,
+        find_input_bytes: Callable[[], int],
+        note_change: Callable[[], None],
+    ) -> None:
+        """`find_input_bytes` says how many bytes may follow a part."""
+        self.run_id = run_id
+        self.member_id = member_id
+        self.answer = answer
+        self.find_input_bytes = find_input_bytes
+        self.num_under_way = 0
+        self._note_change = note_change
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.num_under_way
+
+    def accept(self, stream: ClientStream) -> StreamWork:
+        return _RunStreamWork(self, stream)
+
+    def count(self) -> Mapping[str, int]:
+        return {"run questions": self.num_under_way}
+
+    def note(self, change: int) -> None:
+        """Count a question that begins, or ends."""
+        self.num_under_way += change
+        if not self.num_under_way:
+            self._note_change()
+
+
+class _RunStreamWork(StreamWork):
+    def __init__(self, workload: RunWorkload, stream: ClientStream) -> None:
+        self._workload = workload
+        self._stream = stream
+        self._keep_alive = KeepAlive(stream.answers, lambda: 0.0)
+        self._question: Question | None = None
+        self._reader: BytesReader | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._sender: MemberId | None = None
+        """Who asks; it has proved that."""
+
+    @property
+    def handlers(self) -> Mapping[type[Message], Handler]:
+        return {
+            RunHello: self._greet,
+            **dict.fromkeys(get_args(Question), self._begin),
+            RunPiece: self._take,
+        }
+
+    @property
+    def is_busy(self) -> bool:
+        return self._task is not None
+
+    @property
+    def is_in_use(self) -> bool:
+        return self._sender is not None
+
+    def stop(self) -> None:
+        self._keep_alive.stop()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _greet(self, hello: RunHello) -> None:
+        """Take somebody for the member that it shows to be. Raises RefusedError where it looks for
+        another one than us.
+        """
+        if self._sender is not None:
+            raise RemoteProtocolError("a member says who it is once")
+        work = self._workload
+        check_run_hello(hello, self._stream.nonce, find_peer_id(work.member_id))
+        if hello.run_id.hex() != work.run_id or hello.receiver not in (None, work.member_id):
+            raise RefusedError(ErrorCode.WRONG_MODEL, "another member of a run is looked for")
+        self._sender = hello.sender
+        self._stream.touch()
+        self._stream.answers.say(RunWelcome(hello.question))
+
+    def _begin(self, question: Question) -> None:
+        """Take a question, and what follows it. Raises RemoteProtocolError during another one."""
+        if self._task is not None or self._question is not None:
+            raise RemoteProtocolError("a stream takes one question of a run at a time")
+        if self._sender is None:
+            raise RemoteProtocolError("a member of a run has to say first who it is")
+        self._stream.touch()
+        num_bytes = question.num_bytes if isinstance(question, PartPass) else 0
+        if num_bytes not in (0, self._workload.find_input_bytes()):
+            raise RefusedError(ErrorCode.BAD_VALUES, f"{num_bytes} bytes are no activations here")
+        self._question = question
+        self._reader = BytesReader(question.question, num_bytes)
+        self._go_on()
+
+    def _take(self, piece: RunPiece) -> None:
+        if self._reader is None or self._question is None:
+            raise RemoteProtocolError("a piece came without a question")
+        self._stream.touch()
+        self._reader.take(piece)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """MemberAnswer as soon as the question is complete."""
+        question, reader = self._question, self._reader
+        assert question is not None
+        assert reader is not None
+        if not reader.is_complete:
+            return
+        self._question = self._reader = None
+        self._keep_alive.begin(question.question)
+        self._workload.note(1)
+        self._task = self._stream.begin(self._answer(question, reader.read()))
+        self._task.add_done_callback(self._finish)
+
+    def _finish(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        self._keep_alive.stop()
+        self._workload.note(-1)
+
+    async def _answer(self, question: Question, payload: memoryview) -> None:
+        question_id: SessionId = question.question
+        answers = self._stream.answers
+        assert self._sender is not None  # or nothing was begun
+        try:
+            answer = await self._workload.answer(question, payload, self._sender)
+        except RefusedError as error:
+            self._keep_alive.stop()
+            answers.refuse(question_id, error)
+            return
+        except (UnavailableError, RemoteProtocolError) as error:  # of members that we asked
+            self._keep_alive.stop()
+            refusal = RefusedError(ErrorCode.NEXT_UNREACHABLE, str(error), BUSY_SECONDS)
+            answers.refuse(question_id, refusal)
+            return
+        self._keep_alive.stop()
+        answers.say(answer.message)
+        for piece in cut_bytes(question_id, answer.payload):
+            if answers.is_full:
+                await answers.wait_for_room(_ROOM_SECONDS)
+            answers.post(encode_frame(piece))

@@ -1,0 +1,359 @@
+"""A stage of a run as one member holds it: what it does with parts, sums and state.
+
+A part enters a stage as activations and leaves it as gradients: the member computes forward, hands
+its outputs to a member of the next stage, waits for their gradients, and computes backward. Where
+the next member fails, its mates get the outputs. They are kept until the update is committed, as a
+part that is lost at the next stage is computed again there alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from array import array
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ...kernels.wire_tensors import decode_tensor, encode_tensor
+from ...protocol.errors import (
+    ErrorCode,
+    RefusedError,
+    RemoteProtocolError,
+    ShoalError,
+    UnavailableError,
+)
+from ...protocol.ids import MemberId
+from ...protocol.messages.runs import (
+    PartPass,
+    PartPassed,
+    Reduced,
+    Reduction,
+    StateFetch,
+    StateFollows,
+    SumFetch,
+    Sums,
+)
+from ...protocol.net.tasks import cancel_all
+from ...protocol.runs.commits import Commit
+from ...protocol.runs.training_run import PartId
+from ...protocol.runs.update_parts import unpack_parts
+from ..engine.training.trainable_span import TrainableSpan
+from .questions import FAILURES, MemberAnswer, Members, make_question_id
+from .reduction import Reducing
+from .run_resources import RunResources
+
+_logger = logging.getLogger(__name__)
+
+_BUSY_SECONDS = 1.0
+_NAME_BYTES = 1024
+"""What the header of a state says of a tensor."""
+
+_WAIT_SECONDS = 30.0
+"""How long a part, or a sum, waits for the update that it belongs to: others commit earlier."""
+
+
+@dataclass
+class _Counted:
+    """What is kept of a part that is counted, until the update is committed."""
+
+    outputs: Tensor | None
+    """What the next stage got; None at the last one."""
+    input_grads: Tensor | None
+    loss: float
+    route: tuple[MemberId, ...]
+
+
+class Stage:
+    """The weights of a stage, and the update that is under way there.
+
+    Used from the event loop; passes, sums and state are computed by `compute` of the resources.
+    """
+
+    def __init__(
+        self,
+        resources: RunResources,
+        index: int,
+        span: TrainableSpan,
+        member_id: MemberId,
+        members: Members,
+        list_members: Callable[[int], Sequence[MemberId]],
+    ) -> None:
+        """`list_members` returns the present members of a stage."""
+        self.index = index
+        self.span = span
+        self._run = resources.run
+        self._shards = resources.shards
+        self._compute = resources.compute
+        self._member_id = member_id
+        self._members = members
+        self._list_members = list_members
+        self._rng = random.Random(member_id)
+        self._counted: dict[int, _Counted] = {}
+        self._under_way: dict[int, asyncio.Task[_Counted]] = {}
+        self._reducing: Reducing | None = None
+        """The attempt that mates may read."""
+        self._reduced: Reducing | None = None
+        """The last one that came to its end. All have the same sums, of all parts."""
+        self._advanced = asyncio.Condition()
+
+    @classmethod
+    async def build(
+        cls,
+        resources: RunResources,
+        index: int,
+        member_id: MemberId,
+        members: Members,
+        list_members: Callable[[int], Sequence[MemberId]],
+    ) -> Stage:
+        """Return a stage as it is before the first update."""
+        num_threads = resources.config.num_threads
+        make = partial(
+            TrainableSpan, resources.run, resources.spans[index], num_threads=num_threads
+        )
+        span = await resources.compute(make)
+        return cls(resources, index, span, member_id, members, list_members)
+
+    def __repr__(self) -> str:
+        return f"<Stage {self.index}, update {self.update}, {len(self._counted)} parts counted>"
+
+    @property
+    def update(self) -> int:
+        """The update that is under way here."""
+        return self.span.update
+
+    @property
+    def counted(self) -> Set[int]:
+        """The parts that are counted here."""
+        return self._counted.keys()
+
+    @property
+    def input_bytes(self) -> int:
+        """How many bytes follow a part to this stage; 0 for the first one."""
+        if self.span.modules.is_first:
+            return 0
+        rows, tokens, width = self._shape
+        return 4 * rows * tokens * width
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        run = self._run
+        return run.rows_per_part, run.corpus.sequence_length, self.span.modules.hidden_size
+
+    async def apply(self, commit: Commit) -> bool:
+        """Apply the update that was committed last, if we have its sums; return whether."""
+        reduced = self._reduced
+        if self.update + 1 != commit.update or reduced is None or reduced.update != self.update:
+            return False
+        if reduced.digest.hex() != commit.sums[self.index]:
+            return False
+        await self._compute(lambda: reduced.apply(self.span, commit.squared_norm))
+        await self._begin_update()
+        return True
+
+    async def fetch_state(self, update: int) -> None:
+        """Take the state before an update from a mate. Raises UnavailableError if none has it."""
+        mates = [mate for mate in self._list_members(self.index) if mate != self._member_id]
+        self._rng.shuffle(mates)
+        most_bytes = sum(tensor.nbytes + _NAME_BYTES for tensor in self.span.read_state().values())
+        for mate in mates:
+            try:
+                question = StateFetch(make_question_id(), update)
+                answer = await self._members.ask(mate, question, most_bytes=most_bytes)
+                await self._compute(partial(_load_state, self.span, bytes(answer.payload)))
+            except FAILURES as error:
+                _logger.info("%s does not hand over its state: %s", mate, error)
+                continue
+            if self.update == update:
+                await self._begin_update()
+                return
+        raise UnavailableError(
+            f"no mate has the state of stage {self.index} before update {update}"
+        )
+
+    async def close(self) -> None:
+        """End what is under way."""
+        await cancel_all(list(self._under_way.values()))
+
+    async def _begin_update(self) -> None:
+        self._counted.clear()
+        self._reducing = self._reduced = None
+        async with self._advanced:
+            self._advanced.notify_all()
+
+    async def _wait_for_update(self, update: int) -> None:
+        """Wait until an update is under way. Raises RefusedError for one that is over."""
+        try:
+            async with asyncio.timeout(_WAIT_SECONDS), self._advanced:
+                await self._advanced.wait_for(lambda: self.update >= update)
+        except TimeoutError:
+            detail = f"this member has not come to update {update} yet"
+            raise RefusedError(ErrorCode.BUSY, detail, _BUSY_SECONDS) from None
+        if self.update != update:
+            raise RefusedError(
+                ErrorCode.BAD_VALUES, f"update {update} is over, {self.update} is under way"
+            )
+
+    # Parts
+
+    async def pass_part(self, question: PartPass, payload: bytes | memoryview) -> MemberAnswer:
+        """Have a part counted here and at later stages. Raises RefusedError, UnavailableError."""
+        await self._wait_for_update(question.update)
+        index = question.index
+        if index >= self._run.parts_per_update:
+            raise RefusedError(ErrorCode.BAD_VALUES, f"an update has no part {index}")
+        while (running := self._under_way.get(index)) is not None:
+            await asyncio.wait((running,))  # the same part again
+        counted = self._counted.get(index)
+        if counted is None or question.without == self._member_id:
+            # It goes on although nobody waits for it any more: what is computed is counted.
+            running = asyncio.create_task(self._work_on(question, payload))
+            self._under_way[index] = running
+            running.add_done_callback(partial(self._end_work, index))
+            passed = await asyncio.shield(running)
+        else:
+            passed = counted
+            if self.index < question.last_stage:
+                _, _, route = await self._ask_next(question, passed.outputs)
+                passed.route = (self._member_id, *route)
+        grads = b""
+        if question.wants_gradients and passed.input_grads is not None:
+            grads = encode_tensor(passed.input_grads)
+        message = PartPassed(question.question, len(grads), passed.loss, 0.0, passed.route)
+        return MemberAnswer(message, grads)
+
+    def _end_work(self, index: int, running: asyncio.Task[_Counted]) -> None:
+        if self._under_way.get(index) is running:
+            del self._under_way[index]
+        if not running.cancelled():
+            running.exception()  # whoever waits for it has it, too
+
+    async def _work_on(self, question: PartPass, payload: bytes | memoryview) -> _Counted:
+        """Count a part, or take it out, as a mate has counted it, too."""
+        span, part = self.span, PartId(question.update, question.index)
+        inputs, labels = self._read_inputs(part, payload)
+        if question.without == self._member_id:
+            counted = self._counted.get(part.index)
+            if counted is None:
+                raise RefusedError(ErrorCode.BAD_VALUES, f"{part} is not counted here")
+            target = labels
+            if target is None:
+                target, _, _ = await self._ask_next(question, counted.outputs)
+            await self._compute(partial(span.discount, part, inputs, target))
+            self._counted.pop(part.index, None)
+            return counted
+        if labels is not None:
+            result = await self._compute(partial(span.run_loss, part, inputs, labels))
+            counted = _Counted(None, result.input_grads_BTH, result.loss, (self._member_id,))
+        else:
+            outputs = await self._compute(partial(span.run_forward, part, inputs))
+            grads, loss, route = await self._ask_next(question, outputs)
+            input_grads = await self._compute(partial(span.run_backward, part, grads))
+            counted = _Counted(outputs, input_grads, loss, (self._member_id, *route))
+        if self.update == part.update:  # else it was committed meanwhile, by others
+            self._counted[part.index] = counted
+        return counted
+
+    def _read_inputs(
+        self, part: PartId, payload: bytes | memoryview
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what our stage takes of a part, and what it has to predict, if it is the last."""
+        modules, labels = self.span.modules, None
+        if modules.is_first or modules.is_last:
+            inputs, labels = self._shards.read_part(self._run, part)
+            if modules.is_first:
+                return inputs, labels if modules.is_last else None
+        try:
+            return decode_tensor(payload, torch.float32, self._shape), labels
+        except ValueError as error:
+            detail = f"the activations of {part}: {error}"
+            raise RefusedError(ErrorCode.BAD_VALUES, detail) from None
+
+    async def _ask_next(
+        self, question: PartPass, outputs: Tensor | None
+    ) -> tuple[Tensor, float, tuple[MemberId, ...]]:
+        """Hand outputs to the next stage; return their gradients, the loss, and who counted it.
+
+        Where a member fails, its mates are asked.
+        """
+        assert outputs is not None
+        payload = encode_tensor(outputs)
+        mates = list(self._list_members(self.index + 1))
+        first, route = question.route[:1], question.route[1:]
+        candidates = dict.fromkeys((*first, *self._rng.sample(mates, len(mates))))
+        if question.without is not None:
+            candidates = dict.fromkeys(first)  # nobody else has counted it
+        error: ShoalError = UnavailableError(f"stage {self.index + 1} has no member")
+        for mate in candidates:
+            asked = replace(
+                question, question=make_question_id(), num_bytes=len(payload), route=route,
+                wants_gradients=True,
+            )  # fmt: skip
+            try:
+                answer = await self._members.ask(mate, asked, payload, most_bytes=len(payload))
+                passed = answer.check_kind(PartPassed)
+                grads = decode_tensor(answer.payload, torch.float32, self._shape)
+            except ValueError as failure:
+                error = RemoteProtocolError(f"{mate} sent other gradients: {failure}")
+            except FAILURES as failure:
+                error = failure
+            else:
+                return grads, passed.loss, passed.route
+        raise UnavailableError(f"part {question.index} ended behind stage {self.index}: {error}")
+
+    # Sums and state
+
+    async def reduce(self, question: Reduction) -> MemberAnswer:
+        """Sum our gradients with those of our mates. Raises what asking them does."""
+        await self._wait_for_update(question.update)
+        span = self.span
+        reducing = Reducing(question, self._member_id, self._members)
+        await self._compute(partial(reducing.collect, span, unpack_parts(question.parts)))
+        if self._reducing is not None:
+            self._reducing.abandon()
+        async with self._advanced:
+            self._reducing = reducing
+            self._advanced.notify_all()
+        await reducing.run()
+        await self._compute(partial(reducing.summarize, span))
+        self._reduced = reducing
+        is_last = span.modules.is_last
+        loss = sum(each.loss for each in self._counted.values()) if is_last else 0.0
+        norms = array("d", reducing.squared_norms).tobytes()
+        return MemberAnswer(Reduced(question.question, reducing.digest, norms, loss))
+
+    async def read_sums(self, question: SumFetch) -> MemberAnswer:
+        """Return numbers of our sums to a mate. Raises RefusedError where there are none."""
+        try:
+            async with asyncio.timeout(_WAIT_SECONDS), self._advanced:
+                await self._advanced.wait_for(lambda: self._has_attempt(question.attempt))
+        except TimeoutError:
+            detail = "these sums are not made here"
+            raise RefusedError(ErrorCode.BUSY, detail, _BUSY_SECONDS) from None
+        reducing = self._reducing
+        assert reducing is not None
+        numbers = await reducing.read(question)
+        return MemberAnswer(Sums(question.question, len(numbers)), numbers)
+
+    def _has_attempt(self, attempt: bytes) -> bool:
+        return self._reducing is not None and self._reducing.attempt == attempt
+
+    async def read_state(self, question: StateFetch) -> MemberAnswer:
+        """Return the state before an update. Raises RefusedError for one that is over."""
+        await self._wait_for_update(question.update)
+        data = await self._compute(lambda: safetensors.torch.save(self.span.read_state()))
+        return MemberAnswer(StateFollows(question.question, len(data)), data)
+
+
+def _load_state(span: TrainableSpan, data: bytes) -> None:
+    try:
+        state = safetensors.torch.load(data)
+    except SafetensorError as error:
+        raise RemoteProtocolError(f"the state is damaged: {error}") from error
+    span.load_state(state)

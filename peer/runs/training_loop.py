@@ -1,0 +1,250 @@
+"""The life of a peer in a run: it joins, follows what is decided, and leads if nobody else does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+
+from ...protocol.errors import (
+    DirectoryError,
+    ErrorCode,
+    RefusedError,
+    RemoteProtocolError,
+    UnavailableError,
+)
+from ...protocol.ids import MemberId
+from ...protocol.messages.runs import (
+    PartPass,
+    PartsCounted,
+    PartsFetch,
+    Question,
+    Reduction,
+    RunJoin,
+    StateFetch,
+    SumFetch,
+    Vote,
+)
+from ...protocol.net.clock import Clock
+from ...protocol.runs.commits import Commit, found_run
+from ...protocol.runs.decisions import Decided, Decision, DecisionLog
+from ...protocol.runs.update_parts import pack_parts
+from ..process.config import PeerEvent, Report
+from .leader import Leader
+from .questions import FAILURES, MemberAnswer, make_question_id
+from .remote_members import RemoteMembers
+from .run_decisions import RunDecisions
+from .run_resources import RunResources
+from .stage import Stage
+from .votes import read_vote, write_vote
+
+_logger = logging.getLogger(__name__)
+
+_BUSY_SECONDS = 1.0
+
+
+class TrainingLoop:
+    """What one process does in a run: it answers others, and holds a stage."""
+
+    def __init__(
+        self,
+        member_id: MemberId,
+        resources: RunResources,
+        members: RemoteMembers,
+        clock: Clock,
+        report: Report,
+    ) -> None:
+        self.decisions: RunDecisions | None = None
+        """What we know of the run, once somebody has told us how far that has come."""
+        self.stage: Stage | None = None
+        """What we hold; maybe not as far as the newest decision yet."""
+        self.leader: Leader | None = None
+        """While we lead."""
+        self._member_id = member_id
+        self._resources = resources
+        self._config = resources.config
+        self._members = members
+        self._clock = clock
+        self._report = report
+        self._rng = random.Random(member_id)
+
+    @property
+    def input_bytes(self) -> int:
+        """How many bytes may follow a part to us."""
+        return 0 if self.stage is None else self.stage.input_bytes
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the state of our stage is that of the newest decision."""
+        stage, decisions = self.stage, self.decisions
+        if stage is None or decisions is None or stage.index != decisions.stage:
+            return False
+        return stage.update == decisions.commit.update
+
+    async def answer(
+        self, question: Question, payload: bytes | memoryview, sender: MemberId
+    ) -> MemberAnswer:
+        """Answer a question of another member, or of our own.
+
+        Raises RefusedError, RemoteProtocolError or UnavailableError.
+        """
+        decisions, stage = self.decisions, self.stage
+        if decisions is None:
+            raise UnavailableError("this peer has not joined the run yet")
+        match question:  # of these, the sender may be right that it is a member: we may lag
+            case RunJoin():
+                return self._take_newcomer(decisions, question, sender)
+            case PartsFetch():
+                return self._describe(decisions, question, sender)
+            case Vote():
+                return MemberAnswer(decisions.vote(question, sender))
+            case _:
+                pass
+        if sender not in decisions.newest.roster:
+            raise RefusedError(ErrorCode.NOT_A_MEMBER, "this is no member of the run")
+        if stage is None:
+            raise RefusedError(ErrorCode.BUSY, "this member has no stage yet", _BUSY_SECONDS)
+        match question:
+            case PartPass():
+                return await stage.pass_part(question, payload)
+            case Reduction():
+                return await stage.reduce(question)
+            case SumFetch():
+                return await stage.read_sums(question)
+            case StateFetch():
+                return await stage.read_state(question)
+
+    def _take_newcomer(
+        self, decisions: RunDecisions, question: RunJoin, sender: MemberId
+    ) -> MemberAnswer:
+        """Let a peer in at the next change of members if we lead; tell it how far the run is."""
+        if question.member != sender:
+            raise RemoteProtocolError("a member joins for itself only")
+        if self.leader is not None:
+            self.leader.joining[sender] = question.stage - 1 if question.stage else None
+        return MemberAnswer(write_vote(question.question, Decided(decisions.newest)))
+
+    def _describe(
+        self, decisions: RunDecisions, question: PartsFetch, sender: MemberId
+    ) -> MemberAnswer:
+        """Tell a leader what is counted here."""
+        decisions.note_leader(sender, question.number)
+        stage, number = self.stage, decisions.newest.number
+        update, parts = (0, b"") if stage is None else (stage.update, pack_parts(stage.counted))
+        told = PartsCounted(question.question, update, number, self.is_ready, parts)
+        return MemberAnswer(told)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Train until `stop` is set."""
+        async with asyncio.TaskGroup() as tasks:
+            following = tasks.create_task(self._follow())
+            leading = tasks.create_task(self._lead())
+            await stop.wait()
+            following.cancel()
+            leading.cancel()
+
+    async def close(self) -> None:
+        """End what is under way for others, and drop what we hold."""
+        stage, self.stage = self.stage, None
+        if stage is not None:
+            await stage.close()
+
+    async def _follow(self) -> None:
+        """Be a member, and keep our stage as far as the newest decision."""
+        while True:
+            decisions = self.decisions
+            if decisions is None:
+                await self._join()
+            elif decisions.stage is None:
+                await self.close()  # we were left out, maybe for what we hold
+                await self._join()
+            else:
+                decisions.changed.clear()
+                await self._catch_up(decisions)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._config.patience_seconds):
+                        await decisions.changed.wait()
+
+    async def _catch_up(self, decisions: RunDecisions) -> None:
+        """Take the state of the newest decision; report how far that is."""
+        while not self.is_ready and (index := decisions.stage) is not None:
+            commit = decisions.commit
+            try:
+                await self._take_state(decisions, index, commit)
+            except UnavailableError as error:
+                _logger.info("the state of the stage is not there yet: %s", error)
+                await asyncio.sleep(self._config.pause_seconds)
+                continue
+            facts = {
+                "update": commit.update,
+                "stage": index,
+                "loss": commit.loss,
+                "gradient_norm": commit.squared_norm**0.5,
+                "num_members": len(decisions.newest.members),
+            }
+            self._report(PeerEvent("update", facts))
+
+    async def _take_state(self, decisions: RunDecisions, index: int, commit: Commit) -> None:
+        """Bring our stage to a commit. Raises UnavailableError where no mate has that state."""
+        stage = self.stage
+        if stage is None or stage.index != index or stage.update > commit.update:
+            await self.close()
+            stage = await Stage.build(
+                self._resources, index, self._member_id, self._members, decisions.list_members
+            )
+        if stage.update != commit.update and not await stage.apply(commit):
+            await stage.fetch_state(commit.update)
+        self.stage = stage
+
+    async def _join(self) -> None:
+        """Ask those that announce the run to let us in, or begin it."""
+        config = self._config
+        if self.decisions is None and config.founds_run:
+            self._begin(found_run(config.run, self._member_id, config.stage or 0))
+            return
+        try:
+            peers = await self._members.list_peers()
+        except DirectoryError as error:
+            _logger.info("nobody is known to train: %s", error)
+            peers = []
+        self._rng.shuffle(peers)
+        stage = 0 if config.stage is None else config.stage + 1
+        for peer in peers:
+            question = RunJoin(make_question_id(), self._member_id, stage)
+            try:
+                self._hear((await self._members.ask_peer(peer, question)).check_kind(Vote))
+            except FAILURES as error:
+                _logger.info("…%s does not let us join: %s", peer.peer_id[-6:], error)
+        if self.decisions is None or self.decisions.stage is None:
+            await asyncio.sleep(config.pause_seconds)
+
+    def _hear(self, vote: Vote) -> None:
+        """Take the newest decision that somebody has told. Raises RemoteProtocolError."""
+        told = read_vote(vote)
+        if not isinstance(told, Decided):
+            raise RemoteProtocolError("a peer did not tell how far the run has come")
+        if self.decisions is None:
+            self._begin(told.decision)
+        else:
+            self.decisions.learn(told)
+
+    def _begin(self, decision: Decision) -> None:
+        log = DecisionLog(self._member_id, decision)
+        patience_seconds = self._config.patience_seconds
+        self.decisions = RunDecisions(log, self._members, self._clock, patience_seconds)
+
+    async def _lead(self) -> None:
+        """Lead whenever nobody before us does."""
+        while True:
+            await asyncio.sleep(self._config.pause_seconds)
+            if self.decisions is None or not self.decisions.may_lead:
+                continue
+            _logger.info("leading the run")
+            num_stages = len(self._resources.spans)
+            run, pause_seconds = self._config.run, self._config.pause_seconds
+            self.leader = Leader(run, num_stages, self.decisions, pause_seconds)
+            try:
+                await self.leader.run()
+            finally:
+                self.leader = None

@@ -1,0 +1,53 @@
+"""The value of a decision of a run: how far the run has come, and by which gradients."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ..errors import RemoteProtocolError
+from ..ids import MemberId
+from ..limits import MAX_STAGES, MAX_UPDATES
+from .decisions import DIGEST_BYTES, Decision, Member
+from .training_run import TrainingRun
+
+_Digest = Annotated[str, Field(pattern=rf"^[0-9a-f]{{{2 * DIGEST_BYTES}}}$")]
+_Norm = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class Commit(BaseModel):
+    """The update that is under way, and what led to it: the sums of all stages before.
+
+    A change of members repeats it, as only the newest decision is kept.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    update: Annotated[int, Field(ge=0, le=MAX_UPDATES)]
+    """Number of the update that is under way: so many were applied."""
+    sums: Annotated[tuple[_Digest, ...], Field(max_length=MAX_STAGES, strict=False)] = ()
+    """Of each stage, the digest of the sums of the update before."""
+    squared_norm: _Norm = 0.0
+    """Of the gradient of all stages together, in the update before."""
+    loss: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """Of the update before, in nats per token."""
+
+    def encode(self) -> bytes:
+        """Return the value of a decision."""
+        return self.model_dump_json().encode()
+
+
+def read_commit(decision: Decision) -> Commit:
+    """Return what a decision says. Raises RemoteProtocolError for anything else."""
+    try:
+        return Commit.model_validate_json(decision.value)
+    except ValidationError as error:
+        raise RemoteProtocolError(f"decision {decision.number} has no valid value") from error
+
+
+def found_run(run: TrainingRun, founder: MemberId, stage: int) -> Decision:
+    """Return the first decision of a run, which names the peer that begins it."""
+    return Decision(
+        0, bytes.fromhex(run.run_id), (Member(founder, stage),), Commit(update=0).encode()
+    )

@@ -1,0 +1,127 @@
+"""Which members have counted which parts of an update, and what is left to do: pure decisions.
+
+A part that no member of a stage has counted is missing there. It begins again at the stage before
+the first one that lacks it, which still has what it sent, and goes on up to the last one that lacks
+it. A part that two members of a stage have counted is taken out of the sums of one of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..ids import MemberId
+
+
+@dataclass(frozen=True)
+class PartOrder:
+    """One run of a part through stages; the first member of the route begins."""
+
+    index: int
+    route: tuple[MemberId, ...]
+    last_stage: int
+    """The last stage that has to compute it."""
+    without: MemberId | None = None
+    """This member takes the part out of its sums; None: those count it that lack it."""
+
+
+@dataclass
+class UpdateParts:
+    """The parts of one update, as manifests tell of them. `stages` are the ready members of each.
+
+    >>> parts = UpdateParts(2, [[MemberId("a")], [MemberId("b")]])
+    >>> parts.choose_next([], random.Random(0))
+    PartOrder(index=0, route=('a', 'b'), last_stage=1, without=None)
+    >>> parts.note(MemberId("a"), [0, 1])
+    >>> parts.note(MemberId("b"), [0])
+    >>> parts.choose_next([], random.Random(0))
+    PartOrder(index=1, route=('a', 'b'), last_stage=1, without=None)
+    """
+
+    num_parts: int
+    stages: Sequence[Sequence[MemberId]]
+    _counted: dict[MemberId, set[int]] = field(default_factory=dict[MemberId, set[int]])
+
+    def note(self, member: MemberId, indices: Iterable[int]) -> None:
+        """Note all parts that a member has counted, in place of what was known of it."""
+        self._counted[member] = set(indices)
+
+    def note_passed(self, order: PartOrder, route: Sequence[MemberId]) -> None:
+        """Note that an order was carried out by these members."""
+        for member in route:
+            counted = self._counted.setdefault(member, set())
+            if order.without == member:
+                counted.discard(order.index)
+            else:
+                counted.add(order.index)
+
+    def list_holders(self, stage: int, index: int) -> list[MemberId]:
+        """Return the members of a stage that have counted a part, in order."""
+        return [m for m in self.stages[stage] if index in self._counted.get(m, ())]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether each part is counted once at each stage."""
+        return all(
+            len(self.list_holders(stage, index)) == 1
+            for stage in range(len(self.stages))
+            for index in range(self.num_parts)
+        )
+
+    def choose_next(self, under_way: Collection[int], rng: random.Random) -> PartOrder | None:
+        """Return the next order; None when nothing but parts that are under way is left to do.
+
+        Members are drawn at random (stochastic wiring: Ryabinin et al., "SWARM Parallelism", 2023).
+        """
+        for index in range(self.num_parts):
+            if index in under_way:
+                continue
+            order = self._plan(index, rng)
+            if order is not None:
+                return order
+        return None
+
+    def _plan(self, index: int, rng: random.Random) -> PartOrder | None:
+        holders = [self.list_holders(stage, index) for stage in range(len(self.stages))]
+        lacking = [stage for stage, members in enumerate(holders) if not members]
+        doubled = [stage for stage, members in enumerate(holders) if len(members) > 1]
+        if not lacking and not doubled:
+            return None
+        first, last = (lacking[0], lacking[-1]) if lacking else (doubled[0], doubled[0])
+        without = None if lacking else holders[first][-1]
+        route = [members[0] if members else rng.choice(self.stages[stage])
+                 for stage, members in enumerate(holders)]  # fmt: skip
+        if without is not None:
+            route[first] = without
+        begin = max(first - 1, 0)
+        return PartOrder(index, tuple(route[begin:]), last, without)
+
+    def list_parts(self, member: MemberId) -> frozenset[int]:
+        """Return the parts that a member has counted."""
+        return frozenset(self._counted.get(member, ()))
+
+
+def pack_parts(indices: Iterable[int]) -> bytes:
+    """Return a set of parts as bits.
+
+    >>> unpack_parts(pack_parts([0, 9])) == {0, 9}
+    True
+    """
+    bits = 0
+    for index in indices:
+        bits |= 1 << index
+    return bits.to_bytes((bits.bit_length() + 7) // 8, "little")
+
+
+def unpack_parts(data: bytes) -> set[int]:
+    """Return the parts of bits."""
+    bits = int.from_bytes(data, "little")
+    return {index for index in range(bits.bit_length()) if bits >> index & 1}
+
+
+def find_equal(digests: Mapping[MemberId, bytes]) -> set[MemberId]:
+    """Return the members with the most frequent digest; of equally many those named first."""
+    answers = list(digests.values())
+    best = max(answers, key=answers.count)
+    return {member for member, digest in digests.items() if digest == best}

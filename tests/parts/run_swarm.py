@@ -1,0 +1,185 @@
+"""Swarms that train in one process and in virtual time, whose peers are killed and cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
+
+from virtual_time import VirtualClock
+
+from shoal.peer.engine.training.trainable_span import digest_tensors
+from shoal.peer.process.config import PeerEvent
+from shoal.peer.runs.run_peer import RunPeer
+from shoal.peer.runs.run_resources import RunPeerConfig
+from shoal.protocol.identity import Identity
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork
+from shoal.protocol.net.memory.memory_directory import MemoryDirectoryStore
+from shoal.protocol.net.memory.memory_network import MemoryNetwork
+from shoal.protocol.net.transport import Stream
+from shoal.protocol.runs.training_run import TrainingRun
+from shoal.protocol.wire.codec import decode_frame
+
+_LONGEST_SECONDS = 0.02
+"""The longest that a pass takes, in virtual time."""
+
+
+Moment = Callable[[Message], bool]
+"""Whether something is to happen at a message."""
+
+
+class WatchedStream:
+    """A stream of which `note` hears every message, before it is taken and after it was sent."""
+
+    def __init__(self, stream: Stream, note: Callable[[Message, bool], Awaitable[None]]) -> None:
+        self._stream = stream
+        self._note = note
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def send(self, frame: bytes) -> None:
+        await self._stream.send(frame)
+        await self._note(decode_frame(frame), True)
+
+    async def receive(self) -> bytes | None:
+        frame = await self._stream.receive()
+        if frame is not None:
+            await self._note(decode_frame(frame), False)
+        return frame
+
+
+class RunSwarm:
+    """Peers of one run. Use it inside `run_virtual`; what it draws follows from the seed."""
+
+    def __init__(self, run: TrainingRun, folder: Path, seed: int = 0) -> None:
+        self.run = run
+        self.rng = random.Random(seed)
+        self.network = LoopbackNetwork(seed, Link(delay_seconds=0.002))
+        self.peers: dict[str, RunPeer] = {}
+        """Those that run, by their hosts."""
+        self.events: list[tuple[str, PeerEvent]] = []
+        self._folder = folder
+        self._num_started = 0
+        self._store = MemoryDirectoryStore()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._has_changed = asyncio.Event()
+        self._moments: list[tuple[Moment, bool, Callable[[str], None]]] = []
+        self._killing: list[asyncio.Task[None]] = []
+
+    async def start(self, host: str, stage: int | None, founds_run: bool = False) -> None:
+        """Start a peer, again after it was killed; return when it has joined the directory."""
+        self.network.revive(host)
+        started = asyncio.get_running_loop().create_future()
+        self._tasks[host] = asyncio.create_task(self._serve(host, stage, founds_run, started))
+        await asyncio.wait((started, self._tasks[host]), return_when=asyncio.FIRST_COMPLETED)
+        if not started.done():
+            await self._tasks[host]  # raises what went wrong
+
+    async def kill(self, host: str) -> None:
+        """End a peer without a word."""
+        self.network.kill(host)
+        self.peers.pop(host, None)
+        task = self._tasks.pop(host)
+        task.cancel()
+        await asyncio.wait((task,))
+
+    def do_at(self, moment: Moment, act: Callable[[str], None], *, is_sent: bool = False) -> None:
+        """Act once, on the host that gets such a message, or has sent it as its answer.
+
+        The host that acts takes no more of the message.
+        """
+        self._moments.append((moment, is_sent, act))
+
+    def kill_soon(self, host: str) -> None:
+        """Kill a host, from within what it does."""
+        self.network.kill(host)
+        self._killing.append(asyncio.create_task(self.kill(host)))
+
+    async def close(self) -> None:
+        """End all peers."""
+        for task in self._killing:
+            await task
+        for host in list(self._tasks):
+            await self.kill(host)
+
+    async def wait_until(self, is_reached: Callable[[], bool]) -> None:
+        """Wait until a state is reached that comes with an event of a peer."""
+        while not is_reached():
+            self._has_changed.clear()
+            await self._has_changed.wait()
+
+    async def wait_for_update(self, update: int) -> None:
+        """Wait until some peer has applied so many updates."""
+        await self.wait_until(lambda: any(number >= update for number in self.list_updates()))
+
+    async def finish(self) -> str:
+        """Wait until all that run have applied all updates; return the digest of the weights."""
+        await self.wait_until(
+            lambda: all(number == self.run.num_updates for number in self.list_updates())
+        )
+        return self.check_replicas()
+
+    def list_updates(self) -> list[int]:
+        """Return how many updates the peers have applied."""
+        stages = [peer.loop.stage for peer in self.peers.values()]
+        return [-1 if stage is None else stage.update for stage in stages]
+
+    def check_replicas(self) -> str:
+        """Check that all replicas of a stage are equal; return the digest of all weights."""
+        states: dict[int, str] = {}
+        weights: dict[str, Any] = {}
+        for peer in self.peers.values():
+            stage = peer.loop.stage
+            assert stage is not None
+            span = stage.span
+            assert states.setdefault(stage.index, span.compute_digest()) == span.compute_digest()
+            weights |= span.read_weights()
+        return digest_tensors(weights)
+
+    async def _serve(
+        self, host: str, stage: int | None, founds_run: bool, started: asyncio.Future[None]
+    ) -> None:
+        def note(event: PeerEvent) -> None:
+            self.events.append((host, event))
+            self._has_changed.set()
+
+        config = RunPeerConfig(self.run, self._folder, stage, founds_run)
+        network = MemoryNetwork(self.network, self._store, VirtualClock(), host)
+        identity = Identity(hashlib.sha256(host.encode()).digest())
+        self._num_started += 1
+        joining = RunPeer.join(
+            config, network, VirtualClock(), note, identity=identity,
+            compute=self._make_compute(), incarnation=str(self._num_started),
+        )  # fmt: skip
+        async with joining as peer:
+            self.peers[host] = peer
+            serve = network.serve_stream
+
+            async def note_message(message: Message, is_sent: bool) -> None:
+                for entry in list(self._moments):
+                    moment, at_sending, act = entry
+                    if is_sent == at_sending and moment(message):
+                        self._moments.remove(entry)
+                        act(host)
+
+            network.serve_stream = lambda stream: serve(
+                cast(Stream, WatchedStream(stream, note_message))
+            )
+            started.set_result(None)
+            await peer.serve(asyncio.Event())
+
+    def _make_compute(self) -> Callable[[Callable[[], Any]], Any]:
+        """Return what computes one thing after the other, each for a time that is drawn."""
+        turn = asyncio.Lock()
+
+        async def compute(function: Callable[[], Any]) -> Any:
+            async with turn:
+                await asyncio.sleep(self.rng.uniform(0.0, _LONGEST_SECONDS))
+                return function()
+
+        return compute

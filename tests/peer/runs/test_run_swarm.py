@@ -1,0 +1,254 @@
+"""Runs over peers that are killed, paused and cut off: the weights are those of one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from run_swarm import Moment, RunSwarm
+from training_runs import MODEL, open_run
+from virtual_time import run_virtual
+
+from shoal.peer.engine.training.whole_run import WholeRun
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.runs import (
+    PartPass,
+    PartPassed,
+    PartsFetch,
+    Reduced,
+    StateFetch,
+    SumFetch,
+    Vote,
+    VoteKind,
+)
+from shoal.protocol.runs.training_run import TrainingRun
+
+NUM_UPDATES = 4
+_MOST_SECONDS = 300.0
+"""Of virtual time."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("corpus")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> TrainingRun:
+    return open_run(folder, num_updates=NUM_UPDATES, model={**MODEL, "attention_dropout": 0.1})[0]
+
+
+@pytest.fixture(scope="module")
+def quiet_digest(run: TrainingRun, folder: Path) -> str:
+    """The digest of the weights that one process comes to."""
+    whole = WholeRun(run)
+    for _ in whole.train(open_run(folder)[1]):
+        pass
+    return whole.compute_weights_digest()
+
+
+def run_swarm(
+    run: TrainingRun,
+    folder: Path,
+    scene: Callable[[RunSwarm], Awaitable[object]],
+    *,
+    seed: int = 0,
+    num_peers: int = 4,
+) -> str:
+    """Start peers, of stage 0 and 1 in turn, and let a scene happen; return the digest at the end.
+
+    Peers that the scene has not killed are there at the end.
+    """
+
+    async def main() -> str:
+        swarm = RunSwarm(run, folder, seed)
+        try:
+            async with asyncio.timeout(_MOST_SECONDS):
+                for number in range(num_peers):
+                    await swarm.start(f"peer{number}", number % 2, founds_run=number == 0)
+                await scene(swarm)
+                return await swarm.finish()
+        finally:
+            await swarm.close()
+
+    return run_virtual(main())
+
+
+@pytest.mark.parametrize("num_peers", [2, 4, 6])
+def test_weights_are_those_of_one_process_whatever_the_number_of_replicas(
+    run: TrainingRun, folder: Path, quiet_digest: str, num_peers: int
+) -> None:
+    async def nothing(swarm: RunSwarm) -> None:
+        pass
+
+    assert run_swarm(run, folder, nothing, num_peers=num_peers) == quiet_digest
+
+
+def is_kind(kind: type[Message]) -> Moment:
+    return lambda message: isinstance(message, kind)
+
+
+def is_sum(is_reduced: bool) -> Moment:
+    return lambda message: isinstance(message, SumFetch) and message.is_reduced == is_reduced
+
+
+def is_accept(message: Message) -> bool:
+    return isinstance(message, Vote) and message.kind is VoteKind.ACCEPT
+
+
+def is_late(kind: type[Message], update: int = 1) -> Moment:
+    """Return whether a message of a kind belongs to an update, or to a later one."""
+    return lambda message: isinstance(message, kind) and getattr(message, "update", 0) >= update
+
+
+PHASES: dict[str, tuple[Moment, bool]] = {
+    "before the forward pass": (is_late(PartPass), False),
+    "between the passes, or behind the backward one": (is_kind(PartPassed), True),
+    "as the leader asks what is counted": (is_kind(PartsFetch), False),
+    "in the reduce-scatter": (is_sum(False), False),
+    "in the all-gather": (is_sum(True), False),
+    "between measuring and committing": (is_kind(Reduced), True),
+    "as an update is decided": (is_accept, False),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_peer_may_be_killed_at_any_phase(
+    run: TrainingRun, folder: Path, quiet_digest: str, phase: str
+) -> None:
+    moment, is_sent = PHASES[phase]
+    killed: list[str] = []
+
+    async def scene(swarm: RunSwarm) -> None:
+        def kill(host: str) -> None:
+            killed.append(host)
+            swarm.kill_soon(host)
+
+        await swarm.wait_for_update(1)
+        swarm.do_at(moment, kill, is_sent=is_sent)
+        await swarm.wait_until(lambda: bool(killed))
+
+    assert run_swarm(run, folder, scene) == quiet_digest
+    assert killed
+
+
+@pytest.mark.parametrize("host", ["peer0", "peer1", "peer2"])
+def test_killed_peer_comes_back_as_another_member(
+    run: TrainingRun, folder: Path, quiet_digest: str, host: str
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        await swarm.kill(host)
+        await swarm.start(host, int(host[-1]) % 2)
+
+    assert run_swarm(run, folder, scene) == quiet_digest
+
+
+def test_two_peers_may_be_killed_at_once(run: TrainingRun, folder: Path, quiet_digest: str) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        await swarm.kill("peer0")
+        await swarm.kill("peer3")
+
+    assert run_swarm(run, folder, scene, num_peers=6) == quiet_digest
+
+
+def test_giver_of_state_may_be_killed(run: TrainingRun, folder: Path, quiet_digest: str) -> None:
+    killed: list[str] = []
+
+    async def scene(swarm: RunSwarm) -> None:
+        def kill(host: str) -> None:
+            killed.append(host)
+            swarm.kill_soon(host)
+
+        await swarm.wait_for_update(1)
+        swarm.do_at(is_kind(StateFetch), kill)
+        await swarm.start("newcomer", 1)
+        await swarm.wait_until(lambda: bool(killed))
+
+    assert run_swarm(run, folder, scene, num_peers=6) == quiet_digest
+
+
+@pytest.mark.parametrize("host", ["peer0", "peer3"])
+def test_paused_peer_is_left_out_and_comes_back(
+    run: TrainingRun, folder: Path, quiet_digest: str, host: str
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        swarm.network.pause(host)
+        await asyncio.sleep(30.0)
+        swarm.network.resume(host)
+
+    assert run_swarm(run, folder, scene) == quiet_digest
+
+
+def test_halves_that_do_not_see_each_other_commit_one_update(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        for one in ("peer0", "peer1", "peer2", "peer3"):
+            swarm.network.partition(one, "peer4")
+        await asyncio.sleep(30.0)
+        for one in ("peer0", "peer1", "peer2", "peer3"):
+            swarm.network.heal(one, "peer4")
+
+    assert run_swarm(run, folder, scene, num_peers=5) == quiet_digest
+
+
+def test_half_without_a_majority_commits_nothing(run: TrainingRun, folder: Path) -> None:
+    async def main() -> tuple[int, int]:
+        swarm = RunSwarm(run, folder)
+        try:
+            for number in range(4):
+                await swarm.start(f"peer{number}", number % 2, founds_run=number == 0)
+            await swarm.wait_for_update(1)
+            await swarm.kill("peer0")
+            await swarm.kill("peer1")
+            await asyncio.sleep(10.0)  # what was decided before is applied
+            before = max(swarm.list_updates())
+            await asyncio.sleep(20.0)
+            return before, max(swarm.list_updates())
+        finally:
+            await swarm.close()
+
+    before, after = run_virtual(main())
+
+    assert before == after < NUM_UPDATES
+
+
+async def kill_at_random(swarm: RunSwarm, num_kills: int) -> None:
+    """Kill and start peers again, never more than a majority survives, or the last of a stage."""
+    rng = swarm.rng
+    for _ in range(num_kills):
+        await asyncio.sleep(rng.uniform(0.0, 0.8))
+        host = rng.choice(sorted(swarm.peers))
+        stage = int(host[-1]) % 2
+        others = [peer.loop for other, peer in swarm.peers.items() if other != host]
+        decisions = [loop.decisions for loop in others if loop.decisions is not None]
+        newest = max((each.newest for each in decisions), key=lambda one: one.number)
+        num_left = sum(each.member_id in newest.roster for each in decisions)
+        has_mate = any(
+            loop.is_ready and loop.stage is not None and loop.stage.index == stage
+            for loop in others
+        )
+        if num_left < newest.majority or not has_mate:
+            continue
+        await swarm.kill(host)
+        await asyncio.sleep(rng.uniform(0.1, 1.5))
+        await swarm.start(host, stage)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=() if seed < 4 else pytest.mark.thorough) for seed in range(200)],
+)
+def test_weights_do_not_depend_on_who_was_killed(
+    run: TrainingRun, folder: Path, quiet_digest: str, seed: int
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await kill_at_random(swarm, 4)
+
+    assert run_swarm(run, folder, scene, seed=seed, num_peers=5) == quiet_digest

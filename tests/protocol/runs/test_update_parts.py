@@ -1,0 +1,106 @@
+"""What is left to do in an update, from what its members have counted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from shoal.protocol.ids import MemberId
+from shoal.protocol.runs.update_parts import (
+    PartOrder,
+    UpdateParts,
+    find_equal,
+    pack_parts,
+    unpack_parts,
+)
+
+A, B, C, D, E = (MemberId(name) for name in "abcde")
+
+
+def make_parts(num_parts: int, **counted: list[int]) -> UpdateParts:
+    """Return an update of three stages: a and b, c, d and e."""
+    parts = UpdateParts(num_parts, [[A, B], [C], [D, E]])
+    for member, indices in counted.items():
+        parts.note(MemberId(member), indices)
+    return parts
+
+
+def test_part_that_is_counted_nowhere_begins_at_the_first_stage() -> None:
+    order = make_parts(1).choose_next([], random.Random(0))
+
+    assert order is not None
+    assert (order.index, order.last_stage, order.without) == (0, 2, None)
+    assert order.route[0] in (A, B)
+    assert order.route[1] == C
+    assert order.route[2] in (D, E)
+
+
+def test_part_that_one_stage_lacks_begins_at_the_stage_before() -> None:
+    lost = make_parts(1, b=[0], e=[0]).choose_next([], random.Random(0))
+
+    assert lost == PartOrder(0, (B, C, E), 1)
+
+
+def test_part_that_the_last_stage_lacks_is_computed_there_alone() -> None:
+    lost = make_parts(1, a=[0], c=[0]).choose_next([], random.Random(0))
+
+    assert lost is not None
+    assert lost.route[0] == C
+    assert lost.route[1] in (D, E)
+    assert len(lost.route) == 2
+
+
+def test_part_that_the_first_stage_lacks_goes_to_those_that_have_counted_it() -> None:
+    lost = make_parts(1, c=[0], d=[0]).choose_next([], random.Random(0))
+
+    assert lost is not None
+    assert lost.route[1:] == (C, D)
+    assert lost.last_stage == 0
+
+
+def test_part_that_two_members_have_counted_is_taken_out_of_one() -> None:
+    doubled = make_parts(1, a=[0], c=[0], d=[0], e=[0]).choose_next([], random.Random(0))
+
+    assert doubled == PartOrder(0, (C, E), 2, without=E)
+
+
+def test_parts_under_way_are_not_ordered_again() -> None:
+    parts = make_parts(2)
+
+    order = parts.choose_next([0], random.Random(0))
+
+    assert order is not None
+    assert order.index == 1
+    assert parts.choose_next([0, 1], random.Random(0)) is None
+
+
+def test_update_is_complete_when_each_part_is_counted_once_at_each_stage() -> None:
+    parts = make_parts(2, a=[0], b=[1], c=[0, 1], d=[0, 1])
+
+    assert parts.is_complete
+    parts.note(E, [1])
+    assert not parts.is_complete
+
+
+def test_orders_lead_to_a_complete_update_whatever_was_counted() -> None:
+    for seed in range(100):
+        rng = random.Random(seed)
+        counted = {m: [i for i in range(4) if rng.random() < 0.4] for m in "abcde"}
+        parts = make_parts(4, **counted)
+        for _ in range(100):
+            order = parts.choose_next([], rng)
+            if order is None:
+                break
+            parts.note_passed(order, order.route)
+        assert parts.is_complete, seed
+
+
+@pytest.mark.parametrize("indices", [set[int](), {0}, {7}, {8}, {0, 4095}])
+def test_sets_of_parts_are_packed_into_bits(indices: set[int]) -> None:
+    assert unpack_parts(pack_parts(indices)) == indices
+
+
+def test_most_frequent_digest_is_taken_for_right() -> None:
+    assert find_equal({A: b"x", B: b"y", C: b"y"}) == {B, C}
+    assert find_equal({A: b"x", B: b"y"}) == {A}
