@@ -169,8 +169,9 @@ class Exchange:
                 raise _SegmentFault({len(segment) - 1: error}) from error
         except _SegmentFault as fault:
             raise await self._break(segment, fault, asked) from fault
+        read_at = self._clock.now()
         self.forget(segment, question)
-        self._note_answer(segment, asked, arrived.output)
+        self._note_answer(segment, asked, arrived.output, read_at)
         return output_BTH
 
     def forget(self, segment: Sequence[LiveHop], question: Question) -> None:
@@ -430,19 +431,21 @@ class Exchange:
             lost.append(await self.lose(segment[index], error))
         return BrokenSegmentError(lost, fault.link)
 
-    def _note_answer(self, segment: Sequence[LiveHop], asked: _Asked, output: Output) -> None:
-        """Share the time that a step took out among the hops, as far as they tell.
+    def _note_answer(
+        self, segment: Sequence[LiveHop], asked: _Asked, output: Output, now: float
+    ) -> None:
+        """Share the time that a step took until `now` out among the hops, as far as they tell.
 
         A piece of a prompt is sent behind others: what those took is not its own, and a short last
         one would make its hops look slow for steps of few tokens.
         """
-        now, last = self._clock.now(), segment[-1]
+        last = segment[-1]
         began_at, last.answered_at = max(asked.asked_at, last.answered_at), now
         num_tokens = asked.step.hidden.rows * asked.step.hidden.tokens
         is_alone, hops = not last.capability, [live.hop for live in segment]
         expected_seconds = [] if is_alone else self._expect_way_seconds(segment)
         if asked.watch is not None:
-            asked.watch.note_answered(hops, output, expected_seconds)
+            asked.watch.note_answered(hops, output, expected_seconds, now)
         if asked.is_disturbed:
             return
         carried_seconds = now - asked.asked_at

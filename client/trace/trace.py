@@ -198,7 +198,7 @@ class QuestionWatch:
         self._answered_at, self._num_bytes_received = self._recorder.now(), num_bytes
 
     def note_answered(
-        self, hops: Sequence[Hop], output: Output, way_seconds: Sequence[float]
+        self, hops: Sequence[Hop], output: Output, way_seconds: Sequence[float], read_at: float
     ) -> None:
         """Note that the answer of a hop, or of some that passed the question along, was read.
 
@@ -231,7 +231,7 @@ class QuestionWatch:
             own_seconds = scale * (queue_seconds + compute_seconds)
             answered_at = sent_at + own_seconds + share * network_seconds
             answered_at = self._answered_at if is_last else answered_at
-            ended_at = self._recorder.now() if is_last else answered_at
+            ended_at = read_at if is_last else answered_at
             self._recorder.add(
                 AnsweredQuestion(
                     self._recorder.step,
