@@ -46,7 +46,11 @@ from shoal.protocol.net.libp2p.p2p_daemon import (
 )
 from shoal.protocol.wire.codec import encode_frame
 
-pytestmark = [pytest.mark.network, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("shipped_p2pd"),
+]
 
 PROTOCOL = "a question"
 PATIENCE_SECONDS = 60.0  # only a broken test waits this long
@@ -99,7 +103,6 @@ def collect_complaints() -> Iterator[list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("shipped_p2pd")
 async def test_p2pd_ends_rather_than_take_all_memory_for_what_strangers_promise() -> None:
     """Each stream says that the longest message follows, which never comes.
 

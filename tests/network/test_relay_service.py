@@ -16,6 +16,7 @@ pytestmark = [
     pytest.mark.network,
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("shipped_p2pd"),
 ]
 
 
@@ -120,7 +121,6 @@ def test_only_who_can_be_dialled_is_announced_as_a_relay(
     assert not access._replace(place=place._replace(is_relay=False)).is_relay
 
 
-@pytest.mark.usefixtures("shipped_p2pd")
 async def test_only_a_relay_that_carries_texts_grants_a_reservation(starts: Starts) -> None:
     from shoal.protocol.ids import PeerId
     from shoal.protocol.net.relays.circuit import RelayReservations, start_sufficient_relay
