@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
-import os
-import signal
 import sys
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -32,13 +28,11 @@ from ..terminal.interrupts import (
 )
 from ..terminal.peer_events import EventPrinter, print_json
 from ..terminal.peer_status import showing_status
-from ..terminal.terminal import Terminal, discard_output
+from ..terminal.signalled import run_until_signalled
+from ..terminal.terminal import Terminal
 
 if TYPE_CHECKING:
     from ...peer.operating.operation import Operation
-
-_RunPeer = Callable[[asyncio.Event, Report], Coroutine[Any, Any, None]]
-"""Runs the peer until the event is set."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +83,7 @@ def _run(options: argparse.Namespace) -> bool:
         if options.new_swarm and not options.join and options.listen != "127.0.0.1":  # --local
             report = partial(_report_with_last_swarm, report)
         run_peer = partial(_run_peer, config, network, operation, options.json)
-        return runner.run(_serve(run_peer, report, options.end_with_stdin))
+        return runner.run(run_until_signalled(run_peer, report, options.end_with_stdin))
 
 
 def _show_losses_of_the_directory() -> None:
@@ -120,70 +114,6 @@ async def _check_is_new(network: InternetNetwork) -> None:
     raise UsageError("the swarm of this code runs already: leave out --new-swarm to join it")
 
 
-async def _serve(run_peer: _RunPeer, report: Report, end_with_stdin: bool) -> bool:
-    """Run the peer until a signal stops it; return whether it was online."""
-    _allow_many_files()
-    stop, hurry = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def leave() -> None:
-        (hurry if stop.is_set() else stop).set()
-
-    def leave_without_terminal() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            if stream.isatty():
-                discard_output(stream)
-        leave()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, leave)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
-        loop.add_signal_handler(signal.SIGHUP, leave_without_terminal)
-    if end_with_stdin:
-        loop.add_reader(sys.stdin.fileno(), _stop_at_end_of_stdin, stop)
-    try:
-        return await _run_until_stopped(run_peer, stop, hurry, report)
-    finally:
-        if end_with_stdin:
-            loop.remove_reader(sys.stdin.fileno())
-
-
-def _allow_many_files() -> None:
-    """Raise the limit of open files to its maximum: every stream needs a descriptor."""
-    with contextlib.suppress(ImportError, OSError, ValueError):  # not on every system
-        import resource
-
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-async def _run_until_stopped(
-    run_peer: _RunPeer, stop: asyncio.Event, hurry: asyncio.Event, report: Report
-) -> bool:
-    """Run the peer and return whether it was online.
-
-    `stop` does not wait for blocks that are being loaded; `hurry` waits for no session either.
-    """
-    is_online = was_online = False
-
-    def watch(event: PeerEvent) -> None:
-        nonlocal is_online, was_online
-        is_online = event.name == "online" or (is_online and event.name != "drained")
-        was_online = was_online or is_online
-        report(event)
-
-    running = asyncio.create_task(run_peer(stop, watch))
-    for event in (stop, hurry):
-        waiting = asyncio.ensure_future(event.wait())
-        await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
-        if not is_online or hurry.is_set():
-            running.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
-    return was_online
-
-
 async def _run_peer(
     config: PeerConfig,
     network: InternetNetwork,
@@ -209,8 +139,3 @@ async def _run_peer(
     ):
         await peer.serve(stop)
     report(PeerEvent("left"))
-
-
-def _stop_at_end_of_stdin(stop: asyncio.Event) -> None:
-    if not os.read(sys.stdin.fileno(), 4096):
-        stop.set()

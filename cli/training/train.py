@@ -1,118 +1,114 @@
-"""`shoal train`: train a model from scratch, all of its stages in this process."""
+"""`shoal train`: train a model from scratch, in this process or as one peer of many."""
+
+from __future__ import annotations
 
 import argparse
-import json
-import sys
-import time
-from collections.abc import Mapping
+import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import uvloop
+
+from ...peer.process.config import PeerEvent, Report
+from ...peer.process.identity_file import hold_identity
 from ...protocol.errors import UsageError
-from ...protocol.runs.training_run import TrainingRun
-from ..options.quantities import count_of
+from ..options.serve_options import make_network
 from ..terminal.heavy_imports import importing_much
-from ..terminal.interrupts import quitting_at_once
-from ..terminal.reporter import Reporter
-from ..terminal.terminal import Terminal
+from ..terminal.interrupts import INTERRUPTED, quitting_at_once, stop_on_sigterm
+from ..terminal.peer_events import print_json
+from ..terminal.signalled import run_until_signalled
+from .model_folder import write_model
+from .run_events import RunEventPrinter
 from .run_file import load_run
+from .train_alone import train_alone
+from .train_options import add_peer_arguments, is_peer
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ...peer.engine.training.whole_run import WholeRun
-
-_LINE = "{:>8}  {:>8}  {:>13}  {:>8}"
+    from ...peer.runs.run_peer import RunPeer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal train`."""
     parser.add_argument("run_file", metavar="RUN", type=Path, help="run file (TOML)")
     parser.add_argument(
-        "--out", required=True, type=Path, metavar="FOLDER",
-        help="output folder for the model, in transformers' format",
+        "--out", type=Path, metavar="FOLDER",
+        help="output folder for the model, in transformers' format; a peer of a run with others "
+        "needs none",
     )  # fmt: skip
     parser.add_argument(
         "--corpus", type=Path, metavar="FOLDER",
         help="folder of the corpus shards (default: that of the run file)",
     )  # fmt: skip
     parser.add_argument("--threads", type=int, default=1, help="compute threads (default: 1)")
+    add_peer_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object per event")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train a run from its first update to its last, and save the model."""
+    """Train a run in this process, or a stage of it with others."""
     training = load_run(options.run_file)
     if options.threads < 1:
         raise UsageError(f"--threads must be at least 1, not {options.threads}")
-    if options.out.exists() and not options.out.is_dir():
-        raise UsageError(f"{options.out} is no folder")
-    reporter = Reporter(Terminal(sys.stdout), Terminal(sys.stderr), options.json)
-    progress = "Loading"
-    with reporter.showing(lambda: progress):
-        with quitting_at_once(options.json), importing_much():
-            from ...models.token_shards import TokenShards
-            from ...peer.engine.training.whole_run import WholeRun
-
-        whole = WholeRun(training, options.threads)
-        folder = options.corpus or options.run_file.parent
-        shards = TokenShards.open(training.corpus, folder, whole.vocabulary_size)
-        options.out.mkdir(parents=True, exist_ok=True)  # an error now, not after hours
-        _tell_start(reporter, training, whole)
-        progress = "Training"
-        started_at = time.monotonic()
-        for update in whole.train(shards):
-            now = time.monotonic()
-            speed = training.tokens_per_update / (now - started_at)
-            started_at = now
-            cells = (
-                f"{update.number + 1}",
-                f"{update.loss:.4f}",
-                f"{update.gradient_norm:.4f}",
-                f"{speed:.0f}",
+    out: Path | None = options.out
+    if out is not None and out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is no folder")
+    if not is_peer(options):
+        if out is None:
+            raise UsageError(
+                "give --out FOLDER to train in this process, or --new-swarm or --join CODE to "
+                "train with others"
             )
-            reporter.tell(
-                "update", [_LINE.format(*cells)], update=update.number + 1, loss=update.loss,
-                gradient_norm=update.gradient_norm, tokens_per_second=round(speed, 1),
-            )  # fmt: skip
-        _save(whole, training, options.out)
-    digest = whole.compute_weights_digest()
-    lines = [f"Model: {options.out}", f"SHA-256 of its weights: {digest}"]
-    reporter.tell("trained", lines, model=str(options.out), digest=digest)
-    return 0
+        return train_alone(options, training, out)
+    num_stages = len(training.stage_borders) + 1
+    if options.stage is not None and not 0 <= options.stage < num_stages:
+        raise UsageError(f"--stage: the run has stages 0 to {num_stages - 1}, not {options.stage}")
+    network = make_network(options)
+    report = print_json if options.json else RunEventPrinter()
+    with quitting_at_once(options.json), importing_much():  # seconds of torch
+        from ...peer.runs.run_peer import RunPeer
+        from ...peer.runs.run_resources import RunPeerConfig
 
-
-def _tell_start(reporter: Reporter, training: TrainingRun, whole: "WholeRun") -> None:
-    stages = [str(stage.span) for stage in whole.stages]
-    part = f"{training.rows_per_part} x {training.corpus.sequence_length} tokens"
-    lines = [
-        f"Run {training.name}, id {training.run_id[:16]}…: {count_of(len(stages), 'stage')} of "
-        f"blocks {', '.join(stages)}",
-        f"{count_of(training.num_updates, 'update')} of "
-        f"{count_of(training.parts_per_update, 'part')} of {part}",
-        "",
-        _LINE.format("update", "loss", "gradient norm", "tokens/s"),
-    ]
-    reporter.tell(
-        "run", lines, run_id=training.run_id, stages=stages, num_updates=training.num_updates
+    config = RunPeerConfig(
+        training,
+        options.corpus or options.run_file.parent,
+        options.stage,
+        founds_run=options.new_swarm,
+        num_threads=options.threads,
+        announce_period_seconds=options.announce_period,
+        silence_seconds=options.silence,
     )
 
+    async def train(stop: asyncio.Event, report: Report) -> None:
+        with hold_identity(options.identity) as identity:
+            joining = RunPeer.join(config, network, network.clock, report, identity=identity)
+            async with joining as peer:
+                report(PeerEvent("online", {"run_id": training.run_id}))
+                await peer.serve(_end(peer, options.out, stop, report))
 
-def _save(whole: "WholeRun", training: TrainingRun, folder: Path) -> None:
-    from safetensors.torch import save_file
+    with stop_on_sigterm(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        was_online = runner.run(run_until_signalled(train, report, options.end_with_stdin))
+    return 0 if was_online else INTERRUPTED
 
-    from ...client.adapters.whole_files import write_files
 
-    weights: Mapping[str, Tensor] = whole.read_weights()
-    config = {"architectures": [whole.architecture], **training.model, "dtype": "float32"}
-    write_files(
-        folder,
-        {
-            "model.safetensors": lambda path: save_file(
-                {name: weight.contiguous() for name, weight in weights.items()},
-                path,
-                metadata={"format": "pt"},
-            ),
-            "config.json": lambda path: path.write_text(json.dumps(config, indent=2) + "\n"),
-        },
-    )
+async def _end(peer: RunPeer, folder: Path | None, stop: asyncio.Event, report: Report) -> None:
+    """Wait until the run is over and nobody needs us, and write its model; or until `stop`."""
+    finishing = asyncio.create_task(_finish(peer, folder, report))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((finishing, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    finishing.cancel()
+    await asyncio.wait((stopping, finishing))
+    if not finishing.cancelled():
+        finishing.result()
+
+
+async def _finish(peer: RunPeer, folder: Path | None, report: Report) -> None:
+    await peer.loop.wait_until_over()
+    weights, digest = await peer.fetch_weights()
+    facts: dict[str, object] = {"digest": digest}
+    if folder is not None:
+        training, architecture = peer.resources.run, peer.resources.architecture
+        write_model(folder, training, architecture, weights)
+        facts["model"] = str(folder)
+    report(PeerEvent("trained", facts))
+    await peer.loop.wait_until_unasked()

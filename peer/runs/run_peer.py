@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
+
+from torch import Tensor
 
 from ...protocol.identity import Identity
 from ...protocol.ids import MemberId
 from ...protocol.net.clock import Clock
 from ...protocol.net.network import Network, Presence, join_patiently
 from ...protocol.records.announcements import Announcement, PeerState
-from ...protocol.spans import Span
 from ...protocol.versions import MAX_VERSION, MIN_VERSION, SOFTWARE
 from ..announcing.announcer import LIFETIME_PERIODS, Announcer, announce_offline
+from ..engine.training.trainable_span import digest_tensors
 from ..process.config import PeerEvent, Report, ignore
 from ..streams.service import Service, StreamHandler
 from ..streams.stream_host import MAX_PENDING_BYTES, PendingBytes, StreamHost
@@ -31,9 +33,10 @@ _IDLE_SECONDS = 600.0
 class RunPeer:
     """A peer that has joined its swarm, and trains as long as `serve` runs."""
 
-    def __init__(self, loop: TrainingLoop, announcer: Announcer) -> None:
+    def __init__(self, loop: TrainingLoop, announcer: Announcer, resources: RunResources) -> None:
         self.loop = loop
         self.announcer = announcer
+        self.resources = resources
 
     @classmethod
     @asynccontextmanager
@@ -83,13 +86,21 @@ class RunPeer:
                 stack.push_async_callback(listener.close)
             handler.service = service
             await announcer.announce(PeerState.ONLINE)
-            yield cls(loop, announcer)
+            yield cls(loop, announcer, resources)
 
-    async def serve(self, stop: asyncio.Event) -> None:
-        """Train until `stop` is set."""
+    async def fetch_weights(self) -> tuple[dict[str, Tensor], str]:
+        """Return the weights of all stages at the end of the run, and their digest.
+
+        Raises UnavailableError where no member of a stage hands them over.
+        """
+        weights = await self.loop.fetch_weights()
+        return weights, digest_tensors(weights)
+
+    async def serve(self, until: Awaitable[object]) -> None:
+        """Train until something happens."""
         async with asyncio.TaskGroup() as tasks:
             announcing = tasks.create_task(self.announcer.run())
-            await self.loop.run(stop)
+            await self.loop.run(until)
             announcing.cancel()
 
 
@@ -104,12 +115,11 @@ def _describe(
     """Return what a peer that trains announces."""
     config, spans = resources.config, resources.spans
     stage = None if loop.decisions is None else loop.decisions.stage
-    num_blocks = spans[-1].stop
     return Announcement(
         peer_id=presence.identity.peer_id,
         model_id=make_run_model_id(config.run.run_id),
-        num_blocks=num_blocks,
-        span=Span(0, num_blocks) if stage is None else spans[stage],
+        num_blocks=len(resources.whole),
+        span=resources.whole if stage is None else spans[stage],
         state=state,
         endpoints=tuple(presence.addresses.endpoints),
         min_version=MIN_VERSION,
@@ -136,7 +146,7 @@ def _make_service(
     host = StreamHost(
         peer_id=presence.identity.peer_id,
         model_id=make_run_model_id(run_id),
-        span=Span(0, resources.spans[-1].stop),
+        span=resources.whole,
         clock=clock,
         idle_seconds=_IDLE_SECONDS,
         pending=PendingBytes(MAX_PENDING_BYTES),

@@ -36,6 +36,8 @@ class RunPeerConfig:
     """How long another member may say nothing before it counts as stopped."""
     patience_seconds: float = 3.0
     """How long a leader may be silent before the next member leads."""
+    linger_seconds: float = 10.0
+    """How long to stay behind the last update: others may need our state."""
     pause_seconds: float = 0.2
     """How long to wait before looking again whether there is something to do."""
 
@@ -47,6 +49,8 @@ class RunResources:
     config: RunPeerConfig
     spans: Sequence[Span]
     """The blocks of each stage."""
+    architecture: str
+    """The name of the model's class in transformers."""
     shards: TokenShards
     compute: Compute
 
@@ -55,13 +59,19 @@ class RunResources:
         """The run that is trained."""
         return self.config.run
 
+    @property
+    def whole(self) -> Span:
+        """All blocks of the model."""
+        return Span(0, self.spans[-1].stop)
+
     @classmethod
     def open(cls, config: RunPeerConfig, compute: Compute) -> RunResources:
         """Read what a run needs on this machine. Raises UsageError."""
         shell = open_shell(config.run.model)
         embedding, _ = find_embedding_and_head(shell)
         shards = TokenShards.open(config.run.corpus, config.corpus_folder, embedding.num_embeddings)
-        return cls(config, config.run.list_stages(len(shell.layers)), shards, compute)
+        spans, architecture = config.run.list_stages(len(shell.layers)), type(shell.model).__name__
+        return cls(config, spans, architecture, shards, compute)
 
 
 def make_compute(stack: ExitStack) -> Compute:

@@ -30,6 +30,7 @@ from ...protocol.errors import (
     UnavailableError,
 )
 from ...protocol.ids import MemberId
+from ...protocol.limits import MAX_RUN_TENSOR_BYTES
 from ...protocol.messages.runs import (
     PartPass,
     PartPassed,
@@ -44,7 +45,7 @@ from ...protocol.net.tasks import cancel_all
 from ...protocol.runs.commits import Commit
 from ...protocol.runs.training_run import PartId
 from ...protocol.runs.update_parts import unpack_parts
-from ..engine.training.trainable_span import TrainableSpan
+from ..engine.training.trainable_span import WEIGHTS_PREFIX, TrainableSpan
 from .questions import FAILURES, MemberAnswer, Members, make_question_id
 from .reduction import Reducing
 from .run_resources import RunResources
@@ -349,6 +350,26 @@ class Stage:
         await self._wait_for_update(question.update)
         data = await self._compute(lambda: safetensors.torch.save(self.span.read_state()))
         return MemberAnswer(StateFollows(question.question, len(data)), data)
+
+
+async def fetch_weights(
+    members: Members, holders: Sequence[MemberId], update: int
+) -> dict[str, Tensor]:
+    """Return the weights before an update, from a member that holds their stage.
+
+    Raises UnavailableError where none hands them over.
+    """
+    for holder in holders:
+        try:
+            question = StateFetch(make_question_id(), update)
+            answer = await members.ask(holder, question, most_bytes=MAX_RUN_TENSOR_BYTES)
+            state = safetensors.torch.load(bytes(answer.payload))
+        except (*FAILURES, SafetensorError) as error:
+            _logger.info("%s does not hand over its weights: %s", holder, error)
+            continue
+        named = [name for name in state if name.startswith(WEIGHTS_PREFIX)]
+        return {name.removeprefix(WEIGHTS_PREFIX): state[name] for name in named}
+    raise UnavailableError(f"no member hands over its weights before update {update}")
 
 
 def _load_state(span: TrainableSpan, data: bytes) -> None:

@@ -6,6 +6,9 @@ import asyncio
 import contextlib
 import logging
 import random
+from collections.abc import Awaitable
+
+from torch import Tensor
 
 from ...protocol.errors import (
     DirectoryError,
@@ -36,7 +39,7 @@ from .questions import FAILURES, MemberAnswer, make_question_id
 from .remote_members import RemoteMembers
 from .run_decisions import RunDecisions
 from .run_resources import RunResources
-from .stage import Stage
+from .stage import Stage, fetch_weights
 from .votes import read_vote, write_vote
 
 _logger = logging.getLogger(__name__)
@@ -68,6 +71,8 @@ class TrainingLoop:
         self._clock = clock
         self._report = report
         self._rng = random.Random(member_id)
+        self._is_over = asyncio.Event()
+        self._asked_at = clock.now()
 
     @property
     def input_bytes(self) -> int:
@@ -103,6 +108,7 @@ class TrainingLoop:
                 pass
         if sender not in decisions.newest.roster:
             raise RefusedError(ErrorCode.NOT_A_MEMBER, "this is no member of the run")
+        self._asked_at = self._clock.now()
         if stage is None:
             raise RefusedError(ErrorCode.BUSY, "this member has no stage yet", _BUSY_SECONDS)
         match question:
@@ -135,14 +141,38 @@ class TrainingLoop:
         told = PartsCounted(question.question, update, number, self.is_ready, parts)
         return MemberAnswer(told)
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Train until `stop` is set."""
+    async def run(self, until: Awaitable[object]) -> None:
+        """Train until something happens."""
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(self._follow())
             leading = tasks.create_task(self._lead())
-            await stop.wait()
+            await until
             following.cancel()
             leading.cancel()
+
+    async def wait_until_over(self) -> None:
+        """Wait until all updates are applied here."""
+        await self._is_over.wait()
+
+    async def wait_until_unasked(self) -> None:
+        """Wait until nobody has asked for parts, sums or state for a while."""
+        left = seconds = self._config.linger_seconds
+        while left > 0:
+            await asyncio.sleep(left)
+            left = self._asked_at + seconds - self._clock.now()
+
+    async def fetch_weights(self) -> dict[str, Tensor]:
+        """Return the weights of all stages, by their names in a checkpoint, once all is over.
+
+        Raises UnavailableError where no member of a stage hands them over.
+        """
+        assert self.decisions is not None
+        weights: dict[str, Tensor] = {}
+        for index in range(len(self._resources.spans)):
+            holders = self.decisions.list_members(index)
+            update = self._config.run.num_updates
+            weights |= await fetch_weights(self._members, holders, update)
+        return weights
 
     async def close(self) -> None:
         """End what is under way for others, and drop what we hold."""
@@ -184,6 +214,8 @@ class TrainingLoop:
                 "num_members": len(decisions.newest.members),
             }
             self._report(PeerEvent("update", facts))
+            if commit.update == self._config.run.num_updates:
+                self._is_over.set()
 
     async def _take_state(self, decisions: RunDecisions, index: int, commit: Commit) -> None:
         """Bring our stage to a commit. Raises UnavailableError where no mate has that state."""

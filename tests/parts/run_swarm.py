@@ -171,7 +171,7 @@ class RunSwarm:
                 cast(Stream, WatchedStream(stream, note_message))
             )
             started.set_result(None)
-            await peer.serve(asyncio.Event())
+            await peer.serve(asyncio.Event().wait())
 
     def _make_compute(self) -> Callable[[Callable[[], Any]], Any]:
         """Return what computes one thing after the other, each for a time that is drawn."""

@@ -28,6 +28,9 @@ from .numerics import computing_alike
 from .optimizers import SpanOptimizer, compute_clip_factor
 from .span_building import build_span
 
+WEIGHTS_PREFIX = "weights/"
+"""Of the names of weights in a state."""
+
 DEFAULT_GRAPH_BYTES = 2**30
 
 
@@ -212,7 +215,7 @@ class TrainableSpan:
         return {
             "update": torch.tensor(self.update),
             "exponents": torch.tensor(exponents),
-            **{f"weights/{name}": weight for name, weight in self.read_weights().items()},
+            **{f"{WEIGHTS_PREFIX}{name}": weight for name, weight in self.read_weights().items()},
             **{f"optimizer/{name}": one for name, one in self._optimizer.read_state().items()},
         }
 

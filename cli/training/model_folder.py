@@ -1,0 +1,36 @@
+"""Writes a trained model as transformers reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...client.adapters.whole_files import write_files
+from ...protocol.runs.training_run import TrainingRun
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def write_model(
+    folder: Path, training: TrainingRun, architecture: str, weights: Mapping[str, Tensor]
+) -> None:
+    """Write weights and configuration into a folder; no file is ever there in part.
+
+    `architecture` is the name of the model's class in transformers.
+    """
+    from safetensors.torch import save_file
+
+    config = {"architectures": [architecture], **training.model, "dtype": "float32"}
+    contiguous = {name: weight.contiguous() for name, weight in weights.items()}
+    write_files(
+        folder,
+        {
+            "model.safetensors": lambda path: save_file(
+                contiguous, path, metadata={"format": "pt"}
+            ),
+            "config.json": lambda path: path.write_text(json.dumps(config, indent=2) + "\n"),
+        },
+    )

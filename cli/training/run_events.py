@@ -1,0 +1,39 @@
+"""What happens in a training run, for people."""
+
+from __future__ import annotations
+
+import sys
+
+from ...peer.process.config import PeerEvent
+from ..terminal.peer_events import EventPrinter
+from ..terminal.terminal import Terminal
+
+_LINE = "{:>8}  {:>8}  {:>13}  {:>7}"
+
+
+class RunEventPrinter:
+    """Prints what happens in a run for people."""
+
+    def __init__(self) -> None:
+        self._print_other = EventPrinter("", "")
+        self._terminal = Terminal(sys.stdout)
+
+    def __call__(self, event: PeerEvent) -> None:
+        facts = event.facts
+        if event.name == "online":
+            self._print(f"Training run {str(facts['run_id'])[:16]}…", "")
+            self._print(_LINE.format("update", "loss", "gradient norm", "peers"))
+        elif event.name == "update" and facts["update"]:
+            loss, norm = facts["loss"], facts["gradient_norm"]
+            cells = facts["update"], f"{loss:.4f}", f"{norm:.4f}", facts["num_members"]
+            self._print(_LINE.format(*cells))
+        elif event.name == "trained":
+            if "model" in facts:
+                self._print(f"Model: {facts['model']}")
+            self._print(f"SHA-256 of its weights: {facts['digest']}")
+        elif event.name != "update":
+            self._print_other(event)
+
+    def _print(self, *lines: str) -> None:
+        for line in lines:
+            self._terminal.print(line)

@@ -1,0 +1,75 @@
+"""Trains all stages of a run in this process."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...protocol.runs.training_run import TrainingRun
+from ..options.quantities import count_of
+from ..terminal.heavy_imports import importing_much
+from ..terminal.interrupts import quitting_at_once
+from ..terminal.reporter import Reporter
+from ..terminal.terminal import Terminal
+from .model_folder import write_model
+
+if TYPE_CHECKING:
+    from ...peer.engine.training.whole_run import WholeRun
+
+_LINE = "{:>8}  {:>8}  {:>13}  {:>8}"
+
+
+def train_alone(options: argparse.Namespace, training: TrainingRun, out: Path) -> int:
+    """Train a run from its first update to its last, and save the model."""
+    reporter = Reporter(Terminal(sys.stdout), Terminal(sys.stderr), options.json)
+    progress = "Loading"
+    with reporter.showing(lambda: progress):
+        with quitting_at_once(options.json), importing_much():
+            from ...models.token_shards import TokenShards
+            from ...peer.engine.training.whole_run import WholeRun
+
+        whole = WholeRun(training, options.threads)
+        folder = options.corpus or options.run_file.parent
+        shards = TokenShards.open(training.corpus, folder, whole.vocabulary_size)
+        out.mkdir(parents=True, exist_ok=True)  # an error now, not after hours
+        _tell_start(reporter, training, whole)
+        progress = "Training"
+        started_at = time.monotonic()
+        for update in whole.train(shards):
+            now = time.monotonic()
+            speed = training.tokens_per_update / (now - started_at)
+            started_at = now
+            cells = (
+                f"{update.number + 1}",
+                f"{update.loss:.4f}",
+                f"{update.gradient_norm:.4f}",
+                f"{speed:.0f}",
+            )
+            reporter.tell(
+                "update", [_LINE.format(*cells)], update=update.number + 1, loss=update.loss,
+                gradient_norm=update.gradient_norm, tokens_per_second=round(speed, 1),
+            )  # fmt: skip
+        write_model(out, training, whole.architecture, whole.read_weights())
+    digest = whole.compute_weights_digest()
+    lines = [f"Model: {out}", f"SHA-256 of its weights: {digest}"]
+    reporter.tell("trained", lines, model=str(out), digest=digest)
+    return 0
+
+
+def _tell_start(reporter: Reporter, training: TrainingRun, whole: WholeRun) -> None:
+    stages = [str(stage.span) for stage in whole.stages]
+    part = f"{training.rows_per_part} x {training.corpus.sequence_length} tokens"
+    lines = [
+        f"Run {training.name}, id {training.run_id[:16]}…: {count_of(len(stages), 'stage')} of "
+        f"blocks {', '.join(stages)}",
+        f"{count_of(training.num_updates, 'update')} of "
+        f"{count_of(training.parts_per_update, 'part')} of {part}",
+        "",
+        _LINE.format("update", "loss", "gradient norm", "tokens/s"),
+    ]
+    reporter.tell(
+        "run", lines, run_id=training.run_id, stages=stages, num_updates=training.num_updates
+    )

@@ -1,0 +1,44 @@
+"""The options of `shoal train` for a run with others."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from ..options.join_options import add_join_arguments
+from ..options.listen_options import add_listen_arguments
+from ..options.quantities import parse_announce_period, parse_non_negative
+
+
+def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of a peer that trains with others."""
+    swarm = parser.add_mutually_exclusive_group()
+    swarm.add_argument(
+        "--new-swarm", action="store_true",
+        help="begin the run in a new swarm, which others join, and print its join code",
+    )  # fmt: skip
+    add_join_arguments(parser, "join the swarm of the peer at this address", swarm)
+    parser.add_argument(
+        "--stage", type=int, metavar="N",
+        help="stage to hold, from 0 on (default: the one with the fewest peers)",
+    )  # fmt: skip
+    add_listen_arguments(parser)
+    parser.add_argument(
+        "--identity", type=Path, metavar="FILE",
+        help="file with the private key behind the peer's id; created if missing",
+    )  # fmt: skip
+    parser.add_argument(
+        "--announce-period", type=parse_announce_period, default=30.0, metavar="SECONDS",
+        help="interval between announcements (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--silence", type=parse_non_negative, default=10.0, metavar="SECONDS",
+        help="how long another peer may be silent before the run goes on without it (default: "
+        "%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
+
+
+def is_peer(options: argparse.Namespace) -> bool:
+    """Return whether the options ask for a run with others."""
+    return bool(options.new_swarm or options.join or options.initial_peers)
