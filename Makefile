@@ -21,7 +21,7 @@ MOVED := $(if $(filter-out $(shell cat .venv/checkout 2>/dev/null),$(CURDIR)),FO
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
-.PHONY: help demo swarm monitor-demo images test test-fast chaos check bench constraints proto clean FORCE
+.PHONY: help demo swarm monitor-demo train-demo images test test-fast chaos check bench constraints proto clean FORCE
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -35,6 +35,9 @@ swarm: .venv/installed  ## run PEERS=3 peers of MODEL on this machine until Ctrl
 
 monitor-demo: .venv/installed  ## watch the health of a swarm on a web page while a peer dies and one joins
 	@$(RUN) examples/watch_a_swarm.py $(ARGS)
+
+train-demo: .venv/installed  ## train a model over peers that are killed, and compare its weights
+	@.venv/bin/python examples/train_over_peers.py $(ARGS)
 
 # ENGINE=podman or "buildah" do as well; ARGS are for its `build`, such as --build-arg. In the format
 # of docker: OCI's has no health check, and podman would leave ours out.

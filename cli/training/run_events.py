@@ -28,9 +28,10 @@ class RunEventPrinter:
             cells = facts["update"], f"{loss:.4f}", f"{norm:.4f}", facts["num_members"]
             self._print(_LINE.format(*cells))
         elif event.name == "trained":
+            self._print("The run is over.")
             if "model" in facts:
                 self._print(f"Model: {facts['model']}")
-            self._print(f"SHA-256 of its weights: {facts['digest']}")
+                self._print(f"SHA-256 of its weights: {facts['digest']}")
         elif event.name != "update":
             self._print_other(event)
 

@@ -76,6 +76,7 @@ def run(options: argparse.Namespace) -> int:
         num_threads=options.threads,
         announce_period_seconds=options.announce_period,
         silence_seconds=options.silence,
+        linger_seconds=options.linger,
     )
 
     async def train(stop: asyncio.Event, report: Report) -> None:
@@ -104,11 +105,11 @@ async def _end(peer: RunPeer, folder: Path | None, stop: asyncio.Event, report: 
 
 async def _finish(peer: RunPeer, folder: Path | None, report: Report) -> None:
     await peer.loop.wait_until_over()
-    weights, digest = await peer.fetch_weights()
-    facts: dict[str, object] = {"digest": digest}
+    facts: dict[str, object] = {}
     if folder is not None:
+        weights, digest = await peer.fetch_weights()
         training, architecture = peer.resources.run, peer.resources.architecture
-        write_model(folder, training, architecture, weights)
-        facts["model"] = str(folder)
+        await asyncio.to_thread(write_model, folder, training, architecture, weights)
+        facts = {"model": str(folder), "digest": digest}
     report(PeerEvent("trained", facts))
     await peer.loop.wait_until_unasked()

@@ -36,6 +36,11 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long another peer may be silent before the run goes on without it (default: "
         "%(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--linger", type=parse_non_negative, default=10.0, metavar="SECONDS",
+        help="how long to stay after the last update, as others may need the state (default: "
+        "%(default)s)",
+    )  # fmt: skip
     parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from ...protocol.errors import LocalProtocolError
 from ...protocol.ids import MemberId
+from ...protocol.limits import MAX_RUN_MEMBERS
 from ...protocol.messages.runs import (
     PartPass,
     PartPassed,
@@ -25,6 +26,7 @@ from ...protocol.messages.runs import (
     Reduced,
     Reduction,
 )
+from ...protocol.net.tasks import cancel_all
 from ...protocol.runs.commits import Commit
 from ...protocol.runs.decisions import Decision, Member
 from ...protocol.runs.training_run import TrainingRun
@@ -56,14 +58,24 @@ class Leader:
         self._rng = random.Random(decisions.member_id)
         self.joining: dict[MemberId, int | None] = {}
         """Peers that want to become members, and the stages that they want to hold."""
-        self.num_parts = 0
-        """Orders carried out so far."""
 
     async def run(self) -> None:
         """Lead until we are no member any more, or one before us on the roster leads."""
-        while self._decisions.stage is not None and not self._decisions.is_led:
-            if not await self._go_on():
-                await asyncio.sleep(self._pause_seconds)
+        telling = asyncio.create_task(self._keep_telling())
+        try:
+            while self._decisions.stage is not None and not self._decisions.is_led:
+                if not await self._step():
+                    await asyncio.sleep(self._pause_seconds)
+        finally:
+            await cancel_all([telling])
+
+    async def _keep_telling(self) -> None:
+        """Show the members that somebody leads, however long an update takes."""
+        while True:
+            await asyncio.sleep(self._decisions.patience_seconds / 3)
+            newest = self._decisions.newest
+            question = PartsFetch(make_question_id(), newest.number)
+            await asyncio.gather(*(self._ask_manifest(m, question) for m in newest.roster))
 
     @property
     def is_over(self) -> bool:
@@ -71,7 +83,7 @@ class Leader:
         commit = self._decisions.commit
         return commit.update >= self._run.num_updates
 
-    async def _go_on(self) -> bool:
+    async def _step(self) -> bool:
         """Take one step; return whether the run came further by it."""
         before = self._decisions.newest
         manifests = await self._ask_manifests()
@@ -119,17 +131,42 @@ class Leader:
         decision = self._decisions.newest
         if set(manifests) != set(decision.roster):
             return True  # decided meanwhile
-        left = [m for m in decision.members if manifests[m.id] is not None]
+        left = self._choose_members(decision, manifests)
         joined = [each for each in self.joining.items() if each[0] not in decision.roster]
         self.joining.clear()
         if len(left) == len(decision.members) and not joined:
             return False
-        for newcomer, stage in joined:
+        for newcomer, stage in joined[: MAX_RUN_MEMBERS - len(left)]:
             if stage is None or stage >= self._num_stages:
                 stage = self._choose_stage(left)
             left.append(Member(newcomer, stage))
         await self._decide(decision, left, self._decisions.commit)
         return True
+
+    def _choose_members(
+        self, decision: Decision, manifests: dict[MemberId, PartsCounted | None]
+    ) -> list[Member]:
+        """Return the members that answer, and have the state that most of their stage have.
+
+        A stage keeps its members where none answers: what they hold would be lost without them.
+        """
+        chosen: list[Member] = []
+        for stage in range(self._num_stages):
+            holders = [member for member in decision.members if member.stage == stage]
+            states = {
+                member.id: manifest.state
+                for member in holders
+                if (manifest := manifests[member.id]) is not None and manifest.is_ready
+            }
+            equal = find_equal(states) if states else set[MemberId]()
+            good = [
+                member
+                for member in holders
+                if manifests[member.id] is not None
+                and (member.id in equal or member.id not in states)
+            ]
+            chosen += good or holders
+        return [member for member in decision.members if member in chosen]
 
     def _choose_stage(self, members: Sequence[Member]) -> int:
         """Return the stage with the fewest members."""
@@ -154,7 +191,7 @@ class Leader:
         has_failed = False
         try:
             while True:
-                while not has_failed and len(under_way) < most:
+                while not has_failed and not self._decisions.is_led and len(under_way) < most:
                     busy = {order.index for order in under_way.values()}
                     order = parts.choose_next(busy, self._rng)
                     if order is None:
@@ -167,13 +204,11 @@ class Leader:
                     order = under_way.pop(task)
                     try:
                         parts.note_passed(order, task.result().route)
-                        self.num_parts += 1
                     except FAILURES as error:
                         _logger.info("part %d of update %d failed: %s", order.index, update, error)
                         has_failed = True
         finally:
-            for task in under_way:
-                task.cancel()
+            await cancel_all(under_way)
 
     async def _order(self, update: int, order: PartOrder) -> PartPassed:
         first, *route = order.route

@@ -59,8 +59,10 @@ class Reducing:
         self._members = members
         self._vectors: dict[SumGroup, _Vector] = {}
         loop = asyncio.get_running_loop()
-        self._summed = {group: loop.create_future() for group in SumGroup}
-        """Done as soon as our own slice of a total is there."""
+        self._summed: dict[SumGroup, asyncio.Future[bool]] = {
+            group: loop.create_future() for group in SumGroup
+        }
+        """Whether our own slice of a total is there; False: it will not be."""
 
     def collect(self, span: TrainableSpan, parts: set[int]) -> None:
         """Copy the sums of a span. Raises RefusedError unless they are of these parts."""
@@ -95,7 +97,9 @@ class Reducing:
         start, stop = vector.find_slice(self._member_id)
         for mate in mates:
             vector.total[start:stop] += await self._fetch(mate, group, False, start, stop)
-        self._summed[group].set_result(None)
+        if self._summed[group].done():
+            raise RefusedError(ErrorCode.BUSY, "another attempt has begun", 1.0)
+        self._summed[group].set_result(True)
         for mate in mates:
             start, stop = vector.find_slice(mate)
             vector.total[start:stop] = await self._fetch(mate, group, True, start, stop)
@@ -125,15 +129,18 @@ class Reducing:
         if vector is None or question.stop > vector.own.numel():
             raise RefusedError(ErrorCode.BAD_VALUES, "there are no such numbers")
         if question.is_reduced:
-            async with asyncio.timeout(_WAIT_SECONDS):
-                await asyncio.shield(self._summed[question.group])
+            summed = self._summed[question.group]
+            await asyncio.wait((summed,), timeout=_WAIT_SECONDS)
+            if not summed.done() or not summed.result():
+                raise RefusedError(ErrorCode.BUSY, "the gradients are not summed here", 1.0)
         numbers = vector.total if question.is_reduced else vector.own
         return numbers[question.start : question.stop].numpy().astype("<f8", copy=False).tobytes()
 
     def abandon(self) -> None:
         """Let nobody wait for it any more."""
         for summed in self._summed.values():
-            summed.cancel()
+            if not summed.done():
+                summed.set_result(False)
 
     def apply(self, span: TrainableSpan, squared_norm: float) -> None:
         """Update the weights of the span by the totals."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from ...protocol.errors import (
-    RefusedError,
     RemoteProtocolError,
+    SilentError,
     UnavailableError,
 )
 from ...protocol.ids import MODEL_ID_CHARACTERS, MemberId, ModelId, PeerId, RunId, SessionId
@@ -30,6 +30,9 @@ from ...protocol.net.transport import Stream
 from ...protocol.records.announcements import Announcement
 from ...protocol.wire.codec import check_kind, encode_frame, read_answer
 from .questions import AnswerMember, MemberAnswer, make_question_id
+
+_MOST_KEPT = 8
+"""Streams to one member that wait for the next question."""
 
 _FRESH_SECONDS = 30.0
 """How old a reading of the directory may be: where a member listens hardly ever changes."""
@@ -75,16 +78,36 @@ class RemoteMembers:
         if member == self._own:
             assert self.answer_here is not None  # set before the run begins
             return await self.answer_here(question, payload, self._own)
-        stream = self._take_kept(member) or await self._dial(member)
+        kept = self._kept[member]
+        if kept:
+            try:
+                return await self._ask_member(kept.pop(), member, question, payload, most_bytes)
+            except SilentError:
+                raise
+            except UnavailableError:
+                pass  # it may have ended long ago; the member tells the same question again
+        stream = await self._dial(member)
+        return await self._ask_member(stream, member, question, payload, most_bytes)
+
+    async def _ask_member(
+        self,
+        stream: Stream,
+        member: MemberId,
+        question: Question,
+        payload: bytes | memoryview,
+        most_bytes: int,
+    ) -> MemberAnswer:
+        """Ask on a stream, which is kept where it can take the next question."""
         try:
-            answer = await self._ask_on(stream, find_peer_id(member), question, payload, most_bytes)
-        except RefusedError:  # an answer like any other: nothing more comes
-            self._keep(member, stream)
-            raise
+            peer_id = find_peer_id(member)
+            answer = await self._ask_on(stream, peer_id, question, payload, most_bytes)
         except BaseException:
             await stream.close()
             raise
-        self._keep(member, stream)
+        if len(self._kept[member]) < _MOST_KEPT:
+            self._kept[member].append(stream)
+        else:
+            await stream.close()
         return answer
 
     async def close(self) -> None:
@@ -93,13 +116,6 @@ class RemoteMembers:
             for stream in streams:
                 await stream.close()
         self._kept.clear()
-
-    def _take_kept(self, member: MemberId) -> Stream | None:
-        kept = self._kept[member]
-        return kept.pop() if kept else None
-
-    def _keep(self, member: MemberId, stream: Stream) -> None:
-        self._kept[member].append(stream)
 
     async def ask_peer(self, peer: Announcement, question: Question) -> MemberAnswer:
         """Ask a peer something, whichever member of the run it is; as `ask` does."""

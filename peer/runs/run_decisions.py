@@ -7,11 +7,20 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from ...protocol.errors import RemoteProtocolError
 from ...protocol.ids import MemberId
 from ...protocol.messages.runs import Vote, Voted
 from ...protocol.net.clock import Clock
+from ...protocol.net.tasks import cancel_all
 from ...protocol.runs.commits import Commit, read_commit
-from ...protocol.runs.decisions import Decided, Decision, DecisionLog
+from ...protocol.runs.decisions import (
+    Accept,
+    Decided,
+    Decision,
+    DecisionLog,
+    Prepare,
+    Promise,
+)
 from .questions import FAILURES, Members, make_question_id
 from .votes import read_vote, write_vote
 
@@ -22,15 +31,25 @@ class RunDecisions:
     """Who the members of a run are, how far it has come, and who leads it."""
 
     def __init__(
-        self, log: DecisionLog, members: Members, clock: Clock, patience_seconds: float
+        self,
+        log: DecisionLog,
+        members: Members,
+        clock: Clock,
+        num_stages: int,
+        patience_seconds: float,
     ) -> None:
-        """A leader may be silent for `patience_seconds` before the next member leads."""
+        """A leader may be silent for `patience_seconds` before the next member leads.
+
+        Raises RemoteProtocolError for a log that begins with what is no decision of such a run.
+        """
+        self.patience_seconds = patience_seconds
+        self._num_stages = num_stages
+        self._check(log.newest)
         self.members = members
         self.changed = asyncio.Event()
         """Set whenever there is a new decision."""
         self._log = log
         self._clock = clock
-        self._patience_seconds = patience_seconds
         self._leader = log.member_id
         self._heard_at = clock.now()
         """When that has asked last, or something was decided."""
@@ -66,7 +85,7 @@ class RunDecisions:
         if self._leader not in roster or self.member_id not in roster:
             return False
         is_before = roster.index(self._leader) < roster.index(self.member_id)
-        return is_before and self._clock.now() - self._heard_at < self._patience_seconds
+        return is_before and self._clock.now() - self._heard_at < self.patience_seconds
 
     @property
     def may_lead(self) -> bool:
@@ -77,7 +96,7 @@ class RunDecisions:
         if not self._log.is_member:
             return False
         rank = self.newest.roster.index(self.member_id)
-        return rank == 0 or self._clock.now() - self._heard_at > rank * self._patience_seconds
+        return rank == 0 or self._clock.now() - self._heard_at > rank * self.patience_seconds
 
     def list_members(self, stage: int) -> Sequence[MemberId]:
         """Return the members that hold a stage."""
@@ -85,13 +104,18 @@ class RunDecisions:
 
     def note_leader(self, leader: MemberId, number: int) -> None:
         """Note that a member leads that knows decisions up to this number."""
-        if number >= self.newest.number:
+        if number >= self.newest.number and leader in self.newest.roster:
             self._heard_at, self._leader = self._clock.now(), leader
 
     def vote(self, question: Vote, sender: MemberId) -> Vote | Voted:
         """Answer a message of the chain. Raises RemoteProtocolError."""
-        before = self.newest
-        answers = self._log.receive(sender, read_vote(question))
+        before, message = self.newest, self._read(question)
+        if not isinstance(message, Prepare | Accept | Decided):
+            raise RemoteProtocolError(f"a {question.kind.name} is no question")
+        is_known = sender in before.roster or self.stage is None
+        if isinstance(message, Decided) and not is_known:
+            return Voted(question.question)  # whoever we know will tell us
+        answers = self._log.receive(sender, message)
         self._note_decision(before)
         for _, message in answers:
             return write_vote(question.question, message)
@@ -100,6 +124,7 @@ class RunDecisions:
     def learn(self, told: Decided) -> None:
         """Take a newer decision of a peer that is no member as far as we know."""
         before = self.newest
+        self._check(told.decision)
         if told.decision.number > before.number:
             # What we have promised was for a number that is decided: nothing of it counts now.
             self._log = DecisionLog(self.member_id, told.decision)
@@ -115,14 +140,13 @@ class RunDecisions:
         outgoing = self._log.propose(decision)
         pending = {asyncio.create_task(self._say(m, message)) for m, message in outgoing}
         try:
-            while pending:
+            while pending and self.newest is before:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     for member, message in task.result():
                         pending.add(asyncio.create_task(self._say(member, message)))
         finally:
-            for task in pending:
-                task.cancel()
+            await cancel_all(pending)
             self._note_decision(before)
 
     async def tell_newest(self, member: MemberId) -> None:
@@ -137,10 +161,27 @@ class RunDecisions:
             answer = (await self.members.ask(member, question)).message
             if not isinstance(answer, Vote):
                 return []
-            return self._log.receive(member, read_vote(answer))
+            return self._log.receive(member, self._read(answer))
         except FAILURES as error:
             _logger.info("%s does not vote: %s", member, error)
             return []
+
+    def _read(self, vote: Vote) -> Any:
+        """Return a message of the chain. Raises RemoteProtocolError for what is none of our run."""
+        message = read_vote(vote)
+        accepted = message.accepted if isinstance(message, Promise) else message
+        if isinstance(accepted, Accept | Decided):
+            self._check(accepted.decision)
+        return message
+
+    def _check(self, decision: Decision) -> None:
+        """Raise RemoteProtocolError unless a decision fits the stages of the run."""
+        commit = read_commit(decision)
+        stages = {member.stage for member in decision.members}
+        if not all(stage is not None and stage < self._num_stages for stage in stages):
+            raise RemoteProtocolError("a decision names a stage that the run does not have")
+        if len(commit.sums) != (self._num_stages if commit.update else 0):
+            raise RemoteProtocolError("a decision does not name the sums of all stages")
 
     def _note_decision(self, before: Decision) -> None:
         if self.newest is not before:

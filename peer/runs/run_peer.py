@@ -94,7 +94,7 @@ class RunPeer:
         Raises UnavailableError where no member of a stage hands them over.
         """
         weights = await self.loop.fetch_weights()
-        return weights, digest_tensors(weights)
+        return weights, await asyncio.to_thread(digest_tensors, weights)
 
     async def serve(self, until: Awaitable[object]) -> None:
         """Train until something happens."""
@@ -153,5 +153,5 @@ def _make_service(
         parked=None,
         knows_members=True,
     )
-    workload = RunWorkload(run_id, member_id, loop.answer, lambda: loop.input_bytes, changed.set)
+    workload = RunWorkload(run_id, member_id, loop.answer, loop.find_input_bytes, changed.set)
     return Service(host, [workload], _MAX_STREAMS, changed)

@@ -8,6 +8,7 @@ from typing import get_args
 
 from ...protocol.errors import (
     ErrorCode,
+    LocalProtocolError,
     RefusedError,
     RemoteProtocolError,
     UnavailableError,
@@ -42,10 +43,10 @@ class RunWorkload(Workload):
         run_id: RunId,
         member_id: MemberId,
         answer: AnswerMember,
-        find_input_bytes: Callable[[], int],
+        find_input_bytes: Callable[[MemberId], int],
         note_change: Callable[[], None],
     ) -> None:
-        """`find_input_bytes` says how many bytes may follow a part."""
+        """`find_input_bytes` says how many bytes a part of a member may bring."""
         self.run_id = run_id
         self.member_id = member_id
         self.answer = answer
@@ -124,7 +125,7 @@ class _RunStreamWork(StreamWork):
             raise RemoteProtocolError("a member of a run has to say first who it is")
         self._stream.touch()
         num_bytes = question.num_bytes if isinstance(question, PartPass) else 0
-        if num_bytes not in (0, self._workload.find_input_bytes()):
+        if num_bytes not in (0, self._workload.find_input_bytes(self._sender)):
             raise RefusedError(ErrorCode.BAD_VALUES, f"{num_bytes} bytes are no activations here")
         self._question = question
         self._reader = BytesReader(question.question, num_bytes)
@@ -138,7 +139,7 @@ class _RunStreamWork(StreamWork):
         self._go_on()
 
     def _go_on(self) -> None:
-        """MemberAnswer as soon as the question is complete."""
+        """Answer as soon as the question is complete."""
         question, reader = self._question, self._reader
         assert question is not None
         assert reader is not None
@@ -161,18 +162,16 @@ class _RunStreamWork(StreamWork):
         assert self._sender is not None  # or nothing was begun
         try:
             answer = await self._workload.answer(question, payload, self._sender)
+            self._keep_alive.stop()
+            answers.say(answer.message)
+            for piece in cut_bytes(question_id, answer.payload):
+                if answers.is_full:
+                    await answers.wait_for_room(_ROOM_SECONDS)
+                answers.post(encode_frame(piece))
         except RefusedError as error:
             self._keep_alive.stop()
             answers.refuse(question_id, error)
-            return
-        except (UnavailableError, RemoteProtocolError) as error:  # of members that we asked
+        except (UnavailableError, RemoteProtocolError, LocalProtocolError) as error:
             self._keep_alive.stop()
             refusal = RefusedError(ErrorCode.NEXT_UNREACHABLE, str(error), BUSY_SECONDS)
             answers.refuse(question_id, refusal)
-            return
-        self._keep_alive.stop()
-        answers.say(answer.message)
-        for piece in cut_bytes(question_id, answer.payload):
-            if answers.is_full:
-                await answers.wait_for_room(_ROOM_SECONDS)
-            answers.post(encode_frame(piece))

@@ -89,6 +89,11 @@ class Stage:
         """`list_members` returns the present members of a stage."""
         self.index = index
         self.span = span
+        self.update = span.update
+        """The update that is under way here. That of the span is ahead for a moment: it changes on
+        the thread that computes."""
+        self.digest = b""
+        """Of the state before the update."""
         self._run = resources.run
         self._shards = resources.shards
         self._compute = resources.compute
@@ -119,15 +124,12 @@ class Stage:
             TrainableSpan, resources.run, resources.spans[index], num_threads=num_threads
         )
         span = await resources.compute(make)
-        return cls(resources, index, span, member_id, members, list_members)
+        stage = cls(resources, index, span, member_id, members, list_members)
+        stage.digest = await resources.compute(partial(_digest_state, span))
+        return stage
 
     def __repr__(self) -> str:
         return f"<Stage {self.index}, update {self.update}, {len(self._counted)} parts counted>"
-
-    @property
-    def update(self) -> int:
-        """The update that is under way here."""
-        return self.span.update
 
     @property
     def counted(self) -> Set[int]:
@@ -154,8 +156,8 @@ class Stage:
             return False
         if reduced.digest.hex() != commit.sums[self.index]:
             return False
-        await self._compute(lambda: reduced.apply(self.span, commit.squared_norm))
-        await self._begin_update()
+        digest = await self._compute(partial(_apply, self.span, reduced, commit.squared_norm))
+        await self._begin_update(digest)
         return True
 
     async def fetch_state(self, update: int) -> None:
@@ -167,13 +169,13 @@ class Stage:
             try:
                 question = StateFetch(make_question_id(), update)
                 answer = await self._members.ask(mate, question, most_bytes=most_bytes)
-                await self._compute(partial(_load_state, self.span, bytes(answer.payload)))
+                load = partial(_load_state, self.span, answer.payload, update)
+                digest = await self._compute(load)
             except FAILURES as error:
                 _logger.info("%s does not hand over its state: %s", mate, error)
                 continue
-            if self.update == update:
-                await self._begin_update()
-                return
+            await self._begin_update(digest)
+            return
         raise UnavailableError(
             f"no mate has the state of stage {self.index} before update {update}"
         )
@@ -182,9 +184,13 @@ class Stage:
         """End what is under way."""
         await cancel_all(list(self._under_way.values()))
 
-    async def _begin_update(self) -> None:
+    async def _begin_update(self, digest: bytes) -> None:
+        self.update, self.digest = self.span.update, digest
         self._counted.clear()
         self._reducing = self._reduced = None
+        for running in self._under_way.values():
+            running.cancel()  # of the update before
+        self._under_way.clear()
         async with self._advanced:
             self._advanced.notify_all()
 
@@ -217,7 +223,7 @@ class Stage:
             running = asyncio.create_task(self._work_on(question, payload))
             self._under_way[index] = running
             running.add_done_callback(partial(self._end_work, index))
-            passed = await asyncio.shield(running)
+            passed = await _wait_for(running)
         else:
             passed = counted
             if self.index < question.last_stage:
@@ -321,7 +327,11 @@ class Stage:
         async with self._advanced:
             self._reducing = reducing
             self._advanced.notify_all()
-        await reducing.run()
+        try:
+            await reducing.run()
+        except BaseException:
+            reducing.abandon()  # mates do not wait for us
+            raise
         await self._compute(partial(reducing.summarize, span))
         self._reduced = reducing
         is_last = span.modules.is_last
@@ -348,7 +358,7 @@ class Stage:
     async def read_state(self, question: StateFetch) -> MemberAnswer:
         """Return the state before an update. Raises RefusedError for one that is over."""
         await self._wait_for_update(question.update)
-        data = await self._compute(lambda: safetensors.torch.save(self.span.read_state()))
+        data = await self._compute(partial(_save_state, self.span, question.update))
         return MemberAnswer(StateFollows(question.question, len(data)), data)
 
 
@@ -363,7 +373,7 @@ async def fetch_weights(
         try:
             question = StateFetch(make_question_id(), update)
             answer = await members.ask(holder, question, most_bytes=MAX_RUN_TENSOR_BYTES)
-            state = safetensors.torch.load(bytes(answer.payload))
+            state = await asyncio.to_thread(safetensors.torch.load, bytes(answer.payload))
         except (*FAILURES, SafetensorError) as error:
             _logger.info("%s does not hand over its weights: %s", holder, error)
             continue
@@ -372,9 +382,38 @@ async def fetch_weights(
     raise UnavailableError(f"no member hands over its weights before update {update}")
 
 
-def _load_state(span: TrainableSpan, data: bytes) -> None:
+async def _wait_for(running: asyncio.Task[_Counted]) -> _Counted:
+    """Wait for a part, which goes on when we are cancelled. Raises RefusedError if it was."""
+    await asyncio.wait((running,))
+    if running.cancelled():
+        detail = "this member goes on with another update, or leaves its stage"
+        raise RefusedError(ErrorCode.BUSY, detail, _BUSY_SECONDS)
+    return running.result()
+
+
+def _apply(span: TrainableSpan, reduced: Reducing, squared_norm: float) -> bytes:
+    """Update the weights; return the digest of the state behind it."""
+    reduced.apply(span, squared_norm)
+    return _digest_state(span)
+
+
+def _digest_state(span: TrainableSpan) -> bytes:
+    return bytes.fromhex(span.compute_digest())
+
+
+def _save_state(span: TrainableSpan, update: int) -> bytes:
+    if span.update != update:
+        raise RefusedError(ErrorCode.BAD_VALUES, f"update {update} is over")
+    return safetensors.torch.save(span.read_state())
+
+
+def _load_state(span: TrainableSpan, data: bytes | memoryview, update: int) -> bytes:
+    """Load the state before an update; return its digest. Raises RemoteProtocolError."""
     try:
-        state = safetensors.torch.load(data)
+        state = safetensors.torch.load(bytes(data))
     except SafetensorError as error:
         raise RemoteProtocolError(f"the state is damaged: {error}") from error
+    if "update" not in state or state["update"].numel() != 1 or int(state["update"]) != update:
+        raise RemoteProtocolError(f"the state is not that before update {update}")
     span.load_state(state)
+    return _digest_state(span)

@@ -18,6 +18,7 @@ from ...protocol.errors import (
     UnavailableError,
 )
 from ...protocol.ids import MemberId
+from ...protocol.limits import MAX_RUN_MEMBERS
 from ...protocol.messages.runs import (
     PartPass,
     PartsCounted,
@@ -72,12 +73,15 @@ class TrainingLoop:
         self._report = report
         self._rng = random.Random(member_id)
         self._is_over = asyncio.Event()
+        self._is_suspect = False
         self._asked_at = clock.now()
 
-    @property
-    def input_bytes(self) -> int:
-        """How many bytes may follow a part to us."""
-        return 0 if self.stage is None else self.stage.input_bytes
+    def find_input_bytes(self, sender: MemberId) -> int:
+        """Return how many bytes a part of a member may bring; none of anybody else."""
+        stage, decisions = self.stage, self.decisions
+        if stage is None or decisions is None or sender not in decisions.newest.roster:
+            return 0
+        return stage.input_bytes
 
     @property
     def is_ready(self) -> bool:
@@ -127,7 +131,7 @@ class TrainingLoop:
         """Let a peer in at the next change of members if we lead; tell it how far the run is."""
         if question.member != sender:
             raise RemoteProtocolError("a member joins for itself only")
-        if self.leader is not None:
+        if self.leader is not None and len(self.leader.joining) < MAX_RUN_MEMBERS:
             self.leader.joining[sender] = question.stage - 1 if question.stage else None
         return MemberAnswer(write_vote(question.question, Decided(decisions.newest)))
 
@@ -137,8 +141,13 @@ class TrainingLoop:
         """Tell a leader what is counted here."""
         decisions.note_leader(sender, question.number)
         stage, number = self.stage, decisions.newest.number
-        update, parts = (0, b"") if stage is None else (stage.update, pack_parts(stage.counted))
-        told = PartsCounted(question.question, update, number, self.is_ready, parts)
+        told = PartsCounted(question.question, 0, number, is_ready=False)
+        if stage is not None:
+            parts = pack_parts(stage.counted)
+            is_ready = self.is_ready and not self._is_suspect
+            told = PartsCounted(
+                question.question, stage.update, number, is_ready, parts, stage.digest
+            )
         return MemberAnswer(told)
 
     async def run(self, until: Awaitable[object]) -> None:
@@ -187,7 +196,7 @@ class TrainingLoop:
             if decisions is None:
                 await self._join()
             elif decisions.stage is None:
-                await self.close()  # we were left out, maybe for what we hold
+                self._is_suspect = self.stage is not None  # left out, maybe for what we hold
                 await self._join()
             else:
                 decisions.changed.clear()
@@ -198,7 +207,7 @@ class TrainingLoop:
 
     async def _catch_up(self, decisions: RunDecisions) -> None:
         """Take the state of the newest decision; report how far that is."""
-        while not self.is_ready and (index := decisions.stage) is not None:
+        while (self._is_suspect or not self.is_ready) and (index := decisions.stage) is not None:
             commit = decisions.commit
             try:
                 await self._take_state(decisions, index, commit)
@@ -225,8 +234,12 @@ class TrainingLoop:
             stage = await Stage.build(
                 self._resources, index, self._member_id, self._members, decisions.list_members
             )
-        if stage.update != commit.update and not await stage.apply(commit):
+        has_mates = len(decisions.list_members(index)) > 1
+        if (self._is_suspect and has_mates) or (
+            stage.update != commit.update and not await stage.apply(commit)
+        ):
             await stage.fetch_state(commit.update)
+        self._is_suspect = False
         self.stage = stage
 
     async def _join(self) -> None:
@@ -263,8 +276,8 @@ class TrainingLoop:
 
     def _begin(self, decision: Decision) -> None:
         log = DecisionLog(self._member_id, decision)
-        patience_seconds = self._config.patience_seconds
-        self.decisions = RunDecisions(log, self._members, self._clock, patience_seconds)
+        num_stages, patience_seconds = len(self._resources.spans), self._config.patience_seconds
+        self.decisions = RunDecisions(log, self._members, self._clock, num_stages, patience_seconds)
 
     async def _lead(self) -> None:
         """Lead whenever nobody before us does."""

@@ -28,6 +28,7 @@ from .fields import (
     message,
     number_in,
     sized,
+    sized_or_none,
 )
 
 SUM_BYTES = 8
@@ -121,10 +122,10 @@ class RunWelcome(Message):
 class PartPass(Message):
     """Run a part forward and backward from the receiver's stage on; `PartPassed` answers.
 
-    `route` names a member of each stage that follows. Who has counted the part already does not
+    `route` names a member of each stage that follows. A member that has counted the part does not
     compute it again, but hands it on while a later stage up to `last_stage` may lack it. `without`:
-    this member takes the part out of its sums instead. The inputs follow, of `num_bytes`; none for
-    the first stage, and for who has counted the part.
+    this member takes the part out of its sums instead. The inputs follow, of `num_bytes`: none for
+    the first stage, and for the member that begins with what it has counted.
     """
 
     question: HeaderSession
@@ -173,6 +174,8 @@ class PartsCounted(Message):
     """Of the newest decision that it knows."""
     is_ready: Annotated[bool, Body(3, "bool")]
     parts: Annotated[bytes, Body(4, "bytes"), _check_parts] = b""
+    state: Annotated[bytes, Body(5, "bytes"), sized_or_none(_DIGEST_BYTES, "a digest")] = b""
+    """Digest of weights and optimizer before the update, equal at all members of a stage."""
 
 
 @message(39)

@@ -60,13 +60,22 @@ def to_pattern(shown: str) -> re.Pattern[str]:
     return re.compile("".join(lines))
 
 
+_ERASE = "\x1b[K"
+"""Erases the line from the cursor on."""
+
+
 def read_screen(output: bytes) -> str:
     """Return what a terminal shows of an output, where lines are drawn over."""
     lines: list[str] = []
     for line in output.decode(errors="replace").split("\n"):
         shown = ""
         for drawn in line.split("\r"):
-            shown = drawn + shown[len(drawn) :]
+            cursor = 0
+            for number, part in enumerate(drawn.split(_ERASE)):
+                if number:
+                    shown = shown[:cursor]
+                shown = shown[:cursor] + part + shown[cursor + len(part) :]
+                cursor += len(part)
         lines.append(shown.rstrip())
     return "\n".join(lines)
 

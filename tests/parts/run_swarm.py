@@ -87,6 +87,8 @@ class RunSwarm:
         task = self._tasks.pop(host)
         task.cancel()
         await asyncio.wait((task,))
+        if not task.cancelled():
+            task.result()  # raises what ended it before
 
     def do_at(self, moment: Moment, act: Callable[[str], None], *, is_sent: bool = False) -> None:
         """Act once, on the host that gets such a message, or has sent it as its answer.
@@ -180,6 +182,8 @@ class RunSwarm:
         async def compute(function: Callable[[], Any]) -> Any:
             async with turn:
                 await asyncio.sleep(self.rng.uniform(0.0, _LONGEST_SECONDS))
-                return function()
+                result = function()
+            await asyncio.sleep(self.rng.uniform(0.0, _LONGEST_SECONDS / 4))  # as from a thread
+            return result
 
         return compute

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +55,21 @@ def open_run(folder: Path, **changes: Any) -> tuple[TrainingRun, TokenShards]:
     corpus = {"shards": shards, "sequence_length": 16}
     run = read_run(describe_run(corpus=corpus, **changes))
     return run, TokenShards.open(run.corpus, folder, VOCABULARY)
+
+
+def write_run(folder: Path, model: str = "config.json", num_updates: int = 2) -> Path:
+    """Write a run file of two stages, its corpus, and the config.json that it names."""
+    run, _ = open_run(folder)
+    shards = "".join(
+        f'[[corpus.shards]]\npath = "{shard.path}"\nnum_tokens = {shard.num_tokens}\n'
+        f'sha256 = "{shard.sha256}"\n'
+        for shard in run.corpus.shards
+    )
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    file = folder / "run.toml"
+    file.write_text(
+        f'name = "test"\nseed = 7\nmodel = "{model}"\nstage_borders = [2]\n'
+        f"num_updates = {num_updates}\nparts_per_update = 2\nrows_per_part = 2\n"
+        f"[optimizer]\nlearning_rate = 0.01\n[corpus]\nsequence_length = 16\n{shards}"
+    )
+    return file

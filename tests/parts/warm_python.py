@@ -43,6 +43,8 @@ _MODULES = (
     "shoal.peer.operating.operation",
     "shoal.peer.peer",
     "shoal.peer.operating.operation",
+    "shoal.cli.training.train",
+    "shoal.peer.runs.run_peer",
     "shoal.client",
     "shoal.client.model.auto",
     # Who is not on the internet does without these, and everybody here is.

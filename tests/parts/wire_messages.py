@@ -175,7 +175,7 @@ RUN_MESSAGES: tuple[Message, ...] = (
     PartPass(SESSION, 64, 3, 5, (MEMBER, OTHER_MEMBER), 2, OTHER_MEMBER, True),
     PartPassed(SESSION, 64, 1.5, 0.25, (MEMBER,)),
     PartsFetch(SESSION, 7),
-    PartsCounted(SESSION, 3, 7, True, b"\x05"),
+    PartsCounted(SESSION, 3, 7, True, b"\x05", bytes(range(32))),
     Reduction(SESSION, 3, ATTEMPT, b"\x05", (MEMBER,), (MEMBER, OTHER_MEMBER)),
     Reduced(SESSION, bytes(range(32)), bytes(16), 1.5),
     SumFetch(SESSION, 3, ATTEMPT, SumGroup.TIED, True, 8, 16),

@@ -5,7 +5,7 @@ The reference for runs over a swarm: what they compute has to be equal to this, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -42,10 +42,13 @@ class WholeRun:
             for span in run.list_stages(len(shell.layers))
         ]
 
-    def train(self, shards: TokenShards) -> Iterator[Update]:
-        """Compute one update after the other until the last of the run."""
+    def train(self, shards: TokenShards, left_out: Collection[PartId] = ()) -> Iterator[Update]:
+        """Compute one update after the other until the last of the run.
+
+        Parts that are `left_out` show what a lost one changes.
+        """
         for number in range(self.stages[0].update, self._run.num_updates):
-            yield self._compute_update(number, shards)
+            yield self._compute_update(number, shards, left_out)
 
     def compute_weights_digest(self) -> str:
         """Return the SHA-256 of the weights of the model, 64 hexadecimal digits."""
@@ -57,15 +60,19 @@ class WholeRun:
             name: weight for stage in self.stages for name, weight in stage.read_weights().items()
         }
 
-    def compute_gradients(self, number: int, shards: TokenShards) -> float:
+    def compute_gradients(
+        self, number: int, shards: TokenShards, left_out: Collection[PartId] = ()
+    ) -> float:
         """Compute all parts of an update, and leave their sums in the stages; return its loss."""
         parts = [PartId(number, index) for index in range(self._run.parts_per_update)]
-        loss = sum(self._compute_part(part, shards) for part in parts)
+        loss = sum(self._compute_part(part, shards) for part in parts if part not in left_out)
         self._merge_tied()
         return loss
 
-    def _compute_update(self, number: int, shards: TokenShards) -> Update:
-        loss = self.compute_gradients(number, shards)
+    def _compute_update(
+        self, number: int, shards: TokenShards, left_out: Collection[PartId]
+    ) -> Update:
+        loss = self.compute_gradients(number, shards, left_out)
         gradients = [stage.read_gradients() for stage in self.stages]
         norms = dict[str, float]()
         for own in gradients:

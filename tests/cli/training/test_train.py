@@ -5,29 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from training_runs import MODEL, open_run
+from training_runs import write_run
 from transformers import AutoModelForCausalLM
 
 from shoal.cli.main import main
 from shoal.peer.engine.training.trainable_span import digest_tensors
-
-
-def write_run(folder: Path, model: str = "config.json", num_updates: int = 2) -> Path:
-    """Write a run file, its corpus, and the config.json that it names."""
-    run, _ = open_run(folder)
-    shards = "".join(
-        f'[[corpus.shards]]\npath = "{shard.path}"\nnum_tokens = {shard.num_tokens}\n'
-        f'sha256 = "{shard.sha256}"\n'
-        for shard in run.corpus.shards
-    )
-    (folder / "config.json").write_text(json.dumps(MODEL))
-    file = folder / "run.toml"
-    file.write_text(
-        f'name = "test"\nseed = 7\nmodel = "{model}"\nstage_borders = [2]\n'
-        f"num_updates = {num_updates}\nparts_per_update = 2\nrows_per_part = 2\n"
-        f"[optimizer]\nlearning_rate = 0.01\n[corpus]\nsequence_length = 16\n{shards}"
-    )
-    return file
 
 
 def test_run_becomes_a_model_of_transformers(

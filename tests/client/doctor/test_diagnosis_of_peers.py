@@ -210,13 +210,13 @@ def test_faults_of_the_answer_have_their_names(answer: Message, fault: PeerFault
 
 def test_peer_of_another_protocol_version_is_not_even_dialled() -> None:
     async def build(swarm: Swarm) -> None:
-        await swarm.add(Span(0, 8), min_version=8, max_version=9)
+        await swarm.add(Span(0, 8), min_version=9, max_version=10)
         swarm.network.kill("peer1")
 
     diagnosis = examine(build)
 
     assert diagnosis.checks[0].fault is PeerFault.VERSION
-    assert "versions 8 to 9" in diagnosis.checks[0].detail
+    assert "versions 9 to 10" in diagnosis.checks[0].detail
 
 
 @pytest.mark.parametrize(

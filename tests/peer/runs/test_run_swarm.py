@@ -219,11 +219,16 @@ def test_half_without_a_majority_commits_nothing(run: TrainingRun, folder: Path)
     assert before == after < NUM_UPDATES
 
 
-async def kill_at_random(swarm: RunSwarm, num_kills: int) -> None:
-    """Kill and start peers again, never more than a majority survives, or the last of a stage."""
+async def kill_at_random(swarm: RunSwarm, num_kills: int) -> int:
+    """Kill and start peers again, never more than a majority survives, or the last of a stage.
+
+    Return how many were killed before the last update.
+    """
     rng = swarm.rng
+    num_killed = 0
+    await swarm.wait_for_update(0)
     for _ in range(num_kills):
-        await asyncio.sleep(rng.uniform(0.0, 0.8))
+        await asyncio.sleep(rng.uniform(0.0, 0.3))
         host = rng.choice(sorted(swarm.peers))
         stage = int(host[-1]) % 2
         others = [peer.loop for other, peer in swarm.peers.items() if other != host]
@@ -236,9 +241,11 @@ async def kill_at_random(swarm: RunSwarm, num_kills: int) -> None:
         )
         if num_left < newest.majority or not has_mate:
             continue
+        num_killed += max(swarm.list_updates()) < NUM_UPDATES
         await swarm.kill(host)
-        await asyncio.sleep(rng.uniform(0.1, 1.5))
+        await asyncio.sleep(rng.uniform(0.1, 0.5))
         await swarm.start(host, stage)
+    return num_killed
 
 
 @pytest.mark.parametrize(
@@ -249,6 +256,6 @@ def test_weights_do_not_depend_on_who_was_killed(
     run: TrainingRun, folder: Path, quiet_digest: str, seed: int
 ) -> None:
     async def scene(swarm: RunSwarm) -> None:
-        await kill_at_random(swarm, 4)
+        assert await kill_at_random(swarm, 6)
 
     assert run_swarm(run, folder, scene, seed=seed, num_peers=5) == quiet_digest
