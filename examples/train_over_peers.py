@@ -140,7 +140,7 @@ def main() -> int:
         ProcessPoolExecutor(1, get_context("spawn")) as pool,
     ):
         folder = Path(name)
-        write_run(folder, options.seed, parts=4, rows=4, length=64)
+        write_run(folder, options.seed, parts=4, length=64)
         print(f"Training {_NUM_UPDATES} updates of 4 parts over 2 stages x 2 peers.", flush=True)
         alone: Future[str] = pool.submit(train_alone, folder, options.without)
         try:

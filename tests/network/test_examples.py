@@ -49,7 +49,7 @@ def test_story_run_has_text_for_all_of_its_updates(
 ) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setattr(sys, "argv", ["story_run.py", str(tmp_path)])
-    runpy.run_path(str(EXAMPLES / "story_run.py"))
+    runpy.run_path(str(EXAMPLES / "story_run.py"), run_name="__main__")
 
     training = load_run(tmp_path / "run.toml")
 
