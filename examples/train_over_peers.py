@@ -141,6 +141,7 @@ def main() -> int:
     ):
         folder = Path(name)
         write_run(folder, options.seed, parts=4, length=64)
+        use_adamw(folder / "run.toml")
         print(f"Training {_NUM_UPDATES} updates of 4 parts over 2 stages x 2 peers.", flush=True)
         alone: Future[str] = pool.submit(train_alone, folder, options.without)
         try:
@@ -157,10 +158,20 @@ def main() -> int:
     return 0
 
 
+def use_adamw(run_file: Path) -> None:
+    """Let AdamW update all weights: Muon's products in bfloat16 take most of such short updates."""
+    lines = run_file.read_text().splitlines()
+    lines = [line for line in lines if not line.startswith("optimizer")]
+    adamw = 'optimizer = { name = "adamw", learning_rate = 0.005 }'
+    run_file.write_text("\n".join([*lines, adamw, ""]))
+
+
 def tell_story(folder: Path) -> None:
     """Load the model as any other one, and let it write."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = tokenizer("Once", return_tensors="pt")
