@@ -56,8 +56,13 @@ class Leader:
         self._num_stages = num_stages
         self._pause_seconds = pause_seconds
         self._rng = random.Random(decisions.member_id)
-        self.joining: dict[MemberId, int | None] = {}
+        self._joining: dict[MemberId, int | None] = {}
         """Peers that want to become members, and the stages that they want to hold."""
+
+    def note_newcomer(self, member: MemberId, stage: int | None) -> None:
+        """Let a peer in at the next change of members, unless too many wait for it."""
+        if len(self._joining) < MAX_RUN_MEMBERS:
+            self._joining[member] = stage
 
     async def run(self) -> None:
         """Lead until we are no member any more, or one before us on the roster leads."""
@@ -132,8 +137,8 @@ class Leader:
         if set(manifests) != set(decision.roster):
             return True  # decided meanwhile
         left = self._choose_members(decision, manifests)
-        joined = [each for each in self.joining.items() if each[0] not in decision.roster]
-        self.joining.clear()
+        joined = [each for each in self._joining.items() if each[0] not in decision.roster]
+        self._joining.clear()
         if len(left) == len(decision.members) and not joined:
             return False
         for newcomer, stage in joined[: MAX_RUN_MEMBERS - len(left)]:

@@ -18,7 +18,6 @@ from ...protocol.errors import (
     UnavailableError,
 )
 from ...protocol.ids import MemberId
-from ...protocol.limits import MAX_RUN_MEMBERS
 from ...protocol.messages.runs import (
     PartPass,
     PartsCounted,
@@ -131,8 +130,8 @@ class TrainingLoop:
         """Let a peer in at the next change of members if we lead; tell it how far the run is."""
         if question.member != sender:
             raise RemoteProtocolError("a member joins for itself only")
-        if self.leader is not None and len(self.leader.joining) < MAX_RUN_MEMBERS:
-            self.leader.joining[sender] = question.stage - 1 if question.stage else None
+        if self.leader is not None:
+            self.leader.note_newcomer(sender, question.stage - 1 if question.stage else None)
         return MemberAnswer(write_vote(question.question, Decided(decisions.newest)))
 
     def _describe(
