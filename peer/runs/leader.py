@@ -1,4 +1,4 @@
-"""What the member does that leads a run: it has parts computed, summed and committed.
+"""Leads a run: has parts computed and summed, and updates committed.
 
 It keeps nothing that counts: which parts are counted is asked of the members, and what is decided
 is chosen by their majority. So another member goes on at any time, and two that lead at once cost

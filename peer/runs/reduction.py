@@ -46,7 +46,7 @@ class _Vector:
 
 
 class Reducing:
-    """One attempt to sum the gradients of an update. The sums of the span must not change then."""
+    """One attempt to sum the gradients of an update, from a copy of the sums of a span."""
 
     def __init__(self, order: Reduction, member_id: MemberId, members: Members) -> None:
         self.update = order.update

@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 
 
 class RunDecisions:
-    """Who the members of a run are, how far it has come, and who leads it."""
+    """The roster of a run, its last commit, and its leader."""
 
     def __init__(
         self,

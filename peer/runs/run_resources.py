@@ -1,4 +1,4 @@
-"""What a process needs to train a run: its settings, the run's stages and corpus, and a thread."""
+"""Settings of a process that trains, the stages and corpus of its run, and its compute thread."""
 
 from __future__ import annotations
 

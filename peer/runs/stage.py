@@ -54,7 +54,7 @@ _logger = logging.getLogger(__name__)
 
 _BUSY_SECONDS = 1.0
 _NAME_BYTES = 1024
-"""What the header of a state says of a tensor."""
+"""Header bytes of one tensor in a state."""
 
 _WAIT_SECONDS = 30.0
 """How long a part, or a sum, waits for the update that it belongs to: others commit earlier."""
@@ -62,7 +62,7 @@ _WAIT_SECONDS = 30.0
 
 @dataclass
 class _Counted:
-    """What is kept of a part that is counted, until the update is committed."""
+    """A part that is counted; kept until the update is committed."""
 
     outputs: Tensor | None
     """What the next stage got; None at the last one."""

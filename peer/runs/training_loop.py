@@ -48,7 +48,7 @@ _BUSY_SECONDS = 1.0
 
 
 class TrainingLoop:
-    """What one process does in a run: it answers others, and holds a stage."""
+    """Answers the other members of a run, and keeps the state of a stage up to date."""
 
     def __init__(
         self,
@@ -233,13 +233,13 @@ class TrainingLoop:
             stage = await Stage.build(
                 self._resources, index, self._member_id, self._members, decisions.list_members
             )
+            self.stage = stage  # kept where no mate has the state yet: to build it takes long
         has_mates = len(decisions.list_members(index)) > 1
         if (self._is_suspect and has_mates) or (
             stage.update != commit.update and not await stage.apply(commit)
         ):
             await stage.fetch_state(commit.update)
         self._is_suspect = False
-        self.stage = stage
 
     async def _join(self) -> None:
         """Ask those that announce the run to let us in, or begin it."""
