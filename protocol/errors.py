@@ -69,7 +69,7 @@ class ErrorCode(IntEnum):
     INTERNAL = 11
     NEXT_UNREACHABLE = 12
     LOG_INCOMPLETE = 13
-    NOT_A_MEMBER = 16  # said by the transport, before any message
+    NOT_A_MEMBER = 16  # of a private swarm (said before any message), or of a training run
     OUT_OF_MEMORY = 17
     UNKNOWN_ADAPTER = 18
     NO_ROOM_FOR_ADAPTER = 19

@@ -117,7 +117,7 @@ class Leader:
         manifests = dict(zip(roster, answers, strict=True))
         for member, manifest in manifests.items():
             if manifest is not None and manifest.number != newest.number:
-                await self._decisions.tell_newest(member)
+                await self._decisions.send_newest(member)
         return manifests
 
     async def _ask_manifest(self, member: MemberId, question: PartsFetch) -> PartsCounted | None:

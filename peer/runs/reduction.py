@@ -109,9 +109,7 @@ class Reducing:
     ) -> Tensor:
         if start == stop:
             return torch.empty(0, dtype=torch.float64)
-        question = SumFetch(
-            make_question_id(), self.update, self.attempt, group, is_reduced, start, stop
-        )
+        question = SumFetch(make_question_id(), self.attempt, group, is_reduced, start, stop)
         answer = await self._members.ask(mate, question, most_bytes=SUM_BYTES * (stop - start))
         if len(answer.payload) != SUM_BYTES * (stop - start):
             raise RemoteProtocolError(f"{len(answer.payload)} bytes are not {stop - start} numbers")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any
 
 from ...protocol.errors import RemoteProtocolError
 from ...protocol.ids import MemberId
@@ -18,11 +17,12 @@ from ...protocol.runs.decisions import (
     Decided,
     Decision,
     DecisionLog,
+    Message,
+    Outgoing,
     Prepare,
     Promise,
 )
 from .questions import FAILURES, Members, make_question_id
-from .votes import read_vote, write_vote
 
 _logger = logging.getLogger(__name__)
 
@@ -111,14 +111,14 @@ class RunDecisions:
         """Answer a message of the chain. Raises RemoteProtocolError."""
         before, message = self.newest, self._read(question)
         if not isinstance(message, Prepare | Accept | Decided):
-            raise RemoteProtocolError(f"a {question.kind.name} is no question")
+            raise RemoteProtocolError(f"{type(message).__name__} is no question")
         is_known = sender in before.roster or self.stage is None
         if isinstance(message, Decided) and not is_known:
             return Voted(question.question)  # whoever we know will tell us
         answers = self._log.receive(sender, message)
         self._note_decision(before)
         for _, message in answers:
-            return write_vote(question.question, message)
+            return Vote.make(question.question, message)
         return Voted(question.question)
 
     def learn(self, told: Decided) -> None:
@@ -138,25 +138,26 @@ class RunDecisions:
         """
         before = self.newest
         outgoing = self._log.propose(decision)
-        pending = {asyncio.create_task(self._say(m, message)) for m, message in outgoing}
+        pending = {asyncio.create_task(self._send(m, message)) for m, message in outgoing}
         try:
             while pending and self.newest is before:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     for member, message in task.result():
-                        pending.add(asyncio.create_task(self._say(member, message)))
+                        pending.add(asyncio.create_task(self._send(member, message)))
         finally:
             await cancel_all(pending)
             self._note_decision(before)
 
-    async def tell_newest(self, member: MemberId) -> None:
-        """Tell one member our newest decision, and take its own if that is newer."""
+    async def send_newest(self, member: MemberId) -> None:
+        """Send one member our newest decision, and take its own if that is newer."""
         before = self.newest
-        await self._say(member, Decided(before))
+        await self._send(member, Decided(before))
         self._note_decision(before)
 
-    async def _say(self, member: MemberId, message: Any) -> Sequence[tuple[MemberId, Any]]:
-        question = write_vote(make_question_id(), message)
+    async def _send(self, member: MemberId, message: Message) -> Outgoing:
+        """Send a message of the chain; return the messages that follow from the answer."""
+        question = Vote.make(make_question_id(), message)
         try:
             answer = (await self.members.ask(member, question)).message
             if not isinstance(answer, Vote):
@@ -166,9 +167,9 @@ class RunDecisions:
             _logger.info("%s does not vote: %s", member, error)
             return []
 
-    def _read(self, vote: Vote) -> Any:
+    def _read(self, vote: Vote) -> Message:
         """Return a message of the chain. Raises RemoteProtocolError for what is none of our run."""
-        message = read_vote(vote)
+        message = vote.content
         accepted = message.accepted if isinstance(message, Promise) else message
         if isinstance(accepted, Accept | Decided):
             self._check(accepted.decision)

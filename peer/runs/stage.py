@@ -232,7 +232,7 @@ class Stage:
         grads = b""
         if question.wants_gradients and passed.input_grads is not None:
             grads = encode_tensor(passed.input_grads)
-        message = PartPassed(question.question, len(grads), passed.loss, 0.0, passed.route)
+        message = PartPassed(question.question, len(grads), passed.loss, passed.route)
         return MemberAnswer(message, grads)
 
     def _end_work(self, index: int, running: asyncio.Task[_Counted]) -> None:

@@ -40,7 +40,6 @@ from .remote_members import RemoteMembers
 from .run_decisions import RunDecisions
 from .run_resources import RunResources
 from .stage import Stage, fetch_weights
-from .votes import read_vote, write_vote
 
 _logger = logging.getLogger(__name__)
 
@@ -102,7 +101,7 @@ class TrainingLoop:
             raise UnavailableError("this peer has not joined the run yet")
         match question:  # of these, the sender may be right that it is a member: we may lag
             case RunJoin():
-                return self._take_newcomer(decisions, question, sender)
+                return self._answer_join(decisions, question, sender)
             case PartsFetch():
                 return self._describe(decisions, question, sender)
             case Vote():
@@ -124,15 +123,15 @@ class TrainingLoop:
             case StateFetch():
                 return await stage.read_state(question)
 
-    def _take_newcomer(
+    def _answer_join(
         self, decisions: RunDecisions, question: RunJoin, sender: MemberId
     ) -> MemberAnswer:
-        """Let a peer in at the next change of members if we lead; tell it how far the run is."""
+        """Admit a peer at the next change of members if we lead; return the newest decision."""
         if question.member != sender:
             raise RemoteProtocolError("a member joins for itself only")
         if self.leader is not None:
-            self.leader.note_newcomer(sender, question.stage - 1 if question.stage else None)
-        return MemberAnswer(write_vote(question.question, Decided(decisions.newest)))
+            self.leader.note_newcomer(sender, question.stage)
+        return MemberAnswer(Vote.make(question.question, Decided(decisions.newest)))
 
     def _describe(
         self, decisions: RunDecisions, question: PartsFetch, sender: MemberId
@@ -253,25 +252,24 @@ class TrainingLoop:
             _logger.info("nobody is known to train: %s", error)
             peers = []
         self._rng.shuffle(peers)
-        stage = 0 if config.stage is None else config.stage + 1
         for peer in peers:
-            question = RunJoin(make_question_id(), self._member_id, stage)
+            question = RunJoin(make_question_id(), self._member_id, config.stage)
             try:
-                self._hear((await self._members.ask_peer(peer, question)).check_kind(Vote))
+                self._learn((await self._members.ask_peer(peer, question)).check_kind(Vote))
             except FAILURES as error:
                 _logger.info("…%s does not let us join: %s", peer.peer_id[-6:], error)
         if self.decisions is None or self.decisions.stage is None:
             await asyncio.sleep(config.pause_seconds)
 
-    def _hear(self, vote: Vote) -> None:
-        """Take the newest decision that somebody has told. Raises RemoteProtocolError."""
-        told = read_vote(vote)
-        if not isinstance(told, Decided):
-            raise RemoteProtocolError("a peer did not tell how far the run has come")
+    def _learn(self, vote: Vote) -> None:
+        """Take the newest decision of a peer. Raises RemoteProtocolError for any other message."""
+        decided = vote.decided
+        if decided is None:
+            raise RemoteProtocolError("a peer did not answer with its newest decision")
         if self.decisions is None:
-            self._begin(told.decision)
+            self._begin(decided.decision)
         else:
-            self.decisions.learn(told)
+            self.decisions.learn(decided)
 
     def _begin(self, decision: Decision) -> None:
         log = DecisionLog(self._member_id, decision)

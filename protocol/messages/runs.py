@@ -1,20 +1,21 @@
 """The messages of a training run: parts through stages, sums of gradients, state, decisions.
 
-A member of the run asks one thing at a time on a stream and waits for the answer. What is large
-goes in `RunPiece`s, behind the message that says how many bytes they are.
+A member of the run asks one question at a time on a stream and waits for the answer. Tensors follow
+a message in `RunPiece`s; its `num_bytes` is their length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from enum import IntEnum
-from typing import Annotated
+from typing import Annotated, Self
 
 from .. import limits
 from ..errors import RemoteProtocolError
 from ..identity import SIGNATURE_BYTES, Identity, verify
 from ..ids import MemberId, PeerId, RunId, SessionId
+from ..runs import decisions
 from ..tensors import WireDtype, WireTensor, check_tensor, compute_num_bytes
 from .fields import (
     Body,
@@ -22,9 +23,7 @@ from .fields import (
     Header,
     HeaderSession,
     Message,
-    Record,
     check_number,
-    check_seconds,
     message,
     number_in,
     sized,
@@ -32,10 +31,10 @@ from .fields import (
 )
 
 SUM_BYTES = 8
-"""Of one number of a sum: a whole number in float64."""
+"""Bytes of one number of a sum: a whole number in float64."""
 
 MAX_STAGE_WEIGHTS = 4096
-"""Tensors of one stage whose norms are told."""
+"""Weights of one stage whose norms a `Reduced` can hold."""
 
 _CONTEXT = b"shoal run hello 1"
 _ELEMENT_BYTES = 4
@@ -89,7 +88,7 @@ _Route = Annotated[tuple[MemberId, ...], Body(3, "string"), _check_route]
 
 @message(34)
 class RunPiece(Message):
-    """The bytes of something large from `offset` on, as elements of four bytes each."""
+    """A piece of the tensors behind a message, from byte `offset` on, in elements of four bytes."""
 
     question: HeaderSession
     offset: Annotated[int, Header("position"), _below(limits.MAX_RUN_TENSOR_BYTES, "offset")]
@@ -98,10 +97,10 @@ class RunPiece(Message):
 
 @message(48)
 class RunHello(Message):
-    """A member of a run says who it is, once on a stream, before it asks anything.
+    """A member identifies itself on a stream, before its first question.
 
-    `receiver` is the member that it wants to ask; None: whatever this peer is. `signature` is made
-    with the key of the peer that the sender is a process of, see `make_run_hello`.
+    `receiver` is the member that it wants to ask; None accepts any member that runs at this peer.
+    `signature` is made with the key of the sender's peer, see `make_run_hello`.
     """
 
     question: HeaderSession
@@ -113,7 +112,7 @@ class RunHello(Message):
 
 @message(49)
 class RunWelcome(Message):
-    """The peer takes questions of this member on the stream."""
+    """The peer accepts the member's questions on this stream."""
 
     question: HeaderSession
 
@@ -148,7 +147,6 @@ class PartPassed(Message):
     question: HeaderSession
     num_bytes: _NumBytes
     loss: Annotated[float, Body(1, "double"), number_in(-1e30, 1e30, "loss")]
-    compute_seconds: Annotated[float, Body(2, "double"), check_seconds]
     route: _Route
 
 
@@ -158,12 +156,12 @@ class PartsFetch(Message):
 
     question: HeaderSession
     number: Annotated[int, Body(1, "uint32")]
-    """Of the newest decision that the leader knows."""
+    """The number of the newest decision that the leader knows."""
 
 
 @message(38)
 class PartsCounted(Message):
-    """What a member has counted of the update that is under way.
+    """A member lists the parts of the current update that it has counted.
 
     Bit i of `parts` stands for part i. A member without the state of its stage is not ready.
     """
@@ -171,7 +169,7 @@ class PartsCounted(Message):
     question: HeaderSession
     update: _Update
     number: Annotated[int, Body(2, "uint32")]
-    """Of the newest decision that it knows."""
+    """The number of the newest decision that the member knows."""
     is_ready: Annotated[bool, Body(3, "bool")]
     parts: Annotated[bytes, Body(4, "bytes"), _check_parts] = b""
     state: Annotated[bytes, Body(5, "bytes"), sized_or_none(_DIGEST_BYTES, "a digest")] = b""
@@ -180,11 +178,11 @@ class PartsCounted(Message):
 
 @message(39)
 class Reduction(Message):
-    """Sum the gradients of an update with the mates; `Reduced` answers.
+    """The leader asks a member to sum the gradients of an update with its mates; `Reduced` answers.
 
-    `parts` are those that the receiver's own sums must hold. `mates` hold the same stage, in an
-    order that is the same for all; `tied` hold the first and the last one, whose tied weights have
-    one sum.
+    The receiver's own sums must hold exactly `parts`. `mates` are the members of its stage, in an
+    order that is the same for all. `tied` are the members of the first and the last stage, which
+    sum tied weights together.
     """
 
     question: HeaderSession
@@ -197,40 +195,42 @@ class Reduction(Message):
 
 @message(40)
 class Reduced(Message):
-    """The gradient of an update, as the answering member has it.
+    """A member has the summed gradients of an update.
 
-    `digest` is of the sums of its stage. `squared_norms` are those of its weights, as float64 in
-    their order; the last stage leaves out tied weights, as the first one has them.
+    `digest` is of the sums of its stage. `squared_norms` are those of its weights' gradients, as
+    float64 in their order; the last stage leaves out tied weights, as the first one has them.
     """
 
     question: HeaderSession
     digest: Annotated[bytes, Body(1, "bytes"), sized(_DIGEST_BYTES, "a digest")]
     squared_norms: Annotated[bytes, Body(2, "bytes"), _check_norms]
     loss: Annotated[float, Body(3, "double"), number_in(-1e30, 1e30, "loss")]
-    """The sum over the parts that the member has counted, at the last stage."""
+    """Sum of the losses of the member's counted parts, at the last stage; 0 at others."""
 
 
 class SumGroup(IntEnum):
-    """Which members sum which weights together."""
+    """A group of members that sums gradients, and the weights that they are of."""
 
     STAGE = 0
-    """Those of one stage: its weights, but for tied ones."""
+    """The members of one stage: its weights, except for tied ones."""
 
     TIED = 1
-    """Those of the first and the last stage: the weights that both have."""
+    """The members of the first and the last stage: the weights that both have."""
 
 
 @message(41)
 class SumFetch(Message):
-    """Ask for some numbers of a member's own sums, or of the reduced ones; `Sums` answers."""
+    """A member asks a mate for a slice of its gradient sums; `Sums` answers.
+
+    The slice is of the mate's own sums, or of the reduced ones.
+    """
 
     question: HeaderSession
-    update: _Update
-    attempt: Annotated[bytes, Body(2, "bytes"), sized(_ATTEMPT_BYTES, "an attempt")]
-    group: Annotated[SumGroup, Body(3, "uint32")]
-    is_reduced: Annotated[bool, Body(4, "bool")]
-    start: Annotated[int, Body(5, "uint64"), _below(limits.MAX_RUN_TENSOR_BYTES, "start")]
-    stop: Annotated[int, Body(6, "uint64"), _below(limits.MAX_RUN_TENSOR_BYTES, "stop")]
+    attempt: Annotated[bytes, Body(1, "bytes"), sized(_ATTEMPT_BYTES, "an attempt")]
+    group: Annotated[SumGroup, Body(2, "uint32")]
+    is_reduced: Annotated[bool, Body(3, "bool")]
+    start: Annotated[int, Body(4, "uint64"), _below(limits.MAX_RUN_TENSOR_BYTES, "start")]
+    stop: Annotated[int, Body(5, "uint64"), _below(limits.MAX_RUN_TENSOR_BYTES, "stop")]
 
     def check(self) -> None:
         """Raise ValueError unless something is asked for."""
@@ -240,7 +240,7 @@ class SumFetch(Message):
 
 @message(42)
 class Sums(Message):
-    """The numbers follow, of `num_bytes`."""
+    """The slice follows, of `num_bytes`."""
 
     question: HeaderSession
     num_bytes: _NumBytes
@@ -248,7 +248,10 @@ class Sums(Message):
 
 @message(43)
 class StateFetch(Message):
-    """Ask for the state of the receiver's stage before an update; `StateFollows` answers."""
+    """A member asks for the state of the receiver's stage before an update.
+
+    `StateFollows` answers.
+    """
 
     question: HeaderSession
     update: _Update
@@ -262,79 +265,81 @@ class StateFollows(Message):
     num_bytes: _NumBytes
 
 
-class VoteKind(IntEnum):
-    """What a message of the chain of decisions says."""
-
-    PREPARE = 1
-    PROMISE = 2
-    ACCEPT = 3
-    ACCEPTED = 4
-    REFUSAL = 5
-    DECIDED = 6
-
-
-@dataclass(frozen=True, slots=True)
-class WireBallot(Record):
-    """A ballot for a decision."""
-
-    attempt: Annotated[int, Body(1, "uint32")]
-    proposer: Annotated[MemberId, Body(2, "string"), _check_member]
-
-
-@dataclass(frozen=True, slots=True)
-class WireMember(Record):
-    """A member of a run, and the stage that it holds, from 1 on; 0: none."""
-
-    id: Annotated[MemberId, Body(1, "string"), _check_member]
-    stage: Annotated[int, Body(2, "uint32"), _below(limits.MAX_STAGES + 1, "stage")]
-
-
-@dataclass(frozen=True, slots=True)
-class WireDecision(Record):
-    """A decision of a run."""
-
-    number: Annotated[int, Body(1, "uint32")]
-    previous: Annotated[bytes, Body(2, "bytes"), sized(_DIGEST_BYTES, "a digest")]
-    members: Annotated[tuple[WireMember, ...], Body(3)]
-    value: Annotated[bytes, Body(4, "bytes")]
+_BALLOT = {"attempt": Body(1, "uint32"), "proposer": Body(2, "string")}
+_MEMBER = {"id": Body(1, "string"), "stage": Body(2, "uint32")}
+_DECISION = {
+    "number": Body(1, "uint32"),
+    "previous": Body(2, "bytes"),
+    "members": Body(3, parts=_MEMBER),
+    "value": Body(4, "bytes"),
+}
+_NUMBER_AND_BALLOT = {"number": Body(1, "uint32"), "ballot": Body(2, parts=_BALLOT)}
+_ACCEPT = {"ballot": Body(1, parts=_BALLOT), "decision": Body(2, parts=_DECISION)}
+_PROMISE = {**_NUMBER_AND_BALLOT, "accepted": Body(3, parts=_ACCEPT)}
+_REFUSAL = {"number": Body(1, "uint32"), "promised": Body(2, parts=_BALLOT)}
+_DECIDED = {"decision": Body(1, parts=_DECISION)}
 
 
 @message(45)
 class Vote(Message):
-    """One message of the chain of decisions (`protocol/runs/decisions.py`); the answer is another
-    one, or `Voted`.
+    """One message of the chain of decisions (`protocol/runs/decisions.py`).
+
+    The answer is another one, or `Voted`.
     """
 
     question: HeaderSession
-    kind: Annotated[VoteKind, Body(1, "uint32")]
-    number: Annotated[int, Body(2, "uint32")] = 0
-    ballot: Annotated[WireBallot | None, Body(3)] = None
-    accepted: Annotated[WireBallot | None, Body(4)] = None
-    decision: Annotated[WireDecision | None, Body(5)] = None
+    prepare: Annotated[decisions.Prepare | None, Body(1, parts=_NUMBER_AND_BALLOT)] = None
+    promise: Annotated[decisions.Promise | None, Body(2, parts=_PROMISE)] = None
+    accept: Annotated[decisions.Accept | None, Body(3, parts=_ACCEPT)] = None
+    accepted: Annotated[decisions.Accepted | None, Body(4, parts=_NUMBER_AND_BALLOT)] = None
+    refusal: Annotated[decisions.Refusal | None, Body(5, parts=_REFUSAL)] = None
+    decided: Annotated[decisions.Decided | None, Body(6, parts=_DECIDED)] = None
+
+    @classmethod
+    def make(cls, question: SessionId, content: decisions.Message) -> Self:
+        """Return the vote that carries a message of the chain."""
+        return replace(cls(question), **{type(content).__name__.lower(): content})
+
+    @property
+    def content(self) -> decisions.Message:
+        """The message of the chain that it carries."""
+        (content,) = self._list()
+        return content
+
+    def check(self) -> None:
+        """Raise ValueError unless it carries exactly one message."""
+        if len(self._list()) != 1:
+            raise ValueError(f"a vote carries one message, not {len(self._list())}")
+
+    def _list(self) -> list[decisions.Message]:
+        carried = (
+            self.prepare, self.promise, self.accept, self.accepted, self.refusal, self.decided,
+        )  # fmt: skip
+        return [content for content in carried if content is not None]
 
 
 @message(46)
 class Voted(Message):
-    """There is no answer to a `Vote`."""
+    """The receiver of a `Vote` has no message to answer it with."""
 
     question: HeaderSession
 
 
 @message(47)
 class RunJoin(Message):
-    """A peer asks the leader of a run to make it a member; the answer is the
-    newest decision, as `Vote`.
+    """A peer asks the leader of a run to make it a member.
 
-    `stage` is the one that it wants to hold, from 1 on; 0: where it helps most.
+    The answer is the newest decision, as `Vote`. `stage` is the one that the peer wants to hold;
+    None: the one with the fewest members.
     """
 
     question: HeaderSession
     member: Annotated[MemberId, Body(1, "string"), _check_member]
-    stage: Annotated[int, Body(2, "uint32"), _below(limits.MAX_STAGES + 1, "stage")] = 0
+    stage: Annotated[int | None, Body(2, "uint32"), _below(limits.MAX_STAGES, "stage")] = None
 
 
 Question = PartPass | PartsFetch | Reduction | SumFetch | StateFetch | Vote | RunJoin
-"""What a member asks of another one."""
+"""Messages that a member sends to another one, which answers each of them."""
 
 
 def find_peer_id(member: MemberId) -> PeerId:

@@ -259,7 +259,7 @@ class DecisionLog:
         Raises RemoteProtocolError when the sender may not send it; nothing was changed.
         """
         if isinstance(message, Decided):
-            return self._hear(sender, message.decision)
+            return self._handle_decided(sender, message.decision)
         if message.number != self.number:
             is_late_answer = not isinstance(message, Prepare | Accept)
             return [] if is_late_answer else [(sender, Decided(self.newest))]
@@ -271,7 +271,7 @@ class DecisionLog:
             return []
         return self._take_own(self._handle(sender, message))
 
-    def _hear(self, sender: MemberId, decision: Decision) -> Outgoing:
+    def _handle_decided(self, sender: MemberId, decision: Decision) -> Outgoing:
         if decision.number < self.newest.number:
             return [(sender, Decided(self.newest))]
         if decision.number == self.newest.number:
@@ -300,7 +300,7 @@ class DecisionLog:
                 self._undecided.highest_attempt = highest
                 return []
             case Decided():
-                return self._hear(sender, message.decision)
+                return self._handle_decided(sender, message.decision)
 
     def _handle_prepare(self, sender: MemberId, prepare: Prepare) -> Outgoing:
         refusal = self._bid(sender, prepare.ballot)
@@ -385,5 +385,5 @@ class DecisionLog:
 
 
 def _check_member_id(member_id: str) -> None:
-    if not 1 <= len(member_id) <= limits.MAX_MEMBER_ID_CHARACTERS:
-        raise ValueError(f"a member id cannot have {len(member_id)} characters")
+    if not 1 <= len(member_id) <= limits.MAX_MEMBER_ID_CHARACTERS or not member_id.isprintable():
+        raise ValueError("a malformed member id")

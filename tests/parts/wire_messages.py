@@ -71,10 +71,6 @@ from shoal.protocol.messages.runs import (
     Sums,
     Vote,
     Voted,
-    VoteKind,
-    WireBallot,
-    WireDecision,
-    WireMember,
 )
 from shoal.protocol.messages.session import (
     Admit,
@@ -96,6 +92,17 @@ from shoal.protocol.messages.session import (
     Status,
     Step,
     Welcome,
+)
+from shoal.protocol.runs.decisions import (
+    Accept,
+    Accepted,
+    Ballot,
+    Decided,
+    Decision,
+    Member,
+    Prepare,
+    Promise,
+    Refusal,
 )
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat, WireDtype, WireTensor, compute_num_bytes
@@ -162,10 +169,8 @@ OFFER = Offer(PeerId("12D3KooW"), True, bytes(range(64)))
 
 MEMBER = MemberId("12D3KooWmember/0011223344556677")
 OTHER_MEMBER = MemberId("12D3KooWother/8899aabbccddeeff")
-BALLOT = WireBallot(2, MEMBER)
-DECISION = WireDecision(
-    7, bytes(range(32)), (WireMember(MEMBER, 1), WireMember(OTHER_MEMBER, 0)), b"value"
-)
+BALLOT = Ballot(2, MEMBER)
+DECISION = Decision(7, bytes(range(32)), (Member(MEMBER, 0), Member(OTHER_MEMBER, None)), b"value")
 ATTEMPT = bytes(range(16))
 RUN_MESSAGES: tuple[Message, ...] = (
     RunHello(SESSION, bytes(range(32)), MEMBER, OTHER_MEMBER, bytes(64)),
@@ -173,16 +178,16 @@ RUN_MESSAGES: tuple[Message, ...] = (
     RunJoin(SESSION, MEMBER, 2),
     RunPiece(SESSION, 4096, WireTensor(WireDtype.FP32, 1, 1, 2, bytes(8))),
     PartPass(SESSION, 64, 3, 5, (MEMBER, OTHER_MEMBER), 2, OTHER_MEMBER, True),
-    PartPassed(SESSION, 64, 1.5, 0.25, (MEMBER,)),
+    PartPassed(SESSION, 64, 1.5, (MEMBER,)),
     PartsFetch(SESSION, 7),
     PartsCounted(SESSION, 3, 7, True, b"\x05", bytes(range(32))),
     Reduction(SESSION, 3, ATTEMPT, b"\x05", (MEMBER,), (MEMBER, OTHER_MEMBER)),
     Reduced(SESSION, bytes(range(32)), bytes(16), 1.5),
-    SumFetch(SESSION, 3, ATTEMPT, SumGroup.TIED, True, 8, 16),
+    SumFetch(SESSION, ATTEMPT, SumGroup.TIED, True, 8, 16),
     Sums(SESSION, 64),
     StateFetch(SESSION, 3),
     StateFollows(SESSION, 1024),
-    Vote(SESSION, VoteKind.PROMISE, 7, BALLOT, replace(BALLOT, attempt=1), DECISION),
+    Vote.make(SESSION, Promise(7, BALLOT, Accept(replace(BALLOT, attempt=1), DECISION))),
     Voted(SESSION),
 )
 """One of each kind, of training runs."""
@@ -305,10 +310,16 @@ HONEST: list[Message] = [
     *RUN_MESSAGES,
     RunHello(SESSION, bytes(32), MEMBER, None, bytes(64)),
     PartPass(SESSION, 0, 0, 0),
-    PartPassed(SESSION, 0, -1.0, 0.0, ()),
+    PartPassed(SESSION, 0, -1.0, ()),
     PartsCounted(SESSION, 0, 0, False),
-    SumFetch(SESSION, 0, ATTEMPT, SumGroup.STAGE, False, 0, 1),
-    Vote(SESSION, VoteKind.DECIDED, decision=replace(DECISION, members=())),
+    SumFetch(SESSION, ATTEMPT, SumGroup.STAGE, False, 0, 1),
+    RunJoin(SESSION, MEMBER),
+    Vote.make(SESSION, Prepare(7, BALLOT)),
+    Vote.make(SESSION, Promise(7, BALLOT, None)),
+    Vote.make(SESSION, Accept(BALLOT, DECISION)),
+    Vote.make(SESSION, Accepted(7, BALLOT)),
+    Vote.make(SESSION, Refusal(7, BALLOT)),
+    Vote.make(SESSION, Decided(DECISION)),
 ]
 _ONE_OF_EACH: list[Message] = [
     HONEST[1],

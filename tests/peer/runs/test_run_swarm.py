@@ -21,7 +21,6 @@ from shoal.protocol.messages.runs import (
     StateFetch,
     SumFetch,
     Vote,
-    VoteKind,
 )
 from shoal.protocol.runs.training_run import TrainingRun
 
@@ -95,7 +94,7 @@ def is_sum(is_reduced: bool) -> Moment:
 
 
 def is_accept(message: Message) -> bool:
-    return isinstance(message, Vote) and message.kind is VoteKind.ACCEPT
+    return isinstance(message, Vote) and message.accept is not None
 
 
 def is_late(kind: type[Message], update: int = 1) -> Moment:

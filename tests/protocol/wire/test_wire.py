@@ -10,6 +10,8 @@ from wire_messages import (
     ADAMW,
     ADAPTED,
     ADAPTER,
+    BALLOT,
+    DECISION,
     HEAD,
     HONEST,
     MEMBER,
@@ -75,6 +77,7 @@ from shoal.protocol.messages.runs import (
     RunJoin,
     SumFetch,
     SumGroup,
+    Vote,
 )
 from shoal.protocol.messages.session import (
     Close,
@@ -86,6 +89,7 @@ from shoal.protocol.messages.session import (
     Queued,
     Step,
 )
+from shoal.protocol.runs.decisions import Decided, Prepare
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireDtype, WireTensor
 from shoal.protocol.wire.codec import CODECS, HEADER_BYTES, decode_frame, encode_frame
@@ -287,8 +291,7 @@ DISHONEST: list[Message] = [
     PartPass(SESSION, 0, 0, 0, (MEMBER,) * (limits.MAX_STAGES + 1)),
     PartPass(SESSION, 0, 0, 0, (MemberId(""),)),
     PartPass(SESSION, 0, 0, 0, (), limits.MAX_STAGES),
-    PartPassed(SESSION, 0, math.nan, 0.0, ()),
-    PartPassed(SESSION, 0, 0.0, -1.0, ()),
+    PartPassed(SESSION, 0, math.nan, ()),
     PartsCounted(SESSION, 0, 0, True, bytes(limits.MAX_PARTS // 8 + 1)),
     Reduction(SESSION, 0, bytes(15), b"", (MEMBER,)),
     Reduction(SESSION, 0, bytes(16), b"", (MEMBER, MEMBER)),
@@ -296,8 +299,10 @@ DISHONEST: list[Message] = [
     Reduced(SESSION, bytes(32), bytes(7), 0.0),
     Reduced(SESSION, bytes(32), bytes(8 * (MAX_STAGE_WEIGHTS + 1)), 0.0),
     Reduced(SESSION, bytes(32), b"", math.inf),
-    SumFetch(SESSION, 0, bytes(16), SumGroup.STAGE, True, 2, 2),
-    SumFetch(SESSION, 0, bytes(16), SumGroup.STAGE, True, 0, limits.MAX_RUN_TENSOR_BYTES),
+    Vote(SESSION),
+    replace(Vote.make(SESSION, Decided(DECISION)), prepare=Prepare(7, BALLOT)),
+    SumFetch(SESSION, bytes(16), SumGroup.STAGE, True, 2, 2),
+    SumFetch(SESSION, bytes(16), SumGroup.STAGE, True, 0, limits.MAX_RUN_TENSOR_BYTES),
     PublicationFetch(PASS_ID, ADAPTER, limits.MAX_BLOCKS, 1),
     PublicationFetch(PASS_ID, ADAPTER, 0, limits.MAX_BLOCKS + 1),
     replace(ADAPTED, accumulate=AccumulationOrder(0, 1)),
