@@ -3,8 +3,9 @@
     make bench BENCHMARKS=engine_benchmarks.training_losses
 
 Both train the bundled architecture from the same weights on the same parts. The plain loop runs
-with one thread and with two, as it differs from itself, too. Printed are the largest relative
-differences of losses, and that of all weights at the end, to the plain loop with one thread.
+with one thread and with two, as it may differ from itself, too. Its Muon is ours; in another row it
+is torch's, which rounds to bfloat16. Printed are the largest relative differences of losses, and
+that of all weights at the end, to the plain loop with one thread.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from shoal.cli.benchmarking.figure import describe_machine
 from shoal.models.token_shards import TokenShards, write_shard
 from shoal.peer.engine.training.numerics import computing_alike
+from shoal.peer.engine.training.optimizers import SpanOptimizer
 from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.protocol.runs.training_run import PartId, TrainingRun, read_run
 
@@ -65,13 +66,26 @@ def _write_run(
 
 
 def _train_plainly(
-    run: TrainingRun, shards: TokenShards, weights: dict[str, Tensor], num_threads: int
+    run: TrainingRun,
+    shards: TokenShards,
+    weights: dict[str, Tensor],
+    num_threads: int = 1,
+    has_torchs_muon: bool = False,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses of an ordinary loop from these weights, and the weights at its end."""
     model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**run.model))
     model.load_state_dict(weights, strict=False)
     model.train()
-    optimizers = list(_make_optimizers(run, model))
+    named: dict[str, nn.Parameter] = dict(model.named_parameters())
+    is_muon = run.optimizer.name == "muon"
+    matrices = {key: one for key, one in named.items() if is_muon and _is_matrix(key, one)}
+    others = [one for key, one in named.items() if key not in matrices]
+    optimizers = [_make_optimizer(run, others)]
+    if has_torchs_muon:
+        muon = torch.optim.Muon(matrices.values(), weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+        optimizers.append(muon)
+        matrices.clear()
+    ours = SpanOptimizer(run.optimizer, matrices)
     losses = list[float]()
     with computing_alike(num_threads):
         for update in range(run.num_updates):
@@ -83,31 +97,25 @@ def _train_plainly(
                 (part / run.parts_per_update).backward()
                 loss += part.item() / run.parts_per_update
             torch.nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.clip_norm)
+            factor = run.compute_learning_rate_factor(update)
             for optimizer in optimizers:
-                factor = run.compute_learning_rate_factor(update)
-                for group in optimizer.param_groups:
-                    group["lr"] = run.optimizer.learning_rate * factor
+                optimizer.param_groups[0]["lr"] = run.optimizer.learning_rate * factor
                 optimizer.step()
-                optimizer.zero_grad()
+            gradients = {key: one.grad for key, one in matrices.items() if one.grad is not None}
+            ours.step(gradients, factor)
+            model.zero_grad()
             losses.append(loss)
-    return losses, {name: weight.detach() for name, weight in model.named_parameters()}
+    return losses, {name: weight.detach() for name, weight in named.items()}
 
 
-def _make_optimizers(run: TrainingRun, model: Any) -> Iterator[torch.optim.Optimizer]:
-    name, rate = run.optimizer.name, run.optimizer.learning_rate
-    if name == "sgd":
-        yield torch.optim.SGD(model.parameters(), lr=rate, weight_decay=0.0)
-        return
-    matrices = [
-        weight
-        for key, weight in model.named_parameters()
-        if name == "muon" and "layers" in key and weight.ndim == 2
-    ]
-    chosen = set(matrices)
-    others = [weight for weight in model.parameters() if weight not in chosen]
-    yield torch.optim.AdamW(others, lr=rate, betas=run.optimizer.betas, weight_decay=0.0)
-    if matrices:
-        yield torch.optim.Muon(matrices, lr=rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+def _is_matrix(name: str, weight: Tensor) -> bool:
+    return "layers" in name and weight.ndim == 2
+
+
+def _make_optimizer(run: TrainingRun, weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if run.optimizer.name == "sgd":
+        return torch.optim.SGD(weights, weight_decay=0.0)
+    return torch.optim.AdamW(weights, betas=run.optimizer.betas, weight_decay=0.0)
 
 
 def _measure_losses(losses: list[float], plain: list[float]) -> float:
@@ -135,11 +143,15 @@ def main() -> None:
             run, shards = _write_run(Path(folder), name, options.updates, options.parts)
             whole = WholeRun(run)
             start = {key: weight.clone() for key, weight in whole.read_weights().items()}
-            plain, plain_weights = _train_plainly(run, shards, start, num_threads=1)
+            plain, plain_weights = _train_plainly(run, shards, start)
             found = {
                 "plain, 2 threads": _train_plainly(run, shards, start, num_threads=2),
                 "exact": ([update.loss for update in whole.train(shards)], whole.read_weights()),
             }
+            if name == "muon":
+                found["plain, torch's Muon"] = _train_plainly(
+                    run, shards, start, has_torchs_muon=True
+                )
         for title, (losses, weights) in found.items():
             differences = (
                 _measure_losses(losses[:20], plain[:20]),

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.utils.deterministic
+from torch import Tensor
 
 _SETTINGS: Any = torch.utils.deterministic
 """Whose attribute torch declares in a way that type checkers do not see."""
+
+_NUMBERS_AT_ONCE = 2**14
+"""Sums of so many numbers are never divided among threads, which would round them otherwise."""
 
 
 @contextmanager
@@ -32,3 +37,9 @@ def computing_alike(num_threads: int) -> Iterator[None]:
         torch.set_num_threads(threads_before)
         torch.use_deterministic_algorithms(was_deterministic)
         _SETTINGS.fill_uninitialized_memory = filled_before
+
+
+def sum_squares(tensor: Tensor) -> float:
+    """Return the squared norm of a tensor, whatever number of threads computes it."""
+    pieces = tensor.flatten().split(_NUMBERS_AT_ONCE)
+    return math.fsum(float(piece.double().square().sum()) for piece in pieces)

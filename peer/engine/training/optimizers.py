@@ -3,20 +3,26 @@
 Every step is a function of weights, gradient and optimizer state alone, so that replicas that start
 equal stay equal. Muon takes each matrix whole, and a span holds its matrices whole, so replicas
 exchange nothing for it.
+
+The rules are torch's functions and `muon.py`: to make one of torch's optimizer objects takes two
+seconds of imports, and each process of a run would wait for them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from ....protocol.runs.training_run import Optimizer
+from .muon import apply_muon
+from .numerics import sum_squares
 
-_NUMBERS_AT_ONCE = 2**14
-"""Sums of so many numbers are never divided among threads, which would round them otherwise."""
+_Rule = Literal["muon", "adamw", "sgd"]
 
 
 class SpanOptimizer:
@@ -28,78 +34,70 @@ class SpanOptimizer:
     """
 
     def __init__(self, config: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._optimizers: list[tuple[torch.optim.Optimizer, float]] = []
-        """Each with its highest learning rate."""
-        self._pieces = dict[str, list[Tensor]]()
-        """Of each weight, what its optimizer updates: the weight, or its matrices."""
-        matrices, others = list[Tensor](), list[Tensor]()
-        for name, weight in parameters.items():
-            is_matrix = config.name == "muon" and weight.ndim in (2, 3) and _is_in_block(name)
-            is_stack = is_matrix and weight.ndim == 3
-            self._pieces[name] = list(weight.detach()) if is_stack else [weight]
-            (matrices if is_matrix else others).extend(self._pieces[name])
-        if matrices:
-            muon = torch.optim.Muon(
-                matrices,
-                lr=config.learning_rate,
-                momentum=config.momentum,
-                weight_decay=config.weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            )
-            self._optimizers.append((muon, config.learning_rate))
-        if others:
-            rate = config.learning_rate
-            if config.name == "muon" and config.adamw_learning_rate is not None:
-                rate = config.adamw_learning_rate
-            self._optimizers.append((_make_other(config, others, rate), rate))
-        for optimizer, _ in self._optimizers:
-            _fill_state(optimizer)
+        self._config = config
+        self._weights = {name: weight.detach() for name, weight in parameters.items()}
+        self._rules: dict[str, _Rule] = {
+            name: _choose_rule(config, name, one) for name, one in parameters.items()
+        }
+        self._state = {
+            name: _make_state(self._rules[name], one) for name, one in parameters.items()
+        }
 
+    @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], learning_rate_factor: float) -> None:
         """Update the weights with these gradients, at a factor of the highest learning rate."""
-        for name, pieces in self._pieces.items():
-            gradient = gradients[name]
-            for piece, own in zip(
-                pieces, [gradient] if len(pieces) == 1 else gradient, strict=True
-            ):
-                piece.grad = own.view_as(piece)
-        for optimizer, rate in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate * learning_rate_factor
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        config = self._config
+        muon_rate = adamw_rate = config.learning_rate * learning_rate_factor
+        if config.name == "muon" and config.adamw_learning_rate is not None:
+            adamw_rate = config.adamw_learning_rate * learning_rate_factor
+        for name, weight in self._weights.items():
+            gradient, state = gradients[name], self._state[name]
+            match self._rules[name]:
+                case "muon":
+                    apply_muon(
+                        weight, gradient, state["momentum_buffer"], learning_rate=muon_rate,
+                        momentum=config.momentum, weight_decay=config.weight_decay,
+                    )  # fmt: skip
+                case "adamw":
+                    beta1, beta2 = config.betas
+                    adamw(
+                        [weight], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [],
+                        [state["step"]], fused=True, amsgrad=False, beta1=beta1, beta2=beta2,
+                        lr=adamw_rate, weight_decay=config.weight_decay, eps=1e-8, maximize=False,
+                    )  # fmt: skip
+                case "sgd":
+                    decayed = gradient.add(weight, alpha=config.weight_decay)
+                    weight.add_(decayed, alpha=-adamw_rate)
 
     def read_state(self) -> dict[str, Tensor]:
         """Return what the optimizer keeps, as "weight/field"; it changes with the next step."""
         return {
-            f"{name}/{field}" if len(pieces) == 1 else f"{name}/{index}/{field}": tensor
-            for name, pieces in self._pieces.items()
-            for index, piece in enumerate(pieces)
-            for optimizer, _ in self._optimizers
-            for field, tensor in optimizer.state.get(piece, {}).items()
+            f"{name}/{field}": tensor
+            for name, fields in self._state.items()
+            for field, tensor in fields.items()
         }
 
 
-def _make_other(config: Optimizer, weights: list[Tensor], rate: float) -> torch.optim.Optimizer:
-    if config.name == "sgd":
-        return torch.optim.SGD(weights, lr=rate, weight_decay=config.weight_decay)
-    return torch.optim.AdamW(
-        weights, lr=rate, betas=config.betas, weight_decay=config.weight_decay, fused=True
-    )
+def _choose_rule(config: Optimizer, name: str, weight: Tensor) -> _Rule:
+    if config.name == "muon" and not (weight.ndim in (2, 3) and _is_in_block(name)):
+        return "adamw"
+    return config.name
 
 
-def _fill_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the zeros now that torch makes in the first step, so that they can be replaced."""
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            if isinstance(optimizer, torch.optim.Muon):
-                optimizer.state[weight] = {"momentum_buffer": torch.zeros_like(weight)}
-            elif isinstance(optimizer, torch.optim.AdamW):
-                optimizer.state[weight] = {
-                    "step": torch.zeros((), dtype=torch.float32),
-                    "exp_avg": torch.zeros_like(weight),
-                    "exp_avg_sq": torch.zeros_like(weight),
-                }
+def _make_state(rule: _Rule, weight: Tensor) -> dict[str, Tensor]:
+    """Return what a rule keeps of a weight, under torch's names."""
+    weight = weight.detach()
+    match rule:
+        case "muon":
+            return {"momentum_buffer": torch.zeros_like(weight)}
+        case "adamw":
+            return {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(weight),
+                "exp_avg_sq": torch.zeros_like(weight),
+            }
+        case "sgd":
+            return {}
 
 
 def _is_in_block(name: str) -> bool:
@@ -109,13 +107,7 @@ def _is_in_block(name: str) -> bool:
 
 def measure_norms(gradients: Mapping[str, Tensor]) -> dict[str, float]:
     """Return the squared norm of each gradient, whatever number of threads computes it."""
-    return {
-        name: math.fsum(
-            float(piece.double().square().sum())
-            for piece in gradient.flatten().split(_NUMBERS_AT_ONCE)
-        )
-        for name, gradient in gradients.items()
-    }
+    return {name: sum_squares(gradient) for name, gradient in gradients.items()}
 
 
 def compute_clip_factor(squared_norms: Iterable[float], clip_norm: float) -> float:

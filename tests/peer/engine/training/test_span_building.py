@@ -133,6 +133,4 @@ def test_muon_takes_experts_one_by_one() -> None:
         matrix = torch.nn.Parameter(start[index].clone())
         SpanOptimizer(config, {"layers.0.up": matrix}).step({"layers.0.up": gradient[index]}, 1.0)
         assert torch.equal(experts[index], matrix)
-    assert sorted(stacked.read_state()) == [
-        f"layers.0.experts/{index}/momentum_buffer" for index in range(3)
-    ]
+    assert list(stacked.read_state()) == ["layers.0.experts/momentum_buffer"]
