@@ -100,19 +100,12 @@ def start_peer(
     settings += () if host is None else ("--listen", host)
     # Unbuffered, or `select` would not see what was read ahead.
     command = networks.command(where, *serve, *settings)
-    # p2pd gives an initial peer 5 s to answer, which a busy machine may need for itself.
-    for is_last in (False, True):
-        peer = warm_python.Popen(command, stdout=subprocess.PIPE, bufsize=0)
-        stack.callback(peer.wait, 30)
-        stack.callback(peer.terminate)
-        assert peer.stdout is not None
-        stack.enter_context(peer.stdout)
-        try:
-            return RunningPeer(peer, read_event(peer, "directory"), read_event(peer, "online"))
-        except KeyError:  # an error, in place of an event
-            if is_last:
-                raise
-    raise AssertionError("unreachable")
+    peer = warm_python.Popen(command, stdout=subprocess.PIPE, bufsize=0)
+    stack.callback(peer.wait, 30)
+    stack.callback(peer.terminate)
+    assert peer.stdout is not None
+    stack.enter_context(peer.stdout)
+    return RunningPeer(peer, read_event(peer, "directory"), read_event(peer, "online"))
 
 
 def generate(scene: Scene, where: str, prompt: str = PROMPT, *more: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ DECODE, GRADIENT, ANNOUNCEMENT = WALKS = ("decode step", "gradient", "announceme
 _IDLE = "idle"
 
 _NUM_TOKENS = 24
-_NUM_GRADIENTS = 12
+_NUM_GRADIENTS = 24
 _NUM_ANNOUNCEMENTS = 16
 _NUM_WARM_UPS = 3
 """Repetitions that are not counted: connections are opened and speeds measured in them."""

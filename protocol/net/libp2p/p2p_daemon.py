@@ -29,6 +29,7 @@ from weakref import WeakValueDictionary
 from ...endpoints import Relay, is_loopback
 from ...errors import (
     DirectoryError,
+    NobodyAnswersError,
     P2pdEndedError,
     RemoteProtocolError,
     ShoalError,
@@ -398,12 +399,12 @@ def _translate(
     if "failed to listen" in str(error):
         return UsageError(f"cannot listen on {options['host_maddrs'][0]}: {error}")
     if "bootstrap peers" in str(error):
-        return DirectoryError(
+        return NobodyAnswersError(
             "the program that accepts connections there is not the peer that the address names, "
             f"or does not respond: {texts}"
         )
     if "failed to start in" in str(error) and texts:
-        return DirectoryError(
+        return NobodyAnswersError(
             f"p2pd did not start in time: this machine is busy, or no peer responds at: {texts}"
         )
     return DirectoryError(f"cannot start p2pd to join the directory: {error}")
