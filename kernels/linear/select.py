@@ -1,5 +1,6 @@
 """Makes linear layers, with the kernels that are the fastest on this processor."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -10,11 +11,20 @@ from torch import Tensor
 
 from . import native_int8, torch_int8
 from .linear import FloatLinear, Int8Linear, Linear, Nf4Linear
-from .quantize import Int8Kernel, Int8Weight, WeightFormat, dequantize_int8, quantize_int8
+from .quantize import (
+    Int8Kernel,
+    Int8Product,
+    Int8Weight,
+    WeightFormat,
+    dequantize_int8,
+    quantize_int8,
+)
 
 _WEIGHT_SHAPE = (1024, 512)
-_ROWS_AND_DIGITS = ((1, 2), (64, 1))
-"""A token that is generated, and a part of a prompt."""
+_FEW_ROWS, _MANY_ROWS = (1, 2), (64, 1)
+"""Rows and digits of a token that is generated, and of a part of a prompt."""
+_MOST_TIMES_SLOWER = 4.0
+"""With few rows: what a slower kernel gains with many does not make up for it."""
 _NUM_TRIALS = 5
 
 
@@ -99,26 +109,30 @@ def check_triton(device_type: str) -> None:
 def choose_fastest(kernels: Sequence[Int8Kernel], read_clock: Callable[[], float]) -> Int8Kernel:
     """Return the kernel with the smallest product of its times for few rows and for many.
 
-    Of each it is the shortest of some trials: other programs only ever make them longer.
+    Of each it is the shortest of some trials: other programs only ever make them longer. Kernels
+    that are much slower with few rows are not tried with many, which takes them long.
     """
     generator = torch.Generator().manual_seed(0)
     values_OI = torch.randint(-127, 128, _WEIGHT_SHAPE, generator=generator).to(torch.int8)
     weight = Int8Weight(values_OI, torch.ones(len(values_OI)))
+    products = [kernel.pack(weight, None) for kernel in kernels]
 
-    def measure(kernel: Int8Kernel) -> float:
-        product = kernel.pack(weight, None)
-        result = 1.0
-        for num_rows, num_digits in _ROWS_AND_DIGITS:
-            hidden_NI = torch.randn(num_rows, values_OI.shape[1], generator=generator)
-            seconds: list[float] = []
-            for _ in range(_NUM_TRIALS):
-                started_at = read_clock()
-                product.multiply(hidden_NI, num_digits)
-                seconds.append(read_clock() - started_at)
-            result *= min(seconds)
-        return result
+    def measure(product: Int8Product, num_rows: int, num_digits: int) -> float:
+        hidden_NI = torch.randn(num_rows, values_OI.shape[1], generator=generator)
+        seconds: list[float] = []
+        for _ in range(_NUM_TRIALS):
+            started_at = read_clock()
+            product.multiply(hidden_NI, num_digits)
+            seconds.append(read_clock() - started_at)
+        return min(seconds)
 
-    return min(kernels, key=measure)
+    with_few = [measure(product, *_FEW_ROWS) for product in products]
+    most = _MOST_TIMES_SLOWER * min(with_few)
+    costs = [
+        few * measure(product, *_MANY_ROWS) if few <= most else math.inf
+        for few, product in zip(with_few, products, strict=True)
+    ]
+    return kernels[costs.index(min(costs))]
 
 
 def describe_kernels(
