@@ -526,6 +526,18 @@ def any_tiny_model(request: pytest.FixtureRequest, tiny_models: TinyModels) -> T
     return tiny_models.get(request.param)
 
 
+@pytest.fixture(params=_mark(list(VARIANTS), {*VARIANTS} - {*ONE_PER_FAMILY} | _COVERED))
+def one_of_family(request: pytest.FixtureRequest, tiny_models: TinyModels) -> TinyModel:
+    """Runs the test once for every family, and thorough for the rest of the variants."""
+    return tiny_models.get(request.param)
+
+
+@pytest.fixture(params=_mark(list(VARIANTS), {*ONE_PER_FAMILY} | _COVERED))
+def another_of_family(request: pytest.FixtureRequest, tiny_models: TinyModels) -> TinyModel:
+    """Runs the test for every variant but the first of a family, which is thorough."""
+    return tiny_models.get(request.param)
+
+
 @pytest.fixture(params=KNOWN)
 def any_known_model(request: pytest.FixtureRequest, tiny_models: TinyModels) -> TinyModel:
     """Runs the test once for every variant of the families that have files here."""

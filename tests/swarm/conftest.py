@@ -224,9 +224,12 @@ def whole_engine(tiny_models: Any) -> Engine:
 RunStory = Callable[..., None]
 
 
-@pytest.fixture(params=["star", "chain"])
+@pytest.fixture(params=[pytest.param("star", marks=pytest.mark.thorough), "chain"])
 def delivery(request: pytest.FixtureRequest) -> str:
-    """How hidden states get from hop to hop: every story comes out the same."""
+    """How hidden states get from hop to hop: every story comes out the same.
+
+    To a session, a star is a chain whose segments have one hop each.
+    """
     return request.param
 
 

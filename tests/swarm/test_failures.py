@@ -20,6 +20,9 @@ TURNS_OF_THE_LOOP = range(1, 40, 3)
 """When to disturb a step: these many turns of the event loop after it began."""
 
 
+in_star_and_chain = pytest.mark.parametrize("delivery", ["star", "chain"], indirect=True)
+
+
 async def turn_the_loop(num_turns: int) -> None:
     for _ in range(num_turns):
         await asyncio.sleep(0)
@@ -28,6 +31,7 @@ async def turn_the_loop(num_turns: int) -> None:
 # ---- links and hosts
 
 
+@in_star_and_chain
 @pytest.mark.parametrize(
     ("trouble", "hop"),
     [
@@ -63,6 +67,7 @@ def test_session_goes_on_after_a_hop_is_lost(run_story: Any, trouble: str, hop: 
     run_story(story, spans=FOUR_HOPS)
 
 
+@in_star_and_chain
 @pytest.mark.slow
 @pytest.mark.parametrize("hop", [0, 1])
 def test_host_may_die_at_any_moment_of_a_step(run_story: Any, hop: int) -> None:
@@ -116,6 +121,7 @@ def test_silent_peer_is_replaced_without_being_blamed_for_long(
     run_story(story)
 
 
+@in_star_and_chain
 @pytest.mark.parametrize("hops", [(0, 1), (1, 2), (0, 2), (0, 1, 2, 3)])
 def test_hops_that_die_together_are_replaced_together(
     run_story: Any, hops: tuple[int, ...]

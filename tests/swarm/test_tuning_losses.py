@@ -63,7 +63,7 @@ def learn(weights: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weights", ["bf16", "int8"])
+@pytest.mark.parametrize("weights", [pytest.param("bf16", marks=pytest.mark.thorough), "int8"])
 def test_final_loss_is_within_two_percent_of_fp32(weights: str) -> None:
     exact, found = learn("fp32"), learn(weights)
 

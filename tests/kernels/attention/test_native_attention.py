@@ -73,7 +73,10 @@ def define(case: Case, position: int, num_tokens: int) -> tuple[Tensor, Session]
     ],
 )
 @every_case
-@pytest.mark.parametrize(("position", "num_tokens"), [(0, 9), (60, 8), (127, 3), (300, 3)])
+@pytest.mark.parametrize(
+    ("position", "num_tokens"),
+    [(0, 9), (60, 8), pytest.param(127, 3, marks=pytest.mark.thorough), (300, 3)],
+)
 def test_result_and_cache_are_those_of_the_definition(
     case: Case, position: int, num_tokens: int, kind: Kind, instruction_set: int
 ) -> None:
@@ -90,7 +93,7 @@ def test_result_and_cache_are_those_of_the_definition(
 
 @every_kind
 @every_case_kept
-@pytest.mark.parametrize("position", [0, 63, 250])
+@pytest.mark.parametrize("position", [pytest.param(0, marks=pytest.mark.thorough), 63, 250])
 def test_every_instruction_set_computes_the_same_bits(
     case: Case, position: int, kind: Kind
 ) -> None:

@@ -139,8 +139,9 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(
     ("heads", "groups", "head_dim", "page_tokens", "is_int8"),
     [
-        (4, 2, 16, 64, False), (4, 2, 16, 64, True), (1, 1, 26, 16, True), (20, 1, 8, 5, False),
-        (3, 3, 80, 300, True), (3, 1, 256, 64, False),
+        pytest.param(4, 2, 16, 64, False, marks=pytest.mark.thorough), (4, 2, 16, 64, True),
+        (1, 1, 26, 16, True), (20, 1, 8, 5, False), (3, 1, 256, 64, False),
+        pytest.param(3, 3, 80, 300, True, marks=pytest.mark.thorough),
     ],
 )  # fmt: skip
 def test_attention_matches_the_reference(
@@ -274,8 +275,9 @@ ROWS = [(70, 0), (1, 37), (5, 130)]
 @pytest.mark.parametrize(
     ("heads", "groups", "head_dim", "page_tokens", "is_int8"),
     [
-        (4, 2, 16, 64, False), (4, 2, 16, 64, True), (2, 1, 26, 5, True), (2, 2, 80, 300, False),
-        (3, 1, 256, 16, True),
+        (4, 2, 16, 64, False), (2, 1, 26, 5, True), (3, 1, 256, 16, True),
+        pytest.param(4, 2, 16, 64, True, marks=pytest.mark.thorough),
+        pytest.param(2, 2, 80, 300, False, marks=pytest.mark.thorough),
     ],
 )  # fmt: skip
 def test_prompts_match_the_reference(

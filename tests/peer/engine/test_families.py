@@ -74,17 +74,17 @@ def test_one_step_equals_transformers(any_tiny_model) -> None:
         check_equal_to_transformers(any_tiny_model, tokens, output)
 
 
-def test_four_engines_equal_transformers_after_every_block(any_tiny_model) -> None:
-    tokens = draw_tokens(any_tiny_model, 2, 40)
+def test_four_engines_equal_transformers_after_every_block(one_of_family) -> None:
+    tokens = draw_tokens(one_of_family, 2, 40)
     with torch.no_grad():
-        expected = any_tiny_model.decoder(tokens, output_hidden_states=True).hidden_states
-    engines = [share_engine(any_tiny_model, span=Span(i, i + 1)) for i in range(4)]
+        expected = one_of_family.decoder(tokens, output_hidden_states=True).hidden_states
+    engines = [share_engine(one_of_family, span=Span(i, i + 1)) for i in range(4)]
 
     hidden = expected[0]
     for engine, after in zip(engines[:3], expected[1:], strict=False):
         hidden = run_engines([engine], hidden, cuts=[])
         torch.testing.assert_close(hidden, after, rtol=0, atol=TOLERANCE)
-    check_equal_to_transformers(any_tiny_model, tokens, run_engines(engines[3:], hidden, cuts=[]))
+    check_equal_to_transformers(one_of_family, tokens, run_engines(engines[3:], hidden, cuts=[]))
 
 
 @pytest.mark.slow

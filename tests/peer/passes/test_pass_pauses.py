@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from chosen_cases import choose_cases
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -94,20 +95,27 @@ def cut(hidden: Tensor) -> list[WireTensor]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", PassKind)
+# Without instructions for it, a processor takes seconds for four rows in bfloat16.
+IN_INT8, IN_BF16, IN_FP32 = (
+    (WeightFormat.INT8, 4, 2), (WeightFormat.BF16, 1, 2), (WeightFormat.FP32, 4, 3)
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("weights", "num_rows", "num_pieces"),
-    # Without instructions for it, a processor takes seconds for four rows in bfloat16.
-    [(WeightFormat.INT8, 4, 2), (WeightFormat.BF16, 1, 2), (WeightFormat.FP32, 4, 3)],
+    ("setting", "kind"),
+    choose_cases(
+        [(IN_INT8, PassKind.BACKWARD), (IN_BF16, PassKind.FORWARD), (IN_FP32, PassKind.BACKWARD)],
+        [IN_INT8, IN_BF16, IN_FP32],
+        PassKind,
+    ),
 )
 def test_two_or_three_pieces_of_work_at_most_lie_between_two_looks(
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
-    weights: WeightFormat,
-    num_rows: int,
-    num_pieces: int,
+    setting: tuple[WeightFormat, int, int],
     kind: PassKind,
 ) -> None:
+    weights, num_rows, num_pieces = setting
     engine = load_engine(Checkpoint.open(directory), Span(0, 1), weights, kv_budget_bytes=2**20)
     pass_id = PassId(SessionId(b"\1" * 16))
     asked = Pass(pass_id, kind, ModelId("a" * 32), Span(0, 1), num_rows, TOKENS, WireDtype.FP32)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from announcements import MODEL, NOW, identity_of, make_announcement, sign
+from chosen_cases import choose_cases
 from operations import count_operations
 from swarm_values import PUBLIC, make_values, number_identity, number_peer
 
@@ -351,9 +352,25 @@ def make_full(num_records: int = MAX_ANNOUNCEMENTS_PER_MODEL) -> SwarmRecords:
     return records
 
 
-@pytest.mark.parametrize("num_records", [100, 2000, MAX_ANNOUNCEMENTS_PER_MODEL - 1])
-@pytest.mark.parametrize("max_bytes", [0, 64, MAX_RECORDS_BYTES])
-@pytest.mark.parametrize("num_named", [0, MAX_NAMED_RECORDS])
+ALL_BUT_ONE = MAX_ANNOUNCEMENTS_PER_MODEL - 1
+
+
+@pytest.mark.parametrize(
+    ("num_records", "max_bytes", "num_named"),
+    choose_cases(
+        [
+            (100, MAX_RECORDS_BYTES, MAX_NAMED_RECORDS),
+            (2000, 64, MAX_NAMED_RECORDS),
+            (2000, MAX_RECORDS_BYTES, 0),
+            (ALL_BUT_ONE, 0, MAX_NAMED_RECORDS),
+            (ALL_BUT_ONE, 64, 0),
+            (ALL_BUT_ONE, MAX_RECORDS_BYTES, MAX_NAMED_RECORDS),
+        ],
+        [100, 2000, ALL_BUT_ONE],
+        [0, 64, MAX_RECORDS_BYTES],
+        [0, MAX_NAMED_RECORDS],
+    ),
+)
 def test_stranger_is_charged_for_what_its_questions_cost(
     num_records: int, max_bytes: int, num_named: int
 ) -> None:

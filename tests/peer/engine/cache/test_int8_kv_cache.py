@@ -11,6 +11,7 @@ import engine_devices
 import pytest
 import torch
 from allocations import AllocationSizes
+from chosen_cases import choose_cases
 from engine_devices import execute
 from kv_cache_scene import NUM_BLOCKS, NUM_HEADS, SPAN
 from service_scene import Peer, draw_hidden, expect_output, make_open, make_step, with_peer
@@ -97,24 +98,28 @@ def test_results_are_near_those_of_a_float_cache(
     assert 0 < error < 0.03
 
 
+BOTH_INT8 = (WeightFormat.INT8, KVFormat.INT8)
+ONE_INT8 = (WeightFormat.INT8, KVFormat.FLOAT), (WeightFormat.FP32, KVFormat.INT8)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("weights", "kv_format"),
-    [
-        (WeightFormat.INT8, KVFormat.FLOAT),
-        (WeightFormat.INT8, KVFormat.INT8),
-        (WeightFormat.FP32, KVFormat.INT8),
-    ],
+    ("variant", "formats"),
+    choose_cases(
+        [
+            *((variant, BOTH_INT8) for variant in (*VARIANTS, "mixtral", "gpt2-unscaled")),
+            *(("llama", formats) for formats in ONE_INT8),
+            ("wrapped-stablelm", ONE_INT8[1]),
+        ],
+        [*VARIANTS, "mixtral", "gpt2-unscaled", "wrapped-stablelm", "wrapped-deepseek-v3"],
+        [BOTH_INT8, *ONE_INT8],
+    ),
 )
-@pytest.mark.parametrize(
-    "variant",
-    [*VARIANTS, "mixtral", "gpt2-unscaled", "wrapped-stablelm",
-     pytest.param("wrapped-deepseek-v3", marks=pytest.mark.thorough)],
-)  # fmt: skip
 def test_prompts_and_tokens_do_not_depend_on_company(
-    load: Any, variant: str, weights: WeightFormat, kv_format: KVFormat
+    load: Any, variant: str, formats: tuple[WeightFormat, KVFormat]
 ) -> None:
     """With float32 weights, a cache of floats may differ in its last digits."""
+    weights, kv_format = formats
     if variant.startswith("wrapped") and weights is WeightFormat.INT8:
         pytest.skip("transformers' layers have float weights")
     expected, outputs = decode_alone_and_in_company(load(variant, weights), kv_format)

@@ -82,7 +82,20 @@ def check_equal_to_transformers(model: QuantizedModel) -> None:
     torch.testing.assert_close(norm(output), states[-1], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES.keys())
+# What these do, another of the same format does as well.
+ALIKE = {
+    "gptq-symmetric", "gptq-desc-act", "awq-one-group", "int-channel", "packed-4-group",
+    "packed-4-channel",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        pytest.param(scheme, id=name, marks=[pytest.mark.thorough] * (name in ALIKE))
+        for name, scheme in SCHEMES.items()
+    ],
+)
 def test_engine_computes_what_the_integers_stand_for(
     tiny_models, tmp_path: Path, scheme: Scheme
 ) -> None:

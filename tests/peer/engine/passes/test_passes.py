@@ -41,9 +41,9 @@ def test_passes_equal_transformers(tiny_family, prompt_rows: int) -> None:
 
 @pytest.mark.parametrize("num_tokens", [pytest.param(1, marks=pytest.mark.thorough), 40])
 def test_short_and_long_texts_in_small_pieces_equal_transformers(
-    any_tiny_model, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+    another_of_family, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_small_pieces(any_tiny_model, num_tokens, monkeypatch)
+    check_small_pieces(another_of_family, num_tokens, monkeypatch)
 
 
 @pytest.mark.parametrize("variant", ["llama", "gemma2", "bloom", "mixtral", "wrapped-stablelm"])
