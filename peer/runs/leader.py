@@ -243,22 +243,20 @@ class Leader:
             for stage, mates in enumerate(stages)
             for member in mates
         }  # fmt: skip
-        answers = await asyncio.gather(*(self._reduce(m, order) for m, order in orders.items()))
-        reduced = dict(zip(orders, answers, strict=True))
-        if None in answers:
+        reduced = await self._reduce(orders)
+        if reduced is None:
             return False
         sums: list[str] = []
         norms: list[float] = []
         equal: set[MemberId] = set()
         for mates in stages:
-            digests = {mate: answer.digest for mate in mates if (answer := reduced[mate])}
+            digests = {mate: reduced[mate].digest for mate in mates}
             chosen = find_equal(digests)
             equal |= chosen
             answer = reduced[next(mate for mate in mates if mate in chosen)]
-            assert answer is not None
             sums.append(answer.digest.hex())
             norms += array("d", answer.squared_norms)
-        loss = sum(answer.loss for answer in answers if answer is not None)
+        loss = sum(answer.loss for answer in reduced.values())
         squared_norm = math.fsum(norms)
         commit = Commit(update=update + 1, sums=tuple(sums), squared_norm=squared_norm, loss=loss)
         # Members that were not ready keep their place: they take the state from mates.
@@ -266,12 +264,22 @@ class Leader:
         await self._decide(decision, members, commit)
         return self._decisions.newest is not decision
 
-    async def _reduce(self, member: MemberId, order: Reduction) -> Reduced | None:
+    async def _reduce(self, orders: dict[MemberId, Reduction]) -> dict[MemberId, Reduced] | None:
+        """Have all members sum; None as soon as one fails, as the others wait for it."""
+
+        async def order(member: MemberId) -> Reduced:
+            answer = await self._decisions.members.ask(member, orders[member])
+            return answer.check_kind(Reduced)
+
+        tasks = {member: asyncio.create_task(order(member)) for member in orders}
         try:
-            return (await self._decisions.members.ask(member, order)).check_kind(Reduced)
+            answers = await asyncio.gather(*tasks.values())
         except FAILURES as error:
-            _logger.info("%s does not sum gradients: %s", member, error)
+            _logger.info("the gradients are not summed: %s", error)
             return None
+        finally:
+            await cancel_all(list(tasks.values()))
+        return dict(zip(orders, answers, strict=True))
 
     async def _decide(self, before: Decision, members: Sequence[Member], commit: Commit) -> None:
         """Propose what follows a decision; nothing where another one has followed meanwhile."""

@@ -24,8 +24,6 @@ from ..engine.training.optimizers import measure_norms
 from ..engine.training.trainable_span import TrainableSpan
 from .questions import Members, make_question_id
 
-_WAIT_SECONDS = 60.0
-
 
 @dataclass
 class _Vector:
@@ -126,11 +124,8 @@ class Reducing:
         vector = self._vectors.get(question.group)
         if vector is None or question.stop > vector.own.numel():
             raise RefusedError(ErrorCode.BAD_VALUES, "there are no such numbers")
-        if question.is_reduced:
-            summed = self._summed[question.group]
-            await asyncio.wait((summed,), timeout=_WAIT_SECONDS)
-            if not summed.done() or not summed.result():
-                raise RefusedError(ErrorCode.BUSY, "the gradients are not summed here", 1.0)
+        if question.is_reduced and not await asyncio.shield(self._summed[question.group]):
+            raise RefusedError(ErrorCode.BUSY, "the gradients are not summed here", 1.0)
         numbers = vector.total if question.is_reduced else vector.own
         return numbers[question.start : question.stop].numpy().astype("<f8", copy=False).tobytes()
 

@@ -13,8 +13,10 @@ from ...protocol.ids import MODEL_ID_CHARACTERS, MemberId, ModelId, PeerId, RunI
 from ...protocol.messages.fields import Message
 from ...protocol.messages.runs import (
     BytesReader,
+    PartPass,
     PartPassed,
     Question,
+    Reduction,
     RunWelcome,
     StateFollows,
     Sums,
@@ -28,11 +30,15 @@ from ...protocol.net.dialling import dial_peer, greet
 from ...protocol.net.network import Presence
 from ...protocol.net.transport import Stream
 from ...protocol.records.announcements import Announcement
+from ...protocol.runs.deadlines import UsualTimes
 from ...protocol.wire.codec import check_kind, encode_frame, read_answer
 from .questions import AnswerMember, MemberAnswer, make_question_id
 
 _MOST_KEPT = 8
 """Streams to one member that wait for the next question."""
+
+_SILENCES = 3
+"""What is asked may take so many times `silence_seconds` longer than usual."""
 
 _FRESH_SECONDS = 30.0
 """How old a reading of the directory may be: where a member listens hardly ever changes."""
@@ -47,7 +53,8 @@ class RemoteMembers:
     """The members of a run: this process itself, and those that announce the run.
 
     A member says at least every second that it is still at work, so one that is silent for longer
-    than `silence_seconds` has stopped.
+    than `silence_seconds` has stopped. One that does so without end has a deadline, too, which
+    follows from how long questions of the same kind have taken.
     """
 
     def __init__(
@@ -66,6 +73,8 @@ class RemoteMembers:
         self._clock = clock
         self._silence_seconds = silence_seconds
         self._kept: dict[MemberId, list[Stream]] = defaultdict(list)
+        self._times: dict[tuple[str, int], UsualTimes] = {}
+        """By the kind of a question, and how many members have to answer one after the other."""
 
     async def ask(
         self,
@@ -75,6 +84,28 @@ class RemoteMembers:
         most_bytes: int = 0,
     ) -> MemberAnswer:
         """See Members.ask."""
+        depth = _find_depth(question)
+        floor_seconds = _SILENCES * depth * self._silence_seconds
+        times = self._times.setdefault((type(question).__name__, depth), UsualTimes(floor_seconds))
+        begun_at, seconds = self._clock.now(), times.deadline_seconds
+        late = f"member …{find_peer_id(member)[-6:]} did not answer within {seconds:.0f} s"
+        try:
+            async with AnswerTimeout(seconds, late):
+                answer = await self._ask(member, question, payload, most_bytes)
+        except SilentError:
+            if self._clock.now() - begun_at >= seconds:
+                times.note_late()
+            raise
+        times.note(self._clock.now() - begun_at)
+        return answer
+
+    async def _ask(
+        self,
+        member: MemberId,
+        question: Question,
+        payload: bytes | memoryview,
+        most_bytes: int,
+    ) -> MemberAnswer:
         if member == self._own:
             assert self.answer_here is not None  # set before the run begins
             return await self.answer_here(question, payload, self._own)
@@ -195,3 +226,14 @@ class RemoteMembers:
             message = read_answer(frame, name, session)
             if not isinstance(message, Queued):
                 return message
+
+
+def _find_depth(question: Question) -> int:
+    """Return how many members have to answer one after the other."""
+    match question:
+        case PartPass():
+            return 1 + len(question.route)
+        case Reduction():
+            return 3  # mates wait for each other twice
+        case _:
+            return 1

@@ -22,7 +22,7 @@ from ..process.config import PeerEvent, Report, ignore
 from ..streams.service import Service, StreamHandler
 from ..streams.stream_host import MAX_PENDING_BYTES, PendingBytes, StreamHost
 from .remote_members import RemoteMembers, make_run_model_id
-from .run_resources import Compute, RunPeerConfig, RunResources, make_compute
+from .run_resources import Compute, RunPeerConfig, RunResources, WatchedCompute, make_compute
 from .run_workload import RunWorkload
 from .training_loop import TrainingLoop
 
@@ -59,7 +59,8 @@ class RunPeer:
         identity = identity or Identity.generate()
         async with AsyncExitStack() as stack:
             compute = compute or make_compute(stack.enter_context(ExitStack()))
-            resources = await asyncio.to_thread(RunResources.open, config, compute)
+            watched = WatchedCompute(compute, clock, config.silence_seconds)
+            resources = await asyncio.to_thread(RunResources.open, config, watched)
             handler = StreamHandler()
 
             def note_waiting(why: str) -> None:
@@ -153,5 +154,8 @@ def _make_service(
         parked=None,
         knows_members=True,
     )
-    workload = RunWorkload(run_id, member_id, loop.answer, loop.find_input_bytes, changed.set)
+    workload = RunWorkload(
+        run_id, member_id, loop.answer, loop.find_input_bytes, changed.set,
+        lambda: resources.compute.is_late,
+    )  # fmt: skip
     return Service(host, [workload], _MAX_STREAMS, changed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -12,6 +13,8 @@ from typing import Any
 
 from ...models.shells.shell_opening import open_shell
 from ...models.token_shards import TokenShards
+from ...protocol.net.clock import Clock
+from ...protocol.runs.deadlines import UsualTimes
 from ...protocol.runs.training_run import TrainingRun
 from ...protocol.spans import Span
 from ..engine.training.span_building import find_embedding_and_head
@@ -42,6 +45,47 @@ class RunPeerConfig:
     """How long to wait before looking again whether there is something to do."""
 
 
+class WatchedCompute:
+    """Computes one thing after the other, and notices when one takes far longer than usual."""
+
+    def __init__(self, compute: Compute, clock: Clock, floor_seconds: float) -> None:
+        """Nothing counts as late before `floor_seconds`."""
+        self._compute = compute
+        self._clock = clock
+        self._times = defaultdict[str, UsualTimes](lambda: UsualTimes(floor_seconds))
+        """By the name of the function."""
+        self._waiting = deque[tuple[str, object]]()
+        """What is computed now, and behind it what waits for its turn."""
+        self._begun_at = 0.0
+
+    async def __call__(self, function: Callable[[], Any]) -> Any:
+        """Return the result. What nobody waits for any more is computed nevertheless."""
+        name = getattr(getattr(function, "func", function), "__qualname__", "")
+        one = (name, object())
+        if not self._waiting:
+            self._begun_at = self._clock.now()
+        self._waiting.append(one)
+        computing = asyncio.ensure_future(self._compute(function))
+        computing.add_done_callback(lambda _: self._end(one, computing))
+        return await asyncio.shield(computing)
+
+    def _end(self, one: tuple[str, object], computing: asyncio.Future[Any]) -> None:
+        now = self._clock.now()
+        self._times[one[0]].note(now - self._begun_at)
+        self._waiting.remove(one)
+        self._begun_at = now
+        if not computing.cancelled():
+            computing.exception()  # maybe nobody waits for it any more
+
+    @property
+    def is_late(self) -> bool:
+        """Whether what is computed now should have ended long ago."""
+        if not self._waiting:
+            return False
+        name, _ = self._waiting[0]
+        return self._clock.now() - self._begun_at > self._times[name].deadline_seconds
+
+
 @dataclass(frozen=True)
 class RunResources:
     """What does not change while a process trains."""
@@ -52,7 +96,7 @@ class RunResources:
     architecture: str
     """The name of the model's class in transformers."""
     shards: TokenShards
-    compute: Compute
+    compute: WatchedCompute
 
     @property
     def run(self) -> TrainingRun:
@@ -65,7 +109,7 @@ class RunResources:
         return Span(0, self.spans[-1].stop)
 
     @classmethod
-    def open(cls, config: RunPeerConfig, compute: Compute) -> RunResources:
+    def open(cls, config: RunPeerConfig, compute: WatchedCompute) -> RunResources:
         """Read what a run needs on this machine. Raises UsageError."""
         shell = open_shell(config.run.model)
         embedding, _ = find_embedding_and_head(shell)

@@ -45,12 +45,16 @@ class RunWorkload(Workload):
         answer: AnswerMember,
         find_input_bytes: Callable[[MemberId], int],
         note_change: Callable[[], None],
+        is_late: Callable[[], bool],
     ) -> None:
-        """`find_input_bytes` says how many bytes a part of a member may bring."""
+        """`find_input_bytes` says how many bytes a part of a member may bring. `is_late`: nobody is
+        to wait for us any more.
+        """
         self.run_id = run_id
         self.member_id = member_id
         self.answer = answer
         self.find_input_bytes = find_input_bytes
+        self.is_late = is_late
         self.num_under_way = 0
         self._note_change = note_change
 
@@ -75,7 +79,7 @@ class _RunStreamWork(StreamWork):
     def __init__(self, workload: RunWorkload, stream: ClientStream) -> None:
         self._workload = workload
         self._stream = stream
-        self._keep_alive = KeepAlive(stream.answers, lambda: 0.0)
+        self._keep_alive = KeepAlive(stream.answers, lambda: None if workload.is_late() else 0.0)
         self._question: Question | None = None
         self._reader: BytesReader | None = None
         self._task: asyncio.Task[None] | None = None

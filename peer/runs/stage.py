@@ -57,7 +57,7 @@ _NAME_BYTES = 1024
 """Header bytes of one tensor in a state."""
 
 _WAIT_SECONDS = 30.0
-"""How long a part, or a sum, waits for the update that it belongs to: others commit earlier."""
+"""How long a question waits for the update that it belongs to: others commit earlier."""
 
 
 @dataclass
@@ -341,12 +341,8 @@ class Stage:
 
     async def read_sums(self, question: SumFetch) -> MemberAnswer:
         """Return numbers of our sums to a mate. Raises RefusedError where there are none."""
-        try:
-            async with asyncio.timeout(_WAIT_SECONDS), self._advanced:
-                await self._advanced.wait_for(lambda: self._has_attempt(question.attempt))
-        except TimeoutError:
-            detail = "these sums are not made here"
-            raise RefusedError(ErrorCode.BUSY, detail, _BUSY_SECONDS) from None
+        async with self._advanced:  # the leader ends an attempt that a member has not begun
+            await self._advanced.wait_for(lambda: self._has_attempt(question.attempt))
         reducing = self._reducing
         assert reducing is not None
         numbers = await reducing.read(question)

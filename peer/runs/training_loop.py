@@ -138,6 +138,8 @@ class TrainingLoop:
     ) -> MemberAnswer:
         """Tell a leader what is counted here."""
         decisions.note_leader(sender, question.number)
+        if self._resources.compute.is_late:
+            raise RefusedError(ErrorCode.BUSY, "this member computes without end", _BUSY_SECONDS)
         stage, number = self.stage, decisions.newest.number
         told = PartsCounted(question.question, 0, number, is_ready=False)
         if stage is not None:
@@ -191,7 +193,9 @@ class TrainingLoop:
         """Be a member, and keep our stage as far as the newest decision."""
         while True:
             decisions = self.decisions
-            if decisions is None:
+            if self._resources.compute.is_late:
+                await asyncio.sleep(self._config.pause_seconds)
+            elif decisions is None:
                 await self._join()
             elif decisions.stage is None:
                 self._is_suspect = self.stage is not None  # left out, maybe for what we hold

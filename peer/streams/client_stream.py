@@ -505,7 +505,8 @@ class AnswerQueue:
 class KeepAlive:
     """Tells a client every second that one request of a stream is still under way."""
 
-    def __init__(self, answers: AnswerQueue, estimate_seconds: Callable[[], float]) -> None:
+    def __init__(self, answers: AnswerQueue, estimate_seconds: Callable[[], float | None]) -> None:
+        """Where the estimate is None, nothing is said: the client is to take us for silent."""
         self._answers = answers
         self._estimate_seconds = estimate_seconds
         self._timer: asyncio.TimerHandle | None = None
@@ -513,7 +514,9 @@ class KeepAlive:
     def begin(self, question: SessionId) -> None:
         """Say so now, and again until `stop`."""
         self.stop()
-        self._answers.say(Queued(question, 0, self._estimate_seconds()))
+        seconds = self._estimate_seconds()
+        if seconds is not None:
+            self._answers.say(Queued(question, 0, seconds))
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(_KEEP_ALIVE_SECONDS, self.begin, question)
 

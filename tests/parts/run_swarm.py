@@ -70,6 +70,7 @@ class RunSwarm:
         self._has_changed = asyncio.Event()
         self._moments: list[tuple[Moment, bool, Callable[[str], None]]] = []
         self._killing: list[asyncio.Task[None]] = []
+        self._hung: dict[str, asyncio.Event] = {}
 
     async def start(self, host: str, stage: int | None, founds_run: bool = False) -> None:
         """Start a peer, again after it was killed; return when it has joined the directory."""
@@ -96,6 +97,10 @@ class RunSwarm:
         The host that acts takes no more of the message.
         """
         self._moments.append((moment, is_sent, act))
+
+    def hang(self, host: str) -> asyncio.Event:
+        """Let a host compute nothing until the event is set; it still answers."""
+        return self._hung.setdefault(host, asyncio.Event())
 
     def kill_soon(self, host: str) -> None:
         """Kill a host, from within what it does."""
@@ -156,7 +161,7 @@ class RunSwarm:
         self._num_started += 1
         joining = RunPeer.join(
             config, network, VirtualClock(), note, identity=identity,
-            compute=self._make_compute(), incarnation=str(self._num_started),
+            compute=self._make_compute(host), incarnation=str(self._num_started),
         )  # fmt: skip
         async with joining as peer:
             self.peers[host] = peer
@@ -175,12 +180,14 @@ class RunSwarm:
             started.set_result(None)
             await peer.serve(asyncio.Event().wait())
 
-    def _make_compute(self) -> Callable[[Callable[[], Any]], Any]:
+    def _make_compute(self, host: str) -> Callable[[Callable[[], Any]], Any]:
         """Return what computes one thing after the other, each for a time that is drawn."""
         turn = asyncio.Lock()
 
         async def compute(function: Callable[[], Any]) -> Any:
             async with turn:
+                if host in self._hung:
+                    await self._hung[host].wait()
                 await asyncio.sleep(self.rng.uniform(0.0, _LONGEST_SECONDS))
                 result = function()
             await asyncio.sleep(self.rng.uniform(0.0, _LONGEST_SECONDS / 4))  # as from a thread

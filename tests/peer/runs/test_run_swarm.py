@@ -18,6 +18,7 @@ from shoal.protocol.messages.runs import (
     PartPassed,
     PartsFetch,
     Reduced,
+    Reduction,
     StateFetch,
     SumFetch,
     Vote,
@@ -181,6 +182,31 @@ def test_paused_peer_is_left_out_and_comes_back(
         swarm.network.resume(host)
 
     assert run_swarm(run, folder, scene) == quiet_digest
+
+
+@pytest.mark.parametrize("kind", [PartPass, Reduction])
+def test_peer_that_computes_without_end_is_left_out_and_comes_back(
+    run: TrainingRun, folder: Path, quiet_digest: str, kind: type[Message]
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        hung: list[asyncio.Event] = []
+        swarm.do_at(is_late(kind), lambda host: hung.append(swarm.hang(host)))
+        await swarm.wait_for_update(NUM_UPDATES)
+        hung[0].set()
+
+    assert run_swarm(run, folder, scene) == quiet_digest
+
+
+def test_run_waits_for_the_only_peer_of_a_stage_while_it_computes_without_end(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        hung = swarm.hang("peer1")
+        await asyncio.sleep(60.0)
+        hung.set()
+
+    assert run_swarm(run, folder, scene, num_peers=3) == quiet_digest
 
 
 def test_halves_that_do_not_see_each_other_commit_one_update(
