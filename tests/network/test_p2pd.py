@@ -20,7 +20,7 @@ from libp2p_parts import connected_p2pds
 from processes import is_running
 
 from shoal.protocol.errors import DirectoryError, P2pdEndedError, ShoalError, UnavailableError
-from shoal.protocol.identity import Identity
+from shoal.protocol.identity import Identity, peer_id_bytes
 from shoal.protocol.ids import PeerId, SessionId
 from shoal.protocol.messages.records import (
     DIGEST_BYTES,
@@ -56,6 +56,7 @@ PROTOCOL = "a question"
 PATIENCE_SECONDS = 60.0  # only a broken test waits this long
 MOST_STREAMS = 10_000
 NUM_STOPPED = 10
+NUM_AT_ONCE = 200
 LESS_DATA_BYTES = 160 * 2**20
 SESSION = SessionId(bytes(range(16)))
 LONGEST_ANSWER = encode_frame(Records(SESSION, (bytes(100),) * (MAX_RECORDS_BYTES // 100)))
@@ -206,6 +207,38 @@ async def test_address_where_nobody_answers_is_named_without_the_words_of_libp2p
             await connect(asker, peer_id, address)
 
     assert str(refusal.value) == f"nobody answers at {address}: connection refused"
+
+
+async def test_questions_that_came_at_once_are_answered_in_many_turns_of_the_loop() -> None:
+    """Or else a stranger's thousand small questions hold up everybody for half a second."""
+    from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
+    from hivemind.proto import p2pd_pb2
+
+    num_turns, answered_in = 0, list[int]()
+
+    async def handle(question: bytes, _: object) -> bytes:
+        answered_in.append(num_turns)
+        return question
+
+    connector: Any = None
+    control: Any = ControlClient(connector, _initialized_with_create=True)
+    control.unary_handlers[PROTOCOL] = handle
+    reader, peer = asyncio.StreamReader(), Identity(bytes([9]) * 32).peer_id
+    asked = p2pd_pb2.CallUnaryRequest(peer=peer_id_bytes(peer), proto=PROTOCOL, data=b"?")
+    for number in range(NUM_AT_ONCE):
+        said = p2pd_pb2.PersistentConnectionResponse(
+            callId=number.to_bytes(16), requestHandling=asked
+        ).SerializeToString()
+        reader.feed_data(encode_length(len(said)) + said)
+    reading = asyncio.create_task(control._read_from_persistent_conn(reader))
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while len(answered_in) < NUM_AT_ONCE:
+            await asyncio.sleep(0)
+            num_turns += 1
+    reader.feed_eof()
+    await reading
+
+    assert len(set(answered_in)) == NUM_AT_ONCE
 
 
 async def test_two_questions_under_one_id_are_answered_without_a_complaint() -> None:

@@ -56,7 +56,8 @@ MAX_FIND_BYTES = 2**14
 """Of one question: hivemind's own may have more keys than we look up, and is answered still."""
 
 MOST_QUESTIONS, CERTAIN_QUESTIONS = 5000, 100
-"""Of all strangers in ten seconds, and of each whatever others ask: 0.2 ms each, 10 % of a core."""
+"""Of all strangers in ten seconds, and of each whatever others ask, where each key counts as one:
+0.2 ms each, 10 % of a core."""
 
 _PING, _STORE, _FIND = (f"DHTProtocol.rpc_{name}" for name in ("ping", "store", "find"))
 
@@ -176,8 +177,8 @@ def bound_questions(protocol: DHTProtocol, handlers: dict[str, Any]) -> None:
     """
     hivemind_ping, budget = handlers[_PING], RecentCosts(MOST_QUESTIONS, 10.0, CERTAIN_QUESTIONS)
 
-    def check_budget(sender: PeerID) -> None:
-        if not budget.take(str(sender), 1, asyncio.get_running_loop().time()):
+    def check_budget(sender: PeerID, num_questions: int = 1) -> None:
+        if not budget.take(str(sender), num_questions, asyncio.get_running_loop().time()):
             raise RefusedError(ErrorCode.BUSY, "you ask too many questions", BUSY_SECONDS)
 
     async def ping(message: bytes, sender: PeerID) -> bytes:
@@ -188,10 +189,10 @@ def bound_questions(protocol: DHTProtocol, handlers: dict[str, Any]) -> None:
         raise RemoteProtocolError("records are not stored in this way")
 
     async def find(message: bytes, sender: PeerID) -> bytes:
-        check_budget(sender)
         if len(message) > MAX_FIND_BYTES:
             raise RemoteProtocolError("there are too many keys in one question")
         request = dht_pb2.FindRequest.FromString(message)
+        check_budget(sender, max(1, len(request.keys)))
         if request.peer.node_id:
             greeting = dht_pb2.PingRequest(peer=request.peer)
             local_id: Any = protocol.p2p.peer_id

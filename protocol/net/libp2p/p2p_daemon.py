@@ -355,6 +355,23 @@ _read_answers = cast(Any, ControlClient)._read_from_persistent_conn
 _write_questions = cast(Any, ControlClient)._write_to_persistent_conn
 
 
+class _PatientReader:
+    """Reads what p2pd says, and lets others have the loop before each message.
+
+    hivemind would read all questions that have come, hundreds of a stranger, and then answer all of
+    them in one turn of the loop.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader) -> None:
+        self._reader = reader
+
+    async def readexactly(self, num_bytes: int) -> bytes:
+        """Do as StreamReader does. Where a single byte is asked for, a message may begin."""
+        if num_bytes == 1:
+            await asyncio.sleep(0)
+        return await self._reader.readexactly(num_bytes)
+
+
 async def _read_on(control: Any, reader: asyncio.StreamReader) -> None:
     """Read what p2pd says, in place of hivemind's own reader, and own what comes of it.
 
@@ -370,7 +387,7 @@ async def _read_on(control: Any, reader: asyncio.StreamReader) -> None:
     try:
         while True:
             with suppress(asyncio.InvalidStateError):
-                return await _read_answers(control, reader)
+                return await _read_answers(control, _PatientReader(reader))
     except OSError as error:
         _logger.debug("p2pd is not heard any more: %r", error)
     finally:
