@@ -11,7 +11,7 @@ import uvloop
 
 from ...peer.process.config import PeerEvent, Report
 from ...peer.process.identity_file import hold_identity
-from ...protocol.errors import UsageError
+from ...protocol.errors import ErrorCode, RefusedError, UsageError
 from ..options.serve_options import make_network
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import INTERRUPTED, quitting_at_once, stop_on_sigterm
@@ -85,6 +85,8 @@ def run(options: argparse.Namespace) -> int:
             async with joining as peer:
                 report(PeerEvent("online", {"run_id": training.run_id}))
                 await peer.serve(_end(peer, options.out, stop, report))
+                if peer.loop.failure is not None:
+                    raise RefusedError(ErrorCode.BAD_VALUES, peer.loop.failure)
 
     with stop_on_sigterm(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         was_online = runner.run(run_until_signalled(train, report, options.end_with_stdin))
@@ -105,6 +107,9 @@ async def _end(peer: RunPeer, folder: Path | None, stop: asyncio.Event, report: 
 
 async def _finish(peer: RunPeer, folder: Path | None, report: Report) -> None:
     await peer.loop.wait_until_over()
+    if peer.loop.failure is not None:
+        await peer.loop.wait_until_unasked()
+        return
     facts: dict[str, object] = {}
     if folder is not None:
         weights, digest = await peer.fetch_weights()

@@ -15,7 +15,7 @@ import secrets
 from array import array
 from collections.abc import Sequence
 
-from ...protocol.errors import LocalProtocolError
+from ...protocol.errors import LocalProtocolError, RemoteProtocolError
 from ...protocol.ids import MemberId
 from ...protocol.limits import MAX_RUN_MEMBERS
 from ...protocol.messages.runs import (
@@ -27,7 +27,7 @@ from ...protocol.messages.runs import (
     Reduction,
 )
 from ...protocol.net.tasks import cancel_all
-from ...protocol.runs.commits import Commit
+from ...protocol.runs.commits import Commit, RefusedPart
 from ...protocol.runs.decisions import Decision, Member
 from ...protocol.runs.training_run import TrainingRun
 from ...protocol.runs.update_parts import (
@@ -43,6 +43,7 @@ from .run_decisions import RunDecisions
 _logger = logging.getLogger(__name__)
 
 _ATTEMPT_BYTES = 16
+_MOST_NORM = 1e300
 
 
 class Leader:
@@ -86,7 +87,7 @@ class Leader:
     def is_over(self) -> bool:
         """Whether all updates are committed."""
         commit = self._decisions.commit
-        return commit.update >= self._run.num_updates
+        return commit.update >= self._run.num_updates or commit.refused is not None
 
     async def _step(self) -> bool:
         """Take one step; return whether the run came further by it."""
@@ -100,13 +101,24 @@ class Leader:
         parts = UpdateParts(self._run.parts_per_update, stages)
         for member, manifest in manifests.items():
             if manifest is not None:
-                parts.note(member, unpack_parts(manifest.parts))
+                refused = unpack_parts(manifest.refused)
+                parts.note(member, unpack_parts(manifest.parts), refused)
         update = self._decisions.commit.update
         if self.is_over:
+            return False
+        if (refused := parts.find_refused()) is not None:
+            await self._stop(*refused)
             return False
         if not parts.is_complete:
             return await self._compute(update, parts)
         return await self._commit(update, parts)
+
+    async def _stop(self, index: int, stage: int) -> None:
+        """End the run for a part that all members of a stage refuse."""
+        decision, commit = self._decisions.newest, self._decisions.commit
+        refused = RefusedPart(index=index, stage=stage)
+        stopped = commit.model_copy(update={"refused": refused})
+        await self._decide(decision, decision.members, stopped)
 
     async def _ask_manifests(self) -> dict[MemberId, PartsCounted | None]:
         """Ask all members what they have counted; None: a member does not answer."""
@@ -269,7 +281,10 @@ class Leader:
 
         async def order(member: MemberId) -> Reduced:
             answer = await self._decisions.members.ask(member, orders[member])
-            return answer.check_kind(Reduced)
+            reduced = answer.check_kind(Reduced)
+            if not all(0 <= norm <= _MOST_NORM for norm in array("d", reduced.squared_norms)):
+                raise RemoteProtocolError(f"{member} sent numbers that are no norms")
+            return reduced
 
         tasks = {member: asyncio.create_task(order(member)) for member in orders}
         try:

@@ -183,6 +183,8 @@ class RunDecisions:
             raise RemoteProtocolError("a decision names a stage that the run does not have")
         if len(commit.sums) != (self._num_stages if commit.update else 0):
             raise RemoteProtocolError("a decision does not name the sums of all stages")
+        if commit.refused is not None and commit.refused.stage >= self._num_stages:
+            raise RemoteProtocolError("a decision names a stage that the run does not have")
 
     def _note_decision(self, before: Decision) -> None:
         if self.newest is not before:

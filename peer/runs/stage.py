@@ -45,7 +45,7 @@ from ...protocol.net.tasks import cancel_all
 from ...protocol.runs.commits import Commit
 from ...protocol.runs.training_run import PartId
 from ...protocol.runs.update_parts import unpack_parts
-from ..engine.training.trainable_span import WEIGHTS_PREFIX, TrainableSpan
+from ..engine.training.trainable_span import WEIGHTS_PREFIX, NotFiniteError, TrainableSpan
 from .questions import FAILURES, MemberAnswer, Members, make_question_id
 from .reduction import Reducing
 from .run_resources import RunResources
@@ -102,6 +102,8 @@ class Stage:
         self._list_members = list_members
         self._rng = random.Random(member_id)
         self._counted: dict[int, _Counted] = {}
+        self.refused: set[int] = set()
+        """Parts of the update of which we compute numbers that are not finite."""
         self._under_way: dict[int, asyncio.Task[_Counted]] = {}
         self._reducing: Reducing | None = None
         """The attempt that mates may read."""
@@ -187,6 +189,7 @@ class Stage:
     async def _begin_update(self, digest: bytes) -> None:
         self.update, self.digest = self.span.update, digest
         self._counted.clear()
+        self.refused.clear()
         self._reducing = self._reduced = None
         for running in self._under_way.values():
             running.cancel()  # of the update before
@@ -220,7 +223,7 @@ class Stage:
         counted = self._counted.get(index)
         if counted is None or question.without == self._member_id:
             # It goes on although nobody waits for it any more: what is computed is counted.
-            running = asyncio.create_task(self._work_on(question, payload))
+            running = asyncio.create_task(self._work(question, payload))
             self._under_way[index] = running
             running.add_done_callback(partial(self._end_work, index))
             passed = await _wait_for(running)
@@ -240,6 +243,14 @@ class Stage:
             del self._under_way[index]
         if not running.cancelled():
             running.exception()  # whoever waits for it has it, too
+
+    async def _work(self, question: PartPass, payload: bytes | memoryview) -> _Counted:
+        try:
+            return await self._work_on(question, payload)
+        except NotFiniteError:
+            if self.update == question.update:
+                self.refused.add(question.index)
+            raise
 
     async def _work_on(self, question: PartPass, payload: bytes | memoryview) -> _Counted:
         """Count a part, or take it out, as a mate has counted it, too."""

@@ -143,11 +143,11 @@ class TrainingLoop:
         stage, number = self.stage, decisions.newest.number
         told = PartsCounted(question.question, 0, number, is_ready=False)
         if stage is not None:
-            parts = pack_parts(stage.counted)
             is_ready = self.is_ready and not self._is_suspect
             told = PartsCounted(
-                question.question, stage.update, number, is_ready, parts, stage.digest
-            )
+                question.question, stage.update, number, is_ready, pack_parts(stage.counted),
+                stage.digest, pack_parts(stage.refused),
+            )  # fmt: skip
         return MemberAnswer(told)
 
     async def run(self, until: Awaitable[object]) -> None:
@@ -160,8 +160,13 @@ class TrainingLoop:
             leading.cancel()
 
     async def wait_until_over(self) -> None:
-        """Wait until all updates are applied here."""
+        """Wait until all updates are applied here, or the run has failed."""
         await self._is_over.wait()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the run has ended before its last update; None: it has not."""
+        return None if self.decisions is None else self.decisions.commit.failure
 
     async def wait_until_unasked(self) -> None:
         """Wait until nobody has asked for parts, sums or state for a while."""
@@ -195,6 +200,9 @@ class TrainingLoop:
             decisions = self.decisions
             if self._resources.compute.is_late:
                 await asyncio.sleep(self._config.pause_seconds)
+            elif self.failure is not None:
+                self._report_failure()
+                await asyncio.sleep(self._config.pause_seconds)
             elif decisions is None:
                 await self._join()
             elif decisions.stage is None:
@@ -206,6 +214,20 @@ class TrainingLoop:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._config.patience_seconds):
                         await decisions.changed.wait()
+
+    def _report_failure(self) -> None:
+        assert self.decisions is not None
+        commit = self.decisions.commit
+        assert commit.refused is not None
+        if not self._is_over.is_set():
+            facts = {
+                "update": commit.update,
+                "part": commit.refused.index,
+                "stage": commit.refused.stage,
+                "why": commit.failure,
+            }
+            self._report(PeerEvent("failed", facts))
+            self._is_over.set()
 
     async def _catch_up(self, decisions: RunDecisions) -> None:
         """Take the state of the newest decision; report how far that is."""

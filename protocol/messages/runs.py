@@ -174,6 +174,8 @@ class PartsCounted(Message):
     parts: Annotated[bytes, Body(4, "bytes"), _check_parts] = b""
     state: Annotated[bytes, Body(5, "bytes"), sized_or_none(_DIGEST_BYTES, "a digest")] = b""
     """Digest of weights and optimizer before the update, equal at all members of a stage."""
+    refused: Annotated[bytes, Body(6, "bytes"), _check_parts] = b""
+    """Parts of which it computes numbers that are not finite, as bits like `parts`."""
 
 
 @message(39)

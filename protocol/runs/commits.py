@@ -8,12 +8,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import RemoteProtocolError
 from ..ids import MemberId
-from ..limits import MAX_STAGES, MAX_UPDATES
+from ..limits import MAX_PARTS, MAX_STAGES, MAX_UPDATES
 from .decisions import DIGEST_BYTES, Decision, Member
 from .training_run import TrainingRun
 
 _Digest = Annotated[str, Field(pattern=rf"^[0-9a-f]{{{2 * DIGEST_BYTES}}}$")]
 _Norm = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class RefusedPart(BaseModel):
+    """A part of the update under way of which no member of a stage computes finite numbers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    index: Annotated[int, Field(ge=0, lt=MAX_PARTS)]
+    stage: Annotated[int, Field(ge=0, lt=MAX_STAGES)]
 
 
 class Commit(BaseModel):
@@ -32,6 +41,19 @@ class Commit(BaseModel):
     """Of the gradient of all stages together, in the update before."""
     loss: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     """Of the update before, in nats per token."""
+    refused: RefusedPart | None = None
+    """What has ended the run before its last update."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why the run has ended before its last update; None: it has not."""
+        if self.refused is None:
+            return None
+        return (
+            f"the run has stopped: the loss or gradients of part {self.refused.index} of update "
+            f"{self.update} are not finite at stage {self.refused.stage}, whichever peer computes "
+            "them; lower the learning rate"
+        )
 
     def encode(self) -> bytes:
         """Return the value of a decision."""

@@ -42,10 +42,14 @@ class UpdateParts:
     num_parts: int
     stages: Sequence[Sequence[MemberId]]
     _counted: dict[MemberId, set[int]] = field(default_factory=dict[MemberId, set[int]])
+    _refused: dict[MemberId, set[int]] = field(default_factory=dict[MemberId, set[int]])
 
-    def note(self, member: MemberId, indices: Iterable[int]) -> None:
-        """Note all parts that a member has counted, in place of what was known of it."""
+    def note(self, member: MemberId, indices: Iterable[int], refused: Iterable[int] = ()) -> None:
+        """Note all parts that a member has counted, and those of which it computes no finite
+        numbers, in place of what was known of it.
+        """
         self._counted[member] = set(indices)
+        self._refused[member] = set(refused)
 
     def note_passed(self, order: PartOrder, route: Sequence[MemberId]) -> None:
         """Note that an order was carried out by these members."""
@@ -59,6 +63,17 @@ class UpdateParts:
     def list_holders(self, stage: int, index: int) -> list[MemberId]:
         """Return the members of a stage that have counted a part, in order."""
         return [m for m in self.stages[stage] if index in self._counted.get(m, ())]
+
+    def find_refused(self) -> tuple[int, int] | None:
+        """Return a part, and the stage of which all members refuse it; None: there is none.
+
+        That all do does not depend on who was asked first.
+        """
+        for index in range(self.num_parts):
+            for stage, members in enumerate(self.stages):
+                if members and all(index in self._refused.get(member, ()) for member in members):
+                    return index, stage
+        return None
 
     @property
     def is_complete(self) -> bool:
@@ -90,12 +105,17 @@ class UpdateParts:
             return None
         first, last = (lacking[0], lacking[-1]) if lacking else (doubled[0], doubled[0])
         without = None if lacking else holders[first][-1]
-        route = [members[0] if members else rng.choice(self.stages[stage])
+        route = [members[0] if members else rng.choice(self._list_able(stage, index))
                  for stage, members in enumerate(holders)]  # fmt: skip
         if without is not None:
             route[first] = without
         begin = max(first - 1, 0)
         return PartOrder(index, tuple(route[begin:]), last, without)
+
+    def _list_able(self, stage: int, index: int) -> Sequence[MemberId]:
+        """Return the members of a stage that have not refused a part; all, if all have."""
+        able = [m for m in self.stages[stage] if index not in self._refused.get(m, ())]
+        return able or self.stages[stage]
 
     def list_parts(self, member: MemberId) -> frozenset[int]:
         """Return the parts that a member has counted."""

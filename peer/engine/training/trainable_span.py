@@ -6,6 +6,7 @@ Tensor suffixes: B rows, T tokens, H hidden, V vocabulary.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
@@ -32,6 +33,14 @@ WEIGHTS_PREFIX = "weights/"
 """Of the names of weights in a state."""
 
 DEFAULT_GRAPH_BYTES = 2**30
+
+
+class NotFiniteError(RefusedError):
+    """A part of which this machine computes numbers that are not finite, as its replicas will."""
+
+    def __init__(self, what: str, part: PartId, span: Span) -> None:
+        detail = f"the {what} of {part} of span {span} are not finite"
+        super().__init__(ErrorCode.BAD_VALUES, detail)
 
 
 @dataclass(frozen=True)
@@ -134,6 +143,8 @@ class TrainableSpan:
             outputs, self._bytes_per_graph = self._measure_graph(part, inputs)
         else:
             outputs = self._compute(part, inputs)
+        if not _is_finite(outputs.detach()):
+            raise NotFiniteError("outputs", part, self.span)
         self._passes.pop(part, None)
         is_kept = self.graph_bytes + self._bytes_per_graph <= self._max_graph_bytes
         self._passes[part] = _Pass(inputs, outputs if is_kept else None)
@@ -293,8 +304,8 @@ class TrainableSpan:
                     outputs, wanted, output_grads, allow_unused=True, materialize_grads=True
                 )
             )
-        if not all(map(_is_finite, grads)):
-            raise _refuse(f"the gradients of {part} of span {self.span} are not finite")
+        if not all(map(_is_finite, grads)) or (loss is not None and not math.isfinite(loss)):
+            raise NotFiniteError("gradients", part, self.span)
         input_grads_BTH = grads.pop() if inputs.requires_grad else None
         return _Gradients(grads, input_grads_BTH, loss)
 

@@ -12,6 +12,7 @@ from training_runs import MODEL, open_run
 from virtual_time import run_virtual
 
 from shoal.peer.engine.training.whole_run import WholeRun
+from shoal.peer.process.config import PeerEvent
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.runs import (
     PartPass,
@@ -207,6 +208,55 @@ def test_run_waits_for_the_only_peer_of_a_stage_while_it_computes_without_end(
         hung.set()
 
     assert run_swarm(run, folder, scene, num_peers=3) == quiet_digest
+
+
+def poison(swarm: RunSwarm, host: str) -> None:
+    """Let all that a peer computes from now on be NaN."""
+    stage = swarm.peers[host].loop.stage
+    assert stage is not None
+    for weight in stage.span.read_weights().values():
+        weight.fill_(float("nan"))
+
+
+def test_part_that_one_peer_cannot_compute_is_computed_by_its_mate(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        poison(swarm, "peer3")
+
+    assert run_swarm(run, folder, scene) == quiet_digest
+
+
+@pytest.mark.parametrize("num_peers", [3, 4])
+def test_part_that_no_peer_of_a_stage_can_compute_ends_the_run_at_all_of_them(
+    run: TrainingRun, folder: Path, num_peers: int
+) -> None:
+    def is_failed(swarm: RunSwarm) -> bool:
+        return len([event for _, event in swarm.events if event.name == "failed"]) == num_peers
+
+    async def main() -> list[PeerEvent]:
+        swarm = RunSwarm(run, folder)
+        try:
+            for number in range(num_peers):
+                await swarm.start(f"peer{number}", number % 2, founds_run=number == 0)
+            await swarm.wait_until(lambda: min(swarm.list_updates()) >= 1)
+            for host in ("peer1", "peer3")[: num_peers - 2]:
+                poison(swarm, host)
+            async with asyncio.timeout(_MOST_SECONDS):
+                await swarm.wait_until(lambda: is_failed(swarm))
+            for peer in swarm.peers.values():
+                await peer.loop.wait_until_over()
+            return [event for _, event in swarm.events if event.name == "failed"]
+        finally:
+            await swarm.close()
+
+    first, *others = run_virtual(main())
+
+    assert all(event == first for event in others)
+    assert first.facts["stage"] == 1
+    update, part = first.facts["update"], first.facts["part"]
+    assert f"part {part} of update {update} are not finite at stage 1" in str(first.facts["why"])
 
 
 def test_halves_that_do_not_see_each_other_commit_one_update(

@@ -65,6 +65,29 @@ def test_part_that_two_members_have_counted_is_taken_out_of_one() -> None:
     assert doubled == PartOrder(0, (C, E), 2, without=E)
 
 
+def test_part_goes_to_members_that_have_not_refused_it() -> None:
+    parts = make_parts(1)
+    parts.note(A, [], refused=[0])
+    parts.note(D, [], refused=[0])
+
+    for seed in range(8):
+        order = parts.choose_next([], random.Random(seed))
+        assert order is not None
+        assert order.route == (B, C, E)
+    assert parts.find_refused() is None
+
+
+@pytest.mark.parametrize(("refusing", "stage"), [([A, B], 0), ([C], 1), ([A, D, E], 2)])
+def test_part_is_refused_when_all_members_of_a_stage_refuse_it(
+    refusing: list[MemberId], stage: int
+) -> None:
+    parts = make_parts(2)
+    for member in refusing:
+        parts.note(member, [0], refused=[1])
+
+    assert parts.find_refused() == (1, stage)
+
+
 def test_parts_under_way_are_not_ordered_again() -> None:
     parts = make_parts(2)
 

@@ -293,6 +293,7 @@ DISHONEST: list[Message] = [
     PartPass(SESSION, 0, 0, 0, (), limits.MAX_STAGES),
     PartPassed(SESSION, 0, math.nan, ()),
     PartsCounted(SESSION, 0, 0, True, bytes(limits.MAX_PARTS // 8 + 1)),
+    PartsCounted(SESSION, 0, 0, True, refused=bytes(limits.MAX_PARTS // 8 + 1)),
     Reduction(SESSION, 0, bytes(15), b"", (MEMBER,)),
     Reduction(SESSION, 0, bytes(16), b"", (MEMBER, MEMBER)),
     Reduced(SESSION, bytes(31), b"", 0.0),

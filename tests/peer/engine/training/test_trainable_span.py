@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from shoal.models.token_shards import TokenShards
 from shoal.peer.engine.training.optimizers import SpanOptimizer, measure_norms
-from shoal.peer.engine.training.trainable_span import TrainableSpan, digest_tensors
+from shoal.peer.engine.training.trainable_span import NotFiniteError, TrainableSpan, digest_tensors
 from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.protocol.errors import RefusedError
 from shoal.protocol.runs.training_run import PartId, TrainingRun
@@ -461,3 +461,14 @@ def test_gradients_that_become_infinite_leave_no_trace(tmp_path: Path) -> None:
     other.run_forward(part, tokens)
     other.run_backward(part, huge * 1e-38)
     assert digest_tensors(span.read_gradients()) == digest_tensors(other.read_gradients())
+
+
+def test_outputs_that_are_not_finite_are_told_apart_from_bad_inputs(tmp_path: Path) -> None:
+    run, shards = open_run(tmp_path)
+    span, part = TrainableSpan(run, Span(0, 2)), PartId(0, 0)
+    tokens, _ = shards.read_part(run, part)
+    for weight in span.read_weights().values():
+        weight.fill_(float("inf"))
+
+    with pytest.raises(NotFiniteError, match="the outputs of part 0 of update 0 of span 0:2 are"):
+        span.run_forward(part, tokens)
