@@ -79,3 +79,43 @@ def test_p2pd_is_started_again_whatever_went_wrong_before() -> None:
         directory._replacing.cancel()
 
     run_virtual(story())
+
+
+class EndingAgain(HivemindDirectory):
+    """Each p2pd ends a second after its start, but for one that lasts."""
+
+    lasting_seconds = 1.0
+    _ended_at = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(self._make_node(), SwarmRecords(), VirtualClock(), None)
+        self.pauses: list[float] = []
+
+    async def _replace(self) -> None:
+        self.pauses.append(asyncio.get_running_loop().time() - self._ended_at)
+        self._node = self._make_node()
+
+    def _make_node(self) -> Any:
+        async def wait() -> int:
+            await asyncio.sleep(self.lasting_seconds)
+            self._ended_at = asyncio.get_running_loop().time()
+            return 1
+
+        return SimpleNamespace(p2pd=SimpleNamespace(wait=wait), close=fail)
+
+
+def test_p2pd_that_ends_again_and_again_is_started_later_and_later() -> None:
+    async def story() -> None:
+        directory = EndingAgain()
+        await asyncio.sleep(300)
+        pauses = directory.pauses
+        assert 0.5 <= pauses[0] <= 1
+        assert all(7.5 <= pause <= 15 for pause in pauses[4:])
+        assert len(pauses) >= 300 // 16
+
+        directory.lasting_seconds = 100
+        await asyncio.sleep(200)
+        assert pauses[-1] <= 1
+        directory._replacing.cancel()
+
+    run_virtual(story())
