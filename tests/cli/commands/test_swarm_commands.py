@@ -501,7 +501,9 @@ def test_swarm_reports_a_death_and_leaves_nothing_behind(byte_model: Path) -> No
             pytest.fail(f"peer {pid} is still there")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)]
+)
 def test_swarm_that_is_stopped_before_it_is_ready_says_so_by_its_code(
     byte_model: Path, number: signal.Signals
 ) -> None:
