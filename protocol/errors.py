@@ -73,6 +73,7 @@ class ErrorCode(IntEnum):
     OUT_OF_MEMORY = 17
     UNKNOWN_ADAPTER = 18
     NO_ROOM_FOR_ADAPTER = 19
+    OTHER_COMPUTE_CLASS = 20
 
 
 class RefusedError(ShoalError):

@@ -97,10 +97,12 @@ async def _end(peer: RunPeer, folder: Path | None, stop: asyncio.Event, report: 
     """Wait until the run is over and nobody needs us, and write its model; or until `stop`."""
     finishing = asyncio.create_task(_finish(peer, folder, report))
     stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait((finishing, stopping), return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    finishing.cancel()
-    await asyncio.wait((stopping, finishing))
+    try:
+        await asyncio.wait((finishing, stopping), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        finishing.cancel()
+        await asyncio.wait((stopping, finishing))
     if not finishing.cancelled():
         finishing.result()
 
@@ -112,7 +114,7 @@ async def _finish(peer: RunPeer, folder: Path | None, report: Report) -> None:
         return
     facts: dict[str, object] = {}
     if folder is not None:
-        weights, digest = await peer.fetch_weights()
+        weights, digest = await peer.loop.fetch_weights()
         training, architecture = peer.resources.run, peer.resources.architecture
         await asyncio.to_thread(write_model, folder, training, architecture, weights)
         facts = {"model": str(folder), "digest": digest}

@@ -270,7 +270,7 @@ class Leader:
             norms += array("d", answer.squared_norms)
         loss = sum(answer.loss for answer in reduced.values())
         squared_norm = math.fsum(norms)
-        commit = Commit(update=update + 1, sums=tuple(sums), squared_norm=squared_norm, loss=loss)
+        commit = self._decisions.commit.make_next(tuple(sums), squared_norm, loss)
         # Members that were not ready keep their place: they take the state from mates.
         members = [m for m in decision.members if m.id in equal or m.id not in orders]
         await self._decide(decision, members, commit)

@@ -7,8 +7,7 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
-
-from torch import Tensor
+from typing import cast
 
 from ...protocol.identity import Identity
 from ...protocol.ids import MemberId
@@ -17,7 +16,7 @@ from ...protocol.net.network import Network, Presence, join_patiently
 from ...protocol.records.announcements import Announcement, PeerState
 from ...protocol.versions import MAX_VERSION, MIN_VERSION, SOFTWARE
 from ..announcing.announcer import LIFETIME_PERIODS, Announcer, announce_offline
-from ..engine.training.trainable_span import digest_tensors
+from ..engine.training.numerics_class import compute_class_digest
 from ..process.config import PeerEvent, Report, ignore
 from ..streams.service import Service, StreamHandler
 from ..streams.stream_host import MAX_PENDING_BYTES, PendingBytes, StreamHost
@@ -50,17 +49,22 @@ class RunPeer:
         identity: Identity | None = None,
         compute: Compute | None = None,
         incarnation: str | None = None,
+        compute_class: str | None = None,
     ) -> AsyncGenerator[RunPeer]:
         """Read the run, listen and join the directory; leave in good order at the end.
 
         `compute` runs what is computed; None: on a thread of its own. `incarnation` tells this
-        process from all others of the same identity; None: a random one.
+        process from all others of the same identity; None: a random one. `compute_class` is the
+        digest of what this machine computes; None: it is measured.
         """
         identity = identity or Identity.generate()
         async with AsyncExitStack() as stack:
             compute = compute or make_compute(stack.enter_context(ExitStack()))
             watched = WatchedCompute(compute, clock, config.silence_seconds)
             resources = await asyncio.to_thread(RunResources.open, config, watched)
+            if compute_class is None:
+                measure = partial(compute_class_digest, config.run, config.num_threads)
+                compute_class = cast(str, await compute(measure))
             handler = StreamHandler()
 
             def note_waiting(why: str) -> None:
@@ -74,7 +78,7 @@ class RunPeer:
                 member_id, config.run.run_id, presence, clock, config.silence_seconds
             )
             stack.push_async_callback(members.close)
-            loop = TrainingLoop(member_id, resources, members, clock, report)
+            loop = TrainingLoop(member_id, resources, compute_class, members, clock, report)
             members.answer_here = loop.answer
             stack.push_async_callback(loop.close)
             describe = partial(_describe, loop, resources, presence)
@@ -89,20 +93,15 @@ class RunPeer:
             await announcer.announce(PeerState.ONLINE)
             yield cls(loop, announcer, resources)
 
-    async def fetch_weights(self) -> tuple[dict[str, Tensor], str]:
-        """Return the weights of all stages at the end of the run, and their digest.
-
-        Raises UnavailableError where no member of a stage hands them over.
-        """
-        weights = await self.loop.fetch_weights()
-        return weights, await asyncio.to_thread(digest_tensors, weights)
-
     async def serve(self, until: Awaitable[object]) -> None:
-        """Train until something happens."""
-        async with asyncio.TaskGroup() as tasks:
-            announcing = tasks.create_task(self.announcer.run())
-            await self.loop.run(until)
-            announcing.cancel()
+        """Train until something happens. Raises UsageError where the run does not take us."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                announcing = tasks.create_task(self.announcer.run())
+                await self.loop.run(until)
+                announcing.cancel()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
 
 
 def _describe(

@@ -17,6 +17,7 @@ from ...protocol.net.clock import Clock
 from ...protocol.runs.deadlines import UsualTimes
 from ...protocol.runs.training_run import TrainingRun
 from ...protocol.spans import Span
+from ..engine.training.numerics import describe_machine
 from ..engine.training.span_building import find_embedding_and_head
 
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -107,6 +108,11 @@ class RunResources:
     def whole(self) -> Span:
         """All blocks of the model."""
         return Span(0, self.spans[-1].stop)
+
+    @property
+    def machine(self) -> str:
+        """What decides whether others compute the same, for people."""
+        return describe_machine(self.config.num_threads)
 
     @classmethod
     def open(cls, config: RunPeerConfig, compute: WatchedCompute) -> RunResources:

@@ -45,7 +45,12 @@ from ...protocol.net.tasks import cancel_all
 from ...protocol.runs.commits import Commit
 from ...protocol.runs.training_run import PartId
 from ...protocol.runs.update_parts import unpack_parts
-from ..engine.training.trainable_span import WEIGHTS_PREFIX, NotFiniteError, TrainableSpan
+from ..engine.training.trainable_span import (
+    WEIGHTS_PREFIX,
+    NotFiniteError,
+    TrainableSpan,
+    digest_tensors,
+)
 from .questions import FAILURES, MemberAnswer, Members, make_question_id
 from .reduction import Reducing
 from .run_resources import RunResources
@@ -370,12 +375,20 @@ class Stage:
 
 
 async def fetch_weights(
+    members: Members, stages: Sequence[Sequence[MemberId]], update: int
+) -> tuple[dict[str, Tensor], str]:
+    """Return the weights of all stages before an update, by their names in a checkpoint, and their
+    digest. Raises UnavailableError where no member of a stage hands them over.
+    """
+    weights: dict[str, Tensor] = {}
+    for holders in stages:
+        weights |= await _fetch_stage_weights(members, holders, update)
+    return weights, await asyncio.to_thread(digest_tensors, weights)
+
+
+async def _fetch_stage_weights(
     members: Members, holders: Sequence[MemberId], update: int
 ) -> dict[str, Tensor]:
-    """Return the weights before an update, from a member that holds their stage.
-
-    Raises UnavailableError where none hands them over.
-    """
     for holder in holders:
         try:
             question = StateFetch(make_question_id(), update)

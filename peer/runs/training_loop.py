@@ -16,6 +16,7 @@ from ...protocol.errors import (
     RefusedError,
     RemoteProtocolError,
     UnavailableError,
+    UsageError,
 )
 from ...protocol.ids import MemberId
 from ...protocol.messages.runs import (
@@ -53,10 +54,12 @@ class TrainingLoop:
         self,
         member_id: MemberId,
         resources: RunResources,
+        compute_class: str,
         members: RemoteMembers,
         clock: Clock,
         report: Report,
     ) -> None:
+        """`compute_class` is the digest of what this machine computes of the run."""
         self.decisions: RunDecisions | None = None
         """What we know of the run, once somebody has told us how far that has come."""
         self.stage: Stage | None = None
@@ -66,6 +69,7 @@ class TrainingLoop:
         self._member_id = member_id
         self._resources = resources
         self._config = resources.config
+        self._compute_class = compute_class
         self._members = members
         self._clock = clock
         self._report = report
@@ -129,6 +133,9 @@ class TrainingLoop:
         """Admit a peer at the next change of members if we lead; return the newest decision."""
         if question.member != sender:
             raise RemoteProtocolError("a member joins for itself only")
+        if question.compute_class.hex() != decisions.commit.compute_class:
+            detail = f"a peer of the run has {self._resources.machine}"
+            raise RefusedError(ErrorCode.OTHER_COMPUTE_CLASS, detail)
         if self.leader is not None:
             self.leader.note_newcomer(sender, question.stage)
         return MemberAnswer(Vote.make(question.question, Decided(decisions.newest)))
@@ -151,13 +158,16 @@ class TrainingLoop:
         return MemberAnswer(told)
 
     async def run(self, until: Awaitable[object]) -> None:
-        """Train until something happens."""
-        async with asyncio.TaskGroup() as tasks:
-            following = tasks.create_task(self._follow())
-            leading = tasks.create_task(self._lead())
-            await until
-            following.cancel()
-            leading.cancel()
+        """Train until something happens. Raises UsageError where the run does not take us."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                following = tasks.create_task(self._follow())
+                leading = tasks.create_task(self._lead())
+                await until
+                following.cancel()
+                leading.cancel()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
 
     async def wait_until_over(self) -> None:
         """Wait until all updates are applied here, or the run has failed."""
@@ -175,18 +185,13 @@ class TrainingLoop:
             await asyncio.sleep(left)
             left = self._asked_at + seconds - self._clock.now()
 
-    async def fetch_weights(self) -> dict[str, Tensor]:
-        """Return the weights of all stages, by their names in a checkpoint, once all is over.
-
-        Raises UnavailableError where no member of a stage hands them over.
+    async def fetch_weights(self) -> tuple[dict[str, Tensor], str]:
+        """Return the weights of all stages, by their names in a checkpoint, once all is over, and
+        their digest. Raises UnavailableError where no member of a stage hands them over.
         """
         assert self.decisions is not None
-        weights: dict[str, Tensor] = {}
-        for index in range(len(self._resources.spans)):
-            holders = self.decisions.list_members(index)
-            update = self._config.run.num_updates
-            weights |= await fetch_weights(self._members, holders, update)
-        return weights
+        stages = [self.decisions.list_members(each) for each in range(len(self._resources.spans))]
+        return await fetch_weights(self._members, stages, self._config.run.num_updates)
 
     async def close(self) -> None:
         """End what is under way for others, and drop what we hold."""
@@ -267,10 +272,14 @@ class TrainingLoop:
         self._is_suspect = False
 
     async def _join(self) -> None:
-        """Ask those that announce the run to let us in, or begin it."""
+        """Ask those that announce the run to let us in, or begin it.
+
+        Raises UsageError where we are told that we never can.
+        """
         config = self._config
         if self.decisions is None and config.founds_run:
-            self._begin(found_run(config.run, self._member_id, config.stage or 0))
+            stage = config.stage or 0
+            self._begin(found_run(config.run, self._member_id, stage, self._compute_class))
             return
         try:
             peers = await self._members.list_peers()
@@ -278,12 +287,22 @@ class TrainingLoop:
             _logger.info("nobody is known to train: %s", error)
             peers = []
         self._rng.shuffle(peers)
+        compute_class = bytes.fromhex(self._compute_class)
+        refused: RefusedError | None = None
         for peer in peers:
-            question = RunJoin(make_question_id(), self._member_id, config.stage)
+            question = RunJoin(make_question_id(), self._member_id, compute_class, config.stage)
             try:
                 self._learn((await self._members.ask_peer(peer, question)).check_kind(Vote))
             except FAILURES as error:
                 _logger.info("…%s does not let us join: %s", peer.peer_id[-6:], error)
+                if isinstance(error, RefusedError) and error.code is ErrorCode.OTHER_COMPUTE_CLASS:
+                    refused = error
+        if self.decisions is None and refused is not None:
+            raise UsageError(
+                f"this machine has {self._resources.machine}, and does not compute the same "
+                f"gradients as the run, bit for bit: {refused}. Use the same version of torch, "
+                "the same --threads and the same family of processors"
+            )
         if self.decisions is None or self.decisions.stage is None:
             await asyncio.sleep(config.pause_seconds)
 

@@ -331,12 +331,14 @@ class Voted(Message):
 class RunJoin(Message):
     """A peer asks the leader of a run to make it a member.
 
-    The answer is the newest decision, as `Vote`. `stage` is the one that the peer wants to hold;
-    None: the one with the fewest members.
+    The answer is the newest decision, as `Vote`. `compute_class` is the digest of what its machine
+    computes, which must be that of the run. `stage` is the one that the peer wants to hold; None:
+    the one with the fewest members.
     """
 
     question: HeaderSession
     member: Annotated[MemberId, Body(1, "string"), _check_member]
+    compute_class: Annotated[bytes, Body(3, "bytes"), sized(_DIGEST_BYTES, "a digest")]
     stage: Annotated[int | None, Body(2, "uint32"), _below(limits.MAX_STAGES, "stage")] = None
 
 

@@ -33,6 +33,8 @@ class Commit(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    compute_class: _Digest
+    """Of the machine that began the run. Others compute the same bits, or do not become members."""
     update: Annotated[int, Field(ge=0, le=MAX_UPDATES)]
     """Number of the update that is under way: so many were applied."""
     sums: Annotated[tuple[_Digest, ...], Field(max_length=MAX_STAGES, strict=False)] = ()
@@ -55,6 +57,16 @@ class Commit(BaseModel):
             "them; lower the learning rate"
         )
 
+    def make_next(self, sums: tuple[str, ...], squared_norm: float, loss: float) -> Commit:
+        """Return the commit of the update that is under way."""
+        return Commit(
+            compute_class=self.compute_class,
+            update=self.update + 1,
+            sums=sums,
+            squared_norm=squared_norm,
+            loss=loss,
+        )
+
     def encode(self) -> bytes:
         """Return the value of a decision."""
         return self.model_dump_json().encode()
@@ -68,8 +80,7 @@ def read_commit(decision: Decision) -> Commit:
         raise RemoteProtocolError(f"decision {decision.number} has no valid value") from error
 
 
-def found_run(run: TrainingRun, founder: MemberId, stage: int) -> Decision:
+def found_run(run: TrainingRun, founder: MemberId, stage: int, compute_class: str) -> Decision:
     """Return the first decision of a run, which names the peer that begins it."""
-    return Decision(
-        0, bytes.fromhex(run.run_id), (Member(founder, stage),), Commit(update=0).encode()
-    )
+    commit = Commit(compute_class=compute_class, update=0)
+    return Decision(0, bytes.fromhex(run.run_id), (Member(founder, stage),), commit.encode())

@@ -27,6 +27,8 @@ from shoal.protocol.wire.codec import decode_frame
 _LONGEST_SECONDS = 0.02
 """The longest that a pass takes, in virtual time."""
 
+COMPUTE_CLASS = "c1" * 32
+"""That of all peers: to measure it takes 0.1 s."""
 
 Moment = Callable[[Message], bool]
 """Whether something is to happen at a message."""
@@ -72,11 +74,18 @@ class RunSwarm:
         self._killing: list[asyncio.Task[None]] = []
         self._hung: dict[str, asyncio.Event] = {}
 
-    async def start(self, host: str, stage: int | None, founds_run: bool = False) -> None:
+    async def start(
+        self,
+        host: str,
+        stage: int | None,
+        founds_run: bool = False,
+        compute_class: str = COMPUTE_CLASS,
+    ) -> None:
         """Start a peer, again after it was killed; return when it has joined the directory."""
         self.network.revive(host)
         started = asyncio.get_running_loop().create_future()
-        self._tasks[host] = asyncio.create_task(self._serve(host, stage, founds_run, started))
+        serving = self._serve(host, stage, founds_run, compute_class, started)
+        self._tasks[host] = asyncio.create_task(serving)
         await asyncio.wait((started, self._tasks[host]), return_when=asyncio.FIRST_COMPLETED)
         if not started.done():
             await self._tasks[host]  # raises what went wrong
@@ -90,6 +99,13 @@ class RunSwarm:
         await asyncio.wait((task,))
         if not task.cancelled():
             task.result()  # raises what ended it before
+
+    async def wait_for_end(self, host: str) -> None:
+        """Wait until a peer ends by itself; raises what ended it."""
+        try:
+            await self._tasks.pop(host)
+        finally:
+            del self.peers[host]
 
     def do_at(self, moment: Moment, act: Callable[[str], None], *, is_sent: bool = False) -> None:
         """Act once, on the host that gets such a message, or has sent it as its answer.
@@ -149,7 +165,12 @@ class RunSwarm:
         return digest_tensors(weights)
 
     async def _serve(
-        self, host: str, stage: int | None, founds_run: bool, started: asyncio.Future[None]
+        self,
+        host: str,
+        stage: int | None,
+        founds_run: bool,
+        compute_class: str,
+        started: asyncio.Future[None],
     ) -> None:
         def note(event: PeerEvent) -> None:
             self.events.append((host, event))
@@ -162,6 +183,7 @@ class RunSwarm:
         joining = RunPeer.join(
             config, network, VirtualClock(), note, identity=identity,
             compute=self._make_compute(host), incarnation=str(self._num_started),
+            compute_class=compute_class,
         )  # fmt: skip
         async with joining as peer:
             self.peers[host] = peer

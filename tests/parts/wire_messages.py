@@ -175,7 +175,7 @@ ATTEMPT = bytes(range(16))
 RUN_MESSAGES: tuple[Message, ...] = (
     RunHello(SESSION, bytes(range(32)), MEMBER, OTHER_MEMBER, bytes(64)),
     RunWelcome(SESSION),
-    RunJoin(SESSION, MEMBER, 2),
+    RunJoin(SESSION, MEMBER, bytes(range(32)), 2),
     RunPiece(SESSION, 4096, WireTensor(WireDtype.FP32, 1, 1, 2, bytes(8))),
     PartPass(SESSION, 64, 3, 5, (MEMBER, OTHER_MEMBER), 2, OTHER_MEMBER, True),
     PartPassed(SESSION, 64, 1.5, (MEMBER,)),
@@ -313,7 +313,7 @@ HONEST: list[Message] = [
     PartPassed(SESSION, 0, -1.0, ()),
     PartsCounted(SESSION, 0, 0, False),
     SumFetch(SESSION, ATTEMPT, SumGroup.STAGE, False, 0, 1),
-    RunJoin(SESSION, MEMBER),
+    RunJoin(SESSION, MEMBER, bytes(32)),
     Vote.make(SESSION, Prepare(7, BALLOT)),
     Vote.make(SESSION, Promise(7, BALLOT, None)),
     Vote.make(SESSION, Accept(BALLOT, DECISION)),

@@ -18,6 +18,13 @@ _NUMBERS_AT_ONCE = 2**14
 """Sums of so many numbers are never divided among threads, which would round them otherwise."""
 
 
+def describe_machine(num_threads: int) -> str:
+    """Return what the class of a machine depends on most, as far as torch tells."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    threads = "1 thread" if num_threads == 1 else f"{num_threads} threads"
+    return f"torch {torch.__version__}, {capability}, {threads}"
+
+
 @contextmanager
 def computing_alike(num_threads: int) -> Iterator[None]:
     """Compute with so many threads, and with kernels of torch that have one result for them.

@@ -13,6 +13,7 @@ from virtual_time import run_virtual
 
 from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.peer.process.config import PeerEvent
+from shoal.protocol.errors import UsageError
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.runs import (
     PartPass,
@@ -133,6 +134,24 @@ def test_peer_may_be_killed_at_any_phase(
 
     assert run_swarm(run, folder, scene) == quiet_digest
     assert killed
+
+
+def test_peer_that_computes_other_bits_does_not_become_a_member(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
+    complaints: list[str] = []
+
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        await swarm.kill("peer0")  # which began the run: the others know its class
+        await swarm.start("other", 0, compute_class="c2" * 32)
+        with pytest.raises(UsageError) as complaint:
+            await swarm.wait_for_end("other")
+        complaints.append(str(complaint.value))
+
+    assert run_swarm(run, folder, scene) == quiet_digest
+    assert complaints[0].startswith("this machine has torch ")
+    assert "the same --threads" in complaints[0]
 
 
 @pytest.mark.parametrize("host", ["peer0", "peer1", "peer2"])
