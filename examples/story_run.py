@@ -5,7 +5,7 @@ per token; the stories have an entropy of 0.18.
 """
 
 import sys
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 
 from story_grammar import Storyteller
@@ -28,8 +28,8 @@ schedule.warmup_updates = 3
 def write_run(folder: Path, seed: int = 0, parts: int = 8, length: int = 128) -> None:
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
     tokenizer.save_pretrained(folder / "model")
-    stories = [Storyteller(f"run {seed}/{n}").tell().text + tokenizer.eos_token for n in range(500)]
-    encoded = tokenizer(stories, add_special_tokens=False)["input_ids"]
+    stories = (Storyteller(f"run {seed}/{n}").tell().text + tokenizer.eos_token for n in count())
+    encoded = (tokenizer.encode(story, add_special_tokens=False) for story in stories)
     tokens = islice(chain.from_iterable(encoded), 30 * parts * 4 * length + 1)
     shard = write_shard(folder / "stories.bin", tokens, len(tokenizer)).model_dump()
     sizes = f"seed = {seed}\nparts_per_update = {parts}\ncorpus.sequence_length = {length}\n"

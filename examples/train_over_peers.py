@@ -8,18 +8,17 @@ of update U out, to show that a single lost part changes the weights.
 
 import argparse
 import json
+import os
 import random
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-
-from story_run import write_run
 
 DIFFERENT = 3
 """The exit code where the weights differ."""
@@ -27,25 +26,46 @@ DIFFERENT = 3
 _MOST_SECONDS = 300.0
 _NUM_UPDATES = 30
 
+_PROCESSES = get_context("forkserver")
+"""Processes that are forked from one that has imported torch and transformers, which takes each of
+them seconds of a core otherwise."""
+
+_IMPORTED = [
+    "shoal.cli.training.train",
+    "shoal.peer.runs.run_peer",
+    "shoal.peer.engine.training.whole_run",
+    "shoal.protocol.net.dht.hivemind_directory",
+    "shoal.protocol.net.tcp.tcp_transport",
+    "transformers.convert_slow_tokenizer",
+    "transformers.generation.utils",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
+]
+
 
 class Peer:
-    """A process that trains a stage."""
+    """A process that trains a stage: `shoal train`."""
 
     def __init__(self, folder: Path, stage: int, *more: str) -> None:
         self.stage = stage
         self.events: dict[str, dict[str, object]] = {}
         """The last event of each name."""
-        command = [sys.executable, "-P", "-m", "shoal.cli", "train", str(folder / "run.toml")]
-        command += ["--local", "--json", "--stage", str(stage), "--announce-period", "2"]
-        command += ["--silence", "5", "--linger", "3", "--end-with-stdin", *more]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        arguments = ["train", str(folder / "run.toml"), "--local", "--json"]
+        arguments += ["--stage", str(stage), "--announce-period", "2", "--silence", "5"]
+        arguments += ["--linger", "3", "--end-with-stdin", *more]
+        its_stdin, self._stdin = _PROCESSES.Pipe(duplex=False)
+        self._stdout, its_stdout = _PROCESSES.Pipe(duplex=False)
+        self.process = _PROCESSES.Process(target=run_shoal, args=(arguments, its_stdin, its_stdout))
+        self.process.start()
+        its_stdin.close()
+        its_stdout.close()
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            event = json.loads(line)
-            self.events[event["event"]] = event
+        with open(self._stdout.fileno(), closefd=False) as lines:
+            for line in lines:
+                event = json.loads(line)
+                self.events[event["event"]] = event
 
     @property
     def update(self) -> int:
@@ -56,16 +76,32 @@ class Peer:
         """Return an event as soon as it has come."""
         deadline = time.monotonic() + _MOST_SECONDS
         while event not in self.events:
-            if time.monotonic() > deadline or self.process.poll() is not None:
+            if time.monotonic() > deadline or not self.process.is_alive():
                 raise SystemExit(f"a peer of stage {self.stage} ended without the event {event}")
             time.sleep(0.05)
         return self.events[event]
 
     def close(self) -> None:
         """End the process, as the end of this one would."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+        self._stdin.close()
+        self.process.join()
+
+
+def run_shoal(arguments: list[str], stdin: Connection, stdout: Connection) -> None:
+    """Be the process of a command line, with these streams."""
+    from shoal.cli.main import main as run_command
+
+    os.dup2(stdin.fileno(), 0)
+    os.dup2(stdout.fileno(), 1)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.exit(run_command(arguments))
+
+
+def write_stories(folder: Path, seed: int) -> None:
+    """Write the run and its corpus."""
+    from story_run import write_run
+
+    write_run(folder, seed, parts=4, length=64)
 
 
 def train_alone(folder: Path, left_out: tuple[int, int] | None) -> str:
@@ -83,9 +119,8 @@ def train_alone(folder: Path, left_out: tuple[int, int] | None) -> str:
     return whole.compute_weights_digest()
 
 
-def train_with_kills(folder: Path, rng: random.Random, peers: list[Peer]) -> str:
+def train_with_kills(started_at: float, folder: Path, rng: random.Random, peers: list[Peer]) -> str:
     """Train the run over peers that come and go; return the digest of the weights."""
-    started_at = time.monotonic()
     peers.append(Peer(folder, 0, "--new-swarm", "--out", str(folder / "model")))
     codes = peers[0].wait_for("directory")["join_codes"]
     assert isinstance(codes, dict)
@@ -112,7 +147,7 @@ def wait_for_update(peer: Peer, update: int) -> None:
     """Wait until a peer has come to an update."""
     deadline = time.monotonic() + _MOST_SECONDS
     while peer.update < update:
-        if time.monotonic() > deadline or peer.process.poll() is not None:
+        if time.monotonic() > deadline or not peer.process.is_alive():
             raise SystemExit(f"the run did not come to update {update}")
         time.sleep(0.02)
 
@@ -134,39 +169,38 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--without", type=read_part, metavar="U:I")
     options = parser.parse_args()
+    # No threads of numpy, and no CUDA, in the process that others are forked from; and one thread
+    # of torch in each, as they share the cores.
+    os.environ |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    _PROCESSES.set_forkserver_preload(_IMPORTED)
+    started_at = time.monotonic()
     peers: list[Peer] = []
-    with (
-        tempfile.TemporaryDirectory() as name,
-        ProcessPoolExecutor(1, get_context("spawn")) as pool,
-    ):
+    with tempfile.TemporaryDirectory() as name, ProcessPoolExecutor(2, _PROCESSES) as pool:
         folder = Path(name)
-        write_run(folder, options.seed, parts=4, length=64)
-        use_adamw(folder / "run.toml")
-        print(f"Training {_NUM_UPDATES} updates of 4 parts over 2 stages x 2 peers.", flush=True)
+        pool.submit(write_stories, folder, options.seed).result()
+        print_at(started_at, f"training {_NUM_UPDATES} updates of 4 parts over 2 stages x 2 peers")
         alone: Future[str] = pool.submit(train_alone, folder, options.without)
         try:
-            digest = train_with_kills(folder, random.Random(options.seed), peers)
-            tell_story(folder / "model")
+            digest = train_with_kills(started_at, folder, random.Random(options.seed), peers)
+            print(pool.submit(tell_story, folder / "model").result(), flush=True)
         finally:
             for peer in peers:
                 peer.close()
-        print(f"over peers  {digest}\nalone       {alone.result()}")
-    if digest != alone.result():
+        return compare(digest, alone.result())
+
+
+def compare(over_peers: str, alone: str) -> int:
+    """Print both digests; return the exit code."""
+    print(f"over peers  {over_peers}\nalone       {alone}")
+    if over_peers != alone:
         print("The weights differ.")
         return DIFFERENT
     print("The weights are equal.")
     return 0
 
 
-def use_adamw(run_file: Path) -> None:
-    """Let AdamW update all weights: Muon's products in bfloat16 take most of such short updates."""
-    lines = run_file.read_text().splitlines()
-    lines = [line for line in lines if not line.startswith("optimizer")]
-    adamw = 'optimizer = { name = "adamw", learning_rate = 0.005 }'
-    run_file.write_text("\n".join([*lines, adamw, ""]))
-
-
-def tell_story(folder: Path) -> None:
+def tell_story(folder: Path) -> str:
     """Load the model as any other one, and let it write."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -176,7 +210,7 @@ def tell_story(folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = tokenizer("Once", return_tensors="pt")
     text = tokenizer.decode(model.generate(**tokens, max_new_tokens=12, do_sample=False)[0])
-    print(f"transformers reads the model: {text!r}", flush=True)
+    return f"transformers reads the model: {text!r}"
 
 
 if __name__ == "__main__":

@@ -65,9 +65,12 @@ def run(options: argparse.Namespace) -> int:
     network = make_network(options)
     report = print_json if options.json else RunEventPrinter()
     with quitting_at_once(options.json), importing_much():  # seconds of torch
+        from torch import set_num_threads
+
         from ...peer.runs.run_peer import RunPeer
         from ...peer.runs.run_resources import RunPeerConfig
 
+    set_num_threads(options.threads)  # of sums and digests too, not only of passes
     config = RunPeerConfig(
         training,
         options.corpus or options.run_file.parent,

@@ -28,9 +28,12 @@ def train_alone(options: argparse.Namespace, training: TrainingRun, out: Path) -
     progress = "Loading"
     with reporter.showing(lambda: progress):
         with quitting_at_once(options.json), importing_much():
+            from torch import set_num_threads
+
             from ...models.token_shards import TokenShards
             from ...peer.engine.training.whole_run import WholeRun
 
+        set_num_threads(options.threads)  # of sums and digests too, not only of passes
         whole = WholeRun(training, options.threads)
         folder = options.corpus or options.run_file.parent
         shards = TokenShards.open(training.corpus, folder, whole.vocabulary_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import warm_python
+from training_runs import write_run
 
 from shoal.cli.training.run_file import load_run
 
@@ -56,6 +58,19 @@ def test_story_run_has_text_for_all_of_its_updates(
     num_rows = training.num_updates * training.parts_per_update * training.rows_per_part
     assert training.corpus.num_rows == num_rows
     assert (tmp_path / "model" / "tokenizer.json").exists()
+
+
+def test_training_over_peers_tells_when_a_part_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = importlib.import_module("train_over_peers")
+    write_run(tmp_path)
+    digest, other = (example.train_alone(tmp_path, left_out) for left_out in (None, (1, 0)))
+
+    assert example.compare(digest, digest) == 0
+    assert example.compare(digest, other) == example.DIFFERENT == 3
+    assert capsys.readouterr().out.endswith("The weights differ.\n")
 
 
 def test_watched_swarm_loses_a_peer_and_gets_another(tmp_path: Path) -> None:
