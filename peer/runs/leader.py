@@ -288,13 +288,16 @@ class Leader:
 
         tasks = {member: asyncio.create_task(order(member)) for member in orders}
         try:
-            answers = await asyncio.gather(*tasks.values())
+            # Not gathered: a failure would be raised in place of our own cancellation.
+            done, _ = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
         except FAILURES as error:
             _logger.info("the gradients are not summed: %s", error)
             return None
         finally:
             await cancel_all(list(tasks.values()))
-        return dict(zip(orders, answers, strict=True))
+        return {member: task.result() for member, task in tasks.items()}
 
     async def _decide(self, before: Decision, members: Sequence[Member], commit: Commit) -> None:
         """Propose what follows a decision; nothing where another one has followed meanwhile."""
