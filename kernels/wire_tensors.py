@@ -88,12 +88,13 @@ def choose_decoded_dtype(name: str) -> torch.dtype:
     return torch.float32 if name == INT8 else DTYPES[name]
 
 
-def encode_int8(tensor: Tensor) -> bytes:
+def encode_int8(tensor: Tensor, generator: torch.Generator | None = None) -> bytes:
     """Return floats as 8-bit integers behind the scales of all groups, in bfloat16.
 
     A group is INT8_GROUP neighbours in a row. What was decoded becomes the same bytes again: a
     scale of 8 bits times an integer of 7 is exact in float32. A group with NaN or infinities is
-    decoded with NaN.
+    decoded with NaN. With a generator, a number is rounded up with the probability that is its
+    distance from the integer below, so that the mean error is 0 (stochastic rounding).
 
     >>> decode_int8(encode_int8(torch.tensor([[127.0, -2.4]])), (1, 2)).tolist()
     [[127.0, -2.0]]
@@ -104,7 +105,12 @@ def encode_int8(tensor: Tensor) -> bytes:
     groups = floats.unflatten(-1, (-1, INT8_GROUP))
     scales = (groups.abs().amax(-1) / _LARGEST_INT8).bfloat16()
     divisors = scales.float().masked_fill(scales == 0, 1.0).unsqueeze(-1)
-    integers = (groups / divisors).nan_to_num(0.0).round_().clamp_(-_LARGEST_INT8, _LARGEST_INT8)
+    integers = (groups / divisors).nan_to_num(0.0)
+    if generator is None:
+        integers.round_()
+    else:
+        integers.add_(torch.rand(integers.shape, generator=generator)).floor_()
+    integers.clamp_(-_LARGEST_INT8, _LARGEST_INT8)
     numbers = integers.to(torch.int8).flatten(-2)[..., :width]
     return encode_tensor(scales) + numbers.contiguous().numpy().tobytes()
 

@@ -160,7 +160,7 @@ class _RunStreamWork(StreamWork):
         self._keep_alive.stop()
         self._workload.note(-1)
 
-    async def _answer(self, question: Question, payload: memoryview) -> None:
+    async def _answer(self, question: Question, payload: bytes) -> None:
         question_id: SessionId = question.question
         answers = self._stream.answers
         assert self._sender is not None  # or nothing was begun

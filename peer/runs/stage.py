@@ -21,7 +21,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ...kernels.wire_tensors import decode_tensor, encode_tensor
 from ...protocol.errors import (
     ErrorCode,
     RefusedError,
@@ -51,8 +50,9 @@ from ..engine.training.trainable_span import (
     TrainableSpan,
     digest_tensors,
 )
+from .gradient_vectors import count_bytes, decode, encode
 from .questions import FAILURES, MemberAnswer, Members, make_question_id
-from .reduction import Reducing
+from .reduction import Reducing, Residuals
 from .run_resources import RunResources
 
 _logger = logging.getLogger(__name__)
@@ -69,9 +69,10 @@ _WAIT_SECONDS = 30.0
 class _Counted:
     """A part that is counted; kept until the update is committed."""
 
-    outputs: Tensor | None
-    """What the next stage got; None at the last one."""
-    input_grads: Tensor | None
+    outputs: bytes
+    """The activations that the next stage got; none at the last one."""
+    input_grads: bytes
+    """What the stage before gets; none at the first one."""
     loss: float
     route: tuple[MemberId, ...]
 
@@ -112,8 +113,10 @@ class Stage:
         self._under_way: dict[int, asyncio.Task[_Counted]] = {}
         self._reducing: Reducing | None = None
         """The attempt that mates may read."""
-        self._reduced: Reducing | None = None
-        """The last one that came to its end. All have the same sums, of all parts."""
+        self._reduced: dict[bytes, Reducing] = {}
+        """Those that came to their end, by their digests. In int8 mode, sums of other groups of
+        mates differ, and any of them may be the one that is committed."""
+        self._residuals: Residuals = {}
         self._advanced = asyncio.Condition()
 
     @classmethod
@@ -146,10 +149,7 @@ class Stage:
     @property
     def input_bytes(self) -> int:
         """How many bytes follow a part to this stage; 0 for the first one."""
-        if self.span.modules.is_first:
-            return 0
-        rows, tokens, width = self._shape
-        return 4 * rows * tokens * width
+        return 0 if self.span.modules.is_first else count_bytes(self._run.mode, self._shape)
 
     @property
     def _shape(self) -> tuple[int, int, int]:
@@ -158,12 +158,13 @@ class Stage:
 
     async def apply(self, commit: Commit) -> bool:
         """Apply the update that was committed last, if we have its sums; return whether."""
-        reduced = self._reduced
-        if self.update + 1 != commit.update or reduced is None or reduced.update != self.update:
+        if self.update + 1 != commit.update:
             return False
-        if reduced.digest.hex() != commit.sums[self.index]:
+        reduced = self._reduced.get(bytes.fromhex(commit.sums[self.index]))
+        if reduced is None:
             return False
-        digest = await self._compute(partial(_apply, self.span, reduced, commit.squared_norm))
+        apply = partial(_apply, self.span, reduced, commit.squared_norm)
+        digest, self._residuals = await self._compute(apply)
         await self._begin_update(digest)
         return True
 
@@ -181,6 +182,7 @@ class Stage:
             except FAILURES as error:
                 _logger.info("%s does not hand over its state: %s", mate, error)
                 continue
+            self._residuals = {}
             await self._begin_update(digest)
             return
         raise UnavailableError(
@@ -195,7 +197,8 @@ class Stage:
         self.update, self.digest = self.span.update, digest
         self._counted.clear()
         self.refused.clear()
-        self._reducing = self._reduced = None
+        self._reducing = None
+        self._reduced.clear()
         for running in self._under_way.values():
             running.cancel()  # of the update before
         self._under_way.clear()
@@ -237,9 +240,7 @@ class Stage:
             if self.index < question.last_stage:
                 _, _, route = await self._ask_next(question, passed.outputs)
                 passed.route = (self._member_id, *route)
-        grads = b""
-        if question.wants_gradients and passed.input_grads is not None:
-            grads = encode_tensor(passed.input_grads)
+        grads = passed.input_grads if question.wants_gradients else b""
         message = PartPassed(question.question, len(grads), passed.loss, passed.route)
         return MemberAnswer(message, grads)
 
@@ -259,54 +260,77 @@ class Stage:
 
     async def _work_on(self, question: PartPass, payload: bytes | memoryview) -> _Counted:
         """Count a part, or take it out, as a mate has counted it, too."""
-        span, part = self.span, PartId(question.update, question.index)
-        inputs, labels = self._read_inputs(part, payload)
+        part, compute = PartId(question.update, question.index), self._compute
+        if len(payload) != self.input_bytes:
+            detail = f"{len(payload)} bytes are no activations of {part}"
+            raise RefusedError(ErrorCode.BAD_VALUES, detail)
+        is_last = self.span.modules.is_last
         if question.without == self._member_id:
             counted = self._counted.get(part.index)
             if counted is None:
                 raise RefusedError(ErrorCode.BAD_VALUES, f"{part} is not counted here")
-            target = labels
-            if target is None:
-                target, _, _ = await self._ask_next(question, counted.outputs)
-            await self._compute(partial(span.discount, part, inputs, target))
+            grads = b""
+            if not is_last:
+                grads, _, _ = await self._ask_next(question, counted.outputs)
+            await compute(partial(self._discount, part, payload, grads))
             self._counted.pop(part.index, None)
             return counted
-        if labels is not None:
-            result = await self._compute(partial(span.run_loss, part, inputs, labels))
-            counted = _Counted(None, result.input_grads_BTH, result.loss, (self._member_id,))
+        if is_last:
+            input_grads, loss = await compute(partial(self._run_loss, part, payload))
+            counted = _Counted(b"", input_grads, loss, (self._member_id,))
         else:
-            outputs = await self._compute(partial(span.run_forward, part, inputs))
+            outputs = await compute(partial(self._run_forward, part, payload))
             grads, loss, route = await self._ask_next(question, outputs)
-            input_grads = await self._compute(partial(span.run_backward, part, grads))
+            input_grads = await compute(partial(self._run_backward, part, grads))
             counted = _Counted(outputs, input_grads, loss, (self._member_id, *route))
         if self.update == part.update:  # else it was committed meanwhile, by others
             self._counted[part.index] = counted
         return counted
 
-    def _read_inputs(
-        self, part: PartId, payload: bytes | memoryview
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return what our stage takes of a part, and what it has to predict, if it is the last."""
-        modules, labels = self.span.modules, None
-        if modules.is_first or modules.is_last:
-            inputs, labels = self._shards.read_part(self._run, part)
-            if modules.is_first:
-                return inputs, labels if modules.is_last else None
-        try:
-            return decode_tensor(payload, torch.float32, self._shape), labels
-        except ValueError as error:
-            detail = f"the activations of {part}: {error}"
-            raise RefusedError(ErrorCode.BAD_VALUES, detail) from None
+    # The following run on the thread that computes.
+
+    def _run_forward(self, part: PartId, payload: bytes | memoryview) -> bytes:
+        outputs = self.span.run_forward(part, self._read_inputs(part, payload))
+        return encode(self._run.mode, outputs)
+
+    def _run_backward(self, part: PartId, payload: bytes | memoryview) -> bytes:
+        grads = decode(self._run.mode, payload, self._shape)
+        return self._encode_grads(part, self.span.run_backward(part, grads))
+
+    def _run_loss(self, part: PartId, payload: bytes | memoryview) -> tuple[bytes, float]:
+        inputs, labels = self._read_inputs(part, payload), self._read_labels(part)
+        result = self.span.run_loss(part, inputs, labels)
+        return self._encode_grads(part, result.input_grads_BTH), result.loss
+
+    def _discount(
+        self, part: PartId, payload: bytes | memoryview, grads: bytes | memoryview
+    ) -> None:
+        is_last, mode = self.span.modules.is_last, self._run.mode
+        target = self._read_labels(part) if is_last else decode(mode, grads, self._shape)
+        self.span.discount(part, self._read_inputs(part, payload), target)
+
+    def _read_inputs(self, part: PartId, payload: bytes | memoryview) -> Tensor:
+        if self.span.modules.is_first:
+            return self._shards.read_part(self._run, part)[0]
+        return decode(self._run.mode, payload, self._shape)
+
+    def _read_labels(self, part: PartId) -> Tensor:
+        return self._shards.read_part(self._run, part)[1]
+
+    def _encode_grads(self, part: PartId, grads: Tensor | None) -> bytes:
+        """Return the bytes of gradients, which all replicas round alike."""
+        if grads is None:
+            return b""
+        seed = self._run.derive_seed("rounding", part.update, part.index, self.index)
+        return encode(self._run.mode, grads, torch.Generator().manual_seed(seed))
 
     async def _ask_next(
-        self, question: PartPass, outputs: Tensor | None
-    ) -> tuple[Tensor, float, tuple[MemberId, ...]]:
+        self, question: PartPass, outputs: bytes
+    ) -> tuple[bytes | memoryview, float, tuple[MemberId, ...]]:
         """Hand outputs to the next stage; return their gradients, the loss, and who counted it.
 
         Where a member fails, its mates are asked.
         """
-        assert outputs is not None
-        payload = encode_tensor(outputs)
         mates = list(self._list_members(self.index + 1))
         first, route = question.route[:1], question.route[1:]
         candidates = dict.fromkeys((*first, *self._rng.sample(mates, len(mates))))
@@ -315,19 +339,18 @@ class Stage:
         error: ShoalError = UnavailableError(f"stage {self.index + 1} has no member")
         for mate in candidates:
             asked = replace(
-                question, question=make_question_id(), num_bytes=len(payload), route=route,
+                question, question=make_question_id(), num_bytes=len(outputs), route=route,
                 wants_gradients=True,
             )  # fmt: skip
             try:
-                answer = await self._members.ask(mate, asked, payload, most_bytes=len(payload))
+                answer = await self._members.ask(mate, asked, outputs, most_bytes=len(outputs))
                 passed = answer.check_kind(PartPassed)
-                grads = decode_tensor(answer.payload, torch.float32, self._shape)
-            except ValueError as failure:
-                error = RemoteProtocolError(f"{mate} sent other gradients: {failure}")
             except FAILURES as failure:
                 error = failure
-            else:
-                return grads, passed.loss, passed.route
+                continue
+            if len(answer.payload) == len(outputs):
+                return answer.payload, passed.loss, passed.route
+            error = RemoteProtocolError(f"{mate} sent {len(answer.payload)} bytes of gradients")
         raise UnavailableError(f"part {question.index} ended behind stage {self.index}: {error}")
 
     # Sums and state
@@ -336,8 +359,9 @@ class Stage:
         """Sum our gradients with those of our mates. Raises what asking them does."""
         await self._wait_for_update(question.update)
         span = self.span
-        reducing = Reducing(question, self._member_id, self._members)
-        await self._compute(partial(reducing.collect, span, unpack_parts(question.parts)))
+        reducing = Reducing(question, self._member_id, self._members, self._compute)
+        parts, residuals = unpack_parts(question.parts), self._residuals
+        await self._compute(partial(reducing.collect, self._run.mode, span, parts, residuals))
         if self._reducing is not None:
             self._reducing.abandon()
         async with self._advanced:
@@ -349,7 +373,8 @@ class Stage:
             reducing.abandon()  # mates do not wait for us
             raise
         await self._compute(partial(reducing.summarize, span))
-        self._reduced = reducing
+        if self.update == question.update:
+            self._reduced[reducing.digest] = reducing
         is_last = span.modules.is_last
         loss = sum(each.loss for each in self._counted.values()) if is_last else 0.0
         norms = array("d", reducing.squared_norms).tobytes()
@@ -411,10 +436,10 @@ async def _wait_for(running: asyncio.Task[_Counted]) -> _Counted:
     return running.result()
 
 
-def _apply(span: TrainableSpan, reduced: Reducing, squared_norm: float) -> bytes:
-    """Update the weights; return the digest of the state behind it."""
-    reduced.apply(span, squared_norm)
-    return _digest_state(span)
+def _apply(span: TrainableSpan, reduced: Reducing, squared_norm: float) -> tuple[bytes, Residuals]:
+    """Update the weights; return the digest of the state behind it, and what rounding left out."""
+    residuals = reduced.apply(span, squared_norm)
+    return _digest_state(span), residuals
 
 
 def _digest_state(span: TrainableSpan) -> bytes:

@@ -403,23 +403,25 @@ class BytesReader:
             raise RemoteProtocolError(f"{num_bytes} bytes are no whole elements")
         self._question = question
         self._num_bytes = num_bytes
-        self._data = bytearray()
+        self._pieces: list[bytes | memoryview] = []
+        self._num_taken = 0
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing is missing any more."""
-        return len(self._data) == self._num_bytes
+        return self._num_taken == self._num_bytes
 
     def take(self, piece: Message) -> None:
         """Take the next piece. Raises RemoteProtocolError for anything else."""
         if not isinstance(piece, RunPiece) or piece.question != self._question:
             raise RemoteProtocolError(f"{type(piece).__name__} came where a piece belongs")
         tensor = piece.tensor
-        expected = len(self._data), _choose_shape(self._num_bytes - len(self._data))
+        expected = self._num_taken, _choose_shape(self._num_bytes - self._num_taken)
         if (piece.offset, tensor.shape) != expected or tensor.dtype is not WireDtype.FP32:
             raise RemoteProtocolError(f"a piece {tensor.shape} at {piece.offset}, not {expected}")
-        self._data += tensor.data
+        self._pieces.append(tensor.data)
+        self._num_taken += memoryview(tensor.data).nbytes
 
-    def read(self) -> memoryview:
+    def read(self) -> bytes:
         """Return all bytes; they must be complete."""
-        return memoryview(self._data)
+        return b"".join(self._pieces)

@@ -32,6 +32,9 @@ MAX_ROWS = 1024
 MAX_SEQUENCE_LENGTH = 2**17
 MAX_SHARDS = 4096
 
+Mode = Literal["exact", "int8"]
+"""How members of a run send activations and gradients: exactly, or as 8-bit integers."""
+
 _Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 _Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 _Rate = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
@@ -124,6 +127,7 @@ class TrainingRun(_Table):
     num_updates: Annotated[int, Field(ge=1, le=MAX_UPDATES)]
     parts_per_update: Annotated[int, Field(ge=1, le=MAX_PARTS)]
     rows_per_part: Annotated[int, Field(ge=1, le=MAX_ROWS)]
+    mode: Mode = "exact"
     optimizer: Optimizer
     schedule: LearningRateSchedule = LearningRateSchedule()
 

@@ -62,6 +62,22 @@ def test_int8_rounds_each_group_by_its_own_scale() -> None:
     assert (result[0, 0, 64:128] == 0).all()
 
 
+def test_int8_rounds_up_as_often_as_the_generator_says() -> None:
+    tensor = torch.linspace(-0.99, 0.99, 64).reshape(1, 1, 64)
+    tensor[0, 0, 0] = 127.0  # so that the step is 1
+    generator = torch.Generator().manual_seed(6)
+    num_draws = 400
+
+    draws = [decode_int8(encode_int8(tensor, generator), (1, 1, 64)) for _ in range(num_draws)]
+
+    errors = torch.stack(draws) - tensor
+    assert float(errors.abs().max()) <= 1.0
+    # The standard deviation of a draw is at most half a step; 4.5 of them happen once in 2,000.
+    assert float(errors.mean(0).abs().max()) < 4.5 * 0.5 / num_draws**0.5
+    same = [encode_int8(tensor, torch.Generator().manual_seed(7)) for _ in range(2)]
+    assert same[0] == same[1]
+
+
 def test_int8_that_was_decoded_becomes_the_same_bytes_again() -> None:
     generator = torch.Generator().manual_seed(4)
     tensor = torch.randn(3, 50, 96, generator=generator) * torch.logspace(-20, 20, 96)

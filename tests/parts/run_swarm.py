@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -65,6 +66,8 @@ class RunSwarm:
         self.peers: dict[str, RunPeer] = {}
         """Those that run, by their hosts."""
         self.events: list[tuple[str, PeerEvent]] = []
+        self.digests: dict[tuple[int, int], set[bytes]] = defaultdict(set)
+        """Of the states that replicas had, by update and stage."""
         self._folder = folder
         self._num_started = 0
         self._store = MemoryDirectoryStore()
@@ -174,6 +177,9 @@ class RunSwarm:
     ) -> None:
         def note(event: PeerEvent) -> None:
             self.events.append((host, event))
+            stage = self.peers[host].loop.stage if host in self.peers else None
+            if event.name == "update" and stage is not None:
+                self.digests[stage.update, stage.index].add(stage.digest)
             self._has_changed.set()
 
         config = RunPeerConfig(self.run, self._folder, stage, founds_run)

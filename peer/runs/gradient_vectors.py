@@ -1,0 +1,221 @@
+"""Activations and gradients as members of a run send them: exact, or as 8-bit integers.
+
+Integers of 8 bits come in groups of 64 with one scale, padded to whole elements of a `RunPiece`.
+Sums of gradients are cut into slices, one for each member that sums them (`reduction.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Generator, Tensor
+
+from ...kernels.exact_sums import ExactSum, check_units
+from ...kernels.wire_tensors import (
+    INT8_GROUP,
+    decode_int8,
+    decode_tensor,
+    encode_int8,
+    encode_tensor,
+    has_only_finite,
+)
+from ...protocol.messages.runs import SUM_BYTES
+from ...protocol.runs.training_run import Mode
+from ...protocol.tensors import WireDtype, compute_num_bytes
+
+Sums = Mapping[str, ExactSum]
+"""The sums of a span, by the names of its weights."""
+
+_ELEMENT_BYTES = 4
+
+
+def count_bytes(mode: Mode, shape: tuple[int, int, int]) -> int:
+    """Return how many bytes activations of this shape take."""
+    dtype = WireDtype.FP32 if mode == "exact" else WireDtype.INT8
+    return _round_up(compute_num_bytes(dtype, *shape), _ELEMENT_BYTES)
+
+
+def encode(mode: Mode, tensor: Tensor, generator: Generator | None = None) -> bytes:
+    """Return the bytes of float32 numbers; int8 rounds stochastically by the generator, if any."""
+    if mode == "exact":
+        return encode_tensor(tensor)
+    data = encode_int8(tensor, generator)
+    return data.ljust(_round_up(len(data), _ELEMENT_BYTES), b"\0")
+
+
+def decode(mode: Mode, data: bytes | memoryview, shape: tuple[int, ...]) -> Tensor:
+    """Return the numbers that `encode` has made bytes of, as many bytes as `count_bytes` says."""
+    if mode == "exact":
+        return decode_tensor(data, torch.float32, shape)
+    *rows, width = shape
+    num_bytes = math.prod(rows) * compute_num_bytes(WireDtype.INT8, 1, 1, width)
+    return decode_int8(memoryview(data)[:num_bytes], shape)
+
+
+def find_slice(members: Sequence[str], member: str, size: int) -> tuple[int, int]:
+    """Return which of so many numbers a member sums. Slices begin with a group of int8.
+
+    >>> find_slice("ab", "a", 200), find_slice("ab", "b", 200)
+    ((0, 128), (128, 200))
+    """
+    index, count, num_groups = members.index(member), len(members), -(-size // INT8_GROUP)
+    start, stop = (-(-i * num_groups // count) * INT8_GROUP for i in (index, index + 1))
+    return min(start, size), min(stop, size)
+
+
+class GradientVector(Protocol):
+    """The gradients of some weights, one behind the other: a member's own, then the reduced ones.
+
+    First the member adds the same slice of its mates to its own slice and finishes that, then it
+    takes the other slices from the mates that have finished them.
+    """
+
+    numbers: Tensor
+
+    @property
+    def residual(self) -> Tensor | None:
+        """What rounding has left out, to be added to the gradient of the next update."""
+        ...
+
+    def add(self, start: int, stop: int, data: bytes | memoryview) -> None:
+        """Add a mate's numbers to our slice. Raises ValueError for what are no gradients."""
+        ...
+
+    def finish(self, start: int, stop: int) -> None:
+        """Make our slice what all members take."""
+        ...
+
+    def load(self, start: int, stop: int, data: bytes | memoryview) -> None:
+        """Take a finished slice. Raises ValueError for what are no gradients."""
+        ...
+
+    def read(self, start: int, stop: int, is_reduced: bool) -> bytes | memoryview:
+        """Return a slice for a mate: of our own gradients, or ours that is finished.
+
+        Raises ValueError for another slice.
+        """
+        ...
+
+    def count_bytes(self, num_numbers: int) -> int:
+        """Return how many bytes a slice of so many numbers takes."""
+        ...
+
+    def read_gradients(self, sums: Sums) -> dict[str, Tensor]:
+        """Return the reduced gradients by the names of the weights, maybe in our memory."""
+        ...
+
+
+class ExactVector:
+    """Gradients as whole numbers, which are summed without any rounding."""
+
+    residual: Tensor | None = None
+
+    def __init__(self, sums: Sums, names: Sequence[str]) -> None:
+        self.numbers = torch.cat([sums[name].units.flatten() for name in names])
+        self._names = names
+        self._room = sums[names[0]].room
+
+    def add(self, start: int, stop: int, data: bytes | memoryview) -> None:
+        self.numbers[start:stop] += self._decode(data)
+
+    def finish(self, start: int, stop: int) -> None:
+        pass
+
+    def load(self, start: int, stop: int, data: bytes | memoryview) -> None:
+        self.numbers[start:stop] = self._decode(data)
+
+    def read(self, start: int, stop: int, is_reduced: bool) -> memoryview:
+        # A mate's slice is its own numbers here until it has finished it, as it has them then.
+        if stop > self.numbers.numel():
+            raise ValueError(f"there are no numbers {start}:{stop}")
+        return self.numbers[start:stop].numpy().astype("<f8", copy=False).data.cast("B")
+
+    def count_bytes(self, num_numbers: int) -> int:
+        return SUM_BYTES * num_numbers
+
+    def read_gradients(self, sums: Sums) -> dict[str, Tensor]:
+        pieces = _split(self.numbers, sums, self._names)
+        return {name: sums[name].convert(piece) for name, piece in pieces.items()}
+
+    def _decode(self, data: bytes | memoryview) -> Tensor:
+        numbers = torch.from_numpy(np.frombuffer(data, dtype="<f8").copy())
+        check_units(numbers, self._room, self._room)
+        return numbers
+
+
+class Int8Vector:
+    """Gradients that are rounded to 8 bits, once by each sender and once by who sums them.
+
+    What rounding leaves out is added to the gradient of the next update (error feedback: Seide et
+    al., 2014): the member that rounded keeps it, be it for a slice that it sends or sums. So slices
+    may move between updates, and only what a member that dies had left out is lost.
+    """
+
+    def __init__(
+        self,
+        sums: Sums,
+        names: Sequence[str],
+        residual: Tensor | None,
+        slices: Sequence[tuple[int, int]],
+    ) -> None:
+        """`slices` are those of the mates."""
+        self.numbers = torch.cat([sums[name].read().flatten() for name in names])
+        if residual is not None:
+            self.numbers += residual
+        self._names = names
+        self.residual = torch.zeros_like(self.numbers)
+        self._has_mates = bool(slices)
+        self._own = {each: self._round(*each) for each in slices}
+        self._finished: dict[tuple[int, int], bytes] = {}
+
+    def _round(self, start: int, stop: int) -> bytes:
+        """Round a slice, and keep what that leaves out; return its bytes."""
+        numbers = self.numbers[start:stop]
+        data = encode("int8", numbers)
+        rounded = decode("int8", data, numbers.shape)
+        self.residual[start:stop] = numbers - rounded
+        numbers.copy_(rounded)
+        return data
+
+    def add(self, start: int, stop: int, data: bytes | memoryview) -> None:
+        self.numbers[start:stop] += self._decode(start, stop, data)
+
+    def finish(self, start: int, stop: int) -> None:
+        if self._has_mates:
+            self._finished[start, stop] = self._round(start, stop)
+
+    def load(self, start: int, stop: int, data: bytes | memoryview) -> None:
+        self.numbers[start:stop] = self._decode(start, stop, data)
+
+    def read(self, start: int, stop: int, is_reduced: bool) -> bytes:
+        data = (self._finished if is_reduced else self._own).get((start, stop))
+        if data is None:
+            raise ValueError(f"numbers {start}:{stop} are no slice here")
+        return data
+
+    def count_bytes(self, num_numbers: int) -> int:
+        return count_bytes("int8", (1, 1, num_numbers))
+
+    def read_gradients(self, sums: Sums) -> dict[str, Tensor]:
+        return _split(self.numbers, sums, self._names)
+
+    def _decode(self, start: int, stop: int, data: bytes | memoryview) -> Tensor:
+        numbers = decode("int8", data, (stop - start,))
+        if not has_only_finite(numbers):
+            raise ValueError("gradients must be finite")
+        return numbers
+
+
+def _split(numbers: Tensor, sums: Sums, names: Sequence[str]) -> dict[str, Tensor]:
+    shapes = [sums[name].units.shape for name in names]
+    pieces = numbers.split([shape.numel() for shape in shapes])
+    views = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
+    return dict(zip(names, views, strict=True))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
