@@ -28,6 +28,7 @@ _COMMANDS = {
     "chat": "talk with a model over a swarm",
     "finetune": "fine-tune a model with your own data through a swarm",
     "train": "train a model from scratch",
+    "train-plan": "tell what a training run needs, before anyone joins",
     "publish": "publish an adapter to a swarm until Ctrl-C",
     "models": "list the models that a swarm serves",
     "monitor": "watch the health of a swarm, on a web page or once",
@@ -52,6 +53,7 @@ _ELSEWHERE = {
     "resume": ".operating.resume",
     "top": ".monitoring.top",
     "train": ".training.train",
+    "train-plan": ".training.train_plan",
 }
 """Commands in the room of their parts."""
 

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from ...peer.process.config import PeerEvent
-from ..terminal.peer_events import EventPrinter
+from ...peer.process.config import PeerEvent, Report
+from ..terminal.peer_events import EventPrinter, print_json
 from ..terminal.terminal import Terminal
 
 _LINE = "{:>8}  {:>8}  {:>13}  {:>7}"
+
+
+def choose_report(is_json: bool) -> Report:
+    """Return what prints the events of a run, for programs or for people."""
+    return print_json if is_json else RunEventPrinter()
 
 
 class RunEventPrinter:

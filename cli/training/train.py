@@ -15,13 +15,13 @@ from ...protocol.errors import ErrorCode, RefusedError, UsageError
 from ..options.serve_options import make_network
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import INTERRUPTED, quitting_at_once, stop_on_sigterm
-from ..terminal.peer_events import print_json
 from ..terminal.signalled import run_until_signalled
 from .model_folder import write_model
-from .run_events import RunEventPrinter
+from .run_events import choose_report
 from .run_file import load_run
 from .train_alone import train_alone
 from .train_options import add_peer_arguments, is_peer
+from .train_plan import check_memory
 
 if TYPE_CHECKING:
     from ...peer.runs.run_peer import RunPeer
@@ -63,8 +63,9 @@ def run(options: argparse.Namespace) -> int:
     if options.stage is not None and not 0 <= options.stage < num_stages:
         raise UsageError(f"--stage: the run has stages 0 to {num_stages - 1}, not {options.stage}")
     network = make_network(options)
-    report = print_json if options.json else RunEventPrinter()
+    report = choose_report(options.json)
     with quitting_at_once(options.json), importing_much():  # seconds of torch
+        check_memory(training, options.stage)
         from torch import set_num_threads
 
         from ...peer.runs.run_peer import RunPeer

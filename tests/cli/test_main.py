@@ -275,7 +275,7 @@ def test_summaries_of_commands_are_one_column(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         main(["--help"])
 
-    assert "    swarm-new  create the join code" in capsys.readouterr().out
+    assert "    swarm-new   create the join code" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -24,6 +24,14 @@ def compute_class_digest(run: TrainingRun, num_threads: int) -> str:
     num_blocks = len(open_shell(run.model).layers)
     middle = num_blocks // 2
     span = TrainableSpan(run, Span(middle, middle + 1), num_threads=num_threads)
+    pass_random_part(run, span, _PART)
+    gradients = span.read_gradients()
+    span.apply_update(gradients, measure_norms(gradients).values())
+    return span.compute_digest()
+
+
+def pass_random_part(run: TrainingRun, span: TrainableSpan, part: PartId) -> None:
+    """Count a part in the shapes of a run, of random numbers that follow from its seed."""
     generator = torch.Generator().manual_seed(run.derive_seed("class"))
     shape = (run.rows_per_part, run.corpus.sequence_length)
     modules = span.modules
@@ -36,10 +44,7 @@ def compute_class_digest(run: TrainingRun, num_threads: int) -> str:
 
     inputs = draw_tokens() if modules.is_first else draw_hidden()
     if modules.is_last:
-        span.run_loss(_PART, inputs, draw_tokens())
+        span.run_loss(part, inputs, draw_tokens())
     else:
-        span.run_forward(_PART, inputs)
-        span.run_backward(_PART, draw_hidden() / run.tokens_per_update)
-    gradients = span.read_gradients()
-    span.apply_update(gradients, measure_norms(gradients).values())
-    return span.compute_digest()
+        span.run_forward(part, inputs)
+        span.run_backward(part, draw_hidden() / run.tokens_per_update)

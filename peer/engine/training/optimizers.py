@@ -100,6 +100,15 @@ def _make_state(rule: _Rule, weight: Tensor) -> dict[str, Tensor]:
             return {}
 
 
+def count_state_bytes(config: Optimizer, weights: Mapping[str, Tensor]) -> int:
+    """Return the memory of what an optimizer keeps of weights that are on the meta device."""
+    return sum(
+        one.nbytes
+        for name, weight in weights.items()
+        for one in _make_state(_choose_rule(config, name, weight), weight.float()).values()
+    )
+
+
 def _is_in_block(name: str) -> bool:
     """Return whether a weight lies in a list of blocks, as its name has an index then."""
     return any(part.isdigit() for part in name.split("."))

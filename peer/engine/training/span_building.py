@@ -85,21 +85,29 @@ def build_span(run: TrainingRun, span: Span) -> SpanModules:
     return SpanModules(shell, span)
 
 
+def list_span_modules(shell: Shell, span: Span) -> list[nn.Module]:
+    """Return the modules whose weights a span holds."""
+    embedding, head = find_embedding_and_head(shell)
+    is_tied = head.weight is embedding.weight
+    is_last = span.stop == len(shell.layers)
+    modules: list[nn.Module] = [shell.layers[index] for index in range(span.start, span.stop)]
+    if span.start == 0 or (is_last and is_tied):
+        modules.append(embedding)
+    if span.start == 0 and shell.positions_name is not None:
+        modules.append(shell.decoder.get_submodule(shell.positions_name))
+    if is_last:
+        modules.append(shell.decoder.get_submodule(shell.norm_name))
+    if is_last and (not is_tied or head.bias is not None):
+        modules.append(head)
+    return modules
+
+
 @torch.no_grad()
 def _fill(shell: Shell, span: Span, derive_seed: Callable[..., int]) -> None:
     """Give the modules of a span memory and the first weights of transformers' own models."""
     embedding, head = find_embedding_and_head(shell)
     is_tied = head.weight is embedding.weight
-    is_last = span.stop == len(shell.layers)
-    parts: list[nn.Module] = [shell.layers[index] for index in range(span.start, span.stop)]
-    if span.start == 0 or (is_last and is_tied):
-        parts.append(embedding)
-    if span.start == 0 and shell.positions_name is not None:
-        parts.append(shell.decoder.get_submodule(shell.positions_name))
-    if is_last:
-        parts.append(shell.decoder.get_submodule(shell.norm_name))
-    if is_last and (not is_tied or head.bias is not None):
-        parts.append(head)
+    parts = list_span_modules(shell, span)
     names = {module: name for name, module in shell.model.named_modules()}
     for part in parts:
         fill_tables(shell.model, part)  # first: it would overwrite weights

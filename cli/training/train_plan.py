@@ -1,0 +1,181 @@
+"""`shoal train-plan`: memory, bytes and expected speed of a training run, before anyone joins."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...protocol.errors import UsageError
+from ...protocol.runs.training_run import TrainingRun
+from ..options.quantities import count_of, parse_count, parse_positive
+from ..terminal.heavy_imports import importing_much
+from ..terminal.interrupts import quitting_at_once
+from ..terminal.reporter import Reporter
+from ..terminal.terminal import Terminal
+from .run_file import load_run
+
+if TYPE_CHECKING:
+    from ...peer.engine.training.run_plan import RunPlan, SpeedPlan, StagePlan
+
+_MEGABITS = (20, 100, 1000)
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
+_MEMORY = "{:>5}  {:>8}  {:>8}  {:>9}  {:>9}  {:>8}  {:>11}  {:>8}"
+_BYTES = "{:>5}  {:>5}  {:>5}  {:>18}  {:>18}"
+_SPEED = "{:>5}  {:>7}  {:>11}  {:>12}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `shoal train-plan`."""
+    parser.add_argument("run_file", metavar="RUN", type=Path, help="run file (TOML)")
+    parser.add_argument(
+        "--peers", type=parse_count, action="append", metavar="N",
+        help="number of peers to plan for; may be repeated (default: one, two and four for each "
+        "stage)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tokens-per-second", type=parse_positive, metavar="SPEED",
+        help="speed at which one peer would train the whole model (default: measured here)",
+    )  # fmt: skip
+    parser.add_argument("--threads", type=parse_count, default=1, help="compute threads of a peer "
+                        "(default: 1)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what a run needs."""
+    training = load_run(options.run_file)
+    reporter = Reporter(Terminal(sys.stdout), Terminal(sys.stderr), options.json)
+    with reporter.showing(lambda: "Planning"):
+        with quitting_at_once(options.json), importing_much():
+            from ...peer.engine.training.run_plan import measure_tokens_per_second, plan_run
+
+        plan = plan_run(training)
+        numbers = options.peers or [len(plan.stages) * times for times in (1, 2, 4)]
+        speed: float = options.tokens_per_second or measure_tokens_per_second(
+            training, options.threads
+        )
+    expected = [plan.expect(number, each, speed) for number in numbers for each in _MEGABITS]
+    traffic = [_describe_traffic(plan, number) for number in numbers]
+    lines = [
+        *_list_memory(training, plan.stages),
+        "",
+        *_list_traffic(numbers, traffic),
+        "",
+        *_list_speeds(speed, expected),
+    ]
+    reporter.tell(
+        "plan",
+        lines,
+        run_id=training.run_id,
+        tokens_per_update=training.tokens_per_update,
+        tokens_per_second_of_one_peer=round(speed, 1),
+        stages=[
+            {
+                **dataclasses.asdict(stage),
+                "span": str(stage.span),
+                "memory_bytes": stage.memory_bytes,
+            }
+            for stage in plan.stages
+        ],
+        traffic=[each for one in traffic for each in one],
+        speeds=[dataclasses.asdict(each) for each in expected],
+    )
+    return 0
+
+
+def check_memory(training: TrainingRun, stage: int | None) -> None:
+    """Raise UsageError unless this machine has the memory for a stage; None: for the smallest."""
+    with importing_much():
+        from ...peer.engine.training.run_plan import plan_run
+        from ...peer.hosting.hosted_model import read_free_bytes
+
+    stages = plan_run(training).stages
+    chosen = min(stages, key=lambda one: one.memory_bytes) if stage is None else stages[stage]
+    free_bytes = read_free_bytes()
+    if chosen.memory_bytes > free_bytes:
+        raise UsageError(
+            f"stage {stages.index(chosen)} of the run, blocks {chosen.span}, takes "
+            f"{_show(chosen.memory_bytes)} of memory, and this machine has {_show(free_bytes)} "
+            "left: end other programs, or choose another stage (`shoal train-plan` lists them)"
+        )
+
+
+def _describe_traffic(plan: RunPlan, num_peers: int) -> list[dict[str, object]]:
+    members = plan.count_members(num_peers)
+    return [
+        {
+            "num_peers": num_peers,
+            "stage": stage,
+            "num_members": count,
+            "activation_bytes": round(plan.count_activation_bytes(stage, count)),
+            "averaging_bytes": round(plan.count_averaging_bytes(stage, members)),
+        }
+        for stage, count in enumerate(members)
+    ]
+
+
+def _list_memory(training: TrainingRun, stages: tuple[StagePlan, ...]) -> list[str]:
+    rows = [
+        _MEMORY.format(
+            index, str(stage.span), *map(_show, (
+                stage.weight_bytes, stage.optimizer_bytes, stage.gradient_bytes, stage.sum_bytes,
+                stage.activation_bytes, stage.memory_bytes,
+            ))
+        )
+        for index, stage in enumerate(stages)
+    ]  # fmt: skip
+    return [
+        f"Memory of a peer, for {count_of(training.tokens_per_update, 'token')} in an update; "
+        "passes take up to 1G more:",
+        _MEMORY.format(
+            "stage",
+            "blocks",
+            "weights",
+            "optimizer",
+            "gradients",
+            "sums",
+            "activations",
+            "together",
+        ),
+        *rows,
+    ]
+
+
+def _list_traffic(numbers: list[int], traffic: list[list[dict[str, object]]]) -> list[str]:
+    rows = [
+        _BYTES.format(
+            number, str(one["stage"]), str(one["num_members"]),
+            _show(one["activation_bytes"]), _show(one["averaging_bytes"]),
+        )
+        for number, stages in zip(numbers, traffic, strict=True)
+        for one in stages
+    ]  # fmt: skip
+    return [
+        "A peer sends in each update, and gets as much:",
+        _BYTES.format("peers", "stage", "of it", "activations", "averaging"),
+        *rows,
+    ]
+
+
+def _list_speeds(speed: float, expected: list[SpeedPlan]) -> list[str]:
+    rows = [
+        _SPEED.format(
+            each.num_peers, f"{each.megabits_per_second:,}", f"{each.tokens_per_second:,.0f}",
+            each.bound,
+        )
+        for each in expected
+    ]  # fmt: skip
+    return [
+        f"Expected where one peer would train {speed:,.0f} tokens/s of the whole model:",
+        _SPEED.format("peers", "Mbit/s", "tokens/s", "bound by"),
+        *rows,
+    ]
+
+
+def _show(num_bytes: object) -> str:
+    number = float(str(num_bytes))
+    unit = next((one for one in ("K", "M") if number < 1000 * _UNITS[one]), "G")
+    return f"{number / _UNITS[unit]:,.1f}{unit}"

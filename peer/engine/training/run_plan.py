@@ -1,0 +1,199 @@
+"""What a run asks of its peers, before anyone joins: memory, bytes and time, by arithmetic."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ....models.shells.shell import Shell
+from ....models.shells.shell_opening import open_shell
+from ....protocol.errors import UsageError
+from ....protocol.runs.training_run import PartId, TrainingRun
+from ....protocol.spans import Span
+from .numerics_class import pass_random_part
+from .optimizers import count_state_bytes
+from .span_building import find_embedding_and_head, list_span_modules
+from .trainable_span import TrainableSpan
+
+_NUMBER_BYTES = 4
+_SUM_BYTES = 8
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What a member of one stage needs, and sends."""
+
+    span: Span
+    num_weights: int
+    weight_bytes: int
+    """Weights in float32, and what else a checkpoint has of these modules."""
+    optimizer_bytes: int
+    sum_bytes: int
+    """Sums of gradients, in float64, and twice a copy of them while an update is averaged."""
+    gradient_bytes: int
+    """Gradients of one part, or of the update."""
+    activation_bytes: int
+    """What a member without mates keeps of all parts until the update is committed. Graphs of
+    passes under way take up to 1 GiB beside it."""
+    boundary_bytes: int
+    """What one part sends to the other stages, which is as much as it gets from them."""
+    num_tied: int
+    """Numbers of weights that the stage at the other end of the model holds, too."""
+    num_multiplied: int
+    """Numbers that each token is multiplied with."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """All together."""
+        return (
+            self.weight_bytes
+            + self.optimizer_bytes
+            + self.sum_bytes
+            + self.gradient_bytes
+            + self.activation_bytes
+        )
+
+
+@dataclass(frozen=True)
+class SpeedPlan:
+    """What to expect of some peers. Seconds are those of one update."""
+
+    num_peers: int
+    megabits_per_second: float
+    tokens_per_second: float
+    compute_seconds: float
+    activation_seconds: float
+    averaging_seconds: float
+    bound: str
+    """What takes longest: compute, activations or averaging."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """All stages of a run."""
+
+    run: TrainingRun
+    stages: tuple[StagePlan, ...]
+
+    def count_members(self, num_peers: int) -> list[int]:
+        """Return how many of the peers hold each stage: they join where the fewest are."""
+        num_stages = len(self.stages)
+        if num_peers < num_stages:
+            raise UsageError(f"the run has {num_stages} stages, and needs as many peers at least")
+        return [len(range(stage, num_peers, num_stages)) for stage in range(num_stages)]
+
+    def count_activation_bytes(self, stage: int, num_members: int) -> float:
+        """Return what a member sends for parts in an update, on average; it gets as much."""
+        return self.run.parts_per_update / num_members * self.stages[stage].boundary_bytes
+
+    def count_averaging_bytes(self, stage: int, members: list[int]) -> float:
+        """Return what a member sends to average an update; it gets as much.
+
+        Each slice goes to the member that sums it, and from there to all others.
+        """
+        plan = self.stages[stage]
+        num_bytes = _count_butterfly_bytes(plan.num_weights - plan.num_tied, members[stage])
+        return num_bytes + _count_butterfly_bytes(plan.num_tied, members[0] + members[-1])
+
+    def expect(
+        self, num_peers: int, megabits_per_second: float, tokens_per_second: float
+    ) -> SpeedPlan:
+        """Return what peers come to that compute so many tokens per second of the whole model.
+
+        Their lines carry so much in each direction. Parts are computed while others are sent;
+        averaging follows. Delays are left out.
+        """
+        members = self.count_members(num_peers)
+        seconds_per_byte = 8 / (megabits_per_second * 1e6)
+        tokens = self.run.tokens_per_update
+        whole = sum(stage.num_multiplied for stage in self.stages)
+        compute = activation = averaging = 0.0
+        for index, stage in enumerate(self.stages):
+            share = stage.num_multiplied / whole / members[index]
+            compute = max(compute, tokens * share / tokens_per_second)
+            sent = self.count_activation_bytes(index, members[index])
+            activation = max(activation, sent * seconds_per_byte)
+            averaged = self.count_averaging_bytes(index, members)
+            averaging = max(averaging, averaged * seconds_per_byte)
+        seconds = {"compute": compute, "activations": activation, "averaging": averaging}
+        total = max(compute, activation) + averaging
+        bound = max(seconds, key=lambda name: seconds[name])
+        return SpeedPlan(
+            num_peers, megabits_per_second, tokens / total, compute, activation, averaging, bound
+        )
+
+
+def plan_run(run: TrainingRun) -> RunPlan:
+    """Return what a run needs; takes no memory for weights. Raises UsageError, ModelError."""
+    shell = open_shell(run.model)
+    spans = run.list_stages(len(shell.layers))
+    return RunPlan(run, tuple(_plan_stage(run, shell, span) for span in spans))
+
+
+def measure_tokens_per_second(run: TrainingRun, num_threads: int) -> float:
+    """Return how many tokens of the whole model this machine trains per second.
+
+    Measured on one block, so that it takes no memory for the others.
+    """
+    shell = open_shell(run.model)
+    middle = len(shell.layers) // 2
+    span = TrainableSpan(run, Span(middle, middle + 1), num_threads=num_threads)
+    seconds = math.inf
+    for index in range(min(3, run.parts_per_update)):  # the first one is slower
+        begun_at = time.perf_counter()
+        pass_random_part(run, span, PartId(0, index))
+        seconds = min(seconds, time.perf_counter() - begun_at)
+    whole = sum(stage.num_multiplied for stage in plan_run(run).stages)
+    block = _plan_stage(run, shell, span.span).num_multiplied
+    tokens_per_part = run.rows_per_part * run.corpus.sequence_length
+    return tokens_per_part / seconds * block / whole
+
+
+def _plan_stage(run: TrainingRun, shell: Shell, span: Span) -> StagePlan:
+    embedding, head = find_embedding_and_head(shell)
+    is_first, is_last = span.start == 0, span.stop == len(shell.layers)
+    weights, others = _list_tensors(shell, list_span_modules(shell, span))
+    num_weights = sum(weight.numel() for weight in weights.values())
+    is_tied = head.weight is embedding.weight and is_first != is_last
+    num_multiplied = num_weights
+    if is_first and not (is_last and head.weight is embedding.weight):
+        num_multiplied -= embedding.weight.numel()  # its rows are looked up
+    hidden_size = shell.config.hidden_size
+    part_bytes = _NUMBER_BYTES * run.rows_per_part * run.corpus.sequence_length * hidden_size
+    num_borders = (not is_first) + (not is_last)
+    return StagePlan(
+        span,
+        num_weights,
+        weight_bytes=_NUMBER_BYTES * num_weights + sum(one.nbytes for one in others),
+        optimizer_bytes=count_state_bytes(run.optimizer, weights),
+        sum_bytes=3 * _SUM_BYTES * num_weights,
+        gradient_bytes=_NUMBER_BYTES * num_weights,
+        activation_bytes=run.parts_per_update * num_borders * part_bytes,
+        boundary_bytes=num_borders * part_bytes,
+        num_tied=embedding.weight.numel() if is_tied else 0,
+        num_multiplied=num_multiplied,
+    )
+
+
+def _list_tensors(
+    shell: Shell, modules: Iterable[nn.Module]
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Return the weights of modules by their names, each once, and what is not trained."""
+    own = {id(one) for module in modules for one in (*module.parameters(), *module.buffers())}
+    weights = dict[str, Tensor]()
+    others = list[Tensor]()
+    for name, weight in shell.model.named_parameters():
+        if id(weight) in own and weight.requires_grad:
+            weights[name] = weight
+        elif id(weight) in own:
+            others.append(weight)
+    others += [buffer for buffer in shell.model.buffers() if id(buffer) in own]
+    return weights, others
+
+
+def _count_butterfly_bytes(num_numbers: int, num_members: int) -> float:
+    return 2 * _SUM_BYTES * num_numbers * (num_members - 1) / max(num_members, 1)

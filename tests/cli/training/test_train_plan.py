@@ -1,0 +1,54 @@
+"""`shoal train-plan` tells what a run needs, and `shoal train` what it lacks, before joining."""
+
+import json
+from pathlib import Path
+
+import pytest
+from training_runs import MODEL, write_run
+
+from shoal.cli.main import main
+
+
+def test_plan_is_printed_for_people_and_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(write_run(tmp_path))
+
+    assert main(["train-plan", file, "--tokens-per-second", "1000"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert main(["train-plan", file, "--peers", "3", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[-11].startswith("Expected where one peer would train 1,000 tokens/s")
+    assert [line.split()[:2] for line in lines[-3:]] == [
+        ["8", each] for each in ("20", "100", "1,000")
+    ]
+    assert [stage["span"] for stage in facts["stages"]] == ["0:2", "2:4"]
+    assert [each["megabits_per_second"] for each in facts["speeds"]] == [20, 100, 1000]
+    assert [each["num_members"] for each in facts["traffic"]] == [2, 1]
+    assert facts["tokens_per_second_of_one_peer"] > 0
+
+
+def test_too_few_peers_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(write_run(tmp_path))
+
+    assert main(["train-plan", file, "--peers", "1", "--tokens-per-second", "1"]) == 2
+
+    assert "the run has 2 stages, and needs as many peers at least" in capsys.readouterr().err
+
+
+def test_too_little_memory_is_told_before_joining(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_run(tmp_path)
+    large = MODEL | {"hidden_size": 2**16, "intermediate_size": 2**18}
+    (tmp_path / "config.json").write_text(json.dumps(large))
+
+    assert main(["train", str(file), "--new-swarm", "--local", "--stage", "1"]) == 2
+
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    said = " ".join(captured.err.split())
+    assert "stage 1 of the run, blocks 2:4, takes" in said
+    assert "G of memory, and this machine has" in said

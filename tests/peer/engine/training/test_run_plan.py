@@ -1,0 +1,135 @@
+"""What a run is said to need is what its stages take and its peers send."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_swarm import RunSwarm
+from training_runs import MODEL, describe_run, open_run
+from virtual_time import run_virtual
+
+from shoal.peer.engine.training.run_plan import RunPlan, measure_tokens_per_second, plan_run
+from shoal.peer.engine.training.trainable_span import WEIGHTS_PREFIX, TrainableSpan
+from shoal.protocol.errors import UsageError
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.runs import PartPass, PartPassed, SumFetch
+from shoal.protocol.runs.training_run import TrainingRun, read_run
+from shoal.protocol.spans import Span
+
+MUON: dict[str, Any] = {"optimizer": {"learning_rate": 0.01}}
+UNTIED = {"model": MODEL | {"tie_word_embeddings": False, "num_hidden_layers": 3}}
+GPT2 = {
+    "model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 96,
+    "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, MUON, UNTIED, {"model": GPT2}, {"stage_borders": []}, {"stage_borders": [1, 3]}]
+)
+def test_memory_is_that_of_a_stage(changes: dict[str, Any]) -> None:
+    run = read_run(describe_run(**changes))
+
+    for plan in plan_run(run).stages:
+        span = TrainableSpan(run, plan.span)
+        state = span.read_state()
+        weights = sum(one.nbytes for name, one in state.items() if name.startswith(WEIGHTS_PREFIX))
+        assert plan.weight_bytes == weights
+        assert plan.gradient_bytes == sum(one.nbytes for one in span.read_gradients().values())
+        assert plan.sum_bytes == 3 * sum(one.units.nbytes for one in span.sums.values())
+        optimizer = [one.nbytes for name, one in state.items() if name.startswith("optimizer/")]
+        assert plan.optimizer_bytes == sum(optimizer)
+        assert plan.num_tied == sum(span.sums[name].units.numel() for name in span.tied_names)
+
+
+def watch_bytes(run: TrainingRun, folder: Path, num_peers: int) -> tuple[int, list[int]]:
+    """Train; return the bytes of all parts, and those of each time that gradients were averaged."""
+    activations = 0
+    averaged = dict[bytes, int]()
+
+    def note(message: Message) -> bool:
+        nonlocal activations
+        if isinstance(message, PartPass | PartPassed):
+            activations += message.num_bytes
+        if isinstance(message, SumFetch):
+            before = averaged.setdefault(message.attempt, 0)
+            averaged[message.attempt] = before + 8 * (message.stop - message.start)
+        return False
+
+    async def main() -> None:
+        swarm = RunSwarm(run, folder)
+        swarm.do_at(note, lambda host: None)
+        swarm.do_at(lambda message: isinstance(message, PartPassed) and note(message),
+                    lambda host: None, is_sent=True)  # fmt: skip
+        try:
+            async with asyncio.timeout(300.0):
+                for number in range(num_peers):
+                    await swarm.start(f"peer{number}", number % 2, founds_run=number == 0)
+                await swarm.finish()
+        finally:
+            await swarm.close()
+
+    run_virtual(main())
+    return activations, list(averaged.values())
+
+
+def count_all(plan: RunPlan, num_peers: int) -> tuple[float, float]:
+    """Return what all peers send in an update, by the plan."""
+    members = plan.count_members(num_peers)
+    stages = range(len(members))
+    activations = sum(
+        members[one] * plan.count_activation_bytes(one, members[one]) for one in stages
+    )
+    averaging = sum(members[one] * plan.count_averaging_bytes(one, members) for one in stages)
+    return activations, averaging
+
+
+def test_bytes_are_those_that_peers_send(tmp_path: Path) -> None:
+    run, _ = open_run(tmp_path, num_updates=2)
+    plan = plan_run(run)
+
+    activations, averaged = watch_bytes(run, tmp_path, 2)
+
+    assert (activations / run.num_updates, averaged[-1]) == count_all(plan, 2)
+
+
+def test_replicas_average_as_many_bytes_as_the_plan_says(tmp_path: Path) -> None:
+    run, _ = open_run(tmp_path, num_updates=3)
+
+    _, averaged = watch_bytes(run, tmp_path, 4)
+
+    assert averaged[-1] == count_all(plan_run(run), 4)[1]
+
+
+def test_what_is_slowest_bounds_the_speed() -> None:
+    plan = plan_run(read_run(describe_run()))
+    tokens = plan.run.tokens_per_update
+
+    slow, fast = (plan.expect(2, each, 1000.0) for each in (1e-3, 1e9))
+
+    assert fast.bound == "compute"
+    assert fast.tokens_per_second == pytest.approx(tokens / fast.compute_seconds)
+    assert 1000.0 < fast.tokens_per_second < 2000.0  # the stages differ by the head
+    assert slow.bound == "averaging"
+    assert plan.expect(4, 1e9, 1000.0).tokens_per_second == pytest.approx(
+        2 * fast.tokens_per_second
+    )
+    with pytest.raises(UsageError, match="the run has 2 stages"):
+        plan.expect(1, 100.0, 1000.0)
+
+
+def test_large_model_is_planned_without_its_memory() -> None:
+    model = MODEL | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 8}
+    run = read_run(describe_run(model=model, stage_borders=[4]))
+
+    stages = plan_run(run).stages
+
+    assert stages[0].span == Span(0, 4)
+    assert stages[0].weight_bytes > 10**10
+
+
+def test_speed_is_measured_on_one_block() -> None:
+    assert measure_tokens_per_second(read_run(describe_run()), num_threads=1) > 0
