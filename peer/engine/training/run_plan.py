@@ -14,6 +14,7 @@ from ....models.shells.shell_opening import open_shell
 from ....protocol.errors import UsageError
 from ....protocol.runs.training_run import PartId, TrainingRun
 from ....protocol.spans import Span
+from ....protocol.tensors import INT8_GROUP, WireDtype, compute_num_bytes
 from .numerics_class import pass_random_part
 from .optimizers import count_state_bytes
 from .span_building import find_embedding_and_head, list_span_modules
@@ -33,7 +34,7 @@ class StagePlan:
     """Weights in float32, and what else a checkpoint has of these modules."""
     optimizer_bytes: int
     sum_bytes: int
-    """Sums of gradients, in float64, and twice a copy of them while an update is averaged."""
+    """Sums of gradients, in float64, and a copy of them while an update is averaged."""
     gradient_bytes: int
     """Gradients of one part, or of the update."""
     activation_bytes: int
@@ -96,8 +97,9 @@ class RunPlan:
         Each slice goes to the member that sums it, and from there to all others.
         """
         plan = self.stages[stage]
-        num_bytes = _count_butterfly_bytes(plan.num_weights - plan.num_tied, members[stage])
-        return num_bytes + _count_butterfly_bytes(plan.num_tied, members[0] + members[-1])
+        numbers = _count_butterfly_numbers(plan.num_weights - plan.num_tied, members[stage])
+        numbers += _count_butterfly_numbers(plan.num_tied, members[0] + members[-1])
+        return numbers * (_SUM_BYTES if self.run.mode == "exact" else 1 + 2 / INT8_GROUP)
 
     def expect(
         self, num_peers: int, megabits_per_second: float, tokens_per_second: float
@@ -164,16 +166,20 @@ def _plan_stage(run: TrainingRun, shell: Shell, span: Span) -> StagePlan:
         num_multiplied -= embedding.weight.numel()  # its rows are looked up
     hidden_size = shell.config.hidden_size
     part_bytes = _NUMBER_BYTES * run.rows_per_part * run.corpus.sequence_length * hidden_size
+    dtype = WireDtype.FP32 if run.mode == "exact" else WireDtype.INT8
+    sent_bytes = compute_num_bytes(
+        dtype, run.rows_per_part, run.corpus.sequence_length, hidden_size
+    )
     num_borders = (not is_first) + (not is_last)
     return StagePlan(
         span,
         num_weights,
         weight_bytes=_NUMBER_BYTES * num_weights + sum(one.nbytes for one in others),
         optimizer_bytes=count_state_bytes(run.optimizer, weights),
-        sum_bytes=3 * _SUM_BYTES * num_weights,
+        sum_bytes=2 * _SUM_BYTES * num_weights,
         gradient_bytes=_NUMBER_BYTES * num_weights,
         activation_bytes=run.parts_per_update * num_borders * part_bytes,
-        boundary_bytes=num_borders * part_bytes,
+        boundary_bytes=num_borders * sent_bytes,
         num_tied=embedding.weight.numel() if is_tied else 0,
         num_multiplied=num_multiplied,
     )
@@ -195,5 +201,5 @@ def _list_tensors(
     return weights, others
 
 
-def _count_butterfly_bytes(num_numbers: int, num_members: int) -> float:
-    return 2 * _SUM_BYTES * num_numbers * (num_members - 1) / max(num_members, 1)
+def _count_butterfly_numbers(num_numbers: int, num_members: int) -> float:
+    return 2 * num_numbers * (num_members - 1) / max(num_members, 1)

@@ -39,7 +39,7 @@ def test_memory_is_that_of_a_stage(changes: dict[str, Any]) -> None:
         weights = sum(one.nbytes for name, one in state.items() if name.startswith(WEIGHTS_PREFIX))
         assert plan.weight_bytes == weights
         assert plan.gradient_bytes == sum(one.nbytes for one in span.read_gradients().values())
-        assert plan.sum_bytes == 3 * sum(one.units.nbytes for one in span.sums.values())
+        assert plan.sum_bytes == 2 * sum(one.units.nbytes for one in span.sums.values())
         optimizer = [one.nbytes for name, one in state.items() if name.startswith("optimizer/")]
         assert plan.optimizer_bytes == sum(optimizer)
         assert plan.num_tied == sum(span.sums[name].units.numel() for name in span.tied_names)
@@ -102,6 +102,15 @@ def test_replicas_average_as_many_bytes_as_the_plan_says(tmp_path: Path) -> None
     _, averaged = watch_bytes(run, tmp_path, 4)
 
     assert averaged[-1] == count_all(plan_run(run), 4)[1]
+
+
+def test_bytes_of_int8_are_a_quarter_and_an_eighth_with_their_scales() -> None:
+    exact, int8 = (
+        count_all(plan_run(read_run(describe_run(mode=mode))), 4) for mode in ("exact", "int8")
+    )
+
+    assert int8[0] / exact[0] == pytest.approx((32 + 2) / 128)
+    assert int8[1] / exact[1] == pytest.approx((64 + 2) / 512)
 
 
 def test_what_is_slowest_bounds_the_speed() -> None:
