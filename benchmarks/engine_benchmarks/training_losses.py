@@ -26,21 +26,32 @@ from shoal.models.token_shards import TokenShards, write_shard
 from shoal.peer.engine.training.numerics import computing_alike
 from shoal.peer.engine.training.optimizers import SpanOptimizer
 from shoal.peer.engine.training.whole_run import WholeRun
-from shoal.protocol.runs.training_run import PartId, TrainingRun, read_run
+from shoal.protocol.runs.training_run import Mode, PartId, TrainingRun, read_run
 
 _CONFIG = Path(__file__).parents[2] / "models" / "shoal-stories" / "config.json"
 _RATES = {"adamw": 0.003, "muon": 0.01, "sgd": 0.1}
 _LINE = "{:10} {:28} {:>12} {:>12} {:>12}"
 
 
-def _write_run(
-    folder: Path, optimizer: str, num_updates: int, num_parts: int
+def write_run(
+    folder: Path,
+    optimizer: str,
+    num_updates: int,
+    num_parts: int,
+    *,
+    num_held_out: int = 0,
+    seed: int = 0,
+    mode: Mode = "exact",
+    num_blocks: int = 8,
 ) -> tuple[TrainingRun, TokenShards]:
-    """Return a run over tokens of which nine in ten follow from the one before."""
-    model = json.loads(_CONFIG.read_text())
+    """Return a run over tokens of which nine in ten follow from the one before.
+
+    The corpus has as many more parts as are to be held out.
+    """
+    model = json.loads(_CONFIG.read_text()) | {"num_hidden_layers": num_blocks}
     vocabulary_size = model["vocab_size"]
     generator = torch.Generator().manual_seed(0)
-    num_tokens = num_updates * num_parts * 4 * 128 + 1
+    num_tokens = (num_updates * num_parts + num_held_out) * 4 * 128 + 1
     followers = torch.randperm(vocabulary_size, generator=generator).tolist()
     tokens = torch.randint(0, vocabulary_size, (num_tokens,), generator=generator).tolist()
     is_drawn = (torch.rand(num_tokens, generator=generator) < 0.1).tolist()
@@ -51,9 +62,10 @@ def _write_run(
     run = read_run(
         {
             "name": "losses",
-            "seed": 0,
+            "seed": seed,
+            "mode": mode,
             "model": model,
-            "stage_borders": [4],
+            "stage_borders": [num_blocks // 2],
             "corpus": {"shards": [shard.model_dump()], "sequence_length": 128},
             "num_updates": num_updates,
             "parts_per_update": num_parts,
@@ -65,7 +77,7 @@ def _write_run(
     return run, TokenShards.open(run.corpus, folder, vocabulary_size)
 
 
-def _train_plainly(
+def train_plainly(
     run: TrainingRun,
     shards: TokenShards,
     weights: dict[str, Tensor],
@@ -140,16 +152,16 @@ def main() -> None:
     print(_LINE.format("optimizer", "beside plain, 1 thread", "20 losses", "all losses", "weights"))
     for name in options.optimizers:
         with tempfile.TemporaryDirectory() as folder:
-            run, shards = _write_run(Path(folder), name, options.updates, options.parts)
+            run, shards = write_run(Path(folder), name, options.updates, options.parts)
             whole = WholeRun(run)
             start = {key: weight.clone() for key, weight in whole.read_weights().items()}
-            plain, plain_weights = _train_plainly(run, shards, start)
+            plain, plain_weights = train_plainly(run, shards, start)
             found = {
-                "plain, 2 threads": _train_plainly(run, shards, start, num_threads=2),
+                "plain, 2 threads": train_plainly(run, shards, start, num_threads=2),
                 "exact": ([update.loss for update in whole.train(shards)], whole.read_weights()),
             }
             if name == "muon":
-                found["plain, torch's Muon"] = _train_plainly(
+                found["plain, torch's Muon"] = train_plainly(
                     run, shards, start, has_torchs_muon=True
                 )
         for title, (losses, weights) in found.items():
