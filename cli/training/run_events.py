@@ -37,7 +37,11 @@ class RunEventPrinter:
             if "model" in facts:
                 self._print(f"Model: {facts['model']}")
                 self._print(f"SHA-256 of its weights: {facts['digest']}")
-        elif event.name != "update":
+        elif event.name == "waiting_for":
+            self._print(f"Waiting for {facts['what']}.")
+        elif event.name == "leaving":
+            self._print("Leaving after this update. Press Ctrl-C again to leave at once.")
+        elif event.name not in ("update", "failed"):
             self._print_other(event)
 
     def _print(self, *lines: str) -> None:

@@ -88,7 +88,8 @@ def run(options: argparse.Namespace) -> int:
             joining = RunPeer.join(config, network, network.clock, report, identity=identity)
             async with joining as peer:
                 report(PeerEvent("online", {"run_id": training.run_id}))
-                await peer.serve(_end(peer, options.out, stop, report))
+                may_drain = not options.end_with_stdin  # nobody is there to hurry it
+                await peer.serve(_end(peer, options.out, stop, may_drain, report))
                 if peer.loop.failure is not None:
                     raise RefusedError(ErrorCode.BAD_VALUES, peer.loop.failure)
 
@@ -97,24 +98,31 @@ def run(options: argparse.Namespace) -> int:
     return 0 if was_online else INTERRUPTED
 
 
-async def _end(peer: RunPeer, folder: Path | None, stop: asyncio.Event, report: Report) -> None:
-    """Wait until the run is over and nobody needs us, and write its model; or until `stop`."""
-    finishing = asyncio.create_task(_finish(peer, folder, report))
-    stopping = asyncio.create_task(stop.wait())
+async def _end(
+    peer: RunPeer, folder: Path | None, stop: asyncio.Event, may_drain: bool, report: Report
+) -> None:
+    """Wait until the run is over and nobody needs us, and write its model; or leave at `stop`."""
+
+    async def leave() -> None:
+        await stop.wait()
+        if may_drain:
+            await peer.leave()
+
+    ends = [asyncio.create_task(_finish(peer, folder, report)), asyncio.create_task(leave())]
     try:
-        await asyncio.wait((finishing, stopping), return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        stopping.cancel()
-        finishing.cancel()
-        await asyncio.wait((stopping, finishing))
-    if not finishing.cancelled():
-        finishing.result()
+        for end in ends:
+            end.cancel()
+        await asyncio.wait(ends)
+    for end in done:
+        end.result()
 
 
 async def _finish(peer: RunPeer, folder: Path | None, report: Report) -> None:
     await peer.loop.wait_until_over()
     if peer.loop.failure is not None:
-        await peer.loop.wait_until_unasked()
+        await peer.linger()
         return
     facts: dict[str, object] = {}
     if folder is not None:
@@ -123,4 +131,4 @@ async def _finish(peer: RunPeer, folder: Path | None, report: Report) -> None:
         await asyncio.to_thread(write_model, folder, training, architecture, weights)
         facts = {"model": str(folder), "digest": digest}
     report(PeerEvent("trained", facts))
-    await peer.loop.wait_until_unasked()
+    await peer.linger()

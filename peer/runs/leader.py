@@ -13,7 +13,7 @@ import math
 import random
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ...protocol.errors import LocalProtocolError, RemoteProtocolError
 from ...protocol.ids import MemberId
@@ -37,25 +37,37 @@ from ...protocol.runs.update_parts import (
     pack_parts,
     unpack_parts,
 )
+from ..process.config import Report
 from .questions import FAILURES, make_question_id
 from .run_decisions import RunDecisions
+from .waits import Waits
 
 _logger = logging.getLogger(__name__)
 
 _ATTEMPT_BYTES = 16
 _MOST_NORM = 1e300
 
+_Manifests = dict[MemberId, PartsCounted | None]
+
 
 class Leader:
     """Leads a run as long as `run` runs."""
 
     def __init__(
-        self, run: TrainingRun, num_stages: int, decisions: RunDecisions, pause_seconds: float
+        self,
+        run: TrainingRun,
+        num_stages: int,
+        decisions: RunDecisions,
+        pause_seconds: float,
+        report: Report,
     ) -> None:
         self._run = run
         self._decisions = decisions
         self._num_stages = num_stages
         self._pause_seconds = pause_seconds
+        self._waits = Waits(report)
+        self._leaving: set[MemberId] = set()
+        """Members that want to leave."""
         self._rng = random.Random(decisions.member_id)
         self._joining: dict[MemberId, int | None] = {}
         """Peers that want to become members, and the stages that they want to hold."""
@@ -93,12 +105,14 @@ class Leader:
         """Take one step; return whether the run came further by it."""
         before = self._decisions.newest
         manifests = await self._ask_manifests()
+        self._leaving = _find_leaving(manifests)
+        self._waits.note(None if self.is_over else self._find_lacking(before, manifests))
         if await self._change_members(manifests):
             return self._decisions.newest is not before
         stages = self._list_ready(manifests)
         if not all(stages):
             return False
-        parts = UpdateParts(self._run.parts_per_update, stages)
+        parts = UpdateParts(self._run.parts_per_update, stages, self._leaving)
         for member, manifest in manifests.items():
             if manifest is not None:
                 refused = unpack_parts(manifest.refused)
@@ -113,6 +127,15 @@ class Leader:
             return await self._compute(update, parts)
         return await self._commit(update, parts)
 
+    def _find_lacking(self, decision: Decision, manifests: _Manifests) -> str | None:
+        """Return what the run waits for; None: it can go on."""
+        answering = {member for member, manifest in manifests.items() if manifest is not None}
+        held = {member.stage for member in decision.members if member.id in answering}
+        if len(answering) < decision.majority:
+            return f"a majority: {len(answering)} of {len(decision.members)} peers answer"
+        lacking = [stage for stage in range(self._num_stages) if stage not in held]
+        return f"a peer for stage {lacking[0]}" if lacking else None
+
     async def _stop(self, index: int, stage: int) -> None:
         """End the run for a part that all members of a stage refuse."""
         decision, commit = self._decisions.newest, self._decisions.commit
@@ -120,7 +143,7 @@ class Leader:
         stopped = commit.model_copy(update={"refused": refused})
         await self._decide(decision, decision.members, stopped)
 
-    async def _ask_manifests(self) -> dict[MemberId, PartsCounted | None]:
+    async def _ask_manifests(self) -> _Manifests:
         """Ask all members what they have counted; None: a member does not answer."""
         newest = self._decisions.newest
         question = PartsFetch(make_question_id(), newest.number)
@@ -140,7 +163,7 @@ class Leader:
             _logger.info("%s does not tell what it has counted: %s", member, error)
             return None
 
-    async def _change_members(self, manifests: dict[MemberId, PartsCounted | None]) -> bool:
+    async def _change_members(self, manifests: _Manifests) -> bool:
         """Leave out members that do not answer, and take in those that wait.
 
         Returns whether the members have to change, or have changed.
@@ -160,9 +183,7 @@ class Leader:
         await self._decide(decision, left, self._decisions.commit)
         return True
 
-    def _choose_members(
-        self, decision: Decision, manifests: dict[MemberId, PartsCounted | None]
-    ) -> list[Member]:
+    def _choose_members(self, decision: Decision, manifests: _Manifests) -> list[Member]:
         """Return the members that answer, and have the state that most of their stage have.
 
         A stage keeps its members where none answers: what they hold would be lost without them.
@@ -183,14 +204,21 @@ class Leader:
                 and (member.id in equal or member.id not in states)
             ]
             chosen += good or holders
-        return [member for member in decision.members if member in chosen]
+        idle = {
+            member
+            for member in self._leaving
+            if (manifest := manifests[member]) is not None and not unpack_parts(manifest.parts)
+        }
+        ready = {member for stage in self._list_ready(manifests) for member in stage}
+        members = [member for member in decision.members if member in chosen]
+        return _let_go(members, idle, ready - self._leaving)
 
     def _choose_stage(self, members: Sequence[Member]) -> int:
         """Return the stage with the fewest members."""
         counts = [sum(m.stage == stage for m in members) for stage in range(self._num_stages)]
         return counts.index(min(counts))
 
-    def _list_ready(self, manifests: dict[MemberId, PartsCounted | None]) -> list[list[MemberId]]:
+    def _list_ready(self, manifests: _Manifests) -> list[list[MemberId]]:
         update = self._decisions.commit.update
         stages: list[list[MemberId]] = [[] for _ in range(self._num_stages)]
         for member in self._decisions.newest.members:
@@ -273,6 +301,7 @@ class Leader:
         commit = self._decisions.commit.make_next(tuple(sums), squared_norm, loss)
         # Members that were not ready keep their place: they take the state from mates.
         members = [m for m in decision.members if m.id in equal or m.id not in orders]
+        members = _let_go(members, self._leaving, equal - self._leaving)
         await self._decide(decision, members, commit)
         return self._decisions.newest is not decision
 
@@ -305,3 +334,19 @@ class Leader:
             await self._decisions.decide(before.make_next(members, commit.encode()))
         except LocalProtocolError as error:
             _logger.info("nothing was proposed: %s", error)
+        for member in self._leaving.difference(self._decisions.newest.roster):
+            await self._decisions.send_newest(member)  # it waits for that, and nobody asks it now
+
+
+def _find_leaving(manifests: _Manifests) -> set[MemberId]:
+    """Return the members that want to leave."""
+    told = manifests.items()
+    return {member for member, manifest in told if manifest is not None and manifest.is_leaving}
+
+
+def _let_go(
+    members: Sequence[Member], leaving: Collection[MemberId], staying: Collection[MemberId]
+) -> list[Member]:
+    """Return the members without those that leave a stage whose state somebody else keeps."""
+    kept = {member.stage for member in members if member.id in staying}
+    return [each for each in members if each.id not in leaving or each.stage not in kept]

@@ -32,10 +32,19 @@ _IDLE_SECONDS = 600.0
 class RunPeer:
     """A peer that has joined its swarm, and trains as long as `serve` runs."""
 
-    def __init__(self, loop: TrainingLoop, announcer: Announcer, resources: RunResources) -> None:
+    def __init__(
+        self,
+        loop: TrainingLoop,
+        announcer: Announcer,
+        resources: RunResources,
+        workload: RunWorkload,
+        clock: Clock,
+    ) -> None:
         self.loop = loop
         self.announcer = announcer
         self.resources = resources
+        self._workload = workload
+        self._clock = clock
 
     @classmethod
     @asynccontextmanager
@@ -85,13 +94,30 @@ class RunPeer:
             period_seconds = config.announce_period_seconds
             announcer = Announcer(presence.directory, identity, describe, clock, period_seconds)
             stack.push_async_callback(announce_offline, announcer)
-            service = _make_service(member_id, resources, presence, loop, clock)
+            service, workload = _make_service(member_id, resources, presence, loop, clock)
             stack.push_async_callback(service.hang_up)
             for listener in presence.listeners:
                 stack.push_async_callback(listener.close)
             handler.service = service
             await announcer.announce(PeerState.ONLINE)
-            yield cls(loop, announcer, resources)
+            yield cls(loop, announcer, resources, workload, clock)
+
+    async def leave(self) -> None:
+        """Leave the run behind the update that is under way, and finish what others fetch."""
+        await self.loop.leave()
+        await self._wait_until_unasked(0.0)
+
+    async def linger(self) -> None:
+        """Stay until nobody has asked for parts, sums or state for a while."""
+        self.loop.asked_at = self._clock.now()
+        await self._wait_until_unasked(self.resources.config.linger_seconds)
+
+    async def _wait_until_unasked(self, seconds: float) -> None:
+        while True:
+            left = self.loop.asked_at + seconds - self._clock.now()
+            if left <= 0 and self._workload.is_idle:
+                return
+            await asyncio.sleep(max(left, self.resources.config.pause_seconds))
 
     async def serve(self, until: Awaitable[object]) -> None:
         """Train until something happens. Raises UsageError where the run does not take us."""
@@ -140,7 +166,7 @@ def _make_service(
     presence: Presence,
     loop: TrainingLoop,
     clock: Clock,
-) -> Service:
+) -> tuple[Service, RunWorkload]:
     changed = asyncio.Event()
     run_id = resources.run.run_id
     host = StreamHost(
@@ -157,4 +183,4 @@ def _make_service(
         run_id, member_id, loop.answer, loop.find_input_bytes, changed.set,
         lambda: resources.compute.is_late,
     )  # fmt: skip
-    return Service(host, [workload], _MAX_STREAMS, changed)
+    return Service(host, [workload], _MAX_STREAMS, changed), workload

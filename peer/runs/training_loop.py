@@ -41,6 +41,7 @@ from .remote_members import RemoteMembers
 from .run_decisions import RunDecisions
 from .run_resources import RunResources
 from .stage import Stage, fetch_weights
+from .waits import Waits
 
 _logger = logging.getLogger(__name__)
 
@@ -76,7 +77,11 @@ class TrainingLoop:
         self._rng = random.Random(member_id)
         self._is_over = asyncio.Event()
         self._is_suspect = False
-        self._asked_at = clock.now()
+        self._is_leaving = False
+        self._has_left = asyncio.Event()
+        self._waits = Waits(report)
+        self.asked_at = clock.now()
+        """When a member has asked for parts, sums or state last."""
 
     def find_input_bytes(self, sender: MemberId) -> int:
         """Return how many bytes a part of a member may bring; none of anybody else."""
@@ -114,7 +119,7 @@ class TrainingLoop:
                 pass
         if sender not in decisions.newest.roster:
             raise RefusedError(ErrorCode.NOT_A_MEMBER, "this is no member of the run")
-        self._asked_at = self._clock.now()
+        self.asked_at = self._clock.now()
         if stage is None:
             raise RefusedError(ErrorCode.BUSY, "this member has no stage yet", _BUSY_SECONDS)
         match question:
@@ -153,7 +158,7 @@ class TrainingLoop:
             is_ready = self.is_ready and not self._is_suspect
             told = PartsCounted(
                 question.question, stage.update, number, is_ready, pack_parts(stage.counted),
-                stage.digest, pack_parts(stage.refused),
+                stage.digest, pack_parts(stage.refused), self._is_leaving,
             )  # fmt: skip
         return MemberAnswer(told)
 
@@ -178,12 +183,23 @@ class TrainingLoop:
         """Why the run has ended before its last update; None: it has not."""
         return None if self.decisions is None else self.decisions.commit.failure
 
-    async def wait_until_unasked(self) -> None:
-        """Wait until nobody has asked for parts, sums or state for a while."""
-        left = seconds = self._config.linger_seconds
-        while left > 0:
-            await asyncio.sleep(left)
-            left = self._asked_at + seconds - self._clock.now()
+    async def leave(self) -> None:
+        """Take no new parts, and leave the run behind the update that is under way.
+
+        The last peer of a stage waits for another one.
+        """
+        decisions = self.decisions
+        if decisions is None or decisions.stage is None or self._is_over.is_set():
+            return
+        num_stages = len(self._resources.spans)
+        if not decisions.commit.update and not all(map(decisions.list_members, range(num_stages))):
+            return  # the run has not begun
+        self._is_leaving = True
+        self._report(PeerEvent("leaving", {}))
+        decisions.changed.set()
+        await self._has_left.wait()
+        # Those that remain can go on without us only when they know that we are out.
+        await asyncio.gather(*(decisions.send_newest(one) for one in decisions.newest.roster))
 
     async def fetch_weights(self) -> tuple[dict[str, Tensor], str]:
         """Return the weights of all stages, by their names in a checkpoint, once all is over, and
@@ -210,12 +226,19 @@ class TrainingLoop:
                 await asyncio.sleep(self._config.pause_seconds)
             elif decisions is None:
                 await self._join()
+            elif decisions.stage is None and self._is_leaving:
+                self._has_left.set()
+                await asyncio.sleep(self._config.pause_seconds)
             elif decisions.stage is None:
                 self._is_suspect = self.stage is not None  # left out, maybe for what we hold
                 await self._join()
             else:
                 decisions.changed.clear()
                 await self._catch_up(decisions)
+                if self._is_leaving and decisions.stage is not None:
+                    is_last = len(decisions.list_members(decisions.stage)) == 1
+                    lacking = f"another peer for stage {decisions.stage}, to leave"
+                    self._waits.note(lacking if is_last else None)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._config.patience_seconds):
                         await decisions.changed.wait()
@@ -242,8 +265,10 @@ class TrainingLoop:
                 await self._take_state(decisions, index, commit)
             except UnavailableError as error:
                 _logger.info("the state of the stage is not there yet: %s", error)
+                self._waits.note(f"the state of stage {index} from another peer")
                 await asyncio.sleep(self._config.pause_seconds)
                 continue
+            self._waits.note(None)
             facts = {
                 "update": commit.update,
                 "stage": index,
@@ -286,6 +311,7 @@ class TrainingLoop:
         except DirectoryError as error:
             _logger.info("nobody is known to train: %s", error)
             peers = []
+        self._waits.note(None if peers else "a peer of the run")
         self._rng.shuffle(peers)
         compute_class = bytes.fromhex(self._compute_class)
         refused: RefusedError | None = None
@@ -330,7 +356,7 @@ class TrainingLoop:
             _logger.info("leading the run")
             num_stages = len(self._resources.spans)
             run, pause_seconds = self._config.run, self._config.pause_seconds
-            self.leader = Leader(run, num_stages, self.decisions, pause_seconds)
+            self.leader = Leader(run, num_stages, self.decisions, pause_seconds, self._report)
             try:
                 await self.leader.run()
             finally:

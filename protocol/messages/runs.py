@@ -176,6 +176,8 @@ class PartsCounted(Message):
     """Digest of weights and optimizer before the update, equal at all members of a stage."""
     refused: Annotated[bytes, Body(6, "bytes"), _check_parts] = b""
     """Parts of which it computes numbers that are not finite, as bits like `parts`."""
+    is_leaving: Annotated[bool, Body(7, "bool")] = False
+    """Whether it wants to leave the run behind the update."""
 
 
 @message(39)

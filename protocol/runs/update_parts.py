@@ -41,6 +41,8 @@ class UpdateParts:
 
     num_parts: int
     stages: Sequence[Sequence[MemberId]]
+    leaving: Collection[MemberId] = ()
+    """They get new parts only where nobody else of their stage takes any."""
     _counted: dict[MemberId, set[int]] = field(default_factory=dict[MemberId, set[int]])
     _refused: dict[MemberId, set[int]] = field(default_factory=dict[MemberId, set[int]])
 
@@ -115,7 +117,8 @@ class UpdateParts:
     def _list_able(self, stage: int, index: int) -> Sequence[MemberId]:
         """Return the members of a stage that have not refused a part; all, if all have."""
         able = [m for m in self.stages[stage] if index not in self._refused.get(m, ())]
-        return able or self.stages[stage]
+        staying = [member for member in able if member not in self.leaving]
+        return staying or able or self.stages[stage]
 
     def list_parts(self, member: MemberId) -> frozenset[int]:
         """Return the parts that a member has counted."""

@@ -1,4 +1,4 @@
-"""A run over real processes, of which one is killed: `shoal train --new-swarm` and `--join`."""
+"""A run over real processes, of which one is killed and one leaves."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def train_alone(run_file: Path) -> str:
     return whole.compute_weights_digest()
 
 
-def test_run_goes_on_after_a_kill_and_comes_to_the_weights_of_one_process(tmp_path: Path) -> None:
+def test_run_goes_on_after_a_kill_and_a_leave_and_comes_to_the_weights_of_one_process(
+    tmp_path: Path,
+) -> None:
     run_file, out = write_run(tmp_path, num_updates=NUM_UPDATES), tmp_path / "out"
     with ExitStack() as stack:
         founder = TrainingPeer(stack, run_file, 0, "--new-swarm", "--out", str(out))
@@ -66,6 +68,7 @@ def test_run_goes_on_after_a_kill_and_comes_to_the_weights_of_one_process(tmp_pa
         others = [TrainingPeer(stack, run_file, 1, "--join", code) for _ in range(2)]
         founder.wait_for("update", update=1)
         killed.process.kill()
+        others[0].process.terminate()
         trained = founder.wait_for("trained")
         for peer in (founder, *others):
             _, errors = peer.process.communicate()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +22,7 @@ from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork
 from shoal.protocol.net.memory.memory_directory import MemoryDirectoryStore
 from shoal.protocol.net.memory.memory_network import MemoryNetwork
 from shoal.protocol.net.transport import Stream
-from shoal.protocol.runs.training_run import TrainingRun
+from shoal.protocol.runs.training_run import PartId, TrainingRun
 from shoal.protocol.wire.codec import decode_frame
 
 _LONGEST_SECONDS = 0.02
@@ -75,6 +75,9 @@ class RunSwarm:
         self._has_changed = asyncio.Event()
         self._moments: list[tuple[Moment, bool, Callable[[str], None]]] = []
         self._killing: list[asyncio.Task[None]] = []
+        self.counted = Counter[tuple[int, PartId]]()
+        """How often each part was counted by members of a stage, by its index."""
+        self._stops: dict[str, asyncio.Event] = {}
         self._hung: dict[str, asyncio.Event] = {}
 
     async def start(
@@ -109,6 +112,13 @@ class RunSwarm:
             await self._tasks.pop(host)
         finally:
             del self.peers[host]
+
+    async def leave(self, host: str) -> None:
+        """End a peer in good order."""
+        await self.peers[host].leave()
+        self.peers.pop(host)
+        self._stops[host].set()
+        await self._tasks.pop(host)
 
     def do_at(self, moment: Moment, act: Callable[[str], None], *, is_sent: bool = False) -> None:
         """Act once, on the host that gets such a message, or has sent it as its answer.
@@ -182,6 +192,7 @@ class RunSwarm:
                 self.digests[stage.update, stage.index].add(stage.digest)
             self._has_changed.set()
 
+        stop = self._stops[host] = asyncio.Event()
         config = RunPeerConfig(self.run, self._folder, stage, founds_run)
         network = MemoryNetwork(self.network, self._store, VirtualClock(), host)
         identity = Identity(hashlib.sha256(host.encode()).digest())
@@ -206,7 +217,12 @@ class RunSwarm:
                 cast(Stream, WatchedStream(stream, note_message))
             )
             started.set_result(None)
-            await peer.serve(asyncio.Event().wait())
+            await peer.serve(stop.wait())
+
+    def _note_counted(self, function: Any) -> None:
+        method: Any = getattr(function, "func", None)
+        if getattr(method, "__name__", "") in ("_run_loss", "_run_backward"):
+            self.counted[method.__self__.index, function.args[0]] += 1
 
     def _make_compute(self, host: str) -> Callable[[Callable[[], Any]], Any]:
         """Return what computes one thing after the other, each for a time that is drawn."""
@@ -218,6 +234,7 @@ class RunSwarm:
                     await self._hung[host].wait()
                 await asyncio.sleep(self.rng.uniform(0.0, _LONGEST_SECONDS))
                 result = function()
+                self._note_counted(function)
             await asyncio.sleep(self.rng.uniform(0.0, _LONGEST_SECONDS / 4))  # as from a thread
             return result
 

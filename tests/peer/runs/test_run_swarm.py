@@ -278,6 +278,61 @@ def test_part_that_no_peer_of_a_stage_can_compute_ends_the_run_at_all_of_them(
     assert f"part {part} of update {update} are not finite at stage 1" in str(first.facts["why"])
 
 
+@pytest.mark.parametrize("hosts", [["peer3"], ["peer0"], ["peer1", "peer2"]])
+def test_peer_that_leaves_costs_no_part(
+    run: TrainingRun, folder: Path, quiet_digest: str, hosts: list[str]
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        under_way = asyncio.Event()
+        swarm.do_at(is_late(PartPass), lambda host: under_way.set())
+        await under_way.wait()
+        await asyncio.gather(*map(swarm.leave, hosts))
+        assert max(swarm.list_updates()) < NUM_UPDATES
+        await swarm.finish()
+        assert set(swarm.counted.values()) == {1}
+        assert len(swarm.counted) == 2 * NUM_UPDATES * run.parts_per_update
+
+    assert run_swarm(run, folder, scene) == quiet_digest
+
+
+def test_last_peer_of_a_stage_leaves_when_another_one_has_its_state(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        leaving = asyncio.create_task(swarm.leave("peer1"))
+        what = "another peer for stage 1, to leave"
+        await swarm.wait_until(lambda: waits(swarm, "peer1") == [what])
+        assert not leaving.done()
+        await swarm.start("peer3", 1)
+        await leaving
+
+    assert run_swarm(run, folder, scene, num_peers=3) == quiet_digest
+
+
+def waits(swarm: RunSwarm, host: str) -> list[str]:
+    """Return what a peer has said that it waits for."""
+    events = [event for name, event in swarm.events if name == host]
+    return [str(event.facts["what"]) for event in events if event.name == "waiting_for"]
+
+
+def test_run_says_once_what_it_waits_for(run: TrainingRun, folder: Path, quiet_digest: str) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await asyncio.sleep(10.0)
+        assert waits(swarm, "peer0") == ["a peer for stage 1"]
+        await swarm.start("peer1", 1)
+        await swarm.start("peer2", 0)
+        await swarm.wait_for_update(1)
+        for host in ("peer1", "peer2"):
+            swarm.network.pause(host)
+        await asyncio.sleep(30.0)
+        assert waits(swarm, "peer0")[1:] == ["a majority: 1 of 3 peers answer"]
+        for host in ("peer1", "peer2"):
+            swarm.network.resume(host)
+
+    assert run_swarm(run, folder, scene, num_peers=1) == quiet_digest
+
+
 def test_halves_that_do_not_see_each_other_commit_one_update(
     run: TrainingRun, folder: Path, quiet_digest: str
 ) -> None:
