@@ -35,9 +35,13 @@ def save_losses(
 
 
 def draw_losses(
-    losses: Sequence[float | None], eval_losses: Mapping[int, float], title: str, path: Path
+    losses: Sequence[float | None],
+    eval_losses: Mapping[int, float],
+    title: str,
+    path: Path,
+    entropy: float | None = None,
 ) -> None:
-    """Write the plot as PNG."""
+    """Write the plot as PNG, or SVG; the entropy of the text is the limit of its losses."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -55,13 +59,19 @@ def draw_losses(
                 list(eval_losses), list(eval_losses.values()), color="0.05", marker="o",
                 linestyle="--", linewidth=1.0, markersize=4.0, label="evaluation",
             )  # fmt: skip
+        if entropy is not None:
+            label = f"entropy of the corpus, {entropy:.3f}"
+            axes.axhline(entropy, color="0.05", linestyle=":", linewidth=1.2, label=label)
+            axes.set_ylim(bottom=0)
+        if eval_losses or entropy is not None:
             axes.legend(frameon=False, loc="upper right")
         axes.set_title(title, loc="left")
         axes.set_xlabel("update")
         axes.set_ylabel("loss, nats per token")
         axes.set_xlim(left=0)
         # Without the version of the program the same numbers give the same file.
-        figure.savefig(path, dpi=160, metadata={"Software": None})
+        stamp = "Date" if path.suffix == ".svg" else "Software"
+        figure.savefig(path, dpi=160, metadata={stamp: None})
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Writes a trained model as transformers reads it."""
+"""Writes a trained model as transformers reads it, and the plot of its losses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...client.adapters.whole_files import write_files
 from ...protocol.runs.training_run import TrainingRun
+from ..finetuning.loss_plot import draw_losses, save_losses
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,3 +35,11 @@ def write_model(
             "config.json": lambda path: path.write_text(json.dumps(config, indent=2) + "\n"),
         },
     )
+
+
+def write_losses(folder: Path, training: TrainingRun, losses: Mapping[int, float]) -> None:
+    """Write the losses of a run as a table and a plot; those of some updates may be missing."""
+    listed = [losses.get(update + 1) for update in range(training.num_updates)]
+    save_losses(listed, {}, folder / "losses.csv")
+    title = f"{training.name}, trained from scratch"
+    draw_losses(listed, {}, title, folder / "losses.png", training.corpus.entropy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from ..options.serve_options import make_network
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import INTERRUPTED, quitting_at_once, stop_on_sigterm
 from ..terminal.signalled import run_until_signalled
-from .model_folder import write_model
+from .model_folder import write_losses, write_model
 from .run_events import choose_report
 from .run_file import load_run
 from .train_alone import train_alone
@@ -83,13 +84,20 @@ def run(options: argparse.Namespace) -> int:
         linger_seconds=options.linger,
     )
 
-    async def train(stop: asyncio.Event, report: Report) -> None:
+    losses = dict[int, float]()
+
+    async def train(stop: asyncio.Event, tell: Report) -> None:
+        def report(event: PeerEvent) -> None:
+            if event.name == "update":
+                losses[int(str(event.facts["update"]))] = float(str(event.facts["loss"]))
+            tell(event)
+
         with hold_identity(options.identity) as identity:
             joining = RunPeer.join(config, network, network.clock, report, identity=identity)
             async with joining as peer:
                 report(PeerEvent("online", {"run_id": training.run_id}))
                 may_drain = not options.end_with_stdin  # nobody is there to hurry it
-                await peer.serve(_end(peer, options.out, stop, may_drain, report))
+                await peer.serve(_end(peer, options.out, losses, stop, may_drain, report))
                 if peer.loop.failure is not None:
                     raise RefusedError(ErrorCode.BAD_VALUES, peer.loop.failure)
 
@@ -99,7 +107,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _end(
-    peer: RunPeer, folder: Path | None, stop: asyncio.Event, may_drain: bool, report: Report
+    peer: RunPeer,
+    folder: Path | None,
+    losses: Mapping[int, float],
+    stop: asyncio.Event,
+    may_drain: bool,
+    report: Report,
 ) -> None:
     """Wait until the run is over and nobody needs us, and write its model; or leave at `stop`."""
 
@@ -108,7 +121,8 @@ async def _end(
         if may_drain:
             await peer.leave()
 
-    ends = [asyncio.create_task(_finish(peer, folder, report)), asyncio.create_task(leave())]
+    finishing = asyncio.create_task(_finish(peer, folder, losses, report))
+    ends = [finishing, asyncio.create_task(leave())]
     try:
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -119,7 +133,9 @@ async def _end(
         end.result()
 
 
-async def _finish(peer: RunPeer, folder: Path | None, report: Report) -> None:
+async def _finish(
+    peer: RunPeer, folder: Path | None, losses: Mapping[int, float], report: Report
+) -> None:
     await peer.loop.wait_until_over()
     if peer.loop.failure is not None:
         await peer.linger()
@@ -129,6 +145,7 @@ async def _finish(peer: RunPeer, folder: Path | None, report: Report) -> None:
         weights, digest = await peer.loop.fetch_weights()
         training, architecture = peer.resources.run, peer.resources.architecture
         await asyncio.to_thread(write_model, folder, training, architecture, weights)
+        await asyncio.to_thread(write_losses, folder, training, losses)
         facts = {"model": str(folder), "digest": digest}
     report(PeerEvent("trained", facts))
     await peer.linger()

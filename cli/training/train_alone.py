@@ -14,7 +14,7 @@ from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import quitting_at_once
 from ..terminal.reporter import Reporter
 from ..terminal.terminal import Terminal
-from .model_folder import write_model
+from .model_folder import write_losses, write_model
 
 if TYPE_CHECKING:
     from ...peer.engine.training.whole_run import WholeRun
@@ -41,10 +41,12 @@ def train_alone(options: argparse.Namespace, training: TrainingRun, out: Path) -
         _tell_start(reporter, training, whole)
         progress = "Training"
         started_at = time.monotonic()
+        losses = dict[int, float]()
         for update in whole.train(shards):
             now = time.monotonic()
             speed = training.tokens_per_update / (now - started_at)
             started_at = now
+            losses[update.number + 1] = update.loss
             cells = (
                 f"{update.number + 1}",
                 f"{update.loss:.4f}",
@@ -56,6 +58,7 @@ def train_alone(options: argparse.Namespace, training: TrainingRun, out: Path) -
                 gradient_norm=update.gradient_norm, tokens_per_second=round(speed, 1),
             )  # fmt: skip
         write_model(out, training, whole.architecture, whole.read_weights())
+        write_losses(out, training, losses)
     digest = whole.compute_weights_digest()
     lines = [f"Model: {out}", f"SHA-256 of its weights: {digest}"]
     reporter.tell("trained", lines, model=str(out), digest=digest)

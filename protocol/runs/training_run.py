@@ -76,6 +76,8 @@ class Corpus(_Table):
     ]
     sequence_length: Annotated[int, Field(ge=1, le=MAX_SEQUENCE_LENGTH)]
     """Tokens that one row predicts."""
+    entropy: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    """Nats per token, where it is known: no model has a smaller loss on text that it never saw."""
 
     @property
     def num_rows(self) -> int:

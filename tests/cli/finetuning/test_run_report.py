@@ -282,6 +282,12 @@ def test_plot_of_the_same_losses_is_the_same_file(tmp_path: Path) -> None:
     assert one == same != other
 
 
+def test_plot_shows_the_entropy_of_the_corpus(tmp_path: Path) -> None:
+    draw_losses([3.0, 2.0], {}, "a title", tmp_path / "one.svg", entropy=0.1825)
+
+    assert "entropy of the corpus, 0.182" in (tmp_path / "one.svg").read_text()
+
+
 def test_plot_of_few_losses_is_drawn(tmp_path: Path) -> None:
     draw_losses([None], {}, "nothing learned", tmp_path / "none.png")
     draw_losses([1.0], {}, "one", tmp_path / "one.png")

@@ -26,6 +26,10 @@ def test_run_becomes_a_model_of_transformers(
     model = AutoModelForCausalLM.from_pretrained(out)
     weights = {name: weight.detach() for name, weight in model.named_parameters()}
     assert digest_tensors(weights) == events[-1]["digest"]
+    losses = [str(event["loss"]) for event in events[1:3]]
+    _, _, *rows = (out / "losses.csv").read_text().splitlines()
+    assert rows == [f"1,{losses[0]},", f"2,{losses[1]},"]
+    assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_same_run_has_the_same_digest_and_prints_a_table(
