@@ -39,6 +39,8 @@ class RunEventPrinter:
                 self._print(f"SHA-256 of its weights: {facts['digest']}")
         elif event.name == "waiting_for":
             self._print(f"Waiting for {facts['what']}.")
+        elif event.name == "put_aside":
+            self._print(f"Peer {facts['member']} sent numbers that are no gradients: put aside.")
         elif event.name == "leaving":
             self._print("Leaving after this update. Press Ctrl-C again to leave at once.")
         elif event.name not in ("update", "failed"):

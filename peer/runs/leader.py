@@ -37,7 +37,7 @@ from ...protocol.runs.update_parts import (
     pack_parts,
     unpack_parts,
 )
-from ..process.config import Report
+from ..process.config import PeerEvent, Report
 from .questions import FAILURES, make_question_id
 from .run_decisions import RunDecisions
 from .waits import Waits
@@ -65,6 +65,7 @@ class Leader:
         self._decisions = decisions
         self._num_stages = num_stages
         self._pause_seconds = pause_seconds
+        self._report = report
         self._waits = Waits(report)
         self._leaving: set[MemberId] = set()
         """Members that want to leave."""
@@ -172,7 +173,12 @@ class Leader:
         if set(manifests) != set(decision.roster):
             return True  # decided meanwhile
         left = self._choose_members(decision, manifests)
-        joined = [each for each in self._joining.items() if each[0] not in decision.roster]
+        for member in _find_accused(manifests).difference(each.id for each in left):
+            self._report(PeerEvent("put_aside", {"member": member}))
+        accused = _find_accused(manifests)  # put aside until the next update
+        joined = [
+            each for each in self._joining.items() if each[0] not in {*decision.roster, *accused}
+        ]
         self._joining.clear()
         if len(left) == len(decision.members) and not joined:
             return False
@@ -186,9 +192,12 @@ class Leader:
     def _choose_members(self, decision: Decision, manifests: _Manifests) -> list[Member]:
         """Return the members that answer, and have the state that most of their stage have.
 
+        Those that others accuse are left out, too.
+
         A stage keeps its members where none answers: what they hold would be lost without them.
         """
         chosen: list[Member] = []
+        accused = _find_accused(manifests)
         for stage in range(self._num_stages):
             holders = [member for member in decision.members if member.stage == stage]
             states = {
@@ -203,7 +212,7 @@ class Leader:
                 if manifests[member.id] is not None
                 and (member.id in equal or member.id not in states)
             ]
-            chosen += good or holders
+            chosen += [one for one in good if one.id not in accused] or good or holders
         idle = {
             member
             for member in self._leaving
@@ -342,6 +351,18 @@ def _find_leaving(manifests: _Manifests) -> set[MemberId]:
     """Return the members that want to leave."""
     told = manifests.items()
     return {member for member, manifest in told if manifest is not None and manifest.is_leaving}
+
+
+def _find_accused(manifests: _Manifests) -> set[MemberId]:
+    """Return the members that others accuse."""
+    told = manifests.items()
+    return {
+        accused
+        for member, manifest in told
+        if manifest is not None
+        for accused in manifest.accused
+        if accused != member
+    }
 
 
 def _let_go(

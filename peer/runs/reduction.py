@@ -40,6 +40,8 @@ class Reducing:
         self.digest = b""
         """Of all sums of the stage; as `squared_norms`, known after `summarize`."""
         self.squared_norms: Sequence[float] = ()
+        self.accused: set[MemberId] = set()
+        """Mates that have sent numbers which are no sum of gradients."""
         self._order = order
         self._member_id = member_id
         self._members = members
@@ -105,12 +107,13 @@ class Reducing:
         question = SumFetch(make_question_id(), self.attempt, group, is_reduced, start, stop)
         num_bytes = vector.count_bytes(stop - start)
         answer = await self._members.ask(mate, question, most_bytes=num_bytes)
-        if len(answer.payload) != num_bytes:
-            raise RemoteProtocolError(f"{len(answer.payload)} bytes are not {stop - start} numbers")
         take = vector.load if is_reduced else vector.add
         try:
+            if len(answer.payload) != num_bytes:
+                raise ValueError(f"{len(answer.payload)} bytes are not {stop - start} numbers")
             await self._compute(partial(take, start, stop, answer.payload))
         except ValueError as error:
+            self.accused.add(mate)
             raise RemoteProtocolError(f"{mate} sent no sum of gradients: {error}") from None
 
     async def read(self, question: SumFetch) -> bytes | memoryview:

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ...kernels.wire_tensors import has_only_finite
 from ...protocol.errors import (
     ErrorCode,
     RefusedError,
@@ -110,6 +111,8 @@ class Stage:
         self._counted: dict[int, _Counted] = {}
         self.refused: set[int] = set()
         """Parts of the update of which we compute numbers that are not finite."""
+        self.accused: set[MemberId] = set()
+        """Members that have sent us what no honest one sends, in this update."""
         self._under_way: dict[int, asyncio.Task[_Counted]] = {}
         self._reducing: Reducing | None = None
         """The attempt that mates may read."""
@@ -197,6 +200,7 @@ class Stage:
         self.update, self.digest = self.span.update, digest
         self._counted.clear()
         self.refused.clear()
+        self.accused.clear()
         self._reducing = None
         self._reduced.clear()
         for running in self._under_way.values():
@@ -297,6 +301,9 @@ class Stage:
         grads = decode(self._run.mode, payload, self._shape)
         return self._encode_grads(part, self.span.run_backward(part, grads))
 
+    def _is_finite(self, payload: bytes | memoryview) -> bool:
+        return has_only_finite(decode(self._run.mode, payload, self._shape))
+
     def _run_loss(self, part: PartId, payload: bytes | memoryview) -> tuple[bytes, float]:
         inputs, labels = self._read_inputs(part, payload), self._read_labels(part)
         result = self.span.run_loss(part, inputs, labels)
@@ -348,9 +355,11 @@ class Stage:
             except FAILURES as failure:
                 error = failure
                 continue
-            if len(answer.payload) == len(outputs):
-                return answer.payload, passed.loss, passed.route
-            error = RemoteProtocolError(f"{mate} sent {len(answer.payload)} bytes of gradients")
+            grads = answer.payload
+            if len(grads) == len(outputs) and await self._compute(partial(self._is_finite, grads)):
+                return grads, passed.loss, passed.route
+            self.accused.add(mate)
+            error = RemoteProtocolError(f"{mate} sent other gradients, or not finite ones")
         raise UnavailableError(f"part {question.index} ended behind stage {self.index}: {error}")
 
     # Sums and state
@@ -371,6 +380,7 @@ class Stage:
             await reducing.run()
         except BaseException:
             reducing.abandon()  # mates do not wait for us
+            self.accused |= reducing.accused
             raise
         await self._compute(partial(reducing.summarize, span))
         if self.update == question.update:

@@ -178,6 +178,8 @@ class PartsCounted(Message):
     """Parts of which it computes numbers that are not finite, as bits like `parts`."""
     is_leaving: Annotated[bool, Body(7, "bool")] = False
     """Whether it wants to leave the run behind the update."""
+    accused: Annotated[tuple[MemberId, ...], Body(8, "string"), _check_members] = ()
+    """Members that have sent it numbers which no honest one sends, in this update."""
 
 
 @message(39)

@@ -23,7 +23,7 @@ from shoal.protocol.net.memory.memory_directory import MemoryDirectoryStore
 from shoal.protocol.net.memory.memory_network import MemoryNetwork
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.runs.training_run import PartId, TrainingRun
-from shoal.protocol.wire.codec import decode_frame
+from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 _LONGEST_SECONDS = 0.02
 """The longest that a pass takes, in virtual time."""
@@ -38,15 +38,21 @@ Moment = Callable[[Message], bool]
 class WatchedStream:
     """A stream of which `note` hears every message, before it is taken and after it was sent."""
 
-    def __init__(self, stream: Stream, note: Callable[[Message, bool], Awaitable[None]]) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        note: Callable[[Message, bool], Awaitable[None]],
+        change: Callable[[Message], Message],
+    ) -> None:
         self._stream = stream
         self._note = note
+        self._change = change
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     async def send(self, frame: bytes) -> None:
-        await self._stream.send(frame)
+        await self._stream.send(encode_frame(self._change(decode_frame(frame))))
         await self._note(decode_frame(frame), True)
 
     async def receive(self) -> bytes | None:
@@ -77,6 +83,8 @@ class RunSwarm:
         self._killing: list[asyncio.Task[None]] = []
         self.counted = Counter[tuple[int, PartId]]()
         """How often each part was counted by members of a stage, by its index."""
+        self.falsify: dict[str, Callable[[Message], Message]] = {}
+        """What becomes of the answers of a host."""
         self._stops: dict[str, asyncio.Event] = {}
         self._hung: dict[str, asyncio.Event] = {}
 
@@ -206,6 +214,9 @@ class RunSwarm:
             self.peers[host] = peer
             serve = network.serve_stream
 
+            def change(message: Message) -> Message:
+                return self.falsify.get(host, lambda true: true)(message)
+
             async def note_message(message: Message, is_sent: bool) -> None:
                 for entry in list(self._moments):
                     moment, at_sending, act = entry
@@ -214,7 +225,7 @@ class RunSwarm:
                         act(host)
 
             network.serve_stream = lambda stream: serve(
-                cast(Stream, WatchedStream(stream, note_message))
+                cast(Stream, WatchedStream(stream, note_message, change))
             )
             started.set_result(None)
             await peer.serve(stop.wait())

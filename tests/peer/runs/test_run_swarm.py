@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,16 @@ from virtual_time import run_virtual
 from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.peer.process.config import PeerEvent
 from shoal.protocol.errors import UsageError
+from shoal.protocol.ids import MemberId
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.runs import (
     PartPass,
     PartPassed,
+    PartsCounted,
     PartsFetch,
     Reduced,
     Reduction,
+    RunPiece,
     StateFetch,
     SumFetch,
     Vote,
@@ -105,9 +109,14 @@ def is_late(kind: type[Message], update: int = 1) -> Moment:
     return lambda message: isinstance(message, kind) and getattr(message, "update", 0) >= update
 
 
+def has_activations(message: Message) -> bool:
+    return isinstance(message, PartPass) and message.num_bytes > 0
+
+
 PHASES: dict[str, tuple[Moment, bool]] = {
     "before the forward pass": (is_late(PartPass), False),
-    "between the passes, or behind the backward one": (is_kind(PartPassed), True),
+    "behind the forward pass, which nobody answers": (has_activations, False),
+    "behind the backward pass, whose answer is lost": (is_kind(PartPassed), True),
     "as the leader asks what is counted": (is_kind(PartsFetch), False),
     "in the reduce-scatter": (is_sum(False), False),
     "in the all-gather": (is_sum(True), False),
@@ -131,6 +140,7 @@ def test_peer_may_be_killed_at_any_phase(
         await swarm.wait_for_update(1)
         swarm.do_at(moment, kill, is_sent=is_sent)
         await swarm.wait_until(lambda: bool(killed))
+        await check_counts(swarm)
 
     assert run_swarm(run, folder, scene) == quiet_digest
     assert killed
@@ -152,6 +162,34 @@ def test_peer_that_computes_other_bits_does_not_become_a_member(
     assert run_swarm(run, folder, scene) == quiet_digest
     assert complaints[0].startswith("this machine has torch ")
     assert "the same --threads" in complaints[0]
+
+
+def test_peer_may_be_killed_between_the_passes_of_its_parts(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        killed = asyncio.Event()
+
+        def kill_sender(host: str) -> None:
+            swarm.kill_soon("peer2")  # it waits for the gradients of a part that peer1 or 3 gets
+            killed.set()
+
+        await swarm.wait_for_update(1)
+        swarm.do_at(has_activations, kill_sender)
+        await killed.wait()
+        await check_counts(swarm)
+
+    assert run_swarm(run, folder, scene) == quiet_digest
+
+
+async def check_counts(swarm: RunSwarm) -> None:
+    """Check at the end that a kill has cost no more than what was under way, and that nothing is
+    missing; that each part counts once, the digest shows.
+    """
+    await swarm.finish()
+    num_parts, num_stages = swarm.run.parts_per_update, 2
+    assert len(swarm.counted) == num_stages * swarm.run.num_updates * num_parts
+    assert swarm.counted.total() - len(swarm.counted) <= num_parts
 
 
 @pytest.mark.parametrize("host", ["peer0", "peer1", "peer2"])
@@ -223,7 +261,7 @@ def test_run_waits_for_the_only_peer_of_a_stage_while_it_computes_without_end(
     async def scene(swarm: RunSwarm) -> None:
         await swarm.wait_for_update(1)
         hung = swarm.hang("peer1")
-        await asyncio.sleep(60.0)
+        await asyncio.sleep(25.0)
         hung.set()
 
     assert run_swarm(run, folder, scene, num_peers=3) == quiet_digest
@@ -308,6 +346,39 @@ def test_last_peer_of_a_stage_leaves_when_another_one_has_its_state(
         await leaving
 
     assert run_swarm(run, folder, scene, num_peers=3) == quiet_digest
+
+
+def test_peer_that_sends_nan_is_put_aside_by_name(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
+    def falsify(message: Message) -> Message:
+        if not isinstance(message, RunPiece):
+            return message
+        nan = b"\xff" * len(message.tensor.data)
+        return replace(message, tensor=replace(message.tensor, data=nan))
+
+    async def scene(swarm: RunSwarm) -> None:
+        liar = swarm.peers["peer3"].loop
+        accused: list[tuple[MemberId, ...]] = []
+
+        def hear(message: Message) -> bool:
+            if isinstance(message, PartsCounted) and message.accused:
+                accused.append(message.accused)
+                return True
+            return False
+
+        await swarm.wait_for_update(1)
+        swarm.do_at(hear, lambda host: None, is_sent=True)
+        swarm.falsify["peer3"] = falsify
+        await swarm.wait_for_update(NUM_UPDATES)
+        del swarm.falsify["peer3"]
+        assert liar.decisions is not None
+        named = [event for _, event in swarm.events if event.name == "put_aside"]
+        assert all(event.facts["member"] == liar.decisions.member_id for event in named)
+        assert named
+        assert accused == [(liar.decisions.member_id,)]
+
+    assert run_swarm(run, folder, scene) == quiet_digest
 
 
 def waits(swarm: RunSwarm, host: str) -> list[str]:

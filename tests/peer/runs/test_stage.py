@@ -1,0 +1,172 @@
+"""What a stage does with parts and sums that others ask for, or send wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_runs import open_run
+from virtual_time import VirtualClock, run_virtual
+
+from shoal.kernels.wire_tensors import encode_tensor
+from shoal.peer.runs.questions import MemberAnswer, make_question_id
+from shoal.peer.runs.run_resources import RunPeerConfig, RunResources, WatchedCompute
+from shoal.peer.runs.stage import Stage
+from shoal.protocol.errors import RefusedError, RemoteProtocolError
+from shoal.protocol.ids import MemberId
+from shoal.protocol.messages.runs import (
+    PartPass,
+    PartPassed,
+    Question,
+    Reduced,
+    Reduction,
+    SumFetch,
+    Sums,
+)
+from shoal.protocol.runs.commits import Commit
+from shoal.protocol.runs.update_parts import pack_parts
+
+OWN, LIAR, MATE = (MemberId(name) for name in ("own/1", "liar/2", "mate/3"))
+SHAPE = (2, 16, 32)
+INPUTS = torch.full(SHAPE, 0.5)
+
+
+class Others:
+    """The other members, which answer as a test says."""
+
+    def __init__(self, answer: Callable[[MemberId, Question], MemberAnswer] | None) -> None:
+        self._answer = answer
+
+    async def ask(
+        self, member: MemberId, question: Question, payload: Any = b"", most_bytes: int = 0
+    ) -> MemberAnswer:
+        assert self._answer is not None
+        return self._answer(member, question)
+
+
+def with_stage(
+    folder: Path,
+    index: int,
+    scene: Callable[[Stage], Awaitable[None]],
+    answer: Callable[[MemberId, Question], MemberAnswer] | None = None,
+) -> None:
+    """Build a stage of a run of two, and let something happen to it."""
+    run, _ = open_run(folder)
+
+    async def compute(function: Callable[[], Any]) -> Any:
+        return function()
+
+    async def main() -> None:
+        watched = WatchedCompute(compute, VirtualClock(), 10.0)
+        resources = RunResources.open(RunPeerConfig(run, folder), watched)
+        stage = await Stage.build(
+            resources, index, OWN, Others(answer), lambda index: [OWN, LIAR, MATE][1 - index :]
+        )
+        await scene(stage)
+
+    run_virtual(main())
+
+
+def make_pass(update: int = 0, index: int = 0) -> PartPass:
+    return PartPass(make_question_id(), INPUTS.nbytes, update, index, last_stage=1)
+
+
+@pytest.mark.parametrize(
+    ("question", "inputs", "complaint"),
+    [
+        (make_pass(), INPUTS[:, :8], "2048 bytes are no activations of part 0"),
+        (make_pass(), INPUTS / 0, "the hidden states are not finite"),
+        (make_pass(index=9), INPUTS, "an update has no part 9"),
+    ],
+)
+def test_wrong_part_is_refused_and_not_counted(
+    tmp_path: Path, question: PartPass, inputs: torch.Tensor, complaint: str
+) -> None:
+    async def scene(stage: Stage) -> None:
+        with pytest.raises(RefusedError, match=complaint):
+            await stage.pass_part(question, encode_tensor(inputs.contiguous()))
+        assert not stage.counted
+        assert not stage.refused
+
+    with_stage(tmp_path, 1, scene)
+
+
+def test_replayed_part_is_counted_once_and_a_zombie_of_an_old_update_refused(
+    tmp_path: Path,
+) -> None:
+    async def scene(stage: Stage) -> None:
+        for index in (0, 1):
+            await stage.pass_part(make_pass(index=index), encode_tensor(INPUTS))
+        sums = {name: total.units.clone() for name, total in stage.span.sums.items()}
+
+        await stage.pass_part(make_pass(), encode_tensor(INPUTS * 1000))
+
+        assert all(sums[name].equal(total.units) for name, total in stage.span.sums.items())
+        with pytest.raises(RefusedError, match="other parts are counted here"):
+            await stage.reduce(order_sums({0, 1, 2}))
+        reduced = (await stage.reduce(order_sums({0, 1}))).check_kind(Reduced)
+        assert await stage.apply(
+            Commit(
+                update=1,
+                sums=("0" * 64, reduced.digest.hex()),
+                squared_norm=1.0,
+                compute_class="0" * 64,
+            )
+        )
+        with pytest.raises(RefusedError, match="update 0 is over, 1 is under way"):
+            await stage.pass_part(make_pass(index=2), encode_tensor(INPUTS))
+        assert not stage.counted
+
+    with_stage(tmp_path, 1, scene)
+
+
+def order_sums(parts: set[int], *mates: MemberId) -> Reduction:
+    return Reduction(make_question_id(), 0, bytes(16), pack_parts(parts), (OWN, *mates))
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda numbers: numbers * float("nan"),
+        lambda numbers: numbers + 0.5,
+        lambda numbers: numbers + 2.0**53,
+        lambda numbers: numbers[1:],
+    ],
+)
+def test_numbers_that_are_no_sum_of_gradients_are_refused_by_name(
+    tmp_path: Path, lie: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    def answer(member: MemberId, question: Question) -> MemberAnswer:
+        assert isinstance(question, SumFetch)
+        numbers = lie(torch.zeros(question.stop - question.start, dtype=torch.float64))
+        data = numbers.numpy().tobytes()
+        return MemberAnswer(Sums(question.question, len(data)), data)
+
+    async def scene(stage: Stage) -> None:
+        with pytest.raises(RemoteProtocolError, match="liar/2 sent no sum of gradients"):
+            await stage.reduce(order_sums(set(), LIAR))
+        assert stage.accused == {LIAR}
+
+    with_stage(tmp_path, 1, scene, answer)
+
+
+@pytest.mark.parametrize("lie", [INPUTS[:, :8], INPUTS / 0])
+def test_wrong_gradients_of_a_mate_are_asked_of_another_one(
+    tmp_path: Path, lie: torch.Tensor
+) -> None:
+    def answer(member: MemberId, question: Question) -> MemberAnswer:
+        data = encode_tensor(lie.contiguous() if member == LIAR else torch.zeros(SHAPE))
+        passed = PartPassed(question.question, len(data), 1.0, (member,))
+        return MemberAnswer(passed, data)
+
+    async def scene(stage: Stage) -> None:
+        question = replace(make_pass(), num_bytes=0, route=(LIAR,))
+        answered = await stage.pass_part(question, b"")
+        assert answered.check_kind(PartPassed).route == (OWN, MATE)
+        assert stage.accused == {LIAR}
+
+    with_stage(tmp_path, 0, scene, answer)
