@@ -80,13 +80,12 @@ def encode_length(number: int) -> bytes:
 
 
 def read_peak_bytes(pid: int) -> int:
-    """Return the most memory that a process has had."""
-    (line,) = (
-        line
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        if line.startswith("VmHWM")
-    )
-    return int(line.split()[1]) * 1024
+    """Return the most memory that a process has had; 0 where it has ended."""
+    with contextlib.suppress(FileNotFoundError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 async def handle_at_once(question: bytes, _: object) -> bytes:
@@ -114,22 +113,20 @@ async def test_p2pd_ends_rather_than_take_all_memory_for_what_strangers_promise(
         peer_id, process = PeerId(str(victim.peer_id)), child_of(victim)
         assert resource.prlimit(process.pid, resource.RLIMIT_DATA)[0] == MAX_DATA_BYTES
         resource.prlimit(process.pid, resource.RLIMIT_DATA, (LESS_DATA_BYTES, LESS_DATA_BYTES))
-        opened: list[asyncio.StreamWriter] = []
-        peak_bytes = 0
-        with contextlib.suppress(ShoalError):
+        num_opened = peak_bytes = 0
+        with contextlib.ExitStack() as opened, contextlib.suppress(ShoalError):
             for number in range(MOST_STREAMS):
                 _, writer = await open_byte_stream(stranger, peer_id, PROTOCOL)
-                opened.append(writer)
+                opened.callback(lambda writer=writer: writer.transport.abort())
                 writer.write(encode_length(MAX_MESSAGE_BYTES))
-                if number % 100 == 0:
-                    peak_bytes = max(peak_bytes, read_peak_bytes(process.pid))
-        for writer in opened:
-            writer.transport.abort()
+                num_opened += 1
+                if number % 100 == 0 and (found := read_peak_bytes(process.pid)):
+                    peak_bytes = found
 
         async with asyncio.timeout(PATIENCE_SECONDS):
             await process.wait()
 
-    assert len(opened) < MOST_STREAMS
+    assert num_opened < MOST_STREAMS
     assert 0 < peak_bytes < LESS_DATA_BYTES
 
 

@@ -67,6 +67,8 @@ _logger = logging.getLogger(__name__)
 
 _START_SECONDS = 20.0  # p2pd gives its initial peers 5 s; the rest is for a busy machine
 _STOP_SECONDS = 2.0
+_NOT_CONNECTED = "bootstrap peers"
+"""p2pd's words where an initial peer does not respond, or is another one."""
 _SOCKETS = Path("/tmp")  # hivemind's choice
 _MADE_SECONDS = 60.0
 _NEWS_SECONDS = 0.2  # after which asyncio knows that p2pd has ended
@@ -303,7 +305,15 @@ async def _start(
 ) -> P2P:
     """Start p2pd. It ends by itself when our end of its socket closes, as in a kill -9 of us."""
     try:
+        try:
+            return await _start_process(initial_peers, identity, options)
+        except P2PDaemonError as error:
+            if _NOT_CONNECTED not in str(error):
+                raise
+        # p2pd gives an initial peer 5 s to answer; a busy one may need them for itself.
         return await _start_process(initial_peers, identity, options)
+    except P2PDaemonError as error:
+        raise _translate(error, initial_peers, options) from error
     except (ConnectionError, EOFError) as error:  # between its first word and its first answer
         raise P2pdEndedError(_ENDED) from error
     except OSError as error:  # no room for its files, no descriptors
@@ -347,8 +357,6 @@ async def _start_process(
             with suppress(Exception):  # whatever a start that nobody waits for comes to
                 await stop_p2pd(await starting)
             raise
-        except P2PDaemonError as error:
-            raise _translate(error, initial_peers, options) from error
 
 
 _read_answers = cast(Any, ControlClient)._read_from_persistent_conn
@@ -415,8 +423,8 @@ def _translate(
     texts = ", ".join(peer.text for peer in initial_peers)
     if "failed to listen" in str(error):
         return UsageError(f"cannot listen on {options['host_maddrs'][0]}: {error}")
-    if "bootstrap peers" in str(error):
-        return NobodyAnswersError(
+    if _NOT_CONNECTED in str(error):
+        return DirectoryError(
             "the program that accepts connections there is not the peer that the address names, "
             f"or does not respond: {texts}"
         )
