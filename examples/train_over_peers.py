@@ -101,7 +101,7 @@ def write_stories(folder: Path, seed: int) -> None:
     """Write the run and its corpus."""
     from story_run import write_run
 
-    write_run(folder, seed, parts=4, length=64)
+    write_run(folder, seed, parts=4, length=32)
 
 
 def train_alone(folder: Path, left_out: tuple[int, int] | None) -> str:
