@@ -33,7 +33,8 @@ ClientToken = NewType("ClientToken", bytes)
 or none. No proof of anything: knowing it is being it, so each peer is told another one."""
 
 RunId = NewType("RunId", str)
-"""The SHA-256 of what a training run consists of, 64 hexadecimal digits."""
+"""The SHA-256 of the record of a training run, which its owner has signed: 64 hexadecimal
+digits."""
 
 Capability = NewType("Capability", bytes)
 """The right to push steps into one session: 16 random bytes that the client gives to the peer

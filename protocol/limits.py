@@ -57,6 +57,9 @@ MAX_ADAPTER_CONFIG_BYTES = 2**14
 MAX_RUN_MEMBERS = 256
 """Members of one training run, in all its stages."""
 
+MAX_RUN_RECORD_BYTES = 2**20
+"""The signed record of one run: enough for the shards of a large corpus."""
+
 MAX_STAGES = 64
 """Stages of one training run."""
 

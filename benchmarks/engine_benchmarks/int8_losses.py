@@ -28,10 +28,12 @@ from shoal.models.token_shards import TokenShards
 from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.peer.runs.run_peer import RunPeer
 from shoal.peer.runs.run_resources import RunPeerConfig, make_compute
+from shoal.protocol.identity import Identity
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.memory.loopback import LoopbackNetwork
 from shoal.protocol.net.memory.memory_directory import MemoryDirectoryStore
 from shoal.protocol.net.memory.memory_network import MemoryNetwork
+from shoal.protocol.runs.run_record import sign_run
 from shoal.protocol.runs.training_run import PartId, TrainingRun
 
 _NUM_PEERS = 4
@@ -44,9 +46,10 @@ async def _train_int8(run: TrainingRun, folder: Path) -> dict[str, Tensor]:
     network, store, clock = LoopbackNetwork(), MemoryDirectoryStore(), SystemClock()
     weights = asyncio.get_running_loop().create_future()
     over = asyncio.Event()
+    record = sign_run(Identity.generate(), run)
 
     async def serve(number: int) -> None:
-        config = RunPeerConfig(run, folder, number % 2, number == 0, pause_seconds=0.02)
+        config = RunPeerConfig(record, folder, number % 2, number == 0, pause_seconds=0.02)
         host = MemoryNetwork(network, store, clock, f"peer{number}")
         async with RunPeer.join(config, host, clock, compute=compute) as peer:
 

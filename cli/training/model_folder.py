@@ -24,7 +24,11 @@ def write_model(
     """
     from safetensors.torch import save_file
 
-    config = {"architectures": [architecture], **training.model, "dtype": "float32"}
+    from ...models.shells.shell_opening import UNSAFE_FIELDS
+
+    # Whoever wrote the run must not choose code that transformers downloads with this folder.
+    model = {name: value for name, value in training.model.items() if name not in UNSAFE_FIELDS}
+    config = {"architectures": [architecture], **model, "dtype": "float32"}
     contiguous = {name: weight.contiguous() for name, weight in weights.items()}
     write_files(
         folder,

@@ -26,7 +26,8 @@ class RunEventPrinter:
     def __call__(self, event: PeerEvent) -> None:
         facts = event.facts
         if event.name == "online":
-            self._print(f"Training run {str(facts['run_id'])[:16]}…", "")
+            self._print(f"Training run {facts['name']} of {facts['owner']},")
+            self._print(f"id {facts['run_id']}", "")
             self._print(_LINE.format("update", "loss", "gradient norm", "peers"))
         elif event.name == "update" and facts["update"]:
             loss, norm = facts["loss"], facts["gradient_norm"]

@@ -13,16 +13,16 @@ import uvloop
 from ...peer.process.config import PeerEvent, Report
 from ...peer.process.identity_file import hold_identity
 from ...protocol.errors import ErrorCode, RefusedError, UsageError
+from ...protocol.runs.run_record import RunRecord
 from ..options.serve_options import make_network
-from ..terminal.heavy_imports import importing_much
-from ..terminal.interrupts import INTERRUPTED, quitting_at_once, stop_on_sigterm
-from ..terminal.signalled import run_until_signalled
+from ..terminal.interrupts import INTERRUPTED, stop_on_sigterm
+from ..terminal.signalled import RunPeerUntil, run_until_signalled
 from .model_folder import write_losses, write_model
+from .run_choice import choose_record, load_own_run, make_config
 from .run_events import choose_report
 from .run_file import load_run
 from .train_alone import train_alone
 from .train_options import add_peer_arguments, is_peer
-from .train_plan import check_memory
 
 if TYPE_CHECKING:
     from ...peer.runs.run_peer import RunPeer
@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal train`."""
-    parser.add_argument("run_file", metavar="RUN", type=Path, help="run file (TOML)")
+    parser.add_argument(
+        "run_file", metavar="RUN", type=Path,
+        help="run file (TOML); with --join, also the name or id of a run",
+    )  # fmt: skip
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER",
         help="output folder for the model, in transformers' format; a peer of a run with others "
@@ -47,63 +50,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train a run in this process, or a stage of it with others."""
-    training = load_run(options.run_file)
     if options.threads < 1:
         raise UsageError(f"--threads must be at least 1, not {options.threads}")
     out: Path | None = options.out
     if out is not None and out.exists() and not out.is_dir():
         raise UsageError(f"{out} is no folder")
-    if not is_peer(options):
-        if out is None:
-            raise UsageError(
-                "give --out FOLDER to train in this process, or --new-swarm or --join CODE to "
-                "train with others"
-            )
-        return train_alone(options, training, out)
-    num_stages = len(training.stage_borders) + 1
-    if options.stage is not None and not 0 <= options.stage < num_stages:
-        raise UsageError(f"--stage: the run has stages 0 to {num_stages - 1}, not {options.stage}")
+    if is_peer(options):
+        return _train_together(options)
+    training = load_run(options.run_file)
+    if out is None:
+        raise UsageError(
+            "give --out FOLDER to train in this process, or --new-swarm or --join CODE to train "
+            "with others"
+        )
+    return train_alone(options, training, out)
+
+
+def _train_together(options: argparse.Namespace) -> int:
+    """Train a stage of a run that begins here, or of one that others have begun."""
+    training = load_own_run(options)
     network = make_network(options)
-    report = choose_report(options.json)
-    with quitting_at_once(options.json), importing_much():  # seconds of torch
-        check_memory(training, options.stage)
-        from torch import set_num_threads
-
-        from ...peer.runs.run_peer import RunPeer
-        from ...peer.runs.run_resources import RunPeerConfig
-
-    set_num_threads(options.threads)  # of sums and digests too, not only of passes
-    config = RunPeerConfig(
-        training,
-        options.corpus or options.run_file.parent,
-        options.stage,
-        founds_run=options.new_swarm,
-        num_threads=options.threads,
-        announce_period_seconds=options.announce_period,
-        silence_seconds=options.silence,
-        linger_seconds=options.linger,
-    )
-
+    clock = network.clock
+    records = list[RunRecord]()
     losses = dict[int, float]()
+    with hold_identity(options.identity) as identity:
 
-    async def train(stop: asyncio.Event, tell: Report) -> None:
-        def report(event: PeerEvent) -> None:
-            if event.name == "update":
-                losses[int(str(event.facts["update"]))] = float(str(event.facts["loss"]))
-            tell(event)
+        async def choose(stop: asyncio.Event, report: Report) -> None:
+            records.append(await choose_record(options, training, identity, network, clock, report))
 
-        with hold_identity(options.identity) as identity:
-            joining = RunPeer.join(config, network, network.clock, report, identity=identity)
+        _run(options, choose)
+        if not records:
+            return INTERRUPTED
+        (record,) = records
+        config = make_config(options, record)
+        from ...peer.runs.run_peer import RunPeer
+
+        async def train(stop: asyncio.Event, tell: Report) -> None:
+            def report(event: PeerEvent) -> None:
+                if event.name == "update":
+                    losses[int(str(event.facts["update"]))] = float(str(event.facts["loss"]))
+                tell(event)
+
+            joining = RunPeer.join(config, network, clock, report, identity=identity)
             async with joining as peer:
-                report(PeerEvent("online", {"run_id": training.run_id}))
+                facts = {"name": record.run.name, "owner": record.owner, "run_id": record.run_id}
+                report(PeerEvent("online", facts))
                 may_drain = not options.end_with_stdin  # nobody is there to hurry it
                 await peer.serve(_end(peer, options.out, losses, stop, may_drain, report))
                 if peer.loop.failure is not None:
                     raise RefusedError(ErrorCode.BAD_VALUES, peer.loop.failure)
 
+        return 0 if _run(options, train) else INTERRUPTED
+
+
+def _run(options: argparse.Namespace, work: RunPeerUntil) -> bool:
+    """Do something until it ends, or a signal ends it; return whether the peer was online."""
+    report = choose_report(options.json)
     with stop_on_sigterm(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        was_online = runner.run(run_until_signalled(train, report, options.end_with_stdin))
-    return 0 if was_online else INTERRUPTED
+        return runner.run(run_until_signalled(work, report, options.end_with_stdin))
 
 
 async def _end(

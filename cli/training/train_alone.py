@@ -69,13 +69,10 @@ def _tell_start(reporter: Reporter, training: TrainingRun, whole: WholeRun) -> N
     stages = [str(stage.span) for stage in whole.stages]
     part = f"{training.rows_per_part} x {training.corpus.sequence_length} tokens"
     lines = [
-        f"Run {training.name}, id {training.run_id[:16]}…: {count_of(len(stages), 'stage')} of "
-        f"blocks {', '.join(stages)}",
+        f"Run {training.name}: {count_of(len(stages), 'stage')} of blocks {', '.join(stages)}",
         f"{count_of(training.num_updates, 'update')} of "
         f"{count_of(training.parts_per_update, 'part')} of {part}",
         "",
         _LINE.format("update", "loss", "gradient norm", "tokens/s"),
     ]
-    reporter.tell(
-        "run", lines, run_id=training.run_id, stages=stages, num_updates=training.num_updates
-    )
+    reporter.tell("run", lines, name=training.name, stages=stages, num_updates=training.num_updates)

@@ -17,6 +17,15 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         "--new-swarm", action="store_true",
         help="begin the run in a new swarm, which others join, and print its join code",
     )  # fmt: skip
+    parser.add_argument(
+        "--new-run", action="store_true",
+        help="begin the run in the swarm that --join or --initial-peers names",
+    )  # fmt: skip
+    parser.add_argument(
+        "--admit", action="append", default=[], metavar="PEER_ID",
+        help="let this peer take part in the run that begins here, beside its owner; may be "
+        "repeated (default: whoever the swarm admits)",
+    )  # fmt: skip
     add_join_arguments(parser, "join the swarm of the peer at this address", swarm)
     parser.add_argument(
         "--stage", type=int, metavar="N",
@@ -46,4 +55,4 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
 
 def is_peer(options: argparse.Namespace) -> bool:
     """Return whether the options ask for a run with others."""
-    return bool(options.new_swarm or options.join or options.initial_peers)
+    return bool(options.new_swarm or options.new_run or options.join or options.initial_peers)

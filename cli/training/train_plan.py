@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     reporter.tell(
         "plan",
         lines,
-        run_id=training.run_id,
+        name=training.name,
         tokens_per_update=training.tokens_per_update,
         tokens_per_second_of_one_peer=round(speed, 1),
         stages=[

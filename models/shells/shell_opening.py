@@ -29,7 +29,7 @@ from .shell_calls import gives_blocks_the_same_alone
 from .step_cache import CACHE_NAME, CacheShape, OtherStateError, Shapes, StepCache
 from .tables import TableError, count_table_bytes, fill_tables, has_tables
 
-_UNSAFE_FIELDS = frozenset(
+UNSAFE_FIELDS = frozenset(
     {
         "auto_map",
         "attn_implementation",
@@ -269,7 +269,7 @@ def _check_parts(shell: Shell) -> list[str]:
 def _build(name: str, config: Mapping[str, object]) -> Any:
     if name not in CONFIG_MAPPING:
         raise _UnfitError("transformers does not know it")
-    fields = {name: value for name, value in config.items() if name not in _UNSAFE_FIELDS}
+    fields = {name: value for name, value in config.items() if name not in UNSAFE_FIELDS}
     try:
         check_bounds(fields)
         model_config = CONFIG_MAPPING[name].from_dict(fields)

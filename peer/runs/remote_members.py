@@ -9,7 +9,7 @@ from ...protocol.errors import (
     SilentError,
     UnavailableError,
 )
-from ...protocol.ids import MODEL_ID_CHARACTERS, MemberId, ModelId, PeerId, RunId, SessionId
+from ...protocol.ids import MemberId, PeerId, SessionId
 from ...protocol.messages.fields import Message
 from ...protocol.messages.runs import (
     BytesReader,
@@ -31,6 +31,7 @@ from ...protocol.net.network import Presence
 from ...protocol.net.transport import Stream
 from ...protocol.records.announcements import Announcement
 from ...protocol.runs.deadlines import UsualTimes
+from ...protocol.runs.run_record import RunRecord
 from ...protocol.wire.codec import check_kind, encode_frame, read_answer
 from .questions import AnswerMember, MemberAnswer, make_question_id
 
@@ -44,11 +45,6 @@ _FRESH_SECONDS = 30.0
 """How old a reading of the directory may be: where a member listens hardly ever changes."""
 
 
-def make_run_model_id(run_id: RunId) -> ModelId:
-    """Return under which model the members of a run announce themselves."""
-    return ModelId(run_id[:MODEL_ID_CHARACTERS])
-
-
 class RemoteMembers:
     """The members of a run: this process itself, and those that announce the run.
 
@@ -60,7 +56,7 @@ class RemoteMembers:
     def __init__(
         self,
         own: MemberId,
-        run_id: RunId,
+        record: RunRecord,
         presence: Presence,
         clock: Clock,
         silence_seconds: float,
@@ -68,7 +64,7 @@ class RemoteMembers:
         self.answer_here: AnswerMember | None = None
         """Answers questions to ourselves."""
         self._own = own
-        self._run_id = run_id
+        self._record = record
         self._presence = presence
         self._clock = clock
         self._silence_seconds = silence_seconds
@@ -157,13 +153,14 @@ class RemoteMembers:
             await stream.close()
 
     async def list_peers(self) -> list[Announcement]:
-        """Return the other peers that announce the run. Raises DirectoryError."""
-        found = await self._presence.directory.lookup(make_run_model_id(self._run_id))
-        return [peer for peer in found if peer.peer_id != self._presence.identity.peer_id]
+        """Return the other peers that announce the run and may. Raises DirectoryError."""
+        own, admits = self._presence.identity.peer_id, self._record.admits
+        found = await self._presence.directory.lookup(self._record.model_id)
+        return [peer for peer in found if peer.peer_id != own and admits(peer.peer_id)]
 
     async def _dial(self, member: MemberId) -> Stream:
         peer_id = find_peer_id(member)
-        model_id = make_run_model_id(self._run_id)
+        model_id = self._record.model_id
         for max_age_seconds in (_FRESH_SECONDS, 0.0):
             for peer in await self._presence.directory.lookup(model_id, max_age_seconds):
                 if peer.peer_id == peer_id:
@@ -181,7 +178,7 @@ class RemoteMembers:
                 if welcome.peer_id != peer.peer_id:
                     raise UnavailableError(f"another peer answers for {name}")
                 hello = make_run_hello(
-                    make_question_id(), self._presence.identity, welcome.nonce, self._run_id,
+                    make_question_id(), self._presence.identity, welcome.nonce, self._record.run_id,
                     self._own, peer.peer_id, receiver,
                 )  # fmt: skip
                 await stream.send(encode_frame(hello))

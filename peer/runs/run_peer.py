@@ -20,7 +20,7 @@ from ..engine.training.numerics_class import compute_class_digest
 from ..process.config import PeerEvent, Report, ignore
 from ..streams.service import Service, StreamHandler
 from ..streams.stream_host import MAX_PENDING_BYTES, PendingBytes, StreamHost
-from .remote_members import RemoteMembers, make_run_model_id
+from .remote_members import RemoteMembers
 from .run_resources import Compute, RunPeerConfig, RunResources, WatchedCompute, make_compute
 from .run_workload import RunWorkload
 from .training_loop import TrainingLoop
@@ -84,7 +84,7 @@ class RunPeer:
             report(PeerEvent("directory", dict(presence.addresses.facts)))
             member_id = MemberId(f"{identity.peer_id}/{incarnation or secrets.token_hex(8)}")
             members = RemoteMembers(
-                member_id, config.run.run_id, presence, clock, config.silence_seconds
+                member_id, config.record, presence, clock, config.silence_seconds
             )
             stack.push_async_callback(members.close)
             loop = TrainingLoop(member_id, resources, compute_class, members, clock, report)
@@ -143,7 +143,7 @@ def _describe(
     stage = None if loop.decisions is None else loop.decisions.stage
     return Announcement(
         peer_id=presence.identity.peer_id,
-        model_id=make_run_model_id(config.run.run_id),
+        model_id=config.record.model_id,
         num_blocks=len(resources.whole),
         span=resources.whole if stage is None else spans[stage],
         state=state,
@@ -157,6 +157,7 @@ def _describe(
         issued_at=now,
         expires_at=now + LIFETIME_PERIODS * config.announce_period_seconds,
         takes_passes=False,
+        model_name=config.record.model_name,
     )
 
 
@@ -168,10 +169,10 @@ def _make_service(
     clock: Clock,
 ) -> tuple[Service, RunWorkload]:
     changed = asyncio.Event()
-    run_id = resources.run.run_id
+    record = resources.config.record
     host = StreamHost(
         peer_id=presence.identity.peer_id,
-        model_id=make_run_model_id(run_id),
+        model_id=record.model_id,
         span=resources.whole,
         clock=clock,
         idle_seconds=_IDLE_SECONDS,
@@ -180,7 +181,7 @@ def _make_service(
         knows_members=True,
     )
     workload = RunWorkload(
-        run_id, member_id, loop.answer, loop.find_input_bytes, changed.set,
+        record, member_id, loop.answer, loop.find_input_bytes, changed.set,
         lambda: resources.compute.is_late,
     )  # fmt: skip
     return Service(host, [workload], _MAX_STREAMS, changed), workload

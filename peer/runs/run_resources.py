@@ -15,6 +15,7 @@ from ...models.shells.shell_opening import open_shell
 from ...models.token_shards import TokenShards
 from ...protocol.net.clock import Clock
 from ...protocol.runs.deadlines import UsualTimes
+from ...protocol.runs.run_record import RunRecord
 from ...protocol.runs.training_run import TrainingRun
 from ...protocol.spans import Span
 from ..engine.training.numerics import describe_machine
@@ -28,7 +29,7 @@ Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 class RunPeerConfig:
     """Settings of a peer that trains."""
 
-    run: TrainingRun
+    record: RunRecord
     corpus_folder: Path
     stage: int | None = None
     """The stage to hold; None: the one that needs a member most."""
@@ -44,6 +45,11 @@ class RunPeerConfig:
     """How long to stay behind the last update: others may need our state."""
     pause_seconds: float = 0.2
     """How long to wait before looking again whether there is something to do."""
+
+    @property
+    def run(self) -> TrainingRun:
+        """The run that is trained."""
+        return self.record.run
 
 
 class WatchedCompute:

@@ -14,12 +14,14 @@ from ...protocol.errors import (
     UnavailableError,
 )
 from ...protocol.fair_share import BUSY_SECONDS
-from ...protocol.ids import MemberId, RunId, SessionId
+from ...protocol.ids import MemberId, SessionId
 from ...protocol.messages.fields import Message
 from ...protocol.messages.runs import (
     BytesReader,
     PartPass,
     Question,
+    RunFetch,
+    RunFollows,
     RunHello,
     RunPiece,
     RunWelcome,
@@ -27,20 +29,21 @@ from ...protocol.messages.runs import (
     cut_bytes,
     find_peer_id,
 )
+from ...protocol.runs.run_record import RunRecord
 from ...protocol.wire.codec import encode_frame
 from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork
 from ..streams.service import Workload
-from .questions import AnswerMember
+from .questions import AnswerMember, MemberAnswer
 
 _ROOM_SECONDS = 60.0
 
 
 class RunWorkload(Workload):
-    """Leads the questions of other members to `answer`."""
+    """Leads the questions of other members to `answer`, and shows the record of the run."""
 
     def __init__(
         self,
-        run_id: RunId,
+        record: RunRecord,
         member_id: MemberId,
         answer: AnswerMember,
         find_input_bytes: Callable[[MemberId], int],
@@ -50,7 +53,7 @@ class RunWorkload(Workload):
         """`find_input_bytes` says how many bytes a part of a member may bring. `is_late`: nobody is
         to wait for us any more.
         """
-        self.run_id = run_id
+        self.record = record
         self.member_id = member_id
         self.answer = answer
         self.find_input_bytes = find_input_bytes
@@ -80,7 +83,7 @@ class _RunStreamWork(StreamWork):
         self._workload = workload
         self._stream = stream
         self._keep_alive = KeepAlive(stream.answers, lambda: None if workload.is_late() else 0.0)
-        self._question: Question | None = None
+        self._question: Question | RunFetch | None = None
         self._reader: BytesReader | None = None
         self._task: asyncio.Task[None] | None = None
         self._sender: MemberId | None = None
@@ -90,6 +93,7 @@ class _RunStreamWork(StreamWork):
     def handlers(self) -> Mapping[type[Message], Handler]:
         return {
             RunHello: self._greet,
+            RunFetch: self._begin,
             **dict.fromkeys(get_args(Question), self._begin),
             RunPiece: self._take,
         }
@@ -109,31 +113,41 @@ class _RunStreamWork(StreamWork):
 
     def _greet(self, hello: RunHello) -> None:
         """Take somebody for the member that it shows to be. Raises RefusedError where it looks for
-        another one than us.
+        another one than us, or where the run does not admit it.
         """
         if self._sender is not None:
             raise RemoteProtocolError("a member says who it is once")
         work = self._workload
         check_run_hello(hello, self._stream.nonce, find_peer_id(work.member_id))
-        if hello.run_id.hex() != work.run_id or hello.receiver not in (None, work.member_id):
+        if hello.run_id.hex() != work.record.run_id or hello.receiver not in (None, work.member_id):
             raise RefusedError(ErrorCode.WRONG_MODEL, "another member of a run is looked for")
+        if not work.record.admits(find_peer_id(hello.sender)):
+            detail = "the owner of the run does not admit this peer"
+            raise RefusedError(ErrorCode.NOT_A_MEMBER, detail)
         self._sender = hello.sender
         self._stream.touch()
         self._stream.answers.say(RunWelcome(hello.question))
 
-    def _begin(self, question: Question) -> None:
+    def _begin(self, question: Question | RunFetch) -> None:
         """Take a question, and what follows it. Raises RemoteProtocolError during another one."""
         if self._task is not None or self._question is not None:
             raise RemoteProtocolError("a stream takes one question of a run at a time")
-        if self._sender is None:
-            raise RemoteProtocolError("a member of a run has to say first who it is")
+        num_bytes = 0 if isinstance(question, RunFetch) else self._check_sender(question)
         self._stream.touch()
-        num_bytes = question.num_bytes if isinstance(question, PartPass) else 0
-        if num_bytes not in (0, self._workload.find_input_bytes(self._sender)):
-            raise RefusedError(ErrorCode.BAD_VALUES, f"{num_bytes} bytes are no activations here")
         self._question = question
         self._reader = BytesReader(question.question, num_bytes)
         self._go_on()
+
+    def _check_sender(self, question: Question) -> int:
+        """Return how many bytes follow a question. Raises RemoteProtocolError or RefusedError where
+        who asks may not.
+        """
+        if self._sender is None:
+            raise RemoteProtocolError("a member of a run has to say first who it is")
+        num_bytes = question.num_bytes if isinstance(question, PartPass) else 0
+        if num_bytes not in (0, self._workload.find_input_bytes(self._sender)):
+            raise RefusedError(ErrorCode.BAD_VALUES, f"{num_bytes} bytes are no activations here")
+        return num_bytes
 
     def _take(self, piece: RunPiece) -> None:
         if self._reader is None or self._question is None:
@@ -150,7 +164,8 @@ class _RunStreamWork(StreamWork):
         if not reader.is_complete:
             return
         self._question = self._reader = None
-        self._keep_alive.begin(question.question)
+        if not isinstance(question, RunFetch):  # that is answered at once
+            self._keep_alive.begin(question.question)
         self._workload.note(1)
         self._task = self._stream.begin(self._answer(question, reader.read()))
         self._task.add_done_callback(self._finish)
@@ -160,12 +175,16 @@ class _RunStreamWork(StreamWork):
         self._keep_alive.stop()
         self._workload.note(-1)
 
-    async def _answer(self, question: Question, payload: bytes) -> None:
+    async def _answer(self, question: Question | RunFetch, payload: bytes) -> None:
         question_id: SessionId = question.question
         answers = self._stream.answers
-        assert self._sender is not None  # or nothing was begun
         try:
-            answer = await self._workload.answer(question, payload, self._sender)
+            if isinstance(question, RunFetch):
+                document = self._workload.record.document
+                answer = MemberAnswer(RunFollows(question_id, len(document)), document)
+            else:
+                assert self._sender is not None  # or nothing was begun
+                answer = await self._workload.answer(question, payload, self._sender)
             self._keep_alive.stop()
             answers.say(answer.message)
             for piece in cut_bytes(question_id, answer.payload):

@@ -305,7 +305,9 @@ class TrainingLoop:
         config = self._config
         if self.decisions is None and config.founds_run:
             stage = config.stage or 0
-            self._begin(found_run(config.run, self._member_id, stage, self._compute_class))
+            self._begin(
+                found_run(config.record.run_id, self._member_id, stage, self._compute_class)
+            )
             return
         try:
             peers = await self._members.list_peers()

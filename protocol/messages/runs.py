@@ -117,6 +117,26 @@ class RunWelcome(Message):
     question: HeaderSession
 
 
+@message(50)
+class RunFetch(Message):
+    """Somebody asks for the record of the run that the receiver trains; `RunFollows` answers.
+
+    No `RunHello` comes before it: one who joins has to know the run first.
+    """
+
+    question: HeaderSession
+
+
+@message(51)
+class RunFollows(Message):
+    """The record follows, of `num_bytes`: see `protocol/runs/run_record.py`."""
+
+    question: HeaderSession
+    num_bytes: Annotated[
+        int, Header("position"), _below(limits.MAX_RUN_RECORD_BYTES + 1, "number of bytes")
+    ]
+
+
 @message(35)
 class PartPass(Message):
     """Run a part forward and backward from the receiver's stage on; `PartPassed` answers.

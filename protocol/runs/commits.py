@@ -7,10 +7,9 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import RemoteProtocolError
-from ..ids import MemberId
+from ..ids import MemberId, RunId
 from ..limits import MAX_PARTS, MAX_STAGES, MAX_UPDATES
 from .decisions import DIGEST_BYTES, Decision, Member
-from .training_run import TrainingRun
 
 _Digest = Annotated[str, Field(pattern=rf"^[0-9a-f]{{{2 * DIGEST_BYTES}}}$")]
 _Norm = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -80,7 +79,7 @@ def read_commit(decision: Decision) -> Commit:
         raise RemoteProtocolError(f"decision {decision.number} has no valid value") from error
 
 
-def found_run(run: TrainingRun, founder: MemberId, stage: int, compute_class: str) -> Decision:
+def found_run(run_id: RunId, founder: MemberId, stage: int, compute_class: str) -> Decision:
     """Return the first decision of a run, which names the peer that begins it."""
     commit = Commit(compute_class=compute_class, update=0)
-    return Decision(0, bytes.fromhex(run.run_id), (Member(founder, stage),), commit.encode())
+    return Decision(0, bytes.fromhex(run_id), (Member(founder, stage),), commit.encode())

@@ -7,7 +7,6 @@ peer knows what belongs to an update, and a part that is lost can be computed ag
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from pydantic import (
 )
 
 from ..errors import UsageError
-from ..ids import RunId
 from ..limits import MAX_BLOCKS, MAX_PARTS, MAX_STAGES, MAX_UPDATES
 from ..spans import Span
 
@@ -113,7 +111,7 @@ class LearningRateSchedule(_Table):
 
 
 class TrainingRun(_Table):
-    """A training run. Peers and trainers agree on it by its digest, the run id."""
+    """A training run. Those who train it agree on it by a signed record: see run_record.py."""
 
     name: _Name
     seed: Annotated[int, Field(ge=0, lt=2**63)]
@@ -149,12 +147,6 @@ class TrainingRun(_Table):
     def tokens_per_update(self) -> int:
         """Tokens that an update predicts."""
         return self.parts_per_update * self.rows_per_part * self.corpus.sequence_length
-
-    @property
-    def run_id(self) -> RunId:
-        """The digest of the run."""
-        content = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-        return RunId(hashlib.sha256(b"shoal run 1\n" + content.encode()).hexdigest())
 
     def list_stages(self, num_blocks: int) -> list[Span]:
         """Return the spans of all stages of a model with so many blocks.

@@ -28,8 +28,8 @@ NUM_UPDATES = 30
 class TrainingPeer:
     """A `shoal train` process. Ends with the stack."""
 
-    def __init__(self, stack: ExitStack, run_file: Path, stage: int, *more: str) -> None:
-        command = [sys.executable, "-P", "-m", "shoal.cli", "train", str(run_file), "--json"]
+    def __init__(self, stack: ExitStack, run: Path | str, stage: int, *more: str) -> None:
+        command = [sys.executable, "-P", "-m", "shoal.cli", "train", str(run), "--json"]
         command += ["--local", "--stage", str(stage), "--announce-period", "1", "--linger", "2"]
         self.process: Any = stack.enter_context(
             warm_python.Popen(
@@ -65,9 +65,14 @@ def test_run_goes_on_after_a_kill_and_a_leave_and_comes_to_the_weights_of_one_pr
         (code,) = founder.wait_for("directory")["join_codes"].values()
         killed = TrainingPeer(stack, run_file, 0, "--join", code)
         killed.wait_for("update", update=0)  # it has joined before the run can begin
-        others = [TrainingPeer(stack, run_file, 1, "--join", code) for _ in range(2)]
+        by_name = ("--join", code, "--corpus", str(tmp_path))
+        others = [
+            TrainingPeer(stack, run_file, 1, "--join", code),
+            TrainingPeer(stack, "test", 1, *by_name),
+        ]
         founder.wait_for("update", update=1)
         killed.process.kill()
+        others[0].wait_for("online")
         others[0].process.terminate()
         trained = founder.wait_for("trained")
         for peer in (founder, *others):

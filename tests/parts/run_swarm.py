@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import random
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork
 from shoal.protocol.net.memory.memory_directory import MemoryDirectoryStore
 from shoal.protocol.net.memory.memory_network import MemoryNetwork
 from shoal.protocol.net.transport import Stream
+from shoal.protocol.runs.run_record import RunRecord, sign_run
 from shoal.protocol.runs.training_run import PartId, TrainingRun
 from shoal.protocol.wire.codec import decode_frame, encode_frame
 
@@ -62,11 +63,23 @@ class WatchedStream:
         return frame
 
 
+OWNER = Identity(b"the owner of the run of a swarm.")
+
+
+def make_identity(host: str) -> Identity:
+    """Return the key of the peers of a host."""
+    return Identity(hashlib.sha256(host.encode()).digest())
+
+
 class RunSwarm:
     """Peers of one run. Use it inside `run_virtual`; what it draws follows from the seed."""
 
-    def __init__(self, run: TrainingRun, folder: Path, seed: int = 0) -> None:
+    def __init__(
+        self, run: TrainingRun, folder: Path, seed: int = 0, admitted: Sequence[str] = ()
+    ) -> None:
+        """`admitted`: the only hosts that may take part; none: all may."""
         self.run = run
+        self.record = sign_run(OWNER, run, [make_identity(host).peer_id for host in admitted])
         self.rng = random.Random(seed)
         self.network = LoopbackNetwork(seed, Link(delay_seconds=0.002))
         self.peers: dict[str, RunPeer] = {}
@@ -94,15 +107,24 @@ class RunSwarm:
         stage: int | None,
         founds_run: bool = False,
         compute_class: str = COMPUTE_CLASS,
+        record: RunRecord | None = None,
     ) -> None:
-        """Start a peer, again after it was killed; return when it has joined the directory."""
+        """Start a peer, again after it was killed; return when it has joined the directory.
+
+        `record` is what it takes for that of the run.
+        """
         self.network.revive(host)
         started = asyncio.get_running_loop().create_future()
-        serving = self._serve(host, stage, founds_run, compute_class, started)
+        config = RunPeerConfig(record or self.record, self._folder, stage, founds_run)
+        serving = self._serve(host, config, compute_class, started)
         self._tasks[host] = asyncio.create_task(serving)
         await asyncio.wait((started, self._tasks[host]), return_when=asyncio.FIRST_COMPLETED)
         if not started.done():
             await self._tasks[host]  # raises what went wrong
+
+    def make_network(self, host: str) -> MemoryNetwork:
+        """Return the access of a host to the swarm."""
+        return MemoryNetwork(self.network, self._store, VirtualClock(), host)
 
     async def kill(self, host: str) -> None:
         """End a peer without a word."""
@@ -188,8 +210,7 @@ class RunSwarm:
     async def _serve(
         self,
         host: str,
-        stage: int | None,
-        founds_run: bool,
+        config: RunPeerConfig,
         compute_class: str,
         started: asyncio.Future[None],
     ) -> None:
@@ -201,12 +222,10 @@ class RunSwarm:
             self._has_changed.set()
 
         stop = self._stops[host] = asyncio.Event()
-        config = RunPeerConfig(self.run, self._folder, stage, founds_run)
-        network = MemoryNetwork(self.network, self._store, VirtualClock(), host)
-        identity = Identity(hashlib.sha256(host.encode()).digest())
+        network = self.make_network(host)
         self._num_started += 1
         joining = RunPeer.join(
-            config, network, VirtualClock(), note, identity=identity,
+            config, network, VirtualClock(), note, identity=make_identity(host),
             compute=self._make_compute(host), incarnation=str(self._num_started),
             compute_class=compute_class,
         )  # fmt: skip

@@ -44,7 +44,7 @@ def test_same_run_has_the_same_digest_and_prints_a_table(
     digests = [line for line in lines if line.startswith("SHA-256 of its weights: ")]
     assert len(digests) == 2
     assert len(set(digests)) == 1
-    assert lines[0].startswith("Run test, id ")
+    assert lines[0].startswith("Run test: 2 stages")
     assert lines[1] == "2 updates of 2 parts of 2 x 16 tokens"
     assert all(len(line) <= 80 for line in lines if not line.startswith(("SHA", "Model")))
 

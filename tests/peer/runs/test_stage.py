@@ -17,6 +17,7 @@ from shoal.peer.runs.questions import MemberAnswer, make_question_id
 from shoal.peer.runs.run_resources import RunPeerConfig, RunResources, WatchedCompute
 from shoal.peer.runs.stage import Stage
 from shoal.protocol.errors import RefusedError, RemoteProtocolError
+from shoal.protocol.identity import Identity
 from shoal.protocol.ids import MemberId
 from shoal.protocol.messages.runs import (
     PartPass,
@@ -28,6 +29,7 @@ from shoal.protocol.messages.runs import (
     Sums,
 )
 from shoal.protocol.runs.commits import Commit
+from shoal.protocol.runs.run_record import sign_run
 from shoal.protocol.runs.update_parts import pack_parts
 
 OWN, LIAR, MATE = (MemberId(name) for name in ("own/1", "liar/2", "mate/3"))
@@ -62,7 +64,9 @@ def with_stage(
 
     async def main() -> None:
         watched = WatchedCompute(compute, VirtualClock(), 10.0)
-        resources = RunResources.open(RunPeerConfig(run, folder), watched)
+        resources = RunResources.open(
+            RunPeerConfig(sign_run(Identity(bytes(32)), run), folder), watched
+        )
         stage = await Stage.build(
             resources, index, OWN, Others(answer), lambda index: [OWN, LIAR, MATE][1 - index :]
         )

@@ -7,6 +7,8 @@ import pytest
 from training_runs import NO_SHARD, describe_run
 
 from shoal.protocol.errors import UsageError
+from shoal.protocol.identity import Identity
+from shoal.protocol.runs.run_record import sign_run
 from shoal.protocol.runs.training_run import PartId, read_run
 from shoal.protocol.spans import Span
 
@@ -82,13 +84,15 @@ def list_changed(content: object) -> Iterator[object]:
 
 
 def test_run_id_changes_with_every_setting_and_with_nothing_else() -> None:
+    owner = Identity(bytes(32))
     run = read_run(describe_run())
     content = run.model_dump(mode="json")
 
-    others = [read_run(cast(Any, other)).run_id for other in list_changed(content)]
+    others = [sign_run(owner, read_run(cast(Any, other))).run_id for other in list_changed(content)]
 
-    assert read_run(content).run_id == run.run_id
-    assert len({run.run_id, *others}) == 1 + len(others)
+    run_id = sign_run(owner, run).run_id
+    assert sign_run(owner, read_run(content)).run_id == run_id
+    assert len({run_id, *others}) == 1 + len(others)
     assert len(others) == 32
 
 

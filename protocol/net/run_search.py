@@ -1,0 +1,156 @@
+"""Finds the record of a training run in a swarm, by its name or its id."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import secrets
+from collections.abc import Callable, Sequence
+
+from ..errors import (
+    DirectoryError,
+    NobodyAnswersError,
+    RefusedError,
+    RemoteProtocolError,
+    UnavailableError,
+    UsageError,
+)
+from ..ids import SESSION_ID_BYTES, ModelId, PeerId, RunId, SessionId
+from ..messages.runs import BytesReader, RunFetch, RunFollows
+from ..records.announcements import Announcement, PeerState, draw_by_address
+from ..runs.run_record import (
+    RunRecord,
+    make_run_model_id,
+    make_run_model_name,
+    read_run_record,
+)
+from ..wire.codec import check_kind, encode_frame, read_answer
+from .clock import AnswerTimeout, Clock
+from .dialling import open_greeted
+from .directory import Directory
+from .network import Network
+from .retry import Backoff, Retry
+from .transport import Transport
+
+_PAUSES = Backoff(0.5, 30.0)
+"""Between searches: a run may begin after those that are to join it."""
+
+_PEER_SECONDS = 10.0
+"""How long one peer may take to show its record."""
+
+_RUNS_AT_ONCE = 4
+
+_RUN_ID = re.compile(r"[0-9a-f]{64}")
+
+
+async def find_run(
+    wanted: str,
+    peer_id: PeerId,
+    network: Network,
+    clock: Clock,
+    note_waiting: Callable[[str], None],
+) -> RunRecord:
+    """Return the record of the run of this name or id as soon as a peer of the swarm shows it.
+
+    `note_waiting` is told once that there is none yet. Raises UsageError where several runs have
+    the name, or where the run does not admit this peer.
+    """
+    attempts = Retry(_PAUSES, clock)
+    while True:
+        try:
+            records = await search_runs(wanted, network, clock)
+        except NobodyAnswersError:
+            records = []
+        if records:
+            return _choose(wanted, records, peer_id)
+        if not attempts.num_failures:
+            note_waiting(f"a peer that shows the run {wanted}")
+        attempts.note_failure()
+        await attempts.pause()
+
+
+def _choose(wanted: str, records: Sequence[RunRecord], peer_id: PeerId) -> RunRecord:
+    if len(records) > 1:
+        known = " and ".join(f"{one.run_id} of {one.owner}" for one in records)
+        raise UsageError(
+            f"this swarm has {len(records)} runs called {wanted}: {known}; give the id in place of "
+            "the name"
+        )
+    (record,) = records
+    if not record.admits(peer_id):
+        raise UsageError(
+            f"the owner of the run {record.run.name}, {record.owner}, does not admit this peer, "
+            f"{peer_id}: name the key that it admits with --identity"
+        )
+    return record
+
+
+async def search_runs(wanted: str, network: Network, clock: Clock) -> list[RunRecord]:
+    """Return the records of this name or id that peers of the swarm show, each once.
+
+    Raises DirectoryError where the swarm cannot be reached.
+    """
+    transport, directory = await network.connect()
+    try:
+        is_id = _RUN_ID.fullmatch(wanted) is not None
+        model_ids = [make_run_model_id(RunId(wanted))] if is_id else await directory.list_models()
+        turns = asyncio.Semaphore(_RUNS_AT_ONCE)
+
+        async def look(model_id: ModelId) -> RunRecord | None:
+            async with turns:
+                peers = await _list_peers(directory, model_id, None if is_id else wanted)
+                return await _fetch_first(model_id, peers, transport, clock)
+
+        found = await asyncio.gather(*map(look, model_ids))
+    finally:
+        await transport.close()
+        await directory.close()
+    records = [one for one in found if one is not None]
+    return [one for one in records if wanted in (one.run_id, one.run.name)]
+
+
+async def _list_peers(
+    directory: Directory, model_id: ModelId, name: str | None
+) -> list[Announcement]:
+    """Return the peers of a run; none where it has another name. None: any name."""
+    try:
+        peers = await directory.lookup(model_id)
+    except DirectoryError:  # it went away since it named the run
+        return []
+    return [
+        peer
+        for peer in peers
+        if peer.state is not PeerState.OFFLINE
+        and (name is None or peer.model_name == make_run_model_name(name))
+    ]
+
+
+async def _fetch_first(
+    model_id: ModelId, peers: Sequence[Announcement], transport: Transport, clock: Clock
+) -> RunRecord | None:
+    """Return the record that the first honest peer shows."""
+    for peer in draw_by_address(peers, random.Random()):
+        try:
+            record = await _fetch_record(peer, transport, clock)
+        except (UnavailableError, RefusedError, RemoteProtocolError):
+            continue
+        if record.model_id == model_id:
+            return record
+    return None
+
+
+async def _fetch_record(peer: Announcement, transport: Transport, clock: Clock) -> RunRecord:
+    name = f"peer …{peer.peer_id[-6:]}"
+    stream, _ = await open_greeted(transport, clock, peer, peer.span, _PEER_SECONDS)
+    try:
+        async with AnswerTimeout(_PEER_SECONDS, f"{name} did not answer in time"):
+            question = SessionId(secrets.token_bytes(SESSION_ID_BYTES))
+            await stream.send(encode_frame(RunFetch(question)))
+            answer = read_answer(await stream.receive(), name, question)
+            reader = BytesReader(question, check_kind(answer, RunFollows, name).num_bytes)
+            while not reader.is_complete:
+                reader.take(read_answer(await stream.receive(), name, question))
+    finally:
+        await stream.close()
+    return read_run_record(reader.read())

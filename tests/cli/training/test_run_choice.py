@@ -1,0 +1,86 @@
+"""The run that `shoal train` takes part in: one of a run file, or one that the swarm has."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from run_swarm import OWNER, RunSwarm, make_identity
+from training_runs import open_run
+from virtual_time import VirtualClock, run_virtual
+
+from shoal.cli.main import main
+from shoal.cli.training.run_choice import choose_record
+from shoal.peer.process.config import ignore
+from shoal.protocol.errors import UsageError
+from shoal.protocol.identity import Identity
+from shoal.protocol.runs.run_record import RunRecord
+from shoal.protocol.runs.training_run import TrainingRun
+
+JOIN = ("--initial-peers", "/ip4/127.0.0.1/tcp/1/p2p/" + make_identity("peer").peer_id)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("stories", *JOIN), "give --corpus FOLDER"),
+        (("stories", "--new-swarm"), "cannot read stories: No such file"),
+        (("Stories.toml", *JOIN), "cannot read Stories.toml: No such file"),
+        (("stories", *JOIN, "--admit", "somebody"), "--admit: who may take part is said where"),
+    ],
+)
+def test_options_that_do_not_fit_are_told_before_joining(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], complaint: str
+) -> None:
+    assert main(["train", *arguments]) == 2
+
+    assert complaint in capsys.readouterr().err
+
+
+async def choose(
+    swarm: RunSwarm, own: TrainingRun | None, identity: Identity = OWNER, **changed: object
+) -> RunRecord:
+    """Choose the run of a peer with these options."""
+    options = argparse.Namespace(run_file=Path("test"), new_swarm=False, new_run=False, admit=[])
+    vars(options).update(changed)
+    network = swarm.make_network("newcomer")
+    return await choose_record(options, own, identity, network, VirtualClock(), ignore)
+
+
+def in_swarm(folder: Path, scene: Callable[[RunSwarm], Awaitable[None]]) -> None:
+    """Let something happen in a swarm with one peer, which has begun the run."""
+
+    async def main() -> None:
+        swarm = RunSwarm(open_run(folder)[0], folder)
+        try:
+            await swarm.start("peer0", 0, founds_run=True)
+            await scene(swarm)
+        finally:
+            await swarm.close()
+
+    run_virtual(main())
+
+
+def test_run_of_the_swarm_has_to_be_that_of_the_run_file(tmp_path: Path) -> None:
+    other = open_run(tmp_path, seed=8, num_updates=5)[0]
+
+    async def scene(swarm: RunSwarm) -> None:
+        assert await choose(swarm, None) == await choose(swarm, swarm.run) == swarm.record
+        with pytest.raises(UsageError, match="differs from test in seed, num_updates: its id is"):
+            await choose(swarm, other)
+
+    in_swarm(tmp_path, scene)
+
+
+def test_run_begins_once_in_a_swarm(tmp_path: Path) -> None:
+    friend = make_identity("friend").peer_id
+
+    async def scene(swarm: RunSwarm) -> None:
+        with pytest.raises(UsageError, match="test is under way already: leave out --new-run"):
+            await choose(swarm, swarm.run, new_run=True)
+        record = await choose(swarm, swarm.run, new_run=True, admit=[friend])
+        assert (record.owner, record.admitted) == (OWNER.peer_id, (friend,))
+
+    in_swarm(tmp_path, scene)

@@ -1,0 +1,146 @@
+"""Records of runs in a swarm: newcomers find them, and members let in whom the owner admits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from run_swarm import OWNER, RunSwarm, make_identity
+from training_runs import open_run
+from virtual_time import VirtualClock, run_virtual
+
+from shoal.protocol.errors import UsageError
+from shoal.protocol.identity import Identity
+from shoal.protocol.net.run_search import find_run, search_runs
+from shoal.protocol.runs.run_record import RunRecord, sign_run
+from shoal.protocol.runs.training_run import TrainingRun
+
+_MOST_SECONDS = 300.0
+"""Of virtual time."""
+
+STRANGER = Identity(bytes(32))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("corpus")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> TrainingRun:
+    return open_run(folder)[0]
+
+
+def run_scene(
+    run: TrainingRun,
+    folder: Path,
+    scene: Callable[[RunSwarm], Awaitable[None]],
+    admitted: Sequence[str] = (),
+) -> None:
+    """Let something happen in a swarm, whose peers end with it."""
+
+    async def main() -> None:
+        swarm = RunSwarm(run, folder, admitted=admitted)
+        try:
+            async with asyncio.timeout(_MOST_SECONDS):
+                await scene(swarm)
+        finally:
+            await swarm.close()
+
+    run_virtual(main())
+
+
+async def find(
+    swarm: RunSwarm,
+    wanted: str,
+    host: str = "newcomer",
+    note_waiting: Callable[[str], None] = lambda what: None,
+) -> RunRecord:
+    """Find a run as the peer of a host that knows its name or id only."""
+    network, peer_id = swarm.make_network(host), make_identity(host).peer_id
+    return await find_run(wanted, peer_id, network, VirtualClock(), note_waiting)
+
+
+async def search(swarm: RunSwarm, wanted: str) -> list[RunRecord]:
+    return await search_runs(wanted, swarm.make_network("newcomer"), VirtualClock())
+
+
+def test_newcomer_joins_a_run_by_its_name_or_id(run: TrainingRun, folder: Path) -> None:
+    waits: list[str] = []
+
+    async def scene(swarm: RunSwarm) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            finding = tasks.create_task(find(swarm, "test", note_waiting=waits.append))
+            await asyncio.sleep(5.0)
+            await swarm.start("peer0", 0, founds_run=True)
+        record = finding.result()
+        assert (record, record.owner, record.run) == (swarm.record, OWNER.peer_id, run)
+        assert await find(swarm, record.run_id) == record
+        assert await search(swarm, "another") == []
+        await swarm.start("newcomer", 1, record=record)
+        await swarm.finish()
+
+    run_scene(run, folder, scene)
+
+    assert waits == ["a peer that shows the run test"]
+
+
+def test_peer_that_is_not_admitted_neither_joins_nor_takes_others_in(
+    run: TrainingRun, folder: Path
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        lax = replace(swarm.record, admitted=())  # for one that does not care what its id means
+        await swarm.start("stranger", 0, founds_run=True, record=lax)
+        with pytest.raises(UsageError, match="does not admit this peer"):
+            await find(swarm, "test", "stranger")
+        await swarm.start("peer1", 1)
+        await asyncio.sleep(10.0)
+        assert swarm.peers["peer1"].loop.decisions is None
+        await swarm.kill("stranger")
+        await swarm.start("peer0", 0, founds_run=True)
+        await swarm.start("stranger", 1, record=lax)
+        await asyncio.sleep(10.0)
+        assert swarm.peers["stranger"].loop.decisions is None
+        await swarm.kill("stranger")
+        await swarm.finish()
+
+    run_scene(run, folder, scene, admitted=("peer0", "peer1"))
+
+
+def test_runs_of_one_name_are_told_apart_by_their_ids(run: TrainingRun, folder: Path) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        records = swarm.record, sign_run(STRANGER, run)
+        for number, record in enumerate(records):
+            await swarm.start(f"peer{number}", 0, founds_run=True, record=record)
+        with pytest.raises(UsageError, match="this swarm has 2 runs called test: ") as complaint:
+            await find(swarm, "test")
+        for record in records:
+            assert f"{record.run_id} of {record.owner}" in str(complaint.value)
+            assert await find(swarm, record.run_id) == record
+
+    run_scene(run, folder, scene)
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda record: record.document.replace(b'"seed":7', b'"seed":8'),
+        lambda record: sign_run(STRANGER, record.run).document,
+        lambda record: record.document[:64],
+    ],
+    ids=["changed", "of another run", "cut short"],
+)
+def test_forged_record_is_passed_over(
+    run: TrainingRun, folder: Path, forge: Callable[[RunRecord], bytes]
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        forged = replace(swarm.record, document=forge(swarm.record))
+        await swarm.start("liar", 0, record=forged)
+        assert await search(swarm, "test") == []
+        await swarm.start("peer0", 0, founds_run=True)
+        assert await search(swarm, "test") == [swarm.record]
+
+    run_scene(run, folder, scene)
