@@ -78,7 +78,7 @@ class GradientVector(Protocol):
 
     @property
     def residual(self) -> Tensor | None:
-        """What rounding has left out, to be added to the gradient of the next update."""
+        """Rounding error, which is added to the gradient of the next update (error feedback)."""
         ...
 
     def add(self, start: int, stop: int, data: bytes | memoryview) -> None:

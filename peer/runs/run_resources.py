@@ -66,7 +66,7 @@ class WatchedCompute:
         self._begun_at = 0.0
 
     async def __call__(self, function: Callable[[], Any]) -> Any:
-        """Return the result. What nobody waits for any more is computed nevertheless."""
+        """Return the result. A computation goes on when its caller is cancelled."""
         name = getattr(getattr(function, "func", function), "__qualname__", "")
         one = (name, object())
         if not self._waiting:

@@ -73,7 +73,7 @@ class _Counted:
     outputs: bytes
     """The activations that the next stage got; none at the last one."""
     input_grads: bytes
-    """What the stage before gets; none at the first one."""
+    """Encoded gradients for the previous stage; empty at the first stage."""
     loss: float
     route: tuple[MemberId, ...]
 

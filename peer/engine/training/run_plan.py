@@ -1,4 +1,4 @@
-"""What a run asks of its peers, before anyone joins: memory, bytes and time, by arithmetic."""
+"""Estimates memory, traffic and speed of a training run before any peer joins it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SUM_BYTES = 8
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What a member of one stage needs, and sends."""
+    """Memory and traffic of one member of a stage."""
 
     span: Span
     num_weights: int
@@ -38,10 +38,10 @@ class StagePlan:
     gradient_bytes: int
     """Gradients of one part, or of the update."""
     activation_bytes: int
-    """What a member without mates keeps of all parts until the update is committed. Graphs of
-    passes under way take up to 1 GiB beside it."""
+    """Activations and gradients that a member without mates keeps of all parts until the update is
+    committed. Graphs of passes under way take up to 1 GiB beside them."""
     boundary_bytes: int
-    """What one part sends to the other stages, which is as much as it gets from them."""
+    """Bytes that a member sends to other stages for one part, and receives from them."""
     num_tied: int
     """Numbers of weights that the stage at the other end of the model holds, too."""
     num_multiplied: int

@@ -1,4 +1,4 @@
-"""What a stage does with parts and sums that others ask for, or send wrongly."""
+"""Stages answer repeated, stale and malformed questions, and refuse invalid gradients and sums."""
 
 from __future__ import annotations
 

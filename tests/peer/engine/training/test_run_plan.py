@@ -1,4 +1,4 @@
-"""What a run is said to need is what its stages take and its peers send."""
+"""Plans of runs equal the memory of real stages, and the bytes that real peers send."""
 
 from __future__ import annotations
 
