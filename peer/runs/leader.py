@@ -232,9 +232,7 @@ class Leader:
         stages: list[list[MemberId]] = [[] for _ in range(self._num_stages)]
         for member in self._decisions.newest.members:
             manifest = manifests.get(member.id)
-            if manifest is None or member.stage is None:
-                continue
-            if manifest.is_ready and manifest.update == update:
+            if manifest is not None and manifest.is_ready and manifest.update == update:
                 stages[member.stage].append(member.id)
         return stages
 

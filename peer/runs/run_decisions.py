@@ -179,7 +179,7 @@ class RunDecisions:
         """Raise RemoteProtocolError unless a decision fits the stages of the run."""
         commit = read_commit(decision)
         stages = {member.stage for member in decision.members}
-        if not all(stage is not None and stage < self._num_stages for stage in stages):
+        if max(stages) >= self._num_stages:
             raise RemoteProtocolError("a decision names a stage that the run does not have")
         if len(commit.sums) != (self._num_stages if commit.update else 0):
             raise RemoteProtocolError("a decision does not name the sums of all stages")

@@ -17,7 +17,7 @@ or more, of any stages. A member acts on a message as follows:
 can: a process that comes back after a crash has another member id, and is no acceptor before a
 decision names it, so a crash is a member that stays silent for good. Where a majority crashes, the
 chain ends, and the run begins another one from a checkpoint. Where a decision removes members, they
-have to stay until a majority of those it names knows it (`tell`).
+have to stay until a majority of those it names knows it.
 
 *Members crash, pause and are cut off, and the network loses, repeats and reorders messages; but
 nobody lies.* That is why one member's word is enough to skip to the newest decision, however many
@@ -44,8 +44,8 @@ class Member(NamedTuple):
     """One process of a run."""
 
     id: MemberId
-    stage: int | None
-    """The stage that it holds; None for a leaseholder, which leases parts and holds no stage."""
+    stage: int
+    """The stage that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Decision:
     previous: bytes
     """Digest of the decision before it; of the first one, whatever names the run."""
     members: tuple[Member, ...]
-    """Who chooses the next one: the holders of all stages, and the leaseholders."""
+    """Who chooses the next one: the holders of all stages."""
     value: bytes
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class Decision:
             raise ValueError("a run has each member once")
         for member in self.members:
             _check_member_id(member.id)
-            if member.stage is not None and not 0 <= member.stage < limits.MAX_BLOCKS:
+            if not 0 <= member.stage < limits.MAX_BLOCKS:
                 raise ValueError(f"{member.stage} is no stage")
         if len(self.value) > limits.MAX_DECISION_VALUE_BYTES:
             raise ValueError(f"a decision cannot hold {len(self.value)} bytes")
@@ -168,7 +168,8 @@ class Decided:
     decision: Decision
 
 
-Message = Prepare | Promise | Accept | Accepted | Refusal | Decided
+_Balloting = Prepare | Promise | Accept | Accepted | Refusal
+Message = _Balloting | Decided
 Outgoing = list[tuple[MemberId, Message]]
 """Messages, and the members that they go to."""
 
@@ -245,14 +246,6 @@ class DecisionLog:
         self._undecided.proposal = _Proposal(ballot, decision)
         return self._take_own(self._to_roster(Prepare(self.number, ballot)))
 
-    def tell(self) -> Outgoing:
-        """Tell the roster our newest decision, and so ask it for newer ones.
-
-        For a laggard or newcomer that hears nothing, and for a member that is about to leave.
-        """
-        told = Decided(self.newest)
-        return [(member, told) for member in self.newest.roster if member != self.member_id]
-
     def receive(self, sender: MemberId, message: Message) -> Outgoing:
         """Take a message and return the answers to it; the sender's id has been proved.
 
@@ -284,7 +277,7 @@ class DecisionLog:
             self._learn(decision)
         return []  # others may have been members between: not at fault, but nobody we know
 
-    def _handle(self, sender: MemberId, message: Message) -> Outgoing:
+    def _handle(self, sender: MemberId, message: _Balloting) -> Outgoing:
         """Do what Paxos does with a message of the next number, from a member."""
         match message:
             case Prepare():
@@ -299,8 +292,6 @@ class DecisionLog:
                 highest = max(self._undecided.highest_attempt, message.promised.attempt)
                 self._undecided.highest_attempt = highest
                 return []
-            case Decided():
-                return self._handle_decided(sender, message.decision)
 
     def _handle_prepare(self, sender: MemberId, prepare: Prepare) -> Outgoing:
         refusal = self._bid(sender, prepare.ballot)
@@ -378,6 +369,7 @@ class DecisionLog:
         while outgoing:
             receiver, message = outgoing.pop(0)
             if receiver == self.member_id:
+                assert not isinstance(message, Decided)  # who says so knows it
                 outgoing += self._handle(receiver, message)
             else:
                 to_others.append((receiver, message))

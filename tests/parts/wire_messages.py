@@ -172,7 +172,7 @@ OFFER = Offer(PeerId("12D3KooW"), True, bytes(range(64)))
 MEMBER = MemberId("12D3KooWmember/0011223344556677")
 OTHER_MEMBER = MemberId("12D3KooWother/8899aabbccddeeff")
 BALLOT = Ballot(2, MEMBER)
-DECISION = Decision(7, bytes(range(32)), (Member(MEMBER, 0), Member(OTHER_MEMBER, None)), b"value")
+DECISION = Decision(7, bytes(range(32)), (Member(MEMBER, 0), Member(OTHER_MEMBER, 1)), b"value")
 ATTEMPT = bytes(range(16))
 RUN_MESSAGES: tuple[Message, ...] = (
     RunHello(SESSION, bytes(range(32)), MEMBER, OTHER_MEMBER, bytes(64)),

@@ -13,6 +13,7 @@ from shoal.protocol.runs.decisions import (
     Accept,
     Accepted,
     Ballot,
+    Decided,
     Decision,
     DecisionLog,
     Member,
@@ -152,8 +153,7 @@ class Schedule:
             self.propose(log, members[-MAX_MEMBERS:])
 
     def tell(self) -> None:
-        log = self.rng.choice(list(self.logs.values()))
-        self.post(log.member_id, log.tell())
+        self.tell_roster(self.rng.choice(list(self.logs.values())))
 
     def crash(self) -> None:
         if len(self.logs) > 1:
@@ -187,6 +187,11 @@ class Schedule:
             self.in_flight.append((sender, receiver, message))
         self.witness.see_log(self.logs[sender])
 
+    def tell_roster(self, log: DecisionLog) -> None:
+        told = Decided(log.newest)
+        mates = [member for member in log.newest.roster if member != log.member_id]
+        self.post(log.member_id, [(mate, told) for mate in mates])
+
     def deliver_all(self) -> None:
         while self.in_flight:
             source, receiver, message = self.in_flight.pop(0)
@@ -212,7 +217,7 @@ class Schedule:
                 return
             log = survivors[0]
             if not log.is_member:
-                self.post(log.member_id, log.tell())
+                self.tell_roster(log)
                 self.deliver_all()
                 continue
             wanted = self.propose(log, list(log.newest.members))
