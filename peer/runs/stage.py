@@ -116,6 +116,8 @@ class Stage:
         self._under_way: dict[int, asyncio.Task[_Counted]] = {}
         self._reducing: Reducing | None = None
         """The attempt that mates may read."""
+        self._replaced = set[bytes]()
+        """Attempts of the update that another leader's have replaced."""
         self._reduced: dict[bytes, Reducing] = {}
         """Those that came to their end, by their digests. In int8 mode, sums of other groups of
         mates differ, and any of them may be the one that is committed."""
@@ -201,7 +203,10 @@ class Stage:
         self._counted.clear()
         self.refused.clear()
         self.accused.clear()
+        if self._reducing is not None:
+            self._reducing.abandon()
         self._reducing = None
+        self._replaced.clear()
         self._reduced.clear()
         for running in self._under_way.values():
             running.cancel()  # of the update before
@@ -217,6 +222,9 @@ class Stage:
         except TimeoutError:
             detail = f"this member has not come to update {update} yet"
             raise RefusedError(ErrorCode.BUSY, detail, _BUSY_SECONDS) from None
+        self._check_update(update)
+
+    def _check_update(self, update: int) -> None:
         if self.update != update:
             raise RefusedError(
                 ErrorCode.BAD_VALUES, f"update {update} is over, {self.update} is under way"
@@ -226,12 +234,13 @@ class Stage:
 
     async def pass_part(self, question: PartPass, payload: bytes | memoryview) -> MemberAnswer:
         """Have a part counted here and at later stages. Raises RefusedError, UnavailableError."""
-        await self._wait_for_update(question.update)
         index = question.index
         if index >= self._run.parts_per_update:
             raise RefusedError(ErrorCode.BAD_VALUES, f"an update has no part {index}")
+        await self._wait_for_update(question.update)
         while (running := self._under_way.get(index)) is not None:
             await asyncio.wait((running,))  # the same part again
+            await self._wait_for_update(question.update)
         counted = self._counted.get(index)
         if counted is None or question.without == self._member_id:
             # It goes on although nobody waits for it any more: what is computed is counted.
@@ -336,7 +345,8 @@ class Stage:
     ) -> tuple[bytes | memoryview, float, tuple[MemberId, ...]]:
         """Hand outputs to the next stage; return their gradients, the loss, and who counted it.
 
-        Where a member fails, its mates are asked.
+        Where a member fails, its mates are asked. A failure further down ends the part, as the
+        member before it has asked all mates there.
         """
         mates = list(self._list_members(self.index + 1))
         first, route = question.route[:1], question.route[1:]
@@ -354,6 +364,8 @@ class Stage:
                 passed = answer.check_kind(PartPassed)
             except FAILURES as failure:
                 error = failure
+                if isinstance(error, RefusedError) and error.code is ErrorCode.NEXT_UNREACHABLE:
+                    break
                 continue
             grads = answer.payload
             if len(grads) == len(outputs) and await self._compute(partial(self._is_finite, grads)):
@@ -371,9 +383,11 @@ class Stage:
         reducing = Reducing(question, self._member_id, self._members, self._compute)
         parts, residuals = unpack_parts(question.parts), self._residuals
         await self._compute(partial(reducing.collect, self._run.mode, span, parts, residuals))
-        if self._reducing is not None:
-            self._reducing.abandon()
         async with self._advanced:
+            self._check_update(question.update)
+            if self._reducing is not None:
+                self._reducing.abandon()
+                self._replaced.add(self._reducing.attempt)
             self._reducing = reducing
             self._advanced.notify_all()
         try:
@@ -392,15 +406,20 @@ class Stage:
 
     async def read_sums(self, question: SumFetch) -> MemberAnswer:
         """Return numbers of our sums to a mate. Raises RefusedError where there are none."""
+        update, attempt = self.update, question.attempt
+
+        def is_known() -> bool:
+            is_current = self._reducing is not None and self._reducing.attempt == attempt
+            return is_current or attempt in self._replaced or self.update != update
+
         async with self._advanced:  # the leader ends an attempt that a member has not begun
-            await self._advanced.wait_for(lambda: self._has_attempt(question.attempt))
+            await self._advanced.wait_for(is_known)
+        self._check_update(update)
         reducing = self._reducing
-        assert reducing is not None
+        if reducing is None or reducing.attempt != attempt:
+            raise RefusedError(ErrorCode.BUSY, "another attempt has begun", _BUSY_SECONDS)
         numbers = await reducing.read(question)
         return MemberAnswer(Sums(question.question, len(numbers)), numbers)
-
-    def _has_attempt(self, attempt: bytes) -> bool:
-        return self._reducing is not None and self._reducing.attempt == attempt
 
     async def read_state(self, question: StateFetch) -> MemberAnswer:
         """Return the state before an update. Raises RefusedError for one that is over."""

@@ -103,11 +103,12 @@ class TrainingLoop:
     ) -> MemberAnswer:
         """Answer a question of another member, or of our own.
 
-        Raises RefusedError, RemoteProtocolError or UnavailableError.
+        Raises RefusedError or RemoteProtocolError; UnavailableError for what failed at others.
         """
         decisions, stage = self.decisions, self.stage
         if decisions is None:
-            raise UnavailableError("this peer has not joined the run yet")
+            detail = "this peer has not joined the run yet"
+            raise RefusedError(ErrorCode.BUSY, detail, _BUSY_SECONDS)
         match question:  # of these, the sender may be right that it is a member: we may lag
             case RunJoin():
                 return self._answer_join(decisions, question, sender)

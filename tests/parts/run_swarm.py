@@ -96,6 +96,8 @@ class RunSwarm:
         self._killing: list[asyncio.Task[None]] = []
         self.counted = Counter[tuple[int, PartId]]()
         """How often each part was counted by members of a stage, by its index."""
+        self.begun = Counter[tuple[int, PartId]]()
+        """How often a member of a stage began with the forward pass of a part."""
         self.falsify: dict[str, Callable[[Message], Message]] = {}
         """What becomes of the answers of a host."""
         self._stops: dict[str, asyncio.Event] = {}
@@ -249,10 +251,12 @@ class RunSwarm:
             started.set_result(None)
             await peer.serve(stop.wait())
 
-    def _note_counted(self, function: Any) -> None:
+    @staticmethod
+    def _note_pass(counter: Counter[tuple[int, PartId]], function: Any, *names: str) -> None:
+        """Count a function that computes a part, if it is one of these methods of a stage."""
         method: Any = getattr(function, "func", None)
-        if getattr(method, "__name__", "") in ("_run_loss", "_run_backward"):
-            self.counted[method.__self__.index, function.args[0]] += 1
+        if getattr(method, "__name__", "") in names:
+            counter[method.__self__.index, function.args[0]] += 1
 
     def _make_compute(self, host: str) -> Callable[[Callable[[], Any]], Any]:
         """Return what computes one thing after the other, each for a time that is drawn."""
@@ -263,8 +267,9 @@ class RunSwarm:
                 if host in self._hung:
                     await self._hung[host].wait()
                 await asyncio.sleep(self.rng.uniform(0.0, _LONGEST_SECONDS))
+                self._note_pass(self.begun, function, "_run_forward", "_run_loss")
                 result = function()
-                self._note_counted(function)
+                self._note_pass(self.counted, function, "_run_backward", "_run_loss")
             await asyncio.sleep(self.rng.uniform(0.0, _LONGEST_SECONDS / 4))  # as from a thread
             return result
 

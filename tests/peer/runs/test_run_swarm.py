@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from run_swarm import Moment, RunSwarm
@@ -29,7 +30,7 @@ from shoal.protocol.messages.runs import (
     SumFetch,
     Vote,
 )
-from shoal.protocol.runs.training_run import TrainingRun
+from shoal.protocol.runs.training_run import PartId, TrainingRun
 
 NUM_UPDATES = 4
 _MOST_SECONDS = 300.0
@@ -63,17 +64,19 @@ def run_swarm(
     seed: int = 0,
     num_peers: int = 4,
 ) -> str:
-    """Start peers, of stage 0 and 1 in turn, and let a scene happen; return the digest at the end.
+    """Start peers, of each stage in turn, and let a scene happen; return the digest at the end.
 
     Peers that the scene has not killed are there at the end.
     """
+    num_stages = len(run.stage_borders) + 1
 
     async def main() -> str:
         swarm = RunSwarm(run, folder, seed)
         try:
             async with asyncio.timeout(_MOST_SECONDS):
                 for number in range(num_peers):
-                    await swarm.start(f"peer{number}", number % 2, founds_run=number == 0)
+                    stage = number % num_stages
+                    await swarm.start(f"peer{number}", stage, founds_run=number == 0)
                 await scene(swarm)
                 return await swarm.finish()
         finally:
@@ -314,6 +317,30 @@ def test_part_that_no_peer_of_a_stage_can_compute_ends_the_run_at_all_of_them(
     assert first.facts["stage"] == 1
     update, part = first.facts["update"], first.facts["part"]
     assert f"part {part} of update {update} are not finite at stage 1" in str(first.facts["why"])
+
+
+def test_part_that_cannot_be_computed_passes_each_stage_before_it_once(folder: Path) -> None:
+    run, _ = open_run(folder, num_updates=1, stage_borders=[1, 2, 3])
+
+    async def main() -> RunSwarm:
+        swarm = RunSwarm(run, folder)
+        try:
+            async with asyncio.timeout(_MOST_SECONDS):
+                for number in range(8):
+                    await swarm.start(f"peer{number}", number % 4, founds_run=number == 0)
+                await swarm.wait_until(lambda: min(swarm.list_updates()) == 0)
+                for host in ("peer3", "peer7"):
+                    poison(swarm, host)
+                await swarm.peers["peer0"].loop.wait_until_over()
+        finally:
+            await swarm.close()
+        return swarm
+
+    swarm = run_virtual(main())
+
+    failed = next(event for _, event in swarm.events if event.name == "failed")
+    part = PartId(0, cast(int, failed.facts["part"]))
+    assert [swarm.begun[stage, part] for stage in range(4)] == [1, 1, 1, 2]
 
 
 @pytest.mark.parametrize("hosts", [["peer3"], ["peer0"], ["peer1", "peer2"]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -37,40 +38,50 @@ SHAPE = (2, 16, 32)
 INPUTS = torch.full(SHAPE, 0.5)
 
 
+Answer = Callable[[MemberId, Question], Awaitable[MemberAnswer]]
+
+
 class Others:
     """The other members, which answer as a test says."""
 
-    def __init__(self, answer: Callable[[MemberId, Question], MemberAnswer] | None) -> None:
+    def __init__(self, answer: Answer | None) -> None:
         self._answer = answer
 
     async def ask(
         self, member: MemberId, question: Question, payload: Any = b"", most_bytes: int = 0
     ) -> MemberAnswer:
         assert self._answer is not None
-        return self._answer(member, question)
+        return await self._answer(member, question)
+
+
+async def build_stage(
+    folder: Path, index: int, answer: Answer | None = None, own: MemberId = OWN
+) -> Stage:
+    """Build a stage of a run of two."""
+    run, _ = open_run(folder)
+
+    async def compute(function: Callable[[], Any]) -> Any:
+        await asyncio.sleep(0.01)
+        return function()
+
+    watched = WatchedCompute(compute, VirtualClock(), 10.0)
+    config = RunPeerConfig(sign_run(Identity(bytes(32)), run), folder)
+    resources = RunResources.open(config, watched)
+    return await Stage.build(
+        resources, index, own, Others(answer), lambda index: [OWN, LIAR, MATE][1 - index :]
+    )
 
 
 def with_stage(
     folder: Path,
     index: int,
     scene: Callable[[Stage], Awaitable[None]],
-    answer: Callable[[MemberId, Question], MemberAnswer] | None = None,
+    answer: Answer | None = None,
 ) -> None:
     """Build a stage of a run of two, and let something happen to it."""
-    run, _ = open_run(folder)
-
-    async def compute(function: Callable[[], Any]) -> Any:
-        return function()
 
     async def main() -> None:
-        watched = WatchedCompute(compute, VirtualClock(), 10.0)
-        resources = RunResources.open(
-            RunPeerConfig(sign_run(Identity(bytes(32)), run), folder), watched
-        )
-        stage = await Stage.build(
-            resources, index, OWN, Others(answer), lambda index: [OWN, LIAR, MATE][1 - index :]
-        )
-        await scene(stage)
+        await scene(await build_stage(folder, index, answer))
 
     run_virtual(main())
 
@@ -113,14 +124,7 @@ def test_replayed_part_is_counted_once_and_a_zombie_of_an_old_update_refused(
         with pytest.raises(RefusedError, match="other parts are counted here"):
             await stage.reduce(order_sums({0, 1, 2}))
         reduced = (await stage.reduce(order_sums({0, 1}))).check_kind(Reduced)
-        assert await stage.apply(
-            Commit(
-                update=1,
-                sums=("0" * 64, reduced.digest.hex()),
-                squared_norm=1.0,
-                compute_class="0" * 64,
-            )
-        )
+        assert await stage.apply(make_commit(reduced))
         with pytest.raises(RefusedError, match="update 0 is over, 1 is under way"):
             await stage.pass_part(make_pass(index=2), encode_tensor(INPUTS))
         assert not stage.counted
@@ -128,8 +132,69 @@ def test_replayed_part_is_counted_once_and_a_zombie_of_an_old_update_refused(
     with_stage(tmp_path, 1, scene)
 
 
-def order_sums(parts: set[int], *mates: MemberId) -> Reduction:
-    return Reduction(make_question_id(), 0, bytes(16), pack_parts(parts), (OWN, *mates))
+def test_part_of_an_update_that_is_over_does_not_get_the_gradients_of_the_next_one(
+    tmp_path: Path,
+) -> None:
+    async def scene(stage: Stage) -> None:
+        reduced = (await stage.reduce(order_sums(set()))).check_kind(Reduced)
+        first = asyncio.create_task(stage.pass_part(make_pass(), encode_tensor(INPUTS)))
+        await asyncio.sleep(0)
+        again = asyncio.create_task(stage.pass_part(make_pass(), encode_tensor(INPUTS)))
+        early = make_pass(update=1)
+        following = asyncio.create_task(stage.pass_part(early, encode_tensor(INPUTS)))
+        await stage.apply(make_commit(reduced))  # others have computed it all meanwhile
+
+        with pytest.raises(RefusedError, match="this member goes on with another update"):
+            await first
+        with pytest.raises(RefusedError, match="update 0 is over, 1 is under way"):
+            await again
+        await following
+
+    with_stage(tmp_path, 1, scene)
+
+
+def test_attempts_of_two_leaders_that_cross_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    async def main() -> None:
+        stages: dict[MemberId, Stage] = {}
+
+        async def answer(member: MemberId, question: Question) -> MemberAnswer:
+            assert isinstance(question, SumFetch)
+            await asyncio.sleep(0.01)
+            return await stages[member].read_sums(question)
+
+        for member in (OWN, MATE):
+            stages[member] = await build_stage(tmp_path, 1, answer, member)
+
+        async def reduce(member: MemberId, attempt: int) -> Reduced:
+            order = order_sums(set(), MATE, attempt=attempt)
+            return (await stages[member].reduce(order)).check_kind(Reduced)
+
+        crossing = [asyncio.create_task(reduce(*each)) for each in ((OWN, 1), (MATE, 2))]
+        await asyncio.sleep(0.02)
+        crossing += [asyncio.create_task(reduce(*each)) for each in ((OWN, 2), (MATE, 1))]
+        for failed in await asyncio.gather(*crossing, return_exceptions=True):
+            assert isinstance(failed, RefusedError)
+
+        one, other = await asyncio.gather(reduce(OWN, 3), reduce(MATE, 3))
+        assert one.digest == other.digest
+
+        late = asyncio.create_task(reduce(OWN, 4))  # the mate goes on without it
+        await asyncio.sleep(0.05)
+        assert await stages[MATE].apply(make_commit(one))
+        with pytest.raises(RefusedError, match="update 0 is over"):
+            await late
+
+    run_virtual(main())
+
+
+def order_sums(parts: set[int], *mates: MemberId, attempt: int = 0) -> Reduction:
+    return Reduction(make_question_id(), 0, bytes([attempt] * 16), pack_parts(parts), (OWN, *mates))
+
+
+def make_commit(reduced: Reduced) -> Commit:
+    """Return the commit of the first update, in which stage 1 has these sums."""
+    sums = ("0" * 64, reduced.digest.hex())
+    return Commit(update=1, sums=sums, squared_norm=1.0, compute_class="0" * 64)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +209,7 @@ def order_sums(parts: set[int], *mates: MemberId) -> Reduction:
 def test_numbers_that_are_no_sum_of_gradients_are_refused_by_name(
     tmp_path: Path, lie: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    def answer(member: MemberId, question: Question) -> MemberAnswer:
+    async def answer(member: MemberId, question: Question) -> MemberAnswer:
         assert isinstance(question, SumFetch)
         numbers = lie(torch.zeros(question.stop - question.start, dtype=torch.float64))
         data = numbers.numpy().tobytes()
@@ -162,7 +227,7 @@ def test_numbers_that_are_no_sum_of_gradients_are_refused_by_name(
 def test_wrong_gradients_of_a_mate_are_asked_of_another_one(
     tmp_path: Path, lie: torch.Tensor
 ) -> None:
-    def answer(member: MemberId, question: Question) -> MemberAnswer:
+    async def answer(member: MemberId, question: Question) -> MemberAnswer:
         data = encode_tensor(lie.contiguous() if member == LIAR else torch.zeros(SHAPE))
         passed = PartPassed(question.question, len(data), 1.0, (member,))
         return MemberAnswer(passed, data)
