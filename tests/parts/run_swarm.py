@@ -98,6 +98,9 @@ class RunSwarm:
         """How often each part was counted by members of a stage, by its index."""
         self.begun = Counter[tuple[int, PartId]]()
         """How often a member of a stage began with the forward pass of a part."""
+        self.most_passing = 0
+        """The most peers that computed passes at the same time."""
+        self._passing = set[str]()
         self.falsify: dict[str, Callable[[Message], Message]] = {}
         """What becomes of the answers of a host."""
         self._stops: dict[str, asyncio.Event] = {}
@@ -251,13 +254,6 @@ class RunSwarm:
             started.set_result(None)
             await peer.serve(stop.wait())
 
-    @staticmethod
-    def _note_pass(counter: Counter[tuple[int, PartId]], function: Any, *names: str) -> None:
-        """Count a function that computes a part, if it is one of these methods of a stage."""
-        method: Any = getattr(function, "func", None)
-        if getattr(method, "__name__", "") in names:
-            counter[method.__self__.index, function.args[0]] += 1
-
     def _make_compute(self, host: str) -> Callable[[Callable[[], Any]], Any]:
         """Return what computes one thing after the other, each for a time that is drawn."""
         turn = asyncio.Lock()
@@ -266,11 +262,28 @@ class RunSwarm:
             async with turn:
                 if host in self._hung:
                     await self._hung[host].wait()
+                name, key = _find_pass(function)
+                if name:
+                    self._passing.add(host)
+                    self.most_passing = max(self.most_passing, len(self._passing))
                 await asyncio.sleep(self.rng.uniform(0.0, _LONGEST_SECONDS))
-                self._note_pass(self.begun, function, "_run_forward", "_run_loss")
+                self._passing.discard(host)
+                self.begun[key] += name in ("_run_forward", "_run_loss")
                 result = function()
-                self._note_pass(self.counted, function, "_run_backward", "_run_loss")
+                self.counted[key] += name in ("_run_backward", "_run_loss")
             await asyncio.sleep(self.rng.uniform(0.0, _LONGEST_SECONDS / 4))  # as from a thread
             return result
 
         return compute
+
+
+def _find_pass(function: Any) -> tuple[str, tuple[int, PartId]]:
+    """Return the method of a stage that computes a part, the stage's index, and the part.
+
+    Return an empty name for anything else.
+    """
+    method: Any = getattr(function, "func", None)
+    name: str = getattr(method, "__name__", "")
+    if not name.startswith("_run_"):
+        return "", (0, PartId(0, 0))
+    return name, (method.__self__.index, function.args[0])

@@ -95,6 +95,21 @@ def test_weights_are_those_of_one_process_whatever_the_number_of_replicas(
     assert run_swarm(run, folder, nothing, num_peers=num_peers) == quiet_digest
 
 
+def test_all_stages_of_a_pipeline_compute_at_once(folder: Path) -> None:
+    stages = {"stage_borders": [1, 2, 3]}
+    run, shards = open_run(folder, num_updates=1, parts_per_update=16, **stages)
+    whole = WholeRun(run)
+    for _ in whole.train(shards):
+        pass
+
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.finish()
+        assert swarm.most_passing == 4
+        assert swarm.counted.total() == 4 * 16
+
+    assert run_swarm(run, folder, scene) == whole.compute_weights_digest()
+
+
 def is_kind(kind: type[Message]) -> Moment:
     return lambda message: isinstance(message, kind)
 

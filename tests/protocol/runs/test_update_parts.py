@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -27,7 +28,7 @@ def make_parts(num_parts: int, **counted: list[int]) -> UpdateParts:
 
 
 def test_part_that_is_counted_nowhere_begins_at_the_first_stage() -> None:
-    order = make_parts(1).choose_next([], random.Random(0))
+    order = make_parts(1).choose_next(random.Random(0))
 
     assert order is not None
     assert (order.index, order.last_stage, order.without) == (0, 2, None)
@@ -37,13 +38,13 @@ def test_part_that_is_counted_nowhere_begins_at_the_first_stage() -> None:
 
 
 def test_part_that_one_stage_lacks_begins_at_the_stage_before() -> None:
-    lost = make_parts(1, b=[0], e=[0]).choose_next([], random.Random(0))
+    lost = make_parts(1, b=[0], e=[0]).choose_next(random.Random(0))
 
     assert lost == PartOrder(0, (B, C, E), 1)
 
 
 def test_part_that_the_last_stage_lacks_is_computed_there_alone() -> None:
-    lost = make_parts(1, a=[0], c=[0]).choose_next([], random.Random(0))
+    lost = make_parts(1, a=[0], c=[0]).choose_next(random.Random(0))
 
     assert lost is not None
     assert lost.route[0] == C
@@ -52,7 +53,7 @@ def test_part_that_the_last_stage_lacks_is_computed_there_alone() -> None:
 
 
 def test_part_that_the_first_stage_lacks_goes_to_those_that_have_counted_it() -> None:
-    lost = make_parts(1, c=[0], d=[0]).choose_next([], random.Random(0))
+    lost = make_parts(1, c=[0], d=[0]).choose_next(random.Random(0))
 
     assert lost is not None
     assert lost.route[1:] == (C, D)
@@ -60,7 +61,7 @@ def test_part_that_the_first_stage_lacks_goes_to_those_that_have_counted_it() ->
 
 
 def test_part_that_two_members_have_counted_is_taken_out_of_one() -> None:
-    doubled = make_parts(1, a=[0], c=[0], d=[0], e=[0]).choose_next([], random.Random(0))
+    doubled = make_parts(1, a=[0], c=[0], d=[0], e=[0]).choose_next(random.Random(0))
 
     assert doubled == PartOrder(0, (C, E), 2, without=E)
 
@@ -70,10 +71,9 @@ def test_part_goes_to_members_that_have_not_refused_it() -> None:
     parts.note(A, [], refused=[0])
     parts.note(D, [], refused=[0])
 
-    for seed in range(8):
-        order = parts.choose_next([], random.Random(seed))
-        assert order is not None
-        assert order.route == (B, C, E)
+    order = parts.choose_next(random.Random(0))
+    assert order is not None
+    assert order.route == (B, C, E)
     assert parts.find_refused() is None
 
 
@@ -91,11 +91,35 @@ def test_part_is_refused_when_all_members_of_a_stage_refuse_it(
 def test_parts_under_way_are_not_ordered_again() -> None:
     parts = make_parts(2)
 
-    order = parts.choose_next([0], random.Random(0))
+    orders = [parts.choose_next(random.Random(0)) for _ in range(3)]
 
-    assert order is not None
-    assert order.index == 1
-    assert parts.choose_next([0, 1], random.Random(0)) is None
+    assert [order and order.index for order in orders] == [0, 1, None]
+
+
+def test_members_of_a_stage_get_as_many_parts_each() -> None:
+    parts = make_parts(12, a=[0, 1, 2, 3], c=[0, 1, 2, 3], d=[0, 1, 2], e=[3])
+    rng = random.Random(0)
+
+    orders = [parts.choose_next(rng) for _ in range(8)]
+
+    routes = Counter(member for order in orders if order is not None for member in order.route)
+    assert routes == {A: 2, B: 6, C: 8, D: 3, E: 5}
+
+
+def test_each_part_is_planned_once_and_looked_at_once_more() -> None:
+    class Watched(UpdateParts):
+        num_looked_at = 0
+
+        def list_holders(self, stage: int, index: int) -> list[MemberId]:
+            self.num_looked_at += 1
+            return super().list_holders(stage, index)
+
+    parts = Watched(100, [[A], [B]])
+    rng = random.Random(0)
+    while (order := parts.choose_next(rng)) is not None:
+        parts.note_passed(order, order.route)
+
+    assert parts.num_looked_at == 100 * 2 * len(parts.stages)
 
 
 def test_update_is_complete_when_each_part_is_counted_once_at_each_stage() -> None:
@@ -112,7 +136,7 @@ def test_orders_lead_to_a_complete_update_whatever_was_counted() -> None:
         counted = {m: [i for i in range(4) if rng.random() < 0.4] for m in "abcde"}
         parts = make_parts(4, **counted)
         for _ in range(100):
-            order = parts.choose_next([], rng)
+            order = parts.choose_next(rng)
             if order is None:
                 break
             parts.note_passed(order, order.route)
