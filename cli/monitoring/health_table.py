@@ -50,6 +50,8 @@ def _show_model(model: ModelPanel, terminal: Terminal) -> None:
     blocks = f"{model.num_blocks} blocks, {count_of(model.num_serving, 'serving peer')}"
     name = terminal.paint(model.name or "a model without a name", "bold")
     terminal.print(f" {name}  {terminal.paint(model.health, COLOURS[model.health])}: {blocks}")
+    if model.progress:
+        terminal.print(f"   {model.progress}")
     for words, spans in (("no replica", model.missing), ("a single replica", model.single)):
         if spans:
             for line in terminal.wrap(f"   Blocks with {words}: {', '.join(spans)}"):

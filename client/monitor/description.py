@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ...protocol.ids import ModelId, PeerId
+from ...protocol.records.announcements import TrainingProgress
 from .canary import CanaryHop, CanaryRun, CanaryState
 from .state import Event, Health, SwarmState, Visibility, WatchedModel, WatchedPeer
 
@@ -75,6 +76,16 @@ class ModelPanel:
     """How long ago the directory told its peers."""
     error: str
     """Why it does not tell them now; empty while it does."""
+    training: TrainingProgress | None
+    """How far the training run has come; None for a model that is served."""
+
+    @property
+    def progress(self) -> str:
+        """How far the training run has come, in words; empty for a model that is served."""
+        if self.training is None:
+            return ""
+        loss = f", loss {self.training.loss:.4g} nats per token" if self.training.update else ""
+        return f"Update {self.training.update} of {self.training.num_updates}{loss}"
 
 
 @dataclass(frozen=True)
@@ -229,6 +240,7 @@ def _describe_model(model: WatchedModel, now: float) -> ModelPanel:
         tuple(_describe_peer(peer, now) for peer in order),
         None if model.read_at is None else max(0.0, now - model.read_at),
         model.error,
+        model.training,
     )
 
 

@@ -1,4 +1,4 @@
-"""The history of a swarm in one SQLite file: events, replica depths as they changed, canaries.
+"""The history of a swarm in one SQLite file: events, replica depths, canaries, losses of runs.
 
 Bounded by age, rows and bytes. A file survives the end of its monitor at any moment: it is written
 in transactions, to a write-ahead log.
@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ...protocol.errors import UsageError
 from ...protocol.ids import ModelId, PeerId
+from ...protocol.records.announcements import TrainingProgress
 from ...protocol.spans import Span
 from .canary import CanaryRun, CanaryState
 from .state import Event, EventKind, Health, SwarmState
@@ -58,6 +59,12 @@ CREATE INDEX IF NOT EXISTS canaries_at ON canaries (name, at);
 """
 """A table that files of the same version may lack."""
 
+_LOSSES = """
+CREATE TABLE IF NOT EXISTS losses (at REAL, model_id TEXT, num_updates INT, loss REAL);
+CREATE INDEX IF NOT EXISTS losses_at ON losses (model_id, at);
+"""
+"""Another one: how far training runs have come."""
+
 
 class DepthChange(NamedTuple):
     """The replicas of each block from a time on; no blocks while nobody watched."""
@@ -80,12 +87,13 @@ class History:
         """
         self._keep_seconds = keep_seconds
         self._last_depths: dict[ModelId, bytes] = {}
+        self._last_updates: dict[ModelId, int] = {}
         self.error = ""
         """Why it cannot be written or read now; empty while it can."""
         self._pruned_at = self._noted_at = now
         self._database = _open(path)
         try:
-            self._database.executescript(_CANARIES)
+            self._database.executescript(_CANARIES + _LOSSES)
             rows = self._database.execute("SELECT until FROM watching").fetchone()
             with self._database:
                 for model_id, depths in self._list_latest():
@@ -107,7 +115,9 @@ class History:
         now: float,
         runs: Sequence[tuple[str, CanaryRun]] = (),
     ) -> None:
-        """Keep what has happened, the depths that have changed, and runs of canaries by name."""
+        """Keep what has happened, the depths that have changed, the losses of new updates of
+        training runs, and runs of canaries by name.
+        """
         changed = dict[ModelId, bytes]()
         if now - self._noted_at > 3 * _ALIVE_SECONDS:  # this process stood still
             self._forget_depths(self._noted_at)
@@ -116,18 +126,34 @@ class History:
             if self._last_depths.get(model_id, b"") != depths:
                 changed[model_id] = depths
         is_time = now - self._noted_at >= _ALIVE_SECONDS
-        if not (changed or events or runs or is_time):
+        progress = self._list_progress(state)
+        if not (changed or events or runs or progress or is_time):
             return
         try:
             with self._database:
                 self._add_runs(runs)
+                self._database.executemany(
+                    "INSERT INTO losses VALUES (?, ?, ?, ?)",
+                    ((now, model_id, run.update, run.loss) for model_id, run in progress.items()),
+                )
                 self._write(changed, events, now)
         except sqlite3.Error as error:
             self._note_failure(f"the history cannot be written: {error}")
             return
         self.error = ""
+        self._last_updates |= {model_id: run.update for model_id, run in progress.items()}
         self._last_depths |= changed
         self._last_depths = {one: depths for one, depths in self._last_depths.items() if depths}
+
+    def _list_progress(self, state: SwarmState) -> dict[ModelId, TrainingProgress]:
+        """Return the training runs that have come further."""
+        last = self._last_updates
+        self._last_updates = {one: last[one] for one in last if one in state.models}
+        return {
+            model_id: model.training
+            for model_id, model in state.models.items()
+            if model.training is not None and model.training.update > last.get(model_id, 0)
+        }
 
     def _note_failure(self, error: str) -> None:
         if not self.error:
@@ -206,6 +232,7 @@ class History:
         execute = self._database.execute
         execute("DELETE FROM events WHERE at < ?", (oldest,))
         execute("DELETE FROM canaries WHERE at < ?", (oldest,))
+        execute("DELETE FROM losses WHERE at < ?", (oldest,))
         execute(
             "DELETE FROM depths WHERE EXISTS (SELECT 1 FROM depths AS later WHERE later.model_id"
             " = depths.model_id AND later.at > depths.at AND later.at <= ?)",
@@ -213,6 +240,9 @@ class History:
         )
         execute(
             "DELETE FROM events WHERE rowid <= (SELECT max(rowid) FROM events) - ?", (_MAX_EVENTS,)
+        )
+        execute(
+            "DELETE FROM losses WHERE rowid <= (SELECT max(rowid) FROM losses) - ?", (_MAX_EVENTS,)
         )
         execute(
             "DELETE FROM depths WHERE rowid IN (SELECT row FROM (SELECT rowid AS row,"
@@ -246,6 +276,19 @@ class History:
             self._note_failure(f"the history cannot be read: {error}")
             return []
         return [DepthChange(at, bytes(depths)) for at, depths in rows]
+
+    def list_losses(self, model_id: ModelId, since: float) -> list[tuple[int, float]]:
+        """Return updates of a training run and their losses, from `since` on; none if the disk
+        fails.
+        """
+        try:
+            return self._database.execute(
+                "SELECT num_updates, loss FROM losses WHERE model_id = ? AND at >= ? ORDER BY at",
+                (model_id, since),
+            ).fetchall()
+        except sqlite3.Error as error:
+            self._note_failure(f"the history cannot be read: {error}")
+            return []
 
     def _select_depths(self, model_id: ModelId, since: float) -> list[tuple[float, bytes]]:
         rows = self._database.execute(

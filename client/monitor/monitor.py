@@ -111,6 +111,11 @@ class Monitor:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._disk, self._history.list_depths, model_id, since)
 
+    async def read_losses(self, model_id: ModelId, since: float) -> list[tuple[int, float]]:
+        """Return what the history has of a training run; see History.list_losses."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._disk, self._history.list_losses, model_id, since)
+
     async def read_canary_runs(self, name: str, since: float) -> list[CanaryRun]:
         """Return what the history has of a canary; see History.list_canary_runs."""
         loop = asyncio.get_running_loop()

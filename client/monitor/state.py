@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from ...protocol.ids import ModelId, PeerId
-from ...protocol.records.announcements import Announcement, PeerState
+from ...protocol.records.announcements import Announcement, PeerState, TrainingProgress
 from ...protocol.spans import Span, find_gaps
 
 MIN_REPLICAS = 2
@@ -212,6 +212,15 @@ class WatchedModel:
             for peer in self.peers.values()
             if peer.is_serving and peer.announcement.num_blocks == self.num_blocks
         )
+
+    @cached_property
+    def training(self) -> TrainingProgress | None:
+        """How far a training run has come: the median of what its peers say; None: it is none."""
+        told = [one.training for one in self._trusted if one.training is not None]
+        if 2 * len(told) <= len(self._trusted):
+            return None
+        told.sort(key=lambda progress: (progress.num_updates, progress.update, progress.loss))
+        return told[len(told) // 2]
 
     @cached_property
     def depths(self) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ def make_template(
         num_blocks=num_blocks,
         span=Span(0, num_blocks),
         state=PeerState.JOINING,
-        **_describe_place(presence),
+        **describe_place(presence),
         min_version=MIN_VERSION,
         max_version=MAX_VERSION,
         software=SOFTWARE,
@@ -84,7 +84,7 @@ def make_template(
     )
 
 
-def _describe_place(presence: Presence) -> dict[str, Any]:
+def describe_place(presence: Presence) -> dict[str, Any]:
     """Return where others reach the peer: behind relays it is dialled by its own network only."""
     endpoints, relays = tuple(presence.addresses.endpoints), tuple(presence.relays)
     local = filter(is_local_endpoint, endpoints if relays else ())
@@ -159,7 +159,7 @@ class SelfDescription:
 
     def move(self, presence: Presence) -> None:
         """From now on tell where others reach the peer now."""
-        self._template = replace(self._template, **_describe_place(presence))
+        self._template = replace(self._template, **describe_place(presence))
 
     def end_serving(self) -> None:
         """From now on tell of no load: there is nothing that has one."""

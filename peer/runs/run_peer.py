@@ -7,15 +7,15 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 from ...protocol.identity import Identity
 from ...protocol.ids import MemberId
 from ...protocol.net.clock import Clock
 from ...protocol.net.network import Network, Presence, join_patiently
-from ...protocol.records.announcements import Announcement, PeerState
-from ...protocol.versions import MAX_VERSION, MIN_VERSION, SOFTWARE
-from ..announcing.announcer import LIFETIME_PERIODS, Announcer, announce_offline
+from ...protocol.records.announcements import PeerState
+from ..announcing.announcer import Announcer, announce_offline
+from ..announcing.run_description import RunDescription
 from ..engine.training.numerics_class import compute_class_digest
 from ..process.config import PeerEvent, Report, ignore
 from ..streams.service import Service, StreamHandler
@@ -87,12 +87,16 @@ class RunPeer:
                 member_id, config.record, presence, clock, config.silence_seconds
             )
             stack.push_async_callback(members.close)
-            loop = TrainingLoop(member_id, resources, compute_class, members, clock, report)
+            period_seconds, num_blocks = config.announce_period_seconds, len(resources.whole)
+            told = RunDescription(config.record, num_blocks, presence, period_seconds)
+            announcer = Announcer(
+                presence.directory, identity, told.describe, clock, period_seconds
+            )
+
+            tell = partial(_note_progress, told, resources, announcer, report)
+            loop = TrainingLoop(member_id, resources, compute_class, members, clock, tell)
             members.answer_here = loop.answer
             stack.push_async_callback(loop.close)
-            describe = partial(_describe, loop, resources, presence)
-            period_seconds = config.announce_period_seconds
-            announcer = Announcer(presence.directory, identity, describe, clock, period_seconds)
             stack.push_async_callback(announce_offline, announcer)
             service, workload = _make_service(member_id, resources, presence, loop, clock)
             stack.push_async_callback(service.hang_up)
@@ -130,35 +134,19 @@ class RunPeer:
             raise group.exceptions[0] from None
 
 
-def _describe(
-    loop: TrainingLoop,
+def _note_progress(
+    told: RunDescription,
     resources: RunResources,
-    presence: Presence,
-    state: PeerState,
-    sequence: int,
-    now: float,
-) -> Announcement:
-    """Return what a peer that trains announces."""
-    config, spans = resources.config, resources.spans
-    stage = None if loop.decisions is None else loop.decisions.stage
-    return Announcement(
-        peer_id=presence.identity.peer_id,
-        model_id=config.record.model_id,
-        num_blocks=len(resources.whole),
-        span=resources.whole if stage is None else spans[stage],
-        state=state,
-        endpoints=tuple(presence.addresses.endpoints),
-        min_version=MIN_VERSION,
-        max_version=MAX_VERSION,
-        software=SOFTWARE,
-        weights="fp32",
-        compute_dtype="fp32",
-        sequence=sequence,
-        issued_at=now,
-        expires_at=now + LIFETIME_PERIODS * config.announce_period_seconds,
-        takes_passes=False,
-        model_name=config.record.model_name,
-    )
+    announcer: Announcer,
+    report: Report,
+    event: PeerEvent,
+) -> None:
+    """Have the next announcement tell an update, and announce another stage at once."""
+    if event.name == "update":
+        facts = cast(dict[str, Any], event.facts)
+        if told.note(resources.spans[facts["stage"]], facts["update"], facts["loss"]):
+            announcer.renew_now()
+    report(event)
 
 
 def _make_service(

@@ -118,9 +118,22 @@ _AdapterHash = Annotated[str, Field(pattern=rf"^[0-9a-f]{{{_ADAPTER_CHARACTERS}}
 _Version = Annotated[int, Field(ge=0, lt=2**16)]
 _Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 _Amount = Annotated[FiniteFloat, Field(ge=0, le=1e12)]
+_Loss = Annotated[FiniteFloat, Field(ge=0, le=1e6)]
 
 WeightsFormat = Literal["int8", "bf16", "fp32", "nf4"]
 ComputeDtype = Literal["bf16", "fp16", "fp32"]
+
+
+@dataclass(frozen=True)
+class TrainingProgress:
+    """How far a training run has come, as one of its peers knows it."""
+
+    update: _Count
+    """Updates that are applied at the peer."""
+    num_updates: _Count
+    """Updates of the whole run."""
+    loss: _Loss
+    """Mean loss of the last update, in nats per token; 0 before the first one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,6 +216,8 @@ class Announcement:
     """Sessions that it holds."""
     block_bytes: _Count = 0
     """Memory that the largest block of the model takes in the peer's format; 0: unknown."""
+    training: TrainingProgress | None = None
+    """How far the training run has come whose stage the peer holds; None: it does not train."""
 
     def __post_init__(self) -> None:
         if self.span.stop > self.num_blocks:

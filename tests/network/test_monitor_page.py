@@ -29,7 +29,7 @@ from shoal.protocol.net.directory import Directory
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.net.transport import Transport
-from shoal.protocol.records.announcements import Announcement, PeerState
+from shoal.protocol.records.announcements import Announcement, PeerState, TrainingProgress
 from shoal.protocol.spans import Span
 
 CHROMIUM = shutil.which("chromium")
@@ -227,13 +227,16 @@ def test_models_come_and_go_on_the_page_that_is_open(browser: Browser, stage: St
         expect_text(page, "Blocks 4:8 have a single replica.")
         page.evaluate("window.isSame = true")
 
-        stage.tell(3, 0, 2, model_id=OTHER, model_name="org/other")
+        progress = TrainingProgress(12, 400, 4.5)
+        stage.tell(3, 0, 2, model_id=OTHER, model_name="run/stories", training=progress)
 
         expect_text(page, "No peer serves blocks 2:8.")
         other = page.locator(f"section[data-id='{OTHER}']")
-        expect(other.locator("h2")).to_have_text("org/other failing")
+        expect(other.locator("h2")).to_have_text("run/stories failing")
         expect(page.locator("#health")).to_contain_text("failing")
-        expect(page.locator(".chart canvas")).to_have_count(4)
+        expect(other.locator(".progress")).to_have_text("Update 12 of 400, loss 4.5 nats per token")
+        expect(page.locator(".chart canvas")).to_have_count(5)  # one of losses
+        expect(other.locator(".what-if")).to_be_hidden()
         assert Axe().run(page).response["violations"] == []
         assert page.evaluate("window.isSame")
 

@@ -19,9 +19,10 @@ from shoal.peer.runs.run_resources import RunPeerConfig
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork
-from shoal.protocol.net.memory.memory_directory import MemoryDirectoryStore
+from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.net.memory.memory_network import MemoryNetwork
 from shoal.protocol.net.transport import Stream
+from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.runs.run_record import RunRecord, sign_run
 from shoal.protocol.runs.training_run import PartId, TrainingRun
 from shoal.protocol.wire.codec import decode_frame, encode_frame
@@ -130,6 +131,11 @@ class RunSwarm:
     def make_network(self, host: str) -> MemoryNetwork:
         """Return the access of a host to the swarm."""
         return MemoryNetwork(self.network, self._store, VirtualClock(), host)
+
+    async def list_announcements(self) -> list[Announcement]:
+        """Return what the peers have announced last."""
+        directory = MemoryDirectory(self._store, VirtualClock())
+        return await directory.lookup(self.record.model_id)
 
     async def kill(self, host: str) -> None:
         """End a peer without a word."""

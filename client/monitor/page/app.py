@@ -55,6 +55,9 @@ _HISTORY_SECONDS = 24 * 3600.0
 _MAX_AREAS = 2000
 """Rectangles of one chart: 1,600 take a browser 100 ms."""
 
+_MAX_LOSSES = 1000
+"""Points of one chart."""
+
 _MAX_QUERY_CHARACTERS = 200
 _MEMORY = re.compile(r"\d{1,5}(\.\d{1,3})?", re.ASCII)
 
@@ -171,7 +174,9 @@ class Page:
         now = self.monitor.clock.wall()
         changes = await self.monitor.read_depths(model.model_id, now - _HISTORY_SECONDS)
         since = min(changes[0].at if changes else now, now - 60.0)
+        losses = await self.monitor.read_losses(model.model_id, now - _HISTORY_SECONDS)
         return {
+            "losses": losses[:: -(-len(losses) // _MAX_LOSSES) or 1],
             "since": since,
             "until": now,
             "num_blocks": model.num_blocks,

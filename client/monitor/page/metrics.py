@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ....protocol.records.announcements import TrainingProgress
 from ..description import CanaryPanel, Description, ModelPanel
 from ..state import EventKind, Health
 
@@ -57,6 +58,12 @@ class _Described(Collector):
             family = GaugeMetricFamily(name, help_text, labels=_LABELS)
             for model in self._described.models:
                 family.add_metric(_label(model), measure(model))
+            yield family
+        for name, (help_text, measure_run) in _OF_RUNS.items():
+            family = GaugeMetricFamily(name, help_text, labels=_LABELS)
+            for model in self._described.models:
+                if model.training is not None:
+                    family.add_metric(_label(model), measure_run(model.training))
             yield family
         yield self._count_peers()
         if self._described.canaries:
@@ -138,6 +145,13 @@ _OF_MODELS: Mapping[str, tuple[str, Callable[[ModelPanel], float]]] = {
         "Free KV tokens of all serving peers",
         lambda model: sum(peer.free_kv_tokens for peer in model.peers),
     ),
+}
+
+
+_OF_RUNS: Mapping[str, tuple[str, Callable[[TrainingProgress], float]]] = {
+    "shoal_run_update": ("Updates that a training run has applied", lambda run: run.update),
+    "shoal_run_updates": ("Updates of the whole training run", lambda run: run.num_updates),
+    "shoal_run_loss": ("Loss of the last update in nats per token", lambda run: run.loss),
 }
 
 

@@ -113,6 +113,7 @@ def _make_model(model: ModelPanel, described: Description) -> dict[str, Any]:
         "name": model.name or model.model_id[:8],
         "health": model.health,
         "num_blocks": model.num_blocks,
+        "progress": model.progress,
         "num_serving": model.num_serving,
         "read_at": _find_time(described, model.age_seconds),
         "findings": list(_list_findings(model)),

@@ -27,6 +27,7 @@ from shoal.client.monitor.state import (
 )
 from shoal.protocol.errors import UsageError
 from shoal.protocol.ids import ModelId
+from shoal.protocol.records.announcements import TrainingProgress
 from shoal.protocol.spans import Span
 
 DAY = 24 * 3600.0
@@ -274,3 +275,16 @@ def test_unknown_times_are_not_drawn() -> None:
     areas = list_areas(changes, 9.0, max_areas=10)
 
     assert areas == [DepthArea(0, 1, 0.0, 5.0, 2), DepthArea(0, 1, 7.0, 9.0, 2)]
+
+
+def test_loss_of_each_new_update_of_a_run_is_kept(path: Path) -> None:
+    def tell(update: int, loss: float) -> SwarmState:
+        return read(make_announcement(training=TrainingProgress(update, 400, loss)))
+
+    history = History(path, DAY, NOW)
+    for number, (update, loss) in enumerate([(0, 0.0), (3, 5.5), (3, 5.5), (4, 5.25)]):
+        history.take(tell(update, loss), (), NOW + number)
+
+    assert history.list_losses(MODEL, NOW) == [(3, 5.5), (4, 5.25)]
+    assert history.list_losses(MODEL, NOW + 2) == [(4, 5.25)]
+    history.close()

@@ -14,7 +14,7 @@ from shoal.client.monitor.description import describe, describe_canaries
 from shoal.client.monitor.page.metrics import write_metrics
 from shoal.client.monitor.state import EventKind, SwarmState, reduce_failure, reduce_reading
 from shoal.protocol.ids import PeerId
-from shoal.protocol.records.announcements import PeerState
+from shoal.protocol.records.announcements import PeerState, TrainingProgress
 from shoal.protocol.spans import Span
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -56,6 +56,15 @@ def test_metrics_tell_health_blocks_and_peers() -> None:
     assert find(samples, "shoal_model_peers", state="unconfirmed", **OF_MODEL) == 1
     assert find(samples, "shoal_model_peers", state="draining", **OF_MODEL) == 1
     assert find(samples, "shoal_model_peers", state="lost", **OF_MODEL) == 0
+
+
+def test_metrics_tell_how_far_a_run_has_come() -> None:
+    progress = TrainingProgress(12, 400, 4.5)
+
+    samples = read_samples(read(make_announcement(training=progress, model_name="org/model")), {})
+
+    for name, number in {"update": 12, "updates": 400, "loss": 4.5}.items():
+        assert find(samples, f"shoal_run_{name}", **OF_MODEL) == number
 
 
 def test_metrics_of_canaries_name_no_peers() -> None:

@@ -26,7 +26,7 @@ from shoal.client.monitor.state import (
 )
 from shoal.client.monitor.what_if import find_block_bytes, imagine_loss, imagine_newcomer
 from shoal.protocol.ids import ModelId, PeerId
-from shoal.protocol.records.announcements import Announcement, PeerState
+from shoal.protocol.records.announcements import Announcement, PeerState, TrainingProgress
 from shoal.protocol.records.swarm_view import SwarmView
 from shoal.protocol.spans import Span
 
@@ -345,3 +345,28 @@ def test_goodbye_of_a_peer_that_was_never_seen_is_no_news() -> None:
     state, events = reduce_reading(read(*HALVES), MODEL, [*HALVES, gone], NOW + 1)
 
     assert (len(state.models[MODEL].peers), events) == (2, ())
+
+
+def test_run_has_come_as_far_as_half_of_its_peers_say() -> None:
+    told = [
+        TrainingProgress(12, 400, 4.5),
+        TrainingProgress(13, 400, 4.25),
+        TrainingProgress(399, 400, 0.1),
+    ]
+    peers = [make_announcement(n, training=one) for n, one in enumerate(told, 1)]
+
+    described = describe(read(*peers), NOW)
+
+    assert described.models[0].training == told[1]
+    assert make_view(described)["models"][0]["progress"] == (
+        "Update 13 of 400, loss 4.25 nats per token"
+    )
+    assert json.loads(described.to_json())["models"][0]["training"]["update"] == 13
+
+
+def test_model_is_no_run_because_one_peer_says_so() -> None:
+    liar = make_announcement(3, training=TrainingProgress(1, 2, 3.0))
+
+    (panel,) = describe(read(*HALVES, liar), NOW).models
+
+    assert (panel.training, panel.progress) == (None, "")

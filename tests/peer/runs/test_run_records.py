@@ -15,8 +15,10 @@ from virtual_time import VirtualClock, run_virtual
 from shoal.protocol.errors import UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.net.run_search import find_run, search_runs
+from shoal.protocol.records.announcements import PeerState
 from shoal.protocol.runs.run_record import RunRecord, sign_run
 from shoal.protocol.runs.training_run import TrainingRun
+from shoal.protocol.spans import Span
 
 _MOST_SECONDS = 300.0
 """Of virtual time."""
@@ -82,6 +84,17 @@ def test_newcomer_joins_a_run_by_its_name_or_id(run: TrainingRun, folder: Path) 
         assert await search(swarm, "another") == []
         await swarm.start("newcomer", 1, record=record)
         await swarm.finish()
+        announced = await swarm.list_announcements()
+        assert {one.span: one.state for one in announced} == {
+            Span(0, 2): PeerState.ONLINE,
+            Span(2, 4): PeerState.ONLINE,
+        }
+        for peer in swarm.peers.values():
+            await peer.announcer.announce(PeerState.ONLINE)
+        for one in await swarm.list_announcements():
+            assert one.training is not None
+            assert (one.training.update, one.training.num_updates) == (run.num_updates,) * 2
+            assert one.training.loss > 0
 
     run_scene(run, folder, scene)
 

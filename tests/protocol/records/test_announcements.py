@@ -19,6 +19,7 @@ from shoal.protocol.records.announcements import (
     MAX_RTTS,
     Announcement,
     PeerState,
+    TrainingProgress,
     draw_by_address,
     pack,
     read_announcement,
@@ -76,6 +77,7 @@ def make_full() -> Announcement:
         device="cpu 8 threads",
         num_sessions=3,
         block_bytes=218_112_000,
+        training=TrainingProgress(12, 400, 4.0625),
     )
 
 
@@ -195,6 +197,10 @@ BAD_FIELDS = [
     ("device", "\x00"),
     ("num_sessions", -1),
     ("block_bytes", 0.5),
+    ("training", {"update": 1, "num_updates": 2}),
+    ("training", {"update": -1, "num_updates": 2, "loss": 0.0}),
+    ("training", {"update": 1, "num_updates": 2, "loss": -0.5}),
+    ("training", {"update": 1, "num_updates": 2, "loss": "nan"}),
 ]
 
 

@@ -8,7 +8,7 @@ const watchdogSeconds = 40;  // the monitor sends something every 15
 let lastAliveAt = Date.now();
 let aheadSeconds = Date.now() / 1000 - Number(document.body.dataset.takenAt);
 const colours = { none: "#b3261e", one: "#d98200", two: "#4f9d69", more: "#1f6f43" };
-const charts = new Map();  // of a section: [depth, durations]
+const charts = new Map();  // of a section: [depth, durations], and of a run [depth, durations, losses]
 
 function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
@@ -113,6 +113,9 @@ function fillSection(section, model) {
   summary.firstChild.textContent =
     `${model.num_blocks} blocks, serving peers: ${model.num_serving}. Peers read `;
   setTime(summary.querySelector("time"), model.read_at);
+  setText(section.querySelector(".progress"), model.progress);
+  section.querySelector(".what-if").hidden = Boolean(model.progress);
+  section.querySelector("figure.losses").hidden = !model.progress;
   fillList(section.querySelector(".findings"), model.findings, setText);
   fillPeers(section.querySelector("table.peers"), model.peers);
   setText(section.querySelector(".hidden-peers"),
@@ -188,12 +191,27 @@ function drawArea(parameters, api) {
   };
 }
 
-function openCharts(key, section) {
+function openChart(element) {
   const theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : null;
-  const made = Array.from(section.querySelectorAll(".chart"), (element) =>
-    echarts.init(element, theme, { renderer: "canvas" }));
+  return echarts.init(element, theme, { renderer: "canvas" });
+}
+
+function openCharts(key, section) {
+  const made = Array.from(section.querySelectorAll(".chart:not(.losses)"), openChart);
   charts.set(key, made);
   return made;
+}
+
+function drawLosses(section, losses) {
+  const made = charts.get(section.dataset.id);
+  made[2] ??= openChart(section.querySelector(".losses .chart"));
+  made[2].setOption({
+    animation: false, backgroundColor: "transparent", tooltip: { renderMode: "richText" },
+    grid: { left: 45, right: 15, top: 10, bottom: 25 },
+    xAxis: { type: "value", min: "dataMin", minInterval: 1 },
+    yAxis: { type: "value", scale: true },
+    series: [{ name: "loss", type: "line", symbolSize: 4, progressive: 0, data: losses }],
+  });
 }
 
 async function draw(section) {
@@ -226,6 +244,7 @@ async function draw(section) {
     series: [{ type: "bar", data: history.under_replicated.map(([, count]) => count),
       itemStyle: { color: colours.one } }],
   });
+  if (!section.querySelector(".losses").hidden) drawLosses(section, history.losses);
   const rows = section.querySelectorAll("table.durations tr");
   [0, 1].forEach((number) => {
     const cells = history.under_replicated.map((bin) => {

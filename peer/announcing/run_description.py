@@ -1,0 +1,61 @@
+"""The content of the announcements of a peer that trains."""
+
+from __future__ import annotations
+
+from ...protocol.net.network import Presence
+from ...protocol.records.announcements import Announcement, PeerState, TrainingProgress
+from ...protocol.runs.run_record import RunRecord
+from ...protocol.spans import Span
+from ...protocol.versions import MAX_VERSION, MIN_VERSION, SOFTWARE
+from .announcer import LIFETIME_PERIODS
+from .self_description import describe_place
+
+
+class RunDescription:
+    """Makes the announcements of a peer of a run. Its owner tells it how far the peer has come."""
+
+    def __init__(
+        self, record: RunRecord, num_blocks: int, presence: Presence, period_seconds: float
+    ) -> None:
+        self._record = record
+        self._whole = Span(0, num_blocks)
+        self._presence = presence
+        self._lifetime_seconds = LIFETIME_PERIODS * period_seconds
+        self._span: Span | None = None
+        self._progress: TrainingProgress | None = None
+
+    def note(self, span: Span, update: int, loss: float) -> bool:
+        """From now on tell which stage the peer holds and its last update; return whether it is
+        another stage.
+        """
+        is_new, self._span = span != self._span, span
+        self._progress = TrainingProgress(update, self._record.run.num_updates, round(loss, 4))
+        return is_new
+
+    def describe(self, state: PeerState, sequence: int, now: float) -> Announcement:
+        """Return the announcement of this moment; `now` is wall seconds.
+
+        A peer without a stage is JOINING, and announces all blocks.
+        """
+        if self._span is None and state is PeerState.ONLINE:
+            state = PeerState.JOINING
+        now = round(now, 3)
+        return Announcement(
+            peer_id=self._presence.identity.peer_id,
+            model_id=self._record.model_id,
+            num_blocks=self._whole.stop,
+            span=self._span or self._whole,
+            state=state,
+            **describe_place(self._presence),
+            min_version=MIN_VERSION,
+            max_version=MAX_VERSION,
+            software=SOFTWARE,
+            weights="fp32",
+            compute_dtype="fp32",
+            sequence=sequence,
+            issued_at=now,
+            expires_at=now + self._lifetime_seconds,
+            takes_passes=False,
+            model_name=self._record.model_name,
+            training=self._progress,
+        )
