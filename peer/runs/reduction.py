@@ -19,7 +19,6 @@ from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
 from ...protocol.ids import MemberId
 from ...protocol.messages.runs import Reduction, SumFetch, SumGroup
 from ...protocol.runs.training_run import Mode
-from ..engine.training.optimizers import measure_norms
 from ..engine.training.trainable_span import TrainableSpan
 from .gradient_vectors import ExactVector, GradientVector, Int8Vector, find_slice
 from .questions import Members, make_question_id
@@ -38,8 +37,8 @@ class Reducing:
         self.update = order.update
         self.attempt = order.attempt
         self.digest = b""
-        """Of all sums of the stage; as `squared_norms`, known after `summarize`."""
-        self.squared_norms: Sequence[float] = ()
+        """Of all sums of the stage; as `squared_norm`, known after `summarize`."""
+        self.squared_norm = 0.0
         self.accused: set[MemberId] = set()
         """Mates that have sent numbers which are no sum of gradients."""
         self._order = order
@@ -136,19 +135,21 @@ class Reducing:
 
     def apply(self, span: TrainableSpan, squared_norm: float) -> Residuals:
         """Update the weights of the span by the totals; return what the next update adds."""
-        gradients: dict[str, Tensor] = {}
-        for vector in self._vectors.values():
-            gradients |= vector.read_gradients(span.sums)
-        span.apply_update({name: gradients[name] for name in span.sums}, [squared_norm])
+        gradients = self._read_gradients(span)
+        span.apply_update({name: gradients[name] for name in span.sums}, squared_norm)
         residuals = {group: vector.residual for group, vector in self._vectors.items()}
         return {group: one for group, one in residuals.items() if one is not None}
 
     def summarize(self, span: TrainableSpan) -> None:
-        """Compute the digest of all sums, and the squared norms of the gradients."""
+        """Compute the digest of all sums, and the squared norm of the gradients."""
         digest = hashlib.sha256()
-        norms: list[float] = []
-        for group, vector in self._vectors.items():
+        for vector in self._vectors.values():
             digest.update(vector.numbers.numpy().data)
-            if group is SumGroup.STAGE or span.modules.is_first:
-                norms += measure_norms(vector.read_gradients(span.sums)).values()
-        self.digest, self.squared_norms = digest.digest(), norms
+        self.digest = digest.digest()
+        self.squared_norm = span.measure_squared_norm(self._read_gradients(span))
+
+    def _read_gradients(self, span: TrainableSpan) -> dict[str, Tensor]:
+        gradients: dict[str, Tensor] = {}
+        for vector in self._vectors.values():
+            gradients |= vector.read_gradients(span.sums)
+        return gradients

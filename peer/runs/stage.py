@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from array import array
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -401,8 +400,9 @@ class Stage:
             self._reduced[reducing.digest] = reducing
         is_last = span.modules.is_last
         loss = sum(each.loss for each in self._counted.values()) if is_last else 0.0
-        norms = array("d", reducing.squared_norms).tobytes()
-        return MemberAnswer(Reduced(question.question, reducing.digest, norms, loss))
+        return MemberAnswer(
+            Reduced(question.question, reducing.digest, reducing.squared_norm, loss)
+        )
 
     async def read_sums(self, question: SumFetch) -> MemberAnswer:
         """Return numbers of our sums to a mate. Raises RefusedError where there are none."""

@@ -33,9 +33,6 @@ from .fields import (
 SUM_BYTES = 8
 """Bytes of one number of a sum: a whole number in float64."""
 
-MAX_STAGE_WEIGHTS = 4096
-"""Weights of one stage whose norms a `Reduced` can hold."""
-
 _CONTEXT = b"shoal run hello 1"
 _ELEMENT_BYTES = 4
 _WIDTH = 2**16
@@ -66,11 +63,6 @@ def _check_route(values: tuple[str, ...]) -> None:
         raise ValueError("a route has more members than a run has stages")
     for value in values:
         _check_member(value)
-
-
-def _check_norms(value: bytes) -> None:
-    if len(value) % 8 or len(value) > 8 * MAX_STAGE_WEIGHTS:
-        raise ValueError(f"{len(value)} bytes are no norms of the weights of a stage")
 
 
 def _check_parts(value: bytes) -> None:
@@ -223,13 +215,13 @@ class Reduction(Message):
 class Reduced(Message):
     """A member has the summed gradients of an update.
 
-    `digest` is of the sums of its stage. `squared_norms` are those of its weights' gradients, as
-    float64 in their order; the last stage leaves out tied weights, as the first one has them.
+    `digest` is of the sums of its stage. `squared_norm` is that of its gradient; the last stage
+    leaves out tied weights, as the first one has them.
     """
 
     question: HeaderSession
     digest: Annotated[bytes, Body(1, "bytes"), sized(_DIGEST_BYTES, "a digest")]
-    squared_norms: Annotated[bytes, Body(2, "bytes"), _check_norms]
+    squared_norm: Annotated[float, Body(2, "double"), number_in(0.0, 1e300, "norm")]
     loss: Annotated[float, Body(3, "double"), number_in(-1e30, 1e30, "loss")]
     """Sum of the losses of the member's counted parts, at the last stage; 0 at others."""
 

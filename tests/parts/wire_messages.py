@@ -186,7 +186,7 @@ RUN_MESSAGES: tuple[Message, ...] = (
     PartsFetch(SESSION, 7),
     PartsCounted(SESSION, 3, 7, True, b"\x05", bytes(range(32)), b"\x02", True, (MEMBER,)),
     Reduction(SESSION, 3, ATTEMPT, b"\x05", (MEMBER,), (MEMBER, OTHER_MEMBER)),
-    Reduced(SESSION, bytes(range(32)), bytes(16), 1.5),
+    Reduced(SESSION, bytes(range(32)), 2.5, 1.5),
     SumFetch(SESSION, ATTEMPT, SumGroup.TIED, True, 8, 16),
     Sums(SESSION, 64),
     StateFetch(SESSION, 3),

@@ -8,7 +8,6 @@ from torch import Tensor
 from ....models.shells.shell_opening import open_shell
 from ....protocol.runs.training_run import PartId, TrainingRun
 from ....protocol.spans import Span
-from .optimizers import measure_norms
 from .trainable_span import TrainableSpan
 
 _PART = PartId(0, 0)
@@ -26,7 +25,7 @@ def compute_class_digest(run: TrainingRun, num_threads: int) -> str:
     span = TrainableSpan(run, Span(middle, middle + 1), num_threads=num_threads)
     pass_random_part(run, span, _PART)
     gradients = span.read_gradients()
-    span.apply_update(gradients, measure_norms(gradients).values())
+    span.apply_update(gradients, span.measure_squared_norm(gradients))
     return span.compute_digest()
 
 

@@ -11,7 +11,7 @@ seconds of imports, and each process of a run would wait for them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -20,7 +20,6 @@ from torch.optim.adamw import adamw
 
 from ....protocol.runs.training_run import Optimizer
 from .muon import apply_muon
-from .numerics import sum_squares
 
 _Rule = Literal["muon", "adamw", "sgd"]
 
@@ -114,14 +113,6 @@ def _is_in_block(name: str) -> bool:
     return any(part.isdigit() for part in name.split("."))
 
 
-def measure_norms(gradients: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the squared norm of each gradient, whatever number of threads computes it."""
-    return {name: sum_squares(gradient) for name, gradient in gradients.items()}
-
-
-def compute_clip_factor(squared_norms: Iterable[float], clip_norm: float) -> float:
-    """Return the factor that shortens a gradient to the norm; its parts may come in any order.
-
-    As `torch.nn.utils.clip_grad_norm_` does.
-    """
-    return min(clip_norm / (math.sqrt(math.fsum(squared_norms)) + 1e-6), 1.0)
+def compute_clip_factor(squared_norm: float, clip_norm: float) -> float:
+    """Return the factor that shortens a gradient to the norm, as torch's clip_grad_norm_ does."""
+    return min(clip_norm / (math.sqrt(squared_norm) + 1e-6), 1.0)

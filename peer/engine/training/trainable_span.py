@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ from ....kernels.exact_sums import (
 from ....protocol.errors import ErrorCode, RefusedError
 from ....protocol.runs.training_run import PartId, TrainingRun
 from ....protocol.spans import Span
-from .numerics import computing_alike
+from .numerics import computing_alike, sum_squares
 from .optimizers import SpanOptimizer, compute_clip_factor
 from .span_building import build_span
 
@@ -194,8 +194,17 @@ class TrainableSpan:
         """Return the gradients of the update, summed over all counted parts."""
         return {name: total.read() for name, total in self.sums.items()}
 
-    def apply_update(self, gradients: Mapping[str, Tensor], squared_norms: Iterable[float]) -> None:
-        """Update the weights; `squared_norms` are those of all spans, each tied weight once.
+    def measure_squared_norm(self, gradients: Mapping[str, Tensor]) -> float:
+        """Return the squared norm of the gradients, however they are ordered, and whatever number
+        of threads computes it. Only the first span of a run counts tied weights.
+        """
+        left_out = () if self.modules.is_first else self.tied_names
+        return math.fsum(
+            sum_squares(one) for name, one in gradients.items() if name not in left_out
+        )
+
+    def apply_update(self, gradients: Mapping[str, Tensor], squared_norm: float) -> None:
+        """Update the weights; `squared_norm` is the sum of those of all spans.
 
         The gradients are clipped in place. All passes under way end.
         """
@@ -203,7 +212,7 @@ class TrainableSpan:
         for name, gradient in gradients.items():
             total = self.sums[name]
             total.reset(choose_exponent(gradient, total.exponent))
-        factor = compute_clip_factor(squared_norms, run.optimizer.clip_norm)
+        factor = compute_clip_factor(squared_norm, run.optimizer.clip_norm)
         if factor < 1.0:
             for gradient in gradients.values():
                 gradient.mul_(factor)

@@ -5,6 +5,7 @@ The reference for runs over a swarm: what they compute has to be equal to this, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -13,7 +14,6 @@ from torch import Tensor
 from ....models.shells.shell_opening import open_shell
 from ....models.token_shards import TokenShards
 from ....protocol.runs.training_run import PartId, TrainingRun
-from .optimizers import measure_norms
 from .span_building import find_embedding_and_head
 from .trainable_span import TrainableSpan, digest_tensors
 
@@ -74,12 +74,11 @@ class WholeRun:
     ) -> Update:
         loss = self.compute_gradients(number, shards, left_out)
         gradients = [stage.read_gradients() for stage in self.stages]
-        norms = dict[str, float]()
-        for own in gradients:
-            norms |= measure_norms(own)
-        for stage, own in zip(self.stages, gradients, strict=True):
-            stage.apply_update(own, norms.values())
-        return Update(number, loss, sum(norms.values()) ** 0.5)
+        pairs = list(zip(self.stages, gradients, strict=True))
+        squared_norm = math.fsum(stage.measure_squared_norm(own) for stage, own in pairs)
+        for stage, own in pairs:
+            stage.apply_update(own, squared_norm)
+        return Update(number, loss, squared_norm**0.5)
 
     def _compute_part(self, part: PartId, shards: TokenShards) -> float:
         inputs, labels = shards.read_part(self._run, part)

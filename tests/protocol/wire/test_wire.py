@@ -67,7 +67,6 @@ from shoal.protocol.messages.records import (
     Records,
 )
 from shoal.protocol.messages.runs import (
-    MAX_STAGE_WEIGHTS,
     PartPass,
     PartPassed,
     PartsCounted,
@@ -299,10 +298,10 @@ DISHONEST: list[Message] = [
     PartsCounted(SESSION, 0, 0, True, refused=bytes(limits.MAX_PARTS // 8 + 1)),
     Reduction(SESSION, 0, bytes(15), b"", (MEMBER,)),
     Reduction(SESSION, 0, bytes(16), b"", (MEMBER, MEMBER)),
-    Reduced(SESSION, bytes(31), b"", 0.0),
-    Reduced(SESSION, bytes(32), bytes(7), 0.0),
-    Reduced(SESSION, bytes(32), bytes(8 * (MAX_STAGE_WEIGHTS + 1)), 0.0),
-    Reduced(SESSION, bytes(32), b"", math.inf),
+    Reduced(SESSION, bytes(31), 0.0, 0.0),
+    Reduced(SESSION, bytes(32), -1.0, 0.0),
+    Reduced(SESSION, bytes(32), math.nan, 0.0),
+    Reduced(SESSION, bytes(32), 0.0, math.inf),
     Vote(SESSION),
     replace(Vote.make(SESSION, Decided(DECISION)), prepare=Prepare(7, BALLOT)),
     SumFetch(SESSION, bytes(16), SumGroup.STAGE, True, 2, 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from shoal.models.token_shards import TokenShards
-from shoal.peer.engine.training.optimizers import SpanOptimizer, measure_norms
+from shoal.peer.engine.training.optimizers import SpanOptimizer
 from shoal.peer.engine.training.trainable_span import NotFiniteError, TrainableSpan, digest_tensors
 from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.protocol.errors import RefusedError
@@ -218,12 +219,11 @@ class Replicas:
                 first.merge(other.units, other.num_addends)
             for other in others:
                 other.load(first.units, first.num_addends)
-        norms = dict[str, float]()
-        for replicas in self.stages:
-            norms |= measure_norms(replicas[0].read_gradients())
+        firsts = [replicas[0] for replicas in self.stages]
+        norms = [one.measure_squared_norm(one.read_gradients()) for one in firsts]
         for replicas in self.stages:
             for replica in replicas:
-                replica.apply_update(replica.read_gradients(), norms.values())
+                replica.apply_update(replica.read_gradients(), math.fsum(norms))
 
 
 @pytest.mark.parametrize(("optimizer", "num_replicas"), [("adamw", 2), ("muon", 3)])
