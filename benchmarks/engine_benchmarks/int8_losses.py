@@ -49,7 +49,7 @@ async def _train_int8(run: TrainingRun, folder: Path) -> dict[str, Tensor]:
     record = sign_run(Identity.generate(), run)
 
     async def serve(number: int) -> None:
-        config = RunPeerConfig(record, folder, number % 2, number == 0, pause_seconds=0.02)
+        config = RunPeerConfig(record, folder, (number % 2,), number == 0, pause_seconds=0.02)
         host = MemoryNetwork(network, store, clock, f"peer{number}")
         async with RunPeer.join(config, host, clock, compute=compute) as peer:
 

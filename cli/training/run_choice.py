@@ -17,7 +17,6 @@ from ...protocol.runs.training_run import TrainingRun
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import quitting_at_once
 from .run_file import load_run
-from .train_plan import check_memory
 
 if TYPE_CHECKING:
     from ...peer.runs.run_resources import RunPeerConfig
@@ -76,7 +75,7 @@ async def choose_record(
     def note_waiting(what: str) -> None:
         report(PeerEvent("waiting_for", {"what": what}))
 
-    record = await find_run(wanted, identity.peer_id, network, clock, note_waiting)
+    record = await find_run(wanted, identity.peer_id, network, clock, note_waiting, own)
     if own is not None and record.run != own:
         differing = [
             name for name in TrainingRun.model_fields
@@ -90,19 +89,23 @@ async def choose_record(
 
 
 def make_config(options: argparse.Namespace, record: RunRecord) -> RunPeerConfig:
-    """Import what trains, and return its settings. Raises UsageError where a stage does not fit."""
+    """Import what trains, and return its settings. Raises UsageError where no stage fits."""
     check_stage(options, record.run)
     with quitting_at_once(options.json), importing_much():  # seconds of torch
-        check_memory(record.run, options.stage)
         from torch import set_num_threads
 
+        from ...peer.engine.training.run_plan import plan_run
+        from ...peer.hosting.hosted_model import read_free_bytes
         from ...peer.runs.run_resources import RunPeerConfig
 
+    plan = plan_run(record.run)
+    stages = range(len(plan.stages)) if options.stage is None else (options.stage,)
+    fitting = plan.list_fitting(stages, read_free_bytes())
     set_num_threads(options.threads)  # of sums and digests too, not only of passes
     return RunPeerConfig(
         record,
         options.corpus or options.run_file.parent,
-        options.stage,
+        fitting,
         founds_run=founds_run(options),
         num_threads=options.threads,
         announce_period_seconds=options.announce_period,

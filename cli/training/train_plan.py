@@ -6,9 +6,8 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ...protocol.errors import UsageError
 from ...protocol.runs.training_run import TrainingRun
 from ..options.quantities import count_of, parse_count, parse_positive
 from ..terminal.heavy_imports import importing_much
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from ...peer.engine.training.run_plan import RunPlan, SpeedPlan, StagePlan
 
 _MEGABITS = (20, 100, 1000)
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 _MEMORY = "{:>5}  {:>8}  {:>8}  {:>9}  {:>9}  {:>8}  {:>11}  {:>8}"
 _BYTES = "{:>5}  {:>5}  {:>5}  {:>18}  {:>18}"
 _SPEED = "{:>5}  {:>7}  {:>11}  {:>12}"
@@ -86,24 +84,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def check_memory(training: TrainingRun, stage: int | None) -> None:
-    """Raise UsageError unless this machine has the memory for a stage; None: for the smallest."""
-    with importing_much():
-        from ...peer.engine.training.run_plan import plan_run
-        from ...peer.hosting.hosted_model import read_free_bytes
-
-    stages = plan_run(training).stages
-    chosen = min(stages, key=lambda one: one.memory_bytes) if stage is None else stages[stage]
-    free_bytes = read_free_bytes()
-    if chosen.memory_bytes > free_bytes:
-        raise UsageError(
-            f"stage {stages.index(chosen)} of the run, blocks {chosen.span}, takes "
-            f"{_show(chosen.memory_bytes)} of memory, and this machine has {_show(free_bytes)} "
-            "left: end other programs, or choose another stage (`shoal train-plan` lists them)"
-        )
-
-
-def _describe_traffic(plan: RunPlan, num_peers: int) -> list[dict[str, object]]:
+def _describe_traffic(plan: RunPlan, num_peers: int) -> list[dict[str, Any]]:
     members = plan.count_members(num_peers)
     return [
         {
@@ -118,9 +99,11 @@ def _describe_traffic(plan: RunPlan, num_peers: int) -> list[dict[str, object]]:
 
 
 def _list_memory(training: TrainingRun, stages: tuple[StagePlan, ...]) -> list[str]:
+    from ...peer.engine.training.run_plan import show_bytes
+
     rows = [
         _MEMORY.format(
-            index, str(stage.span), *map(_show, (
+            index, str(stage.span), *map(show_bytes, (
                 stage.weight_bytes, stage.optimizer_bytes, stage.gradient_bytes, stage.sum_bytes,
                 stage.activation_bytes, stage.memory_bytes,
             ))
@@ -144,11 +127,13 @@ def _list_memory(training: TrainingRun, stages: tuple[StagePlan, ...]) -> list[s
     ]
 
 
-def _list_traffic(numbers: list[int], traffic: list[list[dict[str, object]]]) -> list[str]:
+def _list_traffic(numbers: list[int], traffic: list[list[dict[str, Any]]]) -> list[str]:
+    from ...peer.engine.training.run_plan import show_bytes
+
     rows = [
         _BYTES.format(
             number, str(one["stage"]), str(one["num_members"]),
-            _show(one["activation_bytes"]), _show(one["averaging_bytes"]),
+            show_bytes(one["activation_bytes"]), show_bytes(one["averaging_bytes"]),
         )
         for number, stages in zip(numbers, traffic, strict=True)
         for one in stages
@@ -173,9 +158,3 @@ def _list_speeds(speed: float, expected: list[SpeedPlan]) -> list[str]:
         _SPEED.format("peers", "Mbit/s", "tokens/s", "bound by"),
         *rows,
     ]
-
-
-def _show(num_bytes: object) -> str:
-    number = float(str(num_bytes))
-    unit = next((one for one in ("K", "M") if number < 1000 * _UNITS[one]), "G")
-    return f"{number / _UNITS[unit]:,.1f}{unit}"

@@ -147,3 +147,17 @@ def choose_adapter_bytes(free_bytes: int) -> int:
     """
     num_bytes = min(free_bytes // 16, MOST_ADAPTER_BYTES)
     return num_bytes if num_bytes >= LEAST_ADAPTER_BYTES else 0
+
+
+class Waits:
+    """Reports what a peer waits for: once for each wait, and not for each attempt."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._what: str | None = None
+
+    def note(self, what: str | None) -> None:
+        """Note what is waited for now; None: nothing."""
+        if what is not None and what != self._what:
+            self._report(PeerEvent("waiting_for", {"what": what}))
+        self._what = what

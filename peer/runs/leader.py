@@ -12,6 +12,7 @@ import logging
 import math
 import random
 import secrets
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from ...protocol.errors import LocalProtocolError
@@ -36,10 +37,9 @@ from ...protocol.runs.update_parts import (
     pack_parts,
     unpack_parts,
 )
-from ..process.config import PeerEvent, Report
+from ..process.config import PeerEvent, Report, Waits
 from .questions import FAILURES, make_question_id
 from .run_decisions import RunDecisions
-from .waits import Waits
 
 _logger = logging.getLogger(__name__)
 
@@ -75,13 +75,13 @@ class Leader:
         self._leaving: set[MemberId] = set()
         """Members that want to leave."""
         self._rng = random.Random(decisions.member_id)
-        self._joining: dict[MemberId, int | None] = {}
-        """Peers that want to become members, and the stages that they want to hold."""
+        self._joining: dict[MemberId, set[int]] = {}
+        """Peers that want to become members, and the stages that they can hold."""
 
-    def note_newcomer(self, member: MemberId, stage: int | None) -> None:
+    def note_newcomer(self, member: MemberId, stages: set[int]) -> None:
         """Let a peer in at the next change of members, unless too many wait for it."""
         if len(self._joining) < MAX_RUN_MEMBERS:
-            self._joining[member] = stage
+            self._joining[member] = stages & set(range(self._num_stages))
 
     async def run(self) -> None:
         """Lead until we are no member any more, or one before us on the roster leads."""
@@ -182,15 +182,15 @@ class Leader:
             self._report(PeerEvent("put_aside", {"member": member}))
         accused = _find_accused(manifests)  # put aside until the next update
         joined = [
-            each for each in self._joining.items() if each[0] not in {*decision.roster, *accused}
+            (newcomer, stages)
+            for newcomer, stages in self._joining.items()
+            if stages and newcomer not in {*decision.roster, *accused}
         ]
         self._joining.clear()
         if len(left) == len(decision.members) and not joined:
             return False
-        for newcomer, stage in joined[: MAX_RUN_MEMBERS - len(left)]:
-            if stage is None or stage >= self._num_stages:
-                stage = self._choose_stage(left)
-            left.append(Member(newcomer, stage))
+        for newcomer, stages in joined[: MAX_RUN_MEMBERS - len(left)]:
+            left.append(Member(newcomer, _choose_stage(left, stages)))
         await self._decide(decision, left, self._decisions.commit)
         return True
 
@@ -226,11 +226,6 @@ class Leader:
         ready = {member for stage in self._list_ready(manifests) for member in stage}
         members = [member for member in decision.members if member in chosen]
         return _let_go(members, idle, ready - self._leaving)
-
-    def _choose_stage(self, members: Sequence[Member]) -> int:
-        """Return the stage with the fewest members."""
-        counts = [sum(m.stage == stage for m in members) for stage in range(self._num_stages)]
-        return counts.index(min(counts))
 
     def _list_ready(self, manifests: _Manifests) -> list[list[MemberId]]:
         update = self._decisions.commit.update
@@ -344,6 +339,12 @@ class Leader:
             _logger.info("nothing was proposed: %s", error)
         for member in self._leaving.difference(self._decisions.newest.roster):
             await self._decisions.send_newest(member)  # it waits for that, and nobody asks it now
+
+
+def _choose_stage(members: Sequence[Member], stages: Collection[int]) -> int:
+    """Return which of these stages has the fewest members."""
+    held = Counter(member.stage for member in members)
+    return min(stages, key=lambda stage: (held[stage], stage))
 
 
 def _find_leaving(manifests: _Manifests) -> set[MemberId]:

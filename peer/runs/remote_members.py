@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 from ...protocol.errors import (
     RemoteProtocolError,
+    ShoalError,
     SilentError,
     UnavailableError,
 )
@@ -28,12 +32,19 @@ from ...protocol.messages.session import Queued
 from ...protocol.net.clock import AnswerTimeout, Clock
 from ...protocol.net.dialling import dial_peer, greet
 from ...protocol.net.network import Presence
+from ...protocol.net.tasks import cancel_all
 from ...protocol.net.transport import Stream
 from ...protocol.records.announcements import Announcement
 from ...protocol.runs.deadlines import UsualTimes
 from ...protocol.runs.run_record import RunRecord
 from ...protocol.wire.codec import check_kind, encode_frame, read_answer
-from .questions import AnswerMember, MemberAnswer, make_question_id
+from .questions import FAILURES, AnswerMember, MemberAnswer, make_question_id
+
+_logger = logging.getLogger(__name__)
+
+_PEERS_AT_ONCE = 8
+_LOOK_SECONDS = 0.2
+"""How often to look whether more answers are needed."""
 
 _MOST_KEPT = 8
 """Streams to one member that wait for the next question."""
@@ -144,13 +155,48 @@ class RemoteMembers:
                 await stream.close()
         self._kept.clear()
 
-    async def ask_peer(self, peer: Announcement, question: Question) -> MemberAnswer:
-        """Ask a peer something, whichever member of the run it is; as `ask` does."""
-        stream = await self._open(peer, None)
+    async def ask_peers(
+        self,
+        peers: Sequence[Announcement],
+        question: Question,
+        take: Callable[[MemberAnswer], None],
+        is_enough: Callable[[], bool] = lambda: False,
+    ) -> list[ShoalError]:
+        """Ask peers at once, whichever members of the run they are, until that is enough.
+
+        `take` gets the answers, and raises RemoteProtocolError for one that is wrong. Returns what
+        failed.
+        """
+        turns = asyncio.Semaphore(_PEERS_AT_ONCE)
+
+        async def ask(peer: Announcement) -> ShoalError | None:
+            try:
+                async with turns:
+                    take(await self._ask_peer(peer, question))
+            except FAILURES as error:
+                _logger.info("…%s does not answer as asked: %s", peer.peer_id[-6:], error)
+                return error
+            return None
+
+        asking = {asyncio.create_task(ask(peer)) for peer in peers}
+        failures: list[ShoalError] = []
         try:
-            return await self._ask_on(stream, peer.peer_id, question)
+            while asking and not is_enough():
+                done, asking = await asyncio.wait(asking, timeout=_LOOK_SECONDS)
+                failures += [error for task in done if (error := task.result()) is not None]
         finally:
-            await stream.close()
+            await cancel_all(asking)
+        return failures
+
+    async def _ask_peer(self, peer: Announcement, question: Question) -> MemberAnswer:
+        seconds = _SILENCES * self._silence_seconds
+        late = f"peer …{peer.peer_id[-6:]} did not answer within {seconds:.0f} s"
+        async with AnswerTimeout(seconds, late):
+            stream = await self._open(peer, None)
+            try:
+                return await self._ask_on(stream, peer.peer_id, question)
+            finally:
+                await stream.close()
 
     async def list_peers(self) -> list[Announcement]:
         """Return the other peers that announce the run and may. Raises DirectoryError."""

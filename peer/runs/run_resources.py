@@ -31,8 +31,8 @@ class RunPeerConfig:
 
     record: RunRecord
     corpus_folder: Path
-    stage: int | None = None
-    """The stage to hold; None: the one that needs a member most."""
+    stages: Sequence[int] | None = None
+    """The stages that it can hold, of which it gets the one with the fewest members; None: all."""
     founds_run: bool = False
     """Whether to begin the run, in place of joining it."""
     num_threads: int = 1
@@ -119,6 +119,11 @@ class RunResources:
     def machine(self) -> str:
         """What decides whether others compute the same, for people."""
         return describe_machine(self.config.num_threads)
+
+    @property
+    def stages(self) -> Sequence[int]:
+        """The stages that it can hold."""
+        return range(len(self.spans)) if self.config.stages is None else self.config.stages
 
     @classmethod
     def open(cls, config: RunPeerConfig, compute: WatchedCompute) -> RunResources:

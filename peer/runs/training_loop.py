@@ -33,15 +33,14 @@ from ...protocol.messages.runs import (
 from ...protocol.net.clock import Clock
 from ...protocol.runs.commits import Commit, found_run
 from ...protocol.runs.decisions import Decided, Decision, DecisionLog
-from ...protocol.runs.update_parts import pack_parts
-from ..process.config import PeerEvent, Report
+from ...protocol.runs.update_parts import pack_parts, unpack_parts
+from ..process.config import PeerEvent, Report, Waits
 from .leader import Leader
-from .questions import FAILURES, MemberAnswer, make_question_id
+from .questions import MemberAnswer, make_question_id
 from .remote_members import RemoteMembers
 from .run_decisions import RunDecisions
 from .run_resources import RunResources
 from .stage import Stage, fetch_weights
-from .waits import Waits
 
 _logger = logging.getLogger(__name__)
 
@@ -139,12 +138,15 @@ class TrainingLoop:
         """Admit a peer at the next change of members if we lead; return the newest decision."""
         if question.member != sender:
             raise RemoteProtocolError("a member joins for itself only")
+        newest = MemberAnswer(Vote.make(question.question, Decided(decisions.newest)))
+        if not question.compute_class:
+            return newest
         if question.compute_class.hex() != decisions.commit.compute_class:
             detail = f"a peer of the run has {self._resources.machine}"
             raise RefusedError(ErrorCode.OTHER_COMPUTE_CLASS, detail)
         if self.leader is not None:
-            self.leader.note_newcomer(sender, question.stage)
-        return MemberAnswer(Vote.make(question.question, Decided(decisions.newest)))
+            self.leader.note_newcomer(sender, unpack_parts(question.stages))
+        return newest
 
     def _describe(
         self, decisions: RunDecisions, question: PartsFetch, sender: MemberId
@@ -305,7 +307,7 @@ class TrainingLoop:
         """
         config = self._config
         if self.decisions is None and config.founds_run:
-            stage = config.stage or 0
+            stage = self._resources.stages[0]
             self._begin(
                 found_run(config.record.run_id, self._member_id, stage, self._compute_class)
             )
@@ -317,28 +319,28 @@ class TrainingLoop:
             peers = []
         self._waits.note(None if peers else "a peer of the run")
         self._rng.shuffle(peers)
-        compute_class = bytes.fromhex(self._compute_class)
-        refused: RefusedError | None = None
-        for peer in peers:
-            question = RunJoin(make_question_id(), self._member_id, compute_class, config.stage)
-            try:
-                self._learn((await self._members.ask_peer(peer, question)).check_kind(Vote))
-            except FAILURES as error:
-                _logger.info("…%s does not let us join: %s", peer.peer_id[-6:], error)
-                if isinstance(error, RefusedError) and error.code is ErrorCode.OTHER_COMPUTE_CLASS:
-                    refused = error
-        if self.decisions is None and refused is not None:
+        compute_class, stages = bytes.fromhex(self._compute_class), self._resources.stages
+        question = RunJoin(make_question_id(), self._member_id, compute_class, pack_parts(stages))
+        failures = await self._members.ask_peers(
+            peers, question, self._learn,
+            lambda: self.decisions is not None and self.decisions.stage is not None,
+        )  # fmt: skip
+        refusals = [
+            one for one in failures
+            if isinstance(one, RefusedError) and one.code is ErrorCode.OTHER_COMPUTE_CLASS
+        ]  # fmt: skip
+        if self.decisions is None and refusals:
             raise UsageError(
                 f"this machine has {self._resources.machine}, and does not compute the same "
-                f"gradients as the run, bit for bit: {refused}. Use the same version of torch, "
+                f"gradients as the run, bit for bit: {refusals[0]}. Use the same version of torch, "
                 "the same --threads and the same family of processors"
             )
         if self.decisions is None or self.decisions.stage is None:
             await asyncio.sleep(config.pause_seconds)
 
-    def _learn(self, vote: Vote) -> None:
+    def _learn(self, answer: MemberAnswer) -> None:
         """Take the newest decision of a peer. Raises RemoteProtocolError for any other message."""
-        decided = vote.decided
+        decided = answer.check_kind(Vote).decided
         if decided is None:
             raise RemoteProtocolError("a peer did not answer with its newest decision")
         if self.decisions is None:

@@ -65,6 +65,11 @@ def _check_route(values: tuple[str, ...]) -> None:
         _check_member(value)
 
 
+def _check_stages(value: bytes) -> None:
+    if len(value) > limits.MAX_STAGES // 8:
+        raise ValueError(f"a set of stages has {len(value)} bytes")
+
+
 def _check_parts(value: bytes) -> None:
     if len(value) > limits.MAX_PARTS // 8:
         raise ValueError(f"a set of parts has {len(value)} bytes")
@@ -348,14 +353,15 @@ class RunJoin(Message):
     """A peer asks the leader of a run to make it a member.
 
     The answer is the newest decision, as `Vote`. `compute_class` is the digest of what its machine
-    computes, which must be that of the run. `stage` is the one that the peer wants to hold; None:
-    the one with the fewest members.
+    computes, which must be that of the run; without one, the peer becomes no member, and only wants
+    the answer. Bit i of `stages` says that the peer can hold stage i; it gets the one of them with
+    the fewest members.
     """
 
     question: HeaderSession
     member: Annotated[MemberId, Body(1, "string"), _check_member]
-    compute_class: Annotated[bytes, Body(3, "bytes"), sized(_DIGEST_BYTES, "a digest")]
-    stage: Annotated[int | None, Body(2, "uint32"), _below(limits.MAX_STAGES, "stage")] = None
+    compute_class: Annotated[bytes, Body(3, "bytes"), sized_or_none(_DIGEST_BYTES, "a digest")]
+    stages: Annotated[bytes, Body(2, "bytes"), _check_stages] = b""
 
 
 Question = PartPass | PartsFetch | Reduction | SumFetch | StateFetch | Vote | RunJoin

@@ -25,6 +25,7 @@ from ..runs.run_record import (
     make_run_model_name,
     read_run_record,
 )
+from ..runs.training_run import TrainingRun
 from ..wire.codec import check_kind, encode_frame, read_answer
 from .clock import AnswerTimeout, Clock
 from .dialling import open_greeted
@@ -50,11 +51,13 @@ async def find_run(
     network: Network,
     clock: Clock,
     note_waiting: Callable[[str], None],
+    own: TrainingRun | None = None,
 ) -> RunRecord:
     """Return the record of the run of this name or id as soon as a peer of the swarm shows it.
 
-    `note_waiting` is told once that there is none yet. Raises UsageError where several runs have
-    the name, or where the run does not admit this peer.
+    `note_waiting` is told once that there is none yet. Of runs of one name, those that are equal to
+    `own` count. Raises UsageError where several are left, or where the run does not admit this
+    peer.
     """
     attempts = Retry(_PAUSES, clock)
     while True:
@@ -63,7 +66,8 @@ async def find_run(
         except NobodyAnswersError:
             records = []
         if records:
-            return _choose(wanted, records, peer_id)
+            equal = [one for one in records if one.run == own]
+            return _choose(wanted, equal or records, peer_id)
         if not attempts.num_failures:
             note_waiting(f"a peer that shows the run {wanted}")
         attempts.note_failure()

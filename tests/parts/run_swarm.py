@@ -121,7 +121,8 @@ class RunSwarm:
         """
         self.network.revive(host)
         started = asyncio.get_running_loop().create_future()
-        config = RunPeerConfig(record or self.record, self._folder, stage, founds_run)
+        stages = None if stage is None else (stage,)
+        config = RunPeerConfig(record or self.record, self._folder, stages, founds_run)
         serving = self._serve(host, config, compute_class, started)
         self._tasks[host] = asyncio.create_task(serving)
         await asyncio.wait((started, self._tasks[host]), return_when=asyncio.FIRST_COMPLETED)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from .trainable_span import TrainableSpan
 
 _NUMBER_BYTES = 4
 _SUM_BYTES = 8
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,20 @@ class RunPlan:
 
     run: TrainingRun
     stages: tuple[StagePlan, ...]
+
+    def list_fitting(self, stages: Sequence[int], free_bytes: int) -> list[int]:
+        """Return which of these stages fit into so much memory. Raises UsageError if none does."""
+        fitting = [one for one in stages if self.stages[one].memory_bytes <= free_bytes]
+        if not fitting:
+            smallest = min(stages, key=lambda one: self.stages[one].memory_bytes)
+            stage = self.stages[smallest]
+            raise UsageError(
+                f"stage {smallest} of the run, blocks {stage.span}, takes "
+                f"{show_bytes(stage.memory_bytes)} of memory, and this machine has "
+                f"{show_bytes(free_bytes)} left: end other programs, or choose another stage "
+                "(`shoal train-plan` lists them)"
+            )
+        return fitting
 
     def count_members(self, num_peers: int) -> list[int]:
         """Return how many of the peers hold each stage: they join where the fewest are."""
@@ -203,3 +218,13 @@ def _list_tensors(
 
 def _count_butterfly_numbers(num_numbers: int, num_members: int) -> float:
     return 2 * num_numbers * (num_members - 1) / max(num_members, 1)
+
+
+def show_bytes(num_bytes: float) -> str:
+    """Return a size for people.
+
+    >>> show_bytes(2**20), show_bytes(3 * 2**40)
+    ('1.0M', '3,072.0G')
+    """
+    unit = next((one for one in ("K", "M") if num_bytes < 1000 * _UNITS[one]), "G")
+    return f"{num_bytes / _UNITS[unit]:,.1f}{unit}"

@@ -16,7 +16,7 @@ from shoal.cli.training.run_choice import choose_record
 from shoal.peer.process.config import ignore
 from shoal.protocol.errors import UsageError
 from shoal.protocol.identity import Identity
-from shoal.protocol.runs.run_record import RunRecord
+from shoal.protocol.runs.run_record import RunRecord, sign_run
 from shoal.protocol.runs.training_run import TrainingRun
 
 JOIN = ("--initial-peers", "/ip4/127.0.0.1/tcp/1/p2p/" + make_identity("peer").peer_id)
@@ -70,6 +70,18 @@ def test_run_of_the_swarm_has_to_be_that_of_the_run_file(tmp_path: Path) -> None
         assert await choose(swarm, None) == await choose(swarm, swarm.run) == swarm.record
         with pytest.raises(UsageError, match="differs from test in seed, num_updates: its id is"):
             await choose(swarm, other)
+
+    in_swarm(tmp_path, scene)
+
+
+def test_other_run_of_the_name_is_passed_over_with_a_run_file(tmp_path: Path) -> None:
+    squatted = sign_run(make_identity("squatter"), open_run(tmp_path, seed=8)[0])
+
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.start("squatter", 0, founds_run=True, record=squatted)
+        assert await choose(swarm, swarm.run) == swarm.record
+        with pytest.raises(UsageError, match="this swarm has 2 runs called test: "):
+            await choose(swarm, None)
 
     in_swarm(tmp_path, scene)
 

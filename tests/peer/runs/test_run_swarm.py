@@ -182,6 +182,26 @@ def test_peer_that_computes_other_bits_does_not_become_a_member(
     assert "the same --threads" in complaints[0]
 
 
+def test_newcomer_joins_however_many_peers_do_not_answer(run: TrainingRun, folder: Path) -> None:
+    async def main() -> None:
+        swarm = RunSwarm(run, folder)
+        try:
+            for number in range(6):
+                await swarm.start(f"peer{number}", number % 2, founds_run=number == 0)
+            await swarm.wait_for_update(1)
+            for number in range(5):
+                swarm.network.pause(f"peer{number}")
+            newcomers = [f"newcomer{number}" for number in range(3)]
+            for newcomer in newcomers:
+                await swarm.start(newcomer, 1)
+            await asyncio.sleep(5.0)  # a peer counts as silent after 10 s
+            assert all(swarm.peers[newcomer].loop.decisions is not None for newcomer in newcomers)
+        finally:
+            await swarm.close()
+
+    run_virtual(main())
+
+
 def test_peer_may_be_killed_between_the_passes_of_its_parts(
     run: TrainingRun, folder: Path, quiet_digest: str
 ) -> None:

@@ -285,7 +285,7 @@ DISHONEST: list[Message] = [
     RunHello(SESSION, bytes(32), MEMBER, None, bytes(63)),
     RunFollows(SESSION, limits.MAX_RUN_RECORD_BYTES + 1),
     RunJoin(SESSION, MemberId("x" * (limits.MAX_MEMBER_ID_CHARACTERS + 1)), bytes(32)),
-    RunJoin(SESSION, MEMBER, bytes(32), limits.MAX_STAGES),
+    RunJoin(SESSION, MEMBER, bytes(32), bytes(limits.MAX_STAGES // 8 + 1)),
     RunJoin(SESSION, MEMBER, bytes(31)),
     PartPass(SESSION, limits.MAX_RUN_TENSOR_BYTES + 1, 0, 0),
     PartPass(SESSION, 0, limits.MAX_UPDATES, 0),
