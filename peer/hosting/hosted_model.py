@@ -46,6 +46,10 @@ CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 """The groups of this process: a line `number:controllers:path` for each hierarchy."""
 
+_NO_LIMIT_BYTES = 2**62
+"""Version 1 of control groups writes a number as large as it can where there is no limit. Each pass
+asks for the memory that is free, and three files tell nothing then."""
+
 _TABLES_AT_ONCE = 4
 """Beside the tables of a block that is loaded: a second one to compare with, and those by way of
 which transformers computes a mask."""
@@ -258,6 +262,8 @@ def _list_bytes_in_cgroups() -> Iterator[int]:
         for group, limit in product(groups, limits):
             with contextlib.suppress(OSError, ValueError):  # no such group, or one without a limit
                 limit_bytes = int((group / limit).read_text())
+                if limit_bytes >= _NO_LIMIT_BYTES:
+                    continue
                 used_bytes = int((group / used).read_text())
                 used_bytes -= _count_file_bytes(group / "memory.stat", prefix)
                 yield max(0, limit_bytes - max(0, used_bytes))

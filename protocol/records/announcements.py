@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, Field, FiniteFloat, TypeAdapter, ValidationError
@@ -319,10 +320,13 @@ def sign_announcement(identity: Identity, announcement: Announcement) -> bytes:
     return record
 
 
+@lru_cache(maxsize=32)
 def verify_announcement(record: bytes) -> Announcement:
     """Return the announcement in a record, checked in everything that does not depend on time.
 
-    Raises RemoteProtocolError, and nothing else, for whatever bytes.
+    Raises RemoteProtocolError, and nothing else, for whatever bytes. The last records that were
+    valid are remembered: a peer reads its own when it signs and when it announces it, and peers and
+    clients of one process read the same ones.
     """
     if len(record) > limits.MAX_ANNOUNCEMENT_BYTES:
         raise RemoteProtocolError(f"an announcement of {len(record)} bytes is too large")

@@ -25,6 +25,7 @@ from shoal.protocol.records.announcements import (
     read_announcement,
     sign_announcement,
     unpack,
+    verify_announcement,
 )
 from shoal.protocol.records.coordinates import Coordinate
 from shoal.protocol.spans import Span
@@ -99,6 +100,12 @@ def test_unknown_fields_of_newer_writers_are_ignored() -> None:
     record = sign_body(identity_of(1), json.dumps(body).encode())
 
     assert read_announcement(record, NOW) == plain
+
+
+def test_record_is_verified_once_by_all_of_a_process() -> None:
+    record = sign(make_announcement())
+
+    assert verify_announcement(record) is verify_announcement(bytes(bytearray(record)))
 
 
 def test_nobody_speaks_for_another_peer() -> None:

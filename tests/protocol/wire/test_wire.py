@@ -29,7 +29,6 @@ from wire_messages import (
     TEXT,
     WELCOME,
     make_tensor,
-    name_shortly,
 )
 
 from shoal.protocol import limits
@@ -97,9 +96,9 @@ from shoal.protocol.wire.codec import CODECS, HEADER_BYTES, decode_frame, encode
 # ---- what is honest
 
 
-@pytest.mark.parametrize("message", HONEST, ids=lambda message: type(message).__name__)
-def test_message_survives_the_way(message: Message) -> None:
-    assert decode_frame(encode_frame(message)) == message
+def test_message_survives_the_way() -> None:
+    for message in HONEST:
+        assert decode_frame(encode_frame(message)) == message
 
 
 def test_every_kind_has_a_message_here() -> None:
@@ -353,10 +352,10 @@ DISHONEST: list[Message] = [
 ]
 
 
-@pytest.mark.parametrize("message", DISHONEST, ids=name_shortly)
-def test_what_the_other_end_would_refuse_is_not_sent(message: Message) -> None:
-    with pytest.raises(LocalProtocolError, match=type(message).__name__):
-        encode_frame(message)
+def test_what_the_other_end_would_refuse_is_not_sent() -> None:
+    for message in DISHONEST:
+        with pytest.raises(LocalProtocolError, match=type(message).__name__):
+            pytest.fail(f"sent as {len(encode_frame(message))} bytes: {message}")
 
 
 def test_text_of_a_refusal_is_made_to_fit() -> None:

@@ -60,17 +60,17 @@ def scramble_control(rng: random.Random, frame: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("mutate", [flip, overwrite, cut, extend, splice, scramble_control])
-@pytest.mark.parametrize("kind", list(ONE_OF_EACH))
 def test_mutated_frame_decodes_or_is_refused(
-    kind: type[Message], mutate: Callable[[random.Random, bytes], bytes]
+    mutate: Callable[[random.Random, bytes], bytes],
 ) -> None:
-    rng = random.Random(f"{kind.__name__} {mutate.__name__}")
-    frame = encode_frame(ONE_OF_EACH[kind])
+    for kind, honest in ONE_OF_EACH.items():
+        rng = random.Random(f"{kind.__name__} {mutate.__name__}")
+        frame = encode_frame(honest)
 
-    for _ in range(300):
-        message = decode_or_refuse(mutate(rng, frame))
-        if message is not None:
-            check_is_canonical(message)
+        for _ in range(300):
+            message = decode_or_refuse(mutate(rng, frame))
+            if message is not None:
+                check_is_canonical(message)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -85,10 +85,9 @@ def test_random_bytes_are_refused(seed: int) -> None:
             check_is_canonical(message)
 
 
-@pytest.mark.parametrize("kind", list(ONE_OF_EACH))
-def test_bytes_beyond_the_declared_lengths_are_refused(kind: type[Message]) -> None:
-    with pytest.raises(RemoteProtocolError):
-        decode_frame(encode_frame(ONE_OF_EACH[kind]) + b"x")
+def test_bytes_beyond_the_declared_lengths_are_refused() -> None:
+    for message in ONE_OF_EACH.values():
+        assert decode_or_refuse(encode_frame(message) + b"x") is None, message
 
 
 def test_control_part_has_a_limit() -> None:
@@ -103,8 +102,8 @@ def test_control_part_has_a_limit() -> None:
         decode_with_padding(limits.MAX_CONTROL_BYTES + 4)
 
 
-@pytest.mark.parametrize("kind", list(ONE_OF_EACH))
-def test_every_prefix_of_a_frame_is_refused(kind: type[Message]) -> None:
-    frame = encode_frame(ONE_OF_EACH[kind])
-
-    assert all(decode_or_refuse(frame[:stop]) is None for stop in range(len(frame)))
+def test_every_prefix_of_a_frame_is_refused() -> None:
+    for message in ONE_OF_EACH.values():
+        frame = encode_frame(message)
+        for stop in range(len(frame)):
+            assert decode_or_refuse(frame[:stop]) is None, f"{stop} bytes of {message}"

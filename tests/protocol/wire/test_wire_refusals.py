@@ -2,6 +2,7 @@
 
 import struct
 import tracemalloc
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -45,14 +46,19 @@ from shoal.protocol.tensors import KVFormat, WireDtype
 from shoal.protocol.wire.codec import CODECS, HEADER_BYTES, decode_frame, encode_frame
 
 
+def list_accepted(frames: Iterable[tuple[Any, bytes]]) -> list[Any]:
+    """Return the names of the frames that are not refused."""
+    return [name for name, frame in frames if decode_or_refuse(frame) is not None]
+
+
 def list_all_but(*excluded: type[Message]) -> list[type[Message]]:
     return [message for message in ONE_OF_EACH if message not in excluded]
 
 
 @pytest.mark.parametrize("kind", [Hello, Step, Close])
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_damaged_header_is_refused(kind: type[Message]) -> None:
+    frame = encode_frame(ONE_OF_EACH[kind])
+    damages: list[dict[str, Any]] = [
         {"magic": b"SH"},
         {"version": 0},
         {"version": 2},
@@ -66,20 +72,15 @@ def list_all_but(*excluded: type[Message]) -> list[type[Message]]:
         {"control_length": limits.MAX_CONTROL_BYTES + 1},
         {"tensor_length": U32},
         {"tensor_length": 2**31},
-    ],
-    ids=str,
-)
-def test_damaged_header_is_refused(kind: type[Message], changes: dict[str, Any]) -> None:
-    frame = patch(encode_frame(ONE_OF_EACH[kind]), **changes)
+    ]
 
-    with pytest.raises(RemoteProtocolError):
-        decode_frame(frame)
+    assert list_accepted((changes, patch(frame, **changes)) for changes in damages) == []
 
 
 @pytest.mark.parametrize("kind", [Step, Output])
-@pytest.mark.parametrize(
-    "changes",
-    [
+def test_contradicting_tensor_header_is_refused(kind: type[Message]) -> None:
+    frame = encode_frame(ONE_OF_EACH[kind])
+    contradictions: list[dict[str, Any]] = [
         {"dtype": 0},
         {"dtype": 4},
         {"dtype": 255},
@@ -101,16 +102,9 @@ def test_damaged_header_is_refused(kind: type[Message], changes: dict[str, Any])
         {"session": bytes(16)},
         *({"position": number % 2**32} for number in (-1, -(2**31), -(2**20))),
         {"position": limits.MAX_SESSION_TOKENS + 1},
-    ],
-    ids=str,
-)
-def test_contradicting_tensor_header_is_refused(
-    kind: type[Message], changes: dict[str, Any]
-) -> None:
-    frame = patch(encode_frame(ONE_OF_EACH[kind]), **changes)
+    ]
 
-    with pytest.raises(RemoteProtocolError):
-        decode_frame(frame)
+    assert list_accepted((changes, patch(frame, **changes)) for changes in contradictions) == []
 
 
 USED = {
@@ -143,19 +137,19 @@ def test_messages_without_a_control_part_refuse_one(kind: type[Message]) -> None
         decode_frame(with_control(ONE_OF_EACH[kind], b"\x08\x01"))
 
 
-@pytest.mark.parametrize("kind", list_all_but(Hello, Welcome, Offer, Parked))
-def test_missing_session_is_refused(kind: type[Message]) -> None:
-    with pytest.raises(RemoteProtocolError, match="session"):
-        decode_frame(patch(encode_frame(ONE_OF_EACH[kind]), session=bytes(16)))
+def test_missing_session_is_refused() -> None:
+    for kind in list_all_but(Hello, Welcome, Offer, Parked):
+        frame = patch(encode_frame(ONE_OF_EACH[kind]), session=bytes(16))
+        with pytest.raises(RemoteProtocolError, match="session"):
+            pytest.fail(f"accepted: {decode_frame(frame)}")
 
 
-@pytest.mark.parametrize("kind", list_all_but(Step, Output, PassPiece, RunPiece))
-def test_control_messages_carry_no_tensor(kind: type[Message]) -> None:
-    frame = encode_frame(ONE_OF_EACH[kind]) + bytes(16)
-    frame = patch(frame, tensor_length=16, rows=1, tokens=1, width=8, dtype=3, codec=1)
-
-    with pytest.raises(RemoteProtocolError, match="no tensor"):
-        decode_frame(frame)
+def test_control_messages_carry_no_tensor() -> None:
+    for kind in list_all_but(Step, Output, PassPiece, RunPiece):
+        frame = encode_frame(ONE_OF_EACH[kind]) + bytes(16)
+        frame = patch(frame, tensor_length=16, rows=1, tokens=1, width=8, dtype=3, codec=1)
+        with pytest.raises(RemoteProtocolError, match="no tensor"):
+            pytest.fail(f"accepted: {decode_frame(frame)}")
 
 
 def float_body(number: int, value: float, form: str = "<f") -> bytes:
@@ -260,10 +254,13 @@ BAD_BODIES: list[tuple[type[Message], Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "body"), BAD_BODIES, ids=name_shortly)
-def test_control_values_out_of_bounds_are_refused(kind: type[Message], body: Any) -> None:
-    with pytest.raises(RemoteProtocolError):
-        decode_frame(with_control(ONE_OF_EACH[kind], body.SerializeToString()))
+def test_control_values_out_of_bounds_are_refused() -> None:
+    frames = (
+        ((kind, body), with_control(ONE_OF_EACH[kind], body.SerializeToString()))
+        for kind, body in BAD_BODIES
+    )
+
+    assert list_accepted(frames) == []
 
 
 @pytest.mark.parametrize(
@@ -280,12 +277,12 @@ def test_control_values_out_of_bounds_are_refused(kind: type[Message], body: Any
     ],
     ids=name_shortly,
 )
-@pytest.mark.parametrize("kind", list_all_but(Gap, Close))
-def test_invalid_protobuf_is_refused(kind: type[Message], body: bytes) -> None:
-    message = decode_or_refuse(with_control(ONE_OF_EACH[kind], body))
+def test_invalid_protobuf_is_refused(body: bytes) -> None:
+    for kind in list_all_but(Gap, Close):
+        message = decode_or_refuse(with_control(ONE_OF_EACH[kind], body))
 
-    if message is not None:  # a field of another number, which is skipped
-        check_is_canonical(message)
+        if message is not None:  # a field of another number, which is skipped
+            check_is_canonical(message)
 
 
 def test_invalid_protobuf_names_the_message() -> None:
