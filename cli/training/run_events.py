@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from typing import cast
 
 from ...peer.process.config import PeerEvent, Report
 from ..terminal.peer_events import EventPrinter, print_json
 from ..terminal.terminal import Terminal
 
-_LINE = "{:>8}  {:>8}  {:>13}  {:>7}"
+_LINE = "{:>8}  {:>8}  {:>13}  {:>9}  {:>7}"
 
 
 def choose_report(is_json: bool) -> Report:
@@ -28,11 +29,13 @@ class RunEventPrinter:
         if event.name == "online":
             self._print(f"Training run {facts['name']} of {facts['owner']},")
             self._print(f"id {facts['run_id']}", "")
-            self._print(_LINE.format("update", "loss", "gradient norm", "peers"))
+            self._print(_LINE.format("update", "loss", "gradient norm", "tokens/s", "peers"))
         elif event.name == "update" and facts["update"]:
             loss, norm = facts["loss"], facts["gradient_norm"]
-            cells = facts["update"], f"{loss:.4f}", f"{norm:.4f}", facts["num_members"]
-            self._print(_LINE.format(*cells))
+            speed = facts["tokens_per_second"]
+            peers = "+".join(map(str, cast(list[int], facts["members_per_stage"])))
+            numbers = f"{loss:.4f}", f"{norm:.4f}", "-" if speed is None else f"{speed:.0f}"
+            self._print(_LINE.format(facts["update"], *numbers, peers))
         elif event.name == "trained":
             self._print("The run is over.")
             if "model" in facts:
@@ -42,6 +45,9 @@ class RunEventPrinter:
             self._print(f"Waiting for {facts['what']}.")
         elif event.name == "put_aside":
             self._print(f"Peer {facts['member']} sent numbers that are no gradients: put aside.")
+        elif event.name in ("member_joined", "member_left"):
+            verb = event.name.partition("_")[2]
+            self._print(f"Peer …{str(facts['peer'])[-8:]} {verb} stage {facts['stage']}.")
         elif event.name == "leaving":
             self._print("Leaving after this update. Press Ctrl-C again to leave at once.")
         elif event.name not in ("update", "failed"):

@@ -29,6 +29,7 @@ from ...protocol.messages.runs import (
     StateFetch,
     SumFetch,
     Vote,
+    find_peer_id,
 )
 from ...protocol.net.clock import Clock
 from ...protocol.runs.commits import Commit, found_run
@@ -79,6 +80,10 @@ class TrainingLoop:
         self._is_leaving = False
         self._has_left = asyncio.Event()
         self._waits = Waits(report)
+        self._members_told: dict[MemberId, int] | None = None
+        """The members that were reported last, and their stages."""
+        self._applied: tuple[int, float] | None = None
+        """The last update that was applied here, and when."""
         self.asked_at = clock.now()
         """When a member has asked for parts, sums or state last."""
 
@@ -238,6 +243,7 @@ class TrainingLoop:
                 await self._join()
             else:
                 decisions.changed.clear()
+                self._report_members(decisions)
                 await self._catch_up(decisions)
                 if self._is_leaving and decisions.stage is not None:
                     is_last = len(decisions.list_members(decisions.stage)) == 1
@@ -261,6 +267,41 @@ class TrainingLoop:
             self._report(PeerEvent("failed", facts))
             self._is_over.set()
 
+    def _report_members(self, decisions: RunDecisions) -> None:
+        """Report the members that have come since the last time, and those that are gone."""
+        members = {
+            member.id: member.stage
+            for member in decisions.newest.members
+            if member.id != self._member_id
+        }
+        before = members if self._members_told is None else self._members_told
+        self._members_told = members
+        for name, those, others in (
+            ("member_left", before, members),
+            ("member_joined", members, before),
+        ):
+            for member, stage in those.items():
+                if others.get(member) != stage:
+                    facts = {"peer": find_peer_id(member), "stage": stage}
+                    self._report(PeerEvent(name, facts))
+
+    def _report_update(self, decisions: RunDecisions, index: int, commit: Commit) -> None:
+        now, speed = self._clock.now(), None
+        if self._applied is not None and now > self._applied[1]:
+            num_tokens = (commit.update - self._applied[0]) * self._config.run.tokens_per_update
+            speed = num_tokens / (now - self._applied[1])
+        self._applied = commit.update, now
+        stages = range(len(self._resources.spans))
+        facts = {
+            "update": commit.update,
+            "stage": index,
+            "loss": commit.loss,
+            "gradient_norm": commit.squared_norm**0.5,
+            "tokens_per_second": None if speed is None else round(speed, 1),
+            "members_per_stage": [len(decisions.list_members(stage)) for stage in stages],
+        }
+        self._report(PeerEvent("update", facts))
+
     async def _catch_up(self, decisions: RunDecisions) -> None:
         """Take the state of the newest decision; report how far that is."""
         while (self._is_suspect or not self.is_ready) and (index := decisions.stage) is not None:
@@ -273,14 +314,7 @@ class TrainingLoop:
                 await asyncio.sleep(self._config.pause_seconds)
                 continue
             self._waits.note(None)
-            facts = {
-                "update": commit.update,
-                "stage": index,
-                "loss": commit.loss,
-                "gradient_norm": commit.squared_norm**0.5,
-                "num_members": len(decisions.newest.members),
-            }
-            self._report(PeerEvent("update", facts))
+            self._report_update(decisions, index, commit)
             if commit.update == self._config.run.num_updates:
                 self._is_over.set()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from run_swarm import Moment, RunSwarm
+from run_swarm import Moment, RunSwarm, make_identity
 from training_runs import MODEL, open_run
 from virtual_time import run_virtual
 
@@ -264,6 +264,13 @@ def test_killed_peer_comes_back_as_another_member(
         await swarm.wait_for_update(1)
         await swarm.kill(host)
         await swarm.start(host, int(host[-1]) % 2)
+        await swarm.finish()
+        seen = [event for at, event in swarm.events if at == "peer3"]
+        facts = {"peer": make_identity(host).peer_id, "stage": int(host[-1]) % 2}
+        left, joined = PeerEvent("member_left", facts), PeerEvent("member_joined", facts)
+        assert seen.count(left) == 1
+        assert joined in seen[seen.index(left) :]
+        assert seen[-1].facts["members_per_stage"] == [2, 2]
 
     assert run_swarm(run, folder, scene) == quiet_digest
 

@@ -1,0 +1,37 @@
+"""What `shoal train` prints of a run over peers."""
+
+from typing import Any
+
+import pytest
+
+from shoal.cli.training.run_events import RunEventPrinter
+from shoal.peer.process.config import PeerEvent
+
+
+def test_table_has_speed_and_the_peers_of_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    update: dict[str, Any] = {
+        "update": 3,
+        "loss": 7.19293,
+        "gradient_norm": 1.73711,
+        "members_per_stage": [2, 1],
+    }
+    peer: dict[str, Any] = {
+        "peer": "12D3KooWKZe3vWf7SvDxaeC5kiLyvwgGxN6m2NPvWiwDoaXkuthG",
+        "stage": 1,
+    }
+
+    print_event = RunEventPrinter()
+    print_event(PeerEvent("online", {"name": "stories", "owner": "12D3", "run_id": "993747e6"}))
+    print_event(PeerEvent("update", update | {"tokens_per_second": None}))
+    print_event(PeerEvent("member_left", peer))
+    print_event(PeerEvent("update", update | {"update": 12345, "tokens_per_second": 871.4}))
+    print_event(PeerEvent("member_joined", peer))
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3:] == [
+        "  update      loss  gradient norm   tokens/s    peers",
+        "       3    7.1929         1.7371          -      2+1",
+        "Peer …oaXkuthG left stage 1.",
+        "   12345    7.1929         1.7371        871      2+1",
+        "Peer …oaXkuthG joined stage 1.",
+    ]
