@@ -91,10 +91,11 @@ class Announcer:
     async def run(self) -> None:
         """Renew the announcement until cancelled; a directory in trouble is asked again sooner.
 
-        Warns once of trouble; its end is no news, for a peer that has become alone keeps its own
+        Warns once of two losses in a row, which an announcement outlives: peers that have just
+        left lose one. The end of trouble is no news, for a peer that has become alone keeps its own
         announcement. Raises RevokedError when the owner of the swarm has shut the peer out.
         """
-        pause_periods, is_in_trouble = 1.0, False
+        pause_periods, num_losses = 1.0, 0
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_periods * self.period_seconds):
@@ -103,8 +104,8 @@ class Announcer:
             pause_periods = 1.0
             try:
                 await self.announce(self.state)
-                if is_in_trouble:
-                    is_in_trouble = False
+                if num_losses:
+                    num_losses = 0
                     _logger.info("the announcement is renewed again")
                     await self._read_back(self.state)  # others may be back as well
             except RevokedError:
@@ -112,9 +113,9 @@ class Announcer:
                 raise
             except DirectoryError as error:
                 pause_periods = _RETRY_PERIODS
-                level = logging.DEBUG if is_in_trouble else logging.WARNING
+                num_losses += 1
+                level = logging.WARNING if num_losses == 2 else logging.DEBUG
                 _logger.log(level, "could not renew the announcement, trying again: %s", error)
-                is_in_trouble = True
 
 
 async def announce_offline(announcer: Announcer) -> None:

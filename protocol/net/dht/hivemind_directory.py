@@ -314,7 +314,9 @@ class HivemindDirectory:
         known = (
             one for model_id in self._models for one in self.records.list_current(model_id, now)
         )
-        return any(one.as_nodes and not is_own(one) for one in known)
+        return any(
+            one.as_nodes and one.state is not PeerState.OFFLINE and not is_own(one) for one in known
+        )
 
     def _keep_addresses(self, min_age_seconds: float) -> None:
         """Write down where we and others can be joined, if there are others and it has changed."""

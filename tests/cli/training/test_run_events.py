@@ -22,9 +22,9 @@ def test_table_has_speed_and_the_peers_of_each_stage(capsys: pytest.CaptureFixtu
 
     print_event = RunEventPrinter()
     print_event(PeerEvent("online", {"name": "stories", "owner": "12D3", "run_id": "993747e6"}))
-    print_event(PeerEvent("update", update | {"tokens_per_second": None}))
+    print_event(PeerEvent("update", {**update, "tokens_per_second": None}))
     print_event(PeerEvent("member_left", peer))
-    print_event(PeerEvent("update", update | {"update": 12345, "tokens_per_second": 871.4}))
+    print_event(PeerEvent("update", {**update, "update": 12345, "tokens_per_second": 871.4}))
     print_event(PeerEvent("member_joined", peer))
 
     lines = capsys.readouterr().out.splitlines()

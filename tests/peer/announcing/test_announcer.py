@@ -286,11 +286,14 @@ async def test_announcement_outlives_two_that_were_lost(
 
 
 @in_scene()
-async def test_renewals_come_once_a_period_also_after_a_loss(scene: Scene) -> None:
+async def test_renewals_come_once_a_period_also_after_a_loss(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
     async with scene.renewing():
         scene.directory.num_losses = 1
         seen = await expect_known(scene, int(20 * PERIOD_SECONDS))
     assert 18 <= len(set(seen)) <= 20
+    assert not caplog.records, "a single loss is no news"
 
 
 @in_scene()
