@@ -122,16 +122,21 @@ class RunPlan:
         """Return what peers come to that compute so many tokens per second of the whole model.
 
         Their lines carry so much in each direction. Parts are computed while others are sent;
-        averaging follows. Delays are left out.
+        averaging follows. The slowest stage waits for the others only while the first part comes to
+        it, and the others for the last part. Delays are left out.
         """
         members = self.count_members(num_peers)
         seconds_per_byte = 8 / (megabits_per_second * 1e6)
         tokens = self.run.tokens_per_update
         whole = sum(stage.num_multiplied for stage in self.stages)
-        compute = activation = averaging = 0.0
-        for index, stage in enumerate(self.stages):
-            share = stage.num_multiplied / whole / members[index]
-            compute = max(compute, tokens * share / tokens_per_second)
+        num_parts, activation, averaging = self.run.parts_per_update, 0.0, 0.0
+        part_seconds = tokens / num_parts / tokens_per_second
+        once = [part_seconds * stage.num_multiplied / whole for stage in self.stages]
+        compute = max(
+            sum(once) + (math.ceil(num_parts / members[index]) - 1) * seconds
+            for index, seconds in enumerate(once)
+        )
+        for index in range(len(self.stages)):
             sent = self.count_activation_bytes(index, members[index])
             activation = max(activation, sent * seconds_per_byte)
             averaged = self.count_averaging_bytes(index, members)

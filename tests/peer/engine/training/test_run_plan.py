@@ -121,11 +121,11 @@ def test_what_is_slowest_bounds_the_speed() -> None:
 
     assert fast.bound == "compute"
     assert fast.tokens_per_second == pytest.approx(tokens / fast.compute_seconds)
-    assert 1000.0 < fast.tokens_per_second < 2000.0  # the stages differ by the head
+    # A pipeline of two stages needs the time of 5 parts for 4, and the stages differ by the head.
+    assert 1000.0 < fast.tokens_per_second < 2 * 4 / 5 * 1000.0
     assert slow.bound == "averaging"
-    assert plan.expect(4, 1e9, 1000.0).tokens_per_second == pytest.approx(
-        2 * fast.tokens_per_second
-    )
+    more = plan.expect(4, 1e9, 1000.0)  # the time of 3 parts
+    assert 5 / 3 < more.tokens_per_second / fast.tokens_per_second < 2
     with pytest.raises(UsageError, match="the run has 2 stages"):
         plan.expect(1, 100.0, 1000.0)
 
