@@ -118,7 +118,8 @@ class Leader:
         stages = self._list_ready(manifests)
         if not all(stages):
             return False
-        parts = UpdateParts(self._run.parts_per_update, stages, self._leaving)
+        seconds = {m: told.part_seconds for m, told in manifests.items() if told is not None}
+        parts = UpdateParts(self._run.parts_per_update, stages, self._leaving, seconds)
         for member, manifest in manifests.items():
             if manifest is not None:
                 refused = unpack_parts(manifest.refused)

@@ -84,6 +84,10 @@ class WatchedCompute:
         if not computing.cancelled():
             computing.exception()  # maybe nobody waits for it any more
 
+    def find_usual_seconds(self, function: Callable[..., Any]) -> float:
+        """Return how long a function takes, without the wait for its turn; 0: it is not known."""
+        return self._times[function.__qualname__].usual_seconds
+
     @property
     def is_late(self) -> bool:
         """Whether what is computed now should have ended long ago."""

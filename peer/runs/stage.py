@@ -156,6 +156,14 @@ class Stage:
         return 0 if self.span.modules.is_first else count_bytes(self._run.mode, self._shape)
 
     @property
+    def part_seconds(self) -> float:
+        """How long we compute for a part; 0: that is not known yet."""
+        if self.span.modules.is_last:
+            return self._compute.find_usual_seconds(Stage._run_loss)
+        passes = (Stage._run_forward, Stage._run_backward)
+        return sum(map(self._compute.find_usual_seconds, passes))
+
+    @property
     def _shape(self) -> tuple[int, int, int]:
         run = self._run
         return run.rows_per_part, run.corpus.sequence_length, self.span.modules.hidden_size

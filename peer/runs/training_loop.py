@@ -167,7 +167,7 @@ class TrainingLoop:
             told = PartsCounted(
                 question.question, stage.update, number, is_ready, pack_parts(stage.counted),
                 stage.digest, pack_parts(stage.refused), self._is_leaving,
-                tuple(sorted(stage.accused)),
+                tuple(sorted(stage.accused)), stage.part_seconds,
             )  # fmt: skip
         return MemberAnswer(told)
 

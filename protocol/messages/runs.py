@@ -197,6 +197,8 @@ class PartsCounted(Message):
     """Whether it wants to leave the run behind the update."""
     accused: Annotated[tuple[MemberId, ...], Body(8, "string"), _check_members] = ()
     """Members that have sent it numbers which no honest one sends, in this update."""
+    part_seconds: Annotated[float, Body(9, "double"), number_in(0.0, 1e6, "seconds")] = 0.0
+    """How long it computes for a part; 0: not known yet."""
 
 
 @message(39)

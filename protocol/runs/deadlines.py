@@ -43,6 +43,11 @@ class UsualTimes:
         self._num_late = 0
 
     @property
+    def usual_seconds(self) -> float:
+        """The median; 0 where nothing has come to its end yet."""
+        return median(self._taken_seconds) if self._taken_seconds else 0.0
+
+    @property
     def deadline_seconds(self) -> float:
         """After how many seconds the next one is late."""
         usual = choose_deadline(self._taken_seconds, self._floor_seconds)

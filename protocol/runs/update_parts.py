@@ -4,9 +4,10 @@ A part that no member of a stage has counted is missing there. It begins again a
 the first one that lacks it, which still has what it sent, and goes on up to the last one that lacks
 it. A part that two members of a stage have counted is taken out of the sums of one of them.
 
-The next part goes to the member of a stage that has the fewest. To draw one (SWARM's stochastic
-wiring: Ryabinin et al., 2023) would use 76 % of the members' time in place of 89 %, with 64 parts
-and 4 stages of two members that vary by 20 %.
+Of a stage, the next part goes to the member that has then computed all of its parts first, by how
+long it computes for one. Drawing members (SWARM's stochastic wiring: Ryabinin et al., 2023) would
+use 76 % of their time in place of 89 %, with 64 parts and 4 stages of two members that vary by a
+fifth.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from ..ids import MemberId
 
@@ -46,6 +48,8 @@ class UpdateParts:
     stages: Sequence[Sequence[MemberId]]
     leaving: Collection[MemberId] = ()
     """They get new parts only where nobody else of their stage takes any."""
+    part_seconds: Mapping[MemberId, float] = field(default_factory=dict[MemberId, float])
+    """How long members compute for a part, where that is known."""
     _counted: dict[MemberId, set[int]] = field(default_factory=dict[MemberId, set[int]])
     _refused: dict[MemberId, set[int]] = field(default_factory=dict[MemberId, set[int]])
     _num_taken: Counter[MemberId] = field(default_factory=Counter[MemberId])
@@ -126,7 +130,14 @@ class UpdateParts:
 
     def _choose_member(self, stage: int, index: int, rng: random.Random) -> MemberId:
         able = self._list_able(stage, index)
-        chosen = min(able, key=lambda member: (self._num_taken[member], rng.random()))
+        known = [seconds for member in able if (seconds := self.part_seconds.get(member))]
+        usual = fmean(known) if known else 1.0
+
+        def find_end(member: MemberId) -> tuple[float, float]:
+            seconds = self.part_seconds.get(member) or usual
+            return (self._num_taken[member] + 1) * seconds, rng.random()
+
+        chosen = min(able, key=find_end)
         self._num_taken[chosen] += 1
         return chosen
 

@@ -99,6 +99,10 @@ class RunSwarm:
         """How often each part was counted by members of a stage, by its index."""
         self.begun = Counter[tuple[int, PartId]]()
         """How often a member of a stage began with the forward pass of a part."""
+        self.slow = dict[str, float]()
+        """How many times longer than others hosts compute."""
+        self.num_passed = Counter[tuple[str, int]]()
+        """How many parts of an update a host has counted."""
         self.most_passing = 0
         """The most peers that computed passes at the same time."""
         self._passing = set[str]()
@@ -273,11 +277,14 @@ class RunSwarm:
                 if name:
                     self._passing.add(host)
                     self.most_passing = max(self.most_passing, len(self._passing))
-                await asyncio.sleep(self.rng.uniform(0.0, _LONGEST_SECONDS))
+                seconds = self.rng.uniform(0.0, _LONGEST_SECONDS) * self.slow.get(host, 1.0)
+                await asyncio.sleep(seconds)
                 self._passing.discard(host)
                 self.begun[key] += name in ("_run_forward", "_run_loss")
                 result = function()
-                self.counted[key] += name in ("_run_backward", "_run_loss")
+                is_counted = name in ("_run_backward", "_run_loss")
+                self.counted[key] += is_counted
+                self.num_passed[host, key[1].update] += is_counted
             await asyncio.sleep(self.rng.uniform(0.0, _LONGEST_SECONDS / 4))  # as from a thread
             return result
 

@@ -184,7 +184,7 @@ RUN_MESSAGES: tuple[Message, ...] = (
     PartPass(SESSION, 64, 3, 5, (MEMBER, OTHER_MEMBER), 2, OTHER_MEMBER, True),
     PartPassed(SESSION, 64, 1.5, (MEMBER,)),
     PartsFetch(SESSION, 7),
-    PartsCounted(SESSION, 3, 7, True, b"\x05", bytes(range(32)), b"\x02", True, (MEMBER,)),
+    PartsCounted(SESSION, 3, 7, True, b"\x05", bytes(range(32)), b"\x02", True, (MEMBER,), 0.5),
     Reduction(SESSION, 3, ATTEMPT, b"\x05", (MEMBER,), (MEMBER, OTHER_MEMBER)),
     Reduced(SESSION, bytes(range(32)), 2.5, 1.5),
     SumFetch(SESSION, ATTEMPT, SumGroup.TIED, True, 8, 16),

@@ -112,6 +112,22 @@ def test_all_stages_of_a_pipeline_compute_at_once(folder: Path) -> None:
     assert run_swarm(run, folder, scene) == whole.compute_weights_digest()
 
 
+def test_peer_that_is_slow_gets_fewer_parts(folder: Path) -> None:
+    run, shards = open_run(folder, num_updates=3, parts_per_update=16)
+    whole = WholeRun(run)
+    for _ in whole.train(shards):
+        pass
+
+    async def scene(swarm: RunSwarm) -> None:
+        swarm.slow["peer2"] = 3.0
+        await swarm.finish()
+        num_passed = [swarm.num_passed[host, 2] for host in ("peer0", "peer2")]
+        assert sum(num_passed) == 16
+        assert num_passed[1] in (3, 4, 5)  # times are drawn, and their medians vary
+
+    assert run_swarm(run, folder, scene, num_peers=3) == whole.compute_weights_digest()
+
+
 def is_kind(kind: type[Message]) -> Moment:
     return lambda message: isinstance(message, kind)
 

@@ -106,6 +106,17 @@ def test_members_of_a_stage_get_as_many_parts_each() -> None:
     assert routes == {A: 2, B: 6, C: 8, D: 3, E: 5}
 
 
+def test_member_gets_parts_by_how_fast_it_computes() -> None:
+    stages = [[A, B, C], [D, E]]
+    parts = UpdateParts(28, stages, part_seconds={A: 1.0, B: 3.0, D: 0.5})  # of C, E is not known
+    rng = random.Random(0)
+
+    orders = [parts.choose_next(rng) for _ in range(28)]
+
+    routes = Counter(member for order in orders if order is not None for member in order.route)
+    assert routes == {A: 16, B: 5, C: 7, D: 14, E: 14}
+
+
 def test_each_part_is_planned_once_and_looked_at_once_more() -> None:
     class Watched(UpdateParts):
         num_looked_at = 0

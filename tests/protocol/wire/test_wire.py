@@ -295,6 +295,7 @@ DISHONEST: list[Message] = [
     PartPassed(SESSION, 0, math.nan, ()),
     PartsCounted(SESSION, 0, 0, True, bytes(limits.MAX_PARTS // 8 + 1)),
     PartsCounted(SESSION, 0, 0, True, refused=bytes(limits.MAX_PARTS // 8 + 1)),
+    PartsCounted(SESSION, 0, 0, True, part_seconds=-1.0),
     Reduction(SESSION, 0, bytes(15), b"", (MEMBER,)),
     Reduction(SESSION, 0, bytes(16), b"", (MEMBER, MEMBER)),
     Reduced(SESSION, bytes(31), 0.0, 0.0),
