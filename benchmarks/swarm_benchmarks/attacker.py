@@ -235,7 +235,7 @@ ATTACKS: dict[str, tuple[Callable[[Raid], None], int]] = {
 """By name, each with its number of strangers."""
 
 
-def _spin(is_over: threading.Event) -> None:
+def spin(is_over: threading.Event) -> None:
     while not is_over.is_set():
         sum(range(10_000))
 
@@ -243,7 +243,7 @@ def _spin(is_over: threading.Event) -> None:
 def _carry_out(name: str, address: tuple[str, int], is_over: threading.Event) -> int:
     """Attack, or keep the core busy, until it is over; return how often."""
     if name not in ATTACKS:
-        _spin(is_over)
+        spin(is_over)
         return 0
     return Raid(address, is_over).carry_out(*ATTACKS[name])
 

@@ -1,14 +1,14 @@
 """Tokens of a client, and the lag of the peer's event loop, while strangers attack the peer.
 
-The peer and its client have one core, the attacker (`attacker.py`) the other. Quiet steps are
-measured before each attack, while the attacker keeps its core busy with nothing.
+The peer and its client have one core, an attacker (`attacker.py` or `dht_attacker.py`) the other.
+Quiet steps are measured before each attack, while the attacker keeps its core busy with nothing.
 """
 
 import asyncio
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from shoal.client.session.session import RemoteSession
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.ids import ModelId
 from swarm_benchmarks.attacker import ATTACKS
+from swarm_benchmarks.dht_attacker import DHT_QUESTIONS
 from swarm_benchmarks.memory import read_process_bytes
 from swarm_benchmarks.setting import Setting
 
@@ -46,10 +47,16 @@ def measure(setting: Setting) -> list[Figure]:
         facts = peer.read()
         address = SwarmAddress(model, ModelId(facts["model_id"]), tuple(facts["addresses"]))
         host, _, port = facts["endpoint"].rpartition(":")
-        core = str(_find_other_core())
-        with HelperProcess("swarm_benchmarks.attacker", host, port, core) as foe:
-            foe.read()
-            return setting.run(_measure(setting, address, peer, foe, facts["pid"]))
+        foes = [
+            (ATTACKS, ("swarm_benchmarks.attacker", host, port)),
+            ([DHT_QUESTIONS], ("swarm_benchmarks.dht_attacker", address.initial_peers[0])),
+        ]
+        figures: list[Figure] = []
+        for names, command in foes:
+            with HelperProcess(*command, str(_find_other_core())) as foe:
+                foe.read()
+                figures += setting.run(_measure(setting, address, peer, foe, facts["pid"], names))
+        return figures
 
 
 def _find_other_core() -> int:
@@ -68,11 +75,16 @@ def _on_core(core: int) -> Iterator[None]:
 
 
 async def _measure(
-    setting: Setting, address: SwarmAddress, peer: HelperProcess, foe: HelperProcess, pid: int
+    setting: Setting,
+    address: SwarmAddress,
+    peer: HelperProcess,
+    foe: HelperProcess,
+    pid: int,
+    names: Iterable[str],
 ) -> list[Figure]:
     figures: list[Figure] = []
     async with join_swarm(address) as clients:
-        for name in ATTACKS:
+        for name in names:
             session = clients.open(_MAX_TOKENS)
             see = partial(_see, setting, session, peer, foe, pid)
             setting.say(name)

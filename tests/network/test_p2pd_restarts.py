@@ -84,6 +84,15 @@ async def wait_until_ended(directory: HivemindDirectory) -> None:
         await child_of(directory._access.p2p).wait()
 
 
+def list_niceness(directory: HivemindDirectory) -> set[int]:
+    """Return how nice the threads of its p2pd are."""
+    niceness = set[int]()
+    for thread in os.listdir(f"/proc/{child_of(directory._access.p2p).pid}/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            niceness.add(os.getpriority(os.PRIO_PROCESS, int(thread)))
+    return niceness
+
+
 async def test_peer_is_found_again_where_it_was_and_logs_loss_and_return(
     dht: Directories, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -92,6 +101,8 @@ async def test_peer_is_found_again_where_it_was_and_logs_loss_and_return(
     for number, directory in ((1, first), (2, second)):
         await directory.announce(sign_now(number))
     before = second.addresses
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert list_niceness(second) == {min(own + 15, 19)}
 
     with caplog.at_level(logging.INFO, "shoal"):
         kill_p2pd(second)
@@ -111,7 +122,9 @@ async def test_peer_is_found_again_where_it_was_and_logs_loss_and_return(
         "the directory is back",
     ]
     assert {record.levelno for record in caplog.records} == {logging.INFO}
+    assert list_niceness(second) == {min(own + 15, 19)}
     newcomer = await dht.read(before)
+    assert list_niceness(newcomer) == {own}  # nobody else asks it
     await wait_until_found(newcomer, 1, 2)
 
 

@@ -23,6 +23,7 @@ from ..libp2p.p2p_daemon import (
     child_of,
     id_of,
     list_relays,
+    lower_priority,
     start_reading_p2pd,
     start_serving_p2pd,
     stop_p2pd,
@@ -263,6 +264,10 @@ class DirectoryNode(NamedTuple):
             nodes = RecordNodes(neighbourhood, p2p, records, clock, random.Random())
             if not is_reader:
                 await nodes.answer_questions()
+                # Now that nothing of the start waits for p2pd. Behind relays it keeps its priority:
+                # what clients of this peer send comes through it.
+                if access.relay_selection is None:
+                    lower_priority(p2p)
             return cls(access, child_of(p2p), dht, neighbourhood, nodes)
 
     async def close(self) -> None:

@@ -98,6 +98,10 @@ _ENDED = (
     "program ends it"
 )
 
+_NICENESS = 15
+"""Of p2pd, beyond ours: strangers decide how much it does. With 10, one who asks all the time still
+makes other clients wait more than twice as long, see decision 41."""
+
 _AS_RELAY = {"relayBufferSize": 2**15, "relayMaxReservations": 64, "relayMaxCircuits": 16}
 """64 MiB at most, with two buffers for each of 16 connections to each of 64 peers."""
 
@@ -236,6 +240,28 @@ async def stop_p2pd(p2p: P2P) -> None:
     cast(Any, p2p)._remove_socket()  # one that was killed leaves it
     # Not only waits: it closes the pipe of what p2pd says, which hivemind leaves open.
     await child_of(p2p).communicate()
+
+
+def lower_priority(p2p: P2P) -> None:
+    """Have p2pd take what others leave of the processors, where they are busy.
+
+    On Linux each thread has a priority of its own, and takes that of the thread that starts it.
+    """
+    pid, lowered = child_of(p2p).pid, set[int]()
+    niceness = os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS
+    while new := _list_threads(pid) - lowered:
+        for thread in new:
+            with suppress(OSError):  # it has ended, or we may not
+                os.setpriority(os.PRIO_PROCESS, thread, niceness)
+        lowered |= new
+
+
+def _list_threads(pid: int) -> set[int]:
+    """Return what has a priority of its own in a process: itself, where no threads are listed."""
+    try:
+        return {int(name) for name in os.listdir(f"/proc/{pid}/task")}
+    except OSError:
+        return {pid}
 
 
 @asynccontextmanager
