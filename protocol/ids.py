@@ -72,6 +72,11 @@ _VOLATILE_CONFIG_FIELDS = frozenset(
 )
 
 
+def find_peer_id(member: MemberId) -> PeerId:
+    """Return the peer of which a member of a run is one process."""
+    return PeerId(member.partition("/")[0])
+
+
 def parse_adapter_id(text: str) -> AdapterId | None:
     """Return the adapter of a digest, however it was copied; None if the text is no digest.
 

@@ -12,11 +12,11 @@ import logging
 import math
 import random
 import secrets
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ...protocol.errors import LocalProtocolError
-from ...protocol.ids import MemberId
+from ...protocol.ids import MemberId, PeerId, find_peer_id
 from ...protocol.limits import MAX_RUN_MEMBERS
 from ...protocol.messages.runs import (
     PartPass,
@@ -28,7 +28,8 @@ from ...protocol.messages.runs import (
 )
 from ...protocol.net.tasks import cancel_all
 from ...protocol.runs.commits import Commit, RefusedPart
-from ...protocol.runs.decisions import Decision, Member
+from ...protocol.runs.decisions import Decided, Decision, Member
+from ...protocol.runs.manifests import Manifests, MemberManifest, let_go
 from ...protocol.runs.training_run import TrainingRun
 from ...protocol.runs.update_parts import (
     PartOrder,
@@ -52,7 +53,18 @@ parts, members that vary by 20 %). Members keep what belongs to a part until the
 so more of them take no more memory but for graphs, which have a limit of their own.
 """
 
-_Manifests = dict[MemberId, PartsCounted | None]
+_SHORTEST_SECONDS = 0.01
+"""How long to wait before the first look whether there is something to do again."""
+
+
+@dataclass(frozen=True)
+class _Newcomer:
+    """A process that wants to become a member, and the stages that it can hold."""
+
+    id: MemberId
+    stages: set[int]
+    asking: asyncio.Task[MemberManifest | None]
+    """Asks it what a member is asked: one that does not answer is not let in."""
 
 
 class Leader:
@@ -72,34 +84,50 @@ class Leader:
         self._pause_seconds = pause_seconds
         self._report = report
         self._waits = Waits(report)
-        self._leaving: set[MemberId] = set()
-        """Members that want to leave."""
         self._rng = random.Random(decisions.member_id)
-        self._joining: dict[MemberId, set[int]] = {}
-        """Peers that want to become members, and the stages that they can hold."""
+        self._joining: dict[PeerId, _Newcomer] = {}
 
     def note_newcomer(self, member: MemberId, stages: set[int]) -> None:
-        """Let a peer in at the next change of members, unless too many wait for it."""
-        if len(self._joining) < MAX_RUN_MEMBERS:
-            self._joining[member] = stages & set(range(self._num_stages))
+        """Let a peer in when its turn comes, if it can be reached.
+
+        Of the processes of one peer, the last one that asks counts.
+        """
+        peer_id = find_peer_id(member)
+        known = self._joining.get(peer_id)
+        if known is None and len(self._joining) >= MAX_RUN_MEMBERS:
+            return
+        if known is None or known.id != member:
+            asking = asyncio.create_task(self._ask_manifest(member))
+            self._joining[peer_id] = _Newcomer(member, stages, asking)
+            if known is not None:
+                known.asking.cancel()
 
     async def run(self) -> None:
         """Lead until we are no member any more, or one before us on the roster leads."""
         telling = asyncio.create_task(self._keep_telling())
+        pause_seconds = _SHORTEST_SECONDS
         try:
             while self._decisions.stage is not None and not self._decisions.is_led:
-                if not await self._step():
-                    await asyncio.sleep(self._pause_seconds)
+                if await self._step():
+                    pause_seconds = _SHORTEST_SECONDS
+                else:
+                    await asyncio.sleep(pause_seconds)
+                    pause_seconds = min(2 * pause_seconds, self._pause_seconds)
         finally:
-            await cancel_all([telling])
+            await cancel_all([telling, *(each.asking for each in self._joining.values())])
 
     async def _keep_telling(self) -> None:
-        """Show the members that somebody leads, however long an update takes."""
-        while True:
-            await asyncio.sleep(self._decisions.patience_seconds / 3)
-            newest = self._decisions.newest
-            question = PartsFetch(make_question_id(), newest.number)
-            await asyncio.gather(*(self._ask_manifest(m, question) for m in newest.roster))
+        """Show the members that somebody leads, however long an update takes or one is silent."""
+        asking: dict[MemberId, asyncio.Task[MemberManifest | None]] = {}
+        try:
+            while True:
+                await asyncio.sleep(self._decisions.patience_seconds / 3)
+                asking = {member: task for member, task in asking.items() if not task.done()}
+                for member in self._decisions.newest.roster:
+                    if member not in asking:
+                        asking[member] = asyncio.create_task(self._ask_manifest(member))
+        finally:
+            await cancel_all(asking.values())
 
     @property
     def is_over(self) -> bool:
@@ -109,136 +137,90 @@ class Leader:
 
     async def _step(self) -> bool:
         """Take one step; return whether the run came further by it."""
-        before = self._decisions.newest
         manifests = await self._ask_manifests()
-        self._leaving = _find_leaving(manifests)
-        self._waits.note(None if self.is_over else self._find_lacking(before, manifests))
+        self._waits.note(None if self.is_over else manifests.find_lacking())
+        before = manifests.decision
         if await self._change_members(manifests):
             return self._decisions.newest is not before
-        stages = self._list_ready(manifests)
-        if not all(stages):
+        if self.is_over or manifests.is_settling or not all(manifests.ready):
             return False
-        seconds = {m: told.part_seconds for m, told in manifests.items() if told is not None}
-        parts = UpdateParts(self._run.parts_per_update, stages, self._leaving, seconds)
-        for member, manifest in manifests.items():
-            if manifest is not None:
-                refused = unpack_parts(manifest.refused)
-                parts.note(member, unpack_parts(manifest.parts), refused)
         update = self._decisions.commit.update
-        if self.is_over:
-            return False
+        parts = manifests.list_parts(self._run.parts_per_update)
         if (refused := parts.find_refused()) is not None:
-            await self._stop(*refused)
+            await self._stop(before, *refused)
             return False
         if not parts.is_complete:
-            return await self._compute(update, parts)
-        return await self._commit(update, parts)
+            await self._compute(update, parts)
+            return parts.is_complete
+        return await self._commit(update, parts, manifests)
 
-    def _find_lacking(self, decision: Decision, manifests: _Manifests) -> str | None:
-        """Return what the run waits for; None: it can go on."""
-        answering = {member for member, manifest in manifests.items() if manifest is not None}
-        held = {member.stage for member in decision.members if member.id in answering}
-        if len(answering) < decision.majority:
-            return f"a majority: {len(answering)} of {len(decision.members)} peers answer"
-        lacking = [stage for stage in range(self._num_stages) if stage not in held]
-        return f"a peer for stage {lacking[0]}" if lacking else None
-
-    async def _stop(self, index: int, stage: int) -> None:
+    async def _stop(self, decision: Decision, index: int, stage: int) -> None:
         """End the run for a part that all members of a stage refuse."""
-        decision, commit = self._decisions.newest, self._decisions.commit
         refused = RefusedPart(index=index, stage=stage)
-        stopped = commit.model_copy(update={"refused": refused})
+        stopped = self._decisions.commit.model_copy(update={"refused": refused})
         await self._decide(decision, decision.members, stopped)
 
-    async def _ask_manifests(self) -> _Manifests:
-        """Ask all members what they have counted; None: a member does not answer."""
+    async def _ask_manifests(self) -> Manifests:
+        """Ask all members what they have counted."""
         newest = self._decisions.newest
-        question = PartsFetch(make_question_id(), newest.number)
-        roster = newest.roster
-        answers = await asyncio.gather(*(self._ask_manifest(m, question) for m in roster))
-        manifests = dict(zip(roster, answers, strict=True))
-        for member, manifest in manifests.items():
-            if manifest is not None and manifest.number != newest.number:
-                await self._decisions.send_newest(member)
-        return manifests
+        answers = await asyncio.gather(*map(self._ask_manifest, newest.roster))
+        told = dict(zip(newest.roster, answers, strict=True))
+        return Manifests(newest, self._num_stages, told)
 
-    async def _ask_manifest(self, member: MemberId, question: PartsFetch) -> PartsCounted | None:
+    async def _ask_manifest(self, member: MemberId) -> MemberManifest | None:
+        """Tell a member what is decided, and ask it what it has counted; None: it does not answer.
+
+        One that is silent is not waited for as long as for other things: see `RemoteMembers`.
+        """
+        newest = self._decisions.newest
+        question = PartsFetch(make_question_id(), Decided(newest))
         try:
             answer = await self._decisions.members.ask(member, question)
-            return answer.check_kind(PartsCounted)
+            told = answer.check_kind(PartsCounted)
         except FAILURES as error:
             _logger.info("%s does not tell what it has counted: %s", member, error)
             return None
+        if told.number > newest.number:
+            await self._decisions.send_newest(member)  # it answers with its own
+        return MemberManifest(
+            told.update, told.is_ready, told.is_applying, frozenset(unpack_parts(told.parts)),
+            frozenset(unpack_parts(told.refused)), told.state, told.is_leaving, told.accused,
+            told.part_seconds,
+        )  # fmt: skip
 
-    async def _change_members(self, manifests: _Manifests) -> bool:
-        """Leave out members that do not answer, and take in those that wait.
+    async def _change_members(self, manifests: Manifests) -> bool:
+        """Leave out members that do not answer, and take in those that wait and may.
 
         Returns whether the members have to change, or have changed.
         """
         decision = self._decisions.newest
-        if set(manifests) != set(decision.roster):
+        if manifests.decision is not decision:
             return True  # decided meanwhile
-        left = self._choose_members(decision, manifests)
-        for member in _find_accused(manifests).difference(each.id for each in left):
+        members = manifests.list_good()
+        for member in manifests.accused.difference(each.id for each in members):
             self._report(PeerEvent("put_aside", {"member": member}))
-        accused = _find_accused(manifests)  # put aside until the next update
-        joined = [
-            (newcomer, stages)
-            for newcomer, stages in self._joining.items()
-            if stages and newcomer not in {*decision.roster, *accused}
-        ]
-        self._joining.clear()
-        if len(left) == len(decision.members) and not joined:
+        members = self._let_in(manifests, members)
+        if members == list(decision.members):
             return False
-        for newcomer, stages in joined[: MAX_RUN_MEMBERS - len(left)]:
-            left.append(Member(newcomer, _choose_stage(left, stages)))
-        await self._decide(decision, left, self._decisions.commit)
+        await self._decide(decision, members, self._decisions.commit)
         return True
 
-    def _choose_members(self, decision: Decision, manifests: _Manifests) -> list[Member]:
-        """Return the members that answer, and have the state that most of their stage have.
+    def _let_in(self, manifests: Manifests, members: list[Member]) -> list[Member]:
+        """Return the members with those that wait, have answered, and can be let in now."""
+        for newcomer in list(self._joining.values()):
+            if not newcomer.asking.done():
+                continue
+            del self._joining[find_peer_id(newcomer.id)]
+            if newcomer.asking.result() is None or newcomer.id in manifests.decision.roster:
+                continue
+            grown = manifests.let_in(members, newcomer.id, newcomer.stages)
+            if grown == members:
+                self.note_newcomer(newcomer.id, newcomer.stages)  # it has to wait
+            members = grown
+        return members
 
-        Those that others accuse are left out, too.
-
-        A stage keeps its members where none answers: what they hold would be lost without them.
-        """
-        chosen: list[Member] = []
-        accused = _find_accused(manifests)
-        for stage in range(self._num_stages):
-            holders = [member for member in decision.members if member.stage == stage]
-            states = {
-                member.id: manifest.state
-                for member in holders
-                if (manifest := manifests[member.id]) is not None and manifest.is_ready
-            }
-            equal = find_equal(states) if states else set[MemberId]()
-            good = [
-                member
-                for member in holders
-                if manifests[member.id] is not None
-                and (member.id in equal or member.id not in states)
-            ]
-            chosen += [one for one in good if one.id not in accused] or good or holders
-        idle = {
-            member
-            for member in self._leaving
-            if (manifest := manifests[member]) is not None and not unpack_parts(manifest.parts)
-        }
-        ready = {member for stage in self._list_ready(manifests) for member in stage}
-        members = [member for member in decision.members if member in chosen]
-        return _let_go(members, idle, ready - self._leaving)
-
-    def _list_ready(self, manifests: _Manifests) -> list[list[MemberId]]:
-        update = self._decisions.commit.update
-        stages: list[list[MemberId]] = [[] for _ in range(self._num_stages)]
-        for member in self._decisions.newest.members:
-            manifest = manifests.get(member.id)
-            if manifest is not None and manifest.is_ready and manifest.update == update:
-                stages[member.stage].append(member.id)
-        return stages
-
-    async def _compute(self, update: int, parts: UpdateParts) -> bool:
-        """Have parts computed until all are counted once, or something fails; return which."""
+    async def _compute(self, update: int, parts: UpdateParts) -> None:
+        """Have parts computed until all are counted once, or something fails."""
         most = _PARTS_PER_MEMBER * sum(map(len, parts.stages))
         under_way: dict[asyncio.Task[PartPassed], PartOrder] = {}
         has_failed = False
@@ -250,7 +232,7 @@ class Leader:
                         break
                     under_way[asyncio.create_task(self._order(update, order))] = order
                 if not under_way:
-                    return not has_failed
+                    return
                 done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     order = under_way.pop(task)
@@ -276,9 +258,9 @@ class Leader:
         answer = await self._decisions.members.ask(first, question)
         return answer.check_kind(PartPassed)
 
-    async def _commit(self, update: int, parts: UpdateParts) -> bool:
+    async def _commit(self, update: int, parts: UpdateParts, manifests: Manifests) -> bool:
         """Have the gradients summed, and commit the update."""
-        decision = self._decisions.newest
+        decision, leaving = manifests.decision, manifests.leaving
         attempt = secrets.token_bytes(_ATTEMPT_BYTES)
         stages = parts.stages
         tied = (*stages[0], *stages[-1]) if len(stages) > 1 else ()
@@ -308,7 +290,7 @@ class Leader:
         commit = self._decisions.commit.make_next(tuple(sums), squared_norm, loss)
         # Members that were not ready keep their place: they take the state from mates.
         members = [m for m in decision.members if m.id in equal or m.id not in orders]
-        members = _let_go(members, self._leaving, equal - self._leaving)
+        members = let_go(members, leaving, equal - leaving)
         await self._decide(decision, members, commit)
         return self._decisions.newest is not decision
 
@@ -338,37 +320,3 @@ class Leader:
             await self._decisions.decide(before.make_next(members, commit.encode()))
         except LocalProtocolError as error:
             _logger.info("nothing was proposed: %s", error)
-        for member in self._leaving.difference(self._decisions.newest.roster):
-            await self._decisions.send_newest(member)  # it waits for that, and nobody asks it now
-
-
-def _choose_stage(members: Sequence[Member], stages: Collection[int]) -> int:
-    """Return which of these stages has the fewest members."""
-    held = Counter(member.stage for member in members)
-    return min(stages, key=lambda stage: (held[stage], stage))
-
-
-def _find_leaving(manifests: _Manifests) -> set[MemberId]:
-    """Return the members that want to leave."""
-    told = manifests.items()
-    return {member for member, manifest in told if manifest is not None and manifest.is_leaving}
-
-
-def _find_accused(manifests: _Manifests) -> set[MemberId]:
-    """Return the members that others accuse."""
-    told = manifests.items()
-    return {
-        accused
-        for member, manifest in told
-        if manifest is not None
-        for accused in manifest.accused
-        if accused != member
-    }
-
-
-def _let_go(
-    members: Sequence[Member], leaving: Collection[MemberId], staying: Collection[MemberId]
-) -> list[Member]:
-    """Return the members without those that leave a stage whose state somebody else keeps."""
-    kept = {member.stage for member in members if member.id in staying}
-    return [each for each in members if each.id not in leaving or each.stage not in kept]

@@ -13,19 +13,19 @@ from ...protocol.errors import (
     SilentError,
     UnavailableError,
 )
-from ...protocol.ids import MemberId, PeerId, SessionId
+from ...protocol.ids import MemberId, PeerId, SessionId, find_peer_id
 from ...protocol.messages.fields import Message
 from ...protocol.messages.runs import (
     BytesReader,
     PartPass,
     PartPassed,
+    PartsFetch,
     Question,
     Reduction,
     RunWelcome,
     StateFollows,
     Sums,
     cut_bytes,
-    find_peer_id,
     make_run_hello,
 )
 from ...protocol.messages.session import Queued
@@ -48,9 +48,6 @@ _LOOK_SECONDS = 0.2
 
 _MOST_KEPT = 8
 """Streams to one member that wait for the next question."""
-
-_SILENCES = 3
-"""What is asked may take so many times `silence_seconds` longer than usual."""
 
 _FRESH_SECONDS = 30.0
 """How old a reading of the directory may be: where a member listens hardly ever changes."""
@@ -80,8 +77,8 @@ class RemoteMembers:
         self._clock = clock
         self._silence_seconds = silence_seconds
         self._kept: dict[MemberId, list[Stream]] = defaultdict(list)
-        self._times: dict[tuple[str, int], UsualTimes] = {}
-        """By the kind of a question, and how many members have to answer one after the other."""
+        self._times: dict[tuple[str, float], UsualTimes] = {}
+        """By the kind of a question, and how many silences it may last."""
 
     async def ask(
         self,
@@ -91,9 +88,9 @@ class RemoteMembers:
         most_bytes: int = 0,
     ) -> MemberAnswer:
         """See Members.ask."""
-        depth = _find_depth(question)
-        floor_seconds = _SILENCES * depth * self._silence_seconds
-        times = self._times.setdefault((type(question).__name__, depth), UsualTimes(floor_seconds))
+        silences = _count_silences(question)
+        kind, floor_seconds = type(question).__name__, silences * self._silence_seconds
+        times = self._times.setdefault((kind, silences), UsualTimes(floor_seconds))
         begun_at, seconds = self._clock.now(), times.deadline_seconds
         late = f"member …{find_peer_id(member)[-6:]} did not answer within {seconds:.0f} s"
         try:
@@ -189,7 +186,7 @@ class RemoteMembers:
         return failures
 
     async def _ask_peer(self, peer: Announcement, question: Question) -> MemberAnswer:
-        seconds = _SILENCES * self._silence_seconds
+        seconds = _count_silences(question) * self._silence_seconds
         late = f"peer …{peer.peer_id[-6:]} did not answer within {seconds:.0f} s"
         async with AnswerTimeout(seconds, late):
             stream = await self._open(peer, None)
@@ -271,12 +268,14 @@ class RemoteMembers:
                 return message
 
 
-def _find_depth(question: Question) -> int:
-    """Return how many members have to answer one after the other."""
+def _count_silences(question: Question) -> float:
+    """Return how many times `silence_seconds` what is asked may take longer than usual."""
     match question:
+        case PartsFetch():
+            return 1 / 3  # the run waits for it, and it is answered at once
         case PartPass():
-            return 1 + len(question.route)
+            return 3 * (1 + len(question.route))  # each member asks the next one
         case Reduction():
-            return 3  # mates wait for each other twice
+            return 9  # mates wait for each other twice
         case _:
-            return 1
+            return 3

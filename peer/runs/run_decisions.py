@@ -53,6 +53,7 @@ class RunDecisions:
         self._leader = log.member_id
         self._heard_at = clock.now()
         """When that has asked last, or something was decided."""
+        self._sending: set[asyncio.Task[Outgoing]] = set()
 
     def __repr__(self) -> str:
         return f"<RunDecisions {self._log!r}>"
@@ -102,24 +103,31 @@ class RunDecisions:
         """Return the members that hold a stage."""
         return [member.id for member in self.newest.members if member.stage == stage]
 
-    def note_leader(self, leader: MemberId, number: int) -> None:
-        """Note that a member leads that knows decisions up to this number."""
-        if number >= self.newest.number and leader in self.newest.roster:
+    def note_leader(self, leader: MemberId, told: Decided) -> None:
+        """Note that a member leads, and take its newest decision. Raises RemoteProtocolError."""
+        self._check(told.decision)
+        self._receive(leader, told)
+        if told.decision.number >= self.newest.number and leader in self.newest.roster:
             self._heard_at, self._leader = self._clock.now(), leader
 
     def vote(self, question: Vote, sender: MemberId) -> Vote | Voted:
         """Answer a message of the chain. Raises RemoteProtocolError."""
-        before, message = self.newest, self._read(question)
+        message = self._read(question)
         if not isinstance(message, Prepare | Accept | Decided):
             raise RemoteProtocolError(f"{type(message).__name__} is no question")
+        for _, answer in self._receive(sender, message):
+            return Vote.make(question.question, answer)
+        return Voted(question.question)
+
+    def _receive(self, sender: MemberId, message: Message) -> Outgoing:
+        """Take what another member says; return what is answered. Raises RemoteProtocolError."""
+        before = self.newest
         is_known = sender in before.roster or self.stage is None
         if isinstance(message, Decided) and not is_known:
-            return Voted(question.question)  # whoever we know will tell us
+            return []  # whoever we know will tell us
         answers = self._log.receive(sender, message)
         self._note_decision(before)
-        for _, message in answers:
-            return Vote.make(question.question, message)
-        return Voted(question.question)
+        return answers
 
     def learn(self, told: Decided) -> None:
         """Take a newer decision of a peer that is no member as far as we know."""
@@ -137,23 +145,28 @@ class RunDecisions:
         the newest decision. Raises LocalProtocolError unless it follows that, and we are a member.
         """
         before = self.newest
-        outgoing = self._log.propose(decision)
-        pending = {asyncio.create_task(self._send(m, message)) for m, message in outgoing}
-        try:
-            while pending and self.newest is before:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    for member, message in task.result():
-                        pending.add(asyncio.create_task(self._send(member, message)))
-        finally:
-            await cancel_all(pending)
-            self._note_decision(before)
+        pending = self._post(self._log.propose(decision))
+        self._note_decision(before)
+        while pending and self.newest is before:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                pending |= self._post(task.result())
 
     async def send_newest(self, member: MemberId) -> None:
         """Send one member our newest decision, and take its own if that is newer."""
-        before = self.newest
-        await self._send(member, Decided(before))
-        self._note_decision(before)
+        await self._send(member, Decided(self.newest))
+
+    async def close(self) -> None:
+        """Send nothing any more."""
+        await cancel_all(self._sending)
+
+    def _post(self, outgoing: Outgoing) -> set[asyncio.Task[Outgoing]]:
+        """Send messages of the chain at once, also to members that nobody waits for any more."""
+        tasks = {asyncio.create_task(self._send(*each)) for each in outgoing}
+        for task in tasks:
+            self._sending.add(task)
+            task.add_done_callback(self._sending.discard)
+        return tasks
 
     async def _send(self, member: MemberId, message: Message) -> Outgoing:
         """Send a message of the chain; return the messages that follow from the answer."""
@@ -162,7 +175,10 @@ class RunDecisions:
             answer = (await self.members.ask(member, question)).message
             if not isinstance(answer, Vote):
                 return []
-            return self._log.receive(member, self._read(answer))
+            before, content = self.newest, self._read(answer)
+            outgoing = self._log.receive(member, content)
+            self._note_decision(before)
+            return outgoing
         except FAILURES as error:
             _logger.info("%s does not vote: %s", member, error)
             return []

@@ -14,7 +14,7 @@ from ...protocol.errors import (
     UnavailableError,
 )
 from ...protocol.fair_share import BUSY_SECONDS
-from ...protocol.ids import MemberId, SessionId
+from ...protocol.ids import MemberId, SessionId, find_peer_id
 from ...protocol.messages.fields import Message
 from ...protocol.messages.runs import (
     BytesReader,
@@ -27,7 +27,6 @@ from ...protocol.messages.runs import (
     RunWelcome,
     check_run_hello,
     cut_bytes,
-    find_peer_id,
 )
 from ...protocol.runs.run_record import RunRecord
 from ...protocol.wire.codec import encode_frame

@@ -168,13 +168,16 @@ class Stage:
         run = self._run
         return run.rows_per_part, run.corpus.sequence_length, self.span.modules.hidden_size
 
+    def can_apply(self, commit: Commit) -> bool:
+        """Return whether we have the sums of the update that was committed last."""
+        is_next = self.update + 1 == commit.update
+        return is_next and bytes.fromhex(commit.sums[self.index]) in self._reduced
+
     async def apply(self, commit: Commit) -> bool:
         """Apply the update that was committed last, if we have its sums; return whether."""
-        if self.update + 1 != commit.update:
+        if not self.can_apply(commit):
             return False
-        reduced = self._reduced.get(bytes.fromhex(commit.sums[self.index]))
-        if reduced is None:
-            return False
+        reduced = self._reduced[bytes.fromhex(commit.sums[self.index])]
         apply = partial(_apply, self.span, reduced, commit.squared_norm)
         digest, self._residuals = await self._compute(apply)
         await self._begin_update(digest)

@@ -157,17 +157,18 @@ class TrainingLoop:
         self, decisions: RunDecisions, question: PartsFetch, sender: MemberId
     ) -> MemberAnswer:
         """Tell a leader what is counted here."""
-        decisions.note_leader(sender, question.number)
+        decisions.note_leader(sender, question.decided)
         if self._resources.compute.is_late:
             raise RefusedError(ErrorCode.BUSY, "this member computes without end", _BUSY_SECONDS)
         stage, number = self.stage, decisions.newest.number
         told = PartsCounted(question.question, 0, number, is_ready=False)
         if stage is not None:
             is_ready = self.is_ready and not self._is_suspect
+            is_applying = stage.can_apply(decisions.commit) and not self._is_suspect
             told = PartsCounted(
                 question.question, stage.update, number, is_ready, pack_parts(stage.counted),
                 stage.digest, pack_parts(stage.refused), self._is_leaving,
-                tuple(sorted(stage.accused)), stage.part_seconds,
+                tuple(sorted(stage.accused)), stage.part_seconds, is_applying,
             )  # fmt: skip
         return MemberAnswer(told)
 
@@ -220,6 +221,11 @@ class TrainingLoop:
 
     async def close(self) -> None:
         """End what is under way for others, and drop what we hold."""
+        if self.decisions is not None:
+            await self.decisions.close()
+        await self._drop_stage()
+
+    async def _drop_stage(self) -> None:
         stage, self.stage = self.stage, None
         if stage is not None:
             await stage.close()
@@ -322,7 +328,7 @@ class TrainingLoop:
         """Bring our stage to a commit. Raises UnavailableError where no mate has that state."""
         stage = self.stage
         if stage is None or stage.index != index or stage.update > commit.update:
-            await self.close()
+            await self._drop_stage()
             stage = await Stage.build(
                 self._resources, index, self._member_id, self._members, decisions.list_members
             )

@@ -14,7 +14,7 @@ from typing import Annotated, Self
 from .. import limits
 from ..errors import RemoteProtocolError
 from ..identity import SIGNATURE_BYTES, Identity, verify
-from ..ids import MemberId, PeerId, RunId, SessionId
+from ..ids import MemberId, PeerId, RunId, SessionId, find_peer_id
 from ..runs import decisions
 from ..tensors import WireDtype, WireTensor, check_tensor, compute_num_bytes
 from .fields import (
@@ -81,6 +81,20 @@ _NumBytes = Annotated[
     int, Header("position"), _below(limits.MAX_RUN_TENSOR_BYTES + 1, "number of bytes")
 ]
 _Route = Annotated[tuple[MemberId, ...], Body(3, "string"), _check_route]
+
+_BALLOT = {"attempt": Body(1, "uint32"), "proposer": Body(2, "string")}
+_MEMBER = {"id": Body(1, "string"), "stage": Body(2, "uint32")}
+_DECISION = {
+    "number": Body(1, "uint32"),
+    "previous": Body(2, "bytes"),
+    "members": Body(3, parts=_MEMBER),
+    "value": Body(4, "bytes"),
+}
+_NUMBER_AND_BALLOT = {"number": Body(1, "uint32"), "ballot": Body(2, parts=_BALLOT)}
+_ACCEPT = {"ballot": Body(1, parts=_BALLOT), "decision": Body(2, parts=_DECISION)}
+_PROMISE = {**_NUMBER_AND_BALLOT, "accepted": Body(3, parts=_ACCEPT)}
+_REFUSAL = {"number": Body(1, "uint32"), "promised": Body(2, parts=_BALLOT)}
+_DECIDED = {"decision": Body(1, parts=_DECISION)}
 
 
 @message(34)
@@ -172,8 +186,8 @@ class PartsFetch(Message):
     """The leader of a run asks which parts a member has counted; `PartsCounted` answers."""
 
     question: HeaderSession
-    number: Annotated[int, Body(1, "uint32")]
-    """The number of the newest decision that the leader knows."""
+    decided: Annotated[decisions.Decided, Body(1, parts=_DECIDED)]
+    """The newest decision that the leader knows."""
 
 
 @message(38)
@@ -199,6 +213,8 @@ class PartsCounted(Message):
     """Members that have sent it numbers which no honest one sends, in this update."""
     part_seconds: Annotated[float, Body(9, "double"), number_in(0.0, 1e6, "seconds")] = 0.0
     """How long it computes for a part; 0: not known yet."""
+    is_applying: Annotated[bool, Body(10, "bool")] = False
+    """Whether it is about to be ready, as it has the sums of the newest decision."""
 
 
 @message(39)
@@ -290,21 +306,6 @@ class StateFollows(Message):
     num_bytes: _NumBytes
 
 
-_BALLOT = {"attempt": Body(1, "uint32"), "proposer": Body(2, "string")}
-_MEMBER = {"id": Body(1, "string"), "stage": Body(2, "uint32")}
-_DECISION = {
-    "number": Body(1, "uint32"),
-    "previous": Body(2, "bytes"),
-    "members": Body(3, parts=_MEMBER),
-    "value": Body(4, "bytes"),
-}
-_NUMBER_AND_BALLOT = {"number": Body(1, "uint32"), "ballot": Body(2, parts=_BALLOT)}
-_ACCEPT = {"ballot": Body(1, parts=_BALLOT), "decision": Body(2, parts=_DECISION)}
-_PROMISE = {**_NUMBER_AND_BALLOT, "accepted": Body(3, parts=_ACCEPT)}
-_REFUSAL = {"number": Body(1, "uint32"), "promised": Body(2, parts=_BALLOT)}
-_DECIDED = {"decision": Body(1, parts=_DECISION)}
-
-
 @message(45)
 class Vote(Message):
     """One message of the chain of decisions (`protocol/runs/decisions.py`).
@@ -368,11 +369,6 @@ class RunJoin(Message):
 
 Question = PartPass | PartsFetch | Reduction | SumFetch | StateFetch | Vote | RunJoin
 """Messages that a member sends to another one, which answers each of them."""
-
-
-def find_peer_id(member: MemberId) -> PeerId:
-    """Return the peer of which a member is one process."""
-    return PeerId(member.partition("/")[0])
 
 
 def make_run_hello(

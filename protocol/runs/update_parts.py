@@ -50,6 +50,8 @@ class UpdateParts:
     """They get new parts only where nobody else of their stage takes any."""
     part_seconds: Mapping[MemberId, float] = field(default_factory=dict[MemberId, float])
     """How long members compute for a part, where that is known."""
+    growing: Collection[int] = ()
+    """Stages of which more members will be ready."""
     _counted: dict[MemberId, set[int]] = field(default_factory=dict[MemberId, set[int]])
     _refused: dict[MemberId, set[int]] = field(default_factory=dict[MemberId, set[int]])
     _num_taken: Counter[MemberId] = field(default_factory=Counter[MemberId])
@@ -88,10 +90,15 @@ class UpdateParts:
         That all do does not depend on who was asked first.
         """
         for index in range(self.num_parts):
-            for stage, members in enumerate(self.stages):
-                if members and all(index in self._refused.get(member, ()) for member in members):
+            for stage in range(len(self.stages)):
+                if stage not in self.growing and self._is_refused(stage, index):
                     return index, stage
         return None
+
+    def _is_refused(self, stage: int, index: int) -> bool:
+        """Return whether all ready members of a stage refuse a part."""
+        members = self.stages[stage]
+        return bool(members) and all(index in self._refused.get(one, ()) for one in members)
 
     @property
     def is_complete(self) -> bool:
@@ -119,6 +126,8 @@ class UpdateParts:
         doubled = [stage for stage, members in enumerate(holders) if len(members) > 1]
         if not lacking and not doubled:
             return None
+        if any(self._is_refused(stage, index) for stage in lacking):
+            return None  # by all that are ready: others may compute it later
         first, last = (lacking[0], lacking[-1]) if lacking else (doubled[0], doubled[0])
         without = None if lacking else holders[first][-1]
         route = [members[0] if members else self._choose_member(stage, index, rng)
@@ -142,10 +151,9 @@ class UpdateParts:
         return chosen
 
     def _list_able(self, stage: int, index: int) -> Sequence[MemberId]:
-        """Return the members of a stage that have not refused a part; all, if all have."""
+        """Return the members of a stage that have not refused a part."""
         able = [m for m in self.stages[stage] if index not in self._refused.get(m, ())]
-        staying = [member for member in able if member not in self.leaving]
-        return staying or able or self.stages[stage]
+        return [member for member in able if member not in self.leaving] or able
 
     def list_parts(self, member: MemberId) -> frozenset[int]:
         """Return the parts that a member has counted."""

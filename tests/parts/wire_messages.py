@@ -183,8 +183,10 @@ RUN_MESSAGES: tuple[Message, ...] = (
     RunPiece(SESSION, 4096, WireTensor(WireDtype.FP32, 1, 1, 2, bytes(8))),
     PartPass(SESSION, 64, 3, 5, (MEMBER, OTHER_MEMBER), 2, OTHER_MEMBER, True),
     PartPassed(SESSION, 64, 1.5, (MEMBER,)),
-    PartsFetch(SESSION, 7),
-    PartsCounted(SESSION, 3, 7, True, b"\x05", bytes(range(32)), b"\x02", True, (MEMBER,), 0.5),
+    PartsFetch(SESSION, Decided(DECISION)),
+    PartsCounted(
+        SESSION, 3, 7, True, b"\x05", bytes(range(32)), b"\x02", True, (MEMBER,), 0.5, True
+    ),
     Reduction(SESSION, 3, ATTEMPT, b"\x05", (MEMBER,), (MEMBER, OTHER_MEMBER)),
     Reduced(SESSION, bytes(range(32)), 2.5, 1.5),
     SumFetch(SESSION, ATTEMPT, SumGroup.TIED, True, 8, 16),

@@ -162,3 +162,14 @@ def test_sets_of_parts_are_packed_into_bits(indices: set[int]) -> None:
 def test_most_frequent_digest_is_taken_for_right() -> None:
     assert find_equal({A: b"x", B: b"y", C: b"y"}) == {B, C}
     assert find_equal({A: b"x", B: b"y"}) == {A}
+
+
+def test_part_that_all_ready_members_refuse_waits_for_others() -> None:
+    parts = UpdateParts(2, [[A], [B]], growing=[1])
+    parts.note(B, [], refused=[0])
+
+    order = parts.choose_next(random.Random(0))
+
+    assert order is not None
+    assert order.index == 1
+    assert parts.choose_next(random.Random(0)) is None

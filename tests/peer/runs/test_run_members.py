@@ -1,0 +1,180 @@
+"""Who leads a run, and who becomes a member, while others are silent or end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from run_swarm import RunSwarm
+from training_runs import open_run
+from virtual_time import VirtualClock, run_virtual
+
+from shoal.peer.runs.questions import MemberAnswer
+from shoal.peer.runs.run_decisions import RunDecisions
+from shoal.protocol.errors import UnavailableError
+from shoal.protocol.ids import MemberId
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.runs import PartsFetch, Question, Vote
+from shoal.protocol.runs.commits import Commit
+from shoal.protocol.runs.decisions import Decision, DecisionLog, Member
+from shoal.protocol.runs.training_run import TrainingRun
+
+NUM_UPDATES = 4
+_MOST_SECONDS = 300.0
+"""Of virtual time."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("corpus")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> TrainingRun:
+    return open_run(folder, num_updates=NUM_UPDATES)[0]
+
+
+def run_scene(
+    run: TrainingRun, folder: Path, scene: Callable[[RunSwarm], Awaitable[object]], num_peers: int
+) -> None:
+    """Let a scene happen among peers of stage 0 and 1 in turn; see that all updates are made."""
+
+    async def main() -> None:
+        swarm = RunSwarm(run, folder)
+        try:
+            async with asyncio.timeout(_MOST_SECONDS):
+                for number in range(num_peers):
+                    await swarm.start(f"peer{number}", number % 2, founds_run=number == 0)
+                await scene(swarm)
+                await swarm.finish()
+        finally:
+            await swarm.close()
+
+    run_virtual(main())
+
+
+def list_leaders(swarm: RunSwarm) -> set[str]:
+    return {host for host, peer in swarm.peers.items() if peer.loop.leader is not None}
+
+
+def list_roster(swarm: RunSwarm, host: str) -> list[str]:
+    decisions = swarm.peers[host].loop.decisions
+    return [] if decisions is None else list(decisions.newest.roster)
+
+
+def test_nobody_else_leads_and_updates_go_on_while_a_member_is_paused(
+    run: TrainingRun, folder: Path
+) -> None:
+    leaders: set[str] = set()
+
+    async def watch(swarm: RunSwarm) -> None:
+        while True:
+            leaders.update(list_leaders(swarm))
+            await asyncio.sleep(0.1)
+
+    async def scene(swarm: RunSwarm) -> None:
+        paused = asyncio.Event()
+
+        def pause(host: str) -> None:
+            if host == "peer3":
+                swarm.network.pause(host)
+                paused.set()
+            else:
+                swarm.do_at(is_late_question, pause)
+
+        def is_late_question(message: Message) -> bool:
+            return isinstance(message, PartsFetch) and max(swarm.list_updates()) >= 1
+
+        await swarm.wait_for_update(1)
+        swarm.do_at(is_late_question, pause)
+        await paused.wait()
+        watching = asyncio.create_task(watch(swarm))
+        await swarm.wait_for_update(NUM_UPDATES)
+        watching.cancel()
+        assert swarm.list_updates()[3] < NUM_UPDATES
+        swarm.network.resume("peer3")
+
+    run_scene(run, folder, scene, 4)
+
+    assert leaders - {"peer3"} == {"peer0"}
+
+
+def test_newcomers_that_end_at_once_do_not_end_the_run(run: TrainingRun, folder: Path) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        newcomers = ("one0", "two0", "three0")
+
+        def names_a_newcomer(message: Message) -> bool:
+            return isinstance(message, PartsFetch) and len(list_roster(swarm, "peer0")) > 3
+
+        killed = asyncio.Event()
+
+        def kill(host: str) -> None:
+            for newcomer in newcomers:
+                swarm.kill_soon(newcomer)
+            killed.set()
+
+        await swarm.wait_for_update(1)
+        swarm.do_at(names_a_newcomer, kill)
+        await asyncio.gather(*(swarm.start(newcomer, 0) for newcomer in newcomers))
+        await killed.wait()
+
+    run_scene(run, folder, scene, 3)
+
+
+class Switchboard:
+    """Members in one process, of which some are silent."""
+
+    def __init__(self) -> None:
+        names = [MemberId(name) for name in "abcd"]
+        commit = Commit(compute_class="c1" * 32, update=0)
+        first = Decision(0, bytes(32), tuple(Member(name, 0) for name in names), commit.encode())
+        self.members = {
+            name: RunDecisions(DecisionLog(name, first), Line(self, name), VirtualClock(), 1, 3.0)
+            for name in names
+        }
+        self.silent: set[str] = set()
+
+
+class Line:
+    """The access of one member to the others."""
+
+    def __init__(self, board: Switchboard, name: MemberId) -> None:
+        self._board = board
+        self._name = name
+
+    async def ask(
+        self,
+        member: MemberId,
+        question: Question,
+        payload: bytes | memoryview = b"",
+        most_bytes: int = 0,
+    ) -> MemberAnswer:
+        await asyncio.sleep(0.002)
+        if member in self._board.silent:
+            await asyncio.sleep(10.0)
+            raise UnavailableError("it is silent")
+        assert isinstance(question, Vote)
+        answer = self._board.members[member].vote(question, self._name)
+        await asyncio.sleep(0.002)
+        return MemberAnswer(answer)
+
+
+def test_members_learn_a_decision_at_once_while_one_is_silent() -> None:
+    async def main() -> tuple[list[int], float]:
+        board = Switchboard()
+        board.silent = {"b"}
+        a = board.members[MemberId("a")]
+        await a.decide(a.newest.make_next(a.newest.members, a.newest.value))
+        decided_at = VirtualClock().now()
+        for name in "cd":
+            await board.members[MemberId(name)].changed.wait()
+        seconds = VirtualClock().now() - decided_at
+        await a.close()
+        return [each.newest.number for each in board.members.values()], seconds
+
+    numbers, seconds = run_virtual(main())
+
+    assert numbers == [1, 0, 1, 1]
+    assert seconds < 0.01
