@@ -220,13 +220,13 @@ class Leader:
         return members
 
     async def _compute(self, update: int, parts: UpdateParts) -> None:
-        """Have parts computed until all are counted once, or something fails."""
+        """Have parts computed until all are counted once, or something fails or is not as told."""
         most = _PARTS_PER_MEMBER * sum(map(len, parts.stages))
         under_way: dict[asyncio.Task[PartPassed], PartOrder] = {}
-        has_failed = False
+        has_changed = False
         try:
             while True:
-                while not has_failed and not self._decisions.is_led and len(under_way) < most:
+                while not has_changed and not self._decisions.is_led and len(under_way) < most:
                     order = parts.choose_next(self._rng)
                     if order is None:
                         break
@@ -237,10 +237,10 @@ class Leader:
                 for task in done:
                     order = under_way.pop(task)
                     try:
-                        parts.note_passed(order, task.result().route)
+                        has_changed |= not parts.note_passed(order, task.result().route)
                     except FAILURES as error:
                         _logger.info("part %d of update %d failed: %s", order.index, update, error)
-                        has_failed = True
+                        has_changed = True
         finally:
             await cancel_all(under_way)
 

@@ -70,8 +70,12 @@ class UpdateParts:
         self._refused[member] = set(refused)
         self._num_taken[member] = len(self._counted[member])
 
-    def note_passed(self, order: PartOrder, route: Sequence[MemberId]) -> None:
-        """Note that an order was carried out by these members."""
+    def note_passed(self, order: PartOrder, route: Sequence[MemberId]) -> bool:
+        """Note that an order was carried out by these members.
+
+        Returns whether we know all of them: another one, that has become ready meanwhile, may have
+        stood in for a member, and what it counts is nothing here.
+        """
         for member in route:
             counted = self._counted.setdefault(member, set())
             if order.without == member:
@@ -79,6 +83,9 @@ class UpdateParts:
             else:
                 counted.add(order.index)
         self._waiting.append(order.index)  # something else may be left to do
+        first_stage = len(self.stages) - len(order.route)
+        known = {member for stage in self.stages for member in stage}
+        return known.issuperset(route[: order.last_stage + 1 - first_stage])
 
     def list_holders(self, stage: int, index: int) -> list[MemberId]:
         """Return the members of a stage that have counted a part, in order."""

@@ -173,3 +173,12 @@ def test_part_that_all_ready_members_refuse_waits_for_others() -> None:
     assert order is not None
     assert order.index == 1
     assert parts.choose_next(random.Random(0)) is None
+
+
+def test_member_that_stood_in_for_a_ready_one_is_noticed() -> None:
+    parts = make_parts(2)
+    orders = [parts.choose_next(random.Random(0)) for _ in range(2)]
+    first, second = (order for order in orders if order is not None)
+
+    assert parts.note_passed(first, first.route)
+    assert not parts.note_passed(second, (A, C, MemberId("x")))
