@@ -52,6 +52,9 @@ _MOST_KEPT = 8
 _FRESH_SECONDS = 30.0
 """How old a reading of the directory may be: where a member listens hardly ever changes."""
 
+_SOON_SECONDS = 1.0
+"""The same while nobody lets us in or a member is missing: then they are sought all the time."""
+
 
 class RemoteMembers:
     """The members of a run: this process itself, and those that announce the run.
@@ -198,13 +201,13 @@ class RemoteMembers:
     async def list_peers(self) -> list[Announcement]:
         """Return the other peers that announce the run and may. Raises DirectoryError."""
         own, admits = self._presence.identity.peer_id, self._record.admits
-        found = await self._presence.directory.lookup(self._record.model_id)
+        found = await self._presence.directory.lookup(self._record.model_id, _SOON_SECONDS)
         return [peer for peer in found if peer.peer_id != own and admits(peer.peer_id)]
 
     async def _dial(self, member: MemberId) -> Stream:
         peer_id = find_peer_id(member)
         model_id = self._record.model_id
-        for max_age_seconds in (_FRESH_SECONDS, 0.0):
+        for max_age_seconds in (_FRESH_SECONDS, _SOON_SECONDS):
             for peer in await self._presence.directory.lookup(model_id, max_age_seconds):
                 if peer.peer_id == peer_id:
                     return await self._open(peer, member)

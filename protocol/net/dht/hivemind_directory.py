@@ -86,6 +86,7 @@ class HivemindDirectory:
         self._kept_at = float("-inf")
         self._rng = random.Random()
         self._models: set[ModelId] = set()  # that we were asked about
+        self._read_at: dict[ModelId, float] = {}
         self._own: dict[ModelId, bytes] = {}
         self._transport: Libp2pTransport | None = None
         self._is_closed = False
@@ -276,7 +277,10 @@ class HivemindDirectory:
         self._check_is_running()
         self.records.reserve(model_id)
         self._models.add(model_id)
-        await self._search(model_id)
+        now, read_at = self._clock.now(), self._read_at.get(model_id, float("-inf"))
+        if now - read_at >= max_age_seconds:
+            await self._search(model_id)
+            self._read_at[model_id] = now
         self._keep_addresses(_KEEP_SECONDS)
         return self.records.list_current(model_id, self._clock.wall())
 

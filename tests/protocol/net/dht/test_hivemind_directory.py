@@ -69,6 +69,36 @@ def test_addresses_of_those_that_answered_are_kept_before_others(tmp_path: Path)
     run_virtual(story())
 
 
+def test_nodes_are_asked_again_only_when_what_they_told_is_too_old() -> None:
+    num_searches = 0
+
+    async def search(_: object) -> bool:
+        nonlocal num_searches
+        num_searches += 1
+        return True
+
+    async def restore(_: object) -> None:
+        pass
+
+    async def story() -> None:
+        node = make_node(has_ended=False)
+        node.p2pd.returncode = None
+        node.records = SimpleNamespace(search=search)
+        node.neighbourhood = SimpleNamespace(restore=restore)
+        directory = HivemindDirectory(node, SwarmRecords(), VirtualClock(), None)
+        for max_age_seconds in (30.0, 30.0, 1.0, 0.0):
+            await directory.lookup(MODEL, max_age_seconds)
+        assert num_searches == 2
+        await asyncio.sleep(1.0)
+        await directory.lookup(MODEL, 30.0)
+        assert num_searches == 2
+        await directory.lookup(MODEL, 1.0)
+        assert num_searches == 3
+        directory._replacing.cancel()
+
+    run_virtual(story())
+
+
 def test_p2pd_is_started_again_whatever_went_wrong_before() -> None:
     async def story() -> None:
         directory = Restarting(make_node(has_ended=True), SwarmRecords(), VirtualClock(), None)
