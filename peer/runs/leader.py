@@ -290,7 +290,7 @@ class Leader:
         commit = self._decisions.commit.make_next(tuple(sums), squared_norm, loss)
         # Members that were not ready keep their place: they take the state from mates.
         members = [m for m in decision.members if m.id in equal or m.id not in orders]
-        members = let_go(members, leaving, equal - leaving)
+        members = let_go(members, leaving, equal)
         await self._decide(decision, members, commit)
         return self._decisions.newest is not decision
 

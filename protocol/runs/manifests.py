@@ -136,7 +136,7 @@ class Manifests:
         idle = {member for member in self.leaving if not self.answering[member].parts}
         ready = {member for stage in self.ready for member in stage}
         members = [member for member in self.decision.members if member.id in chosen]
-        return let_go(members, idle, ready - self.leaving)
+        return let_go(members, idle, ready)
 
     def let_in(
         self, members: Sequence[Member], newcomer: MemberId, stages: set[int]
@@ -164,8 +164,17 @@ class Manifests:
 
 
 def let_go(
-    members: Sequence[Member], leaving: Collection[MemberId], staying: Collection[MemberId]
+    members: Sequence[Member], leaving: Collection[MemberId], holders: Collection[MemberId]
 ) -> list[Member]:
-    """Return the members without those that leave a stage whose state somebody else keeps."""
-    kept = {member.stage for member in members if member.id in staying}
-    return [each for each in members if each.id not in leaving or each.stage not in kept]
+    """Return the members without those that leave, but for one of each stage that nobody else
+    holds the state of.
+    """
+    keepers = dict[int | None, MemberId]()
+    for member in sorted(members, key=lambda each: each.id in leaving):
+        if member.id in holders:
+            keepers.setdefault(member.stage, member.id)
+    return [
+        each
+        for each in members
+        if each.id not in leaving or keepers.get(each.stage, each.id) == each.id
+    ]

@@ -59,6 +59,12 @@ def test_accused_member_is_left_out_unless_it_is_the_last_of_its_stage() -> None
     assert name_good(tell(a0=accusing, b1=READY)) == ["a0", "b1"]
 
 
+def test_all_but_one_of_a_stage_may_leave_at_once() -> None:
+    leaving = replace(READY, is_leaving=True)
+
+    assert name_good(tell(a0=leaving, b1=leaving, c0=leaving, d1=READY, e0=leaving)) == ["a0", "d1"]
+
+
 @pytest.mark.parametrize(
     ("leaving", "mate", "good"),
     [
