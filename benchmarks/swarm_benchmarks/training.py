@@ -1,11 +1,13 @@
 """Training from scratch over peers: beside plain PyTorch, and while peers are killed.
 
     make bench BENCHMARKS=swarm_benchmarks.training ARGS="speed --hidden 512"
+    make bench BENCHMARKS=swarm_benchmarks.training ARGS="speed --stages 4"
     make bench BENCHMARKS=swarm_benchmarks.training ARGS="kills --replicas 3 --updates 200"
 
-`speed` compares tokens per second of two stages, each on one peer with one thread, with those of an
-ordinary loop with two threads. `kills` kills a peer every 20 s and starts it again, and compares
-the SHA-256 of the weights with that of one process. Peers are processes of `shoal train`.
+`speed` compares tokens per second of two stages or `--stages`, each on one peer with one thread,
+with those of an ordinary loop with two threads. `kills` kills a peer every 20 s, starts it again
+and compares the SHA-256 of the weights with that of one process. Peers are processes of `shoal
+train`.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _TARGETS = {128: 0.7, 512: 0.85}
 _RUN = """name = "benchmark"
 seed = 0
 model = "config.json"
-stage_borders = [4]
+stage_borders = {borders}
 num_updates = {updates}
 parts_per_update = {parts}
 rows_per_part = {rows}
@@ -94,7 +96,9 @@ class Peer:
         self.process.wait()
 
 
-def write_run(folder: Path, hidden_size: int, updates: int, parts: int) -> TrainingRun:
+def write_run(
+    folder: Path, hidden_size: int, updates: int, parts: int, stages: int = 2
+) -> TrainingRun:
     """Write a run of the bundled architecture with another hidden size, over random tokens."""
     config = json.loads(_BUNDLED.read_text())
     num_heads = hidden_size // _HEAD_DIM
@@ -105,13 +109,15 @@ def write_run(folder: Path, hidden_size: int, updates: int, parts: int) -> Train
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(config["vocab_size"], (num_tokens,), generator=generator).tolist()
     shard = write_shard(folder / "tokens.bin", tokens, config["vocab_size"]).model_dump()
+    num_blocks = config["num_hidden_layers"]
+    borders = [num_blocks * stage // stages for stage in range(1, stages)]
     sizes = {"updates": updates, "parts": parts, "rows": _ROWS, "tokens": _TOKENS}
-    (folder / "run.toml").write_text(_RUN.format(**sizes, **shard))
+    (folder / "run.toml").write_text(_RUN.format(borders=borders, **sizes, **shard))
     return load_run(folder / "run.toml")
 
 
-def start_peers(folder: Path, replicas: int, stack: ExitStack) -> list[Peer]:
-    """Start the peers of both stages; return them, the one that began the run first."""
+def start_peers(folder: Path, replicas: int, stack: ExitStack, num_stages: int = 2) -> list[Peer]:
+    """Start the peers of all stages; return them, the one that began the run first."""
 
     def start(stage: int, *join: str) -> Peer:
         peer = Peer(folder, stage, *join)
@@ -120,7 +126,7 @@ def start_peers(folder: Path, replicas: int, stack: ExitStack) -> list[Peer]:
 
     first = start(0, "--new-swarm")
     code = next(iter(first.wait_for("directory")["join_codes"].values()))
-    stages = [stage for _ in range(replicas) for stage in (0, 1)]
+    stages = [stage for _ in range(replicas) for stage in range(num_stages)]
     return [first, *(start(stage, "--join", code) for stage in stages[1:])]
 
 
@@ -148,21 +154,21 @@ def compute_rate(run: TrainingRun, times: list[float]) -> float:
     return run.tokens_per_update * (len(times) - 1) / (times[-1] - times[0])
 
 
-def measure_speed(hidden_size: int, updates: int, parts: int) -> list[Figure]:
+def measure_speed(hidden_size: int, updates: int, parts: int, stages: int) -> list[Figure]:
     """Measure the run, and plain PyTorch."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        run = write_run(folder, hidden_size, updates, parts)
+        run = write_run(folder, hidden_size, updates, parts, stages)
         plain = compute_rate(run, list(train_plainly(run, folder, 2)))
-        first, *_ = start_peers(folder, 1, stack)
+        first, *_ = start_peers(folder, 1, stack, stages)
         first.wait_for("trained")
         times = [when for when, event in first.list_events("update") if event["update"]]
         speed = compute_rate(run, times)
     name = f"hidden size {hidden_size}: plain PyTorch, 2 threads"
-    target = at_least(_TARGETS.get(hidden_size, 0.0))
+    target = at_least(_TARGETS.get(hidden_size, 0.0) if stages == 2 else 0.0)
     return [
         Figure(name, plain, "tok/s"),
-        Figure("2 stages x 1 peer, 1 thread each", speed, "tok/s"),
+        Figure(f"{stages} stages x 1 peer, 1 thread each", speed, "tok/s"),
         TargetFigure("ratio", speed / plain, "x", target),
     ]
 
@@ -207,6 +213,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=["speed", "kills"])
     parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--updates", type=int, default=6)
     parser.add_argument("--parts", type=int, default=16)
@@ -214,7 +221,7 @@ def main() -> None:
     options = parser.parse_args()
     print(describe_machine())
     if options.part == "speed":
-        figures = measure_speed(options.hidden, options.updates, options.parts)
+        figures = measure_speed(options.hidden, options.updates, options.parts, options.stages)
     else:
         figures = measure_kills(options.replicas, options.updates, options.parts, options.seed)
     for figure in figures:
