@@ -441,6 +441,10 @@ def _mark(variants: list[str], covered: set[str]) -> list[Any]:
     return [pytest.param(name, marks=thorough if name in covered else ()) for name in variants]
 
 
+class _FirstBlockError(Exception):
+    """Ends a call of a model where its first block would begin, with what that is given."""
+
+
 class TinyModel:
     """A random checkpoint on disk and the same weights as a transformers model in float32."""
 
@@ -468,7 +472,20 @@ class TinyModel:
     @torch.no_grad()
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the hidden states that the reference gives to its first block."""
-        return self.decoder(tokens, output_hidden_states=True).hidden_states[0]
+
+        def stop(block: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            raise _FirstBlockError(*args, *options.values())
+
+        lists = [part for part in self.decoder.children() if isinstance(part, torch.nn.ModuleList)]
+        (first,) = (blocks[0] for blocks in lists if len(blocks) == self.num_blocks)
+        hook = first.register_forward_pre_hook(stop, with_kwargs=True)
+        try:
+            self.decoder(tokens)
+        except _FirstBlockError as reached:
+            return reached.args[0]
+        finally:
+            hook.remove()
+        raise AssertionError("it has returned without its blocks")
 
     @cached_property
     def reference(self) -> Any:

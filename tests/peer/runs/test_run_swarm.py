@@ -87,7 +87,7 @@ def run_swarm(
     return run_virtual(main())
 
 
-@pytest.mark.parametrize("num_peers", [2, 4, 6])
+@pytest.mark.parametrize("num_peers", [2, pytest.param(4, marks=pytest.mark.thorough), 6])
 def test_weights_are_those_of_one_process_whatever_the_number_of_replicas(
     run: TrainingRun, folder: Path, quiet_digest: str, num_peers: int
 ) -> None:
@@ -272,7 +272,9 @@ async def check_counts(swarm: RunSwarm) -> None:
     assert swarm.counted.total() - len(swarm.counted) <= num_parts
 
 
-@pytest.mark.parametrize("host", ["peer0", "peer1", "peer2"])
+@pytest.mark.parametrize(
+    "host", ["peer0", "peer1", pytest.param("peer2", marks=pytest.mark.thorough)]
+)
 def test_killed_peer_comes_back_as_another_member(
     run: TrainingRun, folder: Path, quiet_digest: str, host: str
 ) -> None:
@@ -449,7 +451,10 @@ def test_part_that_cannot_be_computed_passes_each_stage_before_it_once(folder: P
     assert [swarm.begun[stage, part] for stage in range(4)] == [1, 1, 1, 2]
 
 
-@pytest.mark.parametrize("hosts", [["peer3"], ["peer0"], ["peer1", "peer2"]])
+@pytest.mark.parametrize(
+    "hosts",
+    [pytest.param(["peer3"], marks=pytest.mark.thorough), ["peer0"], ["peer1", "peer2"]],
+)
 def test_peer_that_leaves_costs_no_part(
     run: TrainingRun, folder: Path, quiet_digest: str, hosts: list[str]
 ) -> None:
@@ -613,7 +618,7 @@ async def kill_at_random(swarm: RunSwarm, num_kills: int) -> int:
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(seed, marks=() if seed < 4 else pytest.mark.thorough) for seed in range(200)],
+    [pytest.param(seed, marks=() if seed < 2 else pytest.mark.thorough) for seed in range(200)],
 )
 def test_weights_do_not_depend_on_who_was_killed(
     run: TrainingRun, folder: Path, quiet_digest: str, seed: int
