@@ -28,6 +28,7 @@ _COMMANDS = {
     "chat": "talk with a model over a swarm",
     "finetune": "fine-tune a model with your own data through a swarm",
     "train": "train a model from scratch",
+    "export": "write the model of a training run that goes on, or is over",
     "train-plan": "tell what a training run needs, before anyone joins",
     "publish": "publish an adapter to a swarm until Ctrl-C",
     "models": "list the models that a swarm serves",
@@ -47,6 +48,7 @@ WRONG_USAGE = 2
 _ELSEWHERE = {
     "bench": ".benchmarking.bench",
     "drain": ".operating.drain",
+    "export": ".training.export",
     "limits": ".operating.limits",
     "monitor": ".monitoring.monitor",
     "peers": ".operating.peers",

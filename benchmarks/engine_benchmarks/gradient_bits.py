@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from shoal.models.token_shards import TokenShards, write_shard
-from shoal.peer.engine.training.trainable_span import digest_tensors
+from shoal.peer.engine.training.span_state import digest_tensors
 from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.protocol.runs.training_run import read_run
 

@@ -16,6 +16,7 @@ from ...protocol.errors import (
 from ...protocol.ids import MemberId, PeerId, SessionId, find_peer_id
 from ...protocol.messages.fields import Message
 from ...protocol.messages.runs import (
+    PIECE_BYTES,
     BytesReader,
     PartPass,
     PartPassed,
@@ -23,6 +24,7 @@ from ...protocol.messages.runs import (
     Question,
     Reduction,
     RunWelcome,
+    StateFetch,
     StateFollows,
     Sums,
     cut_bytes,
@@ -92,6 +94,8 @@ class RemoteMembers:
     ) -> MemberAnswer:
         """See Members.ask."""
         silences = _count_silences(question)
+        if isinstance(question, StateFetch):
+            silences += -(-most_bytes // PIECE_BYTES)  # each piece may take that long
         kind, floor_seconds = type(question).__name__, silences * self._silence_seconds
         times = self._times.setdefault((kind, silences), UsualTimes(floor_seconds))
         begun_at, seconds = self._clock.now(), times.deadline_seconds

@@ -192,17 +192,22 @@ class RunDecisions:
         return message
 
     def _check(self, decision: Decision) -> None:
-        """Raise RemoteProtocolError unless a decision fits the stages of the run."""
-        commit = read_commit(decision)
-        stages = {member.stage for member in decision.members}
-        if max(stages) >= self._num_stages:
-            raise RemoteProtocolError("a decision names a stage that the run does not have")
-        if len(commit.sums) != (self._num_stages if commit.update else 0):
-            raise RemoteProtocolError("a decision does not name the sums of all stages")
-        if commit.refused is not None and commit.refused.stage >= self._num_stages:
-            raise RemoteProtocolError("a decision names a stage that the run does not have")
+        read_run_commit(decision, self._num_stages)
 
     def _note_decision(self, before: Decision) -> None:
         if self.newest is not before:
             self._heard_at = self._clock.now()
             self.changed.set()
+
+
+def read_run_commit(decision: Decision, num_stages: int) -> Commit:
+    """Return what a decision says. Raises RemoteProtocolError unless it fits so many stages."""
+    commit = read_commit(decision)
+    named = {member.stage for member in decision.members}
+    if commit.refused is not None:
+        named.add(commit.refused.stage)
+    if max(named) >= num_stages:
+        raise RemoteProtocolError("a decision names a stage that the run does not have")
+    if len(commit.sums) != (num_stages if commit.update else 0):
+        raise RemoteProtocolError("a decision does not name the sums of all stages")
+    return commit

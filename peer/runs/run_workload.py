@@ -174,7 +174,7 @@ class _RunStreamWork(StreamWork):
         self._keep_alive.stop()
         self._workload.note(-1)
 
-    async def _answer(self, question: Question | RunFetch, payload: bytes) -> None:
+    async def _answer(self, question: Question | RunFetch, payload: memoryview) -> None:
         question_id: SessionId = question.question
         answers = self._stream.answers
         try:

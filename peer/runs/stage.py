@@ -11,13 +11,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from ...kernels.wire_tensors import has_only_finite
@@ -29,7 +27,6 @@ from ...protocol.errors import (
     UnavailableError,
 )
 from ...protocol.ids import MemberId
-from ...protocol.limits import MAX_RUN_TENSOR_BYTES
 from ...protocol.messages.runs import (
     PartPass,
     PartPassed,
@@ -37,6 +34,7 @@ from ...protocol.messages.runs import (
     Reduction,
     StateFetch,
     StateFollows,
+    StatePart,
     SumFetch,
     Sums,
 )
@@ -44,23 +42,17 @@ from ...protocol.net.tasks import cancel_all
 from ...protocol.runs.commits import Commit
 from ...protocol.runs.training_run import PartId
 from ...protocol.runs.update_parts import unpack_parts
-from ..engine.training.trainable_span import (
-    WEIGHTS_PREFIX,
-    NotFiniteError,
-    TrainableSpan,
-    digest_tensors,
-)
+from ..engine.training.span_state import StateDigest, StateLayout
+from ..engine.training.trainable_span import NotFiniteError, TrainableSpan
 from .gradient_vectors import count_bytes, decode, encode
 from .questions import FAILURES, MemberAnswer, Members, make_question_id
 from .reduction import Reducing, Residuals
 from .run_resources import RunResources
+from .state_transfer import StateCopies, fetch_state
 
 _logger = logging.getLogger(__name__)
 
 _BUSY_SECONDS = 1.0
-_NAME_BYTES = 1024
-"""Header bytes of one tensor in a state."""
-
 _WAIT_SECONDS = 30.0
 """How long a question waits for the update that it belongs to: others commit earlier."""
 
@@ -98,7 +90,7 @@ class Stage:
         self.update = span.update
         """The update that is under way here. That of the span is ahead for a moment: it changes on
         the thread that computes."""
-        self.digest = b""
+        self.digest = StateDigest(b"", b"")
         """Of the state before the update."""
         self._run = resources.run
         self._shards = resources.shards
@@ -121,6 +113,7 @@ class Stage:
         """Those that came to their end, by their digests. In int8 mode, sums of other groups of
         mates differ, and any of them may be the one that is committed."""
         self._residuals: Residuals = {}
+        self._copies = StateCopies(span, resources.compute)
         self._advanced = asyncio.Condition()
 
     @classmethod
@@ -187,28 +180,24 @@ class Stage:
         """Take the state before an update from a mate. Raises UnavailableError if none has it."""
         mates = [mate for mate in self._list_members(self.index) if mate != self._member_id]
         self._rng.shuffle(mates)
-        most_bytes = sum(tensor.nbytes + _NAME_BYTES for tensor in self.span.read_state().values())
-        for mate in mates:
-            try:
-                question = StateFetch(make_question_id(), update)
-                answer = await self._members.ask(mate, question, most_bytes=most_bytes)
-                load = partial(_load_state, self.span, answer.payload, update)
-                digest = await self._compute(load)
-            except FAILURES as error:
-                _logger.info("%s does not hand over its state: %s", mate, error)
-                continue
-            self._residuals = {}
-            await self._begin_update(digest)
-            return
-        raise UnavailableError(
-            f"no mate has the state of stage {self.index} before update {update}"
+        layout = StateLayout(self.span.read_state())
+        state, digest = await fetch_state(
+            self._members, mates, update, StatePart.ALL, layout, self._compute, _logger.warning
         )
+        try:
+            await self._compute(partial(_load_state, self.span, state, update))
+        except RefusedError as error:
+            raise UnavailableError(
+                f"the mates of stage {self.index} have no state: {error}"
+            ) from None
+        self._residuals = {}
+        await self._begin_update(digest)
 
     async def close(self) -> None:
         """End what is under way."""
         await cancel_all(list(self._under_way.values()))
 
-    async def _begin_update(self, digest: bytes) -> None:
+    async def _begin_update(self, digest: StateDigest) -> None:
         self.update, self.digest = self.span.update, digest
         self._counted.clear()
         self.refused.clear()
@@ -435,36 +424,11 @@ class Stage:
     async def read_state(self, question: StateFetch) -> MemberAnswer:
         """Return the state before an update. Raises RefusedError for one that is over."""
         await self._wait_for_update(question.update)
-        data = await self._compute(partial(_save_state, self.span, question.update))
-        return MemberAnswer(StateFollows(question.question, len(data)), data)
-
-
-async def fetch_weights(
-    members: Members, stages: Sequence[Sequence[MemberId]], update: int
-) -> tuple[dict[str, Tensor], str]:
-    """Return the weights of all stages before an update, by their names in a checkpoint, and their
-    digest. Raises UnavailableError where no member of a stage hands them over.
-    """
-    weights: dict[str, Tensor] = {}
-    for holders in stages:
-        weights |= await _fetch_stage_weights(members, holders, update)
-    return weights, await asyncio.to_thread(digest_tensors, weights)
-
-
-async def _fetch_stage_weights(
-    members: Members, holders: Sequence[MemberId], update: int
-) -> dict[str, Tensor]:
-    for holder in holders:
-        try:
-            question = StateFetch(make_question_id(), update)
-            answer = await members.ask(holder, question, most_bytes=MAX_RUN_TENSOR_BYTES)
-            state = await asyncio.to_thread(safetensors.torch.load, bytes(answer.payload))
-        except (*FAILURES, SafetensorError) as error:
-            _logger.info("%s does not hand over its weights: %s", holder, error)
-            continue
-        named = [name for name in state if name.startswith(WEIGHTS_PREFIX)]
-        return {name.removeprefix(WEIGHTS_PREFIX): state[name] for name in named}
-    raise UnavailableError(f"no member hands over its weights before update {update}")
+        digest, data = self.digest, memoryview(b"")
+        if question.part is not StatePart.DIGEST:
+            data = await self._copies.read(question.part, question.update)
+        follows = StateFollows(question.question, len(data), digest.whole, digest.rest)
+        return MemberAnswer(follows, data)
 
 
 async def _wait_for(running: asyncio.Task[_Counted]) -> _Counted:
@@ -476,29 +440,20 @@ async def _wait_for(running: asyncio.Task[_Counted]) -> _Counted:
     return running.result()
 
 
-def _apply(span: TrainableSpan, reduced: Reducing, squared_norm: float) -> tuple[bytes, Residuals]:
+def _apply(
+    span: TrainableSpan, reduced: Reducing, squared_norm: float
+) -> tuple[StateDigest, Residuals]:
     """Update the weights; return the digest of the state behind it, and what rounding left out."""
     residuals = reduced.apply(span, squared_norm)
     return _digest_state(span), residuals
 
 
-def _digest_state(span: TrainableSpan) -> bytes:
-    return bytes.fromhex(span.compute_digest())
+def _digest_state(span: TrainableSpan) -> StateDigest:
+    return StateDigest.of(span.read_state())
 
 
-def _save_state(span: TrainableSpan, update: int) -> bytes:
-    if span.update != update:
-        raise RefusedError(ErrorCode.BAD_VALUES, f"update {update} is over")
-    return safetensors.torch.save(span.read_state())
-
-
-def _load_state(span: TrainableSpan, data: bytes | memoryview, update: int) -> bytes:
-    """Load the state before an update; return its digest. Raises RemoteProtocolError."""
-    try:
-        state = safetensors.torch.load(bytes(data))
-    except SafetensorError as error:
-        raise RemoteProtocolError(f"the state is damaged: {error}") from error
-    if "update" not in state or state["update"].numel() != 1 or int(state["update"]) != update:
-        raise RemoteProtocolError(f"the state is not that before update {update}")
+def _load_state(span: TrainableSpan, state: Mapping[str, Tensor], update: int) -> None:
+    """Load the state before an update. Raises RefusedError for another one."""
+    if int(state["update"]) != update:
+        raise RefusedError(ErrorCode.BAD_VALUES, f"that is not the state before update {update}")
     span.load_state(state)
-    return _digest_state(span)

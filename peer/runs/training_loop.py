@@ -27,6 +27,7 @@ from ...protocol.messages.runs import (
     Reduction,
     RunJoin,
     StateFetch,
+    StatePart,
     SumFetch,
     Vote,
     find_peer_id,
@@ -41,7 +42,8 @@ from .questions import MemberAnswer, make_question_id
 from .remote_members import RemoteMembers
 from .run_decisions import RunDecisions
 from .run_resources import RunResources
-from .stage import Stage, fetch_weights
+from .stage import Stage
+from .state_transfer import fetch_weights, list_layouts
 
 _logger = logging.getLogger(__name__)
 
@@ -122,9 +124,11 @@ class TrainingLoop:
                 return MemberAnswer(decisions.vote(question, sender))
             case _:
                 pass
-        if sender not in decisions.newest.roster:
+        is_member = sender in decisions.newest.roster
+        if not is_member and not _is_for_all(question):
             raise RefusedError(ErrorCode.NOT_A_MEMBER, "this is no member of the run")
-        self.asked_at = self._clock.now()
+        if is_member:
+            self.asked_at = self._clock.now()
         if stage is None:
             raise RefusedError(ErrorCode.BUSY, "this member has no stage yet", _BUSY_SECONDS)
         match question:
@@ -167,7 +171,7 @@ class TrainingLoop:
             is_applying = stage.can_apply(decisions.commit) and not self._is_suspect
             told = PartsCounted(
                 question.question, stage.update, number, is_ready, pack_parts(stage.counted),
-                stage.digest, pack_parts(stage.refused), self._is_leaving,
+                stage.digest.whole, pack_parts(stage.refused), self._is_leaving,
                 tuple(sorted(stage.accused)), stage.part_seconds, is_applying,
             )  # fmt: skip
         return MemberAnswer(told)
@@ -216,8 +220,13 @@ class TrainingLoop:
         their digest. Raises UnavailableError where no member of a stage hands them over.
         """
         assert self.decisions is not None
-        stages = [self.decisions.list_members(each) for each in range(len(self._resources.spans))]
-        return await fetch_weights(self._members, stages, self._config.run.num_updates)
+        layouts, _ = await asyncio.to_thread(list_layouts, self._config.run)
+        stages = [
+            sorted(self.decisions.list_members(stage), key=lambda member: member != self._member_id)
+            for stage in range(len(layouts))
+        ]
+        update = self._config.run.num_updates
+        return await fetch_weights(self._members, stages, update, layouts, _logger.warning)
 
     async def close(self) -> None:
         """End what is under way for others, and drop what we hold."""
@@ -407,3 +416,8 @@ class TrainingLoop:
                 await self.leader.run()
             finally:
                 self.leader = None
+
+
+def _is_for_all(question: Question) -> bool:
+    """Return whether every peer may ask this that the run admits: it reads the weights."""
+    return isinstance(question, StateFetch) and question.part is not StatePart.ALL

@@ -36,7 +36,9 @@ SUM_BYTES = 8
 _CONTEXT = b"shoal run hello 1"
 _ELEMENT_BYTES = 4
 _WIDTH = 2**16
-_PIECE_BYTES = 4 * 2**20
+PIECE_BYTES = 4 * 2**20
+"""The most that a `RunPiece` carries."""
+
 _DIGEST_BYTES = 32
 _ATTEMPT_BYTES = 16
 
@@ -287,23 +289,44 @@ class Sums(Message):
     num_bytes: _NumBytes
 
 
+class StatePart(IntEnum):
+    """What of the state of a stage is asked for."""
+
+    ALL = 0
+    """What the next updates follow from. Members of the run only get that."""
+
+    WEIGHTS = 1
+    """The weights alone, for any peer that the run admits."""
+
+    DIGEST = 2
+    """Nothing but the digest."""
+
+
 @message(43)
 class StateFetch(Message):
-    """A member asks for the state of the receiver's stage before an update.
+    """A peer asks for the state of the receiver's stage before an update, or for a part of it.
 
     `StateFollows` answers.
     """
 
     question: HeaderSession
     update: _Update
+    part: Annotated[StatePart, Body(2, "uint32")] = StatePart.ALL
 
 
 @message(44)
 class StateFollows(Message):
-    """The state follows, as safetensors of `num_bytes`."""
+    """The state follows, of `num_bytes`: its tensors in the order of their names, each from a
+    multiple of eight bytes on.
+
+    `digest` is that of the whole state, made of the SHA-256 of its weights and of `rest`, the one
+    of all others.
+    """
 
     question: HeaderSession
     num_bytes: _NumBytes
+    digest: Annotated[bytes, Body(1, "bytes"), sized(_DIGEST_BYTES, "a digest")]
+    rest: Annotated[bytes, Body(2, "bytes"), sized(_DIGEST_BYTES, "a digest")]
 
 
 @message(45)
@@ -410,7 +433,7 @@ def cut_bytes(question: SessionId, data: bytes | memoryview) -> Iterator[RunPiec
 
 def _choose_shape(num_bytes: int) -> tuple[int, int, int]:
     """Return the shape of the next piece, of 4 MiB at most."""
-    num_elements = min(num_bytes, _PIECE_BYTES) // _ELEMENT_BYTES
+    num_elements = min(num_bytes, PIECE_BYTES) // _ELEMENT_BYTES
     return (1, num_elements // _WIDTH, _WIDTH) if num_elements >= _WIDTH else (1, 1, num_elements)
 
 
@@ -423,25 +446,24 @@ class BytesReader:
             raise RemoteProtocolError(f"{num_bytes} bytes are no whole elements")
         self._question = question
         self._num_bytes = num_bytes
-        self._pieces: list[bytes | memoryview] = []
-        self._num_taken = 0
+        self._data = bytearray()
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing is missing any more."""
-        return self._num_taken == self._num_bytes
+        return len(self._data) == self._num_bytes
 
     def take(self, piece: Message) -> None:
         """Take the next piece. Raises RemoteProtocolError for anything else."""
         if not isinstance(piece, RunPiece) or piece.question != self._question:
             raise RemoteProtocolError(f"{type(piece).__name__} came where a piece belongs")
         tensor = piece.tensor
-        expected = self._num_taken, _choose_shape(self._num_bytes - self._num_taken)
+        num_taken = len(self._data)
+        expected = num_taken, _choose_shape(self._num_bytes - num_taken)
         if (piece.offset, tensor.shape) != expected or tensor.dtype is not WireDtype.FP32:
             raise RemoteProtocolError(f"a piece {tensor.shape} at {piece.offset}, not {expected}")
-        self._pieces.append(tensor.data)
-        self._num_taken += memoryview(tensor.data).nbytes
+        self._data += tensor.data
 
-    def read(self) -> bytes:
+    def read(self) -> memoryview:
         """Return all bytes; they must be complete."""
-        return b"".join(self._pieces)
+        return memoryview(self._data)

@@ -67,14 +67,15 @@ async def find_run(
             records = []
         if records:
             equal = [one for one in records if one.run == own]
-            return _choose(wanted, equal or records, peer_id)
+            return choose_run(wanted, equal or records, peer_id)
         if not attempts.num_failures:
             note_waiting(f"a peer that shows the run {wanted}")
         attempts.note_failure()
         await attempts.pause()
 
 
-def _choose(wanted: str, records: Sequence[RunRecord], peer_id: PeerId) -> RunRecord:
+def choose_run(wanted: str, records: Sequence[RunRecord], peer_id: PeerId) -> RunRecord:
+    """Return the only run of a name or id. Raises UsageError, also where it does not admit us."""
     if len(records) > 1:
         known = " and ".join(f"{one.run_id} of {one.owner}" for one in records)
         raise UsageError(
@@ -157,4 +158,4 @@ async def _fetch_record(peer: Announcement, transport: Transport, clock: Clock) 
                 reader.take(read_answer(await stream.receive(), name, question))
     finally:
         await stream.close()
-    return read_run_record(reader.read())
+    return read_run_record(bytes(reader.read()))

@@ -7,18 +7,22 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import warm_python
 from training_runs import write_run
 from transformers import AutoModelForCausalLM
 
+from shoal.cli.main import main
 from shoal.cli.training.run_file import load_run
 from shoal.models.token_shards import TokenShards
-from shoal.peer.engine.training.trainable_span import digest_tensors
+from shoal.peer.engine.training.span_state import digest_tensors
 from shoal.peer.engine.training.whole_run import WholeRun
+from shoal.peer.process.identity_file import load_or_create_identity
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
@@ -30,7 +34,7 @@ class TrainingPeer:
 
     def __init__(self, stack: ExitStack, run: Path | str, stage: int, *more: str) -> None:
         command = [sys.executable, "-P", "-m", "shoal.cli", "train", str(run), "--json"]
-        command += ["--local", "--stage", str(stage), "--announce-period", "1", "--linger", "2"]
+        command += ["--local", "--stage", str(stage), "--announce-period", "1", "--linger", "60"]
         self.process: Any = stack.enter_context(
             warm_python.Popen(
                 [*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -56,31 +60,71 @@ def train_alone(run_file: Path) -> str:
     return whole.compute_weights_digest()
 
 
+def list_identities(folder: Path, *names: str) -> dict[str, tuple[str, str]]:
+    """Make key files; return the options that name them."""
+    paths = {name: folder / name for name in names}
+    for path in paths.values():
+        load_or_create_identity(path)
+    return {name: ("--identity", str(path)) for name, path in paths.items()}
+
+
 def test_run_goes_on_after_a_kill_and_a_leave_and_comes_to_the_weights_of_one_process(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_file, out = write_run(tmp_path, num_updates=NUM_UPDATES), tmp_path / "out"
+    owner, *keys = list_identities(tmp_path, "owner", "killed", "leaving", "last").values()
+    admits = [("--admit", load_or_create_identity(Path(path)).peer_id) for _, path in keys]
     with ExitStack() as stack:
-        founder = TrainingPeer(stack, run_file, 0, "--new-swarm", "--out", str(out))
+        founder = TrainingPeer(
+            stack, run_file, 0, "--new-swarm", "--out", str(out), *owner, *chain(*admits)
+        )
         (code,) = founder.wait_for("directory")["join_codes"].values()
-        killed = TrainingPeer(stack, run_file, 0, "--join", code)
+        join = ("--join", code)
+        killed = TrainingPeer(stack, run_file, 0, *join, *keys[0])
         killed.wait_for("update", update=0)  # it has joined before the run can begin
-        by_name = ("--join", code, "--corpus", str(tmp_path))
-        others = [
-            TrainingPeer(stack, run_file, 1, "--join", code),
-            TrainingPeer(stack, "test", 1, *by_name),
-        ]
+        by_name = (*join, "--corpus", str(tmp_path))
+        leaving = TrainingPeer(stack, run_file, 1, *join, *keys[1])
+        last = TrainingPeer(stack, "test", 1, *by_name, *keys[2])
         founder.wait_for("update", update=1)
         killed.process.kill()
-        others[0].wait_for("online")
-        others[0].process.terminate()
+        leaving.wait_for("online")
+        leaving.process.terminate()
         trained = founder.wait_for("trained")
-        for peer in (founder, *others):
+        last.wait_for("trained")
+
+        exported = tmp_path / "exported"
+        assert main(["export", "test", str(exported), *join, *owner, "--json"]) == 0
+        (event,) = map(json.loads, capsys.readouterr().out.splitlines())
+        assert (event["update"], event["digest"]) == (NUM_UPDATES, trained["digest"])
+        for command in (["export", "test", str(exported), *join], ["train", "test", *by_name]):
+            assert main(command) == 2
+            assert "does not admit this peer, 12D3Koo" in " ".join(capsys.readouterr().err.split())
+
+        for peer in (founder, last):
+            peer.process.terminate()
+        for peer in (founder, leaving, last):
             _, errors = peer.process.communicate()
-            assert (peer.process.returncode, errors) == (0, "")
+            assert peer.process.returncode == 0, errors
+            assert "Traceback" not in errors
         assert killed.process.wait() == -signal.SIGKILL
 
     assert trained["digest"] == train_alone(run_file)
-    model = AutoModelForCausalLM.from_pretrained(out)
-    weights = {name: weight.detach() for name, weight in model.named_parameters()}
-    assert digest_tensors(weights) == trained["digest"]
+    for folder in (out, exported):
+        model: Any = AutoModelForCausalLM.from_pretrained(folder)
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
+        assert digest_tensors(weights) == trained["digest"]
+    assert model.generate(torch.tensor([[1]]), max_new_tokens=3, do_sample=False).shape == (1, 4)
+
+
+def test_run_that_fails_ends_with_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file = write_run(tmp_path, num_updates=NUM_UPDATES)
+    text = run_file.read_text().replace("stage_borders = [2]\n", "")
+    too_high = "learning_rate = 10.0\nweight_decay = 10.0"  # all weights grow 99 times per update
+    run_file.write_text(text.replace("learning_rate = 0.01", too_high))
+
+    assert main(["train", str(run_file), "--new-swarm", "--local", "--linger", "0"]) == 1
+
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the run has stopped: the loss or gradients of part" in said

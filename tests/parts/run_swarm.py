@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from virtual_time import VirtualClock
 
-from shoal.peer.engine.training.trainable_span import digest_tensors
+from shoal.peer.engine.training.span_state import digest_tensors
 from shoal.peer.process.config import PeerEvent
 from shoal.peer.runs.run_peer import RunPeer
 from shoal.peer.runs.run_resources import RunPeerConfig
@@ -234,7 +234,7 @@ class RunSwarm:
             self.events.append((host, event))
             stage = self.peers[host].loop.stage if host in self.peers else None
             if event.name == "update" and stage is not None:
-                self.digests[stage.update, stage.index].add(stage.digest)
+                self.digests[stage.update, stage.index].add(stage.digest.whole)
             self._has_changed.set()
 
         stop = self._stops[host] = asyncio.Event()

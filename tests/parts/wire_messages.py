@@ -68,6 +68,7 @@ from shoal.protocol.messages.runs import (
     RunWelcome,
     StateFetch,
     StateFollows,
+    StatePart,
     SumFetch,
     SumGroup,
     Sums,
@@ -192,7 +193,8 @@ RUN_MESSAGES: tuple[Message, ...] = (
     SumFetch(SESSION, ATTEMPT, SumGroup.TIED, True, 8, 16),
     Sums(SESSION, 64),
     StateFetch(SESSION, 3),
-    StateFollows(SESSION, 1024),
+    StateFetch(SESSION, 3, StatePart.WEIGHTS),
+    StateFollows(SESSION, 1024, bytes(range(32)), bytes(32)),
     Vote.make(SESSION, Promise(7, BALLOT, Accept(replace(BALLOT, attempt=1), DECISION))),
     Voted(SESSION),
 )

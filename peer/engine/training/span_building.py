@@ -49,7 +49,7 @@ class SpanModules:
         self.constants: dict[str, Tensor] = {
             name: tensor.detach()
             for name, tensor in _list_checkpoint(shell.model).items()
-            if name not in self.parameters
+            if name not in self.parameters and not tensor.is_meta
         }
         """What is not, but is in a checkpoint: other weights, and buffers."""
         has_one_end = self.is_first != self.is_last
@@ -151,16 +151,30 @@ def _check_filled(part: nn.Module, name: str, model_type: str) -> None:
 
 
 def _list_checkpoint(model: nn.Module) -> dict[str, Tensor]:
-    """Return weights and persistent buffers that have memory; those with two names have one."""
+    """Return weights and persistent buffers; those with two names have one."""
     passing = {
         id(module._buffers[name])
         for module in model.modules()
         for name in module._non_persistent_buffers_set
     }
     named = chain(model.named_parameters(), model.named_buffers())
+    return {name: tensor for name, tensor in named if id(tensor) not in passing}
+
+
+def list_weights(shell: Shell, span: Span) -> dict[str, Tensor]:
+    """Return the weights of a span by their names in a checkpoint, as a span of a run has them, but
+    without memory. The shell holds none either.
+    """
+    modules = list_span_modules(shell, span)
+    own = {id(one) for module in modules for one in (*module.parameters(), *module.buffers())}
     return {
-        name: tensor for name, tensor in named if not tensor.is_meta and id(tensor) not in passing
-    }
+        name: torch.empty_like(
+            tensor, device="meta",
+            dtype=torch.float32 if isinstance(tensor, nn.Parameter) else tensor.dtype,
+        )
+        for name, tensor in _list_checkpoint(shell.model).items()
+        if id(tensor) in own
+    }  # fmt: skip
 
 
 def find_embedding_and_head(shell: Shell) -> tuple[nn.Embedding, nn.Linear]:

@@ -5,7 +5,6 @@ Tensor suffixes: B rows, T tokens, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
@@ -28,9 +27,7 @@ from ....protocol.spans import Span
 from .numerics import computing_alike, sum_squares
 from .optimizers import SpanOptimizer, compute_clip_factor
 from .span_building import build_span
-
-WEIGHTS_PREFIX = "weights/"
-"""Of the names of weights in a state."""
+from .span_state import WEIGHTS_PREFIX, StateDigest, digest_tensors
 
 DEFAULT_GRAPH_BYTES = 2**30
 
@@ -262,7 +259,7 @@ class TrainableSpan:
 
     def compute_digest(self) -> str:
         """Return the SHA-256 of the state, 64 hexadecimal digits; equal replicas have the same."""
-        return digest_tensors(self.read_state())
+        return StateDigest.of(self.read_state()).whole.hex()
 
     def _begin(self, update: int) -> None:
         """Forget what belonged to another update; the sums have been reset."""
@@ -347,16 +344,6 @@ class TrainableSpan:
         run = self._run
         shape = (run.rows_per_part, run.corpus.sequence_length, self.modules.hidden_size)
         _check_tensor(hidden_BTH, shape, torch.float32, what)
-
-
-def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of named tensors in the order of their names."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _digest_boundary(inputs: Tensor, target: Tensor) -> str:

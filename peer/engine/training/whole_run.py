@@ -15,7 +15,8 @@ from ....models.shells.shell_opening import open_shell
 from ....models.token_shards import TokenShards
 from ....protocol.runs.training_run import PartId, TrainingRun
 from .span_building import find_embedding_and_head
-from .trainable_span import TrainableSpan, digest_tensors
+from .span_state import digest_tensors
+from .trainable_span import TrainableSpan
 
 
 @dataclass(frozen=True)

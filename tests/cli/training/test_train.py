@@ -9,7 +9,7 @@ from training_runs import write_run
 from transformers import AutoModelForCausalLM
 
 from shoal.cli.main import main
-from shoal.peer.engine.training.trainable_span import digest_tensors
+from shoal.peer.engine.training.span_state import digest_tensors
 
 
 def test_run_becomes_a_model_of_transformers(

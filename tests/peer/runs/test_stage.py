@@ -26,6 +26,8 @@ from shoal.protocol.messages.runs import (
     Question,
     Reduced,
     Reduction,
+    StateFetch,
+    StatePart,
     SumFetch,
     Sums,
 )
@@ -239,3 +241,26 @@ def test_wrong_gradients_of_a_mate_are_asked_of_another_one(
         assert stage.accused == {LIAR}
 
     with_stage(tmp_path, 0, scene, answer)
+
+
+def test_all_that_fetch_the_same_state_get_one_copy(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async def read(part: StatePart) -> MemberAnswer:
+            update = stage.update
+            return await stage.read_state(StateFetch(make_question_id(), update, part))
+
+        first, second = await asyncio.gather(read(StatePart.ALL), read(StatePart.ALL))
+        assert first.payload is second.payload
+        weights = await read(StatePart.WEIGHTS)
+        assert 0 < len(weights.payload) < len(first.payload)
+        assert not (await read(StatePart.DIGEST)).payload
+        reduced = (await stage.reduce(order_sums(set()))).check_kind(Reduced)
+        sums = ("0" * 64, reduced.digest.hex())
+        commit = Commit(update=1, sums=sums, squared_norm=0.0, compute_class="0" * 64)
+        assert await stage.apply(commit)
+        with pytest.raises(RefusedError, match="still sends the state of another update"):
+            await read(StatePart.ALL)
+        del first, second
+        assert (await read(StatePart.ALL)).payload
+
+    with_stage(tmp_path, 1, scene)

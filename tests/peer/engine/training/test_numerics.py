@@ -9,7 +9,8 @@ import torch
 from training_runs import MODEL, describe_run, open_run
 
 from shoal.peer.engine.training.numerics_class import compute_class_digest
-from shoal.peer.engine.training.trainable_span import TrainableSpan, digest_tensors
+from shoal.peer.engine.training.span_state import digest_tensors
+from shoal.peer.engine.training.trainable_span import TrainableSpan
 from shoal.protocol.runs.training_run import PartId, read_run
 from shoal.protocol.spans import Span
 

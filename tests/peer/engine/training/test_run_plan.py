@@ -12,7 +12,8 @@ from training_runs import MODEL, describe_run, open_run
 from virtual_time import run_virtual
 
 from shoal.peer.engine.training.run_plan import RunPlan, measure_tokens_per_second, plan_run
-from shoal.peer.engine.training.trainable_span import WEIGHTS_PREFIX, TrainableSpan
+from shoal.peer.engine.training.span_state import WEIGHTS_PREFIX
+from shoal.peer.engine.training.trainable_span import TrainableSpan
 from shoal.protocol.errors import UsageError
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.runs import PartPass, PartPassed, SumFetch

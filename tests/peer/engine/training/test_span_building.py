@@ -10,8 +10,9 @@ from training_runs import MODEL, describe_run
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from shoal.models.shells.shell_opening import open_shell
 from shoal.peer.engine.training.optimizers import SpanOptimizer
-from shoal.peer.engine.training.span_building import build_span
+from shoal.peer.engine.training.span_building import build_span, list_weights
 from shoal.protocol.errors import ModelError
 from shoal.protocol.runs.training_run import Optimizer, read_run
 from shoal.protocol.spans import Span
@@ -104,6 +105,19 @@ def test_each_layout_begins_with_the_same_weights(model_type: str) -> None:
     assert not first.keys() & last.keys()
     assert whole.keys() == first.keys() | last.keys()
     assert all(torch.equal(whole[name], weight) for name, weight in (first | last).items())
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "glm4_moe", "afmoe"])
+def test_weights_are_known_without_their_memory(model_type: str) -> None:
+    run = read_run(describe_run(model=describe(model_type)))
+    for span in (Span(0, 1), Span(1, 2), WHOLE):
+        modules = build_span(run, span)
+        weights = {**modules.parameters, **modules.constants}
+        known = list_weights(open_shell(run.model), span)
+        assert {name: (one.shape, one.dtype) for name, one in weights.items()} == {
+            name: (one.shape, one.dtype) for name, one in known.items()
+        }
+        assert all(one.is_meta for one in known.values())
 
 
 def test_weights_without_initial_values_are_named() -> None:

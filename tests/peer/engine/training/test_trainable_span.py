@@ -19,7 +19,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from shoal.models.token_shards import TokenShards
 from shoal.peer.engine.training.optimizers import SpanOptimizer
-from shoal.peer.engine.training.trainable_span import NotFiniteError, TrainableSpan, digest_tensors
+from shoal.peer.engine.training.span_state import digest_tensors
+from shoal.peer.engine.training.trainable_span import NotFiniteError, TrainableSpan
 from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.protocol.errors import RefusedError
 from shoal.protocol.runs.training_run import PartId, TrainingRun

@@ -1,0 +1,83 @@
+"""`shoal export`: write the model of a training run, as it is after the newest update."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from ...peer.process.identity_file import load_or_create_identity
+from ...protocol.errors import UnavailableError, UsageError
+from ...protocol.identity import Identity
+from ...protocol.net.clock import SystemClock
+from ...protocol.net.dht.internet import InternetNetwork
+from ...protocol.net.run_search import choose_run, search_runs
+from ...protocol.runs.run_record import RunRecord
+from ..options.join_options import add_join_arguments, read_joining
+from ..terminal.heavy_imports import importing_much
+from ..terminal.interrupts import quitting_at_once
+from ..terminal.reporter import Reporter
+from ..terminal.terminal import Terminal
+from .model_folder import write_model
+
+if TYPE_CHECKING:
+    from .run_weights import RunWeights
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `shoal export`."""
+    parser.add_argument("wanted", metavar="RUN", help="name or id of the run")
+    parser.add_argument(
+        "folder", metavar="FOLDER", type=Path,
+        help="output folder for the model, in transformers' format",
+    )  # fmt: skip
+    add_join_arguments(parser)
+    parser.add_argument(
+        "--identity", type=Path, metavar="FILE",
+        help="key file of the owner or of a peer that it admits, where not all peers may take part",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Write the model of a run that peers of a swarm train."""
+    folder: Path = options.folder
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is no folder")
+    joining = read_joining(options)
+    network = InternetNetwork(SystemClock(), joining.addresses, joining.membership)
+    # Not held: the peer whose identity it is may train meanwhile, on this machine too.
+    path: Path | None = options.identity
+    identity = Identity.generate() if path is None else load_or_create_identity(path)
+    reporter = Reporter(Terminal(sys.stdout), Terminal(sys.stderr), options.json)
+    with reporter.showing(lambda: "Fetching the weights"):
+        with quitting_at_once(options.json), importing_much():
+            from .run_weights import fetch_run_weights
+
+        async def fetch() -> tuple[RunRecord, RunWeights]:
+            records = await search_runs(options.wanted, network, network.clock)
+            if not records:
+                raise UnavailableError(f"no peer of this swarm trains a run {options.wanted}")
+            record = choose_run(options.wanted, records, identity.peer_id)
+            return record, await fetch_run_weights(
+                record, identity, network, network.clock, reporter.warn
+            )
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            record, fetched = runner.run(fetch())
+        write_model(folder, record.run, fetched.architecture, fetched.weights)
+    lines = [
+        f"Run {record.run.name}, update {fetched.update} of {record.run.num_updates}",
+        f"Model: {folder}",
+        f"SHA-256 of its weights: {fetched.digest}",
+    ]
+    reporter.tell(
+        "exported", lines, name=record.run.name, run_id=record.run_id, update=fetched.update,
+        num_updates=record.run.num_updates, loss=fetched.loss, model=str(folder),
+        digest=fetched.digest,
+    )  # fmt: skip
+    return 0

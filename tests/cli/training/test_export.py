@@ -1,0 +1,162 @@
+"""`shoal export`: the weights of the newest committed update of a run that goes on, or is over."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from run_swarm import RunSwarm, make_identity
+from training_runs import open_run
+from virtual_time import VirtualClock, run_virtual
+
+from shoal.cli.training.run_weights import RunWeights, fetch_run_weights
+from shoal.peer.engine.training.whole_run import WholeRun
+from shoal.protocol.errors import UnavailableError
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.runs import RunPiece, StateFetch
+from shoal.protocol.net.memory.loopback import Link
+from shoal.protocol.runs.training_run import TrainingRun
+
+NUM_UPDATES = 4
+HOSTS = ("peer0", "peer1", "peer2", "peer3")
+_MOST_SECONDS = 600.0
+"""Of virtual time."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("corpus")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> TrainingRun:
+    return open_run(folder, num_updates=NUM_UPDATES)[0]
+
+
+@pytest.fixture(scope="module")
+def digests(run: TrainingRun, folder: Path) -> list[str]:
+    """The digests of the weights after each number of updates, in one process."""
+    whole = WholeRun(run)
+    first = whole.compute_weights_digest()
+    return [first, *(whole.compute_weights_digest() for _ in whole.train(open_run(folder)[1]))]
+
+
+async def export(swarm: RunSwarm, notes: list[str] | None = None) -> RunWeights:
+    return await fetch_run_weights(
+        swarm.record, make_identity("exporter"), swarm.make_network("exporter"), VirtualClock(),
+        ([] if notes is None else notes).append,
+    )  # fmt: skip
+
+
+def in_swarm(
+    run: TrainingRun,
+    folder: Path,
+    scene: Callable[[RunSwarm], Awaitable[None]],
+    admitted: Sequence[str] = (),
+) -> None:
+    """Let something happen in a swarm with two peers per stage."""
+
+    async def main() -> None:
+        swarm = RunSwarm(run, folder, admitted=admitted)
+        try:
+            async with asyncio.timeout(_MOST_SECONDS):
+                for number, host in enumerate(HOSTS):
+                    await swarm.start(host, number % 2, founds_run=number == 0)
+                await scene(swarm)
+        finally:
+            await swarm.close()
+
+    run_virtual(main())
+
+
+def test_all_stages_of_what_is_exported_are_of_one_update(
+    run: TrainingRun, folder: Path, digests: list[str]
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        for update in range(NUM_UPDATES):
+            await swarm.wait_for_update(update)
+            exported = await export(swarm)
+            assert exported.update >= update
+            assert exported.digest == digests[exported.update]
+        assert await swarm.finish() == digests[-1]
+
+    in_swarm(run, folder, scene)
+
+
+def test_update_that_is_over_before_it_is_asked_for_is_followed_by_the_next_one(
+    run: TrainingRun, folder: Path, digests: list[str]
+) -> None:
+    asked: list[int] = []
+
+    def note(message: Message) -> bool:
+        if isinstance(message, StateFetch):
+            asked.append(message.update)
+        return False
+
+    async def scene(swarm: RunSwarm) -> None:
+        for host in HOSTS:
+            swarm.network.set_link("exporter", host, Link(delay_seconds=0.4))
+        swarm.do_at(note, lambda host: None)
+        await swarm.wait_for_update(1)
+        exported = await export(swarm)
+        assert exported.digest == digests[exported.update]
+        assert exported.update == max(asked) > min(asked)
+
+    in_swarm(run, folder, scene)
+
+
+def test_peer_that_sends_other_weights_is_named_and_its_mate_asked(
+    run: TrainingRun, folder: Path, digests: list[str]
+) -> None:
+    def falsify(message: Message) -> Message:
+        if not isinstance(message, RunPiece):
+            return message
+        return replace(
+            message, tensor=replace(message.tensor, data=bytes(len(message.tensor.data)))
+        )
+
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.finish()
+        notes: list[str] = []
+        swarm.falsify["peer1"] = falsify
+        assert (await export(swarm, notes)).digest == digests[-1]
+        (liar,) = [peer.loop.decisions for host, peer in swarm.peers.items() if host == "peer1"]
+        assert liar is not None
+        said = f"member {liar.member_id} sent other numbers than its digest tells"
+        assert notes == [f"{said}: another one is asked"]
+        swarm.falsify["peer3"] = falsify
+        with pytest.raises(UnavailableError, match="stage 1 after update 4: member 12D3Koo"):
+            await export(swarm)
+
+    in_swarm(run, folder, scene)
+
+
+def test_stage_that_nobody_holds_is_told(run: TrainingRun, folder: Path) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.finish()
+        for host in ("peer1", "peer3"):
+            await swarm.kill(host)
+        with pytest.raises(UnavailableError, match="no peer hands over the weights of stage 1 af"):
+            await export(swarm)
+
+    in_swarm(run, folder, scene)
+
+
+def test_run_is_exported_to_whom_its_owner_admits(
+    run: TrainingRun, folder: Path, digests: list[str]
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.finish()
+        with pytest.raises(UnavailableError, match="the owner of the run does not admit this peer"):
+            await export(swarm)
+
+    in_swarm(run, folder, scene, HOSTS)
+
+    async def admitted(swarm: RunSwarm) -> None:
+        await swarm.finish()
+        assert (await export(swarm)).digest == digests[-1]
+
+    in_swarm(run, folder, admitted, (*HOSTS, "exporter"))
