@@ -16,8 +16,7 @@ from shoal.cli.training.run_weights import RunWeights, fetch_run_weights
 from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.protocol.errors import UnavailableError
 from shoal.protocol.messages.fields import Message
-from shoal.protocol.messages.runs import RunPiece, StateFetch
-from shoal.protocol.net.memory.loopback import Link
+from shoal.protocol.messages.runs import RunJoin, RunPiece, StateFetch
 from shoal.protocol.runs.training_run import TrainingRun
 
 NUM_UPDATES = 4
@@ -87,21 +86,39 @@ def test_all_stages_of_what_is_exported_are_of_one_update(
 
 
 def test_update_that_is_over_before_it_is_asked_for_is_followed_by_the_next_one(
-    run: TrainingRun, folder: Path, digests: list[str]
+    folder: Path,
 ) -> None:
     asked: list[int] = []
+    run, shards = open_run(folder, num_updates=8)
+    whole = WholeRun(run)
+    digests = ["", *(whole.compute_weights_digest() for _ in whole.train(shards))]
+    looked: list[RunJoin] = []
 
-    def note(message: Message) -> bool:
+    def note_asked(message: Message) -> bool:
         if isinstance(message, StateFetch):
             asked.append(message.update)
         return False
 
+    def is_last_look(message: Message) -> bool:
+        if isinstance(message, RunJoin) and not message.compute_class:
+            looked.append(message)
+        return len(looked) == len(HOSTS)
+
     async def scene(swarm: RunSwarm) -> None:
-        for host in HOSTS:
-            swarm.network.set_link("exporter", host, Link(delay_seconds=0.4))
-        swarm.do_at(note, lambda host: None)
+        held = asyncio.Event()
+
+        def hold(host: str) -> None:  # it gets all answers, but later
+            swarm.network.pause("exporter")
+            held.set()
+
+        swarm.do_at(note_asked, lambda host: None)
+        swarm.do_at(is_last_look, hold)
         await swarm.wait_for_update(1)
-        exported = await export(swarm)
+        exporting = asyncio.create_task(export(swarm))
+        await held.wait()
+        await swarm.wait_for_update(max(swarm.list_updates()) + 3)
+        swarm.network.resume("exporter")
+        exported = await exporting
         assert exported.digest == digests[exported.update]
         assert exported.update == max(asked) > min(asked)
 
