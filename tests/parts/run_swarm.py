@@ -54,8 +54,10 @@ class WatchedStream:
         return getattr(self._stream, name)
 
     async def send(self, frame: bytes) -> None:
-        await self._stream.send(encode_frame(self._change(decode_frame(frame))))
-        await self._note(decode_frame(frame), True)
+        message = decode_frame(frame)
+        changed = self._change(message)
+        await self._stream.send(frame if changed is message else encode_frame(changed))
+        await self._note(message, True)
 
     async def receive(self) -> bytes | None:
         frame = await self._stream.receive()
