@@ -97,7 +97,9 @@ def test_same_seed_is_the_same_swarm() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_spare", [2, pytest.param(3, marks=MORE), 12])
+@pytest.mark.parametrize(
+    "num_spare", [2, *(pytest.param(number, marks=MORE) for number in (3, 12))]
+)
 def test_span_that_lost_its_only_host_is_served_within_two_periods_and_loading(
     num_spare: int,
 ) -> None:

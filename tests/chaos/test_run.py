@@ -22,7 +22,7 @@ TOKEN_SECONDS = 0.03
 """Clients that read as they go hold their sessions as long, and leave a core to other tests."""
 
 
-@pytest.mark.parametrize("seconds", [30.0, pytest.param(180.0, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("seconds", [25.0, pytest.param(180.0, marks=pytest.mark.thorough)])
 def test_every_answer_in_chaos_is_as_undisturbed(seconds: float) -> None:
     setting = Setting(SEED, seconds, SPANS, num_clients=3, token_seconds=TOKEN_SECONDS)
     warm_python.forge.start()  # it was there before, and stays

@@ -353,7 +353,7 @@ def test_beams_are_reordered(load: Load, device_name: str, kv_format: KVFormat) 
     ("variant", "kv_format"),
     [
         pytest.param("qwen3-window", KVFormat.INT8, marks=pytest.mark.thorough),
-        ("gemma2", KVFormat.FLOAT),
+        pytest.param("gemma2", KVFormat.FLOAT, marks=pytest.mark.thorough),
     ],
 )
 def test_interpreted_program_attends_like_the_reference(

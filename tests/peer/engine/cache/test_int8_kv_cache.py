@@ -205,7 +205,11 @@ def test_replay_of_decoded_tokens_is_exact_with_float32_weights(load: Any, varia
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("variant", "weights"), [("gemma2", WeightFormat.FP32), ("bloom", WeightFormat.BF16)]
+    ("variant", "weights"),
+    [
+        ("gemma2", WeightFormat.FP32),
+        pytest.param("bloom", WeightFormat.BF16, marks=pytest.mark.thorough),
+    ],
 )
 def test_torch_attends_to_few_heads_at_a_time(
     tiny_models: Any, monkeypatch: pytest.MonkeyPatch, variant: str, weights: WeightFormat
