@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from ...protocol.net.network import Presence
-from ...protocol.records.announcements import Announcement, PeerState, TrainingProgress
+from ...protocol.records.announcements import (
+    MAX_LOSS,
+    Announcement,
+    PeerState,
+    TrainingProgress,
+)
 from ...protocol.runs.run_record import RunRecord
 from ...protocol.spans import Span
 from ...protocol.versions import MAX_VERSION, MIN_VERSION, SOFTWARE
@@ -29,7 +34,9 @@ class RunDescription:
         another stage.
         """
         is_new, self._span = span != self._span, span
-        self._progress = TrainingProgress(update, self._record.run.num_updates, round(loss, 4))
+        # A run that diverges goes on, and so does its peer: no announcement may have such a loss.
+        told = round(min(max(loss, 0.0), MAX_LOSS), 4)
+        self._progress = TrainingProgress(update, self._record.run.num_updates, told)
         return is_new
 
     def describe(self, state: PeerState, sequence: int, now: float) -> Announcement:

@@ -247,7 +247,7 @@ class Reduced(Message):
     question: HeaderSession
     digest: Annotated[bytes, Body(1, "bytes"), sized(_DIGEST_BYTES, "a digest")]
     squared_norm: Annotated[float, Body(2, "double"), number_in(0.0, 1e300, "norm")]
-    loss: Annotated[float, Body(3, "double"), number_in(-1e30, 1e30, "loss")]
+    loss: Annotated[float, Body(3, "double"), number_in(0.0, 1e30, "loss")]
     """Sum of the losses of the member's counted parts, at the last stage; 0 at others."""
 
 

@@ -40,6 +40,7 @@ MAX_RELAYS = 4
 MAX_PARKED_AT = 8
 MAX_NAME_CHARACTERS = 96
 MAX_DEVICE_CHARACTERS = 48
+MAX_LOSS = 1e6
 _ADAPTER_CHARACTERS = 16
 _ENDING_CHARACTERS = 8  # of a peer id: 47 bits
 
@@ -119,7 +120,7 @@ _AdapterHash = Annotated[str, Field(pattern=rf"^[0-9a-f]{{{_ADAPTER_CHARACTERS}}
 _Version = Annotated[int, Field(ge=0, lt=2**16)]
 _Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
 _Amount = Annotated[FiniteFloat, Field(ge=0, le=1e12)]
-_Loss = Annotated[FiniteFloat, Field(ge=0, le=1e6)]
+_Loss = Annotated[FiniteFloat, Field(ge=0, le=MAX_LOSS)]
 
 WeightsFormat = Literal["int8", "bf16", "fp32", "nf4"]
 ComputeDtype = Literal["bf16", "fp16", "fp32"]

@@ -12,7 +12,7 @@ from ..limits import MAX_PARTS, MAX_STAGES, MAX_UPDATES
 from .decisions import DIGEST_BYTES, Decision, Member
 
 _Digest = Annotated[str, Field(pattern=rf"^[0-9a-f]{{{2 * DIGEST_BYTES}}}$")]
-_Norm = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class RefusedPart(BaseModel):
@@ -38,9 +38,9 @@ class Commit(BaseModel):
     """Number of the update that is under way: so many were applied."""
     sums: Annotated[tuple[_Digest, ...], Field(max_length=MAX_STAGES, strict=False)] = ()
     """Of each stage, the digest of the sums of the update before."""
-    squared_norm: _Norm = 0.0
+    squared_norm: _NotNegative = 0.0
     """Of the gradient of all stages together, in the update before."""
-    loss: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    loss: _NotNegative = 0.0
     """Of the update before, in nats per token."""
     refused: RefusedPart | None = None
     """What has ended the run before its last update."""

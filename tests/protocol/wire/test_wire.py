@@ -305,6 +305,7 @@ DISHONEST: list[Message] = [
     Reduced(SESSION, bytes(32), -1.0, 0.0),
     Reduced(SESSION, bytes(32), math.nan, 0.0),
     Reduced(SESSION, bytes(32), 0.0, math.inf),
+    Reduced(SESSION, bytes(32), 0.0, -1.0),
     Vote(SESSION),
     replace(Vote.make(SESSION, Decided(DECISION)), prepare=Prepare(7, BALLOT)),
     SumFetch(SESSION, bytes(16), SumGroup.STAGE, True, 2, 2),

@@ -1,0 +1,26 @@
+"""The values of decisions: what is none of a run is refused."""
+
+import pytest
+
+from shoal.protocol.errors import RemoteProtocolError
+from shoal.protocol.ids import MemberId
+from shoal.protocol.runs.commits import Commit, read_commit
+from shoal.protocol.runs.decisions import Decision, Member
+
+COMMIT = Commit(compute_class="c1" * 32, update=1, sums=("0" * 64,), loss=1.5)
+
+
+def decide(value: bytes) -> Decision:
+    return Decision(1, bytes(32), (Member(MemberId("a"), 0),), value)
+
+
+def test_commit_is_what_was_decided() -> None:
+    assert read_commit(decide(COMMIT.encode())) == COMMIT
+
+
+@pytest.mark.parametrize("loss", [b"-1.5", b"1e999", b"NaN"])
+def test_commit_of_an_impossible_loss_is_refused(loss: bytes) -> None:
+    value = COMMIT.encode().replace(b"1.5", loss)
+
+    with pytest.raises(RemoteProtocolError, match="decision 1 has no valid value"):
+        read_commit(decide(value))
