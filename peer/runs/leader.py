@@ -12,6 +12,7 @@ import logging
 import math
 import random
 import secrets
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -86,6 +87,8 @@ class Leader:
         self._waits = Waits(report)
         self._rng = random.Random(decisions.member_id)
         self._joining: dict[PeerId, _Newcomer] = {}
+        self._failures = Counter[MemberId]()
+        """See `UpdateParts`; of this update."""
 
     def note_newcomer(self, member: MemberId, stages: set[int]) -> None:
         """Let a peer in when its turn comes, if it can be reached.
@@ -146,6 +149,7 @@ class Leader:
             return False
         update = self._decisions.commit.update
         parts = manifests.list_parts(self._run.parts_per_update)
+        parts.failures = self._failures
         if (refused := parts.find_refused()) is not None:
             await self._stop(before, *refused)
             return False
@@ -240,6 +244,7 @@ class Leader:
                         has_changed |= not parts.note_passed(order, task.result().route)
                     except FAILURES as error:
                         _logger.info("part %d of update %d failed: %s", order.index, update, error)
+                        parts.note_failed(order)
                         has_changed = True
         finally:
             await cancel_all(under_way)
@@ -292,6 +297,7 @@ class Leader:
         members = [m for m in decision.members if m.id in equal or m.id not in orders]
         members = let_go(members, leaving, equal)
         await self._decide(decision, members, commit)
+        self._failures.clear()  # a link may be back
         return self._decisions.newest is not decision
 
     async def _reduce(self, orders: dict[MemberId, Reduction]) -> dict[MemberId, Reduced] | None:

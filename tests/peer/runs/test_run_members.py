@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from run_swarm import RunSwarm
-from training_runs import open_run
+from training_runs import MODEL, open_run
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.runs.questions import MemberAnswer
@@ -121,6 +121,21 @@ def test_newcomers_that_end_at_once_do_not_end_the_run(run: TrainingRun, folder:
         await killed.wait()
 
     run_scene(run, folder, scene, 3)
+
+
+def test_run_goes_on_beside_a_member_that_reaches_nobody_of_the_next_stage(folder: Path) -> None:
+    untied = {**MODEL, "tie_word_embeddings": False}  # else it has to reach the last stage to sum
+    run, _ = open_run(folder, num_updates=3, model=untied)
+
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_until(lambda: len(swarm.peers) == 4 and min(swarm.list_updates()) >= 1)
+        for host in ("peer1", "peer3"):
+            swarm.network.partition("peer2", host)
+        await swarm.finish()
+        num_passed = [swarm.num_passed[host, 2] for host in ("peer0", "peer2")]
+        assert num_passed == [run.parts_per_update, 0]
+
+    run_scene(run, folder, scene, 4)
 
 
 class Switchboard:

@@ -117,6 +117,21 @@ def test_member_gets_parts_by_how_fast_it_computes() -> None:
     assert routes == {A: 16, B: 5, C: 7, D: 14, E: 14}
 
 
+def test_member_with_which_orders_fail_gets_parts_only_where_nobody_else_may() -> None:
+    parts, rng = UpdateParts(8, [[A, B], [C]]), random.Random(0)
+    passed = PartOrder(1, (B, C), 1)
+    parts.note_failed(PartOrder(0, (A, C), 1))
+    parts.note_failed(passed)
+    parts.note_passed(passed, passed.route)
+
+    orders = [parts.choose_next(rng) for _ in range(7)]
+
+    assert {order.route for order in orders if order is not None} == {(B, C)}
+    assert parts.failures == {A: 1}
+    alone = UpdateParts(1, [[A], [C]], failures=parts.failures)
+    assert alone.choose_next(rng) == PartOrder(0, (A, C), 1)
+
+
 def test_each_part_is_planned_once_and_looked_at_once_more() -> None:
     class Watched(UpdateParts):
         num_looked_at = 0
