@@ -105,6 +105,9 @@ class Stage:
         self.accused: set[MemberId] = set()
         """Members that have sent us what no honest one sends, in this update."""
         self._under_way: dict[int, asyncio.Task[_Counted]] = {}
+        self._is_loading = False
+        """Whether a state is being loaded. A part that was computed behind it would be in the sums,
+        but not be counted, as `_begin_update` forgets it."""
         self._reducing: Reducing | None = None
         """The attempt that mates may read."""
         self._replaced = set[bytes]()
@@ -184,12 +187,15 @@ class Stage:
         state, digest = await fetch_state(
             self._members, mates, update, StatePart.ALL, layout, self._compute, _logger.warning
         )
+        self._is_loading = True
         try:
             await self._compute(partial(_load_state, self.span, state, update))
         except RefusedError as error:
             raise UnavailableError(
                 f"the mates of stage {self.index} have no state: {error}"
             ) from None
+        finally:
+            self._is_loading = False
         self._residuals = {}
         await self._begin_update(digest)
 
@@ -214,10 +220,14 @@ class Stage:
             self._advanced.notify_all()
 
     async def _wait_for_update(self, update: int) -> None:
-        """Wait until an update is under way. Raises RefusedError for one that is over."""
+        """Wait until an update is under way, and its state is there. Raises RefusedError for one
+        that is over.
+        """
         try:
             async with asyncio.timeout(_WAIT_SECONDS), self._advanced:
-                await self._advanced.wait_for(lambda: self.update >= update)
+                await self._advanced.wait_for(
+                    lambda: self.update >= update and not self._is_loading
+                )
         except TimeoutError:
             detail = f"this member has not come to update {update} yet"
             raise RefusedError(ErrorCode.BUSY, detail, _BUSY_SECONDS) from None
@@ -264,6 +274,7 @@ class Stage:
 
     async def _work(self, question: PartPass, payload: bytes | memoryview) -> _Counted:
         try:
+            await self._wait_for_update(question.update)  # loading may just have begun
             return await self._work_on(question, payload)
         except NotFiniteError:
             if self.update == question.update:
@@ -389,6 +400,8 @@ class Stage:
                 self._replaced.add(self._reducing.attempt)
             self._reducing = reducing
             self._advanced.notify_all()
+        # A part that is counted from now on is not in these sums.
+        losses = [one.loss for index, one in self._counted.items() if index in parts]
         try:
             await reducing.run()
         except BaseException:
@@ -398,8 +411,7 @@ class Stage:
         await self._compute(partial(reducing.summarize, span))
         if self.update == question.update:
             self._reduced[reducing.digest] = reducing
-        is_last = span.modules.is_last
-        loss = sum(each.loss for each in self._counted.values()) if is_last else 0.0
+        loss = sum(losses) if span.modules.is_last else 0.0
         return MemberAnswer(
             Reduced(question.question, reducing.digest, reducing.squared_norm, loss)
         )

@@ -57,12 +57,17 @@ class Others:
 
 
 async def build_stage(
-    folder: Path, index: int, answer: Answer | None = None, own: MemberId = OWN
+    folder: Path,
+    index: int,
+    answer: Answer | None = None,
+    own: MemberId = OWN,
+    note: Callable[[str], None] = lambda name: None,
 ) -> Stage:
-    """Build a stage of a run of two."""
+    """Build a stage of a run of two. `note` hears the name of a function before it is computed."""
     run, _ = open_run(folder)
 
     async def compute(function: Callable[[], Any]) -> Any:
+        note(getattr(getattr(function, "func", function), "__name__", ""))
         await asyncio.sleep(0.01)
         return function()
 
@@ -153,6 +158,49 @@ def test_part_of_an_update_that_is_over_does_not_get_the_gradients_of_the_next_o
         await following
 
     with_stage(tmp_path, 1, scene)
+
+
+def test_part_that_comes_while_a_state_is_loaded_is_counted_behind_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        passing: list[asyncio.Task[MemberAnswer]] = []
+        mate = await build_stage(tmp_path, 1, own=MATE)
+
+        async def answer(member: MemberId, question: Question) -> MemberAnswer:
+            assert isinstance(question, StateFetch)
+            return await mate.read_state(question)
+
+        def note(name: str) -> None:
+            if name == "_load_state":
+                asking = stage.pass_part(make_pass(), encode_tensor(INPUTS))
+                passing.append(asyncio.create_task(asking))
+
+        stage = await build_stage(tmp_path, 1, answer, note=note)
+        await stage.pass_part(make_pass(index=1), encode_tensor(INPUTS))
+        await stage.fetch_state(0)
+        await asyncio.wait(passing)
+        await asyncio.sleep(1.0)  # what is computed for nobody any more comes to its end
+
+        assert {part.index for part in stage.span.counted} == stage.counted == {0}
+
+    run_virtual(main())
+
+
+def test_part_that_is_counted_while_others_are_summed_is_not_in_their_loss(tmp_path: Path) -> None:
+    async def main() -> None:
+        async def answer(member: MemberId, question: Question) -> MemberAnswer:
+            assert isinstance(question, SumFetch)
+            await stage.pass_part(make_pass(index=1), encode_tensor(INPUTS))
+            numbers = bytes(8 * (question.stop - question.start))
+            return MemberAnswer(Sums(question.question, len(numbers)), numbers)
+
+        stage = await build_stage(tmp_path, 1, answer)
+        passed = await stage.pass_part(make_pass(index=0), encode_tensor(INPUTS))
+        reduced = (await stage.reduce(order_sums({0}, MATE))).check_kind(Reduced)
+
+        assert stage.counted == {0, 1}
+        assert reduced.loss == passed.check_kind(PartPassed).loss > 0
+
+    run_virtual(main())
 
 
 def test_attempts_of_two_leaders_that_cross_do_not_wait_for_each_other(tmp_path: Path) -> None:
