@@ -2,6 +2,7 @@
 
 This folder holds the composition root (peer.py), the list of workloads (workloads.py) and the life
 of a peer (serving_loop.py), which serves the span that `placement/` chooses, and moves. A new
-workload, such as training stages, is one more room beside `sessions/` and `passes/`, and a line in
-workloads.py (docs/new-workload.md). Nothing here imports `client`. Read first: peer.py.
+workload is one more room beside `sessions/` and `passes/`, and a line in workloads.py
+(docs/new-workload.md). Peers that train a model from scratch serve nothing else: runs/run_peer.py
+composes them. Nothing here imports `client`. Read first: peer.py.
 """

@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="with --once: print one JSON object")
     parser.add_argument(
         "--listen", default=_DEFAULT_LISTEN, metavar="HOST:PORT",
-        help="where the page is served; only loopback is protected by nothing else "
+        help="address of the page; it asks for no password, so keep it on loopback or behind a "
+        "proxy that does "
         "(default: %(default)s)",
     )  # fmt: skip
     add_canary_argument(parser)
