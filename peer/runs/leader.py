@@ -27,11 +27,12 @@ from ...protocol.messages.runs import (
     Reduced,
     Reduction,
 )
+from ...protocol.net.clock import Clock
 from ...protocol.net.tasks import cancel_all
 from ...protocol.runs.commits import Commit, RefusedPart
+from ...protocol.runs.deadlines import UsualTimes
 from ...protocol.runs.decisions import Decided, Decision, Member
 from ...protocol.runs.manifests import Manifests, MemberManifest, let_go
-from ...protocol.runs.training_run import TrainingRun
 from ...protocol.runs.update_parts import (
     PartOrder,
     UpdateParts,
@@ -42,6 +43,7 @@ from ...protocol.runs.update_parts import (
 from ..process.config import PeerEvent, Report, Waits
 from .questions import FAILURES, make_question_id
 from .run_decisions import RunDecisions
+from .run_resources import RunPeerConfig
 
 _logger = logging.getLogger(__name__)
 
@@ -73,22 +75,26 @@ class Leader:
 
     def __init__(
         self,
-        run: TrainingRun,
+        config: RunPeerConfig,
         num_stages: int,
         decisions: RunDecisions,
-        pause_seconds: float,
+        clock: Clock,
         report: Report,
     ) -> None:
-        self._run = run
+        self._run = config.run
         self._decisions = decisions
         self._num_stages = num_stages
-        self._pause_seconds = pause_seconds
+        self._clock = clock
+        self._pause_seconds = config.pause_seconds
         self._report = report
         self._waits = Waits(report)
         self._rng = random.Random(decisions.member_id)
         self._joining: dict[PeerId, _Newcomer] = {}
         self._failures = Counter[MemberId]()
         """See `UpdateParts`; of this update."""
+        self._settling = UsualTimes(config.silence_seconds)
+        self._settling_since: float | None = None
+        """When members were seen first that still apply the last update."""
 
     def note_newcomer(self, member: MemberId, stages: set[int]) -> None:
         """Let a peer in when its turn comes, if it can be reached.
@@ -145,7 +151,7 @@ class Leader:
         before = manifests.decision
         if await self._change_members(manifests):
             return self._decisions.newest is not before
-        if self.is_over or manifests.is_settling or not all(manifests.ready):
+        if self.is_over or self._has_to_settle(manifests) or not all(manifests.ready):
             return False
         update = self._decisions.commit.update
         parts = manifests.list_parts(self._run.parts_per_update)
@@ -157,6 +163,17 @@ class Leader:
             await self._compute(update, parts)
             return parts.is_complete
         return await self._commit(update, parts, manifests)
+
+    def _has_to_settle(self, manifests: Manifests) -> bool:
+        """Return whether members still apply the last update, and may take that long."""
+        now, since = self._clock.now(), self._settling_since
+        if manifests.is_settling:
+            self._settling_since = now if since is None else since
+            return now - self._settling_since < self._settling.deadline_seconds
+        if since is not None:
+            self._settling.note(now - since)
+        self._settling_since = None
+        return False
 
     async def _stop(self, decision: Decision, index: int, stage: int) -> None:
         """End the run for a part that all members of a stage refuse."""
@@ -298,6 +315,7 @@ class Leader:
         members = let_go(members, leaving, equal)
         await self._decide(decision, members, commit)
         self._failures.clear()  # a link may be back
+        self._settling_since = None
         return self._decisions.newest is not decision
 
     async def _reduce(self, orders: dict[MemberId, Reduction]) -> dict[MemberId, Reduced] | None:

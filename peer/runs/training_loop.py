@@ -18,7 +18,7 @@ from ...protocol.errors import (
     UnavailableError,
     UsageError,
 )
-from ...protocol.ids import MemberId
+from ...protocol.ids import MemberId, find_peer_id
 from ...protocol.messages.runs import (
     PartPass,
     PartsCounted,
@@ -30,7 +30,6 @@ from ...protocol.messages.runs import (
     StatePart,
     SumFetch,
     Vote,
-    find_peer_id,
 )
 from ...protocol.net.clock import Clock
 from ...protocol.runs.commits import Commit, found_run
@@ -410,8 +409,9 @@ class TrainingLoop:
                 continue
             _logger.info("leading the run")
             num_stages = len(self._resources.spans)
-            run, pause_seconds = self._config.run, self._config.pause_seconds
-            self.leader = Leader(run, num_stages, self.decisions, pause_seconds, self._report)
+            self.leader = Leader(
+                self._config, num_stages, self.decisions, self._clock, self._report
+            )
             try:
                 await self.leader.run()
             finally:

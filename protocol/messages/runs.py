@@ -48,23 +48,18 @@ def _below(bound: int, name: str) -> Check:
     return lambda value: check_number(value, 0, bound - 1, name)
 
 
-def _check_member(value: str) -> None:
-    if not 1 <= len(value) <= limits.MAX_MEMBER_ID_CHARACTERS or not value.isprintable():
-        raise ValueError("a malformed member id")
-
-
 def _check_members(values: tuple[str, ...]) -> None:
     if len(values) > limits.MAX_RUN_MEMBERS or len(set(values)) < len(values):
         raise ValueError("too many members, or one of them twice")
     for value in values:
-        _check_member(value)
+        decisions.check_member_id(value)
 
 
 def _check_route(values: tuple[str, ...]) -> None:
     if len(values) > limits.MAX_STAGES:
         raise ValueError("a route has more members than a run has stages")
     for value in values:
-        _check_member(value)
+        decisions.check_member_id(value)
 
 
 def _check_stages(value: bytes) -> None:
@@ -118,8 +113,8 @@ class RunHello(Message):
 
     question: HeaderSession
     run_id: Annotated[bytes, Body(1, "bytes"), sized(_DIGEST_BYTES, "the id of a run")]
-    sender: Annotated[MemberId, Body(2, "string"), _check_member]
-    receiver: Annotated[MemberId | None, Body(3, "string"), _check_member]
+    sender: Annotated[MemberId, Body(2, "string"), decisions.check_member_id]
+    receiver: Annotated[MemberId | None, Body(3, "string"), decisions.check_member_id]
     signature: Annotated[bytes, Body(4, "bytes"), sized(SIGNATURE_BYTES, "a signature")]
 
 
@@ -166,7 +161,7 @@ class PartPass(Message):
     index: _Part
     route: _Route = ()
     last_stage: Annotated[int, Body(4, "uint32"), _below(limits.MAX_STAGES, "stage")] = 0
-    without: Annotated[MemberId | None, Body(5, "string"), _check_member] = None
+    without: Annotated[MemberId | None, Body(5, "string"), decisions.check_member_id] = None
     wants_gradients: Annotated[bool, Body(6, "bool")] = False
 
 
@@ -385,7 +380,7 @@ class RunJoin(Message):
     """
 
     question: HeaderSession
-    member: Annotated[MemberId, Body(1, "string"), _check_member]
+    member: Annotated[MemberId, Body(1, "string"), decisions.check_member_id]
     compute_class: Annotated[bytes, Body(3, "bytes"), sized_or_none(_DIGEST_BYTES, "a digest")]
     stages: Annotated[bytes, Body(2, "bytes"), _check_stages] = b""
 

@@ -75,7 +75,7 @@ class Decision:
         if len(set(self.roster)) < len(self.members):
             raise ValueError("a run has each member once")
         for member in self.members:
-            _check_member_id(member.id)
+            check_member_id(member.id)
             if not 0 <= member.stage < limits.MAX_BLOCKS:
                 raise ValueError(f"{member.stage} is no stage")
         if len(self.value) > limits.MAX_DECISION_VALUE_BYTES:
@@ -112,7 +112,7 @@ class Ballot:
     def __post_init__(self) -> None:
         if not 1 <= self.attempt <= limits.MAX_BALLOT_ATTEMPTS:
             raise ValueError(f"{self.attempt} is no attempt of a ballot")
-        _check_member_id(self.proposer)
+        check_member_id(self.proposer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,6 +376,7 @@ class DecisionLog:
         return to_others
 
 
-def _check_member_id(member_id: str) -> None:
+def check_member_id(member_id: str) -> None:
+    """Raise ValueError for what is no id of a member."""
     if not 1 <= len(member_id) <= limits.MAX_MEMBER_ID_CHARACTERS or not member_id.isprintable():
         raise ValueError("a malformed member id")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from shoal.peer.runs.run_decisions import RunDecisions
 from shoal.protocol.errors import UnavailableError
 from shoal.protocol.ids import MemberId
 from shoal.protocol.messages.fields import Message
-from shoal.protocol.messages.runs import PartsFetch, Question, Vote
+from shoal.protocol.messages.runs import PartsCounted, PartsFetch, Question, Vote
 from shoal.protocol.runs.commits import Commit
 from shoal.protocol.runs.decisions import Decision, DecisionLog, Member
 from shoal.protocol.runs.training_run import TrainingRun
@@ -134,6 +135,20 @@ def test_run_goes_on_beside_a_member_that_reaches_nobody_of_the_next_stage(folde
         await swarm.finish()
         num_passed = [swarm.num_passed[host, 2] for host in ("peer0", "peer2")]
         assert num_passed == [run.parts_per_update, 0]
+
+    run_scene(run, folder, scene, 4)
+
+
+def test_run_goes_on_beside_a_member_that_applies_an_update_without_end(
+    run: TrainingRun, folder: Path
+) -> None:
+    def falsify(message: Message) -> Message:
+        is_told = isinstance(message, PartsCounted)
+        return replace(message, is_applying=True) if is_told else message
+
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(2)  # how long members apply the first one is known then
+        swarm.falsify["peer3"] = falsify
 
     run_scene(run, folder, scene, 4)
 
