@@ -258,7 +258,7 @@ class RemoteMembers:
             raise RemoteProtocolError(f"{name} wants to send {message.num_bytes} bytes")
         reader = BytesReader(message.question, message.num_bytes)
         while not reader.is_complete:
-            reader.take(await self._receive(stream, name, question_id))
+            reader.take(await self._receive_next(stream, name, question_id))
         return MemberAnswer(message, reader.read())
 
     async def _send(self, stream: Stream, name: str, frame: bytes) -> None:
@@ -268,11 +268,14 @@ class RemoteMembers:
     async def _receive(self, stream: Stream, name: str, session: SessionId) -> Message:
         """Return the next message that is no sign of life."""
         while True:
-            async with AnswerTimeout(self._silence_seconds, f"{name} is silent"):
-                frame = await stream.receive()
-            message = read_answer(frame, name, session)
+            message = await self._receive_next(stream, name, session)
             if not isinstance(message, Queued):
                 return message
+
+    async def _receive_next(self, stream: Stream, name: str, session: SessionId) -> Message:
+        async with AnswerTimeout(self._silence_seconds, f"{name} is silent"):
+            frame = await stream.receive()
+        return read_answer(frame, name, session)
 
 
 def _count_silences(question: Question) -> float:

@@ -7,6 +7,7 @@ hold a stage, the digest that most of them tell counts, and what one hands over 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from weakref import WeakValueDictionary
@@ -27,6 +28,15 @@ from .questions import FAILURES, MemberAnswer, Members, make_question_id
 from .run_resources import Compute
 
 _BUSY_SECONDS = 1.0
+_GRACE_SECONDS = 1.0
+"""How long other holders are waited for once one has told its digest."""
+
+_KEPT_SECONDS = 60.0
+"""How long weights are kept for others that export the same update."""
+
+_MOST_COPIES = {StatePart.ALL: 1, StatePart.WEIGHTS: 2}
+"""With two, one that reads slowly does not keep others from a later update."""
+
 Note = Callable[[str], None]
 """Is told what goes wrong meanwhile."""
 
@@ -34,8 +44,9 @@ Note = Callable[[str], None]
 class StateCopies:
     """Copies of the state of a stage that are being sent.
 
-    All that fetch the same get the same copy, which ends with the last of them. There is one of
-    each kind at a time, so strangers that export weights take no memory from mates that join.
+    All that fetch the same get the same copy, which ends with the last of them; that of weights is
+    kept for a while, so that strangers that ask again and again have few made. Each kind has its
+    own limit, so they take no memory from mates that join.
     """
 
     def __init__(self, span: TrainableSpan, compute: Compute) -> None:
@@ -43,21 +54,34 @@ class StateCopies:
         self._compute = compute
         self._turns = {part: asyncio.Lock() for part in StatePart}
         self._copies = WeakValueDictionary[tuple[StatePart, int], memoryview]()
+        self._kept: memoryview | None = None
+        self._dropping: asyncio.TimerHandle | None = None
 
     async def read(self, part: StatePart, update: int) -> memoryview:
         """Return a copy of the state before an update, which is under way.
 
-        Raises RefusedError where it is over, or where a copy of another one is still being sent.
+        Raises RefusedError where it is over, or where copies of others are still being sent.
         """
         async with self._turns[part]:
             copy = self._copies.get((part, update))
             if copy is None:
-                if any(kind is part for kind, _ in self._copies):
+                if part is StatePart.WEIGHTS:
+                    self._drop()
+                if sum(kind is part for kind, _ in self._copies) >= _MOST_COPIES[part]:
                     detail = "this member still sends the state of another update"
                     raise RefusedError(ErrorCode.BUSY, detail, _BUSY_SECONDS)
                 copy = await self._compute(partial(self._make, part, update))
                 self._copies[part, update] = copy
+                if part is StatePart.WEIGHTS:
+                    loop = asyncio.get_running_loop()
+                    self._kept, self._dropping = copy, loop.call_later(_KEPT_SECONDS, self._drop)
             return copy
+
+    def _drop(self) -> None:
+        """Keep weights no longer; those that are being sent stay."""
+        self._kept = None
+        if self._dropping is not None:
+            self._dropping.cancel()
 
     def _make(self, part: StatePart, update: int) -> memoryview:
         if self._span.update != update:
@@ -89,14 +113,19 @@ async def fetch_state(
     failures: list[str] = []
     digests: dict[MemberId, bytes] = {}
 
-    async def ask_digest(holder: MemberId) -> None:
+    async def ask_digest(holder: MemberId, grace: asyncio.Timeout) -> None:
         try:
             answer = await ask(holder, StatePart.DIGEST, 0)
             digests[holder] = answer.check_kind(StateFollows).digest
         except FAILURES as error:
             failures.append(str(error))
+        else:
+            if grace.when() is None:  # the others may be silent, or not have the state either
+                grace.reschedule(asyncio.get_running_loop().time() + _GRACE_SECONDS)
 
-    await asyncio.gather(*map(ask_digest, holders))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(None) as grace:
+            await asyncio.gather(*(ask_digest(holder, grace) for holder in holders))
     told = {holder: digests[holder] for holder in holders if holder in digests}
     trusted = find_equal(told) if told else ()
     for holder in [one for one in told if one in trusted]:

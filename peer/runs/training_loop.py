@@ -138,6 +138,9 @@ class TrainingLoop:
             case SumFetch():
                 return await stage.read_sums(question)
             case StateFetch():
+                if not self.is_ready and not stage.can_apply(decisions.commit):
+                    detail = "this member has not the state of the newest update itself"
+                    raise RefusedError(ErrorCode.BUSY, detail, _BUSY_SECONDS)
                 return await stage.read_state(question)
 
     def _answer_join(

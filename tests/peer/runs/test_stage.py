@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,9 +15,15 @@ from training_runs import open_run
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.kernels.wire_tensors import encode_tensor
+from shoal.peer.engine.training.span_state import StateLayout
+from shoal.peer.process.config import ignore
 from shoal.peer.runs.questions import MemberAnswer, make_question_id
+from shoal.peer.runs.remote_members import RemoteMembers
+from shoal.peer.runs.run_decisions import RunDecisions
 from shoal.peer.runs.run_resources import RunPeerConfig, RunResources, WatchedCompute
 from shoal.peer.runs.stage import Stage
+from shoal.peer.runs.state_transfer import fetch_state
+from shoal.peer.runs.training_loop import TrainingLoop
 from shoal.protocol.errors import RefusedError, RemoteProtocolError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import MemberId
@@ -32,6 +39,7 @@ from shoal.protocol.messages.runs import (
     Sums,
 )
 from shoal.protocol.runs.commits import Commit
+from shoal.protocol.runs.decisions import Decision, DecisionLog, Member
 from shoal.protocol.runs.run_record import sign_run
 from shoal.protocol.runs.update_parts import pack_parts
 
@@ -64,6 +72,14 @@ async def build_stage(
     note: Callable[[str], None] = lambda name: None,
 ) -> Stage:
     """Build a stage of a run of two. `note` hears the name of a function before it is computed."""
+    return await Stage.build(
+        open_resources(folder, note), index, own, Others(answer),
+        lambda index: [OWN, LIAR, MATE][1 - index :],
+    )  # fmt: skip
+
+
+def open_resources(folder: Path, note: Callable[[str], None] = lambda name: None) -> RunResources:
+    """Return what a member needs of a run of two stages."""
     run, _ = open_run(folder)
 
     async def compute(function: Callable[[], Any]) -> Any:
@@ -73,10 +89,7 @@ async def build_stage(
 
     watched = WatchedCompute(compute, VirtualClock(), 10.0)
     config = RunPeerConfig(sign_run(Identity(bytes(32)), run), folder)
-    resources = RunResources.open(config, watched)
-    return await Stage.build(
-        resources, index, own, Others(answer), lambda index: [OWN, LIAR, MATE][1 - index :]
-    )
+    return RunResources.open(config, watched)
 
 
 def with_stage(
@@ -310,5 +323,69 @@ def test_all_that_fetch_the_same_state_get_one_copy(tmp_path: Path) -> None:
             await read(StatePart.ALL)
         del first, second
         assert (await read(StatePart.ALL)).payload
+
+    with_stage(tmp_path, 1, scene)
+
+
+def test_weights_are_copied_once_for_an_update_and_dropped_later(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async def read() -> memoryview:
+            question = StateFetch(make_question_id(), stage.update, StatePart.WEIGHTS)
+            payload = (await stage.read_state(question)).payload
+            assert isinstance(payload, memoryview)
+            return payload
+
+        copy = weakref.ref(await read())
+        assert await read() is copy()
+        slow = await read()
+        reduced = (await stage.reduce(order_sums(set()))).check_kind(Reduced)
+        assert await stage.apply(make_commit(reduced))
+        later = weakref.ref(await read())
+        assert later() is not None
+        assert later() is not slow
+        await asyncio.sleep(300.0)
+        assert later() is None
+
+    with_stage(tmp_path, 1, scene)
+
+
+def test_state_is_fetched_while_another_holder_tells_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        holder = await build_stage(tmp_path, 1)
+
+        async def answer(member: MemberId, question: Question) -> MemberAnswer:
+            assert isinstance(question, StateFetch)
+            if member == LIAR:
+                await asyncio.Event().wait()
+            return await holder.read_state(question)
+
+        async def compute(function: Callable[[], Any]) -> Any:
+            return function()
+
+        layout = StateLayout(holder.span.read_state())
+        _, digest = await fetch_state(
+            Others(answer), (LIAR, MATE), 0, StatePart.ALL, layout, compute, print
+        )
+        assert digest == holder.digest
+
+    run_virtual(main())
+
+
+def test_member_without_the_state_of_an_update_says_so_at_once(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        members = Others(None)
+        loop = TrainingLoop(
+            OWN, open_resources(tmp_path), "c1" * 32, cast(RemoteMembers, members),
+            VirtualClock(), ignore,
+        )  # fmt: skip
+        sums = ("0" * 64,) * 2
+        commit = Commit(update=1, sums=sums, squared_norm=0.0, compute_class="c1" * 32)
+        roster = Member(OWN, 1), Member(MATE, 1)
+        log = DecisionLog(OWN, Decision(1, bytes(32), roster, commit.encode()))
+        loop.decisions = RunDecisions(log, members, VirtualClock(), 2, 3.0)
+        loop.stage = stage
+
+        with pytest.raises(RefusedError, match="has not the state of the newest update itself"):
+            await loop.answer(StateFetch(make_question_id(), 1, StatePart.DIGEST), b"", MATE)
 
     with_stage(tmp_path, 1, scene)
