@@ -27,6 +27,8 @@ from .training_loop import TrainingLoop
 
 _MAX_STREAMS = 1024
 _IDLE_SECONDS = 600.0
+_EXPORT_SECONDS = 600.0
+"""How long a peer stays behind the last update for those that export, which anybody may do."""
 
 
 class RunPeer:
@@ -107,21 +109,30 @@ class RunPeer:
             yield cls(loop, announcer, resources, workload, clock)
 
     async def leave(self) -> None:
-        """Leave the run behind the update that is under way, and finish what others fetch."""
+        """Leave the run behind the update that is under way, and finish what members fetch."""
         await self.loop.leave()
-        await self._wait_until_unasked(0.0)
+        await self._wait_until_unasked(0.0, 0.0)
 
     async def linger(self) -> None:
-        """Stay until nobody has asked for parts, sums or state for a while."""
+        """Stay until no member has asked for parts, sums or state for a while."""
         self.loop.asked_at = self._clock.now()
-        await self._wait_until_unasked(self.resources.config.linger_seconds)
+        await self._wait_until_unasked(self.resources.config.linger_seconds, _EXPORT_SECONDS)
 
-    async def _wait_until_unasked(self, seconds: float) -> None:
+    async def _wait_until_unasked(self, seconds: float, export_seconds: float) -> None:
+        """Wait until members ask nothing for so long; finish exports for `export_seconds` only."""
+        deadline = self._clock.now() + export_seconds
         while True:
-            left = self.loop.asked_at + seconds - self._clock.now()
-            if left <= 0 and self._workload.is_idle:
+            now = self._clock.now()
+            left = self.loop.asked_at + seconds - now
+            if left <= 0 and not self._is_asked(now < deadline):
                 return
             await asyncio.sleep(max(left, self.resources.config.pause_seconds))
+
+    def _is_asked(self, by_anybody: bool) -> bool:
+        """Return whether something is under way, for a member or anybody."""
+        decisions = self.loop.decisions
+        roster = () if decisions is None else decisions.newest.roster
+        return any(by_anybody or one in roster for one in self._workload.asking)
 
     async def serve(self, until: Awaitable[object]) -> None:
         """Train until something happens. Raises UsageError where the run does not take us."""

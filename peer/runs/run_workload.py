@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import get_args
 
 from ...protocol.errors import (
@@ -57,23 +58,24 @@ class RunWorkload(Workload):
         self.answer = answer
         self.find_input_bytes = find_input_bytes
         self.is_late = is_late
-        self.num_under_way = 0
+        self.asking: list[MemberId | None] = []
+        """Who asks what is under way; None: somebody that has not said."""
         self._note_change = note_change
 
     @property
     def is_idle(self) -> bool:
-        return not self.num_under_way
+        return not self.asking
 
     def accept(self, stream: ClientStream) -> StreamWork:
         return _RunStreamWork(self, stream)
 
     def count(self) -> Mapping[str, int]:
-        return {"run questions": self.num_under_way}
+        return {"run questions": len(self.asking)}
 
-    def note(self, change: int) -> None:
-        """Count a question that begins, or ends."""
-        self.num_under_way += change
-        if not self.num_under_way:
+    def note_end(self, sender: MemberId | None) -> None:
+        """Note that a question has ended."""
+        self.asking.remove(sender)
+        if not self.asking:
             self._note_change()
 
 
@@ -165,14 +167,14 @@ class _RunStreamWork(StreamWork):
         self._question = self._reader = None
         if not isinstance(question, RunFetch):  # that is answered at once
             self._keep_alive.begin(question.question)
-        self._workload.note(1)
+        self._workload.asking.append(self._sender)
         self._task = self._stream.begin(self._answer(question, reader.read()))
-        self._task.add_done_callback(self._finish)
+        self._task.add_done_callback(partial(self._finish, self._sender))
 
-    def _finish(self, task: asyncio.Task[None]) -> None:
+    def _finish(self, sender: MemberId | None, task: asyncio.Task[None]) -> None:
         self._task = None
         self._keep_alive.stop()
-        self._workload.note(-1)
+        self._workload.note_end(sender)
 
     async def _answer(self, question: Question | RunFetch, payload: memoryview) -> None:
         question_id: SessionId = question.question
