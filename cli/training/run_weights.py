@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import math
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from ...peer.engine.training.span_state import StateLayout
-from ...peer.runs.questions import MemberAnswer, make_question_id
+from ...peer.runs.questions import MemberAnswer, Members, make_question_id
 from ...peer.runs.remote_members import RemoteMembers
 from ...peer.runs.run_decisions import read_run_commit
 from ...peer.runs.state_transfer import Note, fetch_weights, list_layouts
@@ -25,13 +26,17 @@ from ...protocol.net.clock import Clock
 from ...protocol.net.network import Addresses, Network, Presence
 from ...protocol.runs.decisions import Decision
 from ...protocol.runs.run_record import RunRecord
-
-_logger = logging.getLogger(__name__)
+from ...protocol.runs.training_run import TrainingRun
 
 _TRIES = 3
 """How often one update is asked for; a later one is another matter."""
 
+_MOST_TRIES = 10
+"""How often in all: the next update may be over as well before it is asked for."""
+
 _PAUSE_SECONDS = 1.0
+_GRACE_SECONDS = 1.0
+"""How long others are waited for once a peer has told its newest decision."""
 
 
 @dataclass(frozen=True)
@@ -71,48 +76,70 @@ async def fetch_run_weights(
         presence = Presence(identity, transport, directory, (), addresses, stack)
         members = RemoteMembers(own, record, presence, clock, silence_seconds)
         stack.push_async_callback(members.close)
-        return await _fetch(members, own, layouts, architecture, note)
+        newest = partial(_ask_newest, members, own, record.run, len(layouts), clock)
+        return await fetch_newest_weights(members, newest, layouts, architecture, note)
 
 
-async def _fetch(
-    members: RemoteMembers,
-    own: MemberId,
+async def fetch_newest_weights(
+    members: Members,
+    ask_newest: Callable[[], Awaitable[Sequence[Decision]]],
     layouts: Sequence[StateLayout],
     architecture: str,
     note: Note,
 ) -> RunWeights:
-    tries = Counter[int]()
+    """Return the weights of the newest update; `ask_newest` asks peers for their newest decision.
+
+    Raises RefusedError or UnavailableError.
+    """
+    tries = Counter[int | None]()
     while True:
-        decision = await _fetch_newest(members, own)
-        commit = read_run_commit(decision, len(layouts))
-        update, stages = commit.update, list[list[MemberId]]()
-        for stage in range(len(layouts)):
-            stages.append([member.id for member in decision.members if member.stage == stage])
+        update: int | None = None
+        decision = choose_decision(await ask_newest())
         try:
+            if decision is None:
+                raise UnavailableError("the peers do not agree on how far the run has come")
+            commit = read_run_commit(decision, len(layouts))
+            update, stages = commit.update, list[list[MemberId]]()
+            for stage in range(len(layouts)):
+                stages.append([member.id for member in decision.members if member.stage == stage])
             weights, digest = await fetch_weights(members, stages, update, layouts, note)
         except UnavailableError as error:
-            _logger.info("%s", error)
             tries[update] += 1
-            if tries[update] == _TRIES:
+            if tries[update] == _TRIES or tries.total() == _MOST_TRIES:
                 raise
+            note(f"{error}: the peers are asked again for the newest update")
             await asyncio.sleep(_PAUSE_SECONDS)
         else:
             return RunWeights(update, commit.loss, weights, digest, architecture)
 
 
-async def _fetch_newest(members: RemoteMembers, own: MemberId) -> Decision:
-    """Return the newest decision that any peer of the run tells."""
+def choose_decision(told: Sequence[Decision]) -> Decision | None:
+    """Return the decision that more than half of the answers tell; None: there is none."""
+    decision, count = Counter(told).most_common(1)[0]
+    return decision if 2 * count > len(told) else None
+
+
+async def _ask_newest(
+    members: RemoteMembers, own: MemberId, run: TrainingRun, num_stages: int, clock: Clock
+) -> list[Decision]:
+    """Return the newest decisions of the peers that answer soon."""
     decisions: list[Decision] = []
+    deadline = math.inf
 
     def take(answer: MemberAnswer) -> None:
+        nonlocal deadline
         decided = answer.check_kind(Vote).decided
         if decided is None:
             raise RemoteProtocolError("a peer did not answer with its newest decision")
+        if read_run_commit(decided.decision, num_stages).update > run.num_updates:
+            raise RemoteProtocolError("a peer tells an update that the run does not have")
         decisions.append(decided.decision)
+        deadline = min(deadline, clock.now() + _GRACE_SECONDS)
 
     peers = await members.list_peers()
-    failures = await members.ask_peers(peers, RunJoin(make_question_id(), own, b""), take)
+    question = RunJoin(make_question_id(), own, b"")
+    failures = await members.ask_peers(peers, question, take, lambda: clock.now() >= deadline)
     if not decisions:
         why = "; ".join(dict.fromkeys(map(str, failures))) or "nobody announces it"
         raise UnavailableError(f"no peer tells how far the run has come: {why}")
-    return max(decisions, key=lambda decision: decision.number)
+    return decisions

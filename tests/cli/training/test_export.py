@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,16 +14,38 @@ from run_swarm import RunSwarm, make_identity
 from training_runs import open_run
 from virtual_time import VirtualClock, run_virtual
 
-from shoal.cli.training.run_weights import RunWeights, fetch_run_weights
+from shoal.cli.training.run_weights import (
+    RunWeights,
+    choose_decision,
+    fetch_newest_weights,
+    fetch_run_weights,
+)
+from shoal.peer.engine.training.span_state import StateLayout
 from shoal.peer.engine.training.whole_run import WholeRun
-from shoal.protocol.errors import UnavailableError
+from shoal.peer.runs.questions import FAILURES, MemberAnswer, make_question_id
+from shoal.peer.runs.remote_members import RemoteMembers
+from shoal.protocol.errors import ErrorCode, RefusedError, UnavailableError
+from shoal.protocol.ids import MemberId
+from shoal.protocol.limits import MAX_DECISIONS
 from shoal.protocol.messages.fields import Message
-from shoal.protocol.messages.runs import RunJoin, RunPiece, StateFetch
+from shoal.protocol.messages.runs import (
+    Question,
+    RunJoin,
+    RunPiece,
+    StateFetch,
+    StatePart,
+    Vote,
+)
+from shoal.protocol.messages.session import Queued
+from shoal.protocol.net.network import Addresses, Presence
+from shoal.protocol.net.tasks import cancel_all
+from shoal.protocol.runs.commits import Commit
+from shoal.protocol.runs.decisions import Decided, Decision, Member
 from shoal.protocol.runs.training_run import TrainingRun
 
 NUM_UPDATES = 4
 HOSTS = ("peer0", "peer1", "peer2", "peer3")
-_MOST_SECONDS = 600.0
+_MOST_SECONDS = 900.0
 """Of virtual time."""
 
 
@@ -177,3 +201,138 @@ def test_run_is_exported_to_whom_its_owner_admits(
         assert (await export(swarm)).digest == digests[-1]
 
     in_swarm(run, folder, admitted, (*HOSTS, "exporter"))
+
+
+def test_peer_that_is_switched_off_does_not_hold_an_export_up(
+    run: TrainingRun, folder: Path, digests: list[str]
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.finish()
+        swarm.network.pause("peer3")
+        async with asyncio.timeout(5.0):
+            assert (await export(swarm)).digest == digests[-1]
+
+    in_swarm(run, folder, scene)
+
+
+def test_peer_that_tells_another_decision_than_most_is_not_believed(
+    run: TrainingRun, folder: Path, digests: list[str]
+) -> None:
+    def lie(message: Message) -> Message:
+        if not isinstance(message, Vote) or message.decided is None:
+            return message
+        liar = make_identity("peer3").peer_id
+        members = tuple(Member(MemberId(f"{liar}/{stage}"), stage) for stage in (0, 1))
+        true = message.decided.decision
+        lied = replace(true, number=MAX_DECISIONS, members=members)
+        return replace(message, decided=Decided(lied))
+
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.finish()
+        swarm.falsify["peer3"] = lie
+        assert (await export(swarm)).digest == digests[-1]
+
+    in_swarm(run, folder, scene)
+
+
+def test_only_what_more_than_half_tell_is_chosen() -> None:
+    first = Decision(0, bytes(32), (Member(MemberId("a/1"), 0),), b"")
+    second = first.make_next(first.members, b"")
+    far = replace(second, number=MAX_DECISIONS)
+
+    assert choose_decision([far]) == far
+    assert choose_decision([first, second, second]) == second
+    assert choose_decision([first, second]) is None
+    assert choose_decision([first, second, far]) is None
+    assert choose_decision([first, first, far, far]) is None
+
+
+class FastRun:
+    """A run whose updates are all over before a member is asked for one."""
+
+    def __init__(self) -> None:
+        self.update = 0
+
+    async def ask_newest(self) -> list[Decision]:
+        self.update += 1
+        commit = Commit(update=self.update, sums=("0" * 64,), compute_class="c1" * 32)
+        return [Decision(1, bytes(32), (Member(MemberId("a/1"), 0),), commit.encode())]
+
+    async def ask(
+        self,
+        member: MemberId,
+        question: Question,
+        payload: bytes | memoryview = b"",
+        most_bytes: int = 0,
+    ) -> MemberAnswer:
+        raise RefusedError(ErrorCode.BAD_VALUES, "it is over")
+
+
+def test_export_of_updates_that_are_always_over_ends_and_says_what_it_does() -> None:
+    notes: list[str] = []
+
+    async def main() -> None:
+        fast = FastRun()
+        async with asyncio.timeout(3600.0):
+            await fetch_newest_weights(fast, fast.ask_newest, [StateLayout({})], "", notes.append)
+
+    with pytest.raises(UnavailableError, match="stage 0 after update 10: it is over"):
+        run_virtual(main())
+
+    assert len(notes) == 9
+    assert notes[0].endswith(
+        "stage 0 after update 1: it is over: the peers are asked again for the newest update"
+    )
+
+
+def test_member_that_says_it_is_at_work_between_pieces_is_refused(
+    run: TrainingRun, folder: Path
+) -> None:
+    def stall(message: Message) -> Message:
+        return Queued(message.question, 0, 1.0) if isinstance(message, RunPiece) else message
+
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.finish()
+        for host in HOSTS:
+            swarm.falsify[host] = stall
+        with pytest.raises(UnavailableError, match="Queued came where a piece belongs"):
+            await export(swarm)
+
+    in_swarm(run, folder, scene)
+
+
+def test_strangers_do_not_keep_a_peer_that_leaves_or_is_done(
+    run: TrainingRun, folder: Path
+) -> None:
+    async def ask(swarm: RunSwarm, members: RemoteMembers, delay_seconds: float) -> None:
+        await asyncio.sleep(delay_seconds)
+        decisions = swarm.peers["peer0"].loop.decisions
+        assert decisions is not None
+        while True:  # it waits for an update that does not come
+            question = StateFetch(make_question_id(), NUM_UPDATES + 1, StatePart.DIGEST)
+            with contextlib.suppress(*FAILURES):
+                await members.ask(decisions.newest.roster[0], question)
+
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.finish()
+        transport, directory = await swarm.make_network("stranger").connect()
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(transport.close)
+            stack.push_async_callback(directory.close)
+            stranger, nowhere = make_identity("stranger"), Addresses((), {})
+            presence = Presence(stranger, transport, directory, (), nowhere, stack)
+            own = MemberId(f"{stranger.peer_id}/1")
+            members = RemoteMembers(own, swarm.record, presence, VirtualClock(), 10.0)
+            stack.push_async_callback(members.close)
+            asking = [asyncio.create_task(ask(swarm, members, delay)) for delay in (0.0, 15.0)]
+            stack.push_async_callback(cancel_all, asking)
+            await asyncio.sleep(20.0)
+            async with asyncio.timeout(1.0):
+                await swarm.peers["peer0"].leave()
+            lingering = asyncio.create_task(swarm.peers["peer0"].linger())
+            await asyncio.sleep(1.0)
+            VirtualClock().stall(600.0)
+            async with asyncio.timeout(20.0):
+                await lingering
+
+    in_swarm(run, folder, scene)
