@@ -59,7 +59,7 @@ class RunWorkload(Workload):
         self.find_input_bytes = find_input_bytes
         self.is_late = is_late
         self.asking: list[MemberId | None] = []
-        """Who asks what is under way; None: somebody that has not said."""
+        """The senders of the questions that are under way; None: a stream without a RunHello."""
         self._note_change = note_change
 
     @property

@@ -285,10 +285,10 @@ class Sums(Message):
 
 
 class StatePart(IntEnum):
-    """What of the state of a stage is asked for."""
+    """The part of a stage's state that a StateFetch asks for."""
 
     ALL = 0
-    """What the next updates follow from. Members of the run only get that."""
+    """Weights and optimizer state, for members of the run only."""
 
     WEIGHTS = 1
     """The weights alone, for any peer that the run admits."""

@@ -16,7 +16,7 @@ from .update_parts import UpdateParts, find_equal
 
 @dataclass(frozen=True)
 class MemberManifest:
-    """What one member tells of the update that is under way there."""
+    """A member's account of its current update: state, counted and refused parts."""
 
     update: int
     is_ready: bool
