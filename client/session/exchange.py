@@ -73,6 +73,10 @@ class _Asked:
     step: Step
     asked_at: float
     watch: QuestionWatch | None
+    num_bytes: int
+    """Bytes of hidden states that it brings to the segment."""
+    line_bytes: int
+    """The same, and those of the answer."""
     carrying_seconds: float
     """Transfer time on the client's own line, both ways."""
     pushing_seconds: float
@@ -119,20 +123,26 @@ class Exchange:
         """
         self.check_links(segment)
         first, last = segment[0], segment[-1].open_link
+        self.forget(segment, question)
+        num_bytes, carrying = self._state.count_bytes(question.num_tokens), ExitStack()
+        line_bytes = num_bytes + self._state.count_bytes(question.num_answered_tokens)
+        carrying_seconds = carrying.enter_context(self._book.bandwidth.carry(line_bytes))
+        pushing_seconds = 0.0
+        if len(segment) > 1:
+            pushing = self._book.links.carry(_list_peers(segment), num_bytes)
+            pushing_seconds = carrying.enter_context(pushing)
+        asked_at = self._clock.now()
+        # From here until the frame is made, a trace counts the time as serialization.
         watch = self._watch(first, question, is_replay)
         step = self._make_step(first, question)
-        self.forget(segment, question)
-        carrying = ExitStack()
         asked = _Asked(
             step,
-            self._clock.now(),
+            asked_at,
             watch,
-            carrying.enter_context(self._book.bandwidth.carry(_count_bytes(step))),
-            0.0
-            if len(segment) == 1
-            else carrying.enter_context(
-                self._book.links.carry(_list_peers(segment), len(step.hidden.data))
-            ),
+            num_bytes,
+            line_bytes,
+            carrying_seconds,
+            pushing_seconds,
             carrying,
         )
         self._asked[first, question.sequence] = asked
@@ -422,7 +432,7 @@ class Exchange:
             # Nothing else is on its way on this stream, so the silence may be that of our line.
             asked.carrying.close()
             if any(isinstance(error, SilentError) for error in fault.lost.values()):
-                self._book.bandwidth.note_silence(_count_bytes(asked.step))
+                self._book.bandwidth.note_silence(asked.line_bytes)
         for other in self._asked.values():
             other.is_disturbed = True
         lost: list[LostHopError] = []
@@ -449,12 +459,11 @@ class Exchange:
         if asked.is_disturbed:
             return
         carried_seconds = now - asked.asked_at
-        self._book.bandwidth.note_answer(_count_bytes(asked.step), carried_seconds)
+        self._book.bandwidth.note_answer(asked.line_bytes, carried_seconds)
         if is_alone:
             self._book.note_answer(last.hop, num_tokens, carried_seconds)
             return
-        num_bytes = len(asked.step.hidden.data)
-        self._book.links.note_answer(_list_peers(segment), num_bytes, carried_seconds)
+        self._book.links.note_answer(_list_peers(segment), asked.num_bytes, carried_seconds)
         seconds = now - began_at
         told = [sum(times) for times in output.before]
         told.append(output.queue_seconds + output.compute_seconds)
@@ -556,9 +565,3 @@ def _read(output: Output, name: str) -> Tensor:
     if not has_only_finite(output_BTH):
         raise RemoteProtocolError(f"{name} answered with NaN or infinity")
     return output_BTH
-
-
-def _count_bytes(step: Step) -> int:
-    """Return how many bytes of hidden states a step brings to a peer and back."""
-    num_bytes = len(step.hidden.data)
-    return num_bytes + (num_bytes // step.hidden.tokens if step.last_token_only else num_bytes)

@@ -386,6 +386,11 @@ class Question:
         """Rows times tokens."""
         return self.hidden_BTH.shape[0] * self.hidden_BTH.shape[1]
 
+    @property
+    def num_answered_tokens(self) -> int:
+        """Rows times tokens of the answer."""
+        return self.hidden_BTH.shape[0] if self.last_token_only else self.num_tokens
+
 
 @dataclass(eq=False)
 class LiveHop:
