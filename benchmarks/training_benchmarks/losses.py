@@ -1,18 +1,23 @@
-"""Losses of exact training beside those of a plain PyTorch loop (B1), update by update.
+"""Losses of exact training beside those of a plain PyTorch loop, update by update.
 
-    make bench BENCHMARKS=engine_benchmarks.training_losses
+    make bench BENCHMARKS=training_benchmarks.losses
+    make bench BENCHMARKS=training_benchmarks.losses ARGS="--optimizers adamw --parts 4"
 
 Both train the bundled architecture from the same weights on the same parts. The plain loop runs
 with one thread and with two, as it may differ from itself, too. Its Muon is ours; in another row it
 is torch's, which rounds to bfloat16. Printed are the largest relative differences of losses, and
-that of all weights at the end, to the plain loop with one thread.
+that of all weights at the end, to the plain loop with one thread. Loops of one thread run two at a
+time, each in a process.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from measuring.report import TargetFigure, at_most
+from measuring.side_by_side import compute_side_by_side
 from shoal.cli.benchmarking.figure import describe_machine
 from shoal.models.token_shards import TokenShards, write_shard
 from shoal.peer.engine.training.numerics import computing_alike
@@ -31,6 +38,10 @@ from shoal.protocol.runs.training_run import Mode, PartId, TrainingRun, read_run
 _CONFIG = Path(__file__).parents[2] / "models" / "shoal-stories" / "config.json"
 _RATES = {"adamw": 0.003, "muon": 0.01, "sgd": 0.1}
 _LINE = "{:10} {:28} {:>12} {:>12} {:>12}"
+_PLAIN, _EXACT = "plain, 1 thread", "exact"
+_TWO_THREADS, _TORCHS_MUON = "plain, 2 threads", "plain, torch's Muon"
+_FIRST = 20
+_TELL_UPDATES = 20
 
 
 def write_run(
@@ -83,8 +94,12 @@ def train_plainly(
     weights: dict[str, Tensor],
     num_threads: int = 1,
     has_torchs_muon: bool = False,
+    note: Callable[[int], None] = lambda num_updates: None,
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the losses of an ordinary loop from these weights, and the weights at its end."""
+    """Return the losses of an ordinary loop from these weights, and the weights at its end.
+
+    `note` is told how many updates are over.
+    """
     model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**run.model))
     model.load_state_dict(weights, strict=False)
     model.train()
@@ -117,6 +132,7 @@ def train_plainly(
             ours.step(gradients, factor)
             model.zero_grad()
             losses.append(loss)
+            note(len(losses))
     return losses, {name: weight.detach() for name, weight in named.items()}
 
 
@@ -140,38 +156,85 @@ def _measure_weights(weights: dict[str, Tensor], plain: dict[str, Tensor]) -> fl
     return (difference / sum(float(weight.square().sum()) for weight in plain.values())) ** 0.5
 
 
+def tell_progress(title: str, num_updates: int, num_done: int) -> None:
+    """Print now and then how far a training is, where it does not mix with the table."""
+    if num_done and num_done % _TELL_UPDATES == 0:
+        print(f"{title}: {num_done} of {num_updates} updates", file=sys.stderr, flush=True)
+
+
+_Trained = tuple[list[float], dict[str, Any]]
+"""Losses, and weights as arrays of numpy: tensors that a process sends end with it."""
+
+
+def _train(optimizer: str, way: str, num_updates: int, num_parts: int) -> _Trained:
+    """Train in one of the ways."""
+    note = partial(tell_progress, f"{optimizer}, {way}", num_updates)
+    with tempfile.TemporaryDirectory() as folder:
+        run, shards = write_run(Path(folder), optimizer, num_updates, num_parts)
+        whole = WholeRun(run)
+        start = {key: weight.clone() for key, weight in whole.read_weights().items()}
+        if way == _EXACT:
+            losses = list[float]()
+            for update in whole.train(shards):
+                losses.append(update.loss)
+                note(len(losses))
+            weights = whole.read_weights()
+        else:
+            num_threads = 2 if way == _TWO_THREADS else 1
+            losses, weights = train_plainly(
+                run, shards, start, num_threads, has_torchs_muon=way == _TORCHS_MUON, note=note
+            )
+    return losses, {name: weight.numpy() for name, weight in weights.items()}
+
+
+def _train_all(
+    optimizers: Iterable[str], num_updates: int, num_parts: int
+) -> dict[str, dict[str, _Trained]]:
+    """Train in all ways; return what came of each, by optimizer."""
+    ways = [(optimizer, way) for optimizer in optimizers for way in (_PLAIN, _EXACT)]
+    ways += [("muon", _TORCHS_MUON)] if "muon" in optimizers else []
+    alone = [(optimizer, _TWO_THREADS) for optimizer in optimizers]
+    found: dict[str, dict[str, _Trained]] = {optimizer: {} for optimizer in optimizers}
+    for some, num_at_once in ((ways, 2), (alone, 1)):
+        jobs = {key: partial(_train, *key, num_updates, num_parts) for key in some}
+        for (optimizer, way), trained in compute_side_by_side(jobs, num_at_once):
+            found[optimizer][way] = trained
+    return found
+
+
+def _print_table(optimizer: str, found: dict[str, _Trained]) -> None:
+    plain, plain_weights = found.pop(_PLAIN)
+    start = {name: torch.from_numpy(weight) for name, weight in plain_weights.items()}
+    first = every = 0.0
+    for way, (losses, arrays) in found.items():
+        weights = {name: torch.from_numpy(weight) for name, weight in arrays.items()}
+        measured = (
+            _measure_losses(losses[:_FIRST], plain[:_FIRST]),
+            _measure_losses(losses, plain),
+            _measure_weights(weights, start),
+        )
+        print(_LINE.format(optimizer, way, *(f"{one:.1e}" for one in measured)))
+        if way == _EXACT:
+            first, every, _ = measured
+    print(f"{optimizer:10} loss from {plain[0]:.3f} to {plain[-1]:.3f}")
+    for name, value, bound in (("first 20", first, 1e-5), ("all", every, 1e-3)):
+        figure = TargetFigure(f"{optimizer}: exact, {name} losses", value, "", at_most(bound))
+        print(figure.to_line(), flush=True)
+
+
 def main() -> None:
-    """Train with each optimizer in three ways, and print a table."""
+    """Train with each optimizer in each way, and print a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--updates", type=int, default=200)
     parser.add_argument("--parts", type=int, default=8)
     parser.add_argument("--optimizers", nargs="+", choices=_RATES, default=list(_RATES))
     options = parser.parse_args()
     print(describe_machine())
-    print(f"{options.updates} updates of {options.parts} parts of 4 x 128 tokens\n")
+    print(f"{options.updates} updates of {options.parts} parts of 4 x 128 tokens\n", flush=True)
+    found = _train_all(options.optimizers, options.updates, options.parts)
     print(_LINE.format("optimizer", "beside plain, 1 thread", "20 losses", "all losses", "weights"))
-    for name in options.optimizers:
-        with tempfile.TemporaryDirectory() as folder:
-            run, shards = write_run(Path(folder), name, options.updates, options.parts)
-            whole = WholeRun(run)
-            start = {key: weight.clone() for key, weight in whole.read_weights().items()}
-            plain, plain_weights = train_plainly(run, shards, start)
-            found = {
-                "plain, 2 threads": train_plainly(run, shards, start, num_threads=2),
-                "exact": ([update.loss for update in whole.train(shards)], whole.read_weights()),
-            }
-            if name == "muon":
-                found["plain, torch's Muon"] = train_plainly(
-                    run, shards, start, has_torchs_muon=True
-                )
-        for title, (losses, weights) in found.items():
-            differences = (
-                _measure_losses(losses[:20], plain[:20]),
-                _measure_losses(losses, plain),
-                _measure_weights(weights, plain_weights),
-            )
-            print(_LINE.format(name, title, *(f"{one:.1e}" for one in differences)), flush=True)
-        print(f"{name:10} loss from {plain[0]:.3f} to {plain[-1]:.3f}", flush=True)
+    for optimizer, ways in found.items():
+        _print_table(optimizer, ways)
 
 
 if __name__ == "__main__":

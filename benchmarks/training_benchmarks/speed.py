@@ -1,13 +1,13 @@
 """Training from scratch over peers: beside plain PyTorch, and while peers are killed.
 
-    make bench BENCHMARKS=swarm_benchmarks.training ARGS="speed --hidden 512"
-    make bench BENCHMARKS=swarm_benchmarks.training ARGS="speed --stages 4"
-    make bench BENCHMARKS=swarm_benchmarks.training ARGS="kills --replicas 3 --updates 200"
+    make bench BENCHMARKS=training_benchmarks.speed ARGS="speed --hidden 512"
+    make bench BENCHMARKS=training_benchmarks.speed ARGS="speed --stages 4"
+    make bench BENCHMARKS=training_benchmarks.speed ARGS="kills --replicas 3 --updates 200"
 
 `speed` compares tokens per second of two stages or `--stages`, each on one peer with one thread,
-with those of an ordinary loop with two threads. `kills` kills a peer every 20 s, starts it again
-and compares the SHA-256 of the weights with that of one process. Peers are processes of `shoal
-train`.
+with those of an ordinary loop with two threads, and of DDP over gloo on two ranks. `kills` kills a
+peer every 20 s, starts it again and compares the SHA-256 of the weights with that of one process.
+Peers are processes of `shoal train`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from measuring.report import TargetFigure, at_least
 from shoal.cli.benchmarking.figure import Figure, describe_machine
 from shoal.cli.training.run_file import load_run
 from shoal.models.token_shards import TokenShards, write_shard
 from shoal.peer.engine.training.whole_run import WholeRun
-from shoal.protocol.runs.training_run import PartId, TrainingRun
+from shoal.protocol.runs.training_run import TrainingRun
+from training_benchmarks.plain_training import train_distributed, train_plainly
 
 _BUNDLED = Path(__file__).parents[2] / "models" / "shoal-stories" / "config.json"
 _HEAD_DIM = 32
@@ -130,25 +128,6 @@ def start_peers(folder: Path, replicas: int, stack: ExitStack, num_stages: int =
     return [first, *(start(stage, "--join", code) for stage in stages[1:])]
 
 
-def train_plainly(run: TrainingRun, folder: Path, num_threads: int) -> Iterator[float]:
-    """Train as anybody would, and yield the time after each update."""
-    model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**run.model))
-    model.train()
-    shards = TokenShards.open(run.corpus, folder, run.model["vocab_size"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    torch.set_num_threads(num_threads)
-    for update in range(run.num_updates):
-        for index in range(run.parts_per_update):
-            tokens, labels = shards.read_part(run, PartId(update, index))
-            logits = model(tokens, use_cache=False).logits
-            loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-            (loss / run.parts_per_update).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), run.optimizer.clip_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield time.perf_counter()
-
-
 def compute_rate(run: TrainingRun, times: list[float]) -> float:
     """Return the tokens per second between the first update and the last one."""
     return run.tokens_per_update * (len(times) - 1) / (times[-1] - times[0])
@@ -160,6 +139,7 @@ def measure_speed(hidden_size: int, updates: int, parts: int, stages: int) -> li
         folder = Path(name)
         run = write_run(folder, hidden_size, updates, parts, stages)
         plain = compute_rate(run, list(train_plainly(run, folder, 2)))
+        distributed = compute_rate(run, train_distributed(run, folder))
         first, *_ = start_peers(folder, 1, stack, stages)
         first.wait_for("trained")
         times = [when for when, event in first.list_events("update") if event["update"]]
@@ -168,8 +148,10 @@ def measure_speed(hidden_size: int, updates: int, parts: int, stages: int) -> li
     target = at_least(_TARGETS.get(hidden_size, 0.0) if stages == 2 else 0.0)
     return [
         Figure(name, plain, "tok/s"),
+        Figure("DDP over gloo, 2 ranks, 1 thread each", distributed, "tok/s"),
         Figure(f"{stages} stages x 1 peer, 1 thread each", speed, "tok/s"),
-        TargetFigure("ratio", speed / plain, "x", target),
+        TargetFigure("ratio to plain PyTorch", speed / plain, "x", target),
+        Figure("ratio to DDP", speed / distributed, "x"),
     ]
 
 
