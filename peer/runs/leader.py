@@ -32,7 +32,7 @@ from ...protocol.net.tasks import cancel_all
 from ...protocol.runs.commits import Commit, RefusedPart
 from ...protocol.runs.deadlines import UsualTimes
 from ...protocol.runs.decisions import Decided, Decision, Member
-from ...protocol.runs.manifests import Manifests, MemberManifest, let_go
+from ...protocol.runs.manifests import Manifests, MemberManifest, choose_without_leaving
 from ...protocol.runs.update_parts import (
     PartOrder,
     UpdateParts,
@@ -217,7 +217,7 @@ class Leader:
         decision = self._decisions.newest
         if manifests.decision is not decision:
             return True  # decided meanwhile
-        members = manifests.list_good()
+        members = manifests.choose_members()
         for member in manifests.accused.difference(each.id for each in members):
             self._report(PeerEvent("put_aside", {"member": member}))
         members = self._let_in(manifests, members)
@@ -234,7 +234,7 @@ class Leader:
             del self._joining[find_peer_id(newcomer.id)]
             if newcomer.asking.result() is None or newcomer.id in manifests.decision.roster:
                 continue
-            grown = manifests.let_in(members, newcomer.id, newcomer.stages)
+            grown = manifests.choose_with_newcomer(members, newcomer.id, newcomer.stages)
             if grown == members:
                 self.note_newcomer(newcomer.id, newcomer.stages)  # it has to wait
             members = grown
@@ -312,7 +312,7 @@ class Leader:
         commit = self._decisions.commit.make_next(tuple(sums), squared_norm, loss)
         # Members that were not ready keep their place: they take the state from mates.
         members = [m for m in decision.members if m.id in equal or m.id not in orders]
-        members = let_go(members, leaving, equal)
+        members = choose_without_leaving(members, leaving, equal)
         await self._decide(decision, members, commit)
         self._failures.clear()  # a link may be back
         self._settling_since = None

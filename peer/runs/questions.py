@@ -7,13 +7,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from ...protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
+from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
 from ...protocol.ids import SESSION_ID_BYTES, MemberId, SessionId
 from ...protocol.messages.fields import Message
 from ...protocol.messages.runs import Question
 
 FAILURES = (UnavailableError, RefusedError, RemoteProtocolError)
 """Of a member that is asked. Another one may do."""
+
+_BUSY_SECONDS = 1.0
 
 _Kind = TypeVar("_Kind", bound=Message)
 
@@ -57,3 +59,8 @@ class Members(Protocol):
 def make_question_id() -> SessionId:
     """Return a fresh id for a question."""
     return SessionId(secrets.token_bytes(SESSION_ID_BYTES))
+
+
+def make_busy(detail: str) -> RefusedError:
+    """Return the refusal of what the next try may get."""
+    return RefusedError(ErrorCode.BUSY, detail, _BUSY_SECONDS)

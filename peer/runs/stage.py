@@ -45,14 +45,13 @@ from ...protocol.runs.update_parts import unpack_parts
 from ..engine.training.span_state import StateDigest, StateLayout
 from ..engine.training.trainable_span import NotFiniteError, TrainableSpan
 from .gradient_vectors import count_bytes, decode, encode
-from .questions import FAILURES, MemberAnswer, Members, make_question_id
+from .questions import FAILURES, MemberAnswer, Members, make_busy, make_question_id
 from .reduction import Reducing, Residuals
 from .run_resources import RunResources
 from .state_transfer import StateCopies, fetch_state
 
 _logger = logging.getLogger(__name__)
 
-_BUSY_SECONDS = 1.0
 _WAIT_SECONDS = 30.0
 """How long a question waits for the update that it belongs to: others commit earlier."""
 
@@ -229,8 +228,7 @@ class Stage:
                     lambda: self.update >= update and not self._is_loading
                 )
         except TimeoutError:
-            detail = f"this member has not come to update {update} yet"
-            raise RefusedError(ErrorCode.BUSY, detail, _BUSY_SECONDS) from None
+            raise make_busy(f"this member has not come to update {update} yet") from None
         self._check_update(update)
 
     def _check_update(self, update: int) -> None:
@@ -429,7 +427,7 @@ class Stage:
         self._check_update(update)
         reducing = self._reducing
         if reducing is None or reducing.attempt != attempt:
-            raise RefusedError(ErrorCode.BUSY, "another attempt has begun", _BUSY_SECONDS)
+            raise make_busy("another attempt has begun")
         numbers = await reducing.read(question)
         return MemberAnswer(Sums(question.question, len(numbers)), numbers)
 
@@ -447,8 +445,7 @@ async def _wait_for(running: asyncio.Task[_Counted]) -> _Counted:
     """Wait for a part, which goes on when we are cancelled. Raises RefusedError if it was."""
     await asyncio.wait((running,))
     if running.cancelled():
-        detail = "this member goes on with another update, or leaves its stage"
-        raise RefusedError(ErrorCode.BUSY, detail, _BUSY_SECONDS)
+        raise make_busy("this member goes on with another update, or leaves its stage")
     return running.result()
 
 

@@ -24,10 +24,9 @@ from ...protocol.runs.update_parts import find_equal
 from ..engine.training.span_building import list_weights
 from ..engine.training.span_state import StateDigest, StateLayout, digest_tensors, pick_weights
 from ..engine.training.trainable_span import TrainableSpan
-from .questions import FAILURES, MemberAnswer, Members, make_question_id
+from .questions import FAILURES, MemberAnswer, Members, make_busy, make_question_id
 from .run_resources import Compute
 
-_BUSY_SECONDS = 1.0
 _GRACE_SECONDS = 1.0
 """How long other holders are waited for once one has told its digest."""
 
@@ -68,8 +67,7 @@ class StateCopies:
                 if part is StatePart.WEIGHTS:
                     self._drop()
                 if sum(kind is part for kind, _ in self._copies) >= _MOST_COPIES[part]:
-                    detail = "this member still sends the state of another update"
-                    raise RefusedError(ErrorCode.BUSY, detail, _BUSY_SECONDS)
+                    raise make_busy("this member still sends the state of another update")
                 copy = await self._compute(partial(self._make, part, update))
                 self._copies[part, update] = copy
                 if part is StatePart.WEIGHTS:

@@ -37,7 +37,7 @@ from ...protocol.runs.decisions import Decided, Decision, DecisionLog
 from ...protocol.runs.update_parts import pack_parts, unpack_parts
 from ..process.config import PeerEvent, Report, Waits
 from .leader import Leader
-from .questions import MemberAnswer, make_question_id
+from .questions import MemberAnswer, make_busy, make_question_id
 from .remote_members import RemoteMembers
 from .run_decisions import RunDecisions
 from .run_resources import RunResources
@@ -45,8 +45,6 @@ from .stage import Stage
 from .state_transfer import fetch_weights, list_layouts
 
 _logger = logging.getLogger(__name__)
-
-_BUSY_SECONDS = 1.0
 
 
 class TrainingLoop:
@@ -112,8 +110,7 @@ class TrainingLoop:
         """
         decisions, stage = self.decisions, self.stage
         if decisions is None:
-            detail = "this peer has not joined the run yet"
-            raise RefusedError(ErrorCode.BUSY, detail, _BUSY_SECONDS)
+            raise make_busy("this peer has not joined the run yet")
         match question:  # of these, the sender may be right that it is a member: we may lag
             case RunJoin():
                 return self._answer_join(decisions, question, sender)
@@ -129,7 +126,7 @@ class TrainingLoop:
         if is_member:
             self.asked_at = self._clock.now()
         if stage is None:
-            raise RefusedError(ErrorCode.BUSY, "this member has no stage yet", _BUSY_SECONDS)
+            raise make_busy("this member has no stage yet")
         match question:
             case PartPass():
                 return await stage.pass_part(question, payload)
@@ -139,8 +136,7 @@ class TrainingLoop:
                 return await stage.read_sums(question)
             case StateFetch():
                 if not self.is_ready and not stage.can_apply(decisions.commit):
-                    detail = "this member has not the state of the newest update itself"
-                    raise RefusedError(ErrorCode.BUSY, detail, _BUSY_SECONDS)
+                    raise make_busy("this member has not the state of the newest update itself")
                 return await stage.read_state(question)
 
     def _answer_join(
@@ -165,7 +161,7 @@ class TrainingLoop:
         """Tell a leader what is counted here."""
         decisions.note_leader(sender, question.decided)
         if self._resources.compute.is_late:
-            raise RefusedError(ErrorCode.BUSY, "this member computes without end", _BUSY_SECONDS)
+            raise make_busy("this member computes without end")
         stage, number = self.stage, decisions.newest.number
         told = PartsCounted(question.question, 0, number, is_ready=False)
         if stage is not None:

@@ -116,7 +116,7 @@ class Manifests:
             parts.note(member, told.parts, told.refused)
         return parts
 
-    def list_good(self) -> list[Member]:
+    def choose_members(self) -> list[Member]:
         """Return the members that answer, and have the state that most of their stage have.
 
         Those that others accuse are left out, too, and those that leave once their parts are
@@ -136,9 +136,9 @@ class Manifests:
         idle = {member for member in self.leaving if not self.answering[member].parts}
         ready = {member for stage in self.ready for member in stage}
         members = [member for member in self.decision.members if member.id in chosen]
-        return let_go(members, idle, ready)
+        return choose_without_leaving(members, idle, ready)
 
-    def let_in(
+    def choose_with_newcomer(
         self, members: Sequence[Member], newcomer: MemberId, stages: set[int]
     ) -> list[Member]:
         """Return the members with a newcomer, in that of its stages that has the fewest.
@@ -163,7 +163,7 @@ class Manifests:
         return [*others, Member(newcomer, stage)]
 
 
-def let_go(
+def choose_without_leaving(
     members: Sequence[Member], leaving: Collection[MemberId], holders: Collection[MemberId]
 ) -> list[Member]:
     """Return the members without those that leave, but for one of each stage that nobody else

@@ -26,13 +26,13 @@ def tell(commit: Commit = COMMIT, **told: MemberManifest | None) -> Manifests:
 
 
 def name_good(manifests: Manifests) -> list[str]:
-    return [member.id.removesuffix("/1") for member in manifests.list_good()]
+    return [member.id.removesuffix("/1") for member in manifests.choose_members()]
 
 
 def let_in(manifests: Manifests, newcomer: str, *stages: int) -> list[str]:
     """Return who has come, and at which stage, and who had to go."""
-    before = manifests.list_good()
-    after = manifests.let_in(before, MemberId(newcomer), set(stages or (0, 1)))
+    before = manifests.choose_members()
+    after = manifests.choose_with_newcomer(before, MemberId(newcomer), set(stages or (0, 1)))
     come = [f"+{one.id} {one.stage}" for one in after if one not in before]
     return come + [f"-{one.id}" for one in before if one not in after]
 
