@@ -1,0 +1,256 @@
+"""What kills cost a training run: every 20 s a member is killed, and started again at once.
+
+    make bench BENCHMARKS=training_benchmarks.kills
+    make bench BENCHMARKS=training_benchmarks.kills ARGS="--replicas 2 --updates 200"
+    make bench BENCHMARKS=training_benchmarks.kills ARGS="--cores 0"
+
+The same run is trained twice over real processes, first without kills. Equal weights show that no
+part was lost, and none counted twice. The last member of a stage is never killed.
+
+All members together get `--cores`, each an equal share in a control group of Linux: so those that
+are left are no faster than before. This needs root; `--cores 0` leaves it out, and goodput says
+nothing then. The capacity is the smallest share of its members that a stage has left. A member that
+starts is counted: what it imports and the state that it fetches are a loss. The second figure of
+goodput counts it from its first update on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from measuring.report import TargetFigure, at_least, at_most
+from shoal.cli.benchmarking.figure import Figure, describe_machine
+from shoal.protocol.errors import UsageError
+from shoal.protocol.runs.training_run import TrainingRun
+from training_benchmarks.cpu_quotas import CpuQuotas
+from training_benchmarks.members import (
+    Event,
+    Member,
+    MemberSettings,
+    RunSizes,
+    find_addresses,
+    start_members,
+    write_run,
+)
+
+_NUM_STAGES = 2
+_LOOK_SECONDS = 0.1
+_COUNTING = ("Stage._run_forward", "Stage._run_loss")
+"""The first that each stage computes of a part: once if nobody is killed."""
+
+_DISCOUNTING = "Stage._discount"
+
+
+class Life(NamedTuple):
+    """From when to when a stage had a member."""
+
+    stage: int
+    begun_at: float
+    ended_at: float
+
+
+def integrate_capacity(
+    lives: Sequence[Life], num_replicas: int, start: float, stop: float
+) -> float:
+    """Return the seconds of full capacity between two times: the scarcest stage decides.
+
+    >>> lives = [Life(0, 0, 9), Life(0, 0, 4), Life(1, 0, 9), Life(1, 0, 2), Life(1, 3, 9)]
+    >>> integrate_capacity(lives, 2, 0, 6)
+    4.5
+    """
+    times = {time for life in lives for time in life[1:] if start < time < stop}
+    borders = sorted({start, stop} | times)
+    total = 0.0
+    for begin, end in itertools.pairwise(borders):
+        living = Counter(life.stage for life in lives if life.begun_at <= begin < life.ended_at)
+        total += (end - begin) * min(living[stage] for stage in range(_NUM_STAGES)) / num_replicas
+    return total
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came of a run."""
+
+    num_replicas: int
+    members: list[Member]
+    """All that ever lived."""
+    num_kills: int
+    digests: set[str]
+
+    def list_updates(self) -> dict[int, float]:
+        """Return when each update was over, from the first one on that had all members."""
+        whole = [self.num_replicas] * _NUM_STAGES
+        told = [event for member in self.members for event in _list_updates(member)]
+        told.sort(key=lambda event: event.at)
+        later = itertools.dropwhile(lambda event: event.facts["members_per_stage"] != whole, told)
+        times: dict[int, float] = {}
+        for event in later:
+            times.setdefault(event.facts["update"], event.at)
+        return times
+
+    def list_lives(self, *, from_first_update: bool) -> list[Life]:
+        """Return when members lived."""
+        lives: list[Life] = []
+        for member in self.members:
+            begun_at, ended_at = member.started_at, member.ended_at or float("inf")
+            if from_first_update:
+                updates = _list_updates(member)
+                begun_at = updates[0].at if updates else ended_at
+            lives.append(Life(member.stage, begun_at, ended_at))
+        return lives
+
+    def compute_rate(self, *, from_first_update: bool = False) -> float:
+        """Return the updates per second of full capacity."""
+        times = self.list_updates()
+        start, stop = times[min(times)], times[max(times)]
+        lives = self.list_lives(from_first_update=from_first_update)
+        seconds = integrate_capacity(lives, self.num_replicas, start, stop)
+        return (max(times) - min(times)) / seconds
+
+    def count_computed(self, *what: str) -> int:
+        """Return how many things members have computed."""
+        computed = (each for member in self.members for each in member.list_events("computed"))
+        return sum(event.facts["what"] in what for event in computed)
+
+
+class Killer:
+    """Kills members, and starts them again."""
+
+    def __init__(self, members: list[Member], stack: ExitStack, seed: int, seconds: float) -> None:
+        self.num_kills = 0
+        self._members = members
+        self._stack = stack
+        self._rng = random.Random(seed)
+        self._seconds = seconds
+        self._next_at = time.perf_counter() + seconds
+
+    def kill_when_due(self) -> bool:
+        """Kill a member that is not the last one of its stage, if it is time to; return whether."""
+        training = [each for each in self._members if _is_living(each) and _has_joined(each)]
+        stages = [member.stage for member in training]
+        spare = [member for member in training if stages.count(member.stage) > 1]
+        if time.perf_counter() < self._next_at or not spare:
+            return False
+        victim = self._rng.choice(spare)
+        victim.kill()
+        others = [member for member in training if member is not victim]
+        addresses = [address for member in others for address in find_addresses(member)]
+        settings = replace(victim.settings, addresses=addresses)
+        self._members.append(Member(settings, victim.inside))
+        self._stack.callback(self._members[-1].close)
+        self.num_kills += 1
+        self._next_at = time.perf_counter() + self._seconds
+        return True
+
+
+def _is_living(member: Member) -> bool:
+    return member.ended_at is None
+
+
+def _list_updates(member: Member) -> list[Event]:
+    return member.list_events("update")
+
+
+def _has_joined(member: Member) -> bool:
+    return bool(_list_updates(member))
+
+
+def train(
+    folder: Path, num_replicas: int, num_cores: float, seed: int, kill_seconds: float | None
+) -> Trained:
+    """Train the run of a folder; without `kill_seconds`, nobody is killed."""
+    num_members = num_replicas * _NUM_STAGES
+    with ExitStack() as stack:
+        quotas = stack.enter_context(CpuQuotas()) if num_cores else None
+        insides = [
+            quotas.make(num_cores / num_members) if quotas else [] for _ in range(num_members)
+        ]
+        settings = MemberSettings(str(folder), 0, tells_work=True)
+        places = [(settings.host, inside) for inside in insides]
+        members = start_members(settings, stack, num_replicas, _NUM_STAGES, places)
+        for member in members:
+            member.wait_for("update")
+        killer = None if kill_seconds is None else Killer(members, stack, seed, kill_seconds)
+        while not any(member.list_events("trained") for member in members if _is_living(member)):
+            time.sleep(_LOOK_SECONDS)
+            if killer is not None and killer.kill_when_due():
+                done = max(each.facts["update"] for one in members for each in _list_updates(one))
+                print(f"kill {killer.num_kills}, {done} updates are over", file=sys.stderr)
+        # One that was started again just now may have come too late.
+        ending = [member for member in members if _is_living(member) and _has_joined(member)]
+        digests = {member.wait_for("trained").facts["digest"] for member in ending}
+    return Trained(num_replicas, members, 0 if killer is None else killer.num_kills, digests)
+
+
+def compare(run: TrainingRun, quiet: Trained, killed: Trained) -> list[Figure]:
+    """Return the figures of a run with kills beside those of one without."""
+    num_needed = run.num_updates * run.parts_per_update * _NUM_STAGES
+    redone = killed.count_computed(*_COUNTING) - num_needed
+    per_kill = redone / _NUM_STAGES / max(1, killed.num_kills)
+    tokens = run.tokens_per_update
+    plain, joined = killed.compute_rate(), killed.compute_rate(from_first_update=True)
+    rate = quiet.compute_rate()
+    return [
+        Figure("quiet", rate * tokens, "tok/s"),
+        Figure("quiet: parts computed again", quiet.count_computed(*_COUNTING) - num_needed, ""),
+        Figure("kills", killed.num_kills, ""),
+        TargetFigure(
+            "weights equal, none of a part lost or counted twice",
+            float(len(quiet.digests | killed.digests) == 1),
+            "",
+            at_least(1),
+        ),
+        TargetFigure("goodput of living capacity, to quiet", plain / rate, "x", at_least(0.85)),
+        Figure("the same from first updates on", joined / rate, "x"),
+        TargetFigure("parts computed again per kill", per_kill, "", at_most(2)),
+        Figure("parts taken out again", killed.count_computed(_DISCOUNTING), ""),
+    ]
+
+
+def main() -> None:
+    """Train the run twice, and print a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=150)
+    parser.add_argument("--parts", type=int, default=16)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--cores", type=float, default=1.8)
+    parser.add_argument("--kill-every", type=float, default=20.0, metavar="SECONDS")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if options.replicas < 2:
+        parser.error("--replicas: at least 2, as the last member of a stage is not killed")
+    print(describe_machine())
+    print(
+        f"{options.updates} updates of {options.parts} parts over {_NUM_STAGES} stages x "
+        f"{options.replicas} peers, {options.cores:g} cores in all, a kill every "
+        f"{options.kill_every:g} s", flush=True,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        sizes = RunSizes(options.updates, options.parts, options.hidden)
+        run = write_run(folder, sizes)
+        try:
+            quiet, killed = (
+                train(folder, options.replicas, options.cores, options.seed, kill_seconds)
+                for kill_seconds in (None, options.kill_every)
+            )
+        except UsageError as error:
+            sys.exit(f"{error}. Give --cores 0 to train without shares")
+    for figure in compare(run, quiet, killed):
+        print(figure.to_line())
+
+
+if __name__ == "__main__":
+    main()
