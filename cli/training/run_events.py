@@ -45,6 +45,9 @@ class RunEventPrinter:
             self._print(f"Waiting for {facts['what']}.")
         elif event.name == "put_aside":
             self._print(f"Peer {facts['member']} sent numbers that are no gradients: put aside.")
+        elif event.name == "too_slow":
+            who = f"Peer …{str(facts['peer'])[-8:]} is too slow for stage {facts['stage']}"
+            self._print(f"{who}: {facts['why']}.")
         elif event.name in ("member_joined", "member_left"):
             verb = event.name.partition("_")[2]
             self._print(f"Peer …{str(facts['peer'])[-8:]} {verb} stage {facts['stage']}.")

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...protocol.errors import LocalProtocolError
+from ...protocol.errors import ErrorCode, LocalProtocolError, RefusedError
 from ...protocol.ids import MemberId, PeerId, find_peer_id
 from ...protocol.limits import MAX_RUN_MEMBERS
 from ...protocol.messages.runs import (
@@ -30,7 +30,7 @@ from ...protocol.messages.runs import (
 from ...protocol.net.clock import Clock
 from ...protocol.net.tasks import cancel_all
 from ...protocol.runs.commits import Commit, RefusedPart
-from ...protocol.runs.deadlines import UsualTimes
+from ...protocol.runs.deadlines import CommitHolds, UsualTimes, describe_download
 from ...protocol.runs.decisions import Decided, Decision, Member
 from ...protocol.runs.manifests import Manifests, MemberManifest, choose_without_leaving
 from ...protocol.runs.update_parts import (
@@ -95,12 +95,24 @@ class Leader:
         self._settling = UsualTimes(config.silence_seconds)
         self._settling_since: float | None = None
         """When members were seen first that still apply the last update."""
+        self._holds = CommitHolds(config.silence_seconds)
+        self._too_slow: dict[PeerId, str] = {}
+        """Peers whose downloads were waited for in vain, and what they are told."""
 
     def note_newcomer(self, member: MemberId, stages: set[int]) -> None:
         """Let a peer in when its turn comes, if it can be reached.
 
-        Of the processes of one peer, the last one that asks counts.
+        Of the processes of one peer, the last one that asks counts. Raises RefusedError for one
+        that the run does not wait for again yet.
         """
+        peer_id = find_peer_id(member)
+        rest_seconds = self._holds.find_rest_seconds(peer_id, self._clock.now())
+        if rest_seconds and peer_id in self._too_slow:
+            raise RefusedError(ErrorCode.TOO_SLOW, self._too_slow[peer_id], rest_seconds)
+        self._too_slow.pop(peer_id, None)
+        self._let_wait(member, stages)
+
+    def _let_wait(self, member: MemberId, stages: set[int]) -> None:
         peer_id = find_peer_id(member)
         known = self._joining.get(peer_id)
         if known is None and len(self._joining) >= MAX_RUN_MEMBERS:
@@ -147,11 +159,14 @@ class Leader:
     async def _step(self) -> bool:
         """Take one step; return whether the run came further by it."""
         manifests = await self._ask_manifests()
-        self._waits.note(None if self.is_over else manifests.find_lacking())
+        lacking = None if self.is_over else manifests.find_lacking()
+        if lacking or not self._holds.is_on:
+            self._waits.note(lacking)
         before = manifests.decision
         if await self._change_members(manifests):
             return self._decisions.newest is not before
         if self.is_over or self._has_to_settle(manifests) or not all(manifests.ready):
+            self._holds.note_fetching((), self._clock.now())
             return False
         update = self._decisions.commit.update
         parts = manifests.list_parts(self._run.parts_per_update)
@@ -159,10 +174,46 @@ class Leader:
         if (refused := parts.find_refused()) is not None:
             await self._stop(before, *refused)
             return False
-        if not parts.is_complete:
-            await self._compute(update, parts)
+        if not parts.is_complete and await self._compute(update, parts):
+            self._holds.note_fetching((), self._clock.now())
             return parts.is_complete
+        if await self._hold(manifests) or not parts.is_complete:
+            return False
         return await self._commit(update, parts, manifests)
+
+    async def _hold(self, manifests: Manifests) -> bool:
+        """Return whether the commit has to wait for members that download what it makes stale.
+
+        Those that take too long are left out, for a while.
+        """
+        now, fetching = self._clock.now(), manifests.fetching
+        waited = {one: self._holds.count_seconds(one.id, now) for one in fetching}
+        late = self._holds.note_fetching([one.id for one in fetching], now)
+        downloads = {
+            one: describe_download(told.fetched_bytes, told.state_bytes)
+            for one, told in fetching.items()
+        }
+        if late:
+            for member in [one for one in fetching if one.id in late]:
+                self._note_too_slow(member, downloads[member], waited[member])
+            decision = manifests.decision
+            members = [one for one in decision.members if one.id not in late]
+            await self._decide(decision, members, self._decisions.commit)
+        elif fetching:
+            member = next(iter(fetching))
+            what = f"a peer of stage {member.stage} to download its state, {downloads[member]}"
+            self._waits.note(what)
+        return bool(fetching)
+
+    def _note_too_slow(self, member: Member, what: str, waited_seconds: float) -> None:
+        peer_id = find_peer_id(member.id)
+        rest_seconds = self._holds.find_rest_seconds(peer_id, self._clock.now())
+        self._too_slow[peer_id] = (
+            f"it had {what} of the state of stage {member.stage} when the run had waited "
+            f"{waited_seconds:.0f} s for its download; it may join again {rest_seconds:.0f} s later"
+        )
+        facts = {"peer": peer_id, "stage": member.stage, "why": self._too_slow[peer_id]}
+        self._report(PeerEvent("too_slow", facts))
 
     def _has_to_settle(self, manifests: Manifests) -> bool:
         """Return whether members still apply the last update, and may take that long."""
@@ -206,7 +257,7 @@ class Leader:
         return MemberManifest(
             told.update, told.is_ready, told.is_applying, frozenset(unpack_parts(told.parts)),
             frozenset(unpack_parts(told.refused)), told.state, told.is_leaving, told.accused,
-            told.part_seconds,
+            told.part_seconds, told.fetched_bytes, told.state_bytes,
         )  # fmt: skip
 
     async def _change_members(self, manifests: Manifests) -> bool:
@@ -227,7 +278,12 @@ class Leader:
         return True
 
     def _let_in(self, manifests: Manifests, members: list[Member]) -> list[Member]:
-        """Return the members with those that wait, have answered, and can be let in now."""
+        """Return the members with those that wait, have answered, and can be let in now.
+
+        Nobody is while a commit waits for a download: it would wait for the next one, too.
+        """
+        if self._holds.is_on:
+            return members
         for newcomer in list(self._joining.values()):
             if not newcomer.asking.done():
                 continue
@@ -236,15 +292,18 @@ class Leader:
                 continue
             grown = manifests.choose_with_newcomer(members, newcomer.id, newcomer.stages)
             if grown == members:
-                self.note_newcomer(newcomer.id, newcomer.stages)  # it has to wait
+                self._let_wait(newcomer.id, newcomer.stages)
             members = grown
         return members
 
-    async def _compute(self, update: int, parts: UpdateParts) -> None:
-        """Have parts computed until all are counted once, or something fails or is not as told."""
+    async def _compute(self, update: int, parts: UpdateParts) -> bool:
+        """Have parts computed until all are counted once, or something fails or is not as told.
+
+        Returns whether any part could be ordered.
+        """
         most = _PARTS_PER_MEMBER * sum(map(len, parts.stages))
         under_way: dict[asyncio.Task[PartPassed], PartOrder] = {}
-        has_changed = False
+        has_changed = has_ordered = False
         try:
             while True:
                 while not has_changed and not self._decisions.is_led and len(under_way) < most:
@@ -252,8 +311,9 @@ class Leader:
                     if order is None:
                         break
                     under_way[asyncio.create_task(self._order(update, order))] = order
+                    has_ordered = True
                 if not under_way:
-                    return
+                    return has_ordered
                 done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     order = under_way.pop(task)
@@ -314,6 +374,7 @@ class Leader:
         members = [m for m in decision.members if m.id in equal or m.id not in orders]
         members = choose_without_leaving(members, leaving, equal)
         await self._decide(decision, members, commit)
+        self._holds.note_commit(self._clock.now())
         self._failures.clear()  # a link may be back
         self._settling_since = None
         return self._decisions.newest is not decision

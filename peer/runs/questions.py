@@ -39,6 +39,14 @@ AnswerMember = Callable[[Question, bytes | memoryview, MemberId], Awaitable[Memb
 """Answers a question, and what follows it, of a member that has shown who it is."""
 
 
+NoteBytes = Callable[[int], None]
+"""Is told how many bytes of an answer have come."""
+
+
+def ignore_bytes(num_bytes: int) -> None:
+    """Note nothing."""
+
+
 class Members(Protocol):
     """The members of a run, by their ids."""
 
@@ -48,6 +56,7 @@ class Members(Protocol):
         question: Question,
         payload: bytes | memoryview = b"",
         most_bytes: int = 0,
+        note_bytes: NoteBytes = ignore_bytes,
     ) -> MemberAnswer:
         """Ask a member something, and return its answer, which has at most so many bytes.
 

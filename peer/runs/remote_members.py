@@ -40,7 +40,14 @@ from ...protocol.records.announcements import Announcement
 from ...protocol.runs.deadlines import UsualTimes
 from ...protocol.runs.run_record import RunRecord
 from ...protocol.wire.codec import check_kind, encode_frame, read_answer
-from .questions import FAILURES, AnswerMember, MemberAnswer, make_question_id
+from .questions import (
+    FAILURES,
+    AnswerMember,
+    MemberAnswer,
+    NoteBytes,
+    ignore_bytes,
+    make_question_id,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -91,6 +98,7 @@ class RemoteMembers:
         question: Question,
         payload: bytes | memoryview = b"",
         most_bytes: int = 0,
+        note_bytes: NoteBytes = ignore_bytes,
     ) -> MemberAnswer:
         """See Members.ask."""
         silences = _count_silences(question)
@@ -102,7 +110,7 @@ class RemoteMembers:
         late = f"member …{find_peer_id(member)[-6:]} did not answer within {seconds:.0f} s"
         try:
             async with AnswerTimeout(seconds, late):
-                answer = await self._ask(member, question, payload, most_bytes)
+                answer = await self._ask(member, question, payload, most_bytes, note_bytes)
         except SilentError:
             if self._clock.now() - begun_at >= seconds:
                 times.note_late()
@@ -116,6 +124,7 @@ class RemoteMembers:
         question: Question,
         payload: bytes | memoryview,
         most_bytes: int,
+        note_bytes: NoteBytes,
     ) -> MemberAnswer:
         if member == self._own:
             assert self.answer_here is not None  # set before the run begins
@@ -123,13 +132,15 @@ class RemoteMembers:
         kept = self._kept[member]
         if kept:
             try:
-                return await self._ask_member(kept.pop(), member, question, payload, most_bytes)
+                return await self._ask_member(
+                    kept.pop(), member, question, payload, most_bytes, note_bytes
+                )
             except SilentError:
                 raise
             except UnavailableError:
                 pass  # it may have ended long ago; the member tells the same question again
         stream = await self._dial(member)
-        return await self._ask_member(stream, member, question, payload, most_bytes)
+        return await self._ask_member(stream, member, question, payload, most_bytes, note_bytes)
 
     async def _ask_member(
         self,
@@ -138,11 +149,12 @@ class RemoteMembers:
         question: Question,
         payload: bytes | memoryview,
         most_bytes: int,
+        note_bytes: NoteBytes,
     ) -> MemberAnswer:
         """Ask on a stream, which is kept where it can take the next question."""
         try:
             peer_id = find_peer_id(member)
-            answer = await self._ask_on(stream, peer_id, question, payload, most_bytes)
+            answer = await self._ask_on(stream, peer_id, question, payload, most_bytes, note_bytes)
         except BaseException:
             await stream.close()
             raise
@@ -245,6 +257,7 @@ class RemoteMembers:
         question: Question,
         payload: bytes | memoryview = b"",
         most_bytes: int = 0,
+        note_bytes: NoteBytes = ignore_bytes,
     ) -> MemberAnswer:
         name = f"member …{peer_id[-6:]}"
         question_id = question.question
@@ -259,6 +272,7 @@ class RemoteMembers:
         reader = BytesReader(message.question, message.num_bytes)
         while not reader.is_complete:
             reader.take(await self._receive_next(stream, name, question_id))
+            note_bytes(reader.num_taken)
         return MemberAnswer(message, reader.read())
 
     async def _send(self, stream: Stream, name: str, frame: bytes) -> None:

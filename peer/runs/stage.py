@@ -68,6 +68,15 @@ class _Counted:
     route: tuple[MemberId, ...]
 
 
+@dataclass(frozen=True)
+class FetchedState:
+    """The state before an update, as a mate has sent it."""
+
+    update: int
+    tensors: Mapping[str, Tensor]
+    digest: StateDigest
+
+
 class Stage:
     """The weights of a stage, and the update that is under way there.
 
@@ -103,6 +112,8 @@ class Stage:
         """Parts of the update of which we compute numbers that are not finite."""
         self.accused: set[MemberId] = set()
         """Members that have sent us what no honest one sends, in this update."""
+        self.fetched_bytes = self.state_bytes = 0
+        """The size of the state that we download, of which we have so much; 0: none."""
         self._under_way: dict[int, asyncio.Task[_Counted]] = {}
         self._is_loading = False
         """Whether a state is being loaded. A part that was computed behind it would be in the sums,
@@ -178,17 +189,33 @@ class Stage:
         await self._begin_update(digest)
         return True
 
-    async def fetch_state(self, update: int) -> None:
-        """Take the state before an update from a mate. Raises UnavailableError if none has it."""
+    async def fetch_state(self, update: int) -> FetchedState:
+        """Return the state before an update, from a mate. Raises UnavailableError if none has it.
+
+        May be cancelled, as nothing has changed yet.
+        """
         mates = [mate for mate in self._list_members(self.index) if mate != self._member_id]
         self._rng.shuffle(mates)
         layout = StateLayout(self.span.read_state())
-        state, digest = await fetch_state(
-            self._members, mates, update, StatePart.ALL, layout, self._compute, _logger.warning
-        )
+        try:
+            self._note_fetched(0)
+            self.state_bytes = layout.num_bytes
+            state, digest = await fetch_state(
+                self._members, mates, update, StatePart.ALL, layout, self._compute,
+                _logger.warning, self._note_fetched,
+            )  # fmt: skip
+        finally:
+            self.fetched_bytes = self.state_bytes = 0
+        return FetchedState(update, state, digest)
+
+    def _note_fetched(self, num_bytes: int) -> None:
+        self.fetched_bytes = num_bytes
+
+    async def load(self, fetched: FetchedState) -> None:
+        """Take a state. Raises UnavailableError for that of another update."""
         self._is_loading = True
         try:
-            await self._compute(partial(_load_state, self.span, state, update))
+            await self._compute(partial(_load_state, self.span, fetched.tensors, fetched.update))
         except RefusedError as error:
             raise UnavailableError(
                 f"the mates of stage {self.index} have no state: {error}"
@@ -196,7 +223,7 @@ class Stage:
         finally:
             self._is_loading = False
         self._residuals = {}
-        await self._begin_update(digest)
+        await self._begin_update(fetched.digest)
 
     async def close(self) -> None:
         """End what is under way."""

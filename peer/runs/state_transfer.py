@@ -24,7 +24,15 @@ from ...protocol.runs.update_parts import find_equal
 from ..engine.training.span_building import list_weights
 from ..engine.training.span_state import StateDigest, StateLayout, digest_tensors, pick_weights
 from ..engine.training.trainable_span import TrainableSpan
-from .questions import FAILURES, MemberAnswer, Members, make_busy, make_question_id
+from .questions import (
+    FAILURES,
+    MemberAnswer,
+    Members,
+    NoteBytes,
+    ignore_bytes,
+    make_busy,
+    make_question_id,
+)
 from .run_resources import Compute
 
 _GRACE_SECONDS = 1.0
@@ -98,6 +106,7 @@ async def fetch_state(
     layout: StateLayout,
     compute: Compute,
     note: Note,
+    note_bytes: NoteBytes = ignore_bytes,
 ) -> tuple[dict[str, Tensor], StateDigest]:
     """Return the state of a stage before an update, or its weights, from one of its holders.
 
@@ -106,7 +115,7 @@ async def fetch_state(
 
     async def ask(holder: MemberId, part: StatePart, num_bytes: int) -> MemberAnswer:
         question = StateFetch(make_question_id(), update, part)
-        return await members.ask(holder, question, most_bytes=num_bytes)
+        return await members.ask(holder, question, most_bytes=num_bytes, note_bytes=note_bytes)
 
     failures: list[str] = []
     digests: dict[MemberId, bytes] = {}

@@ -171,6 +171,7 @@ class TrainingLoop:
                 question.question, stage.update, number, is_ready, pack_parts(stage.counted),
                 stage.digest.whole, pack_parts(stage.refused), self._is_leaving,
                 tuple(sorted(stage.accused)), stage.part_seconds, is_applying,
+                stage.fetched_bytes, stage.state_bytes,
             )  # fmt: skip
         return MemberAnswer(told)
 
@@ -344,8 +345,23 @@ class TrainingLoop:
         if (self._is_suspect and has_mates) or (
             stage.update != commit.update and not await stage.apply(commit)
         ):
-            await stage.fetch_state(commit.update)
+            await self._fetch_state(decisions, stage, commit)
         self._is_suspect = False
+
+    async def _fetch_state(self, decisions: RunDecisions, stage: Stage, commit: Commit) -> None:
+        """Take the state of a commit from a mate. Raises UnavailableError where none has it, or as
+        soon as nobody has any use for it.
+        """
+        fetching = asyncio.create_task(stage.fetch_state(commit.update))
+        try:
+            while not fetching.done():
+                if decisions.commit.update != commit.update or decisions.stage != stage.index:
+                    raise UnavailableError(f"update {commit.update} is over for us")
+                await asyncio.wait((fetching,), timeout=self._config.pause_seconds)
+        finally:
+            fetching.cancel()
+            await asyncio.wait((fetching,))
+        await stage.load(fetching.result())
 
     async def _join(self) -> None:
         """Ask those that announce the run to let us in, or begin it.
@@ -364,7 +380,8 @@ class TrainingLoop:
         except DirectoryError as error:
             _logger.info("nobody is known to train: %s", error)
             peers = []
-        self._waits.note(None if peers else "a peer of the run")
+        if not peers:
+            self._waits.note("a peer of the run")
         self._rng.shuffle(peers)
         compute_class, stages = bytes.fromhex(self._compute_class), self._resources.stages
         question = RunJoin(make_question_id(), self._member_id, compute_class, pack_parts(stages))
@@ -372,10 +389,10 @@ class TrainingLoop:
             peers, question, self._learn,
             lambda: self.decisions is not None and self.decisions.stage is not None,
         )  # fmt: skip
-        refusals = [
-            one for one in failures
-            if isinstance(one, RefusedError) and one.code is ErrorCode.OTHER_COMPUTE_CLASS
-        ]  # fmt: skip
+        refused = [one for one in failures if isinstance(one, RefusedError)]
+        refusals = [one for one in refused if one.code is ErrorCode.OTHER_COMPUTE_CLASS]
+        for refusal in [one for one in refused if one.code is ErrorCode.TOO_SLOW]:
+            self._waits.note(f"a place in the run: {refusal}")
         if self.decisions is None and refusals:
             raise UsageError(
                 f"this machine has {self._resources.machine}, and does not compute the same "

@@ -72,6 +72,8 @@ def _check_parts(value: bytes) -> None:
         raise ValueError(f"a set of parts has {len(value)} bytes")
 
 
+_check_state_bytes = _below(limits.MAX_RUN_TENSOR_BYTES, "number of bytes")
+
 _Update = Annotated[int, Body(1, "uint32"), _below(limits.MAX_UPDATES, "update")]
 _Part = Annotated[int, Body(2, "uint32"), _below(limits.MAX_PARTS, "index of a part")]
 _NumBytes = Annotated[
@@ -212,6 +214,15 @@ class PartsCounted(Message):
     """How long it computes for a part; 0: not known yet."""
     is_applying: Annotated[bool, Body(10, "bool")] = False
     """Whether it is about to be ready, as it has the sums of the newest decision."""
+    fetched_bytes: Annotated[int, Body(11, "uint64"), _check_state_bytes] = 0
+    """How much it has of the state of its stage that it downloads, of `state_bytes`."""
+    state_bytes: Annotated[int, Body(12, "uint64"), _check_state_bytes] = 0
+    """The size of the state that it downloads; 0: it downloads none."""
+
+    def check(self) -> None:
+        """Raise ValueError for more bytes of a state than it has."""
+        if self.fetched_bytes > self.state_bytes:
+            raise ValueError(f"{self.fetched_bytes} bytes of a state of {self.state_bytes}")
 
 
 @message(39)
@@ -442,6 +453,11 @@ class BytesReader:
         self._question = question
         self._num_bytes = num_bytes
         self._data = bytearray()
+
+    @property
+    def num_taken(self) -> int:
+        """How many bytes have come."""
+        return len(self._data)
 
     @property
     def is_complete(self) -> bool:

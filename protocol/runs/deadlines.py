@@ -6,11 +6,21 @@ from collections import deque
 from collections.abc import Collection
 from statistics import median
 
+from ..ids import MemberId, PeerId, find_peer_id
+
 _NUM_KEPT = 32
 _NUM_SPREADS = 10
 _UNKNOWN_FLOORS = 10
 """The deadline, in floors, of what was never measured."""
 _MOST_DOUBLINGS = 6
+
+_HELD_UPDATES = 10
+"""How many usual updates a run waits for a member at most."""
+
+_MOST_HELD_SECONDS = 600.0
+_REST_FACTOR = 10
+"""A peer that was waited for rests so many times as long: a run loses an eleventh of its time to
+it at most, whatever it does."""
 
 
 def choose_deadline(taken_seconds: Collection[float], floor_seconds: float) -> float:
@@ -61,3 +71,81 @@ class UsualTimes:
     def note_late(self) -> None:
         """Note one that was given up at its deadline."""
         self._num_late += 1
+
+
+class CommitHolds:
+    """Which members a leader waits for with a commit, and which it has waited for long enough.
+
+    The commit of an update makes the state stale that others download, so that a download which
+    outlasts an update would never end. Parts of the update are computed meanwhile.
+
+    >>> holds, slow = CommitHolds(floor_seconds=10.0), MemberId("slow/1")
+    >>> [holds.note_fetching([slow], now) for now in (0.0, 99.0, 100.0)]
+    [set(), set(), {'slow/1'}]
+    >>> holds.find_rest_seconds(PeerId("slow"), now=100.0)
+    1000.0
+    """
+
+    def __init__(self, floor_seconds: float) -> None:
+        """A member is waited for as long as for ten updates of `floor_seconds` at least."""
+        self._floor_seconds = floor_seconds
+        self._updates = UsualTimes(floor_seconds)
+        self._updated_at: float | None = None
+        self._since: dict[MemberId, float] = {}
+        """The members that are waited for, and since when."""
+        self._rests_until: dict[PeerId, float] = {}
+
+    @property
+    def is_on(self) -> bool:
+        """Whether somebody is waited for."""
+        return bool(self._since)
+
+    @property
+    def most_seconds(self) -> float:
+        """How long a member is waited for at most."""
+        usual = max(self._updates.usual_seconds, self._floor_seconds)
+        return min(_HELD_UPDATES * usual, _MOST_HELD_SECONDS)
+
+    def note_commit(self, now: float) -> None:
+        """Note that an update was committed."""
+        if self._updated_at is not None:
+            self._updates.note(now - self._updated_at)
+        self._updated_at = now
+
+    def count_seconds(self, member: MemberId, now: float) -> float:
+        """Return how long a member has been waited for."""
+        return now - self._since.get(member, now)
+
+    def note_fetching(self, fetching: Collection[MemberId], now: float) -> set[MemberId]:
+        """Wait for members that download their state, and for nobody else any more.
+
+        Returns those that are not waited for any longer: now they rest.
+        """
+        late = {one for one in fetching if self.find_rest_seconds(find_peer_id(one), now) > 0}
+        for member in fetching:
+            since = self._since.setdefault(member, now)
+            if now - since >= self.most_seconds:
+                late.add(member)
+        over = [one for one in self._since if one not in fetching or one in late]
+        for member in over:
+            rest_seconds = _REST_FACTOR * (now - self._since.pop(member))
+            peer_id = find_peer_id(member)
+            rests_until = max(self._rests_until.get(peer_id, now), now + rest_seconds)
+            self._rests_until[peer_id] = rests_until
+        self._rests_until = {one: until for one, until in self._rests_until.items() if until > now}
+        return late
+
+    def find_rest_seconds(self, peer_id: PeerId, now: float) -> float:
+        """Return how long a peer is not waited for yet; 0: it would be."""
+        return max(self._rests_until.get(peer_id, now) - now, 0.0)
+
+
+def describe_download(fetched_bytes: int, state_bytes: int) -> str:
+    """Return how far a download is, in tenths, for people.
+
+    >>> describe_download(123_000_000, 360_000_000)
+    '108 of 360 MB'
+    """
+    tenths = 10 * fetched_bytes // state_bytes
+    most = state_bytes / 1e6
+    return f"{most * tenths / 10:.3g} of {most:.3g} MB"

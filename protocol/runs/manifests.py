@@ -34,6 +34,9 @@ class MemberManifest:
     """Members that have sent it what no honest one sends."""
     part_seconds: float = 0.0
     """How long it computes for a part; 0: not known yet."""
+    fetched_bytes: int = 0
+    state_bytes: int = 0
+    """The size of the state of its stage that it downloads, of which it has so much; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,12 @@ class Manifests:
     def is_settling(self) -> bool:
         """Whether a member still applies the last update."""
         return any(told.is_applying for told in self.answering.values())
+
+    @cached_property
+    def fetching(self) -> dict[Member, MemberManifest]:
+        """Members that download the state of their stage."""
+        told = [(one, self.answering.get(one.id)) for one in self.decision.members]
+        return {one: each for one, each in told if each and each.state_bytes and not each.is_ready}
 
     def find_lacking(self) -> str | None:
         """Return what the run waits for; None: it can go on."""

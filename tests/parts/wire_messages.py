@@ -186,7 +186,7 @@ RUN_MESSAGES: tuple[Message, ...] = (
     PartPassed(SESSION, 64, 1.5, (MEMBER,)),
     PartsFetch(SESSION, Decided(DECISION)),
     PartsCounted(
-        SESSION, 3, 7, True, b"\x05", bytes(range(32)), b"\x02", True, (MEMBER,), 0.5, True
+        SESSION, 3, 7, True, b"\x05", bytes(range(32)), b"\x02", True, (MEMBER,), 0.5, True, 64, 96
     ),
     Reduction(SESSION, 3, ATTEMPT, b"\x05", (MEMBER,), (MEMBER, OTHER_MEMBER)),
     Reduced(SESSION, bytes(range(32)), 2.5, 1.5),

@@ -22,7 +22,13 @@ from shoal.cli.training.run_weights import (
 )
 from shoal.peer.engine.training.span_state import StateLayout
 from shoal.peer.engine.training.whole_run import WholeRun
-from shoal.peer.runs.questions import FAILURES, MemberAnswer, make_question_id
+from shoal.peer.runs.questions import (
+    FAILURES,
+    MemberAnswer,
+    NoteBytes,
+    ignore_bytes,
+    make_question_id,
+)
 from shoal.peer.runs.remote_members import RemoteMembers
 from shoal.protocol.errors import ErrorCode, RefusedError, UnavailableError
 from shoal.protocol.ids import MemberId
@@ -264,6 +270,7 @@ class FastRun:
         question: Question,
         payload: bytes | memoryview = b"",
         most_bytes: int = 0,
+        note_bytes: NoteBytes = ignore_bytes,
     ) -> MemberAnswer:
         raise RefusedError(ErrorCode.BAD_VALUES, "it is over")
 

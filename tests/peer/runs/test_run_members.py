@@ -12,7 +12,7 @@ from run_swarm import RunSwarm
 from training_runs import MODEL, open_run
 from virtual_time import VirtualClock, run_virtual
 
-from shoal.peer.runs.questions import MemberAnswer
+from shoal.peer.runs.questions import MemberAnswer, NoteBytes, ignore_bytes
 from shoal.peer.runs.run_decisions import RunDecisions
 from shoal.protocol.errors import UnavailableError
 from shoal.protocol.ids import MemberId
@@ -180,6 +180,7 @@ class Line:
         question: Question,
         payload: bytes | memoryview = b"",
         most_bytes: int = 0,
+        note_bytes: NoteBytes = ignore_bytes,
     ) -> MemberAnswer:
         await asyncio.sleep(0.002)
         if member in self._board.silent:

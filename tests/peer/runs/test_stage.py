@@ -17,7 +17,7 @@ from virtual_time import VirtualClock, run_virtual
 from shoal.kernels.wire_tensors import encode_tensor
 from shoal.peer.engine.training.span_state import StateLayout
 from shoal.peer.process.config import ignore
-from shoal.peer.runs.questions import MemberAnswer, make_question_id
+from shoal.peer.runs.questions import MemberAnswer, NoteBytes, ignore_bytes, make_question_id
 from shoal.peer.runs.remote_members import RemoteMembers
 from shoal.peer.runs.run_decisions import RunDecisions
 from shoal.peer.runs.run_resources import RunPeerConfig, RunResources, WatchedCompute
@@ -58,7 +58,12 @@ class Others:
         self._answer = answer
 
     async def ask(
-        self, member: MemberId, question: Question, payload: Any = b"", most_bytes: int = 0
+        self,
+        member: MemberId,
+        question: Question,
+        payload: Any = b"",
+        most_bytes: int = 0,
+        note_bytes: NoteBytes = ignore_bytes,
     ) -> MemberAnswer:
         assert self._answer is not None
         return await self._answer(member, question)
@@ -189,7 +194,7 @@ def test_part_that_comes_while_a_state_is_loaded_is_counted_behind_it(tmp_path: 
 
         stage = await build_stage(tmp_path, 1, answer, note=note)
         await stage.pass_part(make_pass(index=1), encode_tensor(INPUTS))
-        await stage.fetch_state(0)
+        await stage.load(await stage.fetch_state(0))
         await asyncio.wait(passing)
         await asyncio.sleep(1.0)  # what is computed for nobody any more comes to its end
 

@@ -1,0 +1,161 @@
+"""Newcomers that download the state of a stage for longer than an update takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from run_swarm import RunSwarm, make_identity
+from training_runs import open_run
+from virtual_time import VirtualClock, run_virtual
+
+from shoal.peer.engine.training.whole_run import WholeRun
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.runs import PartsCounted
+from shoal.protocol.net.memory.loopback import Link
+from shoal.protocol.runs.training_run import TrainingRun
+from shoal.protocol.runs.update_parts import pack_parts
+
+NUM_UPDATES = 12
+_MOST_SECONDS = 600.0
+"""Of virtual time."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("corpus")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> TrainingRun:
+    return open_run(folder, num_updates=NUM_UPDATES)[0]
+
+
+@pytest.fixture(scope="module")
+def quiet_digest(run: TrainingRun, folder: Path) -> str:
+    """The digest of the weights that one process comes to."""
+    whole = WholeRun(run)
+    for _ in whole.train(open_run(folder)[1]):
+        pass
+    return whole.compute_weights_digest()
+
+
+def run_swarm(
+    run: TrainingRun, folder: Path, scene: Callable[[RunSwarm], Awaitable[object]]
+) -> str:
+    """Train with three peers, and let a scene happen; return the digest at the end."""
+
+    async def main() -> str:
+        swarm = RunSwarm(run, folder)
+        try:
+            async with asyncio.timeout(_MOST_SECONDS):
+                for number in range(3):
+                    await swarm.start(f"peer{number}", number % 2, founds_run=number == 0)
+                await scene(swarm)
+                return await swarm.finish()
+        finally:
+            await swarm.close()
+
+    return run_virtual(main())
+
+
+def slow_down(swarm: RunSwarm, host: str, seconds: float) -> None:
+    """Let the state of stage 1 take so long to a host."""
+    stage = swarm.peers["peer1"].loop.stage
+    assert stage is not None
+    num_bytes = sum(tensor.nbytes for tensor in stage.span.read_state().values())
+    swarm.network.set_link("peer1", host, Link(0.002, num_bytes / seconds))
+
+
+def test_newcomer_whose_download_outlasts_updates_takes_part_soon(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        slow_down(swarm, "slow", 3.0)
+        await swarm.start("slow", 1)
+        await swarm.finish()
+        num_passed = [swarm.num_passed["slow", update] for update in range(NUM_UPDATES)]
+        assert sum(map(bool, num_passed)) > NUM_UPDATES / 2, num_passed
+
+    assert run_swarm(run, folder, scene) == quiet_digest
+
+
+def test_newcomer_that_never_has_its_state_is_left_out_and_told_why(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
+    def falsify(message: Message) -> Message:
+        if not isinstance(message, PartsCounted):
+            return message
+        return replace(message, is_ready=False, fetched_bytes=2 * 10**8, state_bytes=3 * 10**8)
+
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        swarm.falsify["slow"] = falsify
+        begun_at = VirtualClock().now()
+        await swarm.start("slow", 1)
+        what = "a peer of stage 1 to download its state, 180 of 300 MB"
+        await swarm.wait_until(lambda: what in list_waits(swarm, "peer0"))
+        await swarm.wait_for_update(NUM_UPDATES)
+        assert 100.0 < VirtualClock().now() - begun_at < 120.0
+        await swarm.wait_until(lambda: len(list_waits(swarm, "slow")) > 0)
+        assert (
+            "it had 180 of 300 MB of the state of stage 1 when the run had waited 100 s"
+            in (list_waits(swarm, "slow")[-1])
+        )
+        (event,) = [event for _, event in swarm.events if event.name == "too_slow"]
+        assert event.facts["peer"] == make_identity("slow").peer_id
+        await swarm.kill("slow")
+
+    assert run_swarm(run, folder, scene) == quiet_digest
+
+
+def list_waits(swarm: RunSwarm, host: str) -> list[str]:
+    events = [event for name, event in swarm.events if name == host]
+    return [str(event.facts["what"]) for event in events if event.name == "waiting_for"]
+
+
+def test_peer_leaves_when_a_slow_newcomer_has_its_state(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        slow_down(swarm, "slow", 3.0)
+        leaving = asyncio.create_task(swarm.leave("peer1"))
+        await swarm.start("slow", 1)
+        await leaving
+        assert max(swarm.list_updates()) < NUM_UPDATES
+
+    assert run_swarm(run, folder, scene) == quiet_digest
+
+
+def test_run_says_that_a_refused_part_waits_for_a_download(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
+    def refuse(message: Message) -> Message:
+        if not isinstance(message, PartsCounted):
+            return message
+        return replace(message, parts=b"", refused=pack_parts(range(run.parts_per_update)))
+
+    async def scene(swarm: RunSwarm) -> None:
+        def has_come() -> bool:
+            slow = make_identity("slow").peer_id
+            return any(event.facts.get("peer") == slow for _, event in swarm.events)
+
+        def says_so() -> bool:
+            what = "a peer of stage 1 to download its state"
+            return any(what in wait for wait in list_waits(swarm, "peer0"))
+
+        await swarm.wait_for_update(1)
+        slow_down(swarm, "slow", 3.0)
+        await swarm.start("slow", 1)
+        await swarm.wait_until(has_come)
+        assert not says_so()
+        swarm.falsify["peer1"] = refuse
+        await swarm.wait_until(says_so)
+        del swarm.falsify["peer1"]
+
+    assert run_swarm(run, folder, scene) == quiet_digest
