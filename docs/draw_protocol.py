@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.protocol import limits
-from shoal.protocol.wire import codec as wire
+from shoal.protocol.messages import codec as wire
 
 DOCUMENT = Path(__file__).with_name("protocol.md")
 

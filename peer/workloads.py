@@ -15,9 +15,9 @@ from .passes.updates import UpdateStreamWork
 from .passes.uploads import UploadStreamWork
 from .pushing.connections import Connections
 from .pushing.session_outputs import PushResources
-from .record_workload import RecordWorkload
 from .sessions.admission import Admission, SessionResources
 from .sessions.sessions import SessionWorkload
+from .streams.record_workload import RecordWorkload
 from .streams.service import STREAMS_PER_SESSION, Service
 from .streams.stream_host import MAX_PENDING_BYTES, PendingBytes, ServiceCounts, StreamHost
 

@@ -32,6 +32,7 @@ from shoal.protocol.messages.adapters import (
     LoraConfig,
     cut_adapter,
 )
+from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.records import DIGEST_BYTES, MAX_NAMED_RECORDS, RecordFetch
 from shoal.protocol.messages.session import Close, Hello, Open, Probe, Welcome
@@ -40,7 +41,6 @@ from shoal.protocol.net.tcp.tcp_listener import HELLO
 from shoal.protocol.net.tcp.tls import make_client_context
 from shoal.protocol.tensors import WireDtype
 from shoal.protocol.versions import MAX_VERSION, MIN_VERSION
-from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 _FROM_HOST = "127.0.0.2"
 """Not that of the peer's other clients, which would share what it may have."""

@@ -30,6 +30,7 @@ from shoal.protocol import versions
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.identity import Identity
+from shoal.protocol.messages.codec import check_kind, decode_frame, encode_frame
 from shoal.protocol.messages.records import RecordFetch, Records
 from shoal.protocol.messages.session import Welcome
 from shoal.protocol.net.clock import SystemClock
@@ -43,7 +44,6 @@ from shoal.protocol.net.transport import Stream, StreamServer
 from shoal.protocol.records.announcements import Announcement, PeerState, sign_announcement
 from shoal.protocol.records.coordinates import Coordinate
 from shoal.protocol.spans import Span
-from shoal.protocol.wire.codec import check_kind, decode_frame, encode_frame
 
 PERIOD_SECONDS = 30.0
 _FIRST_ADDRESS = int(IPv4Address("127.1.0.0"))

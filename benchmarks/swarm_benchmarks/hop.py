@@ -19,9 +19,9 @@ from shoal.cli.benchmarking.swarm_speed import CONTEXT_TOKENS
 from shoal.client.runtime.client import find_network
 from shoal.client.session.session import RemoteSession
 from shoal.client.settings.client_config import ClientConfig
+from shoal.protocol.messages.codec import decode_frame
 from shoal.protocol.messages.session import Output
 from shoal.protocol.spans import Span
-from shoal.protocol.wire.codec import decode_frame
 from swarm_benchmarks.setting import Setting
 
 _NUM_TURNS = 10

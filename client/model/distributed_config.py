@@ -14,9 +14,9 @@ from ...models.checkpoints.checkpoint import Checkpoint
 from ...models.checkpoints.hub import DEFAULT_HUB, Hub
 from ...protocol.errors import UsageError
 from ...protocol.ids import ModelId
-from ..settings.client_config import (
+from ..settings.client_config import ClientConfig
+from ..settings.pretrained_arguments import (
     PETALS_SETTINGS,
-    ClientConfig,
     check_known,
     is_client_setting,
     make_client_config,

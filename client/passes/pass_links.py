@@ -35,6 +35,7 @@ from ...protocol.messages.adapters import (
     PublicationFetch,
     cut_adapter,
 )
+from ...protocol.messages.codec import check_kind, encode_frame, read_answer
 from ...protocol.messages.fields import Message
 from ...protocol.messages.passes import (
     Pass,
@@ -53,7 +54,6 @@ from ...protocol.net.dialling import open_greeted
 from ...protocol.net.transport import Stream, Transport
 from ...protocol.records.announcements import Announcement
 from ...protocol.tensors import WireTensor
-from ...protocol.wire.codec import check_kind, encode_frame, read_answer
 from ..concurrency.tasks import Background, KeyedSemaphores
 from ..routing.route import Hop
 

@@ -19,6 +19,7 @@ from ...protocol.errors import (
     UnavailableError,
 )
 from ...protocol.ids import NO_CAPABILITY, Capability, ClientToken, SessionId
+from ...protocol.messages.codec import check_kind, decode_frame, encode_frame, read_answer
 from ...protocol.messages.fields import Message
 from ...protocol.messages.passes import PassPiece
 from ...protocol.messages.session import (
@@ -43,7 +44,6 @@ from ...protocol.net.transport import Stream, Transport
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.spans import Span
 from ...protocol.tensors import WireDtype, WireTensor
-from ...protocol.wire.codec import check_kind, decode_frame, encode_frame, read_answer
 from ..routing.route import Ends, Hop, LostHopError
 
 _GOODBYE_SECONDS = 1.0

@@ -21,6 +21,7 @@ from ...protocol.messages.adapters import (
     PublicationFetch,
     UploadPace,
 )
+from ...protocol.messages.codec import check_kind, encode_frame, read_answer
 from ...protocol.messages.fields import Message
 from ...protocol.net.clock import AnswerTimeout, Clock
 from ...protocol.net.dialling import open_greeted
@@ -31,7 +32,6 @@ from ...protocol.records.announcements import MAX_ADAPTERS, Announcement, shorte
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
 from ...protocol.versions import PUBLISH_VERSION
-from ...protocol.wire.codec import check_kind, encode_frame, read_answer
 
 _logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from ...kernels.wire_tensors import decode_as, encode_as
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.fair_share import Tenant
 from ...protocol.ids import AdapterId
+from ...protocol.messages.codec import encode_frame
 from ...protocol.messages.passes import (
     Pass,
     PassKind,
@@ -29,7 +30,6 @@ from ...protocol.messages.passes import (
     cut_vectors,
 )
 from ...protocol.tensors import WireTensor
-from ...protocol.wire.codec import encode_frame
 from ..engine.adapters.adapter import Adapter
 from ..engine.adapters.adapter_store import AdapterStore, KeptAdapter
 from ..engine.adapters.trained_adapter import AccumulatedGradients

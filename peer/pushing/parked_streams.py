@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from ...protocol.errors import ShoalError
 from ...protocol.fair_share import check_share, name_address
 from ...protocol.ids import PeerId
+from ...protocol.messages.codec import encode_frame
 from ...protocol.messages.reverse_connections import Offer, Parked, check_offer
 from ...protocol.messages.session import Lane
 from ...protocol.net.clock import AnswerTimeout
 from ...protocol.net.tasks import cancel_all
 from ...protocol.net.transport import Stream, refuse_large_frames
-from ...protocol.wire.codec import encode_frame
 
 _logger = logging.getLogger(__name__)
 

@@ -29,13 +29,13 @@ from ...protocol.errors import (
 from ...protocol.fair_share import BUSY_SECONDS, RecentCosts, Tenant
 from ...protocol.ids import PeerId, SessionId
 from ...protocol.limits import MAX_PIECE_BYTES
+from ...protocol.messages.codec import decode_frame, encode_frame
 from ...protocol.messages.session import Attach, Declined, Lane, NextHop
 from ...protocol.net.clock import AnswerTimeout, Clock
 from ...protocol.net.dialling import dial, greet_peer
 from ...protocol.net.retry import Backoff, Backoffs
 from ...protocol.net.tasks import cancel_all
 from ...protocol.net.transport import Stream, Transport
-from ...protocol.wire.codec import decode_frame, encode_frame
 from .parked_streams import ParkedStreams
 
 _logger = logging.getLogger(__name__)

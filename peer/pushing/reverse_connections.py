@@ -13,6 +13,7 @@ from dataclasses import replace
 from ...protocol.errors import DirectoryError, RemoteProtocolError, ShoalError, UnavailableError
 from ...protocol.identity import Identity
 from ...protocol.ids import PeerId
+from ...protocol.messages.codec import check_kind, encode_frame, read_answer
 from ...protocol.messages.reverse_connections import Parked, make_offer
 from ...protocol.messages.session import Lane
 from ...protocol.net.clock import AnswerTimeout, Clock
@@ -24,7 +25,6 @@ from ...protocol.net.transport import Stream, StreamServer, Transport
 from ...protocol.records.announcements import MAX_PARKED_AT, Announcement, PeerState, shorten
 from ...protocol.records.coordinates import ORIGIN, estimate_rtt_seconds
 from ...protocol.versions import REVERSE_VERSION
-from ...protocol.wire.codec import check_kind, encode_frame, read_answer
 
 _logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.fair_share import SharedBytes, Tenant
 from ...protocol.ids import SessionId
 from ...protocol.limits import MAX_CONTROL_BYTES, MAX_FRAME_BYTES, MAX_STEP_TOKENS
+from ...protocol.messages.codec import encode_frame
 from ...protocol.messages.session import Declined, HopSeconds, NextHop, Output, Step, choose_lane
 from ...protocol.session.recovery_log import ReplayPiece, SenderLog, SentStep, group_pieces
 from ...protocol.tensors import WireTensor, compute_num_bytes
-from ...protocol.wire.codec import encode_frame
 from .push_links import PushLinks
 
 _logger = logging.getLogger(__name__)

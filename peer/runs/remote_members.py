@@ -14,6 +14,7 @@ from ...protocol.errors import (
     UnavailableError,
 )
 from ...protocol.ids import MemberId, PeerId, SessionId, find_peer_id
+from ...protocol.messages.codec import check_kind, encode_frame, read_answer
 from ...protocol.messages.fields import Message
 from ...protocol.messages.runs import (
     PIECE_BYTES,
@@ -39,7 +40,6 @@ from ...protocol.net.transport import Stream
 from ...protocol.records.announcements import Announcement
 from ...protocol.runs.deadlines import UsualTimes
 from ...protocol.runs.run_record import RunRecord
-from ...protocol.wire.codec import check_kind, encode_frame, read_answer
 from .questions import (
     FAILURES,
     AnswerMember,

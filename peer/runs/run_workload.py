@@ -16,6 +16,7 @@ from ...protocol.errors import (
 )
 from ...protocol.fair_share import BUSY_SECONDS
 from ...protocol.ids import MemberId, SessionId, find_peer_id
+from ...protocol.messages.codec import encode_frame
 from ...protocol.messages.fields import Message
 from ...protocol.messages.runs import (
     BytesReader,
@@ -30,7 +31,6 @@ from ...protocol.messages.runs import (
     cut_bytes,
 )
 from ...protocol.runs.run_record import RunRecord
-from ...protocol.wire.codec import encode_frame
 from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork
 from ..streams.service import Workload
 from .questions import AnswerMember, MemberAnswer

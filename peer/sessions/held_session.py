@@ -13,6 +13,7 @@ from ...protocol import limits
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.fair_share import Tenant
 from ...protocol.ids import NO_CAPABILITY, Capability, SessionId
+from ...protocol.messages.codec import encode_frame
 from ...protocol.messages.session import (
     Admit,
     Gap,
@@ -27,7 +28,6 @@ from ...protocol.messages.session import (
 )
 from ...protocol.session.session_state import SessionState
 from ...protocol.tensors import WireDtype, WireTensor, compute_num_bytes
-from ...protocol.wire.codec import encode_frame
 from ..engine.adapters.adapter_store import KeptAdapter
 from ..engine.cache.kv_cache import SessionCache
 from ..engine.steps import ComputedStep, StepWork

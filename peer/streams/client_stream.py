@@ -35,13 +35,13 @@ from ...protocol.errors import (
 )
 from ...protocol.fair_share import BUSY_SECONDS, Tenant, name_address
 from ...protocol.ids import OFFER_NONCE_BYTES, SessionId
+from ...protocol.messages.codec import decode_frame, encode_frame
 from ...protocol.messages.fields import Message
 from ...protocol.messages.reverse_connections import Offer
 from ...protocol.messages.session import Declined, Hello, Queued, Welcome
 from ...protocol.net.transport import Stream, open_gate
 from ...protocol.tensors import WireDtype
 from ...protocol.versions import REVERSE_VERSION, SOFTWARE, agree_on_version
-from ...protocol.wire.codec import decode_frame, encode_frame
 from .stream_host import PendingBytes, ServiceCounts, StreamHost
 
 _logger = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from ...protocol import limits
 from ...protocol.errors import ErrorCode
 from ...protocol.fair_share import SharedBytes, Tenant
 from ...protocol.ids import ModelId, PeerId
+from ...protocol.messages.codec import CODECS, read_kind
 from ...protocol.net.clock import Clock
 from ...protocol.net.turns import Turns
 from ...protocol.spans import Span
-from ...protocol.wire.codec import CODECS, read_kind
 from ..pushing.parked_streams import ParkedStreams
 
 _MICROSECONDS_FOR_FRAMES = 500_000

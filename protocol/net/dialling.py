@@ -13,11 +13,11 @@ from ..errors import (
     UsageError,
 )
 from ..ids import NO_CLIENT, ClientToken, ModelId, PeerId
+from ..messages.codec import check_kind, encode_frame, read_answer
 from ..messages.fields import Message
 from ..messages.session import Hello, Welcome
 from ..records.announcements import Announcement
 from ..spans import Span
-from ..wire.codec import check_kind, encode_frame, read_answer
 from .addresses import list_own_interfaces
 from .clock import AnswerTimeout, Clock
 from .tasks import cancel_all

@@ -18,11 +18,11 @@ from math import isqrt
 from ..errors import DirectoryError, RefusedError, RemoteProtocolError, UnavailableError
 from ..fair_share import name_network
 from ..ids import ModelId, PeerId
+from ..messages.codec import check_kind, encode_frame, read_answer
 from ..messages.records import MAX_RECORDS_BYTES, Records
 from ..records.announcements import Announcement, PeerState, draw_by_address
 from ..records.swarm_records import SwarmRecords
 from ..versions import RECORDS_VERSION
-from ..wire.codec import check_kind, encode_frame, read_answer
 from .clock import AnswerTimeout, Clock
 from .dialling import dial_peer, greet_peer
 from .directory import Directory

@@ -17,6 +17,7 @@ from ..errors import (
     UsageError,
 )
 from ..ids import SESSION_ID_BYTES, ModelId, PeerId, RunId, SessionId
+from ..messages.codec import check_kind, encode_frame, read_answer
 from ..messages.runs import BytesReader, RunFetch, RunFollows
 from ..records.announcements import Announcement, PeerState, draw_by_address
 from ..runs.run_record import (
@@ -26,7 +27,6 @@ from ..runs.run_record import (
     read_run_record,
 )
 from ..runs.training_run import TrainingRun
-from ..wire.codec import check_kind, encode_frame, read_answer
 from .clock import AnswerTimeout, Clock
 from .dialling import open_greeted
 from .directory import Directory

@@ -15,11 +15,11 @@ from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import UnavailableError
 from shoal.protocol.ids import PeerId
 from shoal.protocol.membership.membership import GREETING_NONCE_BYTES
+from shoal.protocol.messages.codec import encode_frame
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
 from shoal.protocol.net.libp2p.swarm_question import make_ask
 from shoal.protocol.records.announcements import sign_announcement
 from shoal.protocol.records.swarm_records import SwarmRecords
-from shoal.protocol.wire.codec import encode_frame
 
 pytestmark = pytest.mark.network
 

@@ -20,10 +20,10 @@ from raw_connection import dial_raw
 from shoal.peer.local_swarm.swarm import LocalSwarm
 from shoal.protocol import limits
 from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.messages.session import Hello, Welcome
 from shoal.protocol.net.frame_stream import Framing
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
-from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 

@@ -34,6 +34,7 @@ from shoal.protocol.errors import (
 )
 from shoal.protocol.ids import MODEL_ID_CHARACTERS
 from shoal.protocol.membership.membership import Membership, Role, make_owner, make_public
+from shoal.protocol.messages.codec import check_kind, decode_frame, encode_frame
 from shoal.protocol.messages.records import RecordFetch, Records
 from shoal.protocol.net.dht.dht_node import make_node_id
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
@@ -42,7 +43,6 @@ from shoal.protocol.net.libp2p import p2p_daemon
 from shoal.protocol.net.libp2p.multiaddrs import PeerAddress, split_multiaddr
 from shoal.protocol.net.tcp.dial_rules import DialRules
 from shoal.protocol.records.swarm_records import SwarmRecords
-from shoal.protocol.wire.codec import check_kind, decode_frame, encode_frame
 
 pytestmark = pytest.mark.network
 OWNER = make_owner(bytes(range(16)))

@@ -22,6 +22,7 @@ from processes import is_running
 from shoal.protocol.errors import DirectoryError, P2pdEndedError, ShoalError, UnavailableError
 from shoal.protocol.identity import Identity, peer_id_bytes
 from shoal.protocol.ids import PeerId, SessionId
+from shoal.protocol.messages.codec import encode_frame
 from shoal.protocol.messages.records import (
     DIGEST_BYTES,
     MAX_NAMED_RECORDS,
@@ -44,7 +45,6 @@ from shoal.protocol.net.libp2p.p2p_daemon import (
     stop_p2pd,
     stopping_if_failed,
 )
-from shoal.protocol.wire.codec import encode_frame
 
 pytestmark = [
     pytest.mark.network,

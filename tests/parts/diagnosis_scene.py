@@ -18,6 +18,7 @@ from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, ModelError, ShoalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.membership.membership import Membership
+from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Hello, Welcome
 from shoal.protocol.net.addresses import DialBackAnswer
@@ -25,7 +26,6 @@ from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
-from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 MODEL = ModelFacts("my stories", MODEL_ID, 8)
 DELAY_SECONDS = 0.05

@@ -17,6 +17,7 @@ from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import CAPABILITY_BYTES, Capability, ClientToken, ModelId, PeerId, SessionId
+from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import (
     BULK_FRAME_BYTES,
@@ -35,7 +36,6 @@ from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireDtype, WireTensor
-from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 MODEL_ID = ModelId("a" * 32)
 PEER_ID = Identity(bytes(32)).peer_id

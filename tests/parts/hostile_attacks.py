@@ -26,12 +26,12 @@ from raw_connection import dial_raw
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
+from shoal.protocol.messages.codec import HEADER_BYTES, decode_frame, encode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.reverse_connections import Parked, make_offer
 from shoal.protocol.messages.session import Close, Declined, Hello, Probe, Welcome
 from shoal.protocol.net.frame_stream import Framing
 from shoal.protocol.versions import MAX_VERSION
-from shoal.protocol.wire.codec import HEADER_BYTES, decode_frame, encode_frame
 
 SEED = 7
 

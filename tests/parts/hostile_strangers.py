@@ -18,6 +18,7 @@ from shoal.peer.local_swarm.swarm import LocalPeer, LocalSwarm
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, UnavailableError
 from shoal.protocol.ids import ModelId, SessionId
+from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Declined, Hello, Open, Opened, Step, Welcome
 from shoal.protocol.net.frame_stream import FrameStream
@@ -25,7 +26,6 @@ from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireDtype, WireTensor
-from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 HIDDEN = 64
 HELLO = Hello(1, 1, "a stranger")
@@ -141,7 +141,7 @@ def make_step(
 
 
 def patch_frame(frame: bytes, offset: int, layout: str, value: int) -> bytes:
-    """Write a number into a header; the offsets are those that protocol/wire/codec.py draws."""
+    """Write a number into a header; the offsets are those that protocol/messages/codec.py draws."""
     patched = bytearray(frame)
     struct.pack_into("<" + layout, patched, offset, value)
     return bytes(patched)

@@ -26,6 +26,7 @@ from shoal.protocol.messages.adapters import (
     PublicationFetch,
     UploadPace,
 )
+from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.messages.passes import (
     Pass,
     Passed,
@@ -40,7 +41,6 @@ from shoal.protocol.net.transport import Stream
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireTensor
 from shoal.protocol.versions import MAX_VERSION
-from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 WHOLE = Span(0, NUM_BLOCKS)
 

@@ -22,13 +22,13 @@ from shoal.protocol.errors import RefusedError
 from shoal.protocol.fair_share import Tenant
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
+from shoal.protocol.messages.codec import encode_frame
 from shoal.protocol.messages.reverse_connections import make_offer
 from shoal.protocol.messages.session import Hello, Lane, NextHop, Probe, Welcome
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import MAX_VERSION
-from shoal.protocol.wire.codec import encode_frame
 
 PERIOD_SECONDS = 30.0
 NUM_BLOCKS = 8

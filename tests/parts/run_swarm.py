@@ -17,6 +17,7 @@ from shoal.peer.process.config import PeerEvent
 from shoal.peer.runs.run_peer import RunPeer
 from shoal.peer.runs.run_resources import RunPeerConfig
 from shoal.protocol.identity import Identity
+from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
@@ -25,7 +26,6 @@ from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.runs.run_record import RunRecord, sign_run
 from shoal.protocol.runs.training_run import PartId, TrainingRun
-from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 _LONGEST_SECONDS = 0.02
 """The longest that a pass takes, in virtual time."""

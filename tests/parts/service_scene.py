@@ -25,6 +25,7 @@ from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, ShoalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import SessionId
+from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Declined, Hello, Open, Opened, Output, Step, Welcome
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
@@ -32,7 +33,6 @@ from shoal.protocol.net.transport import FrameGate, Stream
 from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireDtype, WireTensor
-from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 HIDDEN = 64
 PEER_ID = Identity(bytes(32)).peer_id

@@ -27,6 +27,7 @@ from shoal.client.settings.client_config import ClientConfig
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import SessionId
+from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import (
     Close,
@@ -42,7 +43,6 @@ from shoal.protocol.messages.session import (
 from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.spans import Span
-from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 NUM_BLOCKS = 6
 WIDTH = 4

@@ -36,6 +36,7 @@ from shoal.protocol.messages.adapters import (
     OptimizerSettings,
     PublicationFetch,
 )
+from shoal.protocol.messages.codec import CODECS, HEADER_BYTES, decode_frame, encode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.passes import (
     AccumulationOrder,
@@ -109,7 +110,6 @@ from shoal.protocol.runs.decisions import (
 )
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat, WireDtype, WireTensor, compute_num_bytes
-from shoal.protocol.wire.codec import CODECS, HEADER_BYTES, decode_frame, encode_frame
 
 SESSION = SessionId(bytes(range(16)))
 MODEL = ModelId("0123456789abcdef" * 2)

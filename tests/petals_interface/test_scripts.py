@@ -24,7 +24,7 @@ from shoal.client import (
     UsageError,
     load_pretrained_block,
 )
-from shoal.client.settings.client_config import make_client_config
+from shoal.client.settings.pretrained_arguments import make_client_config
 
 IDS = torch.tensor([[5, 9, 60, 3]])
 

@@ -30,13 +30,13 @@ from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.engine.steps import StepWork
 from shoal.peer.local_swarm.loopback import CLIENT_HOST, LoopbackPeer, LoopbackSwarm
 from shoal.protocol.ids import SessionId, make_model_id
+from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.net.transport import FrameGate, Stream
 from shoal.protocol.records.announcements import PeerState
 from shoal.protocol.spans import Span
-from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 HIDDEN = 64
 WHOLE = Span(0, 4)

@@ -28,6 +28,7 @@ from shoal.protocol.errors import DirectoryError, NotAMemberError, RefusedError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.membership.membership import NO_MEMBERSHIP, Membership, Role, make_owner
+from shoal.protocol.messages.codec import decode_frame, encode_frame, read_answer
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.records import MAX_RECORDS_BYTES, RecordFetch, Records
 from shoal.protocol.messages.session import Welcome
@@ -47,7 +48,6 @@ from shoal.protocol.records.announcements import Announcement, sign_announcement
 from shoal.protocol.records.swarm_records import SwarmRecords
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import MAX_VERSION
-from shoal.protocol.wire.codec import decode_frame, encode_frame, read_answer
 
 pytestmark = pytest.mark.slow
 

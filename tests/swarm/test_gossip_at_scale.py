@@ -25,6 +25,7 @@ from shoal.protocol.errors import DirectoryError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId, PeerId
 from shoal.protocol.limits import MAX_ANNOUNCEMENTS_PER_MODEL
+from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.messages.records import RecordFetch, Records
 from shoal.protocol.messages.session import Welcome
 from shoal.protocol.net.gossip import GossipDirectory
@@ -41,7 +42,6 @@ from shoal.protocol.records.announcements import (
 from shoal.protocol.records.swarm_records import SwarmRecords
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import MAX_VERSION
-from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 pytestmark = pytest.mark.thorough
 

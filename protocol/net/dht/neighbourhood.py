@@ -22,10 +22,10 @@ from ...endpoints import Endpoint, Relay
 from ...errors import DirectoryError, RemoteProtocolError, ShoalError, UnavailableError, UsageError
 from ...fair_share import name_network
 from ...ids import MODEL_ID_CHARACTERS, ModelId, SessionId
+from ...messages.codec import check_kind, decode_frame, encode_frame
 from ...messages.records import MAX_RECORDS_BYTES, RecordFetch, Records
 from ...records.announcements import Announcement
 from ...records.swarm_records import SwarmRecords
-from ...wire.codec import check_kind, decode_frame, encode_frame
 from ..clock import Clock
 from ..libp2p.hivemind_packages import importing_hivemind
 from ..libp2p.multiaddrs import PeerAddress, find_listening

@@ -26,8 +26,8 @@ from typing import Annotated
 from ...endpoints import Relay
 from ...errors import RemoteProtocolError, ShoalError, UnavailableError
 from ...ids import PeerId
+from ...messages.codec import BodyCodec
 from ...messages.fields import Body, Message, Record
-from ...wire.codec import BodyCodec
 from ..libp2p.multiaddrs import PeerAddress
 from ..libp2p.p2p_daemon import (
     P2P,

@@ -13,11 +13,11 @@ from shoal.client.passes.pass_links import PassLink, PassLinks
 from shoal.protocol.errors import ErrorCode, RefusedError, UnavailableError
 from shoal.protocol.ids import NO_ADAPTER, AdapterId, ModelId, PeerId, SessionId, UploadId
 from shoal.protocol.messages.adapters import AdapterHead
+from shoal.protocol.messages.codec import encode_frame
 from shoal.protocol.messages.session import Declined
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.transport import FrameGate
 from shoal.protocol.spans import Span
-from shoal.protocol.wire.codec import encode_frame
 
 UPLOAD = UploadId(SessionId(b"an upload of it."))
 

@@ -15,7 +15,8 @@ import torch
 from shoal.client.model.auto import AutoDistributedModelForCausalLM
 from shoal.client.routing.route_finder import SwarmModel
 from shoal.client.runtime.client import Client, find_network
-from shoal.client.settings.client_config import ClientConfig, make_client_config
+from shoal.client.settings.client_config import ClientConfig
+from shoal.client.settings.pretrained_arguments import make_client_config
 from shoal.protocol.errors import DirectoryError, UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId

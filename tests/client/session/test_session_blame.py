@@ -28,9 +28,9 @@ from torch import Tensor
 from shoal.client.session.hop_link import from_wire, to_wire
 from shoal.protocol.errors import ErrorCode, RefusedError, UsageError
 from shoal.protocol.ids import SessionId
+from shoal.protocol.messages.codec import encode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Declined, Gap, Open, Opened, Step
-from shoal.protocol.wire.codec import encode_frame
 
 OTHER_SESSION = SessionId(b"x" * 16)
 

@@ -33,6 +33,7 @@ from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, ShoalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
+from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.records import RecordFetch, Records
 from shoal.protocol.messages.session import Declined, Hello, Open, Opened, Step, Welcome
@@ -43,7 +44,6 @@ from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcements import Announcement, sign_announcement
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import MAX_VERSION
-from shoal.protocol.wire.codec import decode_frame, encode_frame
 from swarm_benchmarks.attacker import ATTACKS, Raid
 
 NUM_IDENTITIES = 10

@@ -23,6 +23,7 @@ from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import PeerId
+from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.messages.session import Hello, Welcome
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
@@ -30,7 +31,6 @@ from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcements import Announcement, sign_announcement
 from shoal.protocol.records.coordinates import Coordinate, estimate_rtt_seconds
 from shoal.protocol.spans import Span
-from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 PERIOD_SECONDS = 30.0
 NUM_BLOCKS = 12

@@ -33,11 +33,11 @@ from shoal.peer.streams.client_stream import ClientStream
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import ModelId
+from shoal.protocol.messages.codec import decode_frame
 from shoal.protocol.messages.passes import Pass, Passed, PassKind, PassPiece, Slot
 from shoal.protocol.messages.session import Queued
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireDtype
-from shoal.protocol.wire.codec import decode_frame
 
 
 async def assert_still_serves(peer: Peer) -> None:

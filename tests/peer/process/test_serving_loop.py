@@ -37,6 +37,7 @@ from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.errors import DirectoryError, UnavailableError, UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId, PeerId
+from shoal.protocol.messages.codec import encode_frame
 from shoal.protocol.messages.session import Welcome
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
@@ -44,7 +45,6 @@ from shoal.protocol.net.network import Addresses
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.spans import Span
-from shoal.protocol.wire.codec import encode_frame
 
 MODEL_ID = ModelId("a" * 32)
 NUM_BLOCKS = 8

@@ -31,6 +31,7 @@ from shoal.protocol.fair_share import RecentCosts, SharedBytes
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
 from shoal.protocol.limits import MAX_HOPS
+from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import (
     Admit,
@@ -50,7 +51,6 @@ from shoal.protocol.messages.session import (
 )
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.net.transport import Stream
-from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 KEY, NEW_KEY, NEXT_KEY = (Capability(bytes([n]) * 16) for n in (1, 2, 3))
 NEXT, HEIR = Identity(bytes([9]) * 32), Identity(bytes([8]) * 32)

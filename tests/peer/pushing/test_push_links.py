@@ -24,6 +24,7 @@ from shoal.protocol.fair_share import Tenant
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
 from shoal.protocol.limits import MAX_PIECE_BYTES
+from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.messages.session import Attach, Declined, Hello, Lane, NextHop, Probe, Welcome
 from shoal.protocol.net.memory.loopback import (
     WINDOW_BYTES,
@@ -33,7 +34,6 @@ from shoal.protocol.net.memory.loopback import (
 )
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.net.transport import Stream
-from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 NEXT = Identity(bytes([9]) * 32)
 NEXT_ID = NEXT.peer_id

@@ -27,6 +27,7 @@ from shoal.peer.pushing.reverse_connections import ReverseConnections, choose_ho
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError
 from shoal.protocol.identity import Identity
+from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.messages.reverse_connections import Parked
 from shoal.protocol.messages.session import Attach, Hello, Lane, Welcome
 from shoal.protocol.net.memory.loopback import LoopbackStream, LoopbackTransport
@@ -35,7 +36,6 @@ from shoal.protocol.records.announcements import Announcement, PeerState, shorte
 from shoal.protocol.records.coordinates import Coordinate
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import REVERSE_VERSION
-from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 HOME_SPAN = Span(4, 8)
 ENDPOINT = Endpoint("192.0.2.7", 4040, "f" * 64)

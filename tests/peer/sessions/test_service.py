@@ -28,11 +28,11 @@ from virtual_time import VirtualClock
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import ModelId
+from shoal.protocol.messages.codec import encode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Close, Declined, Gap, Hello, Opened, Welcome
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import MAX_VERSION
-from shoal.protocol.wire.codec import encode_frame
 
 
 @with_peer()

@@ -30,12 +30,12 @@ from virtual_time import VirtualClock
 from shoal.peer.engine.engine import Engine
 from shoal.protocol.errors import ErrorCode, SilentError
 from shoal.protocol.ids import CLIENT_TOKEN_BYTES, ClientToken
+from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Close, Gap, Hello, Leaving, Opened, Welcome
 from shoal.protocol.net.memory.loopback import LoopbackTransport
 from shoal.protocol.tensors import WireDtype
 from shoal.protocol.versions import HANDOFF_VERSION
-from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 
 def test_hanging_up_on_a_session_is_quiet(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:

@@ -38,12 +38,12 @@ from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, UnavailableError
 from shoal.protocol.fair_share import Tenant
 from shoal.protocol.ids import ClientToken
+from shoal.protocol.messages.codec import decode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Close, Gap, Opened, Output, Step
 from shoal.protocol.net.transport import FrameGate, open_gate
 from shoal.protocol.session.session_state import MAX_CACHED_ANSWER_BYTES, MAX_CACHED_ANSWERS
 from shoal.protocol.tensors import WireDtype, WireTensor
-from shoal.protocol.wire.codec import decode_frame
 
 
 @with_peer(max_sessions=3)

@@ -14,7 +14,7 @@ from shoal.protocol.messages.adapters import (
     allow_upload_seconds,
     cut_adapter,
 )
-from shoal.protocol.wire.codec import decode_frame, encode_frame
+from shoal.protocol.messages.codec import decode_frame, encode_frame
 
 PIECE_BYTES = 48 * 2**10
 DATA = bytes(range(256)) * 400

@@ -17,9 +17,9 @@ from wire_messages import HONEST, ONE_OF_EACH
 
 from shoal.protocol.errors import RemoteProtocolError
 from shoal.protocol.identity import Identity
+from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.records.announcements import sign_announcement, verify_announcement
 from shoal.protocol.tensors import WireTensor
-from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 FILE = Path(__file__).with_name("golden_frames.json")
 ADDED = {

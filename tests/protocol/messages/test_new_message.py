@@ -19,8 +19,8 @@ from shoal.protocol.errors import LocalProtocolError, RemoteProtocolError
 from shoal.protocol.ids import SessionId
 from shoal.protocol.messages.session import Throttled
 from shoal.protocol.versions import MAX_VERSION, agree_on_version
-from shoal.protocol.wire.codec import CODECS, decode_frame, encode_frame
-from shoal.protocol.wire.codec import HEADER_BYTES
+from shoal.protocol.messages.codec import CODECS, decode_frame, encode_frame
+from shoal.protocol.messages.codec import HEADER_BYTES
 
 def refuses(act, error):
     try:

@@ -15,6 +15,7 @@ from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.errors import SilentError, UnavailableError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
+from shoal.protocol.messages.codec import encode_frame
 from shoal.protocol.messages.session import Welcome
 from shoal.protocol.net import dialling
 from shoal.protocol.net.dialling import dial_peer, open_greeted
@@ -22,7 +23,6 @@ from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTranspor
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
-from shoal.protocol.wire.codec import encode_frame
 
 SPAN = Span(0, 4)
 PEER_ID = Identity(bytes(32)).peer_id

@@ -10,6 +10,7 @@ from announcements import make_announcement, sign
 
 from shoal.client.routing.route_finder import GOSSIP_BYTES
 from shoal.protocol.ids import SessionId
+from shoal.protocol.messages.codec import encode_frame
 from shoal.protocol.messages.records import Records
 from shoal.protocol.records.announcement_book import digest_record
 from shoal.protocol.records.announcements import (
@@ -19,7 +20,6 @@ from shoal.protocol.records.announcements import (
 )
 from shoal.protocol.records.swarm_records import choose_records, split_digests
 from shoal.protocol.spans import Span, find_gaps
-from shoal.protocol.wire.codec import encode_frame
 
 
 def make_known(peer: Announcement, value: bytes) -> KnownRecord:

@@ -33,6 +33,7 @@ from shoal.protocol.membership.membership import (
     make_public,
     sign_revocations,
 )
+from shoal.protocol.messages.codec import encode_frame
 from shoal.protocol.messages.records import MAX_NAMED_RECORDS, MAX_RECORDS_BYTES, RecordFetch
 from shoal.protocol.records.announcement_book import AnnouncementBook
 from shoal.protocol.records.announcements import (
@@ -43,7 +44,6 @@ from shoal.protocol.records.announcements import (
 )
 from shoal.protocol.records.coordinates import Coordinate
 from shoal.protocol.records.swarm_records import SwarmRecords
-from shoal.protocol.wire.codec import encode_frame
 
 OWNER, STRANGER = make_owner(bytes(range(16))), make_owner(bytes(16))
 SERVER, USER = OWNER.as_role(Role.SERVE), OWNER.as_role(Role.USE)

@@ -37,10 +37,10 @@ from shoal.protocol.messages.adapters import (
     OptimizerSettings,
     make_updated_id,
 )
+from shoal.protocol.messages.codec import encode_frame
 from shoal.protocol.messages.passes import AccumulationOrder, AdapterRows, Passed, PassKind
 from shoal.protocol.messages.session import Queued
 from shoal.protocol.versions import MAX_VERSION
-from shoal.protocol.wire.codec import encode_frame
 
 ADAMW = OptimizerSettings(OptimizerKind.ADAMW, 0.01, 0.1, 0.0, 0.9, 0.99, 1e-8)
 SGD = OptimizerSettings(OptimizerKind.SGD, 0.1, 0.01, 0.9)

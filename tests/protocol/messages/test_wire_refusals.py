@@ -27,6 +27,7 @@ from wire_messages import (
 
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, RemoteProtocolError
+from shoal.protocol.messages.codec import CODECS, HEADER_BYTES, decode_frame, encode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.passes import PassPiece
 from shoal.protocol.messages.reverse_connections import Offer, Parked
@@ -43,7 +44,6 @@ from shoal.protocol.messages.session import (
     Welcome,
 )
 from shoal.protocol.tensors import KVFormat, WireDtype
-from shoal.protocol.wire.codec import CODECS, HEADER_BYTES, decode_frame, encode_frame
 
 
 def list_accepted(frames: Iterable[tuple[Any, bytes]]) -> list[Any]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 
-from ..protocol.errors import RemoteProtocolError
-from ..protocol.ids import ModelId
-from ..protocol.messages.fields import Message
-from ..protocol.messages.records import RecordFetch
-from ..protocol.net.clock import Clock
-from ..protocol.net.network import Presence
-from ..protocol.wire.codec import encode_frame
-from .streams.client_stream import ClientStream, Handler, StreamWork
-from .streams.service import Workload
+from ...protocol.errors import RemoteProtocolError
+from ...protocol.ids import ModelId
+from ...protocol.messages.codec import encode_frame
+from ...protocol.messages.fields import Message
+from ...protocol.messages.records import RecordFetch
+from ...protocol.net.clock import Clock
+from ...protocol.net.network import Presence
+from .client_stream import ClientStream, Handler, StreamWork
+from .service import Workload
 
 
 class RecordWorkload(Workload):

@@ -17,9 +17,9 @@ from wire_messages import (
 
 from shoal.protocol import limits
 from shoal.protocol.errors import RemoteProtocolError
+from shoal.protocol.messages.codec import HEADER_BYTES, decode_frame, encode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Hello
-from shoal.protocol.wire.codec import HEADER_BYTES, decode_frame, encode_frame
 
 
 def flip(rng: random.Random, frame: bytes) -> bytes:

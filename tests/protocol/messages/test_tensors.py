@@ -4,6 +4,7 @@ import pytest
 
 from shoal.protocol import limits
 from shoal.protocol.errors import RemoteProtocolError
+from shoal.protocol.messages.codec import read_tensor
 from shoal.protocol.tensors import (
     ELEMENT_BYTES,
     WireDtype,
@@ -11,7 +12,6 @@ from shoal.protocol.tensors import (
     check_tensor,
     compute_num_bytes,
 )
-from shoal.protocol.wire.codec import read_tensor
 
 RAW = 1  # the only layout of elements
 

@@ -35,9 +35,10 @@ from google.protobuf.message_factory import GetMessageClass
 from .. import limits
 from ..errors import LocalProtocolError, RemoteProtocolError, UnavailableError
 from ..ids import NO_SESSION, SessionId
-from ..messages import adapters, passes, records, reverse_connections, runs
-from ..messages import session as sessions
-from ..messages.fields import (
+from ..tensors import WireDtype, WireTensor, check_tensor
+from . import adapters, passes, records, reverse_connections, runs
+from . import session as sessions
+from .fields import (
     Body,
     Field,
     Flag,
@@ -47,7 +48,6 @@ from ..messages.fields import (
     check_fields,
     list_fields,
 )
-from ..tensors import WireDtype, WireTensor, check_tensor
 
 FRAME_VERSION = 1
 _RAW_CODEC = 1

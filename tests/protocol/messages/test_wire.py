@@ -57,6 +57,7 @@ from shoal.protocol.messages.adapters import (
     OptimizerKind,
     PublicationFetch,
 )
+from shoal.protocol.messages.codec import CODECS, HEADER_BYTES, decode_frame, encode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.passes import AccumulationOrder, AdapterRows, Passed, PassKind
 from shoal.protocol.messages.records import (
@@ -92,7 +93,6 @@ from shoal.protocol.messages.session import (
 from shoal.protocol.runs.decisions import Decided, Prepare
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireDtype, WireTensor
-from shoal.protocol.wire.codec import CODECS, HEADER_BYTES, decode_frame, encode_frame
 
 # ---- what is honest
 
