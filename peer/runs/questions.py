@@ -20,12 +20,18 @@ _BUSY_SECONDS = 1.0
 _Kind = TypeVar("_Kind", bound=Message)
 
 
+def _is_wanted() -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class MemberAnswer:
     """A message, and what follows it."""
 
     message: Message
     payload: bytes | memoryview = b""
+    is_wanted: Callable[[], bool] = _is_wanted
+    """Whether the rest of what follows is still to be sent."""
 
     def check_kind(self, kind: type[_Kind]) -> _Kind:
         """Return the message if it is of this kind. Raises RemoteProtocolError."""

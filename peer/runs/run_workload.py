@@ -33,7 +33,7 @@ from ...protocol.messages.runs import (
 from ...protocol.runs.run_record import RunRecord
 from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork
 from ..streams.service import Workload
-from .questions import AnswerMember, MemberAnswer
+from .questions import AnswerMember, MemberAnswer, make_busy
 
 _ROOM_SECONDS = 60.0
 
@@ -191,6 +191,8 @@ class _RunStreamWork(StreamWork):
             for piece in cut_bytes(question_id, answer.payload):
                 if answers.is_full:
                     await answers.wait_for_room(_ROOM_SECONDS)
+                if not answer.is_wanted():
+                    raise make_busy("a newer state takes the place of this one")
                 answers.post(encode_frame(piece))
         except RefusedError as error:
             self._keep_alive.stop()

@@ -461,11 +461,17 @@ class Stage:
     async def read_state(self, question: StateFetch) -> MemberAnswer:
         """Return the state before an update. Raises RefusedError for one that is over."""
         await self._wait_for_update(question.update)
-        digest, data = self.digest, memoryview(b"")
-        if question.part is not StatePart.DIGEST:
-            data = await self._copies.read(question.part, question.update)
-        follows = StateFollows(question.question, len(data), digest.whole, digest.rest)
-        return MemberAnswer(follows, data)
+        digest = self.digest
+        if question.part is StatePart.DIGEST:
+            return MemberAnswer(StateFollows(question.question, 0, digest.whole, digest.rest))
+        copy = await self._copies.read(question.part, question.update)
+        follows = StateFollows(question.question, len(copy.data), digest.whole, digest.rest)
+
+        def is_wanted() -> bool:
+            is_stale = question.part is StatePart.ALL and self.update != question.update
+            return not copy.is_replaced and not is_stale
+
+        return MemberAnswer(follows, copy.data, is_wanted)
 
 
 async def _wait_for(running: asyncio.Task[_Counted]) -> _Counted:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -44,8 +45,21 @@ _KEPT_SECONDS = 60.0
 _MOST_COPIES = {StatePart.ALL: 1, StatePart.WEIGHTS: 2}
 """With two, one that reads slowly does not keep others from a later update."""
 
+_MOST_SECONDS = 600.0
+"""How long a copy is sent for certain; then it may give way to one of a later update."""
+
 Note = Callable[[str], None]
 """Is told what goes wrong meanwhile."""
+
+
+@dataclass(eq=False)
+class StateCopy:
+    """A copy of the state of a stage, or of its weights, that is being sent."""
+
+    data: memoryview
+    made_at: float
+    is_replaced: bool = False
+    """Whether it gives way to a copy of a later update."""
 
 
 class StateCopies:
@@ -53,18 +67,19 @@ class StateCopies:
 
     All that fetch the same get the same copy, which ends with the last of them; that of weights is
     kept for a while, so that strangers that ask again and again have few made. Each kind has its
-    own limit, so they take no memory from mates that join.
+    own limit, so they take no memory from mates that join. Those that read slowly do not keep
+    others from later updates for ever.
     """
 
     def __init__(self, span: TrainableSpan, compute: Compute) -> None:
         self._span = span
         self._compute = compute
         self._turns = {part: asyncio.Lock() for part in StatePart}
-        self._copies = WeakValueDictionary[tuple[StatePart, int], memoryview]()
-        self._kept: memoryview | None = None
+        self._copies = WeakValueDictionary[tuple[StatePart, int], StateCopy]()
+        self._kept: StateCopy | None = None
         self._dropping: asyncio.TimerHandle | None = None
 
-    async def read(self, part: StatePart, update: int) -> memoryview:
+    async def read(self, part: StatePart, update: int) -> StateCopy:
         """Return a copy of the state before an update, which is under way.
 
         Raises RefusedError where it is over, or where copies of others are still being sent.
@@ -74,9 +89,13 @@ class StateCopies:
             if copy is None:
                 if part is StatePart.WEIGHTS:
                     self._drop()
-                if sum(kind is part for kind, _ in self._copies) >= _MOST_COPIES[part]:
+                now = asyncio.get_running_loop().time()
+                others = [each for (kind, _), each in self._copies.items() if kind is part]
+                if len(others) >= _MOST_COPIES[part]:
+                    oldest = min(others, key=lambda each: each.made_at)
+                    oldest.is_replaced = now - oldest.made_at > _MOST_SECONDS
                     raise make_busy("this member still sends the state of another update")
-                copy = await self._compute(partial(self._make, part, update))
+                copy = StateCopy(await self._compute(partial(self._make, part, update)), now)
                 self._copies[part, update] = copy
                 if part is StatePart.WEIGHTS:
                     loop = asyncio.get_running_loop()

@@ -7,6 +7,7 @@ import hashlib
 import random
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,14 +15,17 @@ from virtual_time import VirtualClock
 
 from shoal.peer.engine.training.span_state import digest_tensors
 from shoal.peer.process.config import PeerEvent
+from shoal.peer.runs.remote_members import RemoteMembers
 from shoal.peer.runs.run_peer import RunPeer
 from shoal.peer.runs.run_resources import RunPeerConfig
 from shoal.protocol.identity import Identity
+from shoal.protocol.ids import MemberId
 from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.net.memory.memory_network import MemoryNetwork
+from shoal.protocol.net.network import Addresses, Presence
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.runs.run_record import RunRecord, sign_run
@@ -138,6 +142,18 @@ class RunSwarm:
     def make_network(self, host: str) -> MemoryNetwork:
         """Return the access of a host to the swarm."""
         return MemoryNetwork(self.network, self._store, VirtualClock(), host)
+
+    async def open_stranger(self, host: str, stack: AsyncExitStack) -> RemoteMembers:
+        """Return the access of somebody who takes no part to the members, until the stack ends."""
+        transport, directory = await self.make_network(host).connect()
+        stack.push_async_callback(transport.close)
+        stack.push_async_callback(directory.close)
+        identity = make_identity(host)
+        presence = Presence(identity, transport, directory, (), Addresses((), {}), stack)
+        own = MemberId(f"{identity.peer_id}/1")
+        members = RemoteMembers(own, self.record, presence, VirtualClock(), 10.0)
+        stack.push_async_callback(members.close)
+        return members
 
     async def list_announcements(self) -> list[Announcement]:
         """Return what the peers have announced last."""

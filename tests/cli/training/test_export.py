@@ -43,7 +43,6 @@ from shoal.protocol.messages.runs import (
     Vote,
 )
 from shoal.protocol.messages.session import Queued
-from shoal.protocol.net.network import Addresses, Presence
 from shoal.protocol.net.tasks import cancel_all
 from shoal.protocol.runs.commits import Commit
 from shoal.protocol.runs.decisions import Decided, Decision, Member
@@ -322,15 +321,8 @@ def test_strangers_do_not_keep_a_peer_that_leaves_or_is_done(
 
     async def scene(swarm: RunSwarm) -> None:
         await swarm.finish()
-        transport, directory = await swarm.make_network("stranger").connect()
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(transport.close)
-            stack.push_async_callback(directory.close)
-            stranger, nowhere = make_identity("stranger"), Addresses((), {})
-            presence = Presence(stranger, transport, directory, (), nowhere, stack)
-            own = MemberId(f"{stranger.peer_id}/1")
-            members = RemoteMembers(own, swarm.record, presence, VirtualClock(), 10.0)
-            stack.push_async_callback(members.close)
+            members = await swarm.open_stranger("stranger", stack)
             asking = [asyncio.create_task(ask(swarm, members, delay)) for delay in (0.0, 15.0)]
             stack.push_async_callback(cancel_all, asking)
             await asyncio.sleep(20.0)

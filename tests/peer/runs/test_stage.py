@@ -326,6 +326,8 @@ def test_all_that_fetch_the_same_state_get_one_copy(tmp_path: Path) -> None:
         assert await stage.apply(commit)
         with pytest.raises(RefusedError, match="still sends the state of another update"):
             await read(StatePart.ALL)
+        assert not first.is_wanted()  # nobody can use it any more, so it is not sent to its end
+        assert weights.is_wanted()
         del first, second
         assert (await read(StatePart.ALL)).payload
 
@@ -350,6 +352,35 @@ def test_weights_are_copied_once_for_an_update_and_dropped_later(tmp_path: Path)
         assert later() is not slow
         await asyncio.sleep(300.0)
         assert later() is None
+
+    with_stage(tmp_path, 1, scene)
+
+
+def test_weights_that_are_read_slowly_give_way_to_those_of_a_later_update(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        async def read() -> MemberAnswer:
+            question = StateFetch(make_question_id(), stage.update, StatePart.WEIGHTS)
+            return await stage.read_state(question)
+
+        async def advance() -> None:
+            order = replace(order_sums(set()), update=stage.update)
+            reduced = (await stage.reduce(order)).check_kind(Reduced)
+            commit = make_commit(reduced).model_copy(update={"update": stage.update + 1})
+            assert await stage.apply(commit)
+
+        first = await read()
+        await advance()
+        second = await read()
+        await advance()
+        for seconds in (0.0, 590.0, 20.0):
+            assert first.is_wanted()
+            await asyncio.sleep(seconds)
+            with pytest.raises(RefusedError, match="still sends the state of another update"):
+                await read()
+        assert not first.is_wanted()
+        assert second.is_wanted()
+        del first
+        assert (await read()).is_wanted()
 
     with_stage(tmp_path, 1, scene)
 
