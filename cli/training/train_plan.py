@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ...peer.engine.training.run_plan import RunPlan, SpeedPlan, StagePlan
 
 _MEGABITS = (20, 100, 1000)
-_MEMORY = "{:>5}  {:>8}  {:>8}  {:>9}  {:>9}  {:>8}  {:>11}  {:>8}"
+_MEMORY = "{:>5}  {:>8}  {:>8}  {:>9}  {:>9}  {:>11}  {:>8}  {:>8}"
 _BYTES = "{:>5}  {:>5}  {:>5}  {:>18}  {:>18}"
 _SPEED = "{:>5}  {:>7}  {:>11}  {:>12}"
 
@@ -104,8 +104,8 @@ def _list_memory(training: TrainingRun, stages: tuple[StagePlan, ...]) -> list[s
     rows = [
         _MEMORY.format(
             index, str(stage.span), *map(show_bytes, (
-                stage.weight_bytes, stage.optimizer_bytes, stage.gradient_bytes, stage.sum_bytes,
-                stage.activation_bytes, stage.memory_bytes,
+                stage.weight_bytes, stage.optimizer_bytes, stage.gradient_bytes + stage.sum_bytes,
+                stage.activation_bytes, stage.copy_bytes, stage.memory_bytes,
             ))
         )
         for index, stage in enumerate(stages)
@@ -119,8 +119,8 @@ def _list_memory(training: TrainingRun, stages: tuple[StagePlan, ...]) -> list[s
             "weights",
             "optimizer",
             "gradients",
-            "sums",
             "activations",
+            "copies",
             "together",
         ),
         *rows,

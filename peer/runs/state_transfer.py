@@ -23,7 +23,14 @@ from ...protocol.net.tasks import cancel_all
 from ...protocol.runs.training_run import TrainingRun
 from ...protocol.runs.update_parts import find_equal
 from ..engine.training.span_building import list_weights
-from ..engine.training.span_state import StateDigest, StateLayout, digest_tensors, pick_weights
+from ..engine.training.span_state import (
+    MOST_STATE_COPIES,
+    MOST_WEIGHT_COPIES,
+    StateDigest,
+    StateLayout,
+    digest_tensors,
+    pick_weights,
+)
 from ..engine.training.trainable_span import TrainableSpan
 from .questions import (
     FAILURES,
@@ -42,8 +49,7 @@ _GRACE_SECONDS = 1.0
 _KEPT_SECONDS = 60.0
 """How long weights are kept for others that export the same update."""
 
-_MOST_COPIES = {StatePart.ALL: 1, StatePart.WEIGHTS: 2}
-"""With two, one that reads slowly does not keep others from a later update."""
+_MOST_COPIES = {StatePart.ALL: MOST_STATE_COPIES, StatePart.WEIGHTS: MOST_WEIGHT_COPIES}
 
 _MOST_SECONDS = 600.0
 """How long a copy is sent for certain; then it may give way to one of a later update."""

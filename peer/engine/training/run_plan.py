@@ -18,6 +18,7 @@ from ....protocol.tensors import INT8_GROUP, WireDtype, compute_num_bytes
 from .numerics_class import pass_random_part
 from .optimizers import count_state_bytes
 from .span_building import find_embedding_and_head, list_span_modules
+from .span_state import MOST_STATE_COPIES, MOST_WEIGHT_COPIES
 from .trainable_span import TrainableSpan
 
 _NUMBER_BYTES = 4
@@ -41,6 +42,8 @@ class StagePlan:
     activation_bytes: int
     """Activations and gradients that a member without mates keeps of all parts until the update is
     committed. Graphs of passes under way take up to 1 GiB beside them."""
+    copy_bytes: int
+    """Copies that others download at the same time: of the state, and of the weights alone."""
     boundary_bytes: int
     """Bytes that a member sends to other stages for one part, and receives from them."""
     num_tied: int
@@ -57,6 +60,7 @@ class StagePlan:
             + self.sum_bytes
             + self.gradient_bytes
             + self.activation_bytes
+            + self.copy_bytes
         )
 
 
@@ -191,14 +195,18 @@ def _plan_stage(run: TrainingRun, shell: Shell, span: Span) -> StagePlan:
         dtype, run.rows_per_part, run.corpus.sequence_length, hidden_size
     )
     num_borders = (not is_first) + (not is_last)
+    weight_bytes = _NUMBER_BYTES * num_weights + sum(one.nbytes for one in others)
+    optimizer_bytes = count_state_bytes(run.optimizer, weights)
+    state_bytes = weight_bytes + optimizer_bytes
     return StagePlan(
         span,
         num_weights,
-        weight_bytes=_NUMBER_BYTES * num_weights + sum(one.nbytes for one in others),
-        optimizer_bytes=count_state_bytes(run.optimizer, weights),
+        weight_bytes=weight_bytes,
+        optimizer_bytes=optimizer_bytes,
         sum_bytes=2 * _SUM_BYTES * num_weights,
         gradient_bytes=_NUMBER_BYTES * num_weights,
         activation_bytes=run.parts_per_update * num_borders * part_bytes,
+        copy_bytes=MOST_STATE_COPIES * state_bytes + MOST_WEIGHT_COPIES * weight_bytes,
         boundary_bytes=num_borders * sent_bytes,
         num_tied=embedding.weight.numel() if is_tied else 0,
         num_multiplied=num_multiplied,

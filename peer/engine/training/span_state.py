@@ -12,6 +12,11 @@ from torch import Tensor
 WEIGHTS_PREFIX = "weights/"
 """Of the names of weights in a state."""
 
+MOST_STATE_COPIES, MOST_WEIGHT_COPIES = 1, 2
+"""How many copies of a state, and of its weights alone, are sent to others at the same time. With
+two, one that reads slowly does not keep others from a later update.
+"""
+
 _ALIGNMENT = 8
 
 

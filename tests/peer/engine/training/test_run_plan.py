@@ -12,7 +12,7 @@ from training_runs import MODEL, describe_run, open_run
 from virtual_time import run_virtual
 
 from shoal.peer.engine.training.run_plan import RunPlan, measure_tokens_per_second, plan_run
-from shoal.peer.engine.training.span_state import WEIGHTS_PREFIX
+from shoal.peer.engine.training.span_state import WEIGHTS_PREFIX, StateLayout, pick_weights
 from shoal.peer.engine.training.trainable_span import TrainableSpan
 from shoal.protocol.errors import UsageError
 from shoal.protocol.messages.fields import Message
@@ -43,6 +43,9 @@ def test_memory_is_that_of_a_stage(changes: dict[str, Any]) -> None:
         assert plan.sum_bytes == 2 * sum(one.units.nbytes for one in span.sums.values())
         optimizer = [one.nbytes for name, one in state.items() if name.startswith("optimizer/")]
         assert plan.optimizer_bytes == sum(optimizer)
+        copies = [state, pick_weights(state), pick_weights(state)]
+        packed = sum(StateLayout(each).num_bytes for each in copies)
+        assert 0 <= packed - plan.copy_bytes <= 64 * len(state)  # what else is in a state
         assert plan.num_tied == sum(span.sums[name].units.numel() for name in span.tied_names)
 
 
