@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import importlib
 import logging
 import os
 import sys
@@ -11,53 +10,15 @@ from typing import NoReturn
 
 from ..protocol.errors import ShoalError, UnavailableError, UsageError
 from ..protocol.versions import SOFTWARE
+from .command_table import SUMMARIES, load_command
 from .options.config_file import apply_config
 from .options.shared_options import join_addresses
 from .terminal.interrupts import INTERRUPTED, INTERRUPTED_FACTS, quitting_at_once
 from .terminal.notices import add_log_argument, make_handler
 from .terminal.terminal import Terminal, prepare_streams
 
-# Modules of the subcommands, imported only when one is chosen: `shoal --help` is instant.
-_COMMANDS = {
-    "demo": "kill a peer in the middle of a story, and see the story continue",
-    "serve": "run a peer that hosts blocks of a model",
-    "swarm-new": "create the join code of a new swarm",
-    "revoke": "remove peers from a private swarm",
-    "swarm": "run a whole swarm on this machine until Ctrl-C",
-    "generate": "generate text with a swarm",
-    "chat": "talk with a model over a swarm",
-    "finetune": "fine-tune a model with your own data through a swarm",
-    "train": "train a model from scratch",
-    "export": "write the model of a training run that goes on, or is over",
-    "train-plan": "tell what a training run needs, before anyone joins",
-    "publish": "publish an adapter to a swarm until Ctrl-C",
-    "models": "list the models that a swarm serves",
-    "monitor": "watch the health of a swarm, on a web page or once",
-    "top": "watch the health of a swarm on the terminal",
-    "peers": "list the peers on this machine",
-    "drain": "have a peer on this machine serve nothing for a while",
-    "resume": "have a drained peer serve again",
-    "limits": "show or change how much a peer on this machine gives",
-    "doctor": "find out what is broken in a swarm, and how to fix it",
-    "bench": "benchmark a running swarm from this machine",
-}
-
 WRONG_USAGE = 2
 """The exit code where an option, or a file that it names, is wrong; other failures end with 1."""
-
-_ELSEWHERE = {
-    "bench": ".benchmarking.bench",
-    "drain": ".operating.drain",
-    "export": ".training.export",
-    "limits": ".operating.limits",
-    "monitor": ".monitoring.monitor",
-    "peers": ".operating.peers",
-    "resume": ".operating.resume",
-    "top": ".monitoring.top",
-    "train": ".training.train",
-    "train-plan": ".training.train_plan",
-}
-"""Commands in the room of their parts."""
 
 _WRONG_USAGES = {"monitor": 64}
 """Exit codes of commands for which the usual one means something else (64: sysexits.h)."""
@@ -154,19 +115,18 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=SOFTWARE)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     chosen = next((word for word in given if not word.startswith("-")), None)
-    for name, summary in _COMMANDS.items():
+    for name, summary in SUMMARIES.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == chosen:
-            place = _ELSEWHERE.get(name, f".commands.{name.replace('-', '_')}")
-            module = importlib.import_module(place, __package__)
-            module.add_arguments(subparser)
+            command = load_command(name)
+            command.add_arguments(subparser)
             if name in _RUN_FOR_DAYS:
                 add_log_argument(subparser)
             try:
                 apply_config(subparser, given)
             except UsageError as error:
                 subparser.error(str(error))
-            subparser.set_defaults(run=module.run, words=tuple(given))
+            subparser.set_defaults(run=command.run, words=tuple(given))
     options, unexpected = parser.parse_known_args(join_addresses(given))
     if unexpected:
         advice = "; put the prompt in quotes" if _is_unquoted_prompt(options, unexpected) else ""

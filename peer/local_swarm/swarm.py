@@ -292,9 +292,9 @@ class LocalSwarm:
         self._is_running = True
         try:
             deadline = self._make_deadline()
-            first = self._start(self._places[0], ())
+            first = self.start_peer(self._places[0], ())
             first.wait_for("directory", deadline)
-            others = [self._start(place, first.addresses) for place in self._places[1:]]
+            others = [self.start_peer(place, first.addresses) for place in self._places[1:]]
             for peer in (first, *others):
                 peer.wait_for("online", deadline)
         except BaseException:
@@ -331,7 +331,7 @@ class LocalSwarm:
         """
         arguments = (*(("--identity", str(identity)) if identity else ()), *options)
         place = None if span is None else make_place(span)
-        peer = self._start(place, self.initial_peers, arguments, program)
+        peer = self.start_peer(place, self.initial_peers, arguments, program)
         if wait:
             peer.wait_for("online", self._make_deadline())
         return peer
@@ -358,13 +358,14 @@ class LocalSwarm:
         for peer in peers:
             peer.wait_for("online", self._make_deadline())
 
-    def _start(
+    def start_peer(
         self,
         place: Place | None,
         initial_peers: Sequence[str],
         more: Sequence[str] = (),
         program: Sequence[str] = SHOAL_PROGRAM,
     ) -> LocalPeer:
+        """Start the process of one peer, with more arguments, and do not wait for it."""
         if not self._is_running:
             raise UsageError("the swarm is not running; use it in a `with` block")
         config = self.config

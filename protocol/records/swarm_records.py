@@ -188,14 +188,14 @@ class SwarmRecords:
             content = self.open(value)
             if content.startswith(_REVOCATIONS):
                 return self._take_revocations(content.removeprefix(_REVOCATIONS), value)
-            announcement = self._open_announcement(content, now)
+            announcement = self.open_announcement(content, now)
         if announcement.peer_id in self.revocations.peer_ids:
             raise RemoteProtocolError(f"the owner has revoked peer {announcement.peer_id}")
         if model_id not in (announcement.model_id, NO_MODEL):
             raise RemoteProtocolError("the record is of another model")
         self._book.add(announcement.model_id, announcement, value, now)
 
-    def _open_announcement(self, content: bytes, now: float) -> Announcement:
+    def open_announcement(self, content: bytes, now: float) -> Announcement:
         """Return what the content of a value announces, if its peer may serve."""
         num_bytes = self.membership.certificate_bytes
         certificate, record = content[:num_bytes], content[num_bytes:]

@@ -420,8 +420,8 @@ def test_arguments_are_checked_before_anything_heavy_is_imported() -> None:
     code = (
         "import sys\n"
         "from shoal.cli.main import main\n"
-        "from shoal.cli.main import _COMMANDS\n"
-        "for command in _COMMANDS:\n"
+        "from shoal.cli.command_table import SUMMARIES\n"
+        "for command in SUMMARIES:\n"
         "    try:\n"
         "        main([command, '--no-such-option'])\n"
         "    except SystemExit as error:\n"

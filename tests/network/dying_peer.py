@@ -11,10 +11,12 @@ real program.
 import os
 import signal
 import sys
-from typing import Any
+from collections.abc import Awaitable, Mapping
 
 from shoal.cli.main import main
 from shoal.peer.sessions import sessions
+from shoal.peer.streams.client_stream import ClientStream, Handler
+from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Open, Step
 
 _counts = {"prefill": 0, "answer": 0}
@@ -28,19 +30,28 @@ def die_at(point: str, nth: int) -> None:
 
 
 class DyingStream(sessions.SessionStreamWork):
-    async def _open(self, message: Open) -> None:
-        die_at("open", 1)
-        await super()._open(message)
+    def __init__(self, workload: sessions.SessionWorkload, stream: ClientStream) -> None:
+        super().__init__(workload, stream)
+        self._held_sessions = workload.admission.sessions
+        self._original_handlers = super().handlers
 
-    def _take_step(self, step: Step) -> None:
+    @property
+    def handlers(self) -> Mapping[type[Message], Handler]:
+        return {**self._original_handlers, Open: self._die_at_open, Step: self._die_at_step}
+
+    def _die_at_open(self, message: Open) -> Awaitable[None] | bool | None:
+        die_at("open", 1)
+        return self._original_handlers[Open](message)
+
+    def _die_at_step(self, step: Step) -> None:
         if step.hidden.tokens > 1:
             die_at("prefill", 2)
-        super()._take_step(step)
-
-    def _settle(self, step: Step, held: Any, answer: Any, future: Any) -> None:
-        super()._settle(step, held, answer, future)
-        if step.hidden.tokens == 1:
-            die_at("answer", 3)
+        held = self._held_sessions.get(step.session)
+        before = set(held.cache.running) if held is not None else set()
+        self._original_handlers[Step](step)
+        if held is not None and step.hidden.tokens == 1:
+            for future in held.cache.running - before:  # none for a step that is not computed
+                future.add_done_callback(lambda _: die_at("answer", 3))
 
 
 if __name__ == "__main__":

@@ -74,10 +74,10 @@ class LostDirectory(MemoryDirectory):
         await asyncio.sleep(self.slow_seconds)
         return await super().lookup(model_id)
 
-    def _check_is_reachable(self) -> None:
+    def check_is_reachable(self) -> None:
         if self.is_lost:
             raise DirectoryError("every contact is gone")
-        super()._check_is_reachable()
+        super().check_is_reachable()
 
 
 class NotingTransport(LoopbackTransport):

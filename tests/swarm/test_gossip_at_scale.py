@@ -81,9 +81,9 @@ class TrustingRecords(SwarmRecords):
 
     _opened: ClassVar[dict[bytes, Announcement]] = {}
 
-    def _open_announcement(self, content: bytes, now: float) -> Announcement:
+    def open_announcement(self, content: bytes, now: float) -> Announcement:
         if content not in self._opened:
-            self._opened[content] = super()._open_announcement(content, now)
+            self._opened[content] = super().open_announcement(content, now)
         check_is_current(self._opened[content], now)
         return self._opened[content]
 

@@ -397,12 +397,12 @@ class HivemindDirectory:
                     was_told = True
                 try:
                     async with asyncio.timeout(_RESTART_SECONDS):
-                        await self._replace()
+                        await self.replace_node()
                 except Exception as error:  # noqa: BLE001 - else the peer is away for good
                     _logger.debug("p2pd could not be started again: %r", error)
             _logger.info("the directory is back")
 
-    async def _replace(self) -> None:
+    async def replace_node(self) -> None:
         """Put another node in place of the one whose p2pd has ended, and announce again."""
         access = await reopen_access(self._access)
         self._node = await DirectoryNode.start(access, self.records, self._clock, ())

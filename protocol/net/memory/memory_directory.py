@@ -40,14 +40,14 @@ class MemoryDirectory:
     async def announce(self, record: bytes) -> None:
         now = self._clock.wall()
         own = self.records.add_own(record, now)
-        self._check_is_reachable()
+        self.check_is_reachable()
         try:
             self._store.records.take(own.announcement.model_id, own.value, now)
         except RemoteProtocolError as error:
             raise DirectoryError(f"the directory refused our announcement: {error}") from error
 
     async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
-        self._check_is_reachable()
+        self.check_is_reachable()
         now = self._clock.wall()
         self.records.reserve(model_id)
         found = self._store.records.list_records(model_id, now)
@@ -55,13 +55,14 @@ class MemoryDirectory:
         return self.records.list_current(model_id, now)
 
     async def list_models(self) -> list[ModelId]:
-        self._check_is_reachable()
+        self.check_is_reachable()
         return self._store.records.list_models(self._clock.wall())
 
     async def close(self) -> None:
         self._is_closed = True
 
-    def _check_is_reachable(self) -> None:
+    def check_is_reachable(self) -> None:
+        """Raise DirectoryError unless members can look and announce now."""
         if self._is_closed:
             raise DirectoryError("the directory was closed")
         if not self._store.is_reachable:

@@ -142,7 +142,7 @@ class LiveSwarm(LocalSwarm):
     def _find_key(self, name: str) -> Path:
         return self._folder / f"{name}.key"
 
-    def _start(
+    def start_peer(
         self,
         place: Place | None,
         initial_peers: Sequence[str],
@@ -155,7 +155,7 @@ class LiveSwarm(LocalSwarm):
         if "--identity" not in more:
             behind += ("--identity", str(self._find_key(name)))
             self._holders[name] = name
-        peer = super()._start(place, initial_peers, (*more, *behind), program)
+        peer = super().start_peer(place, initial_peers, (*more, *behind), program)
         self._named[name] = peer
         return peer
 

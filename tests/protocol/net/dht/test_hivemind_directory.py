@@ -31,7 +31,7 @@ def make_node(has_ended: bool) -> Any:
 class Restarting(HivemindDirectory):
     num_attempts = 0
 
-    async def _replace(self) -> None:
+    async def replace_node(self) -> None:
         self.num_attempts += 1
         if self.num_attempts < 3:
             await fail()
@@ -121,7 +121,7 @@ class EndingAgain(HivemindDirectory):
         super().__init__(self._make_node(), SwarmRecords(), VirtualClock(), None)
         self.pauses: list[float] = []
 
-    async def _replace(self) -> None:
+    async def replace_node(self) -> None:
         self.pauses.append(asyncio.get_running_loop().time() - self._ended_at)
         self._node = self._make_node()
 
