@@ -2,9 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +22,15 @@ _IMPORT_PATH = str(Path(__file__).resolve().parents[1])
 
 
 class HelperProcess:
-    """Runs a module of the benchmarks, for use in a `with` block. It ends with its stdin."""
+    """Runs a module of the benchmarks, for use in a `with` block. It ends with its stdin, and what
+    it has started ends with it. `inside` runs the command elsewhere.
+    """
 
-    def __init__(self, module: str, *arguments: str) -> None:
+    def __init__(self, module: str, *arguments: str, inside: Sequence[str] = ()) -> None:
         self._name = module
         # A process group of its own: Ctrl-C goes to the parent only, who then ends this one.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *arguments],
+            [*inside, sys.executable, "-P", "-m", module, *arguments],
             env={**os.environ, "PYTHONPATH": _IMPORT_PATH},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -40,7 +45,10 @@ class HelperProcess:
         try:
             self._process.communicate(timeout=_GOODBYE_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            pass
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.communicate()
 
     def end(self) -> Any:

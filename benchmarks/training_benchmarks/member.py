@@ -36,16 +36,18 @@ def _report(event: PeerEvent) -> None:
     _tell(event.name, **event.facts)
 
 
-def _watch(compute: Compute) -> Compute:
+def _watch(compute: Compute, idle_seconds: float) -> Compute:
     """Return what computes, and tells the name, the part and the times of each thing."""
 
     async def watched(function: Callable[[], Any]) -> Any:
         begun_at = time.perf_counter()
-        result = await compute(function)
         method: Any = getattr(function, "func", function)
         arguments: tuple[object, ...] = getattr(function, "args", ())
         part = next((one for one in arguments if isinstance(one, PartId)), None)
         about = {} if part is None else {"update": part.update, "index": part.index}
+        if part is not None and idle_seconds:
+            await asyncio.sleep(idle_seconds)
+        result = await compute(function)
         _tell("computed", what=method.__qualname__, begun_at=begun_at, **about)
         return result
 
@@ -65,7 +67,7 @@ async def _train(settings: MemberSettings, stack: ExitStack) -> None:
     network = InternetNetwork(clock, settings.addresses, None, Listening(settings.host))
     compute = make_compute(stack)
     if settings.tells_work:
-        compute = _watch(compute)
+        compute = _watch(compute, settings.idle_seconds)
     async with RunPeer.join(config, network, clock, _report, compute=compute) as peer:
 
         async def finish() -> None:
