@@ -208,9 +208,12 @@ class Leader:
     def _note_too_slow(self, member: Member, what: str, waited_seconds: float) -> None:
         peer_id = find_peer_id(member.id)
         rest_seconds = self._holds.find_rest_seconds(peer_id, self._clock.now())
+        waited = f"when the run had waited {waited_seconds:.0f} s for its download"
+        if waited_seconds == 0:
+            waited = "and the run has waited for this peer lately"
         self._too_slow[peer_id] = (
-            f"it had {what} of the state of stage {member.stage} when the run had waited "
-            f"{waited_seconds:.0f} s for its download; it may join again {rest_seconds:.0f} s later"
+            f"{what} of the state of stage {member.stage} were there {waited}; the next try may "
+            f"begin {rest_seconds:.0f} s later"
         )
         facts = {"peer": peer_id, "stage": member.stage, "why": self._too_slow[peer_id]}
         self._report(PeerEvent("too_slow", facts))
@@ -374,7 +377,8 @@ class Leader:
         members = [m for m in decision.members if m.id in equal or m.id not in orders]
         members = choose_without_leaving(members, leaving, equal)
         await self._decide(decision, members, commit)
-        self._holds.note_commit(self._clock.now())
+        if self._decisions.commit.update > update:
+            self._holds.note_commit(self._clock.now())
         self._failures.clear()  # a link may be back
         self._settling_since = None
         return self._decisions.newest is not decision

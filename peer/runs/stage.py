@@ -113,7 +113,7 @@ class Stage:
         self.accused: set[MemberId] = set()
         """Members that have sent us what no honest one sends, in this update."""
         self.fetched_bytes = self.state_bytes = 0
-        """The size of the state that we download, of which we have so much; 0: none."""
+        """The size of the state that we download or load, of which we have so much; 0: none."""
         self._under_way: dict[int, asyncio.Task[_Counted]] = {}
         self._is_loading = False
         """Whether a state is being loaded. A part that was computed behind it would be in the sums,
@@ -197,15 +197,15 @@ class Stage:
         mates = [mate for mate in self._list_members(self.index) if mate != self._member_id]
         self._rng.shuffle(mates)
         layout = StateLayout(self.span.read_state())
+        self.fetched_bytes, self.state_bytes = 0, layout.num_bytes
         try:
-            self._note_fetched(0)
-            self.state_bytes = layout.num_bytes
             state, digest = await fetch_state(
                 self._members, mates, update, StatePart.ALL, layout, self._compute,
                 _logger.warning, self._note_fetched,
             )  # fmt: skip
-        finally:
+        except BaseException:
             self.fetched_bytes = self.state_bytes = 0
+            raise
         return FetchedState(update, state, digest)
 
     def _note_fetched(self, num_bytes: int) -> None:
@@ -222,6 +222,7 @@ class Stage:
             ) from None
         finally:
             self._is_loading = False
+            self.fetched_bytes = self.state_bytes = 0
         self._residuals = {}
         await self._begin_update(fetched.digest)
 

@@ -324,6 +324,8 @@ class TrainingLoop:
                 await self._take_state(decisions, index, commit)
             except UnavailableError as error:
                 _logger.info("the state of the stage is not there yet: %s", error)
+                if decisions.commit.update != commit.update:
+                    continue  # another one is wanted
                 self._waits.note(f"the state of stage {index} from another peer")
                 await asyncio.sleep(self._config.pause_seconds)
                 continue
@@ -357,7 +359,11 @@ class TrainingLoop:
             while not fetching.done():
                 if decisions.commit.update != commit.update or decisions.stage != stage.index:
                     raise UnavailableError(f"update {commit.update} is over for us")
-                await asyncio.wait((fetching,), timeout=self._config.pause_seconds)
+                _, pending = await asyncio.wait((fetching,), timeout=self._config.pause_seconds)
+                if pending:
+                    percent = 10 * (10 * stage.fetched_bytes // max(stage.state_bytes, 1))
+                    what = f"the state of stage {stage.index} from another peer"
+                    self._waits.note(f"{what}, {percent} % are here")
         finally:
             fetching.cancel()
             await asyncio.wait((fetching,))

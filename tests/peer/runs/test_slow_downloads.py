@@ -87,6 +87,7 @@ def test_newcomer_whose_download_outlasts_updates_takes_part_soon(
         slow_down(swarm, "slow", 3.0)
         await swarm.start("slow", 1)
         await swarm.finish()
+        assert list_waits(swarm, "slow") == ["the state of stage 1 from another peer, 0 % are here"]
         num_passed = [swarm.num_passed["slow", update] for update in range(NUM_UPDATES)]
         assert sum(map(bool, num_passed)) > NUM_UPDATES / 2, num_passed
 
@@ -112,7 +113,7 @@ def test_newcomer_that_never_has_its_state_is_left_out_and_told_why(
         assert 100.0 < VirtualClock().now() - begun_at < 120.0
         await swarm.wait_until(lambda: len(list_waits(swarm, "slow")) > 0)
         assert (
-            "it had 180 of 300 MB of the state of stage 1 when the run had waited 100 s"
+            "180 of 300 MB of the state of stage 1 were there when the run had waited 100 s"
             in (list_waits(swarm, "slow")[-1])
         )
         (event,) = [event for _, event in swarm.events if event.name == "too_slow"]
@@ -195,5 +196,24 @@ def test_state_that_is_not_wanted_any_more_is_not_sent_to_its_end(
                     loop.decisions.member_id, question, most_bytes=num_bytes, note_bytes=read.append
                 )
         assert 3 * PIECE_BYTES <= read[-1] < num_bytes
+
+    assert run_swarm(run, folder, scene) == quiet_digest
+
+
+def sends_state(message: Message) -> bool:
+    return isinstance(message, StateFollows) and message.num_bytes > 0
+
+
+def test_run_waits_until_a_state_is_loaded_and_not_only_downloaded(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        swarm.do_at(sends_state, lambda host: swarm.slow.update(slow=100.0), is_sent=True)
+        await swarm.start("slow", 1)
+        await swarm.wait_until(lambda: swarm.peers["slow"].loop.is_ready)
+        swarm.slow["slow"] = 1.0
+        assert max(swarm.list_updates()) < NUM_UPDATES
+        assert not any(event.name == "too_slow" for _, event in swarm.events)
 
     assert run_swarm(run, folder, scene) == quiet_digest
