@@ -22,7 +22,7 @@ from shoal.peer.placement.placement import (
     decide_placement,
 )
 from shoal.peer.placement.roll_call import choose_hosts
-from shoal.peer.placement.supply import Room, Supply, may_count
+from shoal.peer.placement.supply import BlockRoom, Supply, may_count
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.ids import MODEL_ID_CHARACTERS, ModelId, PeerId
 from shoal.protocol.records.announcements import Announcement, PeerState
@@ -83,7 +83,7 @@ class SimulatedPeer:
         """Return what the peer knows of itself."""
         return Candidate(
             peer_id=self.peer_id,
-            room=Room(self.machine.max_blocks),
+            room=BlockRoom(self.machine.max_blocks),
             blocks_per_second=self.machine.blocks_per_second,
             load_seconds=self.machine.load_seconds,
             span=self.span,

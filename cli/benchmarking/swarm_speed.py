@@ -7,12 +7,15 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .figure import Figure
+
+if TYPE_CHECKING:
+    from ...client.model.causal_lm import DistributedCausalLM
 
 CONTEXT_TOKENS = 16
 """Length of a prompt where only the steps after it are measured."""
@@ -23,7 +26,7 @@ _HIDDEN_SCALE = 0.02
 """About the standard deviation of embeddings."""
 
 
-def measure_swarm(remote: Any, say: Callable[[str], None]) -> list[Figure]:
+def measure_swarm(remote: "DistributedCausalLM", say: Callable[[str], None]) -> list[Figure]:
     """Measure a distributed model in its swarm; raises RouteError when blocks are missing."""
     say("steps")
     times = time_session(remote, _NUM_STEPS)
@@ -55,7 +58,7 @@ class SessionTimes:
     num_failovers: int
 
 
-def time_session(remote: Any, num_steps: int) -> SessionTimes:
+def time_session(remote: "DistributedCausalLM", num_steps: int) -> SessionTimes:
     """Time a session of a distributed model, without embedding and head."""
     hidden_size = remote.config.hidden_size
     step_seconds: list[float] = []
@@ -71,7 +74,7 @@ def time_session(remote: Any, num_steps: int) -> SessionTimes:
         return SessionTimes(open_seconds, step_seconds, len(session.hops), len(session.failovers))
 
 
-def _measure_prompt(remote: Any, num_calls: int) -> tuple[int, float]:
+def _measure_prompt(remote: "DistributedCausalLM", num_calls: int) -> tuple[int, float]:
     max_positions = getattr(remote.config, "max_position_embeddings", None)
     num_tokens = min(_PROMPT_TOKENS, max_positions or _PROMPT_TOKENS)
     with remote.inference_session(max_length=num_tokens) as session:
@@ -84,7 +87,7 @@ def _measure_prompt(remote: Any, num_calls: int) -> tuple[int, float]:
         return num_tokens, num_tokens / statistics.median(time_calls(fill, num_calls))
 
 
-def measure_text(remote: Any, num_tokens: int, num_calls: int) -> float:
+def measure_text(remote: "DistributedCausalLM", num_tokens: int, num_calls: int) -> float:
     """Return the tokens per second of `generate` behind a short prompt."""
     tokens_1T = torch.randint(remote.config.vocab_size, (1, CONTEXT_TOKENS))
     settings = make_text_settings(tokens_1T, num_tokens)

@@ -5,14 +5,14 @@ import contextlib
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...protocol.errors import ShoalError, UsageError
 from ..options.quantities import parse_count
 from ..options.shared_options import add_model_argument
 from ..remote_models.generation_options import Sampling, add_generation_arguments, read_sampling
-from ..remote_models.live_text import OnSession, OnToken, OpenedModel, show_text
-from ..remote_models.opening import open_for_text
+from ..remote_models.live_text import OnSession, OnToken, show_text
+from ..remote_models.opening import OpenedModel, open_for_text
 from ..remote_models.text_generation import Generation, continue_text, read_prompt
 from ..terminal.interrupts import stop_on_sigterm
 from ..terminal.terminal import Terminal
@@ -20,6 +20,8 @@ from ..terminal.text_printer import TextPrinter
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ...client.session.inference_session import InferenceSession
 
 _HELP = "Ctrl-D or /quit ends the chat, /reset begins a new one."
 
@@ -138,7 +140,7 @@ class Conversation:
         self._max_length = min(max_length, positions)
         self._turns: list[dict[str, str]] = []
         self._sessions = contextlib.ExitStack()
-        self._session: Any = None
+        self._session: InferenceSession | None = None
 
     @property
     def has_template(self) -> bool:
@@ -212,7 +214,7 @@ class Conversation:
                 f"the model's chat template refuses the conversation: {error!s:.120}"
             ) from error
 
-    def _find_session(self, ids_BT: "Tensor") -> Any:
+    def _find_session(self, ids_BT: "Tensor") -> "InferenceSession":
         """Return the session that holds the beginning of a text, or a new one."""
         known_BT = None if self._session is None else self._session.output_ids
         if self._session is None or self._session.closed or not _begins_alike(known_BT, ids_BT):

@@ -9,10 +9,10 @@ import socket
 from collections.abc import Sequence
 
 from ...client.monitor.monitor import Monitor
-from ...client.monitor.page.app import Page
+from ...client.monitor.page.app import MonitorPage
 from ...peer.operating import http_server
 from ...peer.placement.placement import Candidate, decide_placement
-from ...peer.placement.supply import Room, Supply
+from ...peer.placement.supply import BlockRoom, Supply
 from ...peer.process.config import (
     ANNOUNCEMENT_BYTES,
     PeerConfig,
@@ -74,7 +74,7 @@ async def serve_page(
     monitor: Monitor, listening: socket.socket, host: str, addresses: Sequence[str]
 ) -> None:
     """Watch the swarm and serve the page, under the names of a host, until cancelled."""
-    page = Page(monitor, list_own_names(host), choose_place, count_room)
+    page = MonitorPage(monitor, list_own_names(host), choose_place, count_room)
     watching = asyncio.create_task(monitor.run(addresses))
     serving = asyncio.create_task(http_server.serve_app(page.app, listening, _MAX_CONNECTIONS))
     try:
@@ -91,7 +91,7 @@ def choose_place(view: SwarmView, num_blocks: int) -> Span | None:
     """Return where peers' own placement would send a newcomer with room for so many blocks."""
     supply = Supply.of_view(view)
     speed = supply.typical_blocks_per_second
-    newcomer = Candidate(PeerId(""), Room(num_blocks), speed, load_seconds=0.0)
+    newcomer = Candidate(PeerId(""), BlockRoom(num_blocks), speed, load_seconds=0.0)
     return decide_placement(supply, newcomer, random.Random(0)).span
 
 

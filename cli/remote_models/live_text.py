@@ -5,36 +5,46 @@ Imports nothing heavy.
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ...protocol.spans import Span
 from ..terminal.terminal import Terminal
 from ..terminal.text_printer import ChangeNotices, TextPrinter, show_waiting
+
+if TYPE_CHECKING:
+    from ...client.session.inference_session import InferenceSession
 
 _T = TypeVar("_T")
 
 OnToken = Callable[[str], None]
 """Called for every new token with the text that it completes, often empty or half a word."""
 
-OnSession = Callable[[Any], None]
+OnSession = Callable[["InferenceSession"], None]
 """Called with the session of a text before the first token."""
 
 
-@dataclass(frozen=True)
-class OpenedModel:
-    """A model over a swarm that generates text, as options say."""
+class AwaitedModel(Protocol):
+    """What is told of a model whose text does not come."""
 
-    model: Any
-    """A DistributedCausalLM: those who import that are few floors below the commands."""
-    tokenizer: Any
-    has_published_adapter: bool
-    wait_seconds: float
-    """How long blocks are waited for that nobody serves."""
+    @property
+    def missing_blocks(self) -> Sequence[Span]:
+        """The blocks that nobody serves."""
+        ...
+
+
+class Awaited(Protocol):
+    """What is told of an opened model (`OpenedModel`) whose text does not come."""
+
+    @property
+    def model(self) -> AwaitedModel: ...
+    @property
+    def has_published_adapter(self) -> bool: ...
+    @property
+    def wait_seconds(self) -> float: ...
 
 
 def show_text(
-    opened: OpenedModel,
+    opened: Awaited,
     printer: TextPrinter,
     notices: Terminal,
     generate: Callable[[OnToken, OnSession], _T],
@@ -44,7 +54,7 @@ def show_text(
 
     `on_start` gets the session when the first token is there.
     """
-    sessions: list[Any] = []
+    sessions: list[InferenceSession] = []
 
     def describe_start() -> str:
         return _describe_start(opened, sessions, notices.can_redraw)
@@ -68,7 +78,9 @@ def show_text(
     return generated
 
 
-def _describe_start(opened: OpenedModel, sessions: Sequence[Any], is_redrawn: bool) -> str:
+def _describe_start(
+    opened: Awaited, sessions: Sequence["InferenceSession"], is_redrawn: bool
+) -> str:
     """Return what the first token waits for, as far as that is known.
 
     Estimates, which change every second, are only for a line that is redrawn.

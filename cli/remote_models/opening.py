@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -21,12 +22,22 @@ from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import quitting_at_once
 from ..terminal.terminal import Terminal
 from ..terminal.text_printer import show_waiting
-from .live_text import OpenedModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ...client.model.causal_lm import DistributedCausalLM
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model over a swarm that generates text, as options say."""
+
+    model: "DistributedCausalLM"
+    tokenizer: "PreTrainedTokenizerBase"
+    has_published_adapter: bool
+    wait_seconds: float
+    """How long blocks are waited for that nobody serves."""
 
 
 def import_client() -> None:

@@ -27,7 +27,7 @@ from ..engine.devices.cuda_device import choose_device
 from ..engine.devices.device import Numerics
 from ..engine.loading.block_tensors import WEIGHT_BYTES, count_block_bytes
 from ..engine.loading.loader import check_span, check_weights
-from ..placement.supply import Room
+from ..placement.supply import BlockRoom
 from ..process.config import (
     ANNOUNCEMENT_BYTES,
     MOST_SESSIONS,
@@ -219,17 +219,17 @@ class HostedModel:
         """Return the memory that is left where the blocks are computed."""
         return _read_free_bytes(self.numerics)
 
-    def find_room(self) -> Room:
+    def find_room(self) -> BlockRoom:
         """Return the room for blocks: as many as were asked for, or as memory holds."""
         if self.config.num_blocks is not None:
-            return Room(self.config.num_blocks)
+            return BlockRoom(self.config.num_blocks)
         return find_room(self.sizes, sum(self._list_other_uses().values()), self.read_free_bytes())
 
 
-def find_room(sizes: BlockSizes, other_bytes: int, free_bytes: int) -> Room:
+def find_room(sizes: BlockSizes, other_bytes: int, free_bytes: int) -> BlockRoom:
     """Return what is left to blocks beside sessions and passes, while one more is being loaded."""
     left_bytes = free_bytes - other_bytes - RESERVE_BYTES - sizes.loading_bytes
-    return Room(max(0, left_bytes), sizes.num_bytes)
+    return BlockRoom(max(0, left_bytes), sizes.num_bytes)
 
 
 def read_free_bytes() -> int:

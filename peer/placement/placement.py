@@ -17,7 +17,7 @@ import numpy as np
 
 from ...protocol.ids import PeerId
 from ...protocol.spans import Span
-from .supply import LEAST_SPEED, MIN_REPLICAS, Column, Room, Supply, compute_prefix_sums
+from .supply import LEAST_SPEED, MIN_REPLICAS, BlockRoom, Column, Supply, compute_prefix_sums
 
 LOOKS_PER_PERIOD = 2
 """How often a peer decides in one announcement period."""
@@ -84,7 +84,7 @@ class Candidate:
     """The peer that decides: what it can do, and where it is."""
 
     peer_id: PeerId
-    room: Room
+    room: BlockRoom
     """Which spans its memory holds."""
     blocks_per_second: float
     """Measured steps of one token through one block of average cost."""

@@ -28,7 +28,7 @@ from .placement import (
     decide_placement,
 )
 from .roll_call import RollCall
-from .supply import Room, Supply, list_surplus, may_count
+from .supply import BlockRoom, Supply, list_surplus, may_count
 
 _logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class PlacedModel:
     model_id: ModelId
     work: tuple[float, ...]
     """The cost of a step in each block."""
-    room: Room
+    room: BlockRoom
 
     @property
     def num_blocks(self) -> int:

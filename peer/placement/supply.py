@@ -38,7 +38,7 @@ Column = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Room:
+class BlockRoom:
     """Memory of a peer for blocks, and what each of them takes of it."""
 
     amount: int
@@ -51,9 +51,9 @@ class Room:
 
         A block that does not fit alone ends where it begins.
 
-        >>> Room(2).find_stops(4).tolist()
+        >>> BlockRoom(2).find_stops(4).tolist()
         [2, 3, 4, 4]
-        >>> Room(7, sizes=(1, 5, 5, 9)).find_stops(4).tolist()
+        >>> BlockRoom(7, sizes=(1, 5, 5, 9)).find_stops(4).tolist()
         [2, 2, 3, 3]
         """
         sizes = self.sizes or (1,) * num_blocks

@@ -20,7 +20,7 @@ from shoal.peer.hosting.span_loader import SpanLoader
 from shoal.peer.hosting.throughput import Throughput
 from shoal.peer.passes.pass_workload import PassWorkload
 from shoal.peer.peer import Peer
-from shoal.peer.placement.supply import Room
+from shoal.peer.placement.supply import BlockRoom
 from shoal.peer.process.config import MOST_ADAPTER_BYTES, MOST_PASS_BYTES, PeerConfig, PeerEvent
 from shoal.peer.sessions.sessions import SessionWorkload
 from shoal.peer.streams.service import Service
@@ -111,8 +111,8 @@ class _SceneModel(HostedModel):
     def read_free_bytes(self) -> int:
         return hosted_model.read_free_bytes()
 
-    def find_room(self) -> Room:
-        return Room(self.spec.num_blocks)
+    def find_room(self) -> BlockRoom:
+        return BlockRoom(self.spec.num_blocks)
 
 
 class MemorySwarm:

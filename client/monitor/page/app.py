@@ -62,8 +62,8 @@ _MAX_QUERY_CHARACTERS = 200
 _MEMORY = re.compile(r"\d{1,5}(\.\d{1,3})?", re.ASCII)
 
 
-class Page:
-    """The page of one monitor, as an ASGI application: `Page(…).app`."""
+class MonitorPage:
+    """The page of one monitor, as an ASGI application: `MonitorPage(…).app`."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from shoal.cli.commands.chat import Conversation, _read_lines
 from shoal.cli.remote_models.generation_options import Sampling
-from shoal.cli.remote_models.live_text import OpenedModel
+from shoal.cli.remote_models.opening import OpenedModel
 from shoal.cli.remote_models.text_generation import Generation, generate_text
 from shoal.cli.terminal.terminal import Terminal
 from shoal.client import AutoDistributedModelForCausalLM

@@ -11,6 +11,7 @@ from screens import Screen
 
 from shoal.cli.commands import generate
 from shoal.cli.remote_models import live_text
+from shoal.cli.remote_models.opening import OpenedModel
 from shoal.cli.remote_models.text_generation import Generation
 from shoal.cli.terminal.terminal import Terminal
 from shoal.client.routing.route import Hop
@@ -18,10 +19,10 @@ from shoal.client.session.state import StepProgress, Waiting
 from shoal.protocol.spans import Span
 
 
-def open_nothing() -> live_text.OpenedModel:
+def open_nothing() -> OpenedModel:
     model: Any = SimpleNamespace(missing_blocks=[])
     tokenizer: Any = None
-    return live_text.OpenedModel(model, tokenizer, False, 20.0)
+    return OpenedModel(model, tokenizer, False, 20.0)
 
 
 @pytest.mark.parametrize(
@@ -32,11 +33,10 @@ def test_estimates_are_shown_only_on_a_line_that_is_redrawn(
 ) -> None:
     hop = Hop(make_announcement(1), Span(0, 4))
 
+    sessions: list[Any] = [SimpleNamespace(waiting=Waiting(hop, s)) for s in (12.0, 11.0)]
+
     said = [
-        live_text._describe_start(
-            open_nothing(), [SimpleNamespace(waiting=Waiting(hop, seconds))], is_redrawn
-        )
-        for seconds in (12.0, 11.0)
+        live_text._describe_start(open_nothing(), [session], is_redrawn) for session in sessions
     ]
 
     place = f"Waiting for room at peer …{hop.peer.peer_id[-6:]}"
@@ -69,7 +69,7 @@ def test_people_are_told_at_which_stop_the_text_ended(
 def test_line_that_is_redrawn_shows_how_much_of_a_long_prompt_is_read(
     num_done: int, is_redrawn: bool, said: str
 ) -> None:
-    session = SimpleNamespace(waiting=None, progress=StepProgress(6000, num_done))
+    session: Any = SimpleNamespace(waiting=None, progress=StepProgress(6000, num_done))
 
     line = live_text._describe_start(open_nothing(), [session], is_redrawn)
 

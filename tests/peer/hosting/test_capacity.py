@@ -16,7 +16,7 @@ from shoal.peer.engine.loading.block_tensors import count_block_bytes
 from shoal.peer.engine.loading.loader import load_span
 from shoal.peer.hosting import hosted_model
 from shoal.peer.hosting.hosted_model import RESERVE_BYTES, BlockSizes, find_room, read_free_bytes
-from shoal.peer.placement.supply import Room
+from shoal.peer.placement.supply import BlockRoom
 from shoal.protocol.spans import Span
 
 KV_BYTES = 10**6
@@ -74,7 +74,7 @@ def test_block_without_experts_is_counted_as_what_it_is(tiny_models: Any) -> Non
     mean = (3 * active + dense) / 4
     assert sizes.work == pytest.approx((active / mean, dense / mean, active / mean, active / mean))
     two = 4 * (mixed + dense)
-    assert Room(two, sizes.num_bytes).find_stops(4).tolist() == [2, 3, 3, 4]
+    assert BlockRoom(two, sizes.num_bytes).find_stops(4).tolist() == [2, 3, 3, 4]
 
 
 @pytest.mark.parametrize(

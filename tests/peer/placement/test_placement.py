@@ -15,7 +15,7 @@ from shoal.peer.placement.placement import (
     Placement,
     decide_placement,
 )
-from shoal.peer.placement.supply import Room, Supply
+from shoal.peer.placement.supply import BlockRoom, Supply
 from shoal.protocol.ids import ModelId, PeerId
 from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.records.swarm_view import SwarmView
@@ -49,7 +49,7 @@ def make_candidate(name: str, span: tuple[int, int] | None = None, **changes: An
     """Return a peer with memory for four blocks that has been where it is for long."""
     fields: dict[str, Any] = {
         "peer_id": PeerId(name),
-        "room": Room(4),
+        "room": BlockRoom(4),
         "blocks_per_second": 100.0,
         "load_seconds": 1.0,
         "span": None if span is None else Span(*span),
@@ -105,13 +105,13 @@ def test_equal_newcomers_tile_the_model(num_peers: int, seed: int) -> None:
 
 
 def test_memory_for_more_than_the_model_takes_all_of_it() -> None:
-    assert decide([], make_candidate("c", room=Room(99))).span == Span(0, 8)
+    assert decide([], make_candidate("c", room=BlockRoom(99))).span == Span(0, 8)
 
 
 def test_no_memory_or_no_model_is_no_place() -> None:
     empty = SwarmView(MODEL, 0, NOW, ())
 
-    assert decide([], make_candidate("c", room=Room(0))).span is None
+    assert decide([], make_candidate("c", room=BlockRoom(0))).span is None
     assert (
         decide_placement(Supply.of_view(empty), make_candidate("c"), random.Random()).span is None
     )
@@ -288,7 +288,10 @@ def settle(peers: dict[str, Announcement], honest: list[str], rng: random.Random
         own = peers[name]
         speed = (own.decode_steps_per_second or 0) * len(own.span)
         mover = make_candidate(
-            name, (own.span.start, own.span.stop), blocks_per_second=speed, room=Room(len(own.span))
+            name,
+            (own.span.start, own.span.stop),
+            blocks_per_second=speed,
+            room=BlockRoom(len(own.span)),
         )
         decision = decide_placement(
             Supply.of_view(make_view(peers.values(), own.num_blocks)), mover, rng
@@ -345,14 +348,14 @@ def test_peer_that_says_it_has_no_speed_hosts_nothing() -> None:
 
 def test_span_is_as_long_as_memory_holds_of_the_blocks_that_are_there() -> None:
     """The first four blocks take a third of what the last four take."""
-    room = Room(6, sizes=(1, 1, 1, 1, 3, 3, 3, 3))
+    room = BlockRoom(6, sizes=(1, 1, 1, 1, 3, 3, 3, 3))
 
     assert decide([], make_candidate("c", room=room)).span == Span(0, 4)
     assert decide([make_peer("a", (0, 4))], make_candidate("c", room=room)).span in (
         Span(4, 6),
         Span(6, 8),
     )
-    tight = Room(2, sizes=room.sizes)
+    tight = BlockRoom(2, sizes=room.sizes)
     assert decide([make_peer("a", (0, 4))], make_candidate("c", room=tight)).span in (
         Span(0, 2),
         Span(2, 4),
@@ -390,7 +393,7 @@ def test_newcomers_give_cheap_and_dear_blocks_the_same_speed(ratio: float) -> No
 @pytest.mark.parametrize("blocks", [{4}, {7}, {4, 5, 6, 7}])
 def test_blocks_that_could_not_be_loaded_are_avoided(blocks: set[int]) -> None:
     peers = [make_peer("m", (0, 4)), make_peer("a", (0, 4))]
-    mover = make_candidate("m", (0, 4), room=Room(4), avoided=frozenset(blocks))
+    mover = make_candidate("m", (0, 4), room=BlockRoom(4), avoided=frozenset(blocks))
 
     spans = decide_often(peers, mover)
 
@@ -442,7 +445,7 @@ def test_decision_is_valid_whatever_the_view_contains(seed: int) -> None:
     own = rng.choice((None, (0, 1))) if view.num_blocks else None
     candidate = make_candidate(
         f"p{rng.randint(0, 14)}",
-        room=Room(rng.choice((0, 1, 3, 8, 10**6))),
+        room=BlockRoom(rng.choice((0, 1, 3, 8, 10**6))),
         blocks_per_second=rng.choice((0.0, 5e-324, 100.0, 1e15)),
         load_seconds=rng.choice((0.0, 1.0, 1e12)),
         span=own,

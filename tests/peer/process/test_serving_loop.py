@@ -27,7 +27,7 @@ from shoal.peer.engine.cache.lazy_memory import LazyStore
 from shoal.peer.hosting.span_loader import LoadError
 from shoal.peer.hosting.throughput import Throughput
 from shoal.peer.placement.placer import PlacedModel, Placer
-from shoal.peer.placement.supply import Room
+from shoal.peer.placement.supply import BlockRoom
 from shoal.peer.process.background import BackgroundTasks, LoopLag
 from shoal.peer.process.config import PeerConfig, PeerEvent
 from shoal.peer.process.pauses import ServingPauses
@@ -251,7 +251,7 @@ class World:
         template = make_template(CONFIG, MODEL_ID, NUM_BLOCKS, presence)
         description = SelfDescription(template, LoopLag(clock), WORK)
         announcer = Announcer(directory, identity, description.describe, clock, PERIOD_SECONDS)
-        model = PlacedModel(MODEL_ID, WORK, Room(max_blocks))
+        model = PlacedModel(MODEL_ID, WORK, BlockRoom(max_blocks))
         rng = random.Random(name)
         placer = Placer(model, presence, announcer, description, clock, rng)
         loader: Any = CountingLoader(identity.peer_id)
