@@ -9,9 +9,9 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-from virtual_time import VirtualClock
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.engine.training.span_state import digest_tensors
 from shoal.peer.process.config import PeerEvent
@@ -30,6 +30,11 @@ from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.runs.run_record import RunRecord, sign_run
 from shoal.protocol.runs.training_run import PartId, TrainingRun
+
+_Result = TypeVar("_Result")
+
+_MOST_SECONDS = 900.0
+"""The longest that a scene takes, in virtual time."""
 
 _LONGEST_SECONDS = 0.02
 """The longest that a pass takes, in virtual time."""
@@ -307,6 +312,59 @@ class RunSwarm:
             return result
 
         return compute
+
+
+def run_in_swarm(
+    run: TrainingRun,
+    folder: Path,
+    scene: Callable[[RunSwarm], Awaitable[_Result]],
+    *,
+    num_peers: int = 4,
+    seed: int = 0,
+    admitted: Sequence[str] = (),
+) -> _Result:
+    """Start peers, of each stage in turn, and let a scene happen; return what it does.
+
+    The peers are `peer0` and so on; all that are left end with it.
+    """
+    num_stages = len(run.stage_borders) + 1
+
+    async def main() -> _Result:
+        swarm = RunSwarm(run, folder, seed, admitted)
+        try:
+            async with asyncio.timeout(_MOST_SECONDS):
+                for number in range(num_peers):
+                    stage = number % num_stages
+                    await swarm.start(f"peer{number}", stage, founds_run=number == 0)
+                return await scene(swarm)
+        finally:
+            await swarm.close()
+
+    return run_virtual(main())
+
+
+async def nothing(swarm: RunSwarm) -> None:
+    """Be a scene in which nobody is killed."""
+
+
+def train_in_swarm(
+    run: TrainingRun,
+    folder: Path,
+    scene: Callable[[RunSwarm], Awaitable[object]] = nothing,
+    *,
+    num_peers: int = 4,
+    seed: int = 0,
+) -> str:
+    """Let a scene happen, and then all updates; return the digest of the weights at the end.
+
+    Peers that the scene has not killed are there at the end.
+    """
+
+    async def train(swarm: RunSwarm) -> str:
+        await scene(swarm)
+        return await swarm.finish()
+
+    return run_in_swarm(run, folder, train, num_peers=num_peers, seed=seed)
 
 
 def _find_pass(function: Any) -> tuple[str, tuple[int, PartId]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shoal.models.token_shards import TokenShards, write_shard
+from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.protocol.runs.training_run import TrainingRun, read_run
 
 VOCABULARY = 96
@@ -55,6 +56,14 @@ def open_run(folder: Path, **changes: Any) -> tuple[TrainingRun, TokenShards]:
     corpus = {"shards": shards, "sequence_length": 16}
     run = read_run(describe_run(corpus=corpus, **changes))
     return run, TokenShards.open(run.corpus, folder, VOCABULARY)
+
+
+def train_alone(run: TrainingRun, shards: TokenShards) -> str:
+    """Return the digest of the weights that one process comes to."""
+    whole = WholeRun(run)
+    for _ in whole.train(shards):
+        pass
+    return whole.compute_weights_digest()
 
 
 def write_run(folder: Path, model: str = "config.json", num_updates: int = 2) -> Path:

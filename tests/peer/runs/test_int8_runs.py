@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from run_swarm import RunSwarm
+from run_swarm import RunSwarm, nothing, run_in_swarm
 from training_runs import open_run
-from virtual_time import run_virtual
 
 from shoal.peer.engine.training.trainable_span import TrainableSpan
 from shoal.peer.runs.gradient_vectors import Int8Vector, find_slice
@@ -21,15 +19,9 @@ from shoal.protocol.runs.training_run import Mode, PartId, TrainingRun
 from shoal.protocol.spans import Span
 
 NUM_UPDATES = 4
-_MOST_SECONDS = 300.0
-"""Of virtual time."""
 
 
-async def nothing(swarm: RunSwarm) -> None:
-    pass
-
-
-def run_swarm(
+def train(
     run: TrainingRun,
     folder: Path,
     num_peers: int,
@@ -37,19 +29,12 @@ def run_swarm(
 ) -> RunSwarm:
     """Train with peers of stage 0 and 1 in turn; return the swarm, whose peers have ended."""
 
-    async def main() -> RunSwarm:
-        swarm = RunSwarm(run, folder)
-        try:
-            async with asyncio.timeout(_MOST_SECONDS):
-                for number in range(num_peers):
-                    await swarm.start(f"peer{number}", number % 2, founds_run=number == 0)
-                await scene(swarm)
-                await swarm.finish()
-        finally:
-            await swarm.close()
+    async def finish(swarm: RunSwarm) -> RunSwarm:
+        await scene(swarm)
+        await swarm.finish()
         return swarm
 
-    return run_virtual(main())
+    return run_in_swarm(run, folder, finish, num_peers=num_peers)
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +90,8 @@ def check_replicas(swarm: RunSwarm) -> None:
 def test_int8_takes_a_quarter_of_the_bytes_and_comes_to_the_same_losses(folder: Path) -> None:
     exact, int8 = Traffic(), Traffic()
 
-    exact_losses = list_losses(run_swarm(open_mode(folder, "exact"), folder, 4, exact.watch))
-    swarm = run_swarm(open_mode(folder, "int8"), folder, 4, int8.watch)
+    exact_losses = list_losses(train(open_mode(folder, "exact"), folder, 4, exact.watch))
+    swarm = train(open_mode(folder, "int8"), folder, 4, int8.watch)
 
     check_replicas(swarm)
     tokens = 2 * 16
@@ -134,7 +119,7 @@ def test_replicas_stay_equal_while_one_is_killed_in_the_all_gather(folder: Path)
         await swarm.wait_until(lambda: bool(killed))
         await swarm.start("newcomer", int(killed[0][-1]) % 2)
 
-    check_replicas(run_swarm(open_mode(folder, "int8"), folder, 6, scene))
+    check_replicas(train(open_mode(folder, "int8"), folder, 6, scene))
     assert killed
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from run_swarm import OWNER, RunSwarm, make_identity
+from run_swarm import OWNER, RunSwarm, make_identity, run_in_swarm
 from training_runs import open_run
-from virtual_time import VirtualClock, run_virtual
+from virtual_time import VirtualClock
 
 from shoal.protocol.errors import UsageError
 from shoal.protocol.identity import Identity
@@ -19,9 +19,6 @@ from shoal.protocol.records.announcements import PeerState
 from shoal.protocol.runs.run_record import RunRecord, sign_run
 from shoal.protocol.runs.training_run import TrainingRun
 from shoal.protocol.spans import Span
-
-_MOST_SECONDS = 300.0
-"""Of virtual time."""
 
 STRANGER = Identity(bytes(32))
 
@@ -34,25 +31,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(folder: Path) -> TrainingRun:
     return open_run(folder)[0]
-
-
-def run_scene(
-    run: TrainingRun,
-    folder: Path,
-    scene: Callable[[RunSwarm], Awaitable[None]],
-    admitted: Sequence[str] = (),
-) -> None:
-    """Let something happen in a swarm, whose peers end with it."""
-
-    async def main() -> None:
-        swarm = RunSwarm(run, folder, admitted=admitted)
-        try:
-            async with asyncio.timeout(_MOST_SECONDS):
-                await scene(swarm)
-        finally:
-            await swarm.close()
-
-    run_virtual(main())
 
 
 async def find(
@@ -96,7 +74,7 @@ def test_newcomer_joins_a_run_by_its_name_or_id(run: TrainingRun, folder: Path) 
             assert (one.training.update, one.training.num_updates) == (run.num_updates,) * 2
             assert one.training.loss > 0
 
-    run_scene(run, folder, scene)
+    run_in_swarm(run, folder, scene, num_peers=0)
 
     assert waits == ["a peer that shows the run test"]
 
@@ -120,7 +98,7 @@ def test_peer_that_is_not_admitted_neither_joins_nor_takes_others_in(
         await swarm.kill("stranger")
         await swarm.finish()
 
-    run_scene(run, folder, scene, admitted=("peer0", "peer1"))
+    run_in_swarm(run, folder, scene, num_peers=0, admitted=("peer0", "peer1"))
 
 
 def test_runs_of_one_name_are_told_apart_by_their_ids(run: TrainingRun, folder: Path) -> None:
@@ -134,7 +112,7 @@ def test_runs_of_one_name_are_told_apart_by_their_ids(run: TrainingRun, folder: 
             assert f"{record.run_id} of {record.owner}" in str(complaint.value)
             assert await find(swarm, record.run_id) == record
 
-    run_scene(run, folder, scene)
+    run_in_swarm(run, folder, scene, num_peers=0)
 
 
 @pytest.mark.parametrize(
@@ -156,4 +134,4 @@ def test_forged_record_is_passed_over(
         await swarm.start("peer0", 0, founds_run=True)
         assert await search(swarm, "test") == [swarm.record]
 
-    run_scene(run, folder, scene)
+    run_in_swarm(run, folder, scene, num_peers=0)

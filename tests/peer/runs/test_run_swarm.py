@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import cast
 
 import pytest
-from run_swarm import Moment, RunSwarm, make_identity
-from training_runs import MODEL, open_run
-from virtual_time import run_virtual
+from run_swarm import Moment, RunSwarm, make_identity, run_in_swarm, train_in_swarm
+from training_runs import MODEL, open_run, train_alone
 
-from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.peer.process.config import PeerEvent
 from shoal.protocol.errors import UsageError
 from shoal.protocol.ids import MemberId
@@ -52,71 +49,32 @@ def run(folder: Path) -> TrainingRun:
 @pytest.fixture(scope="module")
 def quiet_digest(run: TrainingRun, folder: Path) -> str:
     """The digest of the weights that one process comes to."""
-    whole = WholeRun(run)
-    for _ in whole.train(open_run(folder)[1]):
-        pass
-    return whole.compute_weights_digest()
-
-
-def run_swarm(
-    run: TrainingRun,
-    folder: Path,
-    scene: Callable[[RunSwarm], Awaitable[object]],
-    *,
-    seed: int = 0,
-    num_peers: int = 4,
-) -> str:
-    """Start peers, of each stage in turn, and let a scene happen; return the digest at the end.
-
-    Peers that the scene has not killed are there at the end.
-    """
-    num_stages = len(run.stage_borders) + 1
-
-    async def main() -> str:
-        swarm = RunSwarm(run, folder, seed)
-        try:
-            async with asyncio.timeout(_MOST_SECONDS):
-                for number in range(num_peers):
-                    stage = number % num_stages
-                    await swarm.start(f"peer{number}", stage, founds_run=number == 0)
-                await scene(swarm)
-                return await swarm.finish()
-        finally:
-            await swarm.close()
-
-    return run_virtual(main())
+    return train_alone(run, open_run(folder)[1])
 
 
 @pytest.mark.parametrize("num_peers", [2, pytest.param(4, marks=pytest.mark.thorough), 6])
 def test_weights_are_those_of_one_process_whatever_the_number_of_replicas(
     run: TrainingRun, folder: Path, quiet_digest: str, num_peers: int
 ) -> None:
-    async def nothing(swarm: RunSwarm) -> None:
-        pass
-
-    assert run_swarm(run, folder, nothing, num_peers=num_peers) == quiet_digest
+    assert train_in_swarm(run, folder, num_peers=num_peers) == quiet_digest
 
 
 def test_all_stages_of_a_pipeline_compute_at_once(folder: Path) -> None:
     stages = {"stage_borders": [1, 2, 3]}
     run, shards = open_run(folder, num_updates=1, parts_per_update=16, **stages)
-    whole = WholeRun(run)
-    for _ in whole.train(shards):
-        pass
+    alone = train_alone(run, shards)
 
     async def scene(swarm: RunSwarm) -> None:
         await swarm.finish()
         assert swarm.most_passing == 4
         assert swarm.counted.total() == 4 * 16
 
-    assert run_swarm(run, folder, scene) == whole.compute_weights_digest()
+    assert train_in_swarm(run, folder, scene) == alone
 
 
 def test_peer_that_is_slow_gets_fewer_parts(folder: Path) -> None:
     run, shards = open_run(folder, num_updates=3, parts_per_update=16)
-    whole = WholeRun(run)
-    for _ in whole.train(shards):
-        pass
+    alone = train_alone(run, shards)
 
     async def scene(swarm: RunSwarm) -> None:
         swarm.slow["peer2"] = 3.0
@@ -125,7 +83,7 @@ def test_peer_that_is_slow_gets_fewer_parts(folder: Path) -> None:
         assert sum(num_passed) == 16
         assert num_passed[1] in (3, 4, 5)  # times are drawn, and their medians vary
 
-    assert run_swarm(run, folder, scene, num_peers=3) == whole.compute_weights_digest()
+    assert train_in_swarm(run, folder, scene, num_peers=3) == alone
 
 
 def is_kind(kind: type[Message]) -> Moment:
@@ -178,7 +136,7 @@ def test_peer_may_be_killed_at_any_phase(
         await swarm.wait_until(lambda: bool(killed))
         await check_counts(swarm)
 
-    assert run_swarm(run, folder, scene) == quiet_digest
+    assert train_in_swarm(run, folder, scene) == quiet_digest
     assert killed
 
 
@@ -195,29 +153,23 @@ def test_peer_that_computes_other_bits_does_not_become_a_member(
             await swarm.wait_for_end("other")
         complaints.append(str(complaint.value))
 
-    assert run_swarm(run, folder, scene) == quiet_digest
+    assert train_in_swarm(run, folder, scene) == quiet_digest
     assert complaints[0].startswith("this machine has torch ")
     assert "the same --threads" in complaints[0]
 
 
 def test_newcomer_joins_however_many_peers_do_not_answer(run: TrainingRun, folder: Path) -> None:
-    async def main() -> None:
-        swarm = RunSwarm(run, folder)
-        try:
-            for number in range(6):
-                await swarm.start(f"peer{number}", number % 2, founds_run=number == 0)
-            await swarm.wait_for_update(1)
-            for number in range(5):
-                swarm.network.pause(f"peer{number}")
-            newcomers = [f"newcomer{number}" for number in range(3)]
-            for newcomer in newcomers:
-                await swarm.start(newcomer, 1)
-            await asyncio.sleep(5.0)  # a peer counts as silent after 10 s
-            assert all(swarm.peers[newcomer].loop.decisions is not None for newcomer in newcomers)
-        finally:
-            await swarm.close()
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        for number in range(5):
+            swarm.network.pause(f"peer{number}")
+        newcomers = [f"newcomer{number}" for number in range(3)]
+        for newcomer in newcomers:
+            await swarm.start(newcomer, 1)
+        await asyncio.sleep(5.0)  # a peer counts as silent after 10 s
+        assert all(swarm.peers[newcomer].loop.decisions is not None for newcomer in newcomers)
 
-    run_virtual(main())
+    run_in_swarm(run, folder, scene, num_peers=6)
 
 
 def test_peer_may_be_killed_between_the_passes_of_its_parts(
@@ -235,14 +187,12 @@ def test_peer_may_be_killed_between_the_passes_of_its_parts(
         await killed.wait()
         await check_counts(swarm)
 
-    assert run_swarm(run, folder, scene) == quiet_digest
+    assert train_in_swarm(run, folder, scene) == quiet_digest
 
 
 def test_peer_in_the_middle_of_four_stages_may_be_killed_between_its_passes(folder: Path) -> None:
     run, shards = open_run(folder, num_updates=2, stage_borders=[1, 2, 3])
-    whole = WholeRun(run)
-    for _ in whole.train(shards):
-        pass
+    alone = train_alone(run, shards)
 
     async def scene(swarm: RunSwarm) -> None:
         killed = asyncio.Event()
@@ -259,7 +209,7 @@ def test_peer_in_the_middle_of_four_stages_may_be_killed_between_its_passes(fold
         await killed.wait()
         await check_counts(swarm)
 
-    assert run_swarm(run, folder, scene, num_peers=8) == whole.compute_weights_digest()
+    assert train_in_swarm(run, folder, scene, num_peers=8) == alone
 
 
 async def check_counts(swarm: RunSwarm) -> None:
@@ -290,7 +240,7 @@ def test_killed_peer_comes_back_as_another_member(
         assert seen.count(left) == seen.count(joined) == 1
         assert seen[-1].facts["members_per_stage"] == [2, 2]
 
-    assert run_swarm(run, folder, scene) == quiet_digest
+    assert train_in_swarm(run, folder, scene) == quiet_digest
 
 
 def test_two_peers_may_be_killed_at_once(run: TrainingRun, folder: Path, quiet_digest: str) -> None:
@@ -299,7 +249,7 @@ def test_two_peers_may_be_killed_at_once(run: TrainingRun, folder: Path, quiet_d
         await swarm.kill("peer0")
         await swarm.kill("peer3")
 
-    assert run_swarm(run, folder, scene, num_peers=6) == quiet_digest
+    assert train_in_swarm(run, folder, scene, num_peers=6) == quiet_digest
 
 
 def test_giver_of_state_may_be_killed(run: TrainingRun, folder: Path, quiet_digest: str) -> None:
@@ -315,7 +265,7 @@ def test_giver_of_state_may_be_killed(run: TrainingRun, folder: Path, quiet_dige
         await swarm.start("newcomer", 1)
         await swarm.wait_until(lambda: bool(killed))
 
-    assert run_swarm(run, folder, scene, num_peers=6) == quiet_digest
+    assert train_in_swarm(run, folder, scene, num_peers=6) == quiet_digest
 
 
 @pytest.mark.parametrize("host", ["peer0", pytest.param("peer3", marks=pytest.mark.thorough)])
@@ -327,7 +277,7 @@ def test_paused_peer_is_left_out_and_comes_back(
         await pause(swarm, host)
         await check_counts(swarm)
 
-    assert run_swarm(run, folder, scene) == quiet_digest
+    assert train_in_swarm(run, folder, scene) == quiet_digest
 
 
 async def pause(swarm: RunSwarm, host: str) -> None:
@@ -361,7 +311,7 @@ def test_peer_that_computes_without_end_is_left_out_and_comes_back(
         hung[0].set()
         await check_counts(swarm)
 
-    assert run_swarm(run, folder, scene) == quiet_digest
+    assert train_in_swarm(run, folder, scene) == quiet_digest
     if kind is PartPass:  # it goes on with the part, but was left out meanwhile
         assert "4096 bytes are no activations here" in refusals
 
@@ -375,7 +325,7 @@ def test_run_waits_for_the_only_peer_of_a_stage_while_it_computes_without_end(
         await asyncio.sleep(25.0)
         hung.set()
 
-    assert run_swarm(run, folder, scene, num_peers=3) == quiet_digest
+    assert train_in_swarm(run, folder, scene, num_peers=3) == quiet_digest
 
 
 def poison(swarm: RunSwarm, host: str) -> None:
@@ -393,7 +343,7 @@ def test_part_that_one_peer_cannot_compute_is_computed_by_its_mate(
         await swarm.wait_for_update(1)
         poison(swarm, "peer3")
 
-    assert run_swarm(run, folder, scene) == quiet_digest
+    assert train_in_swarm(run, folder, scene) == quiet_digest
 
 
 @pytest.mark.parametrize("num_peers", [3, 4])
@@ -403,23 +353,16 @@ def test_part_that_no_peer_of_a_stage_can_compute_ends_the_run_at_all_of_them(
     def is_failed(swarm: RunSwarm) -> bool:
         return len([event for _, event in swarm.events if event.name == "failed"]) == num_peers
 
-    async def main() -> list[PeerEvent]:
-        swarm = RunSwarm(run, folder)
-        try:
-            for number in range(num_peers):
-                await swarm.start(f"peer{number}", number % 2, founds_run=number == 0)
-            await swarm.wait_until(lambda: min(swarm.list_updates()) >= 1)
-            for host in ("peer1", "peer3")[: num_peers - 2]:
-                poison(swarm, host)
-            async with asyncio.timeout(_MOST_SECONDS):
-                await swarm.wait_until(lambda: is_failed(swarm))
-            for peer in swarm.peers.values():
-                await peer.loop.wait_until_over()
-            return [event for _, event in swarm.events if event.name == "failed"]
-        finally:
-            await swarm.close()
+    async def scene(swarm: RunSwarm) -> list[PeerEvent]:
+        await swarm.wait_until(lambda: min(swarm.list_updates()) >= 1)
+        for host in ("peer1", "peer3")[: num_peers - 2]:
+            poison(swarm, host)
+        await swarm.wait_until(lambda: is_failed(swarm))
+        for peer in swarm.peers.values():
+            await peer.loop.wait_until_over()
+        return [event for _, event in swarm.events if event.name == "failed"]
 
-    first, *others = run_virtual(main())
+    first, *others = run_in_swarm(run, folder, scene, num_peers=num_peers)
 
     assert all(event == first for event in others)
     assert first.facts["stage"] == 1
@@ -430,21 +373,14 @@ def test_part_that_no_peer_of_a_stage_can_compute_ends_the_run_at_all_of_them(
 def test_part_that_cannot_be_computed_passes_each_stage_before_it_once(folder: Path) -> None:
     run, _ = open_run(folder, num_updates=1, stage_borders=[1, 2, 3])
 
-    async def main() -> RunSwarm:
-        swarm = RunSwarm(run, folder)
-        try:
-            async with asyncio.timeout(_MOST_SECONDS):
-                for number in range(8):
-                    await swarm.start(f"peer{number}", number % 4, founds_run=number == 0)
-                await swarm.wait_until(lambda: min(swarm.list_updates()) == 0)
-                for host in ("peer3", "peer7"):
-                    poison(swarm, host)
-                await swarm.peers["peer0"].loop.wait_until_over()
-        finally:
-            await swarm.close()
+    async def scene(swarm: RunSwarm) -> RunSwarm:
+        await swarm.wait_until(lambda: min(swarm.list_updates()) == 0)
+        for host in ("peer3", "peer7"):
+            poison(swarm, host)
+        await swarm.peers["peer0"].loop.wait_until_over()
         return swarm
 
-    swarm = run_virtual(main())
+    swarm = run_in_swarm(run, folder, scene, num_peers=8)
 
     failed = next(event for _, event in swarm.events if event.name == "failed")
     part = PartId(0, cast(int, failed.facts["part"]))
@@ -468,7 +404,7 @@ def test_peer_that_leaves_costs_no_part(
         assert set(swarm.counted.values()) == {1}
         assert len(swarm.counted) == 2 * NUM_UPDATES * run.parts_per_update
 
-    assert run_swarm(run, folder, scene) == quiet_digest
+    assert train_in_swarm(run, folder, scene) == quiet_digest
 
 
 def test_last_peer_of_a_stage_leaves_when_another_one_has_its_state(
@@ -483,7 +419,7 @@ def test_last_peer_of_a_stage_leaves_when_another_one_has_its_state(
         await swarm.start("peer3", 1)
         await leaving
 
-    assert run_swarm(run, folder, scene, num_peers=3) == quiet_digest
+    assert train_in_swarm(run, folder, scene, num_peers=3) == quiet_digest
 
 
 def test_peer_that_sends_nan_is_put_aside_by_name(
@@ -516,7 +452,7 @@ def test_peer_that_sends_nan_is_put_aside_by_name(
         assert named
         assert accused == [(liar.decisions.member_id,)]
 
-    assert run_swarm(run, folder, scene) == quiet_digest
+    assert train_in_swarm(run, folder, scene) == quiet_digest
 
 
 def waits(swarm: RunSwarm, host: str) -> list[str]:
@@ -539,7 +475,7 @@ def test_run_says_once_what_it_waits_for(run: TrainingRun, folder: Path, quiet_d
         for host in ("peer1", "peer2"):
             swarm.network.resume(host)
 
-    assert run_swarm(run, folder, scene, num_peers=1) == quiet_digest
+    assert train_in_swarm(run, folder, scene, num_peers=1) == quiet_digest
 
 
 def test_halves_that_do_not_see_each_other_commit_one_update(
@@ -557,7 +493,7 @@ def test_halves_that_do_not_see_each_other_commit_one_update(
         for pair in product(smaller, larger):
             swarm.network.heal(*pair)
 
-    assert run_swarm(run, folder, scene, num_peers=5) == quiet_digest
+    assert train_in_swarm(run, folder, scene, num_peers=5) == quiet_digest
 
 
 def update_of(swarm: RunSwarm, host: str) -> int:
@@ -567,22 +503,16 @@ def update_of(swarm: RunSwarm, host: str) -> int:
 
 
 def test_half_without_a_majority_commits_nothing(run: TrainingRun, folder: Path) -> None:
-    async def main() -> tuple[int, int]:
-        swarm = RunSwarm(run, folder)
-        try:
-            for number in range(4):
-                await swarm.start(f"peer{number}", number % 2, founds_run=number == 0)
-            await swarm.wait_for_update(1)
-            await swarm.kill("peer0")
-            await swarm.kill("peer1")
-            await asyncio.sleep(10.0)  # what was decided before is applied
-            before = max(swarm.list_updates())
-            await asyncio.sleep(20.0)
-            return before, max(swarm.list_updates())
-        finally:
-            await swarm.close()
+    async def scene(swarm: RunSwarm) -> tuple[int, int]:
+        await swarm.wait_for_update(1)
+        await swarm.kill("peer0")
+        await swarm.kill("peer1")
+        await asyncio.sleep(10.0)  # what was decided before is applied
+        before = max(swarm.list_updates())
+        await asyncio.sleep(20.0)
+        return before, max(swarm.list_updates())
 
-    before, after = run_virtual(main())
+    before, after = run_in_swarm(run, folder, scene)
 
     assert before == after < NUM_UPDATES
 
@@ -626,4 +556,4 @@ def test_weights_do_not_depend_on_who_was_killed(
     async def scene(swarm: RunSwarm) -> None:
         assert await kill_at_random(swarm, 6)
 
-    assert run_swarm(run, folder, scene, seed=seed, num_peers=5) == quiet_digest
+    assert train_in_swarm(run, folder, scene, seed=seed, num_peers=5) == quiet_digest

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_swarm import RunSwarm
+from run_swarm import RunSwarm, train_in_swarm
 from training_runs import MODEL, describe_run, open_run
-from virtual_time import run_virtual
 
 from shoal.peer.engine.training.run_plan import RunPlan, measure_tokens_per_second, plan_run
 from shoal.peer.engine.training.span_state import WEIGHTS_PREFIX, StateLayout, pick_weights
@@ -63,20 +61,12 @@ def watch_bytes(run: TrainingRun, folder: Path, num_peers: int) -> tuple[int, li
             averaged[message.attempt] = before + 8 * (message.stop - message.start)
         return False
 
-    async def main() -> None:
-        swarm = RunSwarm(run, folder)
+    async def watch(swarm: RunSwarm) -> None:
         swarm.do_at(note, lambda host: None)
         swarm.do_at(lambda message: isinstance(message, PartPassed) and note(message),
                     lambda host: None, is_sent=True)  # fmt: skip
-        try:
-            async with asyncio.timeout(300.0):
-                for number in range(num_peers):
-                    await swarm.start(f"peer{number}", number % 2, founds_run=number == 0)
-                await swarm.finish()
-        finally:
-            await swarm.close()
 
-    run_virtual(main())
+    train_in_swarm(run, folder, watch, num_peers=num_peers)
     return activations, list(averaged.values())
 
 
