@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from run_swarm import RunSwarm, make_identity
-from training_runs import open_run
-from virtual_time import VirtualClock, run_virtual
+from run_swarm import RunSwarm, make_identity, run_in_swarm, train_in_swarm
+from training_runs import open_run, train_alone
+from virtual_time import VirtualClock
 
-from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.peer.runs.questions import MemberAnswer, make_question_id
 from shoal.protocol.errors import RefusedError
 from shoal.protocol.messages.fields import Message
@@ -29,8 +28,6 @@ from shoal.protocol.runs.training_run import TrainingRun
 from shoal.protocol.runs.update_parts import pack_parts
 
 NUM_UPDATES = 12
-_MOST_SECONDS = 600.0
-"""Of virtual time."""
 
 
 @pytest.fixture(scope="module")
@@ -46,29 +43,12 @@ def run(folder: Path) -> TrainingRun:
 @pytest.fixture(scope="module")
 def quiet_digest(run: TrainingRun, folder: Path) -> str:
     """The digest of the weights that one process comes to."""
-    whole = WholeRun(run)
-    for _ in whole.train(open_run(folder)[1]):
-        pass
-    return whole.compute_weights_digest()
+    return train_alone(run, open_run(folder)[1])
 
 
-def run_swarm(
-    run: TrainingRun, folder: Path, scene: Callable[[RunSwarm], Awaitable[object]]
-) -> str:
-    """Train with three peers, and let a scene happen; return the digest at the end."""
-
-    async def main() -> str:
-        swarm = RunSwarm(run, folder)
-        try:
-            async with asyncio.timeout(_MOST_SECONDS):
-                for number in range(3):
-                    await swarm.start(f"peer{number}", number % 2, founds_run=number == 0)
-                await scene(swarm)
-                return await swarm.finish()
-        finally:
-            await swarm.close()
-
-    return run_virtual(main())
+def train(run: TrainingRun, folder: Path, scene: Callable[[RunSwarm], Awaitable[object]]) -> str:
+    """Train with three peers, of which one holds stage 1; return the digest at the end."""
+    return train_in_swarm(run, folder, scene, num_peers=3)
 
 
 def slow_down(swarm: RunSwarm, host: str, seconds: float) -> None:
@@ -91,7 +71,7 @@ def test_newcomer_whose_download_outlasts_updates_takes_part_soon(
         num_passed = [swarm.num_passed["slow", update] for update in range(NUM_UPDATES)]
         assert sum(map(bool, num_passed)) > NUM_UPDATES / 2, num_passed
 
-    assert run_swarm(run, folder, scene) == quiet_digest
+    assert train(run, folder, scene) == quiet_digest
 
 
 def test_newcomer_that_never_has_its_state_is_left_out_and_told_why(
@@ -120,7 +100,7 @@ def test_newcomer_that_never_has_its_state_is_left_out_and_told_why(
         assert event.facts["peer"] == make_identity("slow").peer_id
         await swarm.kill("slow")
 
-    assert run_swarm(run, folder, scene) == quiet_digest
+    assert train(run, folder, scene) == quiet_digest
 
 
 def list_waits(swarm: RunSwarm, host: str) -> list[str]:
@@ -139,7 +119,7 @@ def test_peer_leaves_when_a_slow_newcomer_has_its_state(
         await leaving
         assert max(swarm.list_updates()) < NUM_UPDATES
 
-    assert run_swarm(run, folder, scene) == quiet_digest
+    assert train(run, folder, scene) == quiet_digest
 
 
 def test_run_says_that_a_refused_part_waits_for_a_download(
@@ -168,7 +148,7 @@ def test_run_says_that_a_refused_part_waits_for_a_download(
         await swarm.wait_until(says_so)
         del swarm.falsify["peer1"]
 
-    assert run_swarm(run, folder, scene) == quiet_digest
+    assert train(run, folder, scene) == quiet_digest
 
 
 def test_state_that_is_not_wanted_any_more_is_not_sent_to_its_end(
@@ -197,7 +177,7 @@ def test_state_that_is_not_wanted_any_more_is_not_sent_to_its_end(
                 )
         assert 3 * PIECE_BYTES <= read[-1] < num_bytes
 
-    assert run_swarm(run, folder, scene) == quiet_digest
+    assert train(run, folder, scene) == quiet_digest
 
 
 def sends_state(message: Message) -> bool:
@@ -216,4 +196,22 @@ def test_run_waits_until_a_state_is_loaded_and_not_only_downloaded(
         assert max(swarm.list_updates()) < NUM_UPDATES
         assert not any(event.name == "too_slow" for _, event in swarm.events)
 
-    assert run_swarm(run, folder, scene) == quiet_digest
+    assert train(run, folder, scene) == quiet_digest
+
+
+def test_run_ends_for_a_refused_part_though_a_newcomer_never_has_its_state(
+    run: TrainingRun, folder: Path
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        slow_down(swarm, "slow", 3.0)
+        await swarm.start("slow", 1)
+        await swarm.wait_until(lambda: bool(list_waits(swarm, "slow")))
+        stage = swarm.peers["peer1"].loop.stage
+        assert stage is not None
+        for weight in stage.span.read_weights().values():
+            weight.fill_(float("nan"))  # nor is it what its digest tells
+        await swarm.peers["peer0"].loop.wait_until_over()
+        assert "are not finite at stage 1" in str(swarm.peers["peer0"].loop.failure)
+
+    run_in_swarm(run, folder, scene, num_peers=3)
