@@ -548,6 +548,17 @@ def test_tests_override_no_private_method() -> None:
     assert not wrong
 
 
+def test_no_two_parts_of_tests_define_a_class_of_the_same_name() -> None:
+    wrong: list[str] = []
+    files_of: dict[str, Path] = {}
+    for file in sorted((ROOT / "tests" / "parts").rglob("*.py")):
+        for name in re.findall(r"^class (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE):
+            if files_of.setdefault(name, file) != file:
+                wrong.append(f"{name} is in {name_of(files_of[name])} and in {name_of(file)}")
+
+    assert not wrong
+
+
 def classes_of(file: Path) -> list[ast.ClassDef]:
     return [node for node in nodes_of(file) if isinstance(node, ast.ClassDef)]
 

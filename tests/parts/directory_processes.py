@@ -73,7 +73,7 @@ async def serve(number: int, port: int, initial_peers: list[str]) -> None:
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
-class Peer:
+class DirectoryProcess:
     """A process that runs `serve`."""
 
     def __init__(self, number: int, *initial_peers: str, port: int = 0) -> None:
@@ -112,8 +112,10 @@ class Peer:
             pipe.close()
 
 
-def start(peers: contextlib.ExitStack, number: int, *initial_peers: str, port: int = 0) -> Peer:
-    peer = Peer(number, *initial_peers, port=port)
+def start(
+    peers: contextlib.ExitStack, number: int, *initial_peers: str, port: int = 0
+) -> DirectoryProcess:
+    peer = DirectoryProcess(number, *initial_peers, port=port)
     peers.callback(peer.close)
     return peer
 

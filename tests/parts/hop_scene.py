@@ -74,7 +74,7 @@ def make_bulk_step() -> Step:
 
 
 @dataclass
-class Scene:
+class HopScene:
     """A scripted peer, the network to it, and everything that it heard."""
 
     network: LoopbackNetwork
@@ -119,12 +119,12 @@ def make_announcement(endpoints: tuple[Endpoint, ...], peer_id: PeerId = PEER_ID
     )
 
 
-async def run(test: Callable[[Scene], Awaitable[None]], link: Link | None = None) -> None:
+async def run(test: Callable[[HopScene], Awaitable[None]], link: Link | None = None) -> None:
     """Run a test; whatever it did, no stream may be left open when it ends."""
     network = LoopbackNetwork(link=link)
     server = LoopbackTransport(network, "peer")
     transport = LoopbackTransport(network, "client")
-    scene = Scene(network, transport, Endpoint("peer", 1))
+    scene = HopScene(network, transport, Endpoint("peer", 1))
     listener = await server.listen("peer", 0, scene.serve)
     scene.endpoint = listener.endpoint
     await test(scene)

@@ -51,7 +51,7 @@ class Target:
         return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "VmSwap"))
 
 
-class Stranger:
+class HostileStranger:
     """One stream to the peer that carries whatever it is told to."""
 
     def __init__(self, stream: Stream) -> None:
@@ -95,10 +95,12 @@ class Gang:
         self.target = target
         self._transport = transport
 
-    async def dial(self) -> Stranger:
-        return Stranger(await self._transport.open_stream(self.target.endpoint, timeout_seconds=60))
+    async def dial(self) -> HostileStranger:
+        return HostileStranger(
+            await self._transport.open_stream(self.target.endpoint, timeout_seconds=60)
+        )
 
-    async def greet(self) -> Stranger:
+    async def greet(self) -> HostileStranger:
         stranger = await self.dial()
         assert isinstance(await stranger.ask(HELLO), Welcome)
         return stranger
@@ -107,7 +109,7 @@ class Gang:
         opening = Open(session, 1, self.target.model_id, Span(0, 4), 1, 64, WireDtype.FP32)
         return replace(opening, **changes)
 
-    async def open(self, session: SessionId, **changes: Any) -> Stranger:
+    async def open(self, session: SessionId, **changes: Any) -> HostileStranger:
         stranger = await self.greet()
         assert isinstance(await stranger.ask(self.make_open(session, **changes)), Opened)
         return stranger

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from session_scene import MODEL_ID, NUM_BLOCKS, SECRET, WIDTH, Scene, now
+from session_scene import MODEL_ID, NUM_BLOCKS, SECRET, WIDTH, SessionScene, now
 from torch import Tensor
 
 from shoal.client.adapters.adapter_versions import AdapterVersion
@@ -197,7 +197,7 @@ class PassPeer:
 
 
 async def add_pass_peer(
-    scene: Scene,
+    scene: SessionScene,
     seconds: float,
     says_queue_seconds: float | None = None,
     span: Span = WHOLE,
@@ -212,14 +212,14 @@ async def add_pass_peer(
     return peer
 
 
-async def move_pass_peer(scene: Scene, peer: PassPeer, old_name: str) -> None:
+async def move_pass_peer(scene: SessionScene, peer: PassPeer, old_name: str) -> None:
     """Let a peer go on at another address, and announce that."""
     scene.network.kill(old_name)
     endpoint = await scene.listen(f"{old_name}-elsewhere", peer.serve)
     await scene.announce_peer(peer, endpoints=(endpoint,), max_version=MAX_VERSION)
 
 
-def make_asker(scene: Scene) -> PassAsker:
+def make_asker(scene: SessionScene) -> PassAsker:
     """Return what asks them. Close it."""
     return PassAsker(scene.swarm.book, scene.client, scene.config, SECRET)
 

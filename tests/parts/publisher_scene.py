@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import torch
 from async_tests import make_decorator
 from pass_peers import WHOLE, PassPeer, make_asker
-from session_scene import NUM_BLOCKS, Scene, run
+from session_scene import NUM_BLOCKS, SessionScene, run
 
 from shoal.client.adapters.adapter_versions import AdapterLeaves, AdapterVersion
 from shoal.client.publishing.publisher import Publisher
@@ -45,11 +45,11 @@ def count_uploads(peer: PassPeer) -> Counter[AdapterId]:
 
 
 async def run_publisher(
-    test: Callable[[Scene, Publisher], Awaitable[None]], link: Link | None = None
+    test: Callable[[SessionScene, Publisher], Awaitable[None]], link: Link | None = None
 ) -> None:
     """Run a test with a client that publishes, and close all of it."""
 
-    async def main(scene: Scene) -> None:
+    async def main(scene: SessionScene) -> None:
         asker = make_asker(scene)
         publisher = Publisher(asker)
         await test(scene, publisher)

@@ -87,7 +87,7 @@ class PublicPeer:
         return pusher
 
 
-class Scene(ScriptedSwarm):
+class ReverseScene(ScriptedSwarm):
     """The swarm, and the public peer in it."""
 
     public: PublicPeer
@@ -130,7 +130,7 @@ def make_welcome(identity: Identity = HOME) -> Welcome:
 
 async def run_in_scene(story: Story) -> None:
     """Run a story; in the end nothing is left of any stream."""
-    scene, handler = Scene(), StreamHandler()
+    scene, handler = ReverseScene(), StreamHandler()
     transport = scene.make_transport("public")
     endpoint = (await transport.listen("public", 0, handler.serve)).endpoint
 

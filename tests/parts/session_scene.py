@@ -63,7 +63,7 @@ def run_span(cache_BSH: Tensor, span: Span) -> Tensor:
 
 
 @dataclass
-class FakeCache:
+class ScriptedCache:
     """What a peer holds for one session: the input of every token of the prefix."""
 
     opening: Open
@@ -98,7 +98,7 @@ class FakePeer:
     span: Span
     mischief: Mischief = be_honest
     num_repeats: int = 0
-    caches: dict[SessionId, FakeCache] = field(default_factory=dict)
+    caches: dict[SessionId, ScriptedCache] = field(default_factory=dict)
     opens: list[Open] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
 
@@ -137,7 +137,7 @@ class FakePeer:
                 assert parent.opening.span == message.span
                 assert message.prefix_tokens <= parent.tokens_BSH.shape[1]
                 prefix_BSH = parent.tokens_BSH[:, : message.prefix_tokens]
-            self.caches[message.session] = FakeCache(message, prefix_BSH)
+            self.caches[message.session] = ScriptedCache(message, prefix_BSH)
             return Opened(message.session, message.epoch, 0.0, 1000)
         if isinstance(message, Step):
             return self._step(message)
@@ -157,7 +157,7 @@ class FakePeer:
         return Output(step.session, step.epoch, step.sequence, step.position, output)
 
 
-class Scene(ScriptedSwarm):
+class SessionScene(ScriptedSwarm):
     """Fake peers, and a client's view of them."""
 
     def __init__(self, link: Link | None = None, config: ClientConfig = CONFIG) -> None:
@@ -206,7 +206,7 @@ class Scene(ScriptedSwarm):
 
 
 async def run(
-    test: Callable[[Scene], Awaitable[None]],
+    test: Callable[[SessionScene], Awaitable[None]],
     link: Link | None = None,
     config: ClientConfig = CONFIG,
 ) -> None:
@@ -214,12 +214,12 @@ async def run(
     problems: list[Any] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: problems.append(context))
-    await _play(test, Scene(link, config))
+    await _play(test, SessionScene(link, config))
     gc.collect()  # a task that the scene held reports an error that nobody read
     assert problems == []
 
 
-async def _play(test: Callable[[Scene], Awaitable[None]], scene: Scene) -> None:
+async def _play(test: Callable[[SessionScene], Awaitable[None]], scene: SessionScene) -> None:
     await test(scene)
     for session in scene.sessions:
         await session.close()
@@ -260,7 +260,7 @@ class Oracle:
         return run_span(self._cache_BSH, Span(0, NUM_BLOCKS))[:, start:]
 
 
-async def add_two_rows_of_peers(scene: Scene) -> None:
+async def add_two_rows_of_peers(scene: SessionScene) -> None:
     for name, start, stop in (("a", 0, 2), ("b", 2, 4), ("c", 4, 6)):
         await scene.add(f"{name}1", start, stop)
         await scene.add(f"{name}2", start, stop)

@@ -35,7 +35,7 @@ class CountingDirectory(MemoryDirectory):
         return await super().lookup(model_id)
 
 
-class World:
+class SwarmWorld:
     """Peers that announce by hand, and one client's swarm."""
 
     def __init__(self) -> None:
@@ -74,10 +74,10 @@ class World:
         return [hop.peer.peer_id for hop in route.hops]
 
 
-async def run_in_world(story: Callable[[World], Awaitable[None]]) -> None:
+async def run_in_world(story: Callable[[SwarmWorld], Awaitable[None]]) -> None:
     """Run a story in a world of its own, on virtual time that starts at an odd hour."""
     await asyncio.sleep(1000.0)
-    await story(World())
+    await story(SwarmWorld())
 
 
 in_world = make_decorator(run_in_world)

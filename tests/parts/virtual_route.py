@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from memory_swarm import Inside
-from virtual_swarm import RelayedTransport, Scene, draw, run_scene
+from virtual_swarm import RelayedTransport, VirtualSwarm, draw, run_scene
 from virtual_time import VirtualClock
 
 from shoal.client.session.session import RemoteSession
@@ -22,13 +22,15 @@ CLIENT = b"the only client."
 SPANS = (Span(0, 1), Span(1, 3), Span(3, 4))
 
 
-class World:
+class RouteWorld:
     """Three hops with a replica each, and one session in a chain over them."""
 
     open_session: Callable[[], Awaitable[RemoteSession]]
     """Returns another one of the same client, which has not begun and is to be closed."""
 
-    def __init__(self, scene: Scene, session: RemoteSession, services: dict[str, Inside]) -> None:
+    def __init__(
+        self, scene: VirtualSwarm, session: RemoteSession, services: dict[str, Inside]
+    ) -> None:
         self.network = scene.network
         self.session = session
         self.services = services
@@ -50,14 +52,14 @@ class World:
 
 def run(
     directory: Any,
-    story: Callable[[World], Awaitable[None]],
+    story: Callable[[RouteWorld], Awaitable[None]],
     delivery: str = "chain",
     relayed: Collection[int] = (),
     **settings: Any,
 ) -> None:
     """Run a story; hops whose numbers are in `relayed` cannot be dialled, nor their replicas."""
 
-    async def main(scene: Scene) -> None:
+    async def main(scene: VirtualSwarm) -> None:
         services: dict[str, Inside] = {}
         for number in range(2 * len(SPANS)):
             hop, host = number // 2, f"peer{number}"
@@ -69,7 +71,7 @@ def run(
         session = await open_session()
         scene.stack.push_async_callback(session.close)
         await session.step(draw(0, 5))
-        world = World(scene, session, services)
+        world = RouteWorld(scene, session, services)
         world.open_session = open_session
         await story(world)
 

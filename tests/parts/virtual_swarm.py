@@ -40,7 +40,7 @@ class RelayedTransport(LoopbackTransport):
         return await super().open_stream(endpoint, timeout_seconds)
 
 
-class Scene:
+class VirtualSwarm:
     """A network on which a test runs peers of a model of 4 blocks, and sessions of clients.
 
     What is added, joined or put on its stack is closed when the test is over.
@@ -96,13 +96,13 @@ class Scene:
 def run_scene(
     directory: object,
     config: ClientConfig,
-    story: Callable[[Scene], Awaitable[None]],
+    story: Callable[[VirtualSwarm], Awaitable[None]],
     link: Link | None = None,
 ) -> None:
     """Run a story on virtual time; no task is left when it is over."""
 
     async def main() -> None:
-        scene = Scene(str(directory), config, link)
+        scene = VirtualSwarm(str(directory), config, link)
         async with scene.stack:
             await story(scene)
         assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from virtual_swarm import Scene, draw, run_scene
+from virtual_swarm import VirtualSwarm, draw, run_scene
 from virtual_time import VirtualClock
 
 from shoal.client.session.session import RemoteSession
@@ -17,10 +17,12 @@ from shoal.protocol.errors import ErrorCode, RefusedError
 CONFIG = ClientConfig(seed=0, failover_timeout_seconds=8.0)
 
 
-def run(directory: Any, hosts: dict[str, int], story: Callable[[Scene], Awaitable[None]]) -> None:
+def run(
+    directory: Any, hosts: dict[str, int], story: Callable[[VirtualSwarm], Awaitable[None]]
+) -> None:
     """Tell a story of clients and of peers that hold so many sessions each."""
 
-    async def main(scene: Scene) -> None:
+    async def main(scene: VirtualSwarm) -> None:
         for host, max_sessions in hosts.items():
             await scene.add(host, max_sessions=max_sessions)
         await story(scene)
@@ -37,7 +39,7 @@ async def keep_busy(session: RemoteSession, seconds: float) -> None:
 
 
 def test_client_waits_in_the_queue_of_a_full_peer_and_says_so(tiny_models: Any) -> None:
-    async def story(scene: Scene) -> None:
+    async def story(scene: VirtualSwarm) -> None:
         first, second = await scene.join("first"), await scene.join("second")
         await first.step(draw(1, 5))
         started_at = VirtualClock().now()
@@ -56,7 +58,7 @@ def test_client_waits_in_the_queue_of_a_full_peer_and_says_so(tiny_models: Any) 
 
 
 def test_client_takes_another_peer_instead_of_waiting(tiny_models: Any) -> None:
-    async def story(scene: Scene) -> None:
+    async def story(scene: VirtualSwarm) -> None:
         sessions = [await scene.join(f"client {number}") for number in range(2)]
         started_at = VirtualClock().now()
         for session in sessions:
@@ -70,7 +72,7 @@ def test_client_takes_another_peer_instead_of_waiting(tiny_models: Any) -> None:
 
 
 def test_client_is_told_when_the_queue_was_too_long(tiny_models: Any) -> None:
-    async def story(scene: Scene) -> None:
+    async def story(scene: VirtualSwarm) -> None:
         first, second = await scene.join("first"), await scene.join("second")
         await first.step(draw(1, 5))
         started_at = VirtualClock().now()
@@ -89,7 +91,7 @@ def test_client_is_told_when_the_queue_was_too_long(tiny_models: Any) -> None:
 
 
 def test_session_that_lost_its_place_while_idle_goes_on_by_replay(tiny_models: Any) -> None:
-    async def story(scene: Scene) -> None:
+    async def story(scene: VirtualSwarm) -> None:
         idle, other = await scene.join("idle"), await scene.join("other")
         undisturbed = await scene.join("undisturbed")
         outputs = [await undisturbed.step(draw(1, 5)), await undisturbed.step(draw(2, 1))]

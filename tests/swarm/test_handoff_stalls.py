@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from chosen_cases import choose_cases
-from virtual_route import SPANS, World, delay_steps, run
+from virtual_route import SPANS, RouteWorld, delay_steps, run
 from virtual_time import VirtualClock
 
 STEP_SECONDS = 0.004
@@ -19,7 +19,7 @@ SOON_SECONDS = 1.0
 @pytest.mark.parametrize("delivery", ["star", "chain"])
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_nobody_waits_for_a_hop_that_moves(tiny_models: Any, delivery: str, index: int) -> None:
-    async def story(world: World) -> None:
+    async def story(world: RouteWorld) -> None:
         for service in world.services.values():
             delay_steps(service, STEP_SECONDS)
         await world.generate(10)
@@ -44,7 +44,7 @@ def test_nobody_waits_for_a_hop_that_moves(tiny_models: Any, delivery: str, inde
 
 @pytest.mark.parametrize("delivery", ["star", "chain"])
 def test_nobody_waits_when_all_hops_move(tiny_models: Any, delivery: str) -> None:
-    async def story(world: World) -> None:
+    async def story(world: RouteWorld) -> None:
         for service in world.services.values():
             delay_steps(service, STEP_SECONDS)
         await world.generate(5)
@@ -75,7 +75,7 @@ def test_nobody_waits_for_a_slow_peer_to_catch_up(
 ) -> None:
     """One that is slower than the whole route never does, as long as tokens go on."""
 
-    async def story(world: World) -> None:
+    async def story(world: RouteWorld) -> None:
         used = {world.host_of(each) for each in range(3)}
         for host, service in world.services.items():
             delay_steps(service, STEP_SECONDS * (1 if host in used else slowness))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from virtual_swarm import PERIOD_SECONDS, Scene, draw, run_scene
+from virtual_swarm import PERIOD_SECONDS, VirtualSwarm, draw, run_scene
 from virtual_time import VirtualClock
 
 from shoal.client.settings.client_config import ClientConfig
@@ -34,7 +34,7 @@ SLACK_SECONDS = 2 * CONFIG.connect_timeout_seconds
 def test_last_replica_that_is_gone_is_named_in_time(
     tiny_models: Any, host: str, trouble: Callable[[LoopbackNetwork, str], None], num_tokens: int
 ) -> None:
-    async def story(scene: Scene) -> None:
+    async def story(scene: VirtualSwarm) -> None:
         for name, span in SPANS.items():
             await scene.add(name, span)
         session = await scene.join("client")
@@ -59,7 +59,7 @@ def test_other_blocks_that_nobody_serves_any_more_are_named_as_well(
 ) -> None:
     """Failover looks for the hop that was lost first; whoever starts peers wants to know all."""
 
-    async def story(scene: Scene) -> None:
+    async def story(scene: VirtualSwarm) -> None:
         for name, span in SPANS.items():
             await scene.add(name, span)
         session = await scene.join("client")

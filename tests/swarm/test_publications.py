@@ -14,7 +14,7 @@ from adapter_scene import assert_close, make_adapter, swarm_of
 from adapter_talk import make_leaves
 from memory_swarm import MODEL_ID, Inside, look_into
 from torch import Tensor
-from virtual_swarm import WHOLE, RelayedTransport, Scene, run_scene
+from virtual_swarm import WHOLE, RelayedTransport, VirtualSwarm, run_scene
 
 from shoal.client.publishing.publisher import Publisher
 from shoal.client.settings.client_config import ClientConfig
@@ -33,13 +33,13 @@ CONFIG = ClientConfig(seed=1)
 
 
 @asynccontextmanager
-async def publishing(scene: Scene) -> AsyncGenerator[Publisher]:
+async def publishing(scene: VirtualSwarm) -> AsyncGenerator[Publisher]:
     """Be a client for a while; what it has published is withdrawn at the end."""
     async with scene.make_client(RelayedTransport(scene.network, "client")) as client:
         yield client.passes.publisher
 
 
-def run(tiny_models: Any, story: Callable[[Scene], Awaitable[None]]) -> None:
+def run(tiny_models: Any, story: Callable[[VirtualSwarm], Awaitable[None]]) -> None:
     run_scene(tiny_models.get().directory, CONFIG, story)
 
 
@@ -73,7 +73,7 @@ def test_peer_that_joins_later_fetches_its_own_blocks_and_serves_nobody(tiny_mod
     leaves = make_leaves(0, 1, 2, 3)
     name = leaves.manifest.name
 
-    async def test(scene: Scene) -> None:
+    async def test(scene: VirtualSwarm) -> None:
         halves = [await scene.add(f"half{n}", span) for n, span in enumerate(BOTH_HALVES)]
         async with publishing(scene) as publisher:
             await publisher.publish(leaves, WHOLE, "a")
@@ -105,7 +105,7 @@ def test_peer_that_joins_later_fetches_its_own_blocks_and_serves_nobody(tiny_mod
 def test_peer_whose_blocks_an_adapter_does_not_change_learns_its_name(tiny_models: Any) -> None:
     leaves = make_leaves(0, 1)
 
-    async def test(scene: Scene) -> None:
+    async def test(scene: VirtualSwarm) -> None:
         first, second = [await scene.add(f"half{n}", s) for n, s in enumerate(BOTH_HALVES)]
         async with publishing(scene) as publisher:
             await publisher.publish(leaves, WHOLE, "a")
@@ -121,7 +121,7 @@ def test_each_block_has_two_holders_and_a_lost_one_is_replaced(tiny_models: Any)
     leaves = make_leaves(0, 1, 2, 3)
     name = leaves.manifest.name
 
-    async def test(scene: Scene) -> None:
+    async def test(scene: VirtualSwarm) -> None:
         peers = {f"peer{n}": await scene.add(f"peer{n}") for n in range(4)}
         async with publishing(scene) as publisher:
             await publisher.publish(leaves, WHOLE, "a")
@@ -142,7 +142,7 @@ def test_peer_that_fetched_it_for_its_publisher_becomes_a_holder(tiny_models: An
     leaves = make_leaves(0, 1, 2, 3)
     name = leaves.manifest.name
 
-    async def test(scene: Scene) -> None:
+    async def test(scene: VirtualSwarm) -> None:
         peers = {f"peer{n}": await scene.add(f"peer{n}") for n in range(3)}
         async with publishing(scene) as publisher:
             await publisher.publish(leaves, WHOLE, "a")
@@ -161,7 +161,7 @@ def test_wrong_bytes_are_refused_by_digest_and_another_holder_is_asked(tiny_mode
     leaves = make_leaves(0, 1, 2, 3)
     name = leaves.manifest.name
 
-    async def test(scene: Scene) -> None:
+    async def test(scene: VirtualSwarm) -> None:
         peers = [await scene.add(f"peer{n}") for n in range(3)]
         async with publishing(scene) as publisher:
             await publisher.publish(leaves, WHOLE, "a")
@@ -186,7 +186,7 @@ def test_withdrawal_reaches_copies_within_a_minute(tiny_models: Any) -> None:
     leaves = make_leaves(0, 1, 2, 3)
     name = leaves.manifest.name
 
-    async def test(scene: Scene) -> None:
+    async def test(scene: VirtualSwarm) -> None:
         peers = [await scene.add(f"peer{n}") for n in range(3)]
         async with publishing(scene) as publisher:
             await publisher.publish(leaves, WHOLE, "a")
@@ -206,7 +206,7 @@ def test_publication_is_kept_while_it_is_renewed_and_expires_with_its_publisher(
     leaves = make_leaves(0, 1, 2, 3)
     name = leaves.manifest.name
 
-    async def test(scene: Scene) -> None:
+    async def test(scene: VirtualSwarm) -> None:
         peers = [await scene.add(f"peer{n}") for n in range(3)]
         async with publishing(scene) as publisher:
             await publisher.publish(leaves, WHOLE, "a")
@@ -230,7 +230,7 @@ def test_peer_that_others_reach_over_a_relay_only_is_a_holder_where_there_is_no_
 ) -> None:
     leaves = make_leaves(0, 1, 2, 3)
 
-    async def test(scene: Scene) -> None:
+    async def test(scene: VirtualSwarm) -> None:
         relayed = await scene.add("relayed", is_relayed=True)
         dialable = [await scene.add(f"peer{n}") for n in range(2)]
         async with publishing(scene) as publisher:
@@ -243,7 +243,7 @@ def test_peer_that_others_reach_over_a_relay_only_is_a_holder_where_there_is_no_
 
 
 def test_adapter_that_nobody_holds_is_refused_after_the_last_attempt(tiny_models: Any) -> None:
-    async def test(scene: Scene) -> None:
+    async def test(scene: VirtualSwarm) -> None:
         peer = await scene.add("peer")
         name = AdapterId(bytes(32))
         for seconds in (1.0, None):
@@ -256,7 +256,7 @@ def test_adapter_that_nobody_holds_is_refused_after_the_last_attempt(tiny_models
 
 
 def test_stranger_who_names_many_digests_makes_a_peer_fetch_few(tiny_models: Any) -> None:
-    async def test(scene: Scene) -> None:
+    async def test(scene: VirtualSwarm) -> None:
         peer = await scene.add("peer")
         names = [AdapterId(number.to_bytes(32, "big")) for number in range(1000)]
         for name in names:

@@ -14,7 +14,7 @@ import pytest
 from chosen_cases import choose_cases
 from story_outputs import assert_same
 from torch import Tensor
-from virtual_route import LINK, World, delay_steps, run
+from virtual_route import LINK, RouteWorld, delay_steps, run
 from virtual_swarm import draw
 from virtual_time import VirtualClock
 
@@ -33,7 +33,7 @@ STEP_SECONDS = 0.004
 class Text:
     """Tokens that a session is given one by one, and what comes of them."""
 
-    def __init__(self, world: World, session: RemoteSession | None = None) -> None:
+    def __init__(self, world: RouteWorld, session: RemoteSession | None = None) -> None:
         self.outputs: list[Tensor] = []
         self._session = session or world.session
 
@@ -48,18 +48,18 @@ class Text:
         return VirtualClock().now() - asked_at
 
 
-Story = Callable[[World, Text], Awaitable[None]]
+Story = Callable[[RouteWorld, Text], Awaitable[None]]
 
 
 def tell(tiny_models: Any, story: Story, relayed: tuple[int, ...] = (1,), **settings: Any) -> None:
     """Run a story, then bring its text to an end, which has to be as if nothing had happened."""
     texts: list[Text] = []
 
-    async def tell_undisturbed(world: World) -> None:
+    async def tell_undisturbed(world: RouteWorld) -> None:
         texts.append(Text(world))
         await texts[-1].go_on(NUM_TOKENS)
 
-    async def tell_story(world: World) -> None:
+    async def tell_story(world: RouteWorld) -> None:
         texts.append(Text(world))
         await story(world, texts[-1])
         await texts[-1].go_on(NUM_TOKENS - len(texts[-1].outputs))
@@ -73,7 +73,7 @@ def tell(tiny_models: Any, story: Story, relayed: tuple[int, ...] = (1,), **sett
 
 @pytest.mark.parametrize("relayed", [(1,), (0, 2)])
 def test_every_hop_pushes_to_the_next(tiny_models: Any, relayed: tuple[int, ...]) -> None:
-    async def story(world: World, text: Text) -> None:
+    async def story(world: RouteWorld, text: Text) -> None:
         await text.go_on(5)
 
         assert await text.time_token() == pytest.approx(CHAIN_SECONDS)
@@ -83,7 +83,7 @@ def test_every_hop_pushes_to_the_next(tiny_models: Any, relayed: tuple[int, ...]
 
 
 def test_two_that_cannot_be_dialled_have_the_client_between_them(tiny_models: Any) -> None:
-    async def story(world: World, text: Text) -> None:
+    async def story(world: RouteWorld, text: Text) -> None:
         await text.go_on(5)
 
         assert await text.time_token() == pytest.approx(BRIDGE_SECONDS)
@@ -99,7 +99,7 @@ def test_two_that_cannot_be_dialled_have_the_client_between_them(tiny_models: An
 def test_hop_that_leaves_hands_over_without_a_failover(
     tiny_models: Any, relayed: tuple[int, ...], index: int
 ) -> None:
-    async def story(world: World, text: Text) -> None:
+    async def story(world: RouteWorld, text: Text) -> None:
         for service in world.services.values():
             delay_steps(service, STEP_SECONDS)
         await text.go_on(5)
@@ -117,7 +117,7 @@ def test_hop_that_leaves_hands_over_without_a_failover(
 
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_hop_that_is_killed_is_replaced_in_the_chain(tiny_models: Any, index: int) -> None:
-    async def story(world: World, text: Text) -> None:
+    async def story(world: RouteWorld, text: Text) -> None:
         await text.go_on(5)
 
         world.network.kill(world.host_of(index))
@@ -131,7 +131,7 @@ def test_hop_that_is_killed_is_replaced_in_the_chain(tiny_models: Any, index: in
 
 @pytest.mark.parametrize("index", choose_cases([(1,)], range(3)))
 def test_standby_behind_a_nat_takes_over(tiny_models: Any, index: int) -> None:
-    async def story(world: World, text: Text) -> None:
+    async def story(world: RouteWorld, text: Text) -> None:
         await text.go_on(5)
         async with asyncio.timeout(30):
             while len(world.session.standbys) < 3:  # noqa: ASYNC110 - it happens behind the steps
@@ -148,7 +148,7 @@ def test_standby_behind_a_nat_takes_over(tiny_models: Any, index: int) -> None:
 
 
 def test_fork_is_pushed_over_the_same_stream(tiny_models: Any) -> None:
-    async def story(world: World, text: Text) -> None:
+    async def story(world: RouteWorld, text: Text) -> None:
         await text.go_on(5)
         twin = await world.open_session()
         await world.session.fork_into(twin, world.session.position)
@@ -169,7 +169,7 @@ def test_stream_that_has_vanished_when_it_is_needed_costs_the_way_by_the_client(
 ) -> None:
     """Both ends live, so nobody is lost: the client carries what passes there."""
 
-    async def story(world: World, text: Text) -> None:
+    async def story(world: RouteWorld, text: Text) -> None:
         await text.go_on(5)
         before, behind = world.host_of(0), world.host_of(1)
         for number in (0, 1):

@@ -9,7 +9,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from virtual_route import SPANS, World, delay_steps, run
+from virtual_route import SPANS, RouteWorld, delay_steps, run
 from virtual_swarm import HIDDEN, draw
 from virtual_time import VirtualClock
 
@@ -24,7 +24,7 @@ SHORT_OF_THE_FLOOR = 0.9
 def test_hop_that_stands_still_is_replaced_in_less_than_two_seconds(
     tiny_models: Any, index: int
 ) -> None:
-    async def story(world: World) -> None:
+    async def story(world: RouteWorld) -> None:
         await world.generate(3)
         host = world.host_of(index)
 
@@ -43,7 +43,7 @@ def test_hop_that_stands_still_is_replaced_in_less_than_two_seconds(
 def test_time_that_a_failover_took_is_no_hops_own(tiny_models: Any, index: int) -> None:
     """Or else the hops that are left would be given many times as long from then on."""
 
-    async def story(world: World) -> None:
+    async def story(world: RouteWorld) -> None:
         await world.generate(3)
         world.network.pause(world.host_of((index + 1) % 3))
         await world.generate(3)
@@ -60,7 +60,7 @@ def test_time_that_a_failover_took_is_no_hops_own(tiny_models: Any, index: int) 
 def test_time_that_a_piece_of_a_prompt_stood_behind_others_is_not_its_own(tiny_models: Any) -> None:
     """Its last piece is short: or else tokens were thought to take as long as the whole prompt."""
 
-    async def story(world: World) -> None:
+    async def story(world: RouteWorld) -> None:
         for service in world.services.values():
             delay_steps(service, 0.03)
         await world.session.step(draw(1, 3 * 128 + 5))
@@ -75,7 +75,7 @@ def test_time_that_a_piece_of_a_prompt_stood_behind_others_is_not_its_own(tiny_m
 
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_hop_that_stands_still_for_a_moment_is_kept(tiny_models: Any, index: int) -> None:
-    async def story(world: World) -> None:
+    async def story(world: RouteWorld) -> None:
         await world.generate(3)
         host = world.host_of(index)
 
@@ -98,7 +98,7 @@ def test_hop_that_lives_and_computes_is_given_its_whole_time(
 ) -> None:
     """A chain is as patient as a star: being asked how far it is costs a slow hop nothing."""
 
-    async def story(world: World) -> None:
+    async def story(world: RouteWorld) -> None:
         await world.generate(3)
 
         delay_steps(world.services[world.host_of(index)], SHORT_OF_THE_FLOOR)
@@ -111,7 +111,7 @@ def test_hop_that_lives_and_computes_is_given_its_whole_time(
 
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_client_that_stood_still_itself_blames_nobody(tiny_models: Any, index: int) -> None:
-    async def story(world: World) -> None:
+    async def story(world: RouteWorld) -> None:
         await world.generate(3)
         loop = asyncio.get_running_loop()
 
@@ -129,7 +129,7 @@ def test_client_that_stood_still_itself_blames_nobody(tiny_models: Any, index: i
 def test_step_that_slow_links_carry_is_not_taken_for_lost(tiny_models: Any) -> None:
     """Hops that live are given the time that bytes need between them, as far as is known."""
 
-    async def story(world: World) -> None:
+    async def story(world: RouteWorld) -> None:
         await world.generate(3)
         links: Any = world.session.state.book.links
         slow = Link(delay_seconds=0.002, bandwidth_bytes_per_second=1024)

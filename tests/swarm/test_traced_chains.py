@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from virtual_route import SPANS, World, run
+from virtual_route import SPANS, RouteWorld, run
 from virtual_time import VirtualClock
 
 from shoal.client.trace.trace import AnsweredQuestion, Recorder, StepKind
@@ -19,7 +19,7 @@ def record_tokens(directory: Any, delivery: str, lost: Sequence[int] = ()) -> Re
     """Take down some tokens; before the last one, hops fall silent."""
     recorders: list[Recorder] = []
 
-    async def story(world: World) -> None:
+    async def story(world: RouteWorld) -> None:
         recorders.append(Recorder(VirtualClock()))
         world.session.state.recorder = recorders[0]
         await world.generate(NUM_TOKENS)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from pass_peers import WHOLE, add_pass_peer, make_adapted_texts, make_asker
-from session_scene import CONFIG, Scene, in_scene, now
+from session_scene import CONFIG, SessionScene, in_scene, now
 
 from shoal.client.adapters.adapter_versions import PublishedAdapter
 from shoal.protocol.errors import ErrorCode, RefusedError
@@ -16,7 +16,7 @@ from shoal.protocol.ids import AdapterId
 
 @in_scene()
 async def test_peer_that_loses_what_it_is_brought_gets_it_twice_and_then_another_is_asked(
-    scene: Scene,
+    scene: SessionScene,
 ) -> None:
     liar = await add_pass_peer(scene, 1.0, prefill_tokens_per_second=1e6)
     liar.forgets_adapters = True
@@ -31,7 +31,9 @@ async def test_peer_that_loses_what_it_is_brought_gets_it_twice_and_then_another
 
 
 @in_scene(config=replace(CONFIG, failover_timeout_seconds=30.0))
-async def test_peer_without_room_for_an_adapter_is_asked_again_when_it_said(scene: Scene) -> None:
+async def test_peer_without_room_for_an_adapter_is_asked_again_when_it_said(
+    scene: SessionScene,
+) -> None:
     peer = await add_pass_peer(scene, 1.0)
     peer.has_room_at = now() + 8.0
     asker = make_asker(scene)
@@ -43,7 +45,7 @@ async def test_peer_without_room_for_an_adapter_is_asked_again_when_it_said(scen
 
 
 @in_scene()
-async def test_another_peer_is_asked_before_anybody_waits_for_room(scene: Scene) -> None:
+async def test_another_peer_is_asked_before_anybody_waits_for_room(scene: SessionScene) -> None:
     full = await add_pass_peer(scene, 1.0, prefill_tokens_per_second=1e6)
     full.has_room_at = now() + 8.0
     await add_pass_peer(scene, 1.0, prefill_tokens_per_second=1.0)
@@ -57,7 +59,7 @@ async def test_another_peer_is_asked_before_anybody_waits_for_room(scene: Scene)
 
 @in_scene(config=replace(CONFIG, failover_timeout_seconds=12.0))
 async def test_room_that_never_comes_is_waited_for_no_longer_than_for_a_lost_peer(
-    scene: Scene,
+    scene: SessionScene,
 ) -> None:
     peer = await add_pass_peer(scene, 1.0)
     peer.has_room_at = now() + 1000.0
@@ -71,7 +73,9 @@ async def test_room_that_never_comes_is_waited_for_no_longer_than_for_a_lost_pee
 
 
 @in_scene()
-async def test_peer_that_reads_an_adapter_piece_by_piece_is_left_in_time(scene: Scene) -> None:
+async def test_peer_that_reads_an_adapter_piece_by_piece_is_left_in_time(
+    scene: SessionScene,
+) -> None:
     slow = await add_pass_peer(scene, 1.0, prefill_tokens_per_second=1e6)
     slow.piece_seconds = 3.0
     await add_pass_peer(scene, 1.0, prefill_tokens_per_second=1.0)
@@ -84,7 +88,7 @@ async def test_peer_that_reads_an_adapter_piece_by_piece_is_left_in_time(scene: 
 
 
 @in_scene()
-async def test_adapter_that_is_refused_is_not_sent_to_its_end(scene: Scene) -> None:
+async def test_adapter_that_is_refused_is_not_sent_to_its_end(scene: SessionScene) -> None:
     full = await add_pass_peer(scene, 1.0, prefill_tokens_per_second=1e6)
     full.refuses_heads, full.piece_seconds = True, 0.01
     await add_pass_peer(scene, 1.0, prefill_tokens_per_second=1.0)
@@ -97,7 +101,7 @@ async def test_adapter_that_is_refused_is_not_sent_to_its_end(scene: Scene) -> N
 
 
 @in_scene()
-async def test_published_adapter_that_no_peer_finds_fails_at_once(scene: Scene) -> None:
+async def test_published_adapter_that_no_peer_finds_fails_at_once(scene: SessionScene) -> None:
     for _ in range(2):
         peer = await add_pass_peer(scene, 1.0)
         peer.forgets_adapters = True
@@ -114,7 +118,7 @@ async def test_published_adapter_that_no_peer_finds_fails_at_once(scene: Scene) 
 @pytest.mark.parametrize("seconds", [8.0, 1000.0])
 @in_scene()
 async def test_published_adapter_that_a_peer_lacks_is_waited_for(
-    scene: Scene, seconds: float
+    scene: SessionScene, seconds: float
 ) -> None:
     peer = await add_pass_peer(scene, 1.0)
     peer.forgets_adapters, peer.fetching_seconds = True, 2.0

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from pass_peers import WHOLE, add_pass_peer, make_asker, make_texts
-from session_scene import CONFIG, Scene, in_scene
+from session_scene import CONFIG, SessionScene, in_scene
 
 from shoal.client.passes.pass_asking import PassFailures
 from shoal.client.routing.route import Fault, PeerFailure
@@ -29,7 +29,9 @@ HUGE_TEXT = 2**13
 
 
 @in_scene()
-async def test_peer_that_says_it_takes_no_time_is_not_asked_for_everything(scene: Scene) -> None:
+async def test_peer_that_says_it_takes_no_time_is_not_asked_for_everything(
+    scene: SessionScene,
+) -> None:
     slow = await add_pass_peer(scene, 10.0, says_queue_seconds=10.0)
     fast = await add_pass_peer(scene, 1.0)
     asker, (texts, _) = make_asker(scene), make_texts()
@@ -42,7 +44,7 @@ async def test_peer_that_says_it_takes_no_time_is_not_asked_for_everything(scene
 
 
 @in_scene()
-async def test_what_a_peer_says_of_its_times_makes_no_line_faster(scene: Scene) -> None:
+async def test_what_a_peer_says_of_its_times_makes_no_line_faster(scene: SessionScene) -> None:
     await add_pass_peer(scene, 10.0, says_queue_seconds=9.999999)
     asker, (texts, _) = make_asker(scene), make_texts(HUGE_TEXT)
     await asker.ask_forward(WHOLE, texts)
@@ -53,7 +55,7 @@ async def test_what_a_peer_says_of_its_times_makes_no_line_faster(scene: Scene) 
 
 
 @in_scene()
-async def test_peer_that_is_crowded_by_others_is_passed_over(scene: Scene) -> None:
+async def test_peer_that_is_crowded_by_others_is_passed_over(scene: SessionScene) -> None:
     """That it computes fast once it gets there does not help."""
     crowded, quiet = await add_pass_peer(scene, 0.5), await add_pass_peer(scene, 1.0)
     asker, (texts, _) = make_asker(scene), make_texts()
@@ -72,7 +74,7 @@ async def test_peer_that_is_crowded_by_others_is_passed_over(scene: Scene) -> No
     assert len(crowded.asked) <= 1
 
 
-async def _crowd(scene: Scene, is_free: asyncio.Lock) -> asyncio.Task[None]:
+async def _crowd(scene: SessionScene, is_free: asyncio.Lock) -> asyncio.Task[None]:
     """Let passes of somebody else wait at a peer at any time."""
 
     async def go_on() -> None:
@@ -86,7 +88,7 @@ async def _crowd(scene: Scene, is_free: asyncio.Lock) -> asyncio.Task[None]:
 
 
 @in_scene()
-async def test_gradients_come_through_the_weights_of_the_way_there(scene: Scene) -> None:
+async def test_gradients_come_through_the_weights_of_the_way_there(scene: SessionScene) -> None:
     other = await add_pass_peer(scene, 0.1, weights="bf16")
     same = await add_pass_peer(scene, 5.0, weights="int8")
     asker, (texts, grads) = make_asker(scene), make_texts()
@@ -124,7 +126,7 @@ def test_peer_that_gets_room_just_now_is_waited_for_no_longer() -> None:
 
 
 @in_scene(config=replace(CONFIG, failover_timeout_seconds=5.0))
-async def test_weights_that_nobody_has_any_more_are_named(scene: Scene) -> None:
+async def test_weights_that_nobody_has_any_more_are_named(scene: SessionScene) -> None:
     await add_pass_peer(scene, 0.1, weights="bf16")
     asker, (texts, grads) = make_asker(scene), make_texts()
     with pytest.raises(RouteError, match="with int8 weights"):
@@ -134,7 +136,7 @@ async def test_weights_that_nobody_has_any_more_are_named(scene: Scene) -> None:
 
 @in_scene()
 async def test_peer_of_the_same_weights_is_asked_again_though_others_are_less_in_doubt(
-    scene: Scene,
+    scene: SessionScene,
 ) -> None:
     await add_pass_peer(scene, 0.1, weights="bf16")
     doubted = await add_pass_peer(scene, 0.1, weights="int8")
@@ -150,7 +152,7 @@ async def test_peer_of_the_same_weights_is_asked_again_though_others_are_less_in
 
 
 @in_scene()
-async def test_streams_that_nobody_uses_any_more_are_hung_up_on(scene: Scene) -> None:
+async def test_streams_that_nobody_uses_any_more_are_hung_up_on(scene: SessionScene) -> None:
     """Long before the client is closed, and those to peers that it never asks again, too."""
     for _ in range(3):
         await add_pass_peer(scene, 1.0)
@@ -165,7 +167,7 @@ async def test_streams_that_nobody_uses_any_more_are_hung_up_on(scene: Scene) ->
 
 @in_scene()
 async def test_peer_that_forgets_its_streams_now_and_then_is_forgiven_each_time(
-    scene: Scene,
+    scene: SessionScene,
 ) -> None:
     """As every peer does while the machine of the client is suspended."""
     await add_pass_peer(scene, 1.0)

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 from pass_peers import WHOLE, PassPeer, add_pass_peer, make_asker, make_texts
-from session_scene import Scene, in_scene
+from session_scene import SessionScene, in_scene
 
 from shoal.client.passes.pass_asking import PassAsker
 from shoal.protocol.ids import PeerId
 
 
-async def add_two(scene: Scene) -> tuple[PassPeer, PassPeer]:
+async def add_two(scene: SessionScene) -> tuple[PassPeer, PassPeer]:
     """Add a peer that is asked whenever it may be, and one that takes over."""
     first = await add_pass_peer(scene, 1.0, prefill_tokens_per_second=1e6)
     return first, await add_pass_peer(scene, 3.0, prefill_tokens_per_second=1.0)
@@ -22,7 +22,7 @@ def take_lost(asker: PassAsker) -> list[PeerId]:
     return [one.lost.peer.peer_id for one in asker.failovers.take()]
 
 
-def list_quarantined(scene: Scene) -> list[PeerId]:
+def list_quarantined(scene: SessionScene) -> list[PeerId]:
     peers = scene.swarm.book.view.peers
     return [peer.peer_id for peer in peers if scene.swarm.book.is_quarantined(peer)]
 
@@ -35,7 +35,7 @@ async def ask(asker: PassAsker) -> None:
 
 @pytest.mark.parametrize("trouble", ["kill", "pause"])
 @in_scene()
-async def test_peer_that_never_took_part_is_not_told_of(scene: Scene, trouble: str) -> None:
+async def test_peer_that_never_took_part_is_not_told_of(scene: SessionScene, trouble: str) -> None:
     gone, _ = await add_two(scene)
     getattr(scene.network, trouble)("pass1")
     asker = make_asker(scene)
@@ -47,7 +47,7 @@ async def test_peer_that_never_took_part_is_not_told_of(scene: Scene, trouble: s
 
 
 @in_scene()
-async def test_peer_that_is_lost_in_its_first_pass_is_told_of(scene: Scene) -> None:
+async def test_peer_that_is_lost_in_its_first_pass_is_told_of(scene: SessionScene) -> None:
     dying, heir = await add_two(scene)
     dying.seconds = 10.0
     asker = make_asker(scene)
@@ -65,7 +65,9 @@ async def test_peer_that_is_lost_in_its_first_pass_is_told_of(scene: Scene) -> N
 
 
 @in_scene()
-async def test_peer_that_died_is_told_of_once_however_long_it_is_announced(scene: Scene) -> None:
+async def test_peer_that_died_is_told_of_once_however_long_it_is_announced(
+    scene: SessionScene,
+) -> None:
     dying, _ = await add_two(scene)
     asker = make_asker(scene)
     await ask(asker)
@@ -83,7 +85,7 @@ async def test_peer_that_died_is_told_of_once_however_long_it_is_announced(scene
 
 
 @in_scene()
-async def test_peer_that_came_back_and_is_lost_again_is_told_of_again(scene: Scene) -> None:
+async def test_peer_that_came_back_and_is_lost_again_is_told_of_again(scene: SessionScene) -> None:
     peer, _ = await add_two(scene)
     asker = make_asker(scene)
     await ask(asker)

@@ -15,7 +15,7 @@ from publisher_scene import (
     name_of,
     with_publisher,
 )
-from session_scene import Scene, in_scene, now
+from session_scene import SessionScene, in_scene, now
 
 from shoal.client.publishing.publisher import Publisher
 from shoal.client.training.remote_passes import RemotePasses
@@ -40,7 +40,7 @@ def list_holders(*peers: PassPeer) -> list[int]:
 
 @with_publisher()
 async def test_two_peers_hold_each_block_and_get_no_more_than_their_own(
-    scene: Scene, publisher: Publisher
+    scene: SessionScene, publisher: Publisher
 ) -> None:
     left = [await add_pass_peer(scene, 1.0, span=Span(0, 2)) for _ in range(3)]
     right = [await add_pass_peer(scene, 1.0, span=Span(2, 6)) for _ in range(3)]
@@ -57,7 +57,7 @@ async def test_two_peers_hold_each_block_and_get_no_more_than_their_own(
 @pytest.mark.parametrize("version", [None, OPTIMIZER_VERSION])
 @with_publisher()
 async def test_no_peer_that_could_hold_it_is_said(
-    scene: Scene, publisher: Publisher, version: int | None
+    scene: SessionScene, publisher: Publisher, version: int | None
 ) -> None:
     expected: tuple[Any, str] = RouteError, "no reachable peer serves blocks"
     if version is not None:
@@ -70,7 +70,7 @@ async def test_no_peer_that_could_hold_it_is_said(
 @pytest.mark.parametrize("older", [False, True])
 @with_publisher()
 async def test_blocks_without_a_holder_are_named_and_get_one_later(
-    scene: Scene,
+    scene: SessionScene,
     publisher: Publisher,
     caplog: pytest.LogCaptureFixture,
     older: bool,
@@ -96,7 +96,7 @@ async def test_blocks_without_a_holder_are_named_and_get_one_later(
 @pytest.mark.parametrize("is_alone", [False, True])
 @with_publisher()
 async def test_loss_of_all_holders_is_told_and_whether_any_peer_is_in_reach(
-    scene: Scene,
+    scene: SessionScene,
     publisher: Publisher,
     caplog: pytest.LogCaptureFixture,
     is_alone: bool,
@@ -114,7 +114,7 @@ async def test_loss_of_all_holders_is_told_and_whether_any_peer_is_in_reach(
 
 @with_publisher()
 async def test_refusal_by_all_is_raised_and_they_are_asked_again_by_the_next_call(
-    scene: Scene, publisher: Publisher
+    scene: SessionScene, publisher: Publisher
 ) -> None:
     peer = await add_pass_peer(scene, 1.0)
     peer.refuses_heads = True
@@ -127,7 +127,7 @@ async def test_refusal_by_all_is_raised_and_they_are_asked_again_by_the_next_cal
 
 
 @in_scene()
-async def test_peer_that_takes_nothing_is_replaced_and_holds_up_nobody(scene: Scene) -> None:
+async def test_peer_that_takes_nothing_is_replaced_and_holds_up_nobody(scene: SessionScene) -> None:
     asker = make_asker(scene)
     publisher = Publisher(asker)
     slow = [await add_pass_peer(scene, 1.0) for _ in range(2)]
@@ -148,7 +148,7 @@ async def test_peer_that_takes_nothing_is_replaced_and_holds_up_nobody(scene: Sc
 
 @with_publisher()
 async def test_peers_that_never_take_it_are_not_waited_for_for_ever(
-    scene: Scene, publisher: Publisher
+    scene: SessionScene, publisher: Publisher
 ) -> None:
     (await add_pass_peer(scene, 1.0)).piece_seconds = 1000.0
     with pytest.raises(SilentError):
@@ -157,7 +157,7 @@ async def test_peers_that_never_take_it_are_not_waited_for_for_ever(
 
 
 @with_publisher()
-async def test_slow_line_loses_no_upload(scene: Scene, publisher: Publisher) -> None:
+async def test_slow_line_loses_no_upload(scene: SessionScene, publisher: Publisher) -> None:
     """24 MiB through 5 Mbit/s: both holders get all of it, at the first attempt."""
     line = asyncio.Lock()
     peers = [await add_pass_peer(scene, 1.0) for _ in range(3)]
@@ -171,7 +171,7 @@ async def test_slow_line_loses_no_upload(scene: Scene, publisher: Publisher) -> 
 
 @with_publisher()
 async def test_publication_is_renewed_with_few_words_until_it_is_withdrawn(
-    scene: Scene, publisher: Publisher
+    scene: SessionScene, publisher: Publisher
 ) -> None:
     peer, tasks = await add_pass_peer(scene, 1.0), asyncio.all_tasks()
     await publisher.publish(ONE, WHOLE, "a")
@@ -193,7 +193,7 @@ async def test_publication_is_renewed_with_few_words_until_it_is_withdrawn(
 @pytest.mark.parametrize("what", ["restarts", "leaves", "falls silent", "moves"])
 @with_publisher()
 async def test_holder_that_is_lost_is_replaced(
-    scene: Scene, publisher: Publisher, what: str
+    scene: SessionScene, publisher: Publisher, what: str
 ) -> None:
     peers = [await add_pass_peer(scene, 1.0) for _ in range(2)]
     await publisher.publish(ONE, WHOLE, "a")
@@ -215,7 +215,7 @@ async def test_holder_that_is_lost_is_replaced(
 
 @with_publisher()
 async def test_publisher_with_a_new_address_publishes_again(
-    scene: Scene, publisher: Publisher
+    scene: SessionScene, publisher: Publisher
 ) -> None:
     peers = [await add_pass_peer(scene, 1.0) for _ in range(2)]
     await publisher.publish(ONE, WHOLE, "a")
@@ -229,7 +229,7 @@ async def test_publisher_with_a_new_address_publishes_again(
 
 @with_publisher()
 async def test_later_state_replaces_the_earlier_one_whichever_call_ends_first(
-    scene: Scene, publisher: Publisher
+    scene: SessionScene, publisher: Publisher
 ) -> None:
     peer = await add_pass_peer(scene, 1.0)
     peer.piece_seconds = 3.0
@@ -253,7 +253,7 @@ async def test_later_state_replaces_the_earlier_one_whichever_call_ends_first(
 
 @with_publisher()
 async def test_call_that_is_interrupted_leaves_the_other_one_alone(
-    scene: Scene, publisher: Publisher
+    scene: SessionScene, publisher: Publisher
 ) -> None:
     peer = await add_pass_peer(scene, 1.0)
     peer.head_seconds = 2.0
@@ -268,7 +268,7 @@ async def test_call_that_is_interrupted_leaves_the_other_one_alone(
 
 @with_publisher()
 async def test_publication_that_is_withdrawn_meanwhile_is_refused_and_replaces_nothing(
-    scene: Scene, publisher: Publisher
+    scene: SessionScene, publisher: Publisher
 ) -> None:
     peer = await add_pass_peer(scene, 1.0)
     await publisher.publish(ONE, WHOLE, "a")
@@ -286,7 +286,7 @@ async def test_publication_that_is_withdrawn_meanwhile_is_refused_and_replaces_n
 
 @with_publisher()
 async def test_only_what_was_published_here_can_be_withdrawn_and_replaced_states_can(
-    scene: Scene, publisher: Publisher
+    scene: SessionScene, publisher: Publisher
 ) -> None:
     peer = await add_pass_peer(scene, 1.0)
     with pytest.raises(UsageError, match="was not published here"):
@@ -301,7 +301,7 @@ async def test_only_what_was_published_here_can_be_withdrawn_and_replaced_states
 
 @with_publisher()
 async def test_holders_that_were_not_told_of_a_withdrawal_are_counted_and_told_later(
-    scene: Scene, publisher: Publisher, caplog: pytest.LogCaptureFixture
+    scene: SessionScene, publisher: Publisher, caplog: pytest.LogCaptureFixture
 ) -> None:
     peers = [await add_pass_peer(scene, 1.0) for _ in range(2)]
     await publisher.publish(ONE, WHOLE, "a")
@@ -318,7 +318,7 @@ async def test_holders_that_were_not_told_of_a_withdrawal_are_counted_and_told_l
 
 @with_publisher(Link(delay_seconds=0.05))
 async def test_all_is_withdrawn_at_the_end_from_the_newest_on(
-    scene: Scene, publisher: Publisher
+    scene: SessionScene, publisher: Publisher
 ) -> None:
     peer, mute = [await add_pass_peer(scene, 1.0) for _ in range(2)]
     published = [make_leaves(8 + 2 * number) for number in range(20)]
@@ -332,7 +332,7 @@ async def test_all_is_withdrawn_at_the_end_from_the_newest_on(
 
 
 @in_scene()
-async def test_streams_are_closed_whatever_becomes_of_publications(scene: Scene) -> None:
+async def test_streams_are_closed_whatever_becomes_of_publications(scene: SessionScene) -> None:
     await add_pass_peer(scene, 1.0)
     asker = make_asker(scene)
     passes = RemotePasses(asker)
@@ -352,7 +352,7 @@ async def test_streams_are_closed_whatever_becomes_of_publications(scene: Scene)
 @pytest.mark.thorough
 @with_publisher()
 async def test_little_is_remembered_of_what_was_published_once(
-    scene: Scene, publisher: Publisher
+    scene: SessionScene, publisher: Publisher
 ) -> None:
     (await add_pass_peer(scene, 1.0)).refuses_heads = True
     for number in range(1010):

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from session_scene import Scene, draw, in_scene, now
+from session_scene import SessionScene, draw, in_scene, now
 
 from shoal.client.routing.own_coordinate import LEAST_LANDMARKS, choose_landmarks
 from shoal.protocol.net.memory.loopback import Link
@@ -15,7 +15,7 @@ from shoal.protocol.records.coordinates import Coordinate
 NUM_LANDMARKS = 6
 
 
-async def add_peer(scene: Scene, name: str, place: float, **facts: Any) -> None:
+async def add_peer(scene: SessionScene, name: str, place: float, **facts: Any) -> None:
     """Add a peer so many seconds away from the client, in a direction of its own by its sign."""
     coordinate = Coordinate(place, 0.0, 0.0, 0.0, 0.1)
     await scene.add(name, 0, 6, **({"coordinate": coordinate} | facts))
@@ -23,7 +23,7 @@ async def add_peer(scene: Scene, name: str, place: float, **facts: Any) -> None:
         scene.network.set_link(source, target, Link(delay_seconds=abs(place) / 2))
 
 
-async def add_landmarks(scene: Scene, **facts: Any) -> None:
+async def add_landmarks(scene: SessionScene, **facts: Any) -> None:
     """Add peers that know where they stand, all of them full."""
     for number in range(NUM_LANDMARKS):
         place = (0.1 + 0.01 * number) * (-1) ** number
@@ -32,7 +32,7 @@ async def add_landmarks(scene: Scene, **facts: Any) -> None:
 
 
 @in_scene()
-async def test_client_knows_who_is_near_although_it_has_met_nobody(scene: Scene) -> None:
+async def test_client_knows_who_is_near_although_it_has_met_nobody(scene: SessionScene) -> None:
     await add_landmarks(scene)
     await scene.swarm.survey()
     for number, place in enumerate((0.15, 0.01, -0.12, -0.18)):
@@ -46,7 +46,7 @@ async def test_client_knows_who_is_near_although_it_has_met_nobody(scene: Scene)
 
 
 @in_scene()
-async def test_first_session_measures_and_the_next_one_knows(scene: Scene) -> None:
+async def test_first_session_measures_and_the_next_one_knows(scene: SessionScene) -> None:
     await add_landmarks(scene)
 
     def count_known() -> int:
@@ -61,7 +61,9 @@ async def test_first_session_measures_and_the_next_one_knows(scene: Scene) -> No
 
 
 @in_scene()
-async def test_landmarks_that_do_not_answer_hold_a_route_up_for_a_second(scene: Scene) -> None:
+async def test_landmarks_that_do_not_answer_hold_a_route_up_for_a_second(
+    scene: SessionScene,
+) -> None:
     await add_landmarks(scene)
     for number in range(1, NUM_LANDMARKS):
         scene.network.pause(f"landmark{number}")
@@ -73,7 +75,7 @@ async def test_landmarks_that_do_not_answer_hold_a_route_up_for_a_second(scene: 
 
 
 @in_scene()
-async def test_nobody_is_asked_where_nobody_knows_a_place(scene: Scene) -> None:
+async def test_nobody_is_asked_where_nobody_knows_a_place(scene: SessionScene) -> None:
     await add_landmarks(scene, coordinate=Coordinate(error=0.9))
 
     await scene.swarm.survey()
@@ -83,7 +85,7 @@ async def test_nobody_is_asked_where_nobody_knows_a_place(scene: Scene) -> None:
 
 
 @in_scene()
-async def test_a_few_of_many_are_asked(scene: Scene) -> None:
+async def test_a_few_of_many_are_asked(scene: SessionScene) -> None:
     await add_landmarks(scene)
     peers = scene.swarm.book.view.online
 

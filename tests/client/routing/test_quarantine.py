@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from swarm_world import FIRST_SECONDS, LONGEST_SECONDS, World, in_world
+from swarm_world import FIRST_SECONDS, LONGEST_SECONDS, SwarmWorld, in_world
 
 from shoal.client.routing.route import Fault
 from shoal.protocol.errors import RouteError
@@ -12,7 +12,7 @@ from shoal.protocol.records.announcements import Announcement
 
 @in_world()
 async def test_quarantine_ends_with_a_newer_announcement_of_a_peer_that_has_worked(
-    world: World,
+    world: SwarmWorld,
 ) -> None:
     peer = await world.announce(1)
     await world.swarm.book.refresh()
@@ -27,7 +27,7 @@ async def test_quarantine_ends_with_a_newer_announcement_of_a_peer_that_has_work
 
 @in_world()
 async def test_newer_announcement_of_a_peer_that_never_worked_ends_no_quarantine(
-    world: World,
+    world: SwarmWorld,
 ) -> None:
     peer = await world.announce(1)
     await world.swarm.book.refresh()
@@ -38,7 +38,7 @@ async def test_newer_announcement_of_a_peer_that_never_worked_ends_no_quarantine
 
 @in_world()
 async def test_peer_that_failed_and_never_worked_comes_after_all_others_for_good(
-    world: World,
+    world: SwarmWorld,
 ) -> None:
     hole = await world.announce(1, decode_steps_per_second=1e9)
     await world.swarm.book.refresh()
@@ -52,7 +52,9 @@ async def test_peer_that_failed_and_never_worked_comes_after_all_others_for_good
 
 
 @in_world()
-async def test_quarantine_counts_from_the_newest_announcement_that_is_known(world: World) -> None:
+async def test_quarantine_counts_from_the_newest_announcement_that_is_known(
+    world: SwarmWorld,
+) -> None:
     """A session that was opened long ago holds an old announcement of its peer."""
     old = await world.announce(1)
     newest = await world.announce(1)
@@ -65,9 +67,9 @@ async def test_quarantine_counts_from_the_newest_announcement_that_is_known(worl
 
 @in_world()
 async def test_quarantine_doubles_each_time_up_to_a_limit_and_success_resets_it(
-    world: World,
+    world: SwarmWorld,
 ) -> None:
-    async def check_lasts(world: World, peer: Announcement, seconds: float) -> None:
+    async def check_lasts(world: SwarmWorld, peer: Announcement, seconds: float) -> None:
         world.swarm.book.quarantine(peer, Fault.BROKEN)
         await asyncio.sleep(seconds - 0.01)
         assert world.swarm.book.is_quarantined(peer)
@@ -83,7 +85,7 @@ async def test_quarantine_doubles_each_time_up_to_a_limit_and_success_resets_it(
 
 
 @in_world()
-async def test_one_failure_told_by_many_sessions_counts_once(world: World) -> None:
+async def test_one_failure_told_by_many_sessions_counts_once(world: SwarmWorld) -> None:
     peer = await world.announce(1)
 
     for _ in range(10):
@@ -94,7 +96,7 @@ async def test_one_failure_told_by_many_sessions_counts_once(world: World) -> No
 
 
 @in_world()
-async def test_success_ends_a_quarantine(world: World) -> None:
+async def test_success_ends_a_quarantine(world: SwarmWorld) -> None:
     peer = await world.announce(1)
     world.swarm.book.quarantine(peer, Fault.BROKEN)
 
@@ -105,7 +107,7 @@ async def test_success_ends_a_quarantine(world: World) -> None:
 
 
 @in_world()
-async def test_who_did_not_lie_is_a_last_resort_the_silent_first(world: World) -> None:
+async def test_who_did_not_lie_is_a_last_resort_the_silent_first(world: SwarmWorld) -> None:
     silent, other = await world.announce(1), await world.announce(2)
     world.swarm.book.quarantine(silent, Fault.SILENT)
 
@@ -119,7 +121,7 @@ async def test_who_did_not_lie_is_a_last_resort_the_silent_first(world: World) -
 
 
 @in_world()
-async def test_stale_announcement_is_not_used_and_the_next_one_is(world: World) -> None:
+async def test_stale_announcement_is_not_used_and_the_next_one_is(world: SwarmWorld) -> None:
     peer = await world.announce(1)
     await world.swarm.book.refresh()
     world.swarm.book.quarantine(peer, Fault.STALE)
@@ -134,7 +136,7 @@ async def test_stale_announcement_is_not_used_and_the_next_one_is(world: World) 
 
 
 @in_world()
-async def test_lesser_fault_does_not_make_up_for_a_worse_one(world: World) -> None:
+async def test_lesser_fault_does_not_make_up_for_a_worse_one(world: SwarmWorld) -> None:
     peer = await world.announce(1)
 
     world.swarm.book.quarantine(peer, Fault.LYING)

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from swarm_world import FIRST_SECONDS, MODEL, World, in_world
+from swarm_world import FIRST_SECONDS, MODEL, SwarmWorld, in_world
 
 from shoal.client.routing.route import Fault
 from shoal.protocol.errors import DirectoryError, RouteError
@@ -11,7 +11,7 @@ from shoal.protocol.spans import Span
 
 
 @in_world()
-async def test_view_is_read_again_only_when_it_is_too_old(world: World) -> None:
+async def test_view_is_read_again_only_when_it_is_too_old(world: SwarmWorld) -> None:
     await world.announce(1)
     first = await world.swarm.book.refresh(10.0)
     assert len(first.peers) == 1
@@ -28,7 +28,7 @@ async def test_view_is_read_again_only_when_it_is_too_old(world: World) -> None:
     assert world.directory.num_lookups == 2
 
 
-def hear_of_everybody(world: World) -> None:
+def hear_of_everybody(world: SwarmWorld) -> None:
     """Let the client know what its peers have told it meanwhile."""
     now = world.clock.wall()
     told = [known.value for known in world.store.records.list_records(MODEL, now)]
@@ -36,7 +36,7 @@ def hear_of_everybody(world: World) -> None:
 
 
 @in_world()
-async def test_what_is_known_has_to_do_when_the_directory_cannot_be_read(world: World) -> None:
+async def test_what_is_known_has_to_do_when_the_directory_cannot_be_read(world: SwarmWorld) -> None:
     first = await world.announce(1)
     assert (await world.swarm.book.refresh()).peers == (first,)
     await asyncio.sleep(1)
@@ -55,7 +55,9 @@ async def test_what_is_known_has_to_do_when_the_directory_cannot_be_read(world: 
 
 
 @in_world()
-async def test_newcomer_that_is_known_is_used_while_the_directory_is_silent(world: World) -> None:
+async def test_newcomer_that_is_known_is_used_while_the_directory_is_silent(
+    world: SwarmWorld,
+) -> None:
     lost = await world.announce(1)
     await world.swarm.book.refresh()
     await asyncio.sleep(1)  # or the view is new enough
@@ -67,14 +69,14 @@ async def test_newcomer_that_is_known_is_used_while_the_directory_is_silent(worl
 
 
 @in_world()
-async def test_peers_of_another_block_count_are_not_seen(world: World) -> None:
+async def test_peers_of_another_block_count_are_not_seen(world: SwarmWorld) -> None:
     await world.announce(1, num_blocks=5)
 
     assert (await world.swarm.book.refresh()).peers == ()
 
 
 @in_world()
-async def test_format_of_the_weights_is_tried_in_order(world: World) -> None:
+async def test_format_of_the_weights_is_tried_in_order(world: SwarmWorld) -> None:
     exact = await world.announce(1, weights="fp32", decode_steps_per_second=0.01)
     quick = await world.announce(2, weights="int8", decode_steps_per_second=1e4)
 
@@ -86,7 +88,7 @@ async def test_format_of_the_weights_is_tried_in_order(world: World) -> None:
 
 
 @in_world()
-async def test_measured_round_trips_decide_between_equal_peers(world: World) -> None:
+async def test_measured_round_trips_decide_between_equal_peers(world: SwarmWorld) -> None:
     near, far = await world.announce(1), await world.announce(2)
     world.swarm.book.note_rtt(near.peer_id, 9.0)
     world.swarm.book.note_rtt(near.peer_id, 0.01)
@@ -96,7 +98,7 @@ async def test_measured_round_trips_decide_between_equal_peers(world: World) -> 
 
 
 @in_world()
-async def test_peers_that_left_long_ago_are_forgotten_and_others_are_not(world: World) -> None:
+async def test_peers_that_left_long_ago_are_forgotten_and_others_are_not(world: SwarmWorld) -> None:
     stays = await world.announce(200)
     for number in range(100):
         peer = await world.announce(number)
@@ -117,7 +119,7 @@ async def test_peers_that_left_long_ago_are_forgotten_and_others_are_not(world: 
 
 
 @in_world()
-async def test_waiting_ends_at_the_deadline_and_names_what_is_missing(world: World) -> None:
+async def test_waiting_ends_at_the_deadline_and_names_what_is_missing(world: SwarmWorld) -> None:
     await world.announce(1, span=Span(0, 3))
     started_at = world.clock.now()
 
@@ -130,7 +132,7 @@ async def test_waiting_ends_at_the_deadline_and_names_what_is_missing(world: Wor
 
 
 @in_world()
-async def test_allowed_peers_that_leave_nobody_are_named_at_once(world: World) -> None:
+async def test_allowed_peers_that_leave_nobody_are_named_at_once(world: SwarmWorld) -> None:
     other, started_at = await world.announce(1), world.clock.now()
     world.choose(allowed_servers=("12D3",))
 
@@ -141,7 +143,7 @@ async def test_allowed_peers_that_leave_nobody_are_named_at_once(world: World) -
 
 
 @in_world()
-async def test_allowed_peer_that_was_there_is_waited_for(world: World) -> None:
+async def test_allowed_peer_that_was_there_is_waited_for(world: SwarmWorld) -> None:
     allowed = await world.announce(1)
     await world.announce(2)
     world.choose(allowed_servers=(allowed.peer_id,))
@@ -158,7 +160,7 @@ async def test_allowed_peer_that_was_there_is_waited_for(world: World) -> None:
 
 
 @in_world()
-async def test_deadline_in_the_past_still_allows_one_look(world: World) -> None:
+async def test_deadline_in_the_past_still_allows_one_look(world: SwarmWorld) -> None:
     peer = await world.announce(1)
 
     assert await world.route(patience_seconds=-5.0) == [peer.peer_id]
@@ -167,7 +169,7 @@ async def test_deadline_in_the_past_still_allows_one_look(world: World) -> None:
 @pytest.mark.parametrize("appears_after_seconds", [0.05, 2.0, 9.95])
 @in_world()
 async def test_peer_that_appears_meanwhile_is_used(
-    world: World, appears_after_seconds: float
+    world: SwarmWorld, appears_after_seconds: float
 ) -> None:
     started_at = world.clock.now()
     async with asyncio.TaskGroup() as tasks:
@@ -181,7 +183,7 @@ async def test_peer_that_appears_meanwhile_is_used(
 
 
 @in_world()
-async def test_peer_whose_quarantine_ends_meanwhile_is_used(world: World) -> None:
+async def test_peer_whose_quarantine_ends_meanwhile_is_used(world: SwarmWorld) -> None:
     peer = await world.announce(1)
     world.swarm.book.quarantine(peer, Fault.LYING)
     started_at = world.clock.now()
@@ -192,7 +194,7 @@ async def test_peer_whose_quarantine_ends_meanwhile_is_used(world: World) -> Non
 
 
 @in_world()
-async def test_directory_that_stays_away_is_the_reason_given(world: World) -> None:
+async def test_directory_that_stays_away_is_the_reason_given(world: SwarmWorld) -> None:
     world.store.is_reachable = False
     started_at = world.clock.now()
 
@@ -203,7 +205,7 @@ async def test_directory_that_stays_away_is_the_reason_given(world: World) -> No
 
 
 @in_world()
-async def test_directory_that_comes_back_ends_the_waiting(world: World) -> None:
+async def test_directory_that_comes_back_ends_the_waiting(world: SwarmWorld) -> None:
     peer = await world.announce(1)
     world.store.is_reachable = False
 

@@ -16,7 +16,6 @@ from shoal.client.model.auto import AutoDistributedModelForCausalLM
 from shoal.client.routing.route_finder import SwarmModel
 from shoal.client.runtime.client import Client, find_network
 from shoal.client.settings.client_config import ClientConfig
-from shoal.client.settings.pretrained_arguments import make_client_config
 from shoal.protocol.errors import DirectoryError, UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
@@ -93,38 +92,6 @@ def test_initial_peers_that_are_no_addresses_are_refused(
 ) -> None:
     with pytest.raises(UsageError, match="initial_peers must be addresses"):
         AutoDistributedModelForCausalLM.from_pretrained(tmp_path, initial_peers=initial_peers)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "choices"),
-    [
-        ("connect_timeout_seconds", "5", "above 0"),
-        ("connect_timeout_seconds", 0, "above 0"),
-        ("failover_timeout_seconds", -1, "at least 0"),
-        ("failover_timeout_seconds", float("nan"), "at least 0"),
-        ("refresh_seconds", "x", "at least 0"),
-        ("refresh_seconds", True, "at least 0"),
-        ("max_step_bytes", 0, "at least 1"),
-        ("max_step_bytes", 1.5, "whole number"),
-        ("seed", "a", "whole number"),
-        ("weights", "fp8", "int8, bf16, fp32"),
-        ("wire_dtype", "int4", "auto, fp32, fp16, bf16, int8"),
-        ("delivery", "ring", "chain, star"),
-        ("kv_format", "int4", "float, int8"),
-        ("wire_dtype", ["fp32"], "auto, fp32, fp16, bf16, int8"),
-    ],
-)
-def test_setting_that_cannot_be_is_named_before_anything_is_opened(
-    name: str, value: Any, choices: str
-) -> None:
-    with pytest.raises(UsageError, match=f"^{name} must be .*{choices}"):
-        AutoDistributedModelForCausalLM.from_pretrained("no/such/model", **{name: value})
-
-
-def test_none_is_no_code_and_no_address() -> None:
-    for given in ({"join": None}, {}):
-        assert make_client_config(None, given) == make_client_config((), {})
-    assert make_client_config("/ip4/…", {"join": None}).initial_peers == ("/ip4/…",)
 
 
 def test_network_without_initial_peers_says_how_to_give_them() -> None:

@@ -6,7 +6,15 @@ import asyncio
 
 import pytest
 import torch
-from session_scene import Answer, Scene, add_two_rows_of_peers, be_honest, draw, in_scene, run_span
+from session_scene import (
+    Answer,
+    SessionScene,
+    add_two_rows_of_peers,
+    be_honest,
+    draw,
+    in_scene,
+    run_span,
+)
 
 from shoal.client.session.hop_link import BrokenSegmentError, LiveHop, Question, to_wire
 from shoal.client.session.session import RemoteSession
@@ -16,7 +24,7 @@ from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.tensors import WireDtype
 
 
-async def begin(scene: Scene) -> tuple[RemoteSession, list[LiveHop]]:
+async def begin(scene: SessionScene) -> tuple[RemoteSession, list[LiveHop]]:
     await add_two_rows_of_peers(scene)
     session = scene.open_session()
     await session.step(draw(1, 3))
@@ -24,7 +32,7 @@ async def begin(scene: Scene) -> tuple[RemoteSession, list[LiveHop]]:
 
 
 @in_scene()
-async def test_questions_of_one_number_to_two_segments_are_kept_apart(scene: Scene) -> None:
+async def test_questions_of_one_number_to_two_segments_are_kept_apart(scene: SessionScene) -> None:
     """A replay counts its steps anew, while those of the step under way wait elsewhere."""
     session, hops = await begin(scene)
     question = Question(draw(2, 2), 0, sequence=2)
@@ -39,7 +47,7 @@ async def test_questions_of_one_number_to_two_segments_are_kept_apart(scene: Sce
 
 @in_scene(Link(delay_seconds=0.1))
 async def test_late_answer_to_a_question_that_was_given_up_is_not_that_of_the_next_one(
-    scene: Scene,
+    scene: SessionScene,
 ) -> None:
     session, hops = await begin(scene)
     first = Question(draw(2), 3, sequence=8)
@@ -58,7 +66,7 @@ async def test_late_answer_to_a_question_that_was_given_up_is_not_that_of_the_ne
 
 @in_scene()
 async def test_send_that_is_cancelled_costs_the_hop_its_link_and_nobody_is_blamed(
-    scene: Scene,
+    scene: SessionScene,
 ) -> None:
     """Half of the step may be on its way, so the stream is broken, which no peer has done."""
     session, hops = await begin(scene)
@@ -83,7 +91,7 @@ async def test_send_that_is_cancelled_costs_the_hop_its_link_and_nobody_is_blame
 
 
 @in_scene()
-async def test_peer_of_a_stream_that_was_broken_here_is_not_blamed(scene: Scene) -> None:
+async def test_peer_of_a_stream_that_was_broken_here_is_not_blamed(scene: SessionScene) -> None:
     """As by a probe, or by what is said for a standby, that is cancelled in the middle."""
     session, hops = await begin(scene)
     scene.network.pause(scene.names_of(session)[0])
@@ -106,7 +114,7 @@ async def test_peer_of_a_stream_that_was_broken_here_is_not_blamed(scene: Scene)
 
 
 @in_scene()
-async def test_lost_hop_leaves_nothing_on_the_line(scene: Scene) -> None:
+async def test_lost_hop_leaves_nothing_on_the_line(scene: SessionScene) -> None:
     session, hops = await begin(scene)
     peer = scene.peer_of(session, 1)
 
@@ -127,7 +135,7 @@ async def test_lost_hop_leaves_nothing_on_the_line(scene: Scene) -> None:
 
 @in_scene()
 async def test_send_that_is_cancelled_while_it_waits_for_its_turn_costs_nothing(
-    scene: Scene,
+    scene: SessionScene,
 ) -> None:
     session, hops = await begin(scene)
     scene.network.pause(scene.names_of(session)[0])

@@ -18,7 +18,7 @@ from hop_scene import (
     TIMEOUT,
     WELCOME,
     Answer,
-    Scene,
+    HopScene,
     Script,
     answer_honestly,
     change,
@@ -51,7 +51,7 @@ from shoal.protocol.net.transport import FrameGate
 
 
 @in_scene(Link(delay_seconds=0.05))
-async def test_opening_asks_for_the_span_of_the_hop_in_one_round_trip(scene: Scene) -> None:
+async def test_opening_asks_for_the_span_of_the_hop_in_one_round_trip(scene: HopScene) -> None:
     link, rtt_seconds = await scene.open()
 
     assert rtt_seconds == pytest.approx(0.1)
@@ -63,7 +63,7 @@ async def test_opening_asks_for_the_span_of_the_hop_in_one_round_trip(scene: Sce
 
 
 @in_scene()
-async def test_every_stream_says_under_which_name_it_counts(scene: Scene) -> None:
+async def test_every_stream_says_under_which_name_it_counts(scene: HopScene) -> None:
     link, _ = await scene.open(opening=IN_CHAIN)
     await link.send(make_bulk_step(), TIMEOUT)
     await asyncio.sleep(1)
@@ -113,7 +113,7 @@ async def test_every_stream_says_under_which_name_it_counts(scene: Scene) -> Non
 )
 @in_scene()
 async def test_opening_that_fails_says_whose_fault_it_is_and_leaves_nothing(
-    scene: Scene, script: Script, error: type[Exception]
+    scene: HopScene, script: Script, error: type[Exception]
 ) -> None:
     scene.script = script
 
@@ -126,7 +126,7 @@ async def test_opening_that_fails_says_whose_fault_it_is_and_leaves_nothing(
 @pytest.mark.parametrize("at", [Hello, Open])
 @in_scene()
 async def test_peer_that_falls_silent_while_opening_is_silent(
-    scene: Scene, at: type[Message]
+    scene: HopScene, at: type[Message]
 ) -> None:
     def pause(message: Message) -> Answer:
         if type(message) is at:
@@ -141,7 +141,7 @@ async def test_peer_that_falls_silent_while_opening_is_silent(
 
 
 @in_scene()
-async def test_endpoints_are_tried_in_their_order(scene: Scene) -> None:
+async def test_endpoints_are_tried_in_their_order(scene: HopScene) -> None:
     dead = Endpoint("peer", 9)
 
     link, _ = await scene.open(scene.make_hop(dead, scene.endpoint))
@@ -161,7 +161,7 @@ class PickyTransport(LoopbackTransport):
 
 @in_scene()
 async def test_endpoint_that_must_not_be_dialled_is_the_fault_of_its_announcement(
-    scene: Scene,
+    scene: HopScene,
 ) -> None:
     scene.transport = PickyTransport(scene.network, "client")
     bare = Endpoint("example.org", 80)
@@ -173,7 +173,7 @@ async def test_endpoint_that_must_not_be_dialled_is_the_fault_of_its_announcemen
 
 
 @in_scene()
-async def test_announcement_without_endpoints_is_its_peers_fault(scene: Scene) -> None:
+async def test_announcement_without_endpoints_is_its_peers_fault(scene: HopScene) -> None:
     hop = Hop(make_announcement(()), SPAN)
 
     with pytest.raises(RemoteProtocolError, match="no endpoint"):
@@ -181,7 +181,7 @@ async def test_announcement_without_endpoints_is_its_peers_fault(scene: Scene) -
 
 
 @in_scene()
-async def test_large_steps_of_a_chain_take_a_second_stream(scene: Scene) -> None:
+async def test_large_steps_of_a_chain_take_a_second_stream(scene: HopScene) -> None:
     dialled: list[Endpoint] = []
 
     class NotingTransport(LoopbackTransport):
@@ -208,7 +208,7 @@ async def test_large_steps_of_a_chain_take_a_second_stream(scene: Scene) -> None
 
 
 @in_scene()
-async def test_dialling_the_second_stream_may_be_cancelled(scene: Scene) -> None:
+async def test_dialling_the_second_stream_may_be_cancelled(scene: HopScene) -> None:
     link, _ = await scene.open(opening=IN_CHAIN)
     scene.network.pause("peer")
     sending = asyncio.create_task(link.send(make_bulk_step(), TIMEOUT))
@@ -222,7 +222,7 @@ async def test_dialling_the_second_stream_may_be_cancelled(scene: Scene) -> None
 
 
 @in_scene()
-async def test_second_stream_has_to_lead_to_the_same_peer(scene: Scene) -> None:
+async def test_second_stream_has_to_lead_to_the_same_peer(scene: HopScene) -> None:
     link, _ = await scene.open(opening=IN_CHAIN)
     scene.script = change(Hello, lambda _: replace(WELCOME, peer_id=OTHER_ID))
 
@@ -235,7 +235,7 @@ async def test_second_stream_has_to_lead_to_the_same_peer(scene: Scene) -> None:
 @pytest.mark.parametrize("trouble", ["kill", "pause"])
 @in_scene()
 async def test_closing_never_raises_nor_waits_for_a_peer_in_trouble(
-    scene: Scene, trouble: str
+    scene: HopScene, trouble: str
 ) -> None:
     link, _ = await scene.open()
     getattr(scene.network, trouble)("peer")
@@ -269,7 +269,7 @@ class StuckStream:
 
 
 @in_scene()
-async def test_closing_does_not_wait_for_a_stream_that_is_stuck(scene: Scene) -> None:
+async def test_closing_does_not_wait_for_a_stream_that_is_stuck(scene: HopScene) -> None:
     stream = StuckStream()
     link = HopLink(scene.transport, VirtualClock(), scene.make_hop(), OPEN, CLIENT, stream)
 

@@ -17,7 +17,7 @@ from session_scene import (
     WIDTH,
     Answer,
     Oracle,
-    Scene,
+    SessionScene,
     add_two_rows_of_peers,
     be_honest,
     draw,
@@ -39,7 +39,7 @@ from shoal.protocol.tensors import KVFormat, WireDtype
 
 
 @in_scene()
-async def test_steps_rollbacks_and_row_maps_equal_one_machine(scene: Scene) -> None:
+async def test_steps_rollbacks_and_row_maps_equal_one_machine(scene: SessionScene) -> None:
     await add_two_rows_of_peers(scene)
     session, oracle = scene.open_session(), Oracle()
 
@@ -58,7 +58,7 @@ async def test_steps_rollbacks_and_row_maps_equal_one_machine(scene: Scene) -> N
 
 
 @in_scene()
-async def test_rollback_beyond_the_session_is_a_usage_error(scene: Scene) -> None:
+async def test_rollback_beyond_the_session_is_a_usage_error(scene: SessionScene) -> None:
     await add_two_rows_of_peers(scene)
     session = scene.open_session()
     await session.step(draw(1, 3))
@@ -72,7 +72,7 @@ async def test_rollback_beyond_the_session_is_a_usage_error(scene: Scene) -> Non
 @pytest.mark.parametrize("row_map", [None, (1, 0)], ids=["plain", "moved rows"])
 @in_scene()
 async def test_step_copies_nothing_of_the_log(
-    scene: Scene, row_map: tuple[int, ...] | None
+    scene: SessionScene, row_map: tuple[int, ...] | None
 ) -> None:
     """What a step costs does not grow with the tokens before it."""
     peer = await scene.add("a", 0, NUM_BLOCKS)
@@ -98,7 +98,7 @@ async def test_step_copies_nothing_of_the_log(
 @pytest.mark.parametrize(("num_rows", "expected"), [(1, "near"), (2, "roomy")])
 @in_scene()
 async def test_session_begins_where_its_rows_have_room_to_grow(
-    scene: Scene, num_rows: int, expected: str
+    scene: SessionScene, num_rows: int, expected: str
 ) -> None:
     roomy = {"free_kv_tokens": 1000, "decode_steps_per_second": 50.0}
     await scene.add("near", 0, NUM_BLOCKS, free_kv_tokens=100)
@@ -118,7 +118,7 @@ def test_session_in_int8_needs_half_the_room() -> None:
 
 
 @in_scene(config=replace(CONFIG, max_step_bytes=16 * WIDTH * 4))
-async def test_long_prompts_travel_in_pieces(scene: Scene) -> None:
+async def test_long_prompts_travel_in_pieces(scene: SessionScene) -> None:
     peer = await scene.add("a", 0, NUM_BLOCKS)
     session, oracle = scene.open_session(), Oracle()
     prompt = draw(1, 50)
@@ -130,7 +130,7 @@ async def test_long_prompts_travel_in_pieces(scene: Scene) -> None:
 
 
 @in_scene(config=replace(CONFIG, max_step_bytes=16 * WIDTH * 4))
-async def test_progress_of_a_long_prompt_is_known_piece_by_piece(scene: Scene) -> None:
+async def test_progress_of_a_long_prompt_is_known_piece_by_piece(scene: SessionScene) -> None:
     seen: list[tuple[int, int]] = []
 
     def look(message: Message, answer: Answer) -> Answer:
@@ -149,7 +149,7 @@ async def test_progress_of_a_long_prompt_is_known_piece_by_piece(scene: Scene) -
 
 
 @in_scene(Link(delay_seconds=0.05), replace(CONFIG, max_step_bytes=4 * WIDTH * 4))
-async def test_hops_compute_pieces_of_one_prompt_at_the_same_time(scene: Scene) -> None:
+async def test_hops_compute_pieces_of_one_prompt_at_the_same_time(scene: SessionScene) -> None:
     await add_two_rows_of_peers(scene)
     session, oracle = scene.open_session(), Oracle()
     await session.step(draw(0))
@@ -173,7 +173,7 @@ async def test_hops_compute_pieces_of_one_prompt_at_the_same_time(scene: Scene) 
 async def test_wire_dtype_follows_the_peers_unless_it_is_set(
     weights: list[str], configured: str, expected: torch.dtype
 ) -> None:
-    async def test(scene: Scene) -> None:
+    async def test(scene: SessionScene) -> None:
         first = await scene.add("a", 0, 3, weights=weights[0])
         await scene.add("b", 3, 6, weights=weights[1])
         session = scene.open_session()
@@ -193,7 +193,7 @@ async def test_wire_dtype_follows_the_peers_unless_it_is_set(
 )
 @in_scene(config=replace(CONFIG, wire_dtype="int8", delivery="star"))
 async def test_hidden_states_travel_in_int8_where_all_peers_know_it(
-    scene: Scene, versions: tuple[int, int], expected: WireDtype
+    scene: SessionScene, versions: tuple[int, int], expected: WireDtype
 ) -> None:
     first = await scene.add("a", 0, 3, weights="int8", max_version=versions[0])
     await scene.add("b", 3, 6, weights="int8", max_version=versions[1])
@@ -204,7 +204,7 @@ async def test_hidden_states_travel_in_int8_where_all_peers_know_it(
 
 
 @in_scene()
-async def test_one_peer_may_serve_two_hops_of_a_route(scene: Scene) -> None:
+async def test_one_peer_may_serve_two_hops_of_a_route(scene: SessionScene) -> None:
     # Slow with all blocks, so that the fast one is used where it can be.
     slow = await scene.add("slow", 0, 6, decode_steps_per_second=0.5)
     await scene.add("fast", 2, 4, decode_steps_per_second=1e5)
@@ -226,7 +226,7 @@ async def test_random_life_of_a_session_equals_one_machine() -> None:
         print(f"seed {seed}")
         rng = random.Random(seed)
 
-        async def test(scene: Scene, rng: random.Random = rng) -> None:
+        async def test(scene: SessionScene, rng: random.Random = rng) -> None:
             await add_two_rows_of_peers(scene)
             session, oracle = scene.open_session(200), Oracle()
             num_rows = rng.choice((1, 3))
@@ -251,7 +251,7 @@ async def test_random_life_of_a_session_equals_one_machine() -> None:
 
 
 @in_scene()
-async def test_epochs_and_sequences_grow_and_ids_are_apart(scene: Scene) -> None:
+async def test_epochs_and_sequences_grow_and_ids_are_apart(scene: SessionScene) -> None:
     await add_two_rows_of_peers(scene)
     session, oracle = scene.open_session(), Oracle()
     for index in range(6):
@@ -272,7 +272,7 @@ async def test_epochs_and_sequences_grow_and_ids_are_apart(scene: Scene) -> None
 
 
 @in_scene(Link(delay_seconds=0.02))
-async def test_sessions_side_by_side_do_not_meet(scene: Scene) -> None:
+async def test_sessions_side_by_side_do_not_meet(scene: SessionScene) -> None:
     await add_two_rows_of_peers(scene)
 
     async def live(number: int) -> None:
@@ -289,7 +289,7 @@ async def test_sessions_side_by_side_do_not_meet(scene: Scene) -> None:
 
 
 @in_scene()
-async def test_closing_frees_every_peer_and_ends_the_session(scene: Scene) -> None:
+async def test_closing_frees_every_peer_and_ends_the_session(scene: SessionScene) -> None:
     await add_two_rows_of_peers(scene)
     session = scene.open_session()
     await session.step(draw(1, 3))
@@ -306,7 +306,7 @@ async def test_closing_frees_every_peer_and_ends_the_session(scene: Scene) -> No
 
 
 @in_scene(Link(delay_seconds=0.05, loss_fraction=0.1))
-async def test_link_with_losses_and_delay_changes_nothing(scene: Scene) -> None:
+async def test_link_with_losses_and_delay_changes_nothing(scene: SessionScene) -> None:
     await add_two_rows_of_peers(scene)
     session, oracle = scene.open_session(), Oracle()
     for index in range(30):

@@ -15,7 +15,7 @@ from session_scene import (
     FakePeer,
     Mischief,
     Oracle,
-    Scene,
+    SessionScene,
     add_two_rows_of_peers,
     be_honest,
     decline_when,
@@ -89,7 +89,7 @@ MISCHIEF: dict[str, Callable[[Step, Any], Answer]] = {
 
 @pytest.mark.parametrize("name", MISCHIEF)
 @in_scene()
-async def test_peer_that_misbehaves_is_replaced_and_avoided(scene: Scene, name: str) -> None:
+async def test_peer_that_misbehaves_is_replaced_and_avoided(scene: SessionScene, name: str) -> None:
     await add_two_rows_of_peers(scene)
     session, oracle = scene.open_session(), Oracle()
     for index in range(2):
@@ -106,7 +106,9 @@ async def test_peer_that_misbehaves_is_replaced_and_avoided(scene: Scene, name: 
 
 
 @in_scene()
-async def test_peer_that_goes_on_answering_unasked_is_replaced_and_avoided(scene: Scene) -> None:
+async def test_peer_that_goes_on_answering_unasked_is_replaced_and_avoided(
+    scene: SessionScene,
+) -> None:
     await add_two_rows_of_peers(scene)
     session, oracle = scene.open_session(), Oracle()
     for index in range(2):
@@ -122,7 +124,9 @@ async def test_peer_that_goes_on_answering_unasked_is_replaced_and_avoided(scene
 
 
 @in_scene()
-async def test_peer_that_misbehaves_during_a_replay_is_replaced_as_well(scene: Scene) -> None:
+async def test_peer_that_misbehaves_during_a_replay_is_replaced_as_well(
+    scene: SessionScene,
+) -> None:
     for name in ("b1", "b2", "b3"):
         await scene.add(name, 0, 6)
     session, oracle = scene.open_session(), Oracle()
@@ -181,7 +185,7 @@ async def test_peer_that_misbehaves_during_a_replay_is_replaced_as_well(scene: S
 )
 @in_scene()
 async def test_callers_mistake_is_a_usage_error_and_nobody_else_is_blamed(
-    scene: Scene, hidden: Tensor, row_map: tuple[int, ...] | None
+    scene: SessionScene, hidden: Tensor, row_map: tuple[int, ...] | None
 ) -> None:
     await add_two_rows_of_peers(scene)
     session, oracle = scene.open_session(), Oracle()
@@ -195,7 +199,7 @@ async def test_callers_mistake_is_a_usage_error_and_nobody_else_is_blamed(
 
 
 @in_scene()
-async def test_too_many_rows_are_a_usage_error(scene: Scene) -> None:
+async def test_too_many_rows_are_a_usage_error(scene: SessionScene) -> None:
     with pytest.raises(UsageError, match="256 rows"):
         await scene.open_session().step(torch.zeros(257, 1, WIDTH))
 
@@ -204,7 +208,7 @@ async def test_too_many_rows_are_a_usage_error(scene: Scene) -> None:
 @pytest.mark.parametrize("kind", [Open, Step])
 @in_scene()
 async def test_refusal_of_the_question_goes_to_the_caller_and_nobody_is_blamed(
-    scene: Scene, kind: type[Open] | type[Step], code: ErrorCode
+    scene: SessionScene, kind: type[Open] | type[Step], code: ErrorCode
 ) -> None:
     for name in ("a", "b"):
         (await scene.add(name, 0, 6)).mischief = decline_when(
@@ -225,7 +229,7 @@ async def test_refusal_of_the_question_goes_to_the_caller_and_nobody_is_blamed(
 @pytest.mark.parametrize("kind", [Open, Step])
 @in_scene()
 async def test_one_peer_that_blames_the_question_is_not_believed(
-    scene: Scene, kind: type[Message]
+    scene: SessionScene, kind: type[Message]
 ) -> None:
     liar = await scene.add("liar", 0, 6, decode_steps_per_second=1e6)
     await scene.add("honest", 0, 6)
@@ -246,7 +250,7 @@ async def test_one_peer_that_blames_the_question_is_not_believed(
 
 @in_scene()
 async def test_crowd_that_blames_the_question_is_not_believed_either_and_avoided_from_then_on(
-    scene: Scene,
+    scene: SessionScene,
 ) -> None:
     crowd = [f"liar{number}" for number in range(5)]
     for name in crowd:
@@ -273,7 +277,7 @@ async def test_crowd_that_blames_the_question_is_not_believed_either_and_avoided
 @pytest.mark.parametrize("kind", [Open, Step])
 @in_scene()
 async def test_only_peer_that_blames_the_question_is_believed_at_once(
-    scene: Scene, kind: type[Message]
+    scene: SessionScene, kind: type[Message]
 ) -> None:
     peer = await scene.add("a", 0, 6)
     peer.mischief = decline_when(

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 import torch
-from session_scene import Oracle, Scene, add_two_rows_of_peers, draw, in_scene
+from session_scene import Oracle, SessionScene, add_two_rows_of_peers, draw, in_scene
 
 from shoal.client.routing.route_finder import SwarmModel
 from shoal.client.runtime.client import Client
@@ -27,7 +27,7 @@ SLOW = Link(delay_seconds=0.05)
 @pytest.mark.parametrize("seconds", [0.0, 0.02, 0.12, 0.22, 0.27, 0.32, 0.42])
 @in_scene(SLOW)
 async def test_closing_ends_the_step_under_way_and_nobody_is_blamed(
-    scene: Scene, seconds: float, row_map: tuple[int, ...] | None
+    scene: SessionScene, seconds: float, row_map: tuple[int, ...] | None
 ) -> None:
     await add_two_rows_of_peers(scene)
     session = scene.open_session()
@@ -45,7 +45,7 @@ async def test_closing_ends_the_step_under_way_and_nobody_is_blamed(
 
 
 @in_scene(SLOW)
-async def test_closing_during_a_failover_leaves_nothing_anywhere(scene: Scene) -> None:
+async def test_closing_during_a_failover_leaves_nothing_anywhere(scene: SessionScene) -> None:
     await add_two_rows_of_peers(scene)
     session = scene.open_session()
     await session.step(draw(1, 3))
@@ -65,7 +65,9 @@ async def test_closing_during_a_failover_leaves_nothing_anywhere(scene: Scene) -
 
 
 @in_scene(SLOW)
-async def test_step_that_waits_for_its_turn_hears_that_the_session_was_closed(scene: Scene) -> None:
+async def test_step_that_waits_for_its_turn_hears_that_the_session_was_closed(
+    scene: SessionScene,
+) -> None:
     await add_two_rows_of_peers(scene)
     session = scene.open_session()
     steps = [asyncio.create_task(session.step(draw(1))) for _ in range(2)]
@@ -79,7 +81,7 @@ async def test_step_that_waits_for_its_turn_hears_that_the_session_was_closed(sc
 
 @in_scene(SLOW)
 async def test_caller_that_is_cancelled_stays_cancelled_when_the_session_is_closed_too(
-    scene: Scene,
+    scene: SessionScene,
 ) -> None:
     await add_two_rows_of_peers(scene)
     session = scene.open_session()
@@ -94,7 +96,9 @@ async def test_caller_that_is_cancelled_stays_cancelled_when_the_session_is_clos
 
 
 @in_scene(SLOW)
-async def test_closing_one_session_does_not_touch_another_on_the_same_peers(scene: Scene) -> None:
+async def test_closing_one_session_does_not_touch_another_on_the_same_peers(
+    scene: SessionScene,
+) -> None:
     for name, start, stop in (("a", 0, 3), ("b", 3, 6)):
         await scene.add(name, start, stop)
     mine, oracle = scene.open_session(), Oracle()

@@ -14,7 +14,7 @@ from session_scene import (
     WIDTH,
     FakePeer,
     Oracle,
-    Scene,
+    SessionScene,
     add_two_rows_of_peers,
     decline_when,
     draw,
@@ -33,7 +33,9 @@ from shoal.protocol.spans import Span
 
 @pytest.mark.parametrize("seed", range(3))
 @in_scene(Link(delay_seconds=0.02), replace(CONFIG, max_step_bytes=2 * 4 * WIDTH * 4))
-async def test_hops_lost_while_pieces_are_under_way_are_replaced(scene: Scene, seed: int) -> None:
+async def test_hops_lost_while_pieces_are_under_way_are_replaced(
+    scene: SessionScene, seed: int
+) -> None:
     """Kills, pauses and partitions of hops at any moment of a prompt, one or several."""
     print(f"seed {seed}")
 
@@ -61,7 +63,7 @@ async def test_hops_lost_while_pieces_are_under_way_are_replaced(scene: Scene, s
 @pytest.mark.parametrize("trouble", ["kill", "pause", "partition"])
 @in_scene()
 async def test_hop_in_trouble_is_replaced_and_the_others_keep_their_caches(
-    scene: Scene, trouble: str, hop: int
+    scene: SessionScene, trouble: str, hop: int
 ) -> None:
     await add_two_rows_of_peers(scene)
     session, oracle = scene.open_session(), Oracle()
@@ -93,7 +95,7 @@ async def test_hop_in_trouble_is_replaced_and_the_others_keep_their_caches(
 
 
 @in_scene()
-async def test_all_hops_may_be_lost_at_once(scene: Scene) -> None:
+async def test_all_hops_may_be_lost_at_once(scene: SessionScene) -> None:
     await add_two_rows_of_peers(scene)
     session, oracle = scene.open_session(), Oracle()
     hidden = draw(1, 7)
@@ -107,7 +109,7 @@ async def test_all_hops_may_be_lost_at_once(scene: Scene) -> None:
 
 
 @in_scene()
-async def test_one_hop_may_be_replaced_by_several(scene: Scene) -> None:
+async def test_one_hop_may_be_replaced_by_several(scene: SessionScene) -> None:
     whole = await scene.add("whole", 0, 6, decode_steps_per_second=1e6)
     session, oracle = scene.open_session(), Oracle()
     steps = [draw(1, 5, 2), draw(2, 1, 2), draw(3, 1, 2)]
@@ -128,7 +130,9 @@ async def test_one_hop_may_be_replaced_by_several(scene: Scene) -> None:
 
 @pytest.mark.parametrize("first_position", [0, 3], ids=["first step", "later"])
 @in_scene()
-async def test_peer_that_keeps_losing_sessions_is_left(scene: Scene, first_position: int) -> None:
+async def test_peer_that_keeps_losing_sessions_is_left(
+    scene: SessionScene, first_position: int
+) -> None:
     """It opens and replays well, so it would be chosen again for every step."""
     liar = await scene.add("liar", 0, 6, decode_steps_per_second=1e6)
     await scene.add("honest", 0, 6)
@@ -150,7 +154,9 @@ async def test_peer_that_keeps_losing_sessions_is_left(scene: Scene, first_posit
 
 
 @in_scene()
-async def test_restarted_peer_is_preferred_to_a_slower_replica_and_not_blamed(scene: Scene) -> None:
+async def test_restarted_peer_is_preferred_to_a_slower_replica_and_not_blamed(
+    scene: SessionScene,
+) -> None:
     peer = await scene.add("a", 0, 6, decode_steps_per_second=1e6)
     await scene.add("slow", 0, 6)
     session, oracle = scene.open_session(), Oracle()
@@ -167,7 +173,7 @@ async def test_restarted_peer_is_preferred_to_a_slower_replica_and_not_blamed(sc
 @pytest.mark.parametrize("becomes", ["other blocks", "another peer"])
 @in_scene()
 async def test_peer_that_is_not_what_an_old_view_says_is_used_as_soon_as_it_announces_itself(
-    scene: Scene, becomes: str
+    scene: SessionScene, becomes: str
 ) -> None:
     peer = await scene.add("a", 0, 6)
     await scene.add("tail", 5, 6, decode_steps_per_second=0.1)
@@ -196,7 +202,9 @@ async def test_peer_that_is_not_what_an_old_view_says_is_used_as_soon_as_it_anno
 
 
 @in_scene()
-async def test_peer_that_announced_to_take_for_ever_is_left_in_half_a_minute(scene: Scene) -> None:
+async def test_peer_that_announced_to_take_for_ever_is_left_in_half_a_minute(
+    scene: SessionScene,
+) -> None:
     await scene.add("liar", 0, 6, decode_steps_per_second=1e-9)
     session, oracle = scene.open_session(), Oracle()
     assert torch.equal(await session.step(draw(1, 20)), oracle.step(draw(1, 20)))
@@ -213,7 +221,7 @@ async def test_peer_that_announced_to_take_for_ever_is_left_in_half_a_minute(sce
 @pytest.mark.parametrize("kilobits_per_second", [5000, 1000])
 @in_scene()
 async def test_slow_uplink_is_not_the_fault_of_the_peers(
-    scene: Scene, kilobits_per_second: int
+    scene: SessionScene, kilobits_per_second: int
 ) -> None:
     uplink = Link(0.02, kilobits_per_second * 1e3 / 8)
     for name in ("a", "b", "c"):
@@ -233,7 +241,7 @@ async def test_slow_uplink_is_not_the_fault_of_the_peers(
 
 @in_scene()
 async def test_black_holes_that_announce_wonders_do_not_keep_a_session_from_opening(
-    scene: Scene,
+    scene: SessionScene,
 ) -> None:
     holes = [f"hole{number}" for number in range(8)]
     wonders: dict[str, Any] = {
@@ -260,7 +268,9 @@ async def test_black_holes_that_announce_wonders_do_not_keep_a_session_from_open
 
 
 @in_scene()
-async def test_silent_peer_that_goes_on_after_its_replacement_disturbs_nobody(scene: Scene) -> None:
+async def test_silent_peer_that_goes_on_after_its_replacement_disturbs_nobody(
+    scene: SessionScene,
+) -> None:
     await add_two_rows_of_peers(scene)
     session, oracle = scene.open_session(), Oracle()
     assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
@@ -279,7 +289,7 @@ async def test_silent_peer_that_goes_on_after_its_replacement_disturbs_nobody(sc
 @pytest.mark.parametrize("moment", ["the question travels", "the answer travels", "all are asked"])
 @in_scene(Link(delay_seconds=0.02))
 async def test_process_that_was_stopped_looks_for_the_answer_before_it_blames_a_peer(
-    scene: Scene, moment: str
+    scene: SessionScene, moment: str
 ) -> None:
     seconds = {"the question travels": 0.01, "the answer travels": 0.03, "all are asked": 0.09}
 
@@ -296,7 +306,9 @@ async def test_process_that_was_stopped_looks_for_the_answer_before_it_blames_a_
 
 
 @in_scene()
-async def test_peer_that_died_while_the_process_was_stopped_is_replaced(scene: Scene) -> None:
+async def test_peer_that_died_while_the_process_was_stopped_is_replaced(
+    scene: SessionScene,
+) -> None:
     await add_two_rows_of_peers(scene)
     session, oracle = scene.open_session(), Oracle()
     assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
@@ -310,7 +322,7 @@ async def test_peer_that_died_while_the_process_was_stopped_is_replaced(scene: S
 
 
 @in_scene()
-async def test_only_peer_that_was_silent_for_a_while_is_used_again(scene: Scene) -> None:
+async def test_only_peer_that_was_silent_for_a_while_is_used_again(scene: SessionScene) -> None:
     await scene.add("a", 0, 6)
     session, oracle = scene.open_session(), Oracle()
     assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
@@ -322,7 +334,7 @@ async def test_only_peer_that_was_silent_for_a_while_is_used_again(scene: Scene)
 
 
 @in_scene()
-async def test_replacement_of_the_same_weights_is_preferred(scene: Scene) -> None:
+async def test_replacement_of_the_same_weights_is_preferred(scene: SessionScene) -> None:
     await scene.add("a", 0, 6, weights="int8")
     session = scene.open_session()
     await session.step(draw(1, 3))
@@ -341,7 +353,7 @@ async def test_replacement_of_the_same_weights_is_preferred(scene: Scene) -> Non
 
 
 @in_scene()
-async def test_directory_that_cannot_be_read_does_not_stop_a_failover(scene: Scene) -> None:
+async def test_directory_that_cannot_be_read_does_not_stop_a_failover(scene: SessionScene) -> None:
     await add_two_rows_of_peers(scene)
     session, oracle = scene.open_session(), Oracle()
     assert torch.equal(await session.step(draw(1)), oracle.step(draw(1)))

@@ -13,7 +13,7 @@ from session_scene import (
     SECRET,
     FakePeer,
     Oracle,
-    Scene,
+    SessionScene,
     add_two_rows_of_peers,
     decline_when,
     draw,
@@ -31,7 +31,7 @@ from shoal.protocol.net.memory.loopback import Link
 SLOW = Link(delay_seconds=0.05)
 
 
-def open_twin(scene: Scene) -> RemoteSession:
+def open_twin(scene: SessionScene) -> RemoteSession:
     """Return a session that has not begun, with a secret of its own."""
     return scene.open_session(secret=SessionId(len(scene.sessions).to_bytes(16, "big")))
 
@@ -56,7 +56,9 @@ def ignore_parent(peer: FakePeer, message: Message, answer: FakeAnswer) -> FakeA
 
 @pytest.mark.parametrize("seed", range(6))
 @in_scene()
-async def test_any_tree_of_forks_equals_machines_of_their_own(scene: Scene, seed: int) -> None:
+async def test_any_tree_of_forks_equals_machines_of_their_own(
+    scene: SessionScene, seed: int
+) -> None:
     rng = random.Random(seed)
 
     await add_two_rows_of_peers(scene)
@@ -90,7 +92,7 @@ async def test_any_tree_of_forks_equals_machines_of_their_own(scene: Scene, seed
 
 
 @in_scene()
-async def test_fork_sends_no_token_again_and_keeps_no_second_log(scene: Scene) -> None:
+async def test_fork_sends_no_token_again_and_keeps_no_second_log(scene: SessionScene) -> None:
     await add_two_rows_of_peers(scene)
     session, twin, oracle = scene.open_session(), open_twin(scene), Oracle()
     prompt = draw(1, 6)
@@ -112,7 +114,9 @@ async def test_fork_sends_no_token_again_and_keeps_no_second_log(scene: Scene) -
 
 @pytest.mark.parametrize("code", list(ErrorCode), ids=lambda code: code.name)
 @in_scene()
-async def test_peer_that_declines_a_fork_gets_a_replay(scene: Scene, code: ErrorCode) -> None:
+async def test_peer_that_declines_a_fork_gets_a_replay(
+    scene: SessionScene, code: ErrorCode
+) -> None:
     for name, start, stop in (("a", 0, 3), ("b", 3, 6)):
         await scene.add(name, start, stop)
     session, twin, oracle = scene.open_session(), open_twin(scene), Oracle()
@@ -130,7 +134,7 @@ async def test_peer_that_declines_a_fork_gets_a_replay(scene: Scene, code: Error
 
 
 @in_scene()
-async def test_peer_that_forks_without_the_prefix_is_found_out(scene: Scene) -> None:
+async def test_peer_that_forks_without_the_prefix_is_found_out(scene: SessionScene) -> None:
     await add_two_rows_of_peers(scene)
     session, twin, oracle = scene.open_session(), open_twin(scene), Oracle()
     await session.step(draw(1, 6))
@@ -145,7 +149,9 @@ async def test_peer_that_forks_without_the_prefix_is_found_out(scene: Scene) -> 
 
 
 @in_scene()
-async def test_fork_of_a_session_whose_step_failed_takes_what_was_answered(scene: Scene) -> None:
+async def test_fork_of_a_session_whose_step_failed_takes_what_was_answered(
+    scene: SessionScene,
+) -> None:
     await add_two_rows_of_peers(scene)
     session, twin, oracle = scene.open_session(), open_twin(scene), Oracle()
     await session.step(draw(1, 6, 2))
@@ -170,7 +176,7 @@ async def test_fork_of_a_session_whose_step_failed_takes_what_was_answered(scene
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "cancelled"])
 @in_scene(SLOW)
 async def test_fork_that_is_cut_short_leaves_nothing(
-    scene: Scene, seconds: float, is_closed: bool
+    scene: SessionScene, seconds: float, is_closed: bool
 ) -> None:
     await add_two_rows_of_peers(scene)
     session, twin = scene.open_session(), open_twin(scene)
@@ -195,7 +201,9 @@ async def test_fork_that_is_cut_short_leaves_nothing(
 
 
 @in_scene(SLOW)
-async def test_fork_that_is_cut_short_hangs_up_on_those_who_had_opened_it(scene: Scene) -> None:
+async def test_fork_that_is_cut_short_hangs_up_on_those_who_had_opened_it(
+    scene: SessionScene,
+) -> None:
     await add_two_rows_of_peers(scene)
     session, twin = scene.open_session(), open_twin(scene)
     await session.step(draw(1, 6))
@@ -214,7 +222,7 @@ async def test_fork_that_is_cut_short_hangs_up_on_those_who_had_opened_it(scene:
 
 
 @in_scene()
-async def test_sessions_of_a_fork_have_ids_of_their_own(scene: Scene) -> None:
+async def test_sessions_of_a_fork_have_ids_of_their_own(scene: SessionScene) -> None:
     peer = await scene.add("a", 0, 6)
     session, twin = scene.open_session(), open_twin(scene)
     await session.step(draw(1, 6))

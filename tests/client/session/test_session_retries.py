@@ -15,7 +15,7 @@ from session_scene import (
     Answer,
     Mischief,
     Oracle,
-    Scene,
+    SessionScene,
     add_two_rows_of_peers,
     draw,
     in_scene,
@@ -28,7 +28,9 @@ from shoal.protocol.net.memory.loopback import Link
 
 
 @in_scene()
-async def test_hops_are_dropped_together_even_if_hanging_up_is_cancelled(scene: Scene) -> None:
+async def test_hops_are_dropped_together_even_if_hanging_up_is_cancelled(
+    scene: SessionScene,
+) -> None:
     """Dropped one after the other, a hop whose rows were moved could be taken for one that was
     not asked yet.
     """
@@ -58,7 +60,7 @@ async def test_hops_are_dropped_together_even_if_hanging_up_is_cancelled(scene: 
 
 @in_scene()
 async def test_link_is_closed_even_if_its_caller_is_cancelled_as_hanging_up_begins(
-    scene: Scene,
+    scene: SessionScene,
 ) -> None:
     await add_two_rows_of_peers(scene)
     session = scene.open_session()
@@ -83,11 +85,11 @@ async def test_link_is_closed_even_if_its_caller_is_cancelled_as_hanging_up_begi
 @pytest.mark.parametrize("num_tokens", [1, 7], ids=["token", "pieces"])
 @in_scene(config=replace(CONFIG, max_step_bytes=3 * 3 * WIDTH * 4))
 async def test_step_that_moved_rows_and_failed_can_be_tried_again(
-    scene: Scene, num_tokens: int, hop: int
+    scene: SessionScene, num_tokens: int, hop: int
 ) -> None:
     """A peer cannot undo a row map: applied twice it would be wrong."""
 
-    def at_last_piece(scene: Scene, name: str) -> Iterator[Mischief]:
+    def at_last_piece(scene: SessionScene, name: str) -> Iterator[Mischief]:
         count = 0
 
         def mischief(message: Message, answer: Answer) -> Answer:
@@ -124,7 +126,7 @@ async def test_step_that_moved_rows_and_failed_can_be_tried_again(
 @pytest.mark.parametrize("row_map", [None, (1, 0)], ids=["plain", "rows"])
 @in_scene(Link(delay_seconds=0.05))
 async def test_step_that_is_cancelled_anywhere_can_be_tried_again(
-    scene: Scene, row_map: tuple[int, ...] | None
+    scene: SessionScene, row_map: tuple[int, ...] | None
 ) -> None:
     await add_two_rows_of_peers(scene)
     session, oracle = scene.open_session(1000), Oracle()
@@ -143,7 +145,7 @@ async def test_step_that_is_cancelled_anywhere_can_be_tried_again(
 
 
 @in_scene(Link(delay_seconds=0.01))
-async def test_opening_that_is_cancelled_leaves_nothing_at_the_peers(scene: Scene) -> None:
+async def test_opening_that_is_cancelled_leaves_nothing_at_the_peers(scene: SessionScene) -> None:
     await add_two_rows_of_peers(scene)
     # One of the hops is slower, so that the others are open when it ends.
     for name in ("c1", "c2"):

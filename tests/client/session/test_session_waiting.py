@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from session_scene import CONFIG, Oracle, Scene, decline_when, draw, in_scene, now
+from session_scene import CONFIG, Oracle, SessionScene, decline_when, draw, in_scene, now
 
 from shoal.client.routing.route import Hop
 from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError, RouteError, ShoalError
@@ -18,7 +18,9 @@ from shoal.protocol.spans import Span
 
 @pytest.mark.parametrize("code", [ErrorCode.CACHE_FULL, ErrorCode.BUSY, ErrorCode.DRAINING])
 @in_scene()
-async def test_peer_without_room_is_left_for_its_replica(scene: Scene, code: ErrorCode) -> None:
+async def test_peer_without_room_is_left_for_its_replica(
+    scene: SessionScene, code: ErrorCode
+) -> None:
     full = await scene.add("full", 0, 6, decode_steps_per_second=1e6)
     await scene.add("free", 0, 6)
     full.mischief = decline_when(lambda message: isinstance(message, Open), code, 2.0)
@@ -33,7 +35,7 @@ async def test_peer_without_room_is_left_for_its_replica(scene: Scene, code: Err
 @pytest.mark.parametrize("retry_after", [1.0, None])
 @in_scene()
 async def test_peer_that_fetches_an_adapter_is_left_for_its_replica_and_not_avoided(
-    scene: Scene, retry_after: float | None
+    scene: SessionScene, retry_after: float | None
 ) -> None:
     fetching = await scene.add("fetching", 0, 6, decode_steps_per_second=1e6)
     await scene.add("free", 0, 6)
@@ -63,7 +65,7 @@ class PublishedByNobody:
 
 @in_scene()
 async def test_published_adapter_that_no_peer_finds_fails_at_once_and_nobody_is_avoided(
-    scene: Scene,
+    scene: SessionScene,
 ) -> None:
     for name in ("a", "b"):
         peer = await scene.add(name, 0, 6)
@@ -95,7 +97,7 @@ async def test_published_adapter_that_no_peer_finds_fails_at_once_and_nobody_is_
 )
 @in_scene()
 async def test_failover_tells_what_happened_to_the_peer(
-    scene: Scene, code: ErrorCode, words: str
+    scene: SessionScene, code: ErrorCode, words: str
 ) -> None:
     full = await scene.add("full", 0, 6, decode_steps_per_second=1e6)
     await scene.add("free", 0, 6)
@@ -109,7 +111,7 @@ async def test_failover_tells_what_happened_to_the_peer(
 
 
 @in_scene()
-async def test_failover_tells_a_silent_peer_from_one_that_hung_up(scene: Scene) -> None:
+async def test_failover_tells_a_silent_peer_from_one_that_hung_up(scene: SessionScene) -> None:
     for name in ("a", "b", "c"):
         await scene.add(name, 0, 6)
     session = scene.open_session()
@@ -125,7 +127,7 @@ async def test_failover_tells_a_silent_peer_from_one_that_hung_up(scene: Scene) 
 @pytest.mark.parametrize("kind", [Open, Step])
 @in_scene()
 async def test_no_room_anywhere_is_said_after_a_bounded_time(
-    scene: Scene, kind: type[Message]
+    scene: SessionScene, kind: type[Message]
 ) -> None:
     is_full = True
     for name in ("a", "b"):
@@ -145,7 +147,7 @@ async def test_no_room_anywhere_is_said_after_a_bounded_time(
 
 
 @in_scene()
-async def test_room_that_becomes_free_meanwhile_is_used(scene: Scene) -> None:
+async def test_room_that_becomes_free_meanwhile_is_used(scene: SessionScene) -> None:
     for name in ("a", "b"):
         (await scene.add(name, 0, 6)).mischief = decline_when(
             lambda _: now() < 8, ErrorCode.CACHE_FULL, 2.0
@@ -158,7 +160,7 @@ async def test_room_that_becomes_free_meanwhile_is_used(scene: Scene) -> None:
 
 
 @in_scene(config=replace(CONFIG, failover_timeout_seconds=20.0))
-async def test_what_never_fits_anywhere_is_said_at_once(scene: Scene) -> None:
+async def test_what_never_fits_anywhere_is_said_at_once(scene: SessionScene) -> None:
     for name in ("a", "b"):
         (await scene.add(name, 0, 6)).mischief = decline_when(
             lambda message: isinstance(message, Open), ErrorCode.CACHE_FULL, None
@@ -171,7 +173,7 @@ async def test_what_never_fits_anywhere_is_said_at_once(scene: Scene) -> None:
 
 @in_scene()
 async def test_refusal_of_a_peer_that_lives_is_told_and_not_the_silence_of_one_that_died(
-    scene: Scene,
+    scene: SessionScene,
 ) -> None:
     await scene.add("dead", 0, 6)
     (await scene.add("living", 0, 6)).mischief = decline_when(
@@ -185,7 +187,7 @@ async def test_refusal_of_a_peer_that_lives_is_told_and_not_the_silence_of_one_t
 
 @in_scene()
 async def test_blocks_that_nobody_serves_are_named_and_the_session_goes_on_later(
-    scene: Scene,
+    scene: SessionScene,
 ) -> None:
     await scene.add("a", 0, 3)
     session = scene.open_session()
@@ -200,7 +202,9 @@ async def test_blocks_that_nobody_serves_are_named_and_the_session_goes_on_later
 
 
 @in_scene(config=replace(CONFIG, allowed_servers=("12D3",)))
-async def test_allowed_servers_that_leave_nobody_are_why_a_session_fails(scene: Scene) -> None:
+async def test_allowed_servers_that_leave_nobody_are_why_a_session_fails(
+    scene: SessionScene,
+) -> None:
     await scene.add("a", 0, 6)
 
     with pytest.raises(RouteError, match="allowed_servers leaves nobody for blocks 0:6"):
@@ -210,7 +214,7 @@ async def test_allowed_servers_that_leave_nobody_are_why_a_session_fails(scene: 
 
 
 @in_scene()
-async def test_peers_that_cannot_be_reached_come_with_advice(scene: Scene) -> None:
+async def test_peers_that_cannot_be_reached_come_with_advice(scene: SessionScene) -> None:
     await scene.add("a", 0, 6)
     scene.network.kill("a")
 
@@ -223,7 +227,7 @@ async def test_peers_that_cannot_be_reached_come_with_advice(scene: Scene) -> No
 
 @in_scene()
 async def test_lost_hop_without_a_replica_is_named_and_the_session_goes_on_later(
-    scene: Scene,
+    scene: SessionScene,
 ) -> None:
     for name, start, stop in (("a", 0, 2), ("b", 2, 4), ("c", 4, 6)):
         await scene.add(name, start, stop)

@@ -12,7 +12,7 @@ from session_scene import (
     WIDTH,
     Answer,
     Mischief,
-    Scene,
+    SessionScene,
     add_two_rows_of_peers,
     draw,
     in_scene,
@@ -63,7 +63,7 @@ def claim(queue_seconds: float, compute_seconds: float) -> Mischief:
     return mischief
 
 
-async def add_two_working_peers(scene: Scene) -> None:
+async def add_two_working_peers(scene: SessionScene) -> None:
     """Answers leave as much later as the peers say that they worked."""
     for name, start, stop in (("a", 0, 3), ("b", 3, 6)):
         peer = await scene.add(name, start, stop)
@@ -72,7 +72,7 @@ async def add_two_working_peers(scene: Scene) -> None:
 
 
 @in_scene(Link(delay_seconds=DELAY))
-async def test_network_time_is_the_delay_of_the_network(scene: Scene) -> None:
+async def test_network_time_is_the_delay_of_the_network(scene: SessionScene) -> None:
     await add_two_working_peers(scene)
     session = scene.open_session()
     recorder = record(session)
@@ -109,7 +109,7 @@ async def test_network_time_is_the_delay_of_the_network(scene: Scene) -> None:
 
 
 @in_scene(Link(delay_seconds=DELAY))
-async def test_peer_cannot_have_spent_more_time_than_there_was(scene: Scene) -> None:
+async def test_peer_cannot_have_spent_more_time_than_there_was(scene: SessionScene) -> None:
     peer = await scene.add("boaster", 0, 6)
     peer.mischief = claim(300.0, 100.0)
     session = scene.open_session()
@@ -124,7 +124,7 @@ async def test_peer_cannot_have_spent_more_time_than_there_was(scene: Scene) -> 
 
 
 @in_scene(config=replace(CONFIG, max_step_bytes=2 * 4 * WIDTH))
-async def test_every_piece_of_a_prompt_is_taken_down_at_every_hop(scene: Scene) -> None:
+async def test_every_piece_of_a_prompt_is_taken_down_at_every_hop(scene: SessionScene) -> None:
     await add_two_rows_of_peers(scene)
     session = scene.open_session()
     recorder = record(session)
@@ -142,7 +142,7 @@ async def test_every_piece_of_a_prompt_is_taken_down_at_every_hop(scene: Scene) 
 
 
 @in_scene(Link(delay_seconds=DELAY))
-async def test_failover_is_taken_down_with_its_wait_opening_and_replay(scene: Scene) -> None:
+async def test_failover_is_taken_down_with_its_wait_opening_and_replay(scene: SessionScene) -> None:
     await add_two_rows_of_peers(scene)
     session = scene.open_session()
     recorder = record(session)
@@ -177,7 +177,7 @@ async def test_failover_is_taken_down_with_its_wait_opening_and_replay(scene: Sc
 
 
 @in_scene(config=replace(CONFIG, failover_timeout_seconds=2.0))
-async def test_step_that_fails_is_taken_down_with_its_error(scene: Scene) -> None:
+async def test_step_that_fails_is_taken_down_with_its_error(scene: SessionScene) -> None:
     await scene.add("a", 0, 6)
     session = scene.open_session()
     recorder = record(session)
@@ -192,7 +192,7 @@ async def test_step_that_fails_is_taken_down_with_its_error(scene: Scene) -> Non
 
 
 @in_scene(Link(delay_seconds=DELAY))
-async def test_trace_ends_with_its_last_event_even_when_that_ends_late(scene: Scene) -> None:
+async def test_trace_ends_with_its_last_event_even_when_that_ends_late(scene: SessionScene) -> None:
     await scene.add("a", 0, 6)
     session = scene.open_session()
     recorder = record(session)

@@ -7,7 +7,7 @@ import gc
 import weakref
 
 import pytest
-from reverse_scene import FRAME, HELLO, HOME, Scene, in_scene, make_welcome, name
+from reverse_scene import FRAME, HELLO, HOME, ReverseScene, in_scene, make_welcome, name
 from service_scene import DeafStream, Peer, Talk, assert_declined, with_peer
 
 from shoal.protocol.errors import ErrorCode, UnavailableError
@@ -22,7 +22,7 @@ from shoal.protocol.versions import REVERSE_VERSION
 STRANGER = Identity(bytes([3]) * 32)
 
 
-async def park(scene: Scene, identity: Identity = HOME, host: str = "home") -> Talk:
+async def park(scene: ReverseScene, identity: Identity = HOME, host: str = "home") -> Talk:
     talk = await scene.offer(identity, host)
     assert isinstance(await talk.hear(), Parked)
     await asyncio.sleep(0.1)
@@ -49,7 +49,7 @@ async def is_over(talk: Talk) -> bool:
 @pytest.mark.parametrize("is_bulk", [False, True])
 @in_scene()
 async def test_what_is_pushed_goes_over_the_stream_that_was_parked(
-    scene: Scene, is_bulk: bool
+    scene: ReverseScene, is_bulk: bool
 ) -> None:
     talk = await scene.offer(is_bulk=is_bulk)
     assert isinstance(await talk.hear(), Parked)
@@ -65,7 +65,7 @@ async def test_what_is_pushed_goes_over_the_stream_that_was_parked(
 
 
 @in_scene()
-async def test_stream_of_the_other_lane_is_not_used(scene: Scene) -> None:
+async def test_stream_of_the_other_lane_is_not_used(scene: ReverseScene) -> None:
     await park(scene)
 
     pusher = scene.public.push(name(), Lane.BULK)
@@ -75,7 +75,7 @@ async def test_stream_of_the_other_lane_is_not_used(scene: Scene) -> None:
 
 
 @in_scene()
-async def test_stream_that_is_parked_after_a_failure_is_used_at_once(scene: Scene) -> None:
+async def test_stream_that_is_parked_after_a_failure_is_used_at_once(scene: ReverseScene) -> None:
     scene.public.push(name())
     await asyncio.sleep(1)
     talk = await park(scene)
@@ -87,7 +87,7 @@ async def test_stream_that_is_parked_after_a_failure_is_used_at_once(scene: Scen
 
 @in_scene()
 async def test_peer_that_does_not_answer_on_its_newest_stream_may_on_the_other(
-    scene: Scene,
+    scene: ReverseScene,
 ) -> None:
     older = await park(scene)
     await park(scene)
@@ -100,7 +100,7 @@ async def test_peer_that_does_not_answer_on_its_newest_stream_may_on_the_other(
 
 
 @in_scene()
-async def test_another_peer_behind_the_stream_is_not_pushed_to(scene: Scene) -> None:
+async def test_another_peer_behind_the_stream_is_not_pushed_to(scene: ReverseScene) -> None:
     talk = await park(scene)
 
     pusher = scene.public.push(name())
@@ -112,7 +112,7 @@ async def test_another_peer_behind_the_stream_is_not_pushed_to(scene: Scene) -> 
 
 
 @in_scene()
-async def test_stream_that_has_ended_is_forgotten(scene: Scene) -> None:
+async def test_stream_that_has_ended_is_forgotten(scene: ReverseScene) -> None:
     talk = await park(scene)
     assert scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
 
@@ -124,7 +124,7 @@ async def test_stream_that_has_ended_is_forgotten(scene: Scene) -> None:
 
 @in_scene()
 async def test_parked_stream_outlives_the_span_that_was_served_and_holds_nothing_of_it(
-    scene: Scene,
+    scene: ReverseScene,
 ) -> None:
     scene.public.handler.service = None
     service = scene.public.open(Span(0, 3))
@@ -144,7 +144,7 @@ async def test_parked_stream_outlives_the_span_that_was_served_and_holds_nothing
 
 
 @in_scene()
-async def test_offer_of_another_peer_is_refused(scene: Scene) -> None:
+async def test_offer_of_another_peer_is_refused(scene: ReverseScene) -> None:
     talk = await scene.offer(STRANGER, peer_id=HOME.peer_id)
 
     assert_declined(await talk.hear(), ErrorCode.BAD_FRAME)
@@ -153,7 +153,7 @@ async def test_offer_of_another_peer_is_refused(scene: Scene) -> None:
 
 
 @in_scene()
-async def test_offer_that_was_made_on_another_stream_is_refused(scene: Scene) -> None:
+async def test_offer_that_was_made_on_another_stream_is_refused(scene: ReverseScene) -> None:
     heard, replayed = await scene.dial(), await scene.dial("thief")
     welcomes = [await talk.ask(HELLO) for talk in (heard, replayed)]
     assert isinstance(welcomes[0], Welcome)
@@ -168,7 +168,7 @@ async def test_offer_that_was_made_on_another_stream_is_refused(scene: Scene) ->
 @pytest.mark.parametrize("max_version", [1, REVERSE_VERSION - 1])
 @in_scene()
 async def test_who_speaks_an_older_version_has_nothing_to_sign(
-    scene: Scene, max_version: int
+    scene: ReverseScene, max_version: int
 ) -> None:
     talk = await scene.dial()
     welcome = await talk.ask(Hello(1, max_version, "old"))
@@ -193,7 +193,7 @@ async def test_peer_that_cannot_be_dialled_takes_no_offers(peer: Peer) -> None:
 
 
 @in_scene()
-async def test_one_address_gets_its_share_whatever_peers_it_makes_up(scene: Scene) -> None:
+async def test_one_address_gets_its_share_whatever_peers_it_makes_up(scene: ReverseScene) -> None:
     made_up = [Identity(bytes([9, number]) * 16) for number in range(200)]
     num_kept = 0
     for number in range(400):
@@ -206,7 +206,7 @@ async def test_one_address_gets_its_share_whatever_peers_it_makes_up(scene: Scen
 
 
 @in_scene()
-async def test_stream_that_is_refused_takes_the_place_of_none(scene: Scene) -> None:
+async def test_stream_that_is_refused_takes_the_place_of_none(scene: ReverseScene) -> None:
     made_up = [Identity(bytes([9, number]) * 16) for number in range(200)]
     for _ in range(2):
         await park(scene)
@@ -222,7 +222,7 @@ async def test_stream_that_is_refused_takes_the_place_of_none(scene: Scene) -> N
 
 
 @in_scene()
-async def test_who_does_not_read_that_a_stream_is_kept_has_gone(scene: Scene) -> None:
+async def test_who_does_not_read_that_a_stream_is_kept_has_gone(scene: ReverseScene) -> None:
     offer = make_offer(HOME, scene.public.endpoint.fingerprint, bytes(32), False)
     async with asyncio.timeout(60):
         with pytest.raises(UnavailableError, match="does not read"):
@@ -232,7 +232,7 @@ async def test_who_does_not_read_that_a_stream_is_kept_has_gone(scene: Scene) ->
 
 
 @in_scene()
-async def test_one_peer_has_two_streams_of_a_lane_and_the_newest_ones(scene: Scene) -> None:
+async def test_one_peer_has_two_streams_of_a_lane_and_the_newest_ones(scene: ReverseScene) -> None:
     talks = [await park(scene) for _ in range(3)]
 
     assert await is_over(talks[0])
@@ -241,7 +241,7 @@ async def test_one_peer_has_two_streams_of_a_lane_and_the_newest_ones(scene: Sce
 
 
 @in_scene()
-async def test_who_talks_on_a_parked_stream_is_hung_up_on(scene: Scene) -> None:
+async def test_who_talks_on_a_parked_stream_is_hung_up_on(scene: ReverseScene) -> None:
     talk = await park(scene)
 
     await talk.say(HELLO)
@@ -251,7 +251,7 @@ async def test_who_talks_on_a_parked_stream_is_hung_up_on(scene: Scene) -> None:
 
 
 @in_scene()
-async def test_large_frame_on_a_parked_stream_takes_no_memory(scene: Scene) -> None:
+async def test_large_frame_on_a_parked_stream_takes_no_memory(scene: ReverseScene) -> None:
     talk = await park(scene)
 
     await talk.stream.send(bytes(MAX_PIECE_BYTES + 1))
@@ -260,7 +260,7 @@ async def test_large_frame_on_a_parked_stream_takes_no_memory(scene: Scene) -> N
 
 
 @in_scene()
-async def test_what_is_said_behind_an_offer_ends_the_stream(scene: Scene) -> None:
+async def test_what_is_said_behind_an_offer_ends_the_stream(scene: ReverseScene) -> None:
     talk = await scene.offer()
     await talk.say(HELLO)
 
@@ -270,7 +270,7 @@ async def test_what_is_said_behind_an_offer_ends_the_stream(scene: Scene) -> Non
 
 @in_scene()
 async def test_client_that_names_the_peer_again_and_again_uses_up_nothing_of_others(
-    scene: Scene,
+    scene: ReverseScene,
 ) -> None:
     talk = await park(scene)
     pushers = [scene.public.push(name(number=number)) for number in range(1, 200)]

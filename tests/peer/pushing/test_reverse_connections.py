@@ -15,7 +15,7 @@ from reverse_scene import (
     HOME,
     PERIOD_SECONDS,
     PUBLIC,
-    Scene,
+    ReverseScene,
     in_scene,
     make_welcome,
     name,
@@ -72,7 +72,7 @@ class Home:
 
 @asynccontextmanager
 async def run_home(
-    scene: Scene, transport: LoopbackTransport | None = None, **facts: Any
+    scene: ReverseScene, transport: LoopbackTransport | None = None, **facts: Any
 ) -> AsyncGenerator[Home]:
     """Run a peer at home, which has announced itself."""
     homes: list[Home] = []
@@ -99,7 +99,7 @@ async def run_home(
 async def run_at_home(story: Story) -> None:
     """Run a story about a scene, and a peer at home in it."""
 
-    async def run(scene: Scene) -> None:
+    async def run(scene: ReverseScene) -> None:
         async with run_home(scene) as home:
             await story(scene, home)
 
@@ -109,20 +109,20 @@ async def run_at_home(story: Story) -> None:
 at_home = make_decorator(run_at_home, 2)
 
 
-def has_parked(scene: Scene) -> bool:
+def has_parked(scene: ReverseScene) -> bool:
     return all(scene.public.parked.has(HOME.peer_id, lane) for lane in Lane)
 
 
 # ---- where
 
 
-def describe(scene: Scene, number: int, span: Span, **facts: Any) -> Announcement:
+def describe(scene: ReverseScene, number: int, span: Span, **facts: Any) -> Announcement:
     usual: dict[str, Any] = {"endpoints": (ENDPOINT,)}
     return scene.describe(Identity(bytes([number]) * 32), span, **(usual | facts))
 
 
 def choose(
-    scene: Scene,
+    scene: ReverseScene,
     others: list[Announcement],
     kept: tuple[int, ...] = (),
     failing: tuple[int, ...] = (),
@@ -134,7 +134,7 @@ def choose(
 
 
 @in_scene()
-async def test_streams_are_parked_where_a_chain_may_come_from(scene: Scene) -> None:
+async def test_streams_are_parked_where_a_chain_may_come_from(scene: ReverseScene) -> None:
     others = [
         describe(scene, 10, Span(0, 4)),
         describe(scene, 11, Span(2, 6)),
@@ -151,7 +151,9 @@ async def test_streams_are_parked_where_a_chain_may_come_from(scene: Scene) -> N
 
 
 @in_scene()
-async def test_nearest_are_chosen_of_many_and_those_that_hold_streams_stay(scene: Scene) -> None:
+async def test_nearest_are_chosen_of_many_and_those_that_hold_streams_stay(
+    scene: ReverseScene,
+) -> None:
     places = [Coordinate(0.01 * number, 0.0, 0.0, 0.001, 0.1) for number in range(12)]
     others = [
         describe(scene, 10 + number, Span(0, 4), coordinate=place)
@@ -166,7 +168,7 @@ async def test_nearest_are_chosen_of_many_and_those_that_hold_streams_stay(scene
 
 
 @in_scene()
-async def test_nothing_is_parked_before_the_peer_serves(scene: Scene) -> None:
+async def test_nothing_is_parked_before_the_peer_serves(scene: ReverseScene) -> None:
     async with run_home(scene, state=PeerState.JOINING):
         assert not has_parked(scene)
 
@@ -175,7 +177,7 @@ async def test_nothing_is_parked_before_the_peer_serves(scene: Scene) -> None:
 
 
 @at_home()
-async def test_parked_streams_are_announced(scene: Scene, home: Home) -> None:
+async def test_parked_streams_are_announced(scene: ReverseScene, home: Home) -> None:
     await asyncio.sleep(5)
 
     assert has_parked(scene)
@@ -186,7 +188,7 @@ async def test_parked_streams_are_announced(scene: Scene, home: Home) -> None:
 
 @at_home()
 async def test_stream_that_is_used_is_replaced_and_announced_meanwhile(
-    scene: Scene, home: Home
+    scene: ReverseScene, home: Home
 ) -> None:
     scene.public.push(name())
     await asyncio.sleep(0.5)
@@ -201,7 +203,9 @@ async def test_stream_that_is_used_is_replaced_and_announced_meanwhile(
 
 
 @at_home()
-async def test_pushes_go_on_over_a_new_stream_when_one_breaks(scene: Scene, home: Home) -> None:
+async def test_pushes_go_on_over_a_new_stream_when_one_breaks(
+    scene: ReverseScene, home: Home
+) -> None:
     scene.public.push(name())
     await asyncio.sleep(2)
 
@@ -214,7 +218,7 @@ async def test_pushes_go_on_over_a_new_stream_when_one_breaks(scene: Scene, home
 
 
 @at_home()
-async def test_peer_that_is_killed_is_announced_no_more(scene: Scene, home: Home) -> None:
+async def test_peer_that_is_killed_is_announced_no_more(scene: ReverseScene, home: Home) -> None:
     await asyncio.sleep(5)
     num_before = home.num_changes
 
@@ -227,7 +231,7 @@ async def test_peer_that_is_killed_is_announced_no_more(scene: Scene, home: Home
 
 @at_home()
 async def test_peer_behind_a_line_that_was_cut_gets_streams_again_when_it_is_whole(
-    scene: Scene, home: Home
+    scene: ReverseScene, home: Home
 ) -> None:
     scene.network.partition("home", "public")
     await asyncio.sleep(60)
@@ -242,7 +246,7 @@ async def test_peer_behind_a_line_that_was_cut_gets_streams_again_when_it_is_who
 
 @at_home()
 async def test_streams_are_taken_away_from_who_serves_something_else_now(
-    scene: Scene, home: Home
+    scene: ReverseScene, home: Home
 ) -> None:
     await scene.announce_public(Span(4, 8))
     await asyncio.sleep(PERIOD_SECONDS + 5)
@@ -252,7 +256,9 @@ async def test_streams_are_taken_away_from_who_serves_something_else_now(
 
 
 @at_home()
-async def test_streams_stay_while_the_directory_cannot_be_read(scene: Scene, home: Home) -> None:
+async def test_streams_stay_while_the_directory_cannot_be_read(
+    scene: ReverseScene, home: Home
+) -> None:
     scene.store.is_reachable = False
     with pytest.raises(DirectoryError):
         await scene.directory.lookup(home.own.model_id)
@@ -263,7 +269,7 @@ async def test_streams_stay_while_the_directory_cannot_be_read(scene: Scene, hom
 
 
 @in_scene()
-async def test_end_leaves_nothing_behind_even_in_the_middle_of_a_push(scene: Scene) -> None:
+async def test_end_leaves_nothing_behind_even_in_the_middle_of_a_push(scene: ReverseScene) -> None:
     async with run_home(scene) as home:
         pusher = scene.public.push(name())
         await asyncio.sleep(2)
@@ -281,7 +287,7 @@ async def test_end_leaves_nothing_behind_even_in_the_middle_of_a_push(scene: Sce
 class Rogue:
     """A peer that says what it likes to an offer, and how often it was dialled."""
 
-    scene: Scene
+    scene: ReverseScene
     welcome: Welcome
     answer: bytes
     num_dialled: int = 0
@@ -317,7 +323,7 @@ def make_rogue_welcome(**changes: Any) -> Welcome:
 )
 @in_scene()
 async def test_peer_that_does_not_keep_to_the_protocol_is_left_alone(
-    scene: Scene, welcome: Welcome, answer: bytes
+    scene: ReverseScene, welcome: Welcome, answer: bytes
 ) -> None:
     rogue = Rogue(scene, welcome, answer)
     await rogue.listen()
@@ -330,7 +336,9 @@ async def test_peer_that_does_not_keep_to_the_protocol_is_left_alone(
 
 
 @at_home()
-async def test_peer_that_listens_elsewhere_now_is_dialled_there(scene: Scene, home: Home) -> None:
+async def test_peer_that_listens_elsewhere_now_is_dialled_there(
+    scene: ReverseScene, home: Home
+) -> None:
     restarted = Rogue(scene, make_rogue_welcome(peer_id=PUBLIC.peer_id), encode_frame(Parked()))
 
     await restarted.listen(PUBLIC)
@@ -354,7 +362,7 @@ class FailingTransport(LoopbackTransport):
 
 @in_scene()
 async def test_streams_are_kept_after_an_error_that_nobody_foresaw(
-    scene: Scene, caplog: pytest.LogCaptureFixture
+    scene: ReverseScene, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with run_home(scene, FailingTransport(scene.network, "home")):
         await asyncio.sleep(5)
@@ -364,7 +372,9 @@ async def test_streams_are_kept_after_an_error_that_nobody_foresaw(
 
 
 @in_scene()
-async def test_peer_that_uses_up_every_stream_gets_them_later_and_later(scene: Scene) -> None:
+async def test_peer_that_uses_up_every_stream_gets_them_later_and_later(
+    scene: ReverseScene,
+) -> None:
     rogue = Rogue(scene, make_rogue_welcome(), encode_frame(Parked()))
     await rogue.listen()
     async with run_home(scene):
