@@ -44,7 +44,7 @@ class RunEventPrinter:
         elif event.name == "waiting_for":
             self._print(f"Waiting for {facts['what']}.")
         elif event.name == "put_aside":
-            self._print(f"Peer {facts['member']} sent numbers that are no gradients: put aside.")
+            self._print(f"Peer {facts['member']} was put aside: {facts['why']}.")
         elif event.name == "too_slow":
             who = f"Peer …{str(facts['peer'])[-8:]} is too slow for stage {facts['stage']}"
             self._print(f"{who}: {facts['why']}.")

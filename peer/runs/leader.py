@@ -32,7 +32,13 @@ from ...protocol.net.tasks import cancel_all
 from ...protocol.runs.commits import Commit, RefusedPart
 from ...protocol.runs.deadlines import CommitHolds, UsualTimes, describe_download
 from ...protocol.runs.decisions import Decided, Decision, Member
-from ...protocol.runs.manifests import Manifests, MemberManifest, choose_without_leaving
+from ...protocol.runs.manifests import (
+    Aside,
+    Complaints,
+    Manifests,
+    MemberManifest,
+    choose_without_leaving,
+)
 from ...protocol.runs.update_parts import (
     PartOrder,
     UpdateParts,
@@ -54,6 +60,11 @@ _PARTS_PER_MEMBER = 2
 time that a pipeline of four stages could use at most, 2 use 94 %, 3 use 95 % and 1 uses 83 % (64
 parts, members that vary by 20 %). Members keep what belongs to a part until the commit in any case,
 so more of them take no more memory but for graphs, which have a limit of their own.
+"""
+
+_REST_SILENCES = 10
+"""How many times `silence_seconds` a member without a link stays away, the first time: to find out
+that it still has none takes two of them.
 """
 
 _SHORTEST_SECONDS = 0.01
@@ -90,6 +101,7 @@ class Leader:
         self._waits = Waits(report)
         self._rng = random.Random(decisions.member_id)
         self._joining: dict[PeerId, _Newcomer] = {}
+        self._complaints = Complaints(_REST_SILENCES * config.silence_seconds)
         self._failures = Counter[MemberId]()
         """See `UpdateParts`; of this update."""
         self._settling = UsualTimes(config.silence_seconds)
@@ -116,6 +128,8 @@ class Leader:
         peer_id = find_peer_id(member)
         known = self._joining.get(peer_id)
         if known is None and len(self._joining) >= MAX_RUN_MEMBERS:
+            return
+        if not self._complaints.may_return(member, self._clock.now()):
             return
         if known is None or known.id != member:
             asking = asyncio.create_task(self._ask_manifest(member))
@@ -261,6 +275,7 @@ class Leader:
             told.update, told.is_ready, told.is_applying, frozenset(unpack_parts(told.parts)),
             frozenset(unpack_parts(told.refused)), told.state, told.is_leaving, told.accused,
             told.part_seconds, told.fetched_bytes, told.state_bytes,
+            told.unreachable,
         )  # fmt: skip
 
     async def _change_members(self, manifests: Manifests) -> bool:
@@ -271,14 +286,21 @@ class Leader:
         decision = self._decisions.newest
         if manifests.decision is not decision:
             return True  # decided meanwhile
-        members = manifests.choose_members()
-        for member in manifests.accused.difference(each.id for each in members):
-            self._report(PeerEvent("put_aside", {"member": member}))
+        aside = self._complaints.choose_aside(manifests)
+        members = manifests.choose_members(aside.member if aside else None)
         members = self._let_in(manifests, members)
         if members == list(decision.members):
             return False
         await self._decide(decision, members, self._decisions.commit)
+        if aside is not None and aside.member not in self._decisions.newest.roster:
+            self._note_aside(aside)
         return True
+
+    def _note_aside(self, aside: Aside) -> None:
+        self._complaints.note_aside(aside, self._clock.now())
+        facts = {"member": aside.member, "others": list(aside.others), "why": aside.why}
+        self._report(PeerEvent("put_aside", facts))
+        _logger.info("%s was put aside: %s", aside.member, aside.why)
 
     def _let_in(self, manifests: Manifests, members: list[Member]) -> list[Member]:
         """Return the members with those that wait, have answered, and can be let in now.
@@ -384,24 +406,39 @@ class Leader:
         return self._decisions.newest is not decision
 
     async def _reduce(self, orders: dict[MemberId, Reduction]) -> dict[MemberId, Reduced] | None:
-        """Have all members sum; None as soon as one fails, as the others wait for it."""
+        """Have all members sum; None if one fails.
+
+        Where it fails at a mate, the others come to their end, too: so each finds out all mates
+        that it cannot read from. Else they would wait for it.
+        """
 
         async def order(member: MemberId) -> Reduced:
             answer = await self._decisions.members.ask(member, orders[member])
             return answer.check_kind(Reduced)
 
-        tasks = {member: asyncio.create_task(order(member)) for member in orders}
+        tasks = {asyncio.create_task(order(member)): member for member in orders}
+        reduced: dict[MemberId, Reduced] = {}
+        pending = set(tasks)
         try:
-            # Not gathered: a failure would be raised in place of our own cancellation.
-            done, _ = await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
-            for task in done:
-                task.result()
-        except FAILURES as error:
-            _logger.info("the gradients are not summed: %s", error)
-            return None
+            while pending:
+                # Not gathered: a failure would be raised in place of our own cancellation.
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    try:
+                        reduced[tasks[task]] = task.result()
+                    except FAILURES as error:
+                        _logger.info("%s does not sum the gradients: %s", tasks[task], error)
+                        if not self._is_for_mates(tasks[task], error):
+                            return None
         finally:
-            await cancel_all(list(tasks.values()))
-        return {member: task.result() for member, task in tasks.items()}
+            await cancel_all(list(tasks))
+        return reduced if len(reduced) == len(orders) else None
+
+    def _is_for_mates(self, member: MemberId, error: Exception) -> bool:
+        """Return whether a member has begun to sum, and failed at its mates."""
+        if isinstance(error, RefusedError):
+            return error.code is ErrorCode.NEXT_UNREACHABLE
+        return member == self._decisions.member_id
 
     async def _decide(self, before: Decision, members: Sequence[Member], commit: Commit) -> None:
         """Propose what follows a decision; nothing where another one has followed meanwhile."""

@@ -15,7 +15,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
+from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
 from ...protocol.ids import MemberId
 from ...protocol.messages.runs import Reduction, SumFetch, SumGroup
 from ...protocol.runs.training_run import Mode
@@ -41,6 +41,8 @@ class Reducing:
         self.squared_norm = 0.0
         self.accused: set[MemberId] = set()
         """Mates that have sent numbers which are no sum of gradients."""
+        self.read_from: dict[MemberId, bool] = {}
+        """Whether a mate's own sums could be read, as far as that was tried."""
         self._order = order
         self._member_id = member_id
         self._members = members
@@ -79,7 +81,7 @@ class Reducing:
             self._vectors[group], self._mates[group] = vector, members
 
     async def run(self) -> None:
-        """Sum with all mates. Raises what asking them does."""
+        """Sum with all mates. Raises what asking them does, once all are asked for their sums."""
         for group, vector in self._vectors.items():
             await self._sum(group, vector)
 
@@ -87,8 +89,17 @@ class Reducing:
         members, size = self._mates[group], vector.numbers.numel()
         mates = [member for member in members if member != self._member_id]
         start, stop = find_slice(members, self._member_id, size)
+        failure: UnavailableError | None = None
         for mate in mates:
-            await self._fetch(mate, group, False, start, stop)
+            try:
+                await self._fetch(mate, group, False, start, stop)
+            except UnavailableError as error:
+                # It waits for nobody else when it is asked for these: it, or the link, is at fault.
+                self.read_from[mate], failure = False, error
+            else:
+                self.read_from.setdefault(mate, True)
+        if failure is not None:
+            raise failure
         await self._compute(partial(vector.finish, start, stop))
         if self._summed[group].done():
             raise RefusedError(ErrorCode.BUSY, "another attempt has begun", 1.0)

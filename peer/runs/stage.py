@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -52,6 +53,10 @@ from .state_transfer import StateCopies, fetch_state
 
 _logger = logging.getLogger(__name__)
 
+_NUM_FAILED_READS = 2
+"""How many attempts in a row a mate's sums cannot be read before it is named: the second one dials
+it anew.
+"""
 _WAIT_SECONDS = 30.0
 """How long a question waits for the update that it belongs to: others commit earlier."""
 
@@ -114,6 +119,8 @@ class Stage:
         """Members that have sent us what no honest one sends, in this update."""
         self.fetched_bytes = self.state_bytes = 0
         """The size of the state that we download or load, of which we have so much; 0: none."""
+        self._failed_reads = Counter[MemberId]()
+        """Of the sums of mates, in this update, since the last one that did not fail."""
         self._under_way: dict[int, asyncio.Task[_Counted]] = {}
         self._is_loading = False
         """Whether a state is being loaded. A part that was computed behind it would be in the sums,
@@ -155,6 +162,11 @@ class Stage:
     def counted(self) -> Set[int]:
         """The parts that are counted here."""
         return self._counted.keys()
+
+    @property
+    def unreachable(self) -> list[MemberId]:
+        """Mates from which we could not read their sums in attempt after attempt."""
+        return sorted(m for m, num in self._failed_reads.items() if num >= _NUM_FAILED_READS)
 
     @property
     def input_bytes(self) -> int:
@@ -235,6 +247,7 @@ class Stage:
         self._counted.clear()
         self.refused.clear()
         self.accused.clear()
+        self._failed_reads.clear()
         if self._reducing is not None:
             self._reducing.abandon()
         self._reducing = None
@@ -413,7 +426,11 @@ class Stage:
     # Sums and state
 
     async def reduce(self, question: Reduction) -> MemberAnswer:
-        """Sum our gradients with those of our mates. Raises what asking them does."""
+        """Sum our gradients with those of our mates.
+
+        Raises RefusedError where we do not begin; RemoteProtocolError or UnavailableError where we
+        fail at a mate, which others learn when they ask us.
+        """
         await self._wait_for_update(question.update)
         span = self.span
         reducing = Reducing(question, self._member_id, self._members, self._compute)
@@ -430,10 +447,12 @@ class Stage:
         losses = [one.loss for index, one in self._counted.items() if index in parts]
         try:
             await reducing.run()
-        except BaseException:
-            reducing.abandon()  # mates do not wait for us
-            self.accused |= reducing.accused
-            raise
+        except RefusedError as error:
+            raise UnavailableError(f"a mate refuses: {error}") from None
+        finally:
+            reducing.abandon()  # unless it is done, mates do not wait for us
+            if self.update == question.update:
+                self._note_reads(reducing)
         await self._compute(partial(reducing.summarize, span))
         if self.update == question.update:
             self._reduced[reducing.digest] = reducing
@@ -441,6 +460,11 @@ class Stage:
         return MemberAnswer(
             Reduced(question.question, reducing.digest, reducing.squared_norm, loss)
         )
+
+    def _note_reads(self, reducing: Reducing) -> None:
+        self.accused |= reducing.accused
+        for mate, was_read in reducing.read_from.items():
+            self._failed_reads[mate] = 0 if was_read else self._failed_reads[mate] + 1
 
     async def read_sums(self, question: SumFetch) -> MemberAnswer:
         """Return numbers of our sums to a mate. Raises RefusedError where there are none."""

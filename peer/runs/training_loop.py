@@ -172,6 +172,7 @@ class TrainingLoop:
                 stage.digest.whole, pack_parts(stage.refused), self._is_leaving,
                 tuple(sorted(stage.accused)), stage.part_seconds, is_applying,
                 stage.fetched_bytes, stage.state_bytes,
+                tuple(stage.unreachable),
             )  # fmt: skip
         return MemberAnswer(told)
 

@@ -218,6 +218,8 @@ class PartsCounted(Message):
     """How much it has of the state of its stage that it downloads, of `state_bytes`."""
     state_bytes: Annotated[int, Body(12, "uint64"), _check_state_bytes] = 0
     """The size of the state that it downloads; 0: it downloads none."""
+    unreachable: Annotated[tuple[MemberId, ...], Body(13, "string"), _check_members] = ()
+    """Mates from which it could not read their sums, in attempt after attempt of this update."""
 
     def check(self) -> None:
         """Raise ValueError for more bytes of a state than it has."""

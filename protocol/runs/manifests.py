@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
-from ..ids import MemberId, find_peer_id
+from ..ids import MemberId, PeerId, find_peer_id
 from ..limits import MAX_RUN_MEMBERS
 from .commits import Commit, read_commit
 from .decisions import Decision, Member
 from .update_parts import UpdateParts, find_equal
+
+_LONGEST_REST_SECONDS = 3600.0
+_MOST_DOUBLINGS = 16
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class MemberManifest:
     fetched_bytes: int = 0
     state_bytes: int = 0
     """The size of the state of its stage that it downloads, of which it has so much; 0: none."""
+    unreachable: Collection[MemberId] = ()
+    """Mates from which it could not read their sums, again and again."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,11 @@ class Manifests:
             for stage in range(self.num_stages)
         ]
 
+    @cached_property
+    def last_ready(self) -> set[MemberId]:
+        """Members that no other one of their stage could stand in for."""
+        return {stage[0] for stage in self.ready if len(stage) == 1}
+
     @property
     def is_settling(self) -> bool:
         """Whether a member still applies the last update."""
@@ -109,7 +120,13 @@ class Manifests:
             return f"a majority: {len(answering)} of {len(decision.members)} peers answer"
         held = {member.stage for member in decision.members if member.id in answering}
         lacking = [stage for stage in range(self.num_stages) if stage not in held]
-        return f"a peer for stage {lacking[0]}" if lacking else None
+        if lacking:
+            return f"a peer for stage {lacking[0]}"
+        for one in sorted(self.last_ready):  # neither can be left out
+            for other in self.last_ready.intersection(self.answering[one].unreachable):
+                names = f"…{find_peer_id(one)[-8:]} and …{find_peer_id(other)[-8:]}"
+                return f"a connection between the peers {names}"
+        return None
 
     def list_parts(self, num_parts: int) -> UpdateParts:
         """Return what is counted of the update, and what is left to do."""
@@ -125,12 +142,12 @@ class Manifests:
             parts.note(member, told.parts, told.refused)
         return parts
 
-    def choose_members(self) -> list[Member]:
+    def choose_members(self, aside: MemberId | None = None) -> list[Member]:
         """Return the members that answer, and have the state that most of their stage have.
 
-        Those that others accuse are left out, too, and those that leave once their parts are
-        counted by nobody. A stage keeps its members where none answers: what they hold would be
-        lost without them.
+        One that is put aside is left out, too, and those that leave once their parts are counted by
+        nobody. A stage keeps its members where none answers: what they hold would be lost without
+        them.
         """
         chosen: set[MemberId] = set()
         for stage in range(self.num_stages):
@@ -141,7 +158,7 @@ class Manifests:
             }
             equal = find_equal(states) if states else set[MemberId]()
             good = [one for one in answering if one in equal or one not in states]
-            chosen.update([one for one in good if one not in self.accused] or good or holders)
+            chosen.update([one for one in good if one != aside] or good or holders)
         idle = {member for member in self.leaving if not self.answering[member].parts}
         ready = {member for stage in self.ready for member in stage}
         members = [member for member in self.decision.members if member.id in chosen]
@@ -187,3 +204,129 @@ def choose_without_leaving(
         for each in members
         if each.id not in leaving or keepers.get(each.stage, each.id) == each.id
     ]
+
+
+@dataclass(frozen=True)
+class Aside:
+    """A member to put aside."""
+
+    member: MemberId
+    others: tuple[MemberId, ...]
+    """Those that complain about it, or that it complains about."""
+    why: str
+    is_unreachable: bool
+    """Whether that is for a link, which will not be back soon."""
+
+
+class _Complaint(NamedTuple):
+    by: MemberId
+    about: MemberId
+    is_accusation: bool
+    """Of numbers that no honest member sends; False: their sender could not be read from."""
+
+
+class Complaints:
+    """Who has complained about whom while one leads; owned by the leader.
+
+    Who complains is no better a witness than the other: of two that cannot read from each other,
+    either may be the one without a network, and one that accuses may lie. So a complaint counts for
+    both, and the one with complaints of and about most others goes. A liar that names one mate
+    after the other is the next to go behind the first.
+    """
+
+    def __init__(self, rest_seconds: float) -> None:
+        """How long one that was put aside for a link stays away, the first time."""
+        self._rest_seconds = rest_seconds
+        self._others: defaultdict[PeerId, set[PeerId]] = defaultdict(set)
+        self._num_rests = Counter[PeerId]()
+        self._resting: dict[PeerId, float] = {}
+        """Until when peers stay away, as each return without a link stalls an update."""
+
+    def note_aside(self, aside: Aside, now: float) -> None:
+        """Let one that was put aside for a link rest, twice as long as the last time."""
+        if aside.is_unreachable:
+            peer_id = find_peer_id(aside.member)
+            seconds = self._rest_seconds * 2.0 ** min(self._num_rests[peer_id], _MOST_DOUBLINGS)
+            self._num_rests[peer_id] += 1
+            self._resting[peer_id] = now + min(seconds, _LONGEST_REST_SECONDS)
+
+    def may_return(self, member: MemberId, now: float) -> bool:
+        """Return whether a member does not rest."""
+        return now >= self._resting.get(find_peer_id(member), now)
+
+    def choose_aside(self, manifests: Manifests) -> Aside | None:
+        """Note what ready members complain about each other; return one that has to go.
+
+        None: nobody complains, or the one that would have to go is the last ready one of its stage.
+        """
+        ranks = {member: rank for rank, member in enumerate(manifests.decision.roster)}
+        kept = manifests.last_ready
+        complaints = _list_complaints(manifests)
+        for one in complaints:
+            by, about = find_peer_id(one.by), find_peer_id(one.about)
+            self._others[by].add(about)
+            self._others[about].add(by)
+        losers: dict[MemberId, _Complaint] = {}
+        for one in complaints:
+            loser = self._choose_loser(one, ranks, kept)
+            if loser is not None and (loser not in losers or one.is_accusation):
+                losers[loser] = one
+        if not losers:
+            return None
+
+        def rate(member: MemberId) -> tuple[int, bool, int]:
+            is_accused = losers[member].is_accusation and losers[member].about == member
+            return self._count_others(member), is_accused, ranks[member]
+
+        chosen = max(losers, key=rate)
+        named = [one for one in complaints if chosen in (one.by, one.about)]
+        others = {one.about if one.by == chosen else one.by for one in named}
+        return _make_aside(losers[chosen], chosen, sorted(others, key=lambda each: ranks[each]))
+
+    def _count_others(self, member: MemberId) -> int:
+        return len(self._others[find_peer_id(member)])
+
+    def _choose_loser(
+        self, complaint: _Complaint, ranks: dict[MemberId, int], kept: set[MemberId]
+    ) -> MemberId | None:
+        """Return which of the two goes, by what is known of complaints so far.
+
+        One without a link leaves in place of the other one, where that is the last of its stage.
+        """
+
+        def rate(member: MemberId) -> tuple[int, bool, int]:
+            is_accused = complaint.is_accusation and member == complaint.about
+            return self._count_others(member), is_accused, ranks[member]
+
+        pair = (complaint.by, complaint.about)
+        if not complaint.is_accusation:
+            return max((one for one in pair if one not in kept), key=rate, default=None)
+        loser = max(pair, key=rate)
+        return None if loser in kept else loser
+
+
+def _list_complaints(manifests: Manifests) -> list[_Complaint]:
+    """Return what ready members complain about other ready ones, in the order of the roster."""
+    ready = {member for stage in manifests.ready for member in stage}
+    complaints: list[_Complaint] = []
+    for by in manifests.decision.roster:
+        if by in ready:
+            told = manifests.answering[by]
+            for is_accusation, named in ((True, told.accused), (False, told.unreachable)):
+                complaints += [
+                    _Complaint(by, about, is_accusation)
+                    for about in sorted(named)
+                    if about in ready and about != by
+                ]
+    return complaints
+
+
+def _make_aside(complaint: _Complaint, member: MemberId, others: list[MemberId]) -> Aside:
+    names = ", ".join(f"…{find_peer_id(other)[-8:]}" for other in others)
+    if not complaint.is_accusation:
+        why = f"it and {names} cannot read from each other"
+    elif complaint.about == member:
+        why = f"it sent numbers that are no gradients, as {names} told"
+    else:
+        why = f"it complains about more peers than any other: {names}"
+    return Aside(member, tuple(others), why, not complaint.is_accusation)

@@ -185,8 +185,12 @@ RUN_MESSAGES: tuple[Message, ...] = (
     PartPass(SESSION, 64, 3, 5, (MEMBER, OTHER_MEMBER), 2, OTHER_MEMBER, True),
     PartPassed(SESSION, 64, 1.5, (MEMBER,)),
     PartsFetch(SESSION, Decided(DECISION)),
-    PartsCounted(
-        SESSION, 3, 7, True, b"\x05", bytes(range(32)), b"\x02", True, (MEMBER,), 0.5, True, 64, 96
+    replace(
+        PartsCounted(SESSION, 3, 7, True, b"\x05", bytes(range(32)), b"\x02", True, (MEMBER,), 0.5),
+        is_applying=True,
+        fetched_bytes=64,
+        state_bytes=96,
+        unreachable=(OTHER_MEMBER,),
     ),
     Reduction(SESSION, 3, ATTEMPT, b"\x05", (MEMBER,), (MEMBER, OTHER_MEMBER)),
     Reduced(SESSION, bytes(range(32)), 2.5, 1.5),

@@ -301,6 +301,7 @@ DISHONEST: list[Message] = [
     PartsCounted(SESSION, 0, 0, True, part_seconds=-1.0),
     PartsCounted(SESSION, 0, 0, False, fetched_bytes=65, state_bytes=64),
     PartsCounted(SESSION, 0, 0, False, state_bytes=limits.MAX_RUN_TENSOR_BYTES),
+    PartsCounted(SESSION, 0, 0, True, unreachable=(MEMBER, MEMBER)),
     Reduction(SESSION, 0, bytes(15), b"", (MEMBER,)),
     Reduction(SESSION, 0, bytes(16), b"", (MEMBER, MEMBER)),
     Reduced(SESSION, bytes(31), 0.0, 0.0),

@@ -52,11 +52,10 @@ def test_member_whose_state_differs_is_left_out_and_one_without_a_state_is_not()
     assert name_good(tell(a0=READY, b1=READY, c0=FETCHING)) == ["a0", "b1", "c0"]
 
 
-def test_accused_member_is_left_out_unless_it_is_the_last_of_its_stage() -> None:
-    accusing = replace(READY, accused=(MemberId("b1/1"), MemberId("a0/1")))
+def test_member_that_is_put_aside_is_left_out() -> None:
+    manifests = tell(a0=READY, b1=READY, c1=READY)
 
-    assert name_good(tell(a0=accusing, b1=READY, c1=READY)) == ["a0", "c1"]
-    assert name_good(tell(a0=accusing, b1=READY)) == ["a0", "b1"]
+    assert [one.id for one in manifests.choose_members(MemberId("b1/1"))] == ["a0/1", "c1/1"]
 
 
 def test_all_but_one_of_a_stage_may_leave_at_once() -> None:
@@ -87,6 +86,14 @@ def test_run_lacks_a_majority_or_a_stage() -> None:
     assert tell(a0=READY, b0=READY, c1=None).find_lacking() == "a peer for stage 1"
     few = tell(a0=READY, b1=None, c0=None).find_lacking()
     assert few == "a majority: 1 of 3 peers answer"
+
+
+def test_run_lacks_a_connection_between_members_of_which_neither_can_be_left_out() -> None:
+    cut_off = replace(READY, unreachable=[MemberId("b1/1")])
+
+    lacking = tell(a0=cut_off, b1=READY).find_lacking()
+    assert lacking == "a connection between the peers …a0 and …b1"
+    assert tell(a0=cut_off, b1=READY, c1=READY).find_lacking() is None
 
 
 def test_member_that_has_the_sums_is_about_to_be_ready() -> None:

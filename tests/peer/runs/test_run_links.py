@@ -1,0 +1,158 @@
+"""Runs of which two members cannot talk to each other: one of them is put aside."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+from run_swarm import RunSwarm, make_identity
+from training_runs import MODEL, open_run
+from virtual_time import run_virtual
+
+from shoal.peer.engine.training.whole_run import WholeRun
+from shoal.protocol.ids import MemberId, find_peer_id
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.runs import PartsCounted
+from shoal.protocol.runs.training_run import TrainingRun
+
+NUM_UPDATES = 4
+_MOST_SECONDS = 300.0
+"""Of virtual time."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("corpus")
+
+
+@pytest.fixture(scope="module")
+def untied(folder: Path) -> tuple[TrainingRun, str]:
+    """A run of which only members of one stage sum together, and its digest."""
+    return open_whole(folder, {**MODEL, "tie_word_embeddings": False})
+
+
+def open_whole(folder: Path, model: dict[str, object]) -> tuple[TrainingRun, str]:
+    """Return a run, and the digest of the weights that one process comes to."""
+    run, shards = open_run(folder, num_updates=NUM_UPDATES, model=model)
+    whole = WholeRun(run)
+    for _ in whole.train(shards):
+        pass
+    return run, whole.compute_weights_digest()
+
+
+def run_cut(
+    run: TrainingRun,
+    folder: Path,
+    num_peers: int,
+    pairs: list[tuple[str, str]],
+    check: Callable[[RunSwarm], Awaitable[None]],
+) -> str:
+    """Cut links once an update is committed, and check what has happened by the last one; return
+    the digest of the weights.
+    """
+
+    async def main() -> str:
+        swarm = RunSwarm(run, folder)
+        try:
+            async with asyncio.timeout(_MOST_SECONDS):
+                for number in range(num_peers):
+                    await swarm.start(f"peer{number}", number % 2, founds_run=number == 0)
+                await swarm.wait_until(lambda: min(swarm.list_updates()) >= 1)
+                for pair in pairs:
+                    swarm.network.partition(*pair)
+                await swarm.wait_for_update(NUM_UPDATES)
+                await check(swarm)
+                return await swarm.finish()
+        finally:
+            await swarm.close()
+
+    return run_virtual(main())
+
+
+def list_aside(swarm: RunSwarm) -> list[tuple[str, list[str]]]:
+    """Return the hosts that were put aside, each with those that it and they complain about."""
+    hosts = {make_identity(host).peer_id: host for host in swarm.peers}
+    aside: list[tuple[str, list[str]]] = []
+    for _, event in swarm.events:
+        if event.name == "put_aside":
+            member, *others = [
+                hosts[find_peer_id(each)]
+                for each in [
+                    cast(MemberId, event.facts["member"]),
+                    *cast(list[MemberId], event.facts["others"]),
+                ]
+            ]
+            aside.append((member, others))
+    return aside
+
+
+def test_later_one_of_two_mates_that_cannot_talk_rests_and_comes_back(
+    folder: Path, untied: tuple[TrainingRun, str]
+) -> None:
+    async def check(swarm: RunSwarm) -> None:
+        assert list_aside(swarm) == [("peer3", ["peer1"])]
+        swarm.network.heal("peer1", "peer3")
+        await asyncio.sleep(60.0)
+        assert swarm.list_updates()[3] == 1
+
+    run, digest = untied
+    assert run_cut(run, folder, 4, [("peer1", "peer3")], check) == digest
+
+
+def test_run_goes_on_when_members_of_both_ends_cannot_talk_and_sum_tied_weights(
+    folder: Path,
+) -> None:
+    async def check(swarm: RunSwarm) -> None:
+        assert list_aside(swarm) == [("peer3", ["peer2"])]
+        await swarm.kill("peer3")
+
+    run, digest = open_whole(folder, MODEL)
+    assert run_cut(run, folder, 4, [("peer2", "peer3")], check) == digest
+
+
+def test_member_that_none_of_its_mates_can_talk_to_is_put_aside_though_it_came_first(
+    folder: Path, untied: tuple[TrainingRun, str]
+) -> None:
+    async def check(swarm: RunSwarm) -> None:
+        assert list_aside(swarm) == [("peer1", ["peer3", "peer5"])]
+        await swarm.kill("peer1")
+
+    run, digest = untied
+    assert run_cut(run, folder, 6, [("peer1", "peer3"), ("peer1", "peer5")], check) == digest
+
+
+def test_member_that_names_its_mates_without_a_reason_puts_one_aside_at_most(
+    folder: Path, untied: tuple[TrainingRun, str]
+) -> None:
+    run, digest = untied
+
+    async def main() -> str:
+        swarm = RunSwarm(run, folder)
+
+        def falsify(message: Message) -> Message:
+            """Name the last mate that is left on the roster."""
+            decisions = swarm.peers["peer1"].loop.decisions
+            if not isinstance(message, PartsCounted) or decisions is None:
+                return message
+            mates = decisions.list_members(1)
+            return replace(message, unreachable=tuple(mates[-1:]))
+
+        try:
+            async with asyncio.timeout(_MOST_SECONDS):
+                for number in range(6):
+                    await swarm.start(f"peer{number}", number % 2, founds_run=number == 0)
+                await swarm.wait_until(lambda: min(swarm.list_updates()) >= 1)
+                swarm.falsify["peer1"] = falsify
+                await swarm.wait_for_update(NUM_UPDATES)
+                assert list_aside(swarm) == [("peer5", ["peer1"]), ("peer1", ["peer3"])]
+                for host in ("peer1", "peer5"):
+                    await swarm.kill(host)
+                return await swarm.finish()
+        finally:
+            await swarm.close()
+
+    assert run_virtual(main()) == digest
