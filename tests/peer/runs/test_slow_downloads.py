@@ -27,7 +27,7 @@ from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.runs.training_run import TrainingRun
 from shoal.protocol.runs.update_parts import pack_parts
 
-NUM_UPDATES = 12
+NUM_UPDATES = 6
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_newcomer_whose_download_outlasts_updates_takes_part_soon(
         await swarm.finish()
         assert list_waits(swarm, "slow") == ["the state of stage 1 from another peer, 0 % are here"]
         num_passed = [swarm.num_passed["slow", update] for update in range(NUM_UPDATES)]
-        assert sum(map(bool, num_passed)) > NUM_UPDATES / 2, num_passed
+        assert all(num_passed[-3:]), num_passed
 
     assert train(run, folder, scene) == quiet_digest
 
