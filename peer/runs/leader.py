@@ -110,6 +110,17 @@ class Leader:
         self._holds = CommitHolds(config.silence_seconds)
         self._too_slow: dict[PeerId, str] = {}
         """Peers whose downloads were waited for in vain, and what they are told."""
+        self._silence_seconds = config.silence_seconds
+        self._begun_at = clock.now()
+        self._heard_at: dict[MemberId, float] = {}
+        """When members have answered last."""
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether no majority has answered for as long as one member may be silent."""
+        since, newest = self._clock.now() - self._silence_seconds, self._decisions.newest
+        heard = [self._heard_at.get(one, self._begun_at) for one in newest.roster]
+        return sum(at >= since for at in heard) < newest.majority
 
     def note_newcomer(self, member: MemberId, stages: set[int]) -> None:
         """Let a peer in when its turn comes, if it can be reached.
@@ -269,6 +280,7 @@ class Leader:
         except FAILURES as error:
             _logger.info("%s does not tell what it has counted: %s", member, error)
             return None
+        self._heard_at[member] = self._clock.now()
         if told.number > newest.number:
             await self._decisions.send_newest(member)  # it answers with its own
         return MemberManifest(

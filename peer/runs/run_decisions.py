@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from ...protocol.errors import RemoteProtocolError
-from ...protocol.ids import MemberId
+from ...protocol.ids import MemberId, SessionId, find_peer_id
 from ...protocol.messages.runs import Vote, Voted
 from ...protocol.net.clock import Clock
 from ...protocol.net.tasks import cancel_all
@@ -27,12 +27,17 @@ from .questions import FAILURES, Members, make_question_id
 _logger = logging.getLogger(__name__)
 
 
+class OtherChainError(RemoteProtocolError):
+    """A peer follows other decisions than we do: somebody has begun the run again."""
+
+
 class RunDecisions:
     """The roster of a run, its last commit, and its leader."""
 
     def __init__(
         self,
-        log: DecisionLog,
+        member_id: MemberId,
+        newest: Decision,
         members: Members,
         clock: Clock,
         num_stages: int,
@@ -40,17 +45,17 @@ class RunDecisions:
     ) -> None:
         """A leader may be silent for `patience_seconds` before the next member leads.
 
-        Raises RemoteProtocolError for a log that begins with what is no decision of such a run.
+        Raises RemoteProtocolError where the newest one is no decision of such a run.
         """
         self.patience_seconds = patience_seconds
         self._num_stages = num_stages
-        self._check(log.newest)
+        self._founder = read_run_commit(newest, num_stages).founder
         self.members = members
         self.changed = asyncio.Event()
         """Set whenever there is a new decision."""
-        self._log = log
+        self._log = DecisionLog(member_id, newest)
         self._clock = clock
-        self._leader = log.member_id
+        self._leader = member_id
         self._heard_at = clock.now()
         """When that has asked last, or something was decided."""
         self._sending: set[asyncio.Task[Outgoing]] = set()
@@ -152,6 +157,10 @@ class RunDecisions:
             for task in done:
                 pending |= self._post(task.result())
 
+    def make_newest(self, question_id: SessionId) -> Vote:
+        """Return the answer to a question that tells our newest decision."""
+        return Vote.make(question_id, Decided(self.newest))
+
     async def send_newest(self, member: MemberId) -> None:
         """Send one member our newest decision, and take its own if that is newer."""
         await self._send(member, Decided(self.newest))
@@ -192,7 +201,12 @@ class RunDecisions:
         return message
 
     def _check(self, decision: Decision) -> None:
-        read_run_commit(decision, self._num_stages)
+        commit = read_run_commit(decision, self._num_stages)
+        if commit.founder != self._founder:
+            founder = find_peer_id(MemberId(commit.founder))
+            raise OtherChainError(
+                f"the run was begun again by …{founder[-6:]}, and is at update {commit.update}"
+            )
 
     def _note_decision(self, before: Decision) -> None:
         if self.newest is not before:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Awaitable
+from functools import partial
 
 from torch import Tensor
 
@@ -32,19 +33,22 @@ from ...protocol.messages.runs import (
     Vote,
 )
 from ...protocol.net.clock import Clock
+from ...protocol.net.retry import Backoff
 from ...protocol.runs.commits import Commit, found_run
-from ...protocol.runs.decisions import Decided, Decision, DecisionLog
 from ...protocol.runs.update_parts import pack_parts, unpack_parts
 from ..process.config import PeerEvent, Report, Waits
 from .leader import Leader
 from .questions import MemberAnswer, make_busy, make_question_id
 from .remote_members import RemoteMembers
-from .run_decisions import RunDecisions
+from .run_decisions import OtherChainError, RunDecisions
 from .run_resources import RunResources
 from .stage import Stage
 from .state_transfer import fetch_weights, list_layouts
 
 _logger = logging.getLogger(__name__)
+
+_NUM_QUICK = 5
+"""How often a newcomer asks without waiting longer: the first tries come before all know it."""
 
 
 class TrainingLoop:
@@ -68,17 +72,24 @@ class TrainingLoop:
         """While we lead."""
         self._member_id = member_id
         self._resources = resources
-        self._config = resources.config
+        self._config = config = resources.config
         self._compute_class = compute_class
         self._members = members
         self._clock = clock
         self._report = report
         self._rng = random.Random(member_id)
+        self._open_decisions = partial(
+            RunDecisions, member_id, members=members, clock=clock,
+            num_stages=len(resources.spans), patience_seconds=config.patience_seconds,
+        )  # fmt: skip
         self._is_over = asyncio.Event()
         self._is_suspect = False
         self._is_leaving = False
         self._has_left = asyncio.Event()
         self._waits = Waits(report)
+        self._joining = Backoff(config.pause_seconds, config.patience_seconds)
+        self._num_asked = 0
+        """How often in a row we have asked to be let in, and been told nothing new."""
         self._members_told: dict[MemberId, int] | None = None
         """The members that were reported last, and their stages."""
         self._applied: tuple[int, float] | None = None
@@ -100,6 +111,16 @@ class TrainingLoop:
         if stage is None or decisions is None or stage.index != decisions.stage:
             return False
         return stage.update == decisions.commit.update
+
+    @property
+    def _is_cut_off(self) -> bool:
+        """Whether we lead, and most members have been silent for long."""
+        return self.leader is not None and self.leader.is_cut_off
+
+    @property
+    def _has_to_join(self) -> bool:
+        """Whether we are no member, or one of those that cannot decide anything."""
+        return self.decisions is None or self.decisions.stage is None or self._is_cut_off
 
     async def answer(
         self, question: Question, payload: bytes | memoryview, sender: MemberId
@@ -145,9 +166,11 @@ class TrainingLoop:
         """Admit a peer at the next change of members if we lead; return the newest decision."""
         if question.member != sender:
             raise RemoteProtocolError("a member joins for itself only")
-        newest = MemberAnswer(Vote.make(question.question, Decided(decisions.newest)))
+        newest = MemberAnswer(decisions.make_newest(question.question))
         if not question.compute_class:
             return newest
+        if self._is_cut_off:
+            raise make_busy("this member does not reach a majority of the run")
         if question.compute_class.hex() != decisions.commit.compute_class:
             detail = f"a peer of the run has {self._resources.machine}"
             raise RefusedError(ErrorCode.OTHER_COMPUTE_CLASS, detail)
@@ -256,7 +279,10 @@ class TrainingLoop:
             elif decisions.stage is None:
                 self._is_suspect = self.stage is not None  # left out, maybe for what we hold
                 await self._join()
+            elif self._is_cut_off:
+                await self._join()  # all others may have become other processes meanwhile
             else:
+                self._num_asked = 0
                 decisions.changed.clear()
                 self._report_members(decisions)
                 await self._catch_up(decisions)
@@ -264,9 +290,12 @@ class TrainingLoop:
                     is_last = len(decisions.list_members(decisions.stage)) == 1
                     lacking = f"another peer for stage {decisions.stage}, to leave"
                     self._waits.note(lacking if is_last else None)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._config.patience_seconds):
-                        await decisions.changed.wait()
+                await self._wait_for_decision(decisions, self._config.patience_seconds)
+
+    async def _wait_for_decision(self, decisions: RunDecisions, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await decisions.changed.wait()
 
     def _report_failure(self) -> None:
         assert self.decisions is not None
@@ -378,9 +407,8 @@ class TrainingLoop:
         config = self._config
         if self.decisions is None and config.founds_run:
             stage = self._resources.stages[0]
-            self._begin(
-                found_run(config.record.run_id, self._member_id, stage, self._compute_class)
-            )
+            first = found_run(config.record.run_id, self._member_id, stage, self._compute_class)
+            self.decisions = self._open_decisions(first)
             return
         try:
             peers = await self._members.list_peers()
@@ -391,11 +419,11 @@ class TrainingLoop:
             self._waits.note("a peer of the run")
         self._rng.shuffle(peers)
         compute_class, stages = bytes.fromhex(self._compute_class), self._resources.stages
+        before = None if self.decisions is None else self.decisions.newest
         question = RunJoin(make_question_id(), self._member_id, compute_class, pack_parts(stages))
         failures = await self._members.ask_peers(
-            peers, question, self._learn,
-            lambda: self.decisions is not None and self.decisions.stage is not None,
-        )  # fmt: skip
+            peers, question, self._learn, lambda: not self._has_to_join
+        )
         refused = [one for one in failures if isinstance(one, RefusedError)]
         refusals = [one for one in refused if one.code is ErrorCode.OTHER_COMPUTE_CLASS]
         for refusal in [one for one in refused if one.code is ErrorCode.TOO_SLOW]:
@@ -406,8 +434,22 @@ class TrainingLoop:
                 f"gradients as the run, bit for bit: {refusals[0]}. Use the same version of torch, "
                 "the same --threads and the same family of processors"
             )
-        if self.decisions is None or self.decisions.stage is None:
-            await asyncio.sleep(config.pause_seconds)
+        others = [one for one in failures if isinstance(one, OtherChainError)]
+        if others and (self._is_cut_off or len(failures) == len(peers)):
+            raise UsageError(
+                f"{others[0]}; what this peer knows belongs to the beginning before, which has no "
+                "majority any more: start this peer again, and it joins the new one"
+            )
+        if not self._has_to_join:
+            return
+        has_news = self.decisions is not None and self.decisions.newest is not before
+        self._num_asked = 1 if has_news else self._num_asked + 1
+        seconds = self._joining.choose_seconds(max(1, self._num_asked - _NUM_QUICK))
+        if self.decisions is None:
+            await asyncio.sleep(seconds)
+        else:
+            self.decisions.changed.clear()
+            await self._wait_for_decision(self.decisions, seconds)
 
     def _learn(self, answer: MemberAnswer) -> None:
         """Take the newest decision of a peer. Raises RemoteProtocolError for any other message."""
@@ -415,14 +457,9 @@ class TrainingLoop:
         if decided is None:
             raise RemoteProtocolError("a peer did not answer with its newest decision")
         if self.decisions is None:
-            self._begin(decided.decision)
+            self.decisions = self._open_decisions(decided.decision)
         else:
             self.decisions.learn(decided)
-
-    def _begin(self, decision: Decision) -> None:
-        log = DecisionLog(self._member_id, decision)
-        num_stages, patience_seconds = len(self._resources.spans), self._config.patience_seconds
-        self.decisions = RunDecisions(log, self._members, self._clock, num_stages, patience_seconds)
 
     async def _lead(self) -> None:
         """Lead whenever nobody before us does."""

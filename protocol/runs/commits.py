@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import RemoteProtocolError
 from ..ids import MemberId, RunId
-from ..limits import MAX_PARTS, MAX_STAGES, MAX_UPDATES
+from ..limits import MAX_MEMBER_ID_CHARACTERS, MAX_PARTS, MAX_STAGES, MAX_UPDATES
 from .decisions import DIGEST_BYTES, Decision, Member
 
 _Digest = Annotated[str, Field(pattern=rf"^[0-9a-f]{{{2 * DIGEST_BYTES}}}$")]
@@ -32,6 +32,8 @@ class Commit(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
+    founder: Annotated[str, Field(min_length=1, max_length=MAX_MEMBER_ID_CHARACTERS)]
+    """The process that began this chain of decisions: a run may be begun again."""
     compute_class: _Digest
     """Of the machine that began the run. Others compute the same bits, or do not become members."""
     update: Annotated[int, Field(ge=0, le=MAX_UPDATES)]
@@ -59,6 +61,7 @@ class Commit(BaseModel):
     def make_next(self, sums: tuple[str, ...], squared_norm: float, loss: float) -> Commit:
         """Return the commit of the update that is under way."""
         return Commit(
+            founder=self.founder,
             compute_class=self.compute_class,
             update=self.update + 1,
             sums=sums,
@@ -81,5 +84,5 @@ def read_commit(decision: Decision) -> Commit:
 
 def found_run(run_id: RunId, founder: MemberId, stage: int, compute_class: str) -> Decision:
     """Return the first decision of a run, which names the peer that begins it."""
-    commit = Commit(compute_class=compute_class, update=0)
+    commit = Commit(founder=founder, compute_class=compute_class, update=0)
     return Decision(0, bytes.fromhex(run_id), (Member(founder, stage),), commit.encode())

@@ -16,7 +16,7 @@ or more, of any stages. A member acts on a message as follows:
 *Nothing is on disk.* An acceptor that forgets a promise would let a second decision through. None
 can: a process that comes back after a crash has another member id, and is no acceptor before a
 decision names it, so a crash is a member that stays silent for good. Where a majority crashes, the
-chain ends, and the run begins another one from a checkpoint. Where a decision removes members, they
+chain ends, and the run has to begin another one. Where a decision removes members, they
 have to stay until a majority of those it names knows it.
 
 *Members crash, pause and are cut off, and the network loses, repeats and reorders messages; but

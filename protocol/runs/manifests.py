@@ -50,7 +50,7 @@ class Manifests:
     """What the members of a decision tell. None: a member did not answer in time.
 
     >>> a, b = Member(MemberId("a"), 0), Member(MemberId("b"), 1)
-    >>> commit = Commit(compute_class="c1" * 32, update=0)
+    >>> commit = Commit(founder="a", compute_class="c1" * 32, update=0)
     >>> decision = Decision(0, bytes(32), (a, b), commit.encode())
     >>> manifests = Manifests(decision, 2, {a.id: MemberManifest(0, is_ready=True), b.id: None})
     >>> manifests.ready, manifests.find_lacking()

@@ -260,7 +260,7 @@ class FastRun:
 
     async def ask_newest(self) -> list[Decision]:
         self.update += 1
-        commit = Commit(update=self.update, sums=("0" * 64,), compute_class="c1" * 32)
+        commit = Commit(update=self.update, sums=("0" * 64,), founder="a", compute_class="c1" * 32)
         return [Decision(1, bytes(32), (Member(MemberId("a/1"), 0),), commit.encode())]
 
     async def ask(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,15 @@ from run_swarm import RunSwarm
 from training_runs import MODEL, open_run
 from virtual_time import VirtualClock, run_virtual
 
+from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.peer.runs.questions import MemberAnswer, NoteBytes, ignore_bytes
 from shoal.peer.runs.run_decisions import RunDecisions
-from shoal.protocol.errors import UnavailableError
+from shoal.protocol.errors import UnavailableError, UsageError
 from shoal.protocol.ids import MemberId
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.runs import PartsCounted, PartsFetch, Question, Vote
 from shoal.protocol.runs.commits import Commit
-from shoal.protocol.runs.decisions import Decision, DecisionLog, Member
+from shoal.protocol.runs.decisions import Decision, Member
 from shoal.protocol.runs.training_run import TrainingRun
 
 NUM_UPDATES = 4
@@ -47,7 +49,8 @@ def run_scene(
         try:
             async with asyncio.timeout(_MOST_SECONDS):
                 for number in range(num_peers):
-                    await swarm.start(f"peer{number}", number % 2, founds_run=number == 0)
+                    stage = number % (len(run.stage_borders) + 1)
+                    await swarm.start(f"peer{number}", stage, founds_run=number == 0)
                 await scene(swarm)
                 await swarm.finish()
         finally:
@@ -153,15 +156,70 @@ def test_run_goes_on_beside_a_member_that_applies_an_update_without_end(
     run_scene(run, folder, scene, 4)
 
 
+def is_ready(swarm: RunSwarm, host: str) -> bool:
+    return host in swarm.peers and swarm.peers[host].loop.is_ready
+
+
+@pytest.mark.parametrize("sleeper", ["peer3", pytest.param("peer0", marks=pytest.mark.thorough)])
+def test_member_that_slept_while_all_others_became_other_processes_finds_back(
+    folder: Path, sleeper: str
+) -> None:
+    run, corpus = open_run(folder, num_updates=10, stage_borders=[])
+    whole = WholeRun(run)
+    for _ in whole.train(corpus):
+        pass
+    digests: list[str] = []
+
+    async def scene(swarm: RunSwarm) -> None:
+        hosts = list(swarm.peers)
+        swarm.slow = dict.fromkeys(hosts, 100.0)
+        await swarm.wait_until(lambda: all(is_ready(swarm, host) for host in hosts))
+        swarm.network.pause(sleeper)
+        await swarm.wait_until(
+            lambda: [event.name for _, event in swarm.events].count("member_left") == 3
+        )
+        for host in hosts:
+            if host != sleeper:
+                await swarm.kill(host)
+                await swarm.start(host, 0)
+                await swarm.wait_until(partial(is_ready, swarm, host))
+        assert 0 < max(swarm.list_updates()) < run.num_updates
+        swarm.network.resume(sleeper)
+        digests.append(await swarm.finish())
+
+    run_scene(run, folder, scene, 4)
+
+    assert digests == [whole.compute_weights_digest()]
+
+
+def test_member_that_slept_while_its_run_was_begun_again_ends_and_says_so(
+    run: TrainingRun, folder: Path
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        swarm.network.pause("peer2")
+        for host in ("peer0", "peer1"):
+            await swarm.kill(host)
+        for host in ("peer0", "peer1"):
+            await swarm.start(host, int(host[-1]), founds_run=host == "peer0")
+        await swarm.wait_until(lambda: all(is_ready(swarm, host) for host in ("peer0", "peer1")))
+        swarm.network.resume("peer2")
+        with pytest.raises(UsageError, match=r"was begun again .* start this peer again"):
+            await swarm.wait_for_end("peer2")
+        await swarm.start("peer2", 0)
+
+    run_scene(run, folder, scene, 3)
+
+
 class Switchboard:
     """Members in one process, of which some are silent."""
 
     def __init__(self) -> None:
         names = [MemberId(name) for name in "abcd"]
-        commit = Commit(compute_class="c1" * 32, update=0)
+        commit = Commit(founder="a", compute_class="c1" * 32, update=0)
         first = Decision(0, bytes(32), tuple(Member(name, 0) for name in names), commit.encode())
         self.members = {
-            name: RunDecisions(DecisionLog(name, first), Line(self, name), VirtualClock(), 1, 3.0)
+            name: RunDecisions(name, first, Line(self, name), VirtualClock(), 1, 3.0)
             for name in names
         }
         self.silent: set[str] = set()

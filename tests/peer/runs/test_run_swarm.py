@@ -231,6 +231,7 @@ def test_killed_peer_comes_back_as_another_member(
     async def scene(swarm: RunSwarm) -> None:
         await swarm.wait_for_update(1)
         num_before = len(swarm.events)
+        swarm.slow = dict.fromkeys(swarm.peers, 30.0)  # it is back before the last update
         await swarm.kill(host)
         await swarm.start(host, int(host[-1]) % 2)
         await swarm.finish()

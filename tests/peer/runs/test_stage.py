@@ -39,7 +39,7 @@ from shoal.protocol.messages.runs import (
     Sums,
 )
 from shoal.protocol.runs.commits import Commit
-from shoal.protocol.runs.decisions import Decision, DecisionLog, Member
+from shoal.protocol.runs.decisions import Decision, Member
 from shoal.protocol.runs.run_record import sign_run
 from shoal.protocol.runs.update_parts import pack_parts
 
@@ -262,7 +262,7 @@ def order_sums(parts: set[int], *mates: MemberId, attempt: int = 0) -> Reduction
 def make_commit(reduced: Reduced) -> Commit:
     """Return the commit of the first update, in which stage 1 has these sums."""
     sums = ("0" * 64, reduced.digest.hex())
-    return Commit(update=1, sums=sums, squared_norm=1.0, compute_class="0" * 64)
+    return Commit(update=1, sums=sums, squared_norm=1.0, founder="a", compute_class="0" * 64)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_all_that_fetch_the_same_state_get_one_copy(tmp_path: Path) -> None:
         assert not (await read(StatePart.DIGEST)).payload
         reduced = (await stage.reduce(order_sums(set()))).check_kind(Reduced)
         sums = ("0" * 64, reduced.digest.hex())
-        commit = Commit(update=1, sums=sums, squared_norm=0.0, compute_class="0" * 64)
+        commit = Commit(update=1, sums=sums, squared_norm=0.0, founder="a", compute_class="0" * 64)
         assert await stage.apply(commit)
         with pytest.raises(RefusedError, match="still sends the state of another update"):
             await read(StatePart.ALL)
@@ -415,10 +415,10 @@ def test_member_without_the_state_of_an_update_says_so_at_once(tmp_path: Path) -
             VirtualClock(), ignore,
         )  # fmt: skip
         sums = ("0" * 64,) * 2
-        commit = Commit(update=1, sums=sums, squared_norm=0.0, compute_class="c1" * 32)
+        commit = Commit(update=1, sums=sums, squared_norm=0.0, founder="a", compute_class="c1" * 32)
         roster = Member(OWN, 1), Member(MATE, 1)
-        log = DecisionLog(OWN, Decision(1, bytes(32), roster, commit.encode()))
-        loop.decisions = RunDecisions(log, members, VirtualClock(), 2, 3.0)
+        newest = Decision(1, bytes(32), roster, commit.encode())
+        loop.decisions = RunDecisions(OWN, newest, members, VirtualClock(), 2, 3.0)
         loop.stage = stage
 
         with pytest.raises(RefusedError, match="has not the state of the newest update itself"):

@@ -7,7 +7,7 @@ from shoal.protocol.ids import MemberId
 from shoal.protocol.runs.commits import Commit, read_commit
 from shoal.protocol.runs.decisions import Decision, Member
 
-COMMIT = Commit(compute_class="c1" * 32, update=1, sums=("0" * 64,), loss=1.5)
+COMMIT = Commit(founder="a", compute_class="c1" * 32, update=1, sums=("0" * 64,), loss=1.5)
 
 
 def decide(value: bytes) -> Decision:

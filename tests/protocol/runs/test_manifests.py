@@ -12,7 +12,7 @@ from shoal.protocol.runs.decisions import Decision, Member
 from shoal.protocol.runs.manifests import Manifests, MemberManifest
 
 UPDATE = 3
-COMMIT = Commit(compute_class="c1" * 32, update=UPDATE, sums=("0" * 64, "1" * 64))
+COMMIT = Commit(founder="a", compute_class="c1" * 32, update=UPDATE, sums=("0" * 64, "1" * 64))
 READY = MemberManifest(UPDATE, is_ready=True, state=b"state")
 FETCHING = MemberManifest(0, is_ready=False)
 
@@ -142,7 +142,7 @@ def test_members_with_a_state_are_a_majority_whoever_comes() -> None:
 
 
 def test_all_newcomers_are_let_in_before_the_first_update() -> None:
-    begun = Commit(compute_class="c1" * 32, update=0)
+    begun = Commit(founder="a", compute_class="c1" * 32, update=0)
 
     assert let_in(tell(begun, a0=MemberManifest(0, is_ready=True), b1=FETCHING), "new/1") == [
         "+new/1 0"
