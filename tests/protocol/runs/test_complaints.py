@@ -9,7 +9,7 @@ from shoal.protocol.runs.commits import Commit
 from shoal.protocol.runs.decisions import Decision, Member
 from shoal.protocol.runs.manifests import Complaints, Manifests, MemberManifest
 
-COMMIT = Commit(compute_class="c1" * 32, update=0)
+COMMIT = Commit(founder="a", compute_class="c1" * 32, update=0)
 Told = dict[str, str]
 """Whom members complain about, by their letters."""
 
