@@ -221,13 +221,19 @@ class RemoteMembers:
         return [peer for peer in found if peer.peer_id != own and admits(peer.peer_id)]
 
     async def _dial(self, member: MemberId) -> Stream:
-        peer_id = find_peer_id(member)
-        model_id = self._record.model_id
+        """Dial a member where it was seen lately; where it does not answer, where it is now."""
+        peer_id, dialled = find_peer_id(member), None
+        failure = UnavailableError(f"the directory does not know member …{peer_id[-6:]}")
         for max_age_seconds in (_FRESH_SECONDS, _SOON_SECONDS):
-            for peer in await self._presence.directory.lookup(model_id, max_age_seconds):
-                if peer.peer_id == peer_id:
-                    return await self._open(peer, member)
-        raise UnavailableError(f"the directory does not know member …{peer_id[-6:]}")
+            found = await self._presence.directory.lookup(self._record.model_id, max_age_seconds)
+            peer = next((one for one in found if one.peer_id == peer_id), None)
+            if peer is None or peer.all_endpoints == dialled:
+                continue
+            try:
+                return await self._open(peer, member)
+            except UnavailableError as error:
+                dialled, failure = peer.all_endpoints, error
+        raise failure
 
     async def _open(self, peer: Announcement, receiver: MemberId | None) -> Stream:
         """Dial a peer and say who we are."""

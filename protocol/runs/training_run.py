@@ -86,7 +86,8 @@ class Corpus(_Table):
 class Optimizer(_Table):
     """AdamW (Loshchilov and Hutter, 2019), or Muon for matrices of blocks and AdamW for the rest.
 
-    Muon (Jordan et al., 2024) takes its learning rate in AdamW's scale.
+    Muon (Jordan et al., 2024) takes its learning rate in AdamW's scale. SGD is plain, without
+    momentum, so that a run can be compared with other programs to the last bits.
     """
 
     name: Literal["muon", "adamw", "sgd"] = "muon"

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
-from run_swarm import RunSwarm
+from run_swarm import RunSwarm, make_identity
 from training_runs import MODEL, open_run
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.engine.training.whole_run import WholeRun
-from shoal.peer.runs.questions import MemberAnswer, NoteBytes, ignore_bytes
+from shoal.peer.runs.questions import MemberAnswer, NoteBytes, ignore_bytes, make_question_id
+from shoal.peer.runs.remote_members import RemoteMembers
 from shoal.peer.runs.run_decisions import RunDecisions
 from shoal.protocol.errors import UnavailableError, UsageError
-from shoal.protocol.ids import MemberId
+from shoal.protocol.ids import MemberId, ModelId
 from shoal.protocol.messages.fields import Message
-from shoal.protocol.messages.runs import PartsCounted, PartsFetch, Question, Vote
+from shoal.protocol.messages.runs import (
+    PartsCounted,
+    PartsFetch,
+    Question,
+    StateFetch,
+    StateFollows,
+    StatePart,
+    Vote,
+)
+from shoal.protocol.net.directory import Directory
+from shoal.protocol.net.network import Addresses, Presence
+from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.runs.commits import Commit
 from shoal.protocol.runs.decisions import Decision, Member
 from shoal.protocol.runs.training_run import TrainingRun
@@ -209,6 +223,49 @@ def test_member_that_slept_while_its_run_was_begun_again_ends_and_says_so(
         await swarm.start("peer2", 0)
 
     run_scene(run, folder, scene, 3)
+
+
+class OldReadings:
+    """A directory whose readings of 30 s ago name another port of each peer."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._directory, name)
+
+    async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
+        found = await self._directory.lookup(model_id)
+        if max_age_seconds < 30.0:
+            return found
+        elsewhere = [replace(peer.endpoints[0], port=1) for peer in found]
+        return [
+            replace(peer, endpoints=(endpoint,))
+            for peer, endpoint in zip(found, elsewhere, strict=True)
+        ]
+
+
+def test_member_that_came_back_at_another_port_is_dialled_there(folder: Path) -> None:
+    run, _ = open_run(folder, num_updates=1, stage_borders=[])
+
+    async def main() -> None:
+        swarm = RunSwarm(run, folder)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(swarm.close)
+            transport, directory = await swarm.make_network("asking").connect()
+            identity, old = make_identity("asking"), cast(Directory, OldReadings(directory))
+            presence = Presence(identity, transport, old, (), Addresses((), {}), stack)
+            own = MemberId(f"{identity.peer_id}/1")
+            members = RemoteMembers(own, swarm.record, presence, VirtualClock(), 10.0)
+            stack.push_async_callback(members.close)
+            await swarm.start("peer0", 0, founds_run=True)
+            await swarm.finish()
+
+            asked = StateFetch(make_question_id(), 1, StatePart.DIGEST)
+            member = MemberId(f"{make_identity('peer0').peer_id}/1")
+            (await members.ask(member, asked)).check_kind(StateFollows)
+
+    run_virtual(main())
 
 
 class Switchboard:
