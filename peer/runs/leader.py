@@ -211,37 +211,32 @@ class Leader:
 
         Those that take too long are left out, for a while.
         """
-        now, fetching = self._clock.now(), manifests.fetching
+        now, fetching, decision = self._clock.now(), manifests.fetching, manifests.decision
         waited = {one: self._holds.count_seconds(one.id, now) for one in fetching}
         late = self._holds.note_fetching([one.id for one in fetching], now)
         downloads = {
             one: describe_download(told.fetched_bytes, told.state_bytes)
             for one, told in fetching.items()
         }
-        if late:
-            for member in [one for one in fetching if one.id in late]:
-                self._note_too_slow(member, downloads[member], waited[member])
-            decision = manifests.decision
-            members = [one for one in decision.members if one.id not in late]
-            await self._decide(decision, members, self._decisions.commit)
-        elif fetching:
+        slow = [one for one in fetching if one.id in late]
+        if fetching and not slow:
             member = next(iter(fetching))
             what = f"a peer of stage {member.stage} to download its state, {downloads[member]}"
             self._waits.note(what)
+        for member in slow:
+            peer_id = find_peer_id(member.id)
+            rest_seconds = self._holds.find_rest_seconds(peer_id, now)
+            why = _describe_slow(member, downloads[member], waited[member], rest_seconds)
+            self._too_slow.setdefault(peer_id, why)
+        if slow:
+            members = [one for one in decision.members if one not in slow]
+            await self._decide(decision, members, self._decisions.commit)
+        for member in slow:
+            if member.id not in self._decisions.newest.roster:
+                peer_id = find_peer_id(member.id)
+                facts = {"peer": peer_id, "stage": member.stage, "why": self._too_slow[peer_id]}
+                self._report(PeerEvent("too_slow", facts))
         return bool(fetching)
-
-    def _note_too_slow(self, member: Member, what: str, waited_seconds: float) -> None:
-        peer_id = find_peer_id(member.id)
-        rest_seconds = self._holds.find_rest_seconds(peer_id, self._clock.now())
-        waited = f"when the run had waited {waited_seconds:.0f} s for its download"
-        if waited_seconds == 0:
-            waited = "and the run has waited for this peer lately"
-        self._too_slow[peer_id] = (
-            f"{what} of the state of stage {member.stage} were there {waited}; the next try may "
-            f"begin {rest_seconds:.0f} s later"
-        )
-        facts = {"peer": peer_id, "stage": member.stage, "why": self._too_slow[peer_id]}
-        self._report(PeerEvent("too_slow", facts))
 
     def _has_to_settle(self, manifests: Manifests) -> bool:
         """Return whether members still apply the last update, and may take that long."""
@@ -458,3 +453,16 @@ class Leader:
             await self._decisions.decide(before.make_next(members, commit.encode()))
         except LocalProtocolError as error:
             _logger.info("nothing was proposed: %s", error)
+
+
+def _describe_slow(
+    member: Member, download: str, waited_seconds: float, rest_seconds: float
+) -> str:
+    """Say why a member is left out, to itself and to others."""
+    waited = f"when the run had waited {waited_seconds:.0f} s for its download"
+    if waited_seconds == 0:
+        waited = "and the run has waited for this peer lately"
+    return (
+        f"{download} of the state of stage {member.stage} were there {waited}; the next try may "
+        f"begin {rest_seconds:.0f} s later"
+    )

@@ -26,6 +26,7 @@ def test_table_has_speed_and_the_peers_of_each_stage(capsys: pytest.CaptureFixtu
     print_event(PeerEvent("member_left", peer))
     print_event(PeerEvent("update", {**update, "update": 12345, "tokens_per_second": 871.4}))
     print_event(PeerEvent("member_joined", peer))
+    print_event(PeerEvent("too_slow", {**peer, "why": "120 of 360 MB were there"}))
 
     lines = capsys.readouterr().out.splitlines()
     assert lines[3:] == [
@@ -34,4 +35,5 @@ def test_table_has_speed_and_the_peers_of_each_stage(capsys: pytest.CaptureFixtu
         "Peer …oaXkuthG left stage 1.",
         "   12345    7.1929         1.7371        871      2+1",
         "Peer …oaXkuthG joined stage 1.",
+        "Peer …oaXkuthG is too slow for stage 1: 120 of 360 MB were there.",
     ]
