@@ -49,12 +49,6 @@ _MOST_UPDATES = 10_000
 """More than are over before all members are there and were measured."""
 
 _MOST_SECONDS = 300.0
-_STATE_BYTES = 12
-"""Of each number: a weight, and two of the optimizer."""
-
-_FETCHES_PER_UPDATE = 3.0
-"""How many times longer an update takes than to fetch the state of a member."""
-
 _HIVEMIND_ROUNDS = 3
 _NUM_BLOCKS, _VOCABULARY = 5, 64
 _BLOCK_NUMBERS = 128 * (128 + 64 + 64 + 128) + 3 * 128 * 384 + 2 * 128
@@ -130,12 +124,8 @@ def wait_for_rounds(members: Sequence[Member], num_rounds: int) -> None:
         time.sleep(0.05)
 
 
-def measure_ours(
-    mode: Mode, places: Sequence[Place], num_rounds: int, bandwidth: float
-) -> tuple[float, float]:
+def measure_ours(mode: Mode, places: Sequence[Place], num_rounds: int) -> tuple[float, float]:
     """Return the median seconds of a round, and end to end."""
-    # A newcomer fetches the state while others train, and an update later it is an old one.
-    idle_seconds = _FETCHES_PER_UPDATE * _STATE_BYTES * _NUM_NUMBERS / bandwidth
     num_members = len(places)
     sizes = RunSizes(
         _MOST_UPDATES, num_members, num_blocks=_NUM_BLOCKS, num_stages=1, num_rows=1, num_tokens=8,
@@ -143,7 +133,7 @@ def measure_ours(
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         write_run(Path(name), sizes, mode)
-        settings = MemberSettings(name, 0, tells_work=True, idle_seconds=idle_seconds)
+        settings = MemberSettings(name, 0, tells_work=True)
         members = start_members(settings, stack, num_members, 1, places)
         wait_for_rounds(members, num_rounds + _NUM_WARM)
     by_update: dict[int, list[_Round]] = defaultdict(list)
@@ -203,7 +193,7 @@ def measure(where: str, places: Sequence[Place], is_shared: bool, num_rounds: in
         theirs[matchmaking.knows_size] = min(theirs.get(matchmaking.knows_size, math.inf), found)
     for mode in get_args(Mode):
         print(f"{title}: {mode} mode", file=sys.stderr)
-        round_seconds, seconds = measure_ours(mode, places, num_rounds, bandwidth)
+        round_seconds, seconds = measure_ours(mode, places, num_rounds)
         dtype = WireDtype.INT8 if mode == "int8" else WireDtype.FP32
         num_bytes = compute_num_bytes(dtype, 1, 1, _NUM_NUMBERS) * (1 if mode == "int8" else 2)
         sent_bytes = 2 * (num_members - 1) / num_members * num_bytes

@@ -4,6 +4,7 @@ Run as a module by `averaging.py`. hivemind forks a process for its DHT and one 
 """
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -32,20 +33,17 @@ def _main() -> None:
         min_matchmaking_time=settings["matchmaking_seconds"],
         request_timeout=settings["request_seconds"],
     )
-    try:
-        print(json.dumps([str(address) for address in dht.get_visible_maddrs()]), flush=True)
-        for line in sys.stdin:
-            with averager.get_tensors() as (tensor,):
-                tensor.fill_(float(line))
-            begun_at = time.perf_counter()
-            averager.step(timeout=60.0)
-            ended_at = time.perf_counter()
-            with averager.get_tensors() as (tensor,):
-                mean = float(tensor.mean())
-            print(json.dumps([begun_at, ended_at, mean]), flush=True)
-    finally:
-        averager.shutdown()
-        dht.shutdown()
+    print(json.dumps([str(address) for address in dht.get_visible_maddrs()]), flush=True)
+    for line in sys.stdin:
+        with averager.get_tensors() as (tensor,):
+            tensor.fill_(float(line))
+        begun_at = time.perf_counter()
+        averager.step(timeout=60.0)
+        ended_at = time.perf_counter()
+        with averager.get_tensors() as (tensor,):
+            mean = float(tensor.mean())
+        print(json.dumps([begun_at, ended_at, mean]), flush=True)
+    os._exit(0)  # whoever started this process ends those that it has forked
 
 
 if __name__ == "__main__":

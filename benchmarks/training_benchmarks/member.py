@@ -36,7 +36,7 @@ def _report(event: PeerEvent) -> None:
     _tell(event.name, **event.facts)
 
 
-def _watch(compute: Compute, idle_seconds: float) -> Compute:
+def _watch(compute: Compute) -> Compute:
     """Return what computes, and tells the name, the part and the times of each thing."""
 
     async def watched(function: Callable[[], Any]) -> Any:
@@ -45,8 +45,6 @@ def _watch(compute: Compute, idle_seconds: float) -> Compute:
         arguments: tuple[object, ...] = getattr(function, "args", ())
         part = next((one for one in arguments if isinstance(one, PartId)), None)
         about = {} if part is None else {"update": part.update, "index": part.index}
-        if part is not None and idle_seconds:
-            await asyncio.sleep(idle_seconds)
         result = await compute(function)
         _tell("computed", what=method.__qualname__, begun_at=begun_at, **about)
         return result
@@ -67,7 +65,7 @@ async def _train(settings: MemberSettings, stack: ExitStack) -> None:
     network = InternetNetwork(clock, settings.addresses, None, Listening(settings.host))
     compute = make_compute(stack)
     if settings.tells_work:
-        compute = _watch(compute, settings.idle_seconds)
+        compute = _watch(compute)
     async with RunPeer.join(config, network, clock, _report, compute=compute) as peer:
 
         async def finish() -> None:

@@ -91,8 +91,6 @@ class MemberSettings:
     host: str = "127.0.0.1"
     tells_work: bool = False
     """Whether it tells everything that it computes."""
-    idle_seconds: float = 0.0
-    """How much longer a part takes than what is computed for it."""
     silence_seconds: float = 5.0
     linger_seconds: float = 3.0
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from run_swarm import RunSwarm, make_identity
+from run_swarm import RunSwarm, make_identity, run_in_swarm
 from training_runs import open_run
 from virtual_time import VirtualClock, run_virtual
 
@@ -50,8 +49,6 @@ from shoal.protocol.runs.training_run import TrainingRun
 
 NUM_UPDATES = 4
 HOSTS = ("peer0", "peer1", "peer2", "peer3")
-_MOST_SECONDS = 900.0
-"""Of virtual time."""
 
 
 @pytest.fixture(scope="module")
@@ -79,27 +76,6 @@ async def export(swarm: RunSwarm, notes: list[str] | None = None) -> RunWeights:
     )  # fmt: skip
 
 
-def in_swarm(
-    run: TrainingRun,
-    folder: Path,
-    scene: Callable[[RunSwarm], Awaitable[None]],
-    admitted: Sequence[str] = (),
-) -> None:
-    """Let something happen in a swarm with two peers per stage."""
-
-    async def main() -> None:
-        swarm = RunSwarm(run, folder, admitted=admitted)
-        try:
-            async with asyncio.timeout(_MOST_SECONDS):
-                for number, host in enumerate(HOSTS):
-                    await swarm.start(host, number % 2, founds_run=number == 0)
-                await scene(swarm)
-        finally:
-            await swarm.close()
-
-    run_virtual(main())
-
-
 def test_all_stages_of_what_is_exported_are_of_one_update(
     run: TrainingRun, folder: Path, digests: list[str]
 ) -> None:
@@ -111,7 +87,7 @@ def test_all_stages_of_what_is_exported_are_of_one_update(
             assert exported.digest == digests[exported.update]
         assert await swarm.finish() == digests[-1]
 
-    in_swarm(run, folder, scene)
+    run_in_swarm(run, folder, scene)
 
 
 def test_update_that_is_over_before_it_is_asked_for_is_followed_by_the_next_one(
@@ -151,7 +127,7 @@ def test_update_that_is_over_before_it_is_asked_for_is_followed_by_the_next_one(
         assert exported.digest == digests[exported.update]
         assert exported.update == max(asked) > min(asked)
 
-    in_swarm(run, folder, scene)
+    run_in_swarm(run, folder, scene)
 
 
 def test_peer_that_sends_other_weights_is_named_and_its_mate_asked(
@@ -177,7 +153,7 @@ def test_peer_that_sends_other_weights_is_named_and_its_mate_asked(
         with pytest.raises(UnavailableError, match="stage 1 after update 4: member 12D3Koo"):
             await export(swarm)
 
-    in_swarm(run, folder, scene)
+    run_in_swarm(run, folder, scene)
 
 
 def test_stage_that_nobody_holds_is_told(run: TrainingRun, folder: Path) -> None:
@@ -188,7 +164,7 @@ def test_stage_that_nobody_holds_is_told(run: TrainingRun, folder: Path) -> None
         with pytest.raises(UnavailableError, match="no peer hands over the weights of stage 1 af"):
             await export(swarm)
 
-    in_swarm(run, folder, scene)
+    run_in_swarm(run, folder, scene)
 
 
 def test_run_is_exported_to_whom_its_owner_admits(
@@ -199,13 +175,13 @@ def test_run_is_exported_to_whom_its_owner_admits(
         with pytest.raises(UnavailableError, match="the owner of the run does not admit this peer"):
             await export(swarm)
 
-    in_swarm(run, folder, scene, HOSTS)
+    run_in_swarm(run, folder, scene, admitted=HOSTS)
 
     async def admitted(swarm: RunSwarm) -> None:
         await swarm.finish()
         assert (await export(swarm)).digest == digests[-1]
 
-    in_swarm(run, folder, admitted, (*HOSTS, "exporter"))
+    run_in_swarm(run, folder, admitted, admitted=(*HOSTS, "exporter"))
 
 
 def test_peer_that_is_switched_off_does_not_hold_an_export_up(
@@ -217,7 +193,7 @@ def test_peer_that_is_switched_off_does_not_hold_an_export_up(
         async with asyncio.timeout(5.0):
             assert (await export(swarm)).digest == digests[-1]
 
-    in_swarm(run, folder, scene)
+    run_in_swarm(run, folder, scene)
 
 
 def test_peer_that_tells_another_decision_than_most_is_not_believed(
@@ -237,7 +213,7 @@ def test_peer_that_tells_another_decision_than_most_is_not_believed(
         swarm.falsify["peer3"] = lie
         assert (await export(swarm)).digest == digests[-1]
 
-    in_swarm(run, folder, scene)
+    run_in_swarm(run, folder, scene)
 
 
 def test_only_what_more_than_half_tell_is_chosen() -> None:
@@ -304,7 +280,7 @@ def test_member_that_says_it_is_at_work_between_pieces_is_refused(
         with pytest.raises(UnavailableError, match="Queued came where a piece belongs"):
             await export(swarm)
 
-    in_swarm(run, folder, scene)
+    run_in_swarm(run, folder, scene)
 
 
 def test_strangers_do_not_keep_a_peer_that_leaves_or_is_done(
@@ -334,4 +310,4 @@ def test_strangers_do_not_keep_a_peer_that_leaves_or_is_done(
             async with asyncio.timeout(20.0):
                 await lingering
 
-    in_swarm(run, folder, scene)
+    run_in_swarm(run, folder, scene)
