@@ -45,6 +45,8 @@ class RunEventPrinter:
             self._print(f"Waiting for {facts['what']}.")
         elif event.name == "put_aside":
             self._print(f"Peer {facts['member']} was put aside: {facts['why']}.")
+        elif event.name == "replicas_differ":
+            self._print(f"Stage {facts['stage']}, update {facts['update']}: {facts['why']}.")
         elif event.name == "too_slow":
             who = f"Peer …{str(facts['peer'])[-8:]} is too slow for stage {facts['stage']}"
             self._print(f"{who}: {facts['why']}.")

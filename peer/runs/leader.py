@@ -13,7 +13,7 @@ import math
 import random
 import secrets
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...protocol.errors import ErrorCode, LocalProtocolError, RefusedError
@@ -40,8 +40,10 @@ from ...protocol.runs.manifests import (
     choose_without_leaving,
 )
 from ...protocol.runs.update_parts import (
+    Difference,
     PartOrder,
     UpdateParts,
+    find_difference,
     find_equal,
     pack_parts,
     unpack_parts,
@@ -102,6 +104,8 @@ class Leader:
         self._rng = random.Random(decisions.member_id)
         self._joining: dict[PeerId, _Newcomer] = {}
         self._complaints = Complaints(_REST_SILENCES * config.silence_seconds)
+        self._disputed: int | None = None
+        """The update of which the sums differ so that it is open who is right."""
         self._failures = Counter[MemberId]()
         """See `UpdateParts`; of this update."""
         self._settling = UsualTimes(config.silence_seconds)
@@ -299,9 +303,41 @@ class Leader:
         if members == list(decision.members):
             return False
         await self._decide(decision, members, self._decisions.commit)
-        if aside is not None and aside.member not in self._decisions.newest.roster:
+        gone = set(decision.roster).difference(self._decisions.newest.roster)
+        if aside is not None and aside.member in gone:
             self._note_aside(aside)
+        for stage, difference in manifests.find_differences().items():
+            if gone.issuperset(difference.others):
+                self._report_difference("states", stage, difference)
         return True
+
+    def _may_commit(self, update: int, differences: Mapping[int, Difference]) -> bool:
+        """Report sums that differ; return False where they are to be summed again, as it is open
+        which of them are right.
+        """
+        is_open = self._disputed != update and any(one.is_tie for one in differences.values())
+        for stage, difference in differences.items():
+            self._report_difference("sums", stage, difference, is_open)
+        if is_open:
+            self._disputed = update
+        return not is_open
+
+    def _report_difference(
+        self, what: str, stage: int, difference: Difference, is_open: bool = False
+    ) -> None:
+        update = self._decisions.commit.update
+        why = difference.describe(what, is_open)
+        facts = {
+            "update": update,
+            "stage": stage,
+            "what": what,
+            "counting": list(difference.equal),
+            "others": list(difference.others),
+            "is_tie": difference.is_tie,
+            "why": why,
+        }
+        self._report(PeerEvent("replicas_differ", facts))
+        _logger.warning("update %d, stage %d: %s", update, stage, why)
 
     def _note_aside(self, aside: Aside) -> None:
         self._complaints.note_aside(aside, self._clock.now())
@@ -388,6 +424,13 @@ class Leader:
         }  # fmt: skip
         reduced = await self._reduce(orders)
         if reduced is None:
+            return False
+        compared = {
+            stage: find_difference({mate: reduced[mate].digest for mate in mates})
+            for stage, mates in enumerate(stages)
+        }
+        differences = {stage: one for stage, one in compared.items() if one is not None}
+        if not self._may_commit(update, differences):
             return False
         sums: list[str] = []
         norms: list[float] = []

@@ -207,13 +207,12 @@ class Stage:
         May be cancelled, as nothing has changed yet.
         """
         mates = [mate for mate in self._list_members(self.index) if mate != self._member_id]
-        self._rng.shuffle(mates)
         layout = StateLayout(self.span.read_state())
         self.fetched_bytes, self.state_bytes = 0, layout.num_bytes
         try:
             state, digest = await fetch_state(
                 self._members, mates, update, StatePart.ALL, layout, self._compute,
-                _logger.warning, self._note_fetched,
+                _logger.warning, self._note_fetched, self._rng,
             )  # fmt: skip
         except BaseException:
             self.fetched_bytes = self.state_bytes = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from ...protocol.ids import MemberId
 from ...protocol.messages.runs import StateFetch, StateFollows, StatePart
 from ...protocol.net.tasks import cancel_all
 from ...protocol.runs.training_run import TrainingRun
-from ...protocol.runs.update_parts import find_equal
+from ...protocol.runs.update_parts import find_difference, find_equal
 from ..engine.training.span_building import list_weights
 from ..engine.training.span_state import (
     MOST_STATE_COPIES,
@@ -132,10 +133,12 @@ async def fetch_state(
     compute: Compute,
     note: Note,
     note_bytes: NoteBytes = ignore_bytes,
+    rng: random.Random | None = None,
 ) -> tuple[dict[str, Tensor], StateDigest]:
     """Return the state of a stage before an update, or its weights, from one of its holders.
 
-    Raises UnavailableError where none hands it over.
+    Of digests that equally many holders tell, that of the first one counts. `rng` draws who hands
+    over what has it; None: in the order of the holders. Raises UnavailableError where none does.
     """
 
     async def ask(holder: MemberId, part: StatePart, num_bytes: int) -> MemberAnswer:
@@ -159,8 +162,12 @@ async def fetch_state(
         async with asyncio.timeout(None) as grace:
             await asyncio.gather(*(ask_digest(holder, grace) for holder in holders))
     told = {holder: digests[holder] for holder in holders if holder in digests}
-    trusted = find_equal(told) if told else ()
-    for holder in [one for one in told if one in trusted]:
+    if difference := find_difference(told):
+        note(f"before update {update}, {difference.describe('states', is_open=False)}")
+    trusted = [one for one in told if one in find_equal(told)] if told else []
+    if rng is not None:
+        rng.shuffle(trusted)
+    for holder in trusted:
         try:
             answer = await ask(holder, part, layout.num_bytes)
             follows = answer.check_kind(StateFollows)

@@ -12,7 +12,7 @@ from ..ids import MemberId, PeerId, find_peer_id
 from ..limits import MAX_RUN_MEMBERS
 from .commits import Commit, read_commit
 from .decisions import Decision, Member
-from .update_parts import UpdateParts, find_equal
+from .update_parts import Difference, UpdateParts, find_difference, find_equal
 
 _LONGEST_REST_SECONDS = 3600.0
 _MOST_DOUBLINGS = 16
@@ -153,9 +153,7 @@ class Manifests:
         for stage in range(self.num_stages):
             holders = [one.id for one in self.decision.members if one.stage == stage]
             answering = [one for one in holders if one in self.answering]
-            states = {
-                one: self.answering[one].state for one in answering if self.answering[one].is_ready
-            }
+            states = self._list_states(stage)
             equal = find_equal(states) if states else set[MemberId]()
             good = [one for one in answering if one in equal or one not in states]
             chosen.update([one for one in good if one != aside] or good or holders)
@@ -163,6 +161,21 @@ class Manifests:
         ready = {member for stage in self.ready for member in stage}
         members = [member for member in self.decision.members if member.id in chosen]
         return choose_without_leaving(members, idle, ready)
+
+    def find_differences(self) -> dict[int, Difference]:
+        """Return the stages whose members have other states, which should be equal."""
+        found = {
+            stage: find_difference(self._list_states(stage)) for stage in range(self.num_stages)
+        }
+        return {stage: one for stage, one in found.items() if one is not None}
+
+    def _list_states(self, stage: int) -> dict[MemberId, bytes]:
+        """Return the digests that members of a stage tell, in the order of the roster."""
+        return {
+            one.id: told.state
+            for one in self.decision.members
+            if one.stage == stage and (told := self.told[one.id]) is not None and told.is_ready
+        }
 
     def choose_with_newcomer(
         self, members: Sequence[Member], newcomer: MemberId, stages: set[int]

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from ..ids import MemberId
+from ..ids import MemberId, find_peer_id
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,49 @@ def unpack_parts(data: bytes) -> set[int]:
     return {index for index in range(bits.bit_length()) if bits >> index & 1}
 
 
+@dataclass(frozen=True)
+class Difference:
+    """Members of a stage that tell other digests of what should be equal: some of them compute
+    wrongly, or lie.
+    """
+
+    equal: tuple[MemberId, ...]
+    """Those with the most frequent digest; of equally many, with that of the one named first."""
+    others: tuple[MemberId, ...]
+    is_tie: bool
+    """Whether as many have another digest, so that it is open which of them is right."""
+
+    def describe(self, what: str, is_open: bool) -> str:
+        """Return who has other sums or states, and what follows; `is_open`: nothing is decided."""
+        equal, others = (
+            ", ".join(f"…{find_peer_id(member)[-8:]}" for member in members)
+            for members in (self.equal, self.others)
+        )
+        differ = f"the {what} of {others} differ from those of {equal}"
+        if not self.is_tie:
+            return f"{differ}, which count, as most have them"
+        if is_open:
+            return f"{differ}, one of which is wrong: all sum once more"
+        return f"{differ}, which count as {equal} came first: nothing shows that they are right"
+
+
 def find_equal(digests: Mapping[MemberId, bytes]) -> set[MemberId]:
     """Return the members with the most frequent digest; of equally many those named first."""
     answers = list(digests.values())
     best = max(answers, key=answers.count)
     return {member for member, digest in digests.items() if digest == best}
+
+
+def find_difference(digests: Mapping[MemberId, bytes]) -> Difference | None:
+    """Return who tells what; None: all tell the same.
+
+    >>> find_difference({MemberId("a"): b"x", MemberId("b"): b"y"})
+    Difference(equal=('a',), others=('b',), is_tie=True)
+    """
+    if len(set(digests.values())) < 2:
+        return None
+    equal = find_equal(digests)
+    others = tuple(member for member in digests if member not in equal)
+    rivals = Counter(digests[member] for member in others)
+    is_tie = max(rivals.values()) == len(equal)
+    return Difference(tuple(m for m in digests if m in equal), others, is_tie)

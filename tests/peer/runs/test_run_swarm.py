@@ -13,6 +13,7 @@ from run_swarm import Moment, RunSwarm, make_identity, run_in_swarm, train_in_sw
 from training_runs import MODEL, open_run, train_alone
 
 from shoal.peer.process.config import PeerEvent
+from shoal.peer.runs.training_loop import TrainingLoop
 from shoal.protocol.errors import UsageError
 from shoal.protocol.ids import MemberId
 from shoal.protocol.messages.fields import Message
@@ -454,6 +455,74 @@ def test_peer_that_sends_nan_is_put_aside_by_name(
         assert accused == [(liar.decisions.member_id,)]
 
     assert train_in_swarm(run, folder, scene) == quiet_digest
+
+
+def test_sums_of_two_replicas_that_differ_are_summed_again(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
+    def falsify(message: Message) -> Message:
+        return replace(message, digest=bytes(32)) if isinstance(message, Reduced) else message
+
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        swarm.falsify["peer3"] = falsify
+        await swarm.wait_until(lambda: len(list_differing(swarm)) > 1)
+        del swarm.falsify["peer3"]
+        first, second = list_differing(swarm)
+        members = [str(loop.decisions and loop.decisions.member_id) for loop in loops(swarm)]
+        for facts in (first, second):
+            assert (facts["stage"], facts["what"], facts["is_tie"]) == (1, "sums", True)
+            assert (facts["counting"], facts["others"]) == ([members[1]], [members[3]])
+        assert first["update"] == second["update"]
+        assert str(first["why"]).endswith("one of which is wrong: all sum once more")
+        assert str(second["why"]).endswith("nothing shows that they are right")
+
+    assert train_in_swarm(run, folder, scene) == quiet_digest
+
+
+def test_replica_whose_sums_differ_from_those_of_most_is_named(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
+    def falsify(message: Message) -> Message:
+        return replace(message, digest=bytes(32)) if isinstance(message, Reduced) else message
+
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        swarm.falsify["peer1"] = falsify
+        await swarm.wait_until(lambda: bool(list_differing(swarm)))
+        del swarm.falsify["peer1"]
+        (facts,) = list_differing(swarm)
+        members = [loop.decisions and loop.decisions.member_id for loop in loops(swarm)]
+        assert facts["counting"] == [members[3], members[5]]
+        assert (facts["others"], facts["is_tie"]) == ([members[1]], False)
+
+    assert train_in_swarm(run, folder, scene, num_peers=6) == quiet_digest
+
+
+def test_states_of_two_replicas_that_differ_are_reported(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
+    def falsify(message: Message) -> Message:
+        is_told = isinstance(message, PartsCounted) and message.is_ready
+        return replace(message, state=bytes(32)) if is_told else message
+
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        swarm.falsify["peer3"] = falsify
+        await swarm.wait_until(lambda: bool(list_differing(swarm)))
+        del swarm.falsify["peer3"]
+        (facts,) = list_differing(swarm)
+        assert (facts["stage"], facts["what"], facts["is_tie"]) == (1, "states", True)
+
+    assert train_in_swarm(run, folder, scene) == quiet_digest
+
+
+def list_differing(swarm: RunSwarm) -> list[dict[str, object]]:
+    return [event.facts for _, event in swarm.events if event.name == "replicas_differ"]
+
+
+def loops(swarm: RunSwarm) -> list[TrainingLoop]:
+    return [swarm.peers[host].loop for host in sorted(swarm.peers)]
 
 
 def waits(swarm: RunSwarm, host: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -34,6 +35,7 @@ from shoal.protocol.messages.runs import (
     Reduced,
     Reduction,
     StateFetch,
+    StateFollows,
     StatePart,
     SumFetch,
     Sums,
@@ -403,6 +405,38 @@ def test_state_is_fetched_while_another_holder_tells_nothing(tmp_path: Path) -> 
             Others(answer), (LIAR, MATE), 0, StatePart.ALL, layout, compute, print
         )
         assert digest == holder.digest
+
+    run_virtual(main())
+
+
+def test_holders_of_other_states_are_noted_and_the_first_one_counts(tmp_path: Path) -> None:
+    async def main() -> None:
+        holder = await build_stage(tmp_path, 1)
+        notes: list[str] = []
+
+        async def answer(member: MemberId, question: Question) -> MemberAnswer:
+            assert isinstance(question, StateFetch)
+            told = await holder.read_state(question)
+            follows = told.check_kind(StateFollows)
+            return (
+                told
+                if member == MATE
+                else replace(told, message=replace(follows, digest=bytes(32)))
+            )
+
+        async def compute(function: Callable[[], Any]) -> Any:
+            return function()
+
+        layout = StateLayout(holder.span.read_state())
+        _, digest = await fetch_state(
+            Others(answer), (MATE, LIAR), 0, StatePart.ALL, layout, compute, notes.append,
+            rng=random.Random(0),
+        )  # fmt: skip
+        assert digest == holder.digest
+        assert notes == [
+            "before update 0, the states of …liar differ from those of …mate, "
+            "which count as …mate came first: nothing shows that they are right"
+        ]
 
     run_virtual(main())
 

@@ -10,6 +10,7 @@ from shoal.protocol.ids import MemberId
 from shoal.protocol.runs.commits import Commit
 from shoal.protocol.runs.decisions import Decision, Member
 from shoal.protocol.runs.manifests import Manifests, MemberManifest
+from shoal.protocol.runs.update_parts import Difference
 
 UPDATE = 3
 COMMIT = Commit(founder="a", compute_class="c1" * 32, update=UPDATE, sums=("0" * 64, "1" * 64))
@@ -50,6 +51,15 @@ def test_member_whose_state_differs_is_left_out_and_one_without_a_state_is_not()
 
     assert name_good(tell(a0=READY, b1=READY, c0=READY, d0=other)) == ["a0", "b1", "c0"]
     assert name_good(tell(a0=READY, b1=READY, c0=FETCHING)) == ["a0", "b1", "c0"]
+
+
+def test_stages_whose_members_have_other_states_are_told() -> None:
+    other = replace(READY, state=b"other")
+
+    manifests = tell(a0=READY, b1=other, c1=READY, d0=READY, e1=FETCHING, f0=None)
+
+    names = MemberId("b1/1"), MemberId("c1/1")
+    assert manifests.find_differences() == {1: Difference(names[:1], names[1:], is_tie=True)}
 
 
 def test_member_that_is_put_aside_is_left_out() -> None:

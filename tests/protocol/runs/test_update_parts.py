@@ -9,8 +9,10 @@ import pytest
 
 from shoal.protocol.ids import MemberId
 from shoal.protocol.runs.update_parts import (
+    Difference,
     PartOrder,
     UpdateParts,
+    find_difference,
     find_equal,
     pack_parts,
     unpack_parts,
@@ -177,6 +179,20 @@ def test_sets_of_parts_are_packed_into_bits(indices: set[int]) -> None:
 def test_most_frequent_digest_is_taken_for_right() -> None:
     assert find_equal({A: b"x", B: b"y", C: b"y"}) == {B, C}
     assert find_equal({A: b"x", B: b"y"}) == {A}
+
+
+def test_difference_tells_who_counts_and_whether_that_is_open() -> None:
+    assert find_difference({A: b"x", B: b"x"}) is None
+    assert find_difference({}) is None
+    tie, most = find_difference({A: b"x", B: b"y"}), find_difference({A: b"x", B: b"y", C: b"y"})
+    assert (tie, most) == (Difference((A,), (B,), True), Difference((B, C), (A,), False))
+    assert tie is not None
+    assert most is not None
+    assert tie.describe("sums", is_open=True).endswith("all sum once more")
+    assert tie.describe("sums", is_open=False).endswith("nothing shows that they are right")
+    assert most.describe("states", is_open=False) == (
+        f"the states of …{A} differ from those of …{B}, …{C}, which count, as most have them"
+    )
 
 
 def test_part_that_all_ready_members_refuse_waits_for_others() -> None:
