@@ -16,7 +16,7 @@ from functools import partial
 from ..protocol.identity import Identity
 from ..protocol.net.clock import Clock
 from ..protocol.net.gossip import GossipDirectory
-from ..protocol.net.network import Network, Presence, join_patiently
+from ..protocol.net.network import Network, Presence
 from .announcing.announcer import Announcer, announce_offline
 from .announcing.self_description import (
     SelfDescription,
@@ -85,14 +85,8 @@ class Peer:
             identity = identity or stack.enter_context(hold_identity(config.identity_path))
             loader = await asyncio.to_thread(open_loader, config, clock)
             report(PeerEvent("started", _describe_start(identity, loader)))
-            handler = StreamHandler()
-
-            def note_waiting(why: str) -> None:
-                report(PeerEvent("waiting", {"why": why}))
-
-            presence = await join_patiently(network, identity, handler.serve, clock, note_waiting)
-            stack.push_async_callback(presence.close)
-            report(PeerEvent("directory", dict(presence.addresses.facts)))
+            joining = StreamHandler.join(network, identity, clock, report)
+            handler, presence = await stack.enter_async_context(joining)
             yield await cls._compose(stack, config, loader, presence, handler, clock, report)
 
     @classmethod

@@ -1,10 +1,10 @@
-"""The composition root of a peer that trains: the parts that it is made of, and how they meet."""
+"""A peer that trains: the parts that it is made of, and how they meet in its swarm."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, cast
@@ -12,21 +12,18 @@ from typing import Any, cast
 from ...protocol.identity import Identity
 from ...protocol.ids import MemberId
 from ...protocol.net.clock import Clock
-from ...protocol.net.network import Network, Presence, join_patiently
+from ...protocol.net.network import Network, Presence
 from ...protocol.records.announcements import PeerState
 from ..announcing.announcer import Announcer, announce_offline
 from ..announcing.run_description import RunDescription
 from ..engine.training.numerics_class import compute_class_digest
 from ..process.config import PeerEvent, Report, ignore
 from ..streams.service import Service, StreamHandler
-from ..streams.stream_host import MAX_PENDING_BYTES, PendingBytes, StreamHost
 from .remote_members import RemoteMembers
 from .run_resources import Compute, RunPeerConfig, RunResources, WatchedCompute, make_compute
-from .run_workload import RunWorkload
+from .run_workload import RunWorkload, make_run_service
 from .training_loop import TrainingLoop
 
-_MAX_STREAMS = 1024
-_IDLE_SECONDS = 600.0
 _EXPORT_SECONDS = 600.0
 """How long a peer stays behind the last update for those that export, which anybody may do."""
 
@@ -68,7 +65,6 @@ class RunPeer:
         process from all others of the same identity; None: a random one. `compute_class` is the
         digest of what this machine computes; None: it is measured.
         """
-        identity = identity or Identity.generate()
         async with AsyncExitStack() as stack:
             compute = compute or make_compute(stack.enter_context(ExitStack()))
             watched = WatchedCompute(compute, clock, config.silence_seconds)
@@ -76,37 +72,51 @@ class RunPeer:
             if compute_class is None:
                 measure = partial(compute_class_digest, config.run, config.num_threads)
                 compute_class = cast(str, await compute(measure))
-            handler = StreamHandler()
-
-            def note_waiting(why: str) -> None:
-                report(PeerEvent("waiting", {"why": why}))
-
-            presence = await join_patiently(network, identity, handler.serve, clock, note_waiting)
-            stack.push_async_callback(presence.close)
-            report(PeerEvent("directory", dict(presence.addresses.facts)))
-            member_id = MemberId(f"{identity.peer_id}/{incarnation or secrets.token_hex(8)}")
-            members = RemoteMembers(
-                member_id, config.record, presence, clock, config.silence_seconds
-            )
-            stack.push_async_callback(members.close)
-            period_seconds, num_blocks = config.announce_period_seconds, len(resources.whole)
-            told = RunDescription(config.record, num_blocks, presence, period_seconds)
-            announcer = Announcer(
-                presence.directory, identity, told.describe, clock, period_seconds
-            )
-
-            tell = partial(_note_progress, told, resources, announcer, report)
-            loop = TrainingLoop(member_id, resources, compute_class, members, clock, tell)
-            members.answer_here = loop.answer
-            stack.push_async_callback(loop.close)
-            stack.push_async_callback(announce_offline, announcer)
-            service, workload = _make_service(member_id, resources, presence, loop, clock)
-            stack.push_async_callback(service.hang_up)
+            joining = StreamHandler.join(network, identity or Identity.generate(), clock, report)
+            handler, presence = await stack.enter_async_context(joining)
+            incarnation = incarnation or secrets.token_hex(8)
+            member_id = MemberId(f"{presence.identity.peer_id}/{incarnation}")
+            loop = partial(TrainingLoop, member_id, resources, compute_class)
+            peer, service = cls._compose(stack, member_id, resources, loop, presence, clock, report)
             for listener in presence.listeners:
                 stack.push_async_callback(listener.close)
             handler.service = service
-            await announcer.announce(PeerState.ONLINE)
-            yield cls(loop, announcer, resources, workload, clock)
+            await peer.announcer.announce(PeerState.ONLINE)
+            yield peer
+
+    @classmethod
+    def _compose(
+        cls,
+        stack: AsyncExitStack,
+        member_id: MemberId,
+        resources: RunResources,
+        make_loop: Callable[[RemoteMembers, Clock, Report], TrainingLoop],
+        presence: Presence,
+        clock: Clock,
+        report: Report,
+    ) -> tuple[RunPeer, Service]:
+        """Make the parts of a member of the run, and its service; the stack ends all of it."""
+        config = resources.config
+        record, period_seconds = config.record, config.announce_period_seconds
+        members = RemoteMembers(member_id, record, presence, clock, config.silence_seconds)
+        stack.push_async_callback(members.close)
+        told = RunDescription(record, len(resources.whole), presence, period_seconds)
+        announcer = Announcer(
+            presence.directory, presence.identity, told.describe, clock, period_seconds
+        )
+        tell = partial(_note_progress, told, resources, announcer, report)
+        loop = make_loop(members, clock, tell)
+        members.answer_here = loop.answer
+        stack.push_async_callback(loop.close)
+        stack.push_async_callback(announce_offline, announcer)
+        changed = asyncio.Event()
+        workload = RunWorkload(
+            record, member_id, loop.answer, loop.find_input_bytes, changed.set,
+            lambda: resources.compute.is_late,
+        )  # fmt: skip
+        service = make_run_service(workload, resources.whole, clock, changed)
+        stack.push_async_callback(service.hang_up)
+        return cls(loop, announcer, resources, workload, clock), service
 
     async def leave(self) -> None:
         """Leave the run behind the update that is under way, and finish what members fetch."""
@@ -158,29 +168,3 @@ def _note_progress(
         if told.note(resources.spans[facts["stage"]], facts["update"], facts["loss"]):
             announcer.renew_now()
     report(event)
-
-
-def _make_service(
-    member_id: MemberId,
-    resources: RunResources,
-    presence: Presence,
-    loop: TrainingLoop,
-    clock: Clock,
-) -> tuple[Service, RunWorkload]:
-    changed = asyncio.Event()
-    record = resources.config.record
-    host = StreamHost(
-        peer_id=presence.identity.peer_id,
-        model_id=record.model_id,
-        span=resources.whole,
-        clock=clock,
-        idle_seconds=_IDLE_SECONDS,
-        pending=PendingBytes(MAX_PENDING_BYTES),
-        parked=None,
-        knows_members=True,
-    )
-    workload = RunWorkload(
-        record, member_id, loop.answer, loop.find_input_bytes, changed.set,
-        lambda: resources.compute.is_late,
-    )  # fmt: skip
-    return Service(host, [workload], _MAX_STREAMS, changed), workload

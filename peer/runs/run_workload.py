@@ -30,11 +30,16 @@ from ...protocol.messages.runs import (
     check_run_hello,
     cut_bytes,
 )
+from ...protocol.net.clock import Clock
 from ...protocol.runs.run_record import RunRecord
+from ...protocol.spans import Span
 from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork
-from ..streams.service import Workload
+from ..streams.service import Service, Workload
+from ..streams.stream_host import MAX_PENDING_BYTES, PendingBytes, StreamHost
 from .questions import AnswerMember, MemberAnswer, make_busy
 
+_MAX_STREAMS = 1024
+_IDLE_SECONDS = 600.0
 _ROOM_SECONDS = 60.0
 
 
@@ -201,3 +206,20 @@ class _RunStreamWork(StreamWork):
             self._keep_alive.stop()
             refusal = RefusedError(ErrorCode.NEXT_UNREACHABLE, str(error), BUSY_SECONDS)
             answers.refuse(question_id, refusal)
+
+
+def make_run_service(
+    workload: RunWorkload, whole: Span, clock: Clock, changed: asyncio.Event
+) -> Service:
+    """Return what serves the streams of a run of so many blocks; see Service for `changed`."""
+    host = StreamHost(
+        peer_id=find_peer_id(workload.member_id),
+        model_id=workload.record.model_id,
+        span=whole,
+        clock=clock,
+        idle_seconds=_IDLE_SECONDS,
+        pending=PendingBytes(MAX_PENDING_BYTES),
+        parked=None,
+        knows_members=True,
+    )
+    return Service(host, [workload], _MAX_STREAMS, changed)

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Protocol, Self
 
 from ...protocol.errors import ErrorCode, RefusedError, ShoalError, UnavailableError
 from ...protocol.fair_share import BUSY_SECONDS, check_share
+from ...protocol.identity import Identity
 from ...protocol.messages.reverse_connections import Offer
+from ...protocol.net.clock import Clock
+from ...protocol.net.network import Network, Presence, join_patiently
 from ...protocol.net.transport import Stream, refuse_large_frames
 from ...protocol.records.announcements import Announcement
+from ..process.config import PeerEvent, Report
 from .client_stream import ClientStream, StreamWork, encode_refusal
 from .stream_host import Limits, ServiceCounts, StreamHost
 
@@ -172,6 +176,27 @@ class StreamHandler:
         """Gets the streams that come; while it is None, they are refused."""
         self.counts = ServiceCounts()
         """Counts over all services of the peer, which follow one another."""
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def join(
+        cls, network: Network, identity: Identity, clock: Clock, report: Report
+    ) -> AsyncGenerator[tuple[Self, Presence]]:
+        """Listen and join the directory; leave both at the end.
+
+        Reports `waiting` while nobody answers, and `directory`. Raises what `Network.serve` does.
+        """
+        handler = cls()
+
+        def note_waiting(why: str) -> None:
+            report(PeerEvent("waiting", {"why": why}))
+
+        presence = await join_patiently(network, identity, handler.serve, clock, note_waiting)
+        try:
+            report(PeerEvent("directory", dict(presence.addresses.facts)))
+            yield handler, presence
+        finally:
+            await presence.close()
 
     async def serve(self, stream: Stream) -> None:
         """Serve one stream until it ends, or tell it that there is nothing to be served yet.
