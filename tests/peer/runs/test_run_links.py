@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from run_swarm import RunSwarm, make_identity
+from run_swarm import RunSwarm, make_identity, run_in_swarm
 from training_runs import MODEL, open_run
-from virtual_time import run_virtual
 
 from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.protocol.ids import MemberId, find_peer_id
@@ -20,8 +19,6 @@ from shoal.protocol.messages.runs import PartsCounted
 from shoal.protocol.runs.training_run import TrainingRun
 
 NUM_UPDATES = 4
-_MOST_SECONDS = 300.0
-"""Of virtual time."""
 
 
 @pytest.fixture(scope="module")
@@ -55,22 +52,15 @@ def run_cut(
     the digest of the weights.
     """
 
-    async def main() -> str:
-        swarm = RunSwarm(run, folder)
-        try:
-            async with asyncio.timeout(_MOST_SECONDS):
-                for number in range(num_peers):
-                    await swarm.start(f"peer{number}", number % 2, founds_run=number == 0)
-                await swarm.wait_until(lambda: min(swarm.list_updates()) >= 1)
-                for pair in pairs:
-                    swarm.network.partition(*pair)
-                await swarm.wait_for_update(NUM_UPDATES)
-                await check(swarm)
-                return await swarm.finish()
-        finally:
-            await swarm.close()
+    async def scene(swarm: RunSwarm) -> str:
+        await swarm.wait_until(lambda: min(swarm.list_updates()) >= 1)
+        for pair in pairs:
+            swarm.network.partition(*pair)
+        await swarm.wait_for_update(NUM_UPDATES)
+        await check(swarm)
+        return await swarm.finish()
 
-    return run_virtual(main())
+    return run_in_swarm(run, folder, scene, num_peers=num_peers)
 
 
 def list_aside(swarm: RunSwarm) -> list[tuple[str, list[str]]]:
@@ -130,9 +120,7 @@ def test_member_that_names_its_mates_without_a_reason_puts_one_aside_at_most(
 ) -> None:
     run, digest = untied
 
-    async def main() -> str:
-        swarm = RunSwarm(run, folder)
-
+    async def scene(swarm: RunSwarm) -> str:
         def falsify(message: Message) -> Message:
             """Name the last mate that is left on the roster."""
             decisions = swarm.peers["peer1"].loop.decisions
@@ -141,18 +129,12 @@ def test_member_that_names_its_mates_without_a_reason_puts_one_aside_at_most(
             mates = decisions.list_members(1)
             return replace(message, unreachable=tuple(mates[-1:]))
 
-        try:
-            async with asyncio.timeout(_MOST_SECONDS):
-                for number in range(6):
-                    await swarm.start(f"peer{number}", number % 2, founds_run=number == 0)
-                await swarm.wait_until(lambda: min(swarm.list_updates()) >= 1)
-                swarm.falsify["peer1"] = falsify
-                await swarm.wait_for_update(NUM_UPDATES)
-                assert list_aside(swarm) == [("peer5", ["peer1"]), ("peer1", ["peer3"])]
-                for host in ("peer1", "peer5"):
-                    await swarm.kill(host)
-                return await swarm.finish()
-        finally:
-            await swarm.close()
+        await swarm.wait_until(lambda: min(swarm.list_updates()) >= 1)
+        swarm.falsify["peer1"] = falsify
+        await swarm.wait_for_update(NUM_UPDATES)
+        assert list_aside(swarm) == [("peer5", ["peer1"]), ("peer1", ["peer3"])]
+        for host in ("peer1", "peer5"):
+            await swarm.kill(host)
+        return await swarm.finish()
 
-    assert run_virtual(main()) == digest
+    assert run_in_swarm(run, folder, scene, num_peers=6) == digest

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from run_swarm import RunSwarm, make_identity
+from run_swarm import RunSwarm, make_identity, run_in_swarm
 from training_runs import MODEL, open_run
 from virtual_time import VirtualClock, run_virtual
 
@@ -39,8 +39,6 @@ from shoal.protocol.runs.decisions import Decision, Member
 from shoal.protocol.runs.training_run import TrainingRun
 
 NUM_UPDATES = 4
-_MOST_SECONDS = 300.0
-"""Of virtual time."""
 
 
 @pytest.fixture(scope="module")
@@ -56,21 +54,13 @@ def run(folder: Path) -> TrainingRun:
 def run_scene(
     run: TrainingRun, folder: Path, scene: Callable[[RunSwarm], Awaitable[object]], num_peers: int
 ) -> None:
-    """Let a scene happen among peers of stage 0 and 1 in turn; see that all updates are made."""
+    """Let a scene happen among peers of all stages in turn; see that all updates are made."""
 
-    async def main() -> None:
-        swarm = RunSwarm(run, folder)
-        try:
-            async with asyncio.timeout(_MOST_SECONDS):
-                for number in range(num_peers):
-                    stage = number % (len(run.stage_borders) + 1)
-                    await swarm.start(f"peer{number}", stage, founds_run=number == 0)
-                await scene(swarm)
-                await swarm.finish()
-        finally:
-            await swarm.close()
+    async def finish(swarm: RunSwarm) -> None:
+        await scene(swarm)
+        await swarm.finish()
 
-    run_virtual(main())
+    run_in_swarm(run, folder, finish, num_peers=num_peers)
 
 
 def list_leaders(swarm: RunSwarm) -> set[str]:
