@@ -35,6 +35,7 @@ from typing import NamedTuple, get_args
 from measuring.helper_process import HelperProcess
 from measuring.report import TargetFigure, at_least, at_most
 from shoal.cli.benchmarking.figure import Figure, describe_machine
+from shoal.cli.terminal.interrupts import stop_on_sigterm
 from shoal.protocol.errors import UnavailableError, UsageError
 from shoal.protocol.runs.training_run import Mode
 from shoal.protocol.tensors import WireDtype, compute_num_bytes
@@ -239,4 +240,5 @@ def _print(figures: Iterable[Figure]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with stop_on_sigterm():
+        main()

@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 from measuring.report import TargetFigure, at_least, at_most
 from shoal.cli.benchmarking.figure import Figure, describe_machine
+from shoal.cli.terminal.interrupts import stop_on_sigterm
 from shoal.protocol.errors import UsageError
 from shoal.protocol.runs.training_run import TrainingRun
 from training_benchmarks.cpu_quotas import CpuQuotas
@@ -253,4 +254,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with stop_on_sigterm():
+        main()
