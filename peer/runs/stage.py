@@ -228,6 +228,9 @@ class Stage:
         try:
             await self._compute(partial(_load_state, self.span, fetched.tensors, fetched.update))
         except RefusedError as error:
+            self._is_loading = False
+            async with self._advanced:
+                self._advanced.notify_all()  # parts that wait go on: nothing has changed
             raise UnavailableError(
                 f"the mates of stage {self.index} have no state: {error}"
             ) from None

@@ -146,13 +146,25 @@ class UpdateParts:
         if any(self._is_refused(stage, index) for stage in lacking):
             return None  # by all that are ready: others may compute it later
         first, last = (lacking[0], lacking[-1]) if lacking else (doubled[0], doubled[0])
-        without = None if lacking else holders[first][-1]
+        # To take it out, a member has to reach the next stage, too.
+        without = None if lacking else min(reversed(holders[first]), key=self._count_failures)
+        while lacking and first and self._has_to_be_redone(first - 1, index, holders[first - 1]):
+            first -= 1
+            holders[first] = []
         route = [members[0] if members else self._choose_member(stage, index, rng)
                  for stage, members in enumerate(holders)]  # fmt: skip
         if without is not None:
             route[first] = without
         begin = max(first - 1, 0)
         return PartOrder(index, tuple(route[begin:]), last, without)
+
+    def _has_to_be_redone(self, stage: int, index: int, holders: Sequence[MemberId]) -> bool:
+        """Return whether a mate computes what members have counted, but maybe cannot hand on."""
+        mates = [one for one in self._list_able(stage, index) if one not in holders]
+        return all(map(self._count_failures, holders)) and not all(map(self._count_failures, mates))
+
+    def _count_failures(self, member: MemberId) -> int:
+        return self.failures[member]
 
     def _choose_member(self, stage: int, index: int, rng: random.Random) -> MemberId:
         able = self._list_able(stage, index)

@@ -22,7 +22,7 @@ from shoal.peer.runs.questions import MemberAnswer, NoteBytes, ignore_bytes, mak
 from shoal.peer.runs.remote_members import RemoteMembers
 from shoal.peer.runs.run_decisions import RunDecisions
 from shoal.peer.runs.run_resources import RunPeerConfig, RunResources, WatchedCompute
-from shoal.peer.runs.stage import Stage
+from shoal.peer.runs.stage import FetchedState, Stage
 from shoal.peer.runs.state_transfer import fetch_state
 from shoal.peer.runs.training_loop import TrainingLoop
 from shoal.protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
@@ -439,6 +439,20 @@ def test_holders_of_other_states_are_noted_and_the_first_one_counts(tmp_path: Pa
         ]
 
     run_virtual(main())
+
+
+def test_part_goes_on_when_a_state_is_not_loaded(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        fetched = FetchedState(1, stage.span.read_state(), stage.digest)  # it is that of update 0
+        loading = asyncio.create_task(stage.load(fetched))
+        await asyncio.sleep(0)
+        await stage.pass_part(make_pass(), encode_tensor(INPUTS))
+
+        with pytest.raises(UnavailableError, match="not the state before update 1"):
+            await loading
+        assert stage.counted == {0}
+
+    with_stage(tmp_path, 1, scene)
 
 
 def test_member_without_the_state_of_an_update_says_so_at_once(tmp_path: Path) -> None:

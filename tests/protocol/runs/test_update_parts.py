@@ -90,6 +90,41 @@ def test_part_is_refused_when_all_members_of_a_stage_refuse_it(
     assert parts.find_refused() == (1, stage)
 
 
+def test_mate_computes_what_a_member_cannot_hand_on() -> None:
+    parts = make_parts(1, a=[0])
+    rng = random.Random(0)
+
+    orders = [first := parts.choose_next(rng)]
+    assert first is not None
+    parts.note_failed(first)
+    parts = UpdateParts(1, parts.stages, failures=parts.failures)  # as manifests tell anew
+    parts.note(A, [0])
+    for _ in range(3):
+        if (order := parts.choose_next(rng)) is not None:
+            parts.note_passed(order, order.route)
+            orders.append(order)
+
+    last = first.route[2]
+    other = E if last == D else D
+    assert orders == [
+        PartOrder(0, (A, C, last), 2),
+        PartOrder(0, (B, C, other), 2),
+        PartOrder(0, (B, C, other), 0, without=B),
+    ]
+    assert parts.is_complete
+    assert parts.list_parts(A) == {0}
+
+
+def test_member_without_a_mate_hands_on_again() -> None:
+    parts = make_parts(1, a=[0], c=[0])
+    parts.failures[C] = 1
+
+    order = parts.choose_next(random.Random(0))
+
+    assert order is not None
+    assert order.route[0] == C
+
+
 def test_parts_under_way_are_not_ordered_again() -> None:
     parts = make_parts(2)
 
