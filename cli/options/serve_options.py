@@ -1,7 +1,6 @@
 """The options of `shoal serve` that say what a peer serves, where, and how much of this machine."""
 
 import argparse
-from pathlib import Path
 
 from ...peer.process.config import PeerConfig
 from ...protocol.errors import UsageError
@@ -14,7 +13,6 @@ from .join_options import add_join_arguments, choose_swarm
 from .listen_options import add_listen_arguments, choose_place
 from .operating_options import OperatorConfig, add_operating_arguments, read_operator_config
 from .quantities import (
-    parse_announce_period,
     parse_bytes,
     parse_count,
     parse_memory,
@@ -22,7 +20,13 @@ from .quantities import (
     parse_non_negative,
     parse_threads,
 )
-from .shared_options import add_model_argument, add_weights_argument, parse_device
+from .shared_options import (
+    add_announce_period_argument,
+    add_identity_argument,
+    add_model_argument,
+    add_weights_argument,
+    parse_device,
+)
 
 _DEFAULTS = PeerConfig(model="")
 
@@ -41,10 +45,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add_listen_arguments(parser)
     add_operating_arguments(parser)
     add_config_argument(parser)
-    parser.add_argument(
-        "--identity", type=Path, metavar="FILE",
-        help="file with the private key behind the peer's id; created if missing",
-    )  # fmt: skip
+    add_identity_argument(parser)
     parser.add_argument(
         "--name", default=_DEFAULTS.name, metavar="NAME",
         help="name of this peer for those who look at the swarm (default: none)",
@@ -53,10 +54,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--metrics", type=parse_metrics, metavar="[HOST:]PORT",
         help="serve Prometheus metrics there, at /metrics (default host: 127.0.0.1)",
     )  # fmt: skip
-    parser.add_argument(
-        "--announce-period", type=parse_announce_period, default=_DEFAULTS.announce_period_seconds,
-        metavar="SECONDS", help="interval between announcements (default: %(default)s)",
-    )  # fmt: skip
+    add_announce_period_argument(parser)
     parser.add_argument(
         "--drain", type=parse_non_negative, default=_DEFAULTS.drain_seconds, metavar="SECONDS",
         help="when stopping, time for sessions to move to other peers (default: %(default)s)",

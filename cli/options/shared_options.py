@@ -2,12 +2,13 @@
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from ...peer.engine.devices.device_names import NO_NF4, parse_cuda_number
 from ...peer.process.config import WEIGHT_FORMATS, PeerConfig
 from ...protocol.errors import UsageError
 from .bundled_model import BUNDLED_NAME
-from .quantities import parse_non_negative
+from .quantities import parse_announce_period, parse_non_negative
 
 _INITIAL_PEERS = "--initial-peers"
 _ADDRESS_BEGINNINGS = ("/ip4/", "/ip6/", "/dns")
@@ -34,6 +35,23 @@ def add_wait_argument(parser: argparse.ArgumentParser, seconds: float) -> None:
     parser.add_argument(
         "--wait", type=parse_non_negative, default=seconds, metavar="SECONDS",
         help=f"maximum wait for blocks that no peer serves (default: {seconds:g})",
+    )  # fmt: skip
+
+
+def add_identity_argument(
+    parser: argparse.ArgumentParser,
+    help_text: str = "file with the private key behind the peer's id; created if missing",
+) -> None:
+    """Declare the file of the key of a peer."""
+    parser.add_argument("--identity", type=Path, metavar="FILE", help=help_text)
+
+
+def add_announce_period_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare how often a peer announces what it does."""
+    parser.add_argument(
+        "--announce-period", type=parse_announce_period,
+        default=PeerConfig(model="").announce_period_seconds, metavar="SECONDS",
+        help="interval between announcements (default: %(default)s)",
     )  # fmt: skip
 
 

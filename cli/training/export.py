@@ -18,6 +18,7 @@ from ...protocol.net.dht.internet import InternetNetwork
 from ...protocol.net.run_search import choose_run, search_runs
 from ...protocol.runs.run_record import RunRecord
 from ..options.join_options import add_join_arguments, read_joining
+from ..options.shared_options import add_identity_argument
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import quitting_at_once
 from ..terminal.reporter import Reporter
@@ -36,10 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="output folder for the model, in transformers' format",
     )  # fmt: skip
     add_join_arguments(parser)
-    parser.add_argument(
-        "--identity", type=Path, metavar="FILE",
-        help="key file of the owner or of a peer that it admits, where not all peers may take part",
-    )  # fmt: skip
+    add_identity_argument(
+        parser,
+        "key file of the owner or of a peer that it admits, where not all peers may take part",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 

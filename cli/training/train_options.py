@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from ..options.join_options import add_join_arguments
 from ..options.listen_options import add_listen_arguments
-from ..options.quantities import parse_announce_period, parse_non_negative
+from ..options.quantities import parse_non_negative
+from ..options.shared_options import add_announce_period_argument, add_identity_argument
 
 
 def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,14 +32,8 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         help="stage to hold, from 0 on (default: the one with the fewest peers)",
     )  # fmt: skip
     add_listen_arguments(parser)
-    parser.add_argument(
-        "--identity", type=Path, metavar="FILE",
-        help="file with the private key behind the peer's id; created if missing",
-    )  # fmt: skip
-    parser.add_argument(
-        "--announce-period", type=parse_announce_period, default=30.0, metavar="SECONDS",
-        help="interval between announcements (default: %(default)s)",
-    )  # fmt: skip
+    add_identity_argument(parser)
+    add_announce_period_argument(parser)
     parser.add_argument(
         "--silence", type=parse_non_negative, default=10.0, metavar="SECONDS",
         help="how long another peer may be silent before the run goes on without it (default: "
