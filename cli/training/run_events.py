@@ -9,7 +9,7 @@ from ...peer.process.config import PeerEvent, Report
 from ..terminal.peer_events import EventPrinter, print_json
 from ..terminal.terminal import Terminal
 
-_LINE = "{:>8}  {:>8}  {:>13}  {:>9}  {:>7}"
+_LINE = "{:>8}  {:>8}  {:>13}  {:>9}  {:>9}  {:>7}"
 
 
 def choose_report(is_json: bool) -> Report:
@@ -29,13 +29,19 @@ class RunEventPrinter:
         if event.name == "online":
             self._print(f"Training run {facts['name']} of {facts['owner']},")
             self._print(f"id {facts['run_id']}", "")
-            self._print(_LINE.format("update", "loss", "gradient norm", "tokens/s", "peers"))
+            self._print(
+                _LINE.format("update", "loss", "gradient norm", "tokens/s", "averaging", "peers")
+            )
         elif event.name == "update" and facts["update"]:
             loss, norm = facts["loss"], facts["gradient_norm"]
             speed = facts["tokens_per_second"]
             peers = "+".join(map(str, cast(list[int], facts["members_per_stage"])))
+            averaging = f"{facts['averaging_seconds']:.2f} s"
             numbers = f"{loss:.4f}", f"{norm:.4f}", "-" if speed is None else f"{speed:.0f}"
-            self._print(_LINE.format(facts["update"], *numbers, peers))
+            if num_redone := facts["parts_redone"]:
+                parts = "1 part" if num_redone == 1 else f"{num_redone} parts"
+                self._print(f"{parts} of update {facts['update']} had to be computed again.")
+            self._print(_LINE.format(facts["update"], *numbers, averaging, peers))
         elif event.name == "trained":
             self._print("The run is over.")
             if "model" in facts:

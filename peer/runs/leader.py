@@ -41,6 +41,7 @@ from ...protocol.runs.manifests import (
 )
 from ...protocol.runs.update_parts import (
     Difference,
+    LostParts,
     PartOrder,
     UpdateParts,
     find_difference,
@@ -115,6 +116,7 @@ class Leader:
         self._too_slow: dict[PeerId, str] = {}
         """Peers whose downloads were waited for in vain, and what they are told."""
         self._silence_seconds = config.silence_seconds
+        self._lost = LostParts()
         self._begun_at = clock.now()
         self._heard_at: dict[MemberId, float] = {}
         """When members have answered last."""
@@ -200,6 +202,7 @@ class Leader:
         update = self._decisions.commit.update
         parts = manifests.list_parts(self._run.parts_per_update)
         parts.failures = self._failures
+        self._lost.note(update, parts.counted)
         if (refused := parts.find_refused()) is not None:
             await self._stop(before, *refused)
             return False
@@ -392,6 +395,7 @@ class Leader:
                         parts.note_failed(order)
                         has_changed = True
         finally:
+            self._lost.note(update, parts.counted)
             await cancel_all(under_way)
 
     async def _order(self, update: int, order: PartOrder) -> PartPassed:
@@ -422,9 +426,11 @@ class Leader:
             for stage, mates in enumerate(stages)
             for member in mates
         }  # fmt: skip
+        begun_at = self._clock.now()
         reduced = await self._reduce(orders)
         if reduced is None:
             return False
+        seconds = self._clock.now() - begun_at
         compared = {
             stage: find_difference({mate: reduced[mate].digest for mate in mates})
             for stage, mates in enumerate(stages)
@@ -444,7 +450,9 @@ class Leader:
             norms.append(answer.squared_norm)
         loss = sum(answer.loss for answer in reduced.values())
         squared_norm = math.fsum(norms)
-        commit = self._decisions.commit.make_next(tuple(sums), squared_norm, loss)
+        commit = self._decisions.commit.make_next(
+            tuple(sums), squared_norm, loss, seconds, self._lost.num
+        )
         # Members that were not ready keep their place: they take the state from mates.
         members = [m for m in decision.members if m.id in equal or m.id not in orders]
         members = choose_without_leaving(members, leaving, equal)

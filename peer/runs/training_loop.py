@@ -342,6 +342,8 @@ class TrainingLoop:
             "loss": commit.loss,
             "gradient_norm": commit.squared_norm**0.5,
             "tokens_per_second": None if speed is None else round(speed, 1),
+            "averaging_seconds": round(commit.averaging_seconds, 4),
+            "parts_redone": commit.parts_redone,
             "members_per_stage": [len(decisions.list_members(stage)) for stage in stages],
         }
         self._report(PeerEvent("update", facts))

@@ -44,6 +44,10 @@ class Commit(BaseModel):
     """Of the gradient of all stages together, in the update before."""
     loss: _NotNegative = 0.0
     """Of the update before, in nats per token."""
+    averaging_seconds: _NotNegative = 0.0
+    """How long the leader has waited for the sums of the update before."""
+    parts_redone: Annotated[int, Field(ge=0, le=2**31)] = 0
+    """How many parts of the update before a stage has computed again: who had them was lost."""
     refused: RefusedPart | None = None
     """What has ended the run before its last update."""
 
@@ -58,7 +62,14 @@ class Commit(BaseModel):
             "them; lower the learning rate"
         )
 
-    def make_next(self, sums: tuple[str, ...], squared_norm: float, loss: float) -> Commit:
+    def make_next(
+        self,
+        sums: tuple[str, ...],
+        squared_norm: float,
+        loss: float,
+        averaging_seconds: float = 0.0,
+        parts_redone: int = 0,
+    ) -> Commit:
         """Return the commit of the update that is under way."""
         return Commit(
             founder=self.founder,
@@ -67,6 +78,8 @@ class Commit(BaseModel):
             sums=sums,
             squared_norm=squared_norm,
             loss=loss,
+            averaging_seconds=averaging_seconds,
+            parts_redone=parts_redone,
         )
 
     def encode(self) -> bytes:

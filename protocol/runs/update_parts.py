@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -118,6 +118,16 @@ class UpdateParts:
         return bool(members) and all(index in self._refused.get(one, ()) for one in members)
 
     @property
+    def counted(self) -> set[tuple[int, int]]:
+        """All stages and parts of which a ready member has counted that part."""
+        return {
+            (stage, index)
+            for stage, members in enumerate(self.stages)
+            for member in members
+            for index in self._counted.get(member, ())
+        }
+
+    @property
     def is_complete(self) -> bool:
         """Whether each part is counted once at each stage."""
         return all(
@@ -188,6 +198,29 @@ class UpdateParts:
     def list_parts(self, member: MemberId) -> frozenset[int]:
         """Return the parts that a member has counted."""
         return frozenset(self._counted.get(member, ()))
+
+
+class LostParts:
+    """How many parts of an update were counted, and lost with the members that had them.
+
+    >>> lost = LostParts()
+    >>> for counted in ({(0, 0), (0, 1)}, {(0, 1)}, {(0, 0), (0, 1)}):
+    ...     lost.note(7, counted)
+    >>> lost.num
+    1
+    """
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._update: int | None = None
+        self._counted: Set[tuple[int, int]] = frozenset[tuple[int, int]]()
+
+    def note(self, update: int, counted: Set[tuple[int, int]]) -> None:
+        """Note what is counted now, by stages and parts; what was before and is not is lost."""
+        if update != self._update:
+            self._update, self._counted, self.num = update, set[tuple[int, int]](), 0
+        self.num += len(self._counted - counted)
+        self._counted = counted
 
 
 def pack_parts(indices: Iterable[int]) -> bytes:

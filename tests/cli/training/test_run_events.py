@@ -13,6 +13,8 @@ def test_table_has_speed_and_the_peers_of_each_stage(capsys: pytest.CaptureFixtu
         "update": 3,
         "loss": 7.19293,
         "gradient_norm": 1.73711,
+        "averaging_seconds": 0.0312,
+        "parts_redone": 0,
         "members_per_stage": [2, 1],
     }
     peer: dict[str, Any] = {
@@ -24,16 +26,18 @@ def test_table_has_speed_and_the_peers_of_each_stage(capsys: pytest.CaptureFixtu
     print_event(PeerEvent("online", {"name": "stories", "owner": "12D3", "run_id": "993747e6"}))
     print_event(PeerEvent("update", {**update, "tokens_per_second": None}))
     print_event(PeerEvent("member_left", peer))
-    print_event(PeerEvent("update", {**update, "update": 12345, "tokens_per_second": 871.4}))
+    later = {**update, "update": 12345, "tokens_per_second": 871.4, "parts_redone": 3}
+    print_event(PeerEvent("update", later))
     print_event(PeerEvent("member_joined", peer))
     print_event(PeerEvent("too_slow", {**peer, "why": "120 of 360 MB were there"}))
 
     lines = capsys.readouterr().out.splitlines()
     assert lines[3:] == [
-        "  update      loss  gradient norm   tokens/s    peers",
-        "       3    7.1929         1.7371          -      2+1",
+        "  update      loss  gradient norm   tokens/s  averaging    peers",
+        "       3    7.1929         1.7371          -     0.03 s      2+1",
         "Peer …oaXkuthG left stage 1.",
-        "   12345    7.1929         1.7371        871      2+1",
+        "3 parts of update 12345 had to be computed again.",
+        "   12345    7.1929         1.7371        871     0.03 s      2+1",
         "Peer …oaXkuthG joined stage 1.",
         "Peer …oaXkuthG is too slow for stage 1: 120 of 360 MB were there.",
     ]

@@ -245,6 +245,34 @@ def test_killed_peer_comes_back_as_another_member(
     assert train_in_swarm(run, folder, scene) == quiet_digest
 
 
+def test_update_tells_how_many_parts_a_kill_has_cost(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
+    costs: list[tuple[int, int]] = []
+
+    async def scene(swarm: RunSwarm) -> None:
+        killed: list[str] = []
+
+        def kill(host: str) -> None:
+            killed.append(host)
+            swarm.kill_soon(host)
+
+        await swarm.wait_for_update(1)
+        swarm.do_at(is_kind(Reduction), kill)  # all parts of the update are counted
+        await swarm.finish()
+        told = {
+            event.facts["update"]: int(str(event.facts["parts_redone"]))
+            for _, event in swarm.events
+            if event.name == "update"
+        }
+        assert killed
+        costs.append((sum(told.values()), swarm.counted.total() - len(swarm.counted)))
+
+    assert train_in_swarm(run, folder, scene) == quiet_digest
+    told, computed_again = costs[0]
+    assert told == computed_again > 0
+
+
 def test_two_peers_may_be_killed_at_once(run: TrainingRun, folder: Path, quiet_digest: str) -> None:
     async def scene(swarm: RunSwarm) -> None:
         await swarm.wait_for_update(1)
