@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 import warm_python
-from training_runs import write_run
+from training_runs import VOCABULARY, train_alone, write_run
 from transformers import AutoModelForCausalLM
 
 from shoal.cli.main import main
 from shoal.cli.training.run_file import load_run
 from shoal.models.token_shards import TokenShards
 from shoal.peer.engine.training.span_state import digest_tensors
-from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.peer.process.identity_file import load_or_create_identity
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
@@ -51,15 +50,6 @@ class TrainingPeer:
             if event["event"] == name and event.items() >= facts.items():
                 return event
         raise AssertionError(f"no {name}: {self.process.stderr.read()}")
-
-
-def train_alone(run_file: Path) -> str:
-    """Return the digest of the weights that one process comes to."""
-    run = load_run(run_file)
-    whole = WholeRun(run)
-    for _ in whole.train(TokenShards.open(run.corpus, run_file.parent, whole.vocabulary_size)):
-        pass
-    return whole.compute_weights_digest()
 
 
 def list_identities(folder: Path, *names: str) -> dict[str, tuple[str, str]]:
@@ -111,7 +101,9 @@ def test_run_goes_on_after_a_kill_and_a_leave_and_comes_to_the_weights_of_one_pr
             assert all(LONELY in line for line in errors.splitlines()), errors
         assert killed.process.wait() == -signal.SIGKILL
 
-    assert trained["digest"] == train_alone(run_file)
+    run = load_run(run_file)
+    alone = train_alone(run, TokenShards.open(run.corpus, tmp_path, VOCABULARY))
+    assert trained["digest"] == alone
     for folder in (out, exported):
         model: Any = AutoModelForCausalLM.from_pretrained(folder)
         weights = {name: weight.detach() for name, weight in model.named_parameters()}

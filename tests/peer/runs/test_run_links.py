@@ -10,9 +10,8 @@ from typing import cast
 
 import pytest
 from run_swarm import RunSwarm, make_identity, run_in_swarm
-from training_runs import MODEL, open_run
+from training_runs import MODEL, open_run, train_alone
 
-from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.protocol.ids import MemberId, find_peer_id
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.runs import PartsCounted
@@ -35,10 +34,7 @@ def untied(folder: Path) -> tuple[TrainingRun, str]:
 def open_whole(folder: Path, model: dict[str, object]) -> tuple[TrainingRun, str]:
     """Return a run, and the digest of the weights that one process comes to."""
     run, shards = open_run(folder, num_updates=NUM_UPDATES, model=model)
-    whole = WholeRun(run)
-    for _ in whole.train(shards):
-        pass
-    return run, whole.compute_weights_digest()
+    return run, train_alone(run, shards)
 
 
 def run_cut(

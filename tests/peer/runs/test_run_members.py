@@ -12,10 +12,9 @@ from typing import Any, cast
 
 import pytest
 from run_swarm import RunSwarm, make_identity, run_in_swarm
-from training_runs import MODEL, open_run
+from training_runs import MODEL, open_run, train_alone
 from virtual_time import VirtualClock, run_virtual
 
-from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.peer.runs.questions import MemberAnswer, NoteBytes, ignore_bytes, make_question_id
 from shoal.peer.runs.remote_members import RemoteMembers
 from shoal.peer.runs.run_decisions import RunDecisions
@@ -169,9 +168,6 @@ def test_member_that_slept_while_all_others_became_other_processes_finds_back(
     folder: Path, sleeper: str
 ) -> None:
     run, corpus = open_run(folder, num_updates=10, stage_borders=[])
-    whole = WholeRun(run)
-    for _ in whole.train(corpus):
-        pass
     digests: list[str] = []
 
     async def scene(swarm: RunSwarm) -> None:
@@ -193,7 +189,7 @@ def test_member_that_slept_while_all_others_became_other_processes_finds_back(
 
     run_scene(run, folder, scene, 4)
 
-    assert digests == [whole.compute_weights_digest()]
+    assert digests == [train_alone(run, corpus)]
 
 
 def test_member_that_slept_while_its_run_was_begun_again_ends_and_says_so(
