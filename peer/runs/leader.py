@@ -197,7 +197,7 @@ class Leader:
         if await self._change_members(manifests):
             return self._decisions.newest is not before
         if self.is_over or self._has_to_settle(manifests) or not all(manifests.ready):
-            self._holds.note_fetching((), self._clock.now())
+            self._holds.note_fetching({}, self._clock.now())
             return False
         update = self._decisions.commit.update
         parts = manifests.list_parts(self._run.parts_per_update)
@@ -207,7 +207,7 @@ class Leader:
             await self._stop(before, *refused)
             return False
         if not parts.is_complete and await self._compute(update, parts):
-            self._holds.note_fetching((), self._clock.now())
+            self._holds.note_fetching({}, self._clock.now())
             return parts.is_complete
         if await self._hold(manifests) or not parts.is_complete:
             return False
@@ -220,7 +220,9 @@ class Leader:
         """
         now, fetching, decision = self._clock.now(), manifests.fetching, manifests.decision
         waited = {one: self._holds.count_seconds(one.id, now) for one in fetching}
-        late = self._holds.note_fetching([one.id for one in fetching], now)
+        late = self._holds.note_fetching(
+            {one.id: told.fetched_bytes for one, told in fetching.items()}, now
+        )
         downloads = {
             one: describe_download(told.fetched_bytes, told.state_bytes)
             for one, told in fetching.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from statistics import median
 
 from ..ids import MemberId, PeerId, find_peer_id
@@ -13,6 +13,9 @@ _NUM_SPREADS = 10
 _UNKNOWN_FLOORS = 10
 """The deadline, in floors, of what was never measured."""
 _MOST_DOUBLINGS = 6
+
+_HELD_FLOORS = 3
+"""How many floors of an update a run waits for the first byte of a state."""
 
 _HELD_UPDATES = 10
 """How many usual updates a run waits for a member at most."""
@@ -80,7 +83,7 @@ class CommitHolds:
     outlasts an update would never end. Parts of the update are computed meanwhile.
 
     >>> holds, slow = CommitHolds(floor_seconds=10.0), MemberId("slow/1")
-    >>> [holds.note_fetching([slow], now) for now in (0.0, 99.0, 100.0)]
+    >>> [holds.note_fetching({slow: 1000}, now) for now in (0.0, 99.0, 100.0)]
     [set(), set(), {'slow/1'}]
     >>> holds.find_rest_seconds(PeerId("slow"), now=100.0)
     1000.0
@@ -116,15 +119,17 @@ class CommitHolds:
         """Return how long a member has been waited for."""
         return now - self._since.get(member, now)
 
-    def note_fetching(self, fetching: Collection[MemberId], now: float) -> set[MemberId]:
+    def note_fetching(self, fetching: Mapping[MemberId, int], now: float) -> set[MemberId]:
         """Wait for members that download their state, and for nobody else any more.
 
-        Returns those that are not waited for any longer: now they rest.
+        `fetching` says how many bytes they have; one without any may reach no mate. Returns those
+        that are not waited for any longer: now they rest.
         """
         late = {one for one in fetching if self.find_rest_seconds(find_peer_id(one), now) > 0}
-        for member in fetching:
+        for member, num_bytes in fetching.items():
             since = self._since.setdefault(member, now)
-            if now - since >= self.most_seconds:
+            nothing_seconds = min(_HELD_FLOORS * self._floor_seconds, self.most_seconds)
+            if now - since >= (self.most_seconds if num_bytes else nothing_seconds):
                 late.add(member)
         over = [one for one in self._since if one not in fetching or one in late]
         for member in over:

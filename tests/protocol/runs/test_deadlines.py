@@ -37,9 +37,9 @@ A, B = MemberId("a/1"), MemberId("b/1")
 
 
 def hold_for(holds: CommitHolds, member: MemberId, begin: float, seconds: float) -> None:
-    assert not holds.note_fetching([member], begin)
+    assert not holds.note_fetching({member: 1}, begin)
     assert holds.is_on
-    assert not holds.note_fetching([], begin + seconds)
+    assert not holds.note_fetching({}, begin + seconds)
     assert not holds.is_on
 
 
@@ -61,18 +61,18 @@ def test_member_that_was_waited_for_is_not_for_ten_times_as_long() -> None:
 
     hold_for(holds, A, 0.0, 5.0)
 
-    assert holds.note_fetching([A, B], 54.0) == {A}
-    assert holds.note_fetching([B], 56.0) == set()
-    assert holds.note_fetching([MemberId("a/2"), B], 56.0) == set()
+    assert holds.note_fetching({A: 1, B: 1}, 54.0) == {A}
+    assert holds.note_fetching({B: 1}, 56.0) == set()
+    assert holds.note_fetching({MemberId("a/2"): 1, B: 1}, 56.0) == set()
 
 
 def test_one_peer_takes_an_eleventh_of_the_time_of_a_run_at_most_whatever_it_does() -> None:
     holds, held, now = CommitHolds(floor_seconds=10.0), 0.0, 0.0
 
     while now < 100_000.0:
-        if not holds.note_fetching([A], now):
+        if not holds.note_fetching({A: 1}, now):
             held += 99.0
-            holds.note_fetching([], now + 99.0)  # just in time
+            holds.note_fetching({}, now + 99.0)  # just in time
             now += 98.0
         now += 1.0
 
@@ -81,11 +81,19 @@ def test_one_peer_takes_an_eleventh_of_the_time_of_a_run_at_most_whatever_it_doe
 
 def test_member_that_takes_too_long_rests_while_another_one_is_waited_for() -> None:
     holds = CommitHolds(floor_seconds=10.0)
-    assert not holds.note_fetching([A], 0.0)
-    assert not holds.note_fetching([A, B], 60.0)
+    assert not holds.note_fetching({A: 1}, 0.0)
+    assert not holds.note_fetching({A: 1, B: 1}, 60.0)
 
-    assert holds.note_fetching([A, B], 100.0) == {A}
+    assert holds.note_fetching({A: 1, B: 1}, 100.0) == {A}
     assert holds.is_on
     assert holds.count_seconds(B, 100.0) == 40.0
     assert holds.find_rest_seconds(PeerId("a"), 100.0) == 1000.0
     assert holds.find_rest_seconds(PeerId("b"), 100.0) == 0.0
+
+
+def test_member_without_a_byte_is_waited_for_three_floors() -> None:
+    holds = CommitHolds(floor_seconds=10.0)
+
+    assert not holds.note_fetching({A: 0, B: 0}, 0.0)
+    assert not holds.note_fetching({A: 0, B: 1}, 29.0)
+    assert holds.note_fetching({A: 0, B: 1}, 30.0) == {A}
