@@ -15,7 +15,7 @@ from ...protocol.errors import UnavailableError, UsageError
 from ...protocol.identity import Identity
 from ...protocol.net.clock import SystemClock
 from ...protocol.net.dht.internet import InternetNetwork
-from ...protocol.net.run_search import choose_run, search_runs
+from ...protocol.net.run_search import choose_run, fetch_records
 from ...protocol.runs.run_record import RunRecord
 from ..options.join_options import add_join_arguments, read_joining
 from ..options.shared_options import add_identity_argument
@@ -57,16 +57,19 @@ def run(options: argparse.Namespace) -> int:
     reporter = Reporter(Terminal(sys.stdout), Terminal(sys.stderr), options.json)
     with reporter.showing(lambda: "Fetching the weights"):
         with quitting_at_once(options.json), importing_much():
-            from .run_weights import fetch_run_weights
+            from .run_weights import fetch_run_weights, visit_swarm
 
         async def fetch() -> tuple[RunRecord, RunWeights]:
-            records = await search_runs(options.wanted, network, network.clock)
-            if not records:
-                raise UnavailableError(f"no peer of this swarm trains a run {options.wanted}")
-            record = choose_run(options.wanted, records, identity.peer_id)
-            return record, await fetch_run_weights(
-                record, identity, network, network.clock, reporter.warn
-            )
+            async with visit_swarm(network, identity) as presence:
+                found = await fetch_records(
+                    options.wanted, presence.transport, presence.directory, network.clock
+                )
+                if not found:
+                    raise UnavailableError(f"no peer of this swarm trains a run {options.wanted}")
+                record = choose_run(options.wanted, found, identity.peer_id)
+                return record, await fetch_run_weights(
+                    record, presence, network.clock, reporter.warn
+                )
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             record, fetched = runner.run(fetch())

@@ -6,8 +6,8 @@ import asyncio
 import math
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -53,10 +53,20 @@ class RunWeights:
     """The name of the model's class in transformers."""
 
 
+@asynccontextmanager
+async def visit_swarm(network: Network, identity: Identity) -> AsyncGenerator[Presence]:
+    """Join a swarm for a while, as one that serves nothing. Raises DirectoryError."""
+    transport, directory = await network.connect()
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(directory.close)
+        stack.push_async_callback(transport.close)
+        addresses = Addresses((), {})  # nobody can ask us anything
+        yield Presence(identity, transport, directory, (), addresses, stack)
+
+
 async def fetch_run_weights(
     record: RunRecord,
-    identity: Identity,
-    network: Network,
+    presence: Presence,
     clock: Clock,
     note: Note,
     silence_seconds: float = 10.0,
@@ -67,17 +77,13 @@ async def fetch_run_weights(
     RefusedError or UnavailableError.
     """
     layouts, architecture = await asyncio.to_thread(list_layouts, record.run)
-    own = MemberId(f"{identity.peer_id}/{secrets.token_hex(8)}")
-    transport, directory = await network.connect()
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(directory.close)
-        stack.push_async_callback(transport.close)
-        addresses = Addresses((), {})  # nobody can ask us anything
-        presence = Presence(identity, transport, directory, (), addresses, stack)
-        members = RemoteMembers(own, record, presence, clock, silence_seconds)
-        stack.push_async_callback(members.close)
+    own = MemberId(f"{presence.identity.peer_id}/{secrets.token_hex(8)}")
+    members = RemoteMembers(own, record, presence, clock, silence_seconds)
+    try:
         newest = partial(_ask_newest, members, own, record.run, len(layouts), clock)
         return await fetch_newest_weights(members, newest, layouts, architecture, note)
+    finally:
+        await members.close()
 
 
 async def fetch_newest_weights(

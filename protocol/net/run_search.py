@@ -98,19 +98,26 @@ async def search_runs(wanted: str, network: Network, clock: Clock) -> list[RunRe
     """
     transport, directory = await network.connect()
     try:
-        is_id = _RUN_ID.fullmatch(wanted) is not None
-        model_ids = [make_run_model_id(RunId(wanted))] if is_id else await directory.list_models()
-        turns = asyncio.Semaphore(_RUNS_AT_ONCE)
-
-        async def look(model_id: ModelId) -> RunRecord | None:
-            async with turns:
-                peers = await _list_peers(directory, model_id, None if is_id else wanted)
-                return await _fetch_first(model_id, peers, transport, clock)
-
-        found = await asyncio.gather(*map(look, model_ids))
+        return await fetch_records(wanted, transport, directory, clock)
     finally:
         await transport.close()
         await directory.close()
+
+
+async def fetch_records(
+    wanted: str, transport: Transport, directory: Directory, clock: Clock
+) -> list[RunRecord]:
+    """Return what `search_runs` does, over what is open already."""
+    is_id = _RUN_ID.fullmatch(wanted) is not None
+    model_ids = [make_run_model_id(RunId(wanted))] if is_id else await directory.list_models()
+    turns = asyncio.Semaphore(_RUNS_AT_ONCE)
+
+    async def look(model_id: ModelId) -> RunRecord | None:
+        async with turns:
+            peers = await _list_peers(directory, model_id, None if is_id else wanted)
+            return await _fetch_first(model_id, peers, transport, clock)
+
+    found = await asyncio.gather(*map(look, model_ids))
     records = [one for one in found if one is not None]
     return [one for one in records if wanted in (one.run_id, one.run.name)]
 

@@ -18,6 +18,7 @@ from shoal.cli.training.run_weights import (
     choose_decision,
     fetch_newest_weights,
     fetch_run_weights,
+    visit_swarm,
 )
 from shoal.peer.engine.training.span_state import StateLayout
 from shoal.peer.engine.training.whole_run import WholeRun
@@ -70,10 +71,10 @@ def digests(run: TrainingRun, folder: Path) -> list[str]:
 
 
 async def export(swarm: RunSwarm, notes: list[str] | None = None) -> RunWeights:
-    return await fetch_run_weights(
-        swarm.record, make_identity("exporter"), swarm.make_network("exporter"), VirtualClock(),
-        ([] if notes is None else notes).append,
-    )  # fmt: skip
+    network = swarm.make_network("exporter")
+    async with visit_swarm(network, make_identity("exporter")) as presence:
+        note = ([] if notes is None else notes).append
+        return await fetch_run_weights(swarm.record, presence, VirtualClock(), note)
 
 
 def test_all_stages_of_what_is_exported_are_of_one_update(
