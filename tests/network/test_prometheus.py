@@ -1,4 +1,7 @@
-"""Prometheus over a real swarm: every query of docker/ is answered. Needs Debian's `prometheus`."""
+"""Prometheus over a real swarm: queries of docker/ are answered, and its alerts fire.
+
+Needs Debian's `prometheus`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
-from container_files import DOCKER, list_alerts, list_panel_queries, name_metrics, read_yaml
+from container_files import list_alerts, list_panel_queries, name_metrics, read_yaml
 
 from shoal.peer.local_swarm.swarm import LocalSwarm
 
@@ -27,6 +30,8 @@ URL = "http://127.0.0.1:19090"
 OPTIONS = ("--metrics", "0")
 RARE = {"shoal_peer_refusals_total"}
 """Of queries that show nothing until something is refused."""
+
+FIRING = 'ALERTS{{alertname="{}",alertstate="firing"}}'
 
 pytestmark = [
     pytest.mark.network,
@@ -59,10 +64,14 @@ def monitoring(swarm: LocalSwarm, folder: Path) -> Iterator[str]:
 
 
 def write_config(folder: Path, peers: list[str], monitor: str) -> Path:
-    """Return the configuration in docker/ with the addresses of this swarm, and no waiting."""
+    """Write the configuration in docker/ with the addresses of this swarm, and no waiting."""
     config = read_yaml("prometheus/prometheus.yml")
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    config["rule_files"] = [str(DOCKER / "prometheus" / "alerts.yml")]
+    rules = read_yaml("prometheus/alerts.yml")
+    for group in rules["groups"]:
+        for rule in group["rules"]:
+            del rule["for"]
+    (folder / "alerts.yml").write_text(yaml.safe_dump(rules))
     targets = {"shoal-peers": peers, "shoal-monitor": [monitor]}
     for job in config["scrape_configs"]:
         job["static_configs"] = [{"targets": targets[job["job_name"]]}]
@@ -80,6 +89,11 @@ def ask(path: str, **parameters: str) -> Any:
 
 def query(expression: str) -> list[Any]:
     return ask("query", query=expression)["result"]
+
+
+def firing(*alerts: str) -> list[str]:
+    """Return those of some alerts that fire now."""
+    return [alert for alert in alerts if query(FIRING.format(alert))]
 
 
 def wait_for(expression: str) -> None:
@@ -116,6 +130,16 @@ def test_every_query_is_answered_over_a_swarm(tmp_path: Path) -> None:
         unknown = [name for name in metrics if not query(name)]
         rules = [rule for group in ask("rules")["groups"] for rule in group["rules"]]
 
+        calm = firing("ShoalModelDegraded", "ShoalModelFailing", "ShoalPeerDown")
+        swarm.peers[0].kill()
+        added[0].kill()
+        wait_for(FIRING.format("ShoalPeerDown"))
+        wait_for(FIRING.format("ShoalModelDegraded"))
+        added[1].kill()
+        wait_for(FIRING.format("ShoalCanaryFailing"))
+        wait_for(FIRING.format("ShoalModelFailing"))
+
+    assert not calm
     assert not [one for one in silent if not name_metrics(one) <= RARE]
     assert not unknown
     assert len(rules) == len(list_alerts())
