@@ -52,12 +52,17 @@ def read_blocks(page: Path) -> Iterator[Block]:
 
 
 def to_pattern(shown: str) -> re.Pattern[str]:
-    """Return what matches a shown output: `…` is anything in a line or, alone, any lines."""
-    lines = (
-        "(.*\n)*" if line == "…" else re.escape(line).replace("…", ".*") + "\n"
-        for line in shown.splitlines()
-    )
+    """Return what matches a shown output: `…` is anything in a line or, alone, any lines.
+
+    What stands there may be longer than on the page, and then a terminal breaks the line elsewhere.
+    """
+    lines = ("(.*\n)*" if line == "…" else _match_line(line) + "\n" for line in shown.splitlines())
     return re.compile("".join(lines))
+
+
+def _match_line(line: str) -> str:
+    escaped = re.escape(line)
+    return escaped.replace("\\ ", r"\s+").replace("…", ".*") if "…" in line else escaped
 
 
 _ERASE = "\x1b[K"
