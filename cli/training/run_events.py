@@ -50,7 +50,7 @@ class RunEventPrinter:
         elif event.name == "waiting_for":
             self._print(f"Waiting for {facts['what']}.")
         elif event.name == "put_aside":
-            self._print(f"Peer {facts['member']} was put aside: {facts['why']}.")
+            self._print(f"Peer …{str(facts['peer'])[-8:]} was put aside: {facts['why']}.")
         elif event.name == "replicas_differ":
             self._print(f"Stage {facts['stage']}, update {facts['update']}: {facts['why']}.")
         elif event.name == "too_slow":

@@ -284,7 +284,8 @@ class Leader:
         except FAILURES as error:
             _logger.info("%s does not tell what it has counted: %s", member, error)
             return None
-        self._heard_at[member] = self._clock.now()
+        if member in newest.roster:
+            self._heard_at[member] = self._clock.now()
         if told.number > newest.number:
             await self._decisions.send_newest(member)  # it answers with its own
         return MemberManifest(
@@ -346,7 +347,8 @@ class Leader:
 
     def _note_aside(self, aside: Aside) -> None:
         self._complaints.note_aside(aside, self._clock.now())
-        facts = {"member": aside.member, "others": list(aside.others), "why": aside.why}
+        others = [find_peer_id(one) for one in aside.others]
+        facts = {"peer": find_peer_id(aside.member), "others": others, "why": aside.why}
         self._report(PeerEvent("put_aside", facts))
         _logger.info("%s was put aside: %s", aside.member, aside.why)
 

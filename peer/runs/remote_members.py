@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ...protocol.errors import (
     RemoteProtocolError,
@@ -163,6 +163,12 @@ class RemoteMembers:
         else:
             await stream.close()
         return answer
+
+    async def forget_others(self, members: Collection[MemberId]) -> None:
+        """Hang up on all but these members: processes come and go, and anybody may have asked."""
+        others = [one for one in self._kept if one not in members]
+        for stream in [stream for one in others for stream in self._kept.pop(one)]:
+            await stream.close()
 
     async def close(self) -> None:
         """Hang up on everybody."""

@@ -285,6 +285,7 @@ class TrainingLoop:
                 self._num_asked = 0
                 decisions.changed.clear()
                 self._report_members(decisions)
+                await self._members.forget_others(decisions.newest.roster)
                 await self._catch_up(decisions)
                 if self._is_leaving and decisions.stage is not None:
                     is_last = len(decisions.list_members(decisions.stage)) == 1
@@ -437,7 +438,8 @@ class TrainingLoop:
                 "the same --threads and the same family of processors"
             )
         others = [one for one in failures if isinstance(one, OtherChainError)]
-        if others and (self._is_cut_off or len(failures) == len(peers)):
+        silent = [one for one in failures if isinstance(one, UnavailableError)]
+        if others and len(others) + len(silent) == len(peers):  # nobody knows of our chain
             raise UsageError(
                 f"{others[0]}; what this peer knows belongs to the beginning before, which has no "
                 "majority any more: start this peer again, and it joins the new one"

@@ -122,6 +122,11 @@ class Manifests:
         lacking = [stage for stage in range(self.num_stages) if stage not in held]
         if lacking:
             return f"a peer for stage {lacking[0]}"
+        able = {one for one, told in answering.items() if told.is_ready or told.is_applying}
+        held = {member.stage for member in decision.members if member.id in able}
+        lacking = [stage for stage in range(self.num_stages) if stage not in held]
+        if lacking and self.commit.update:
+            return f"a peer that has the state of stage {lacking[0]}"
         for one in sorted(self.last_ready):  # neither can be left out
             for other in self.last_ready.intersection(self.answering[one].unreachable):
                 names = f"…{find_peer_id(one)[-8:]} and …{find_peer_id(other)[-8:]}"
@@ -146,17 +151,20 @@ class Manifests:
         """Return the members that answer, and have the state that most of their stage have.
 
         One that is put aside is left out, too, and those that leave once their parts are counted by
-        nobody. A stage keeps its members where none answers: what they hold would be lost without
-        them.
+        nobody. A stage keeps its members where none that answers has its state, which would be lost
+        without them.
         """
         chosen: set[MemberId] = set()
         for stage in range(self.num_stages):
             holders = [one.id for one in self.decision.members if one.stage == stage]
             answering = [one for one in holders if one in self.answering]
             states = self._list_states(stage)
-            equal = find_equal(states) if states else set[MemberId]()
+            if not states:
+                chosen.update(holders)
+                continue
+            equal = find_equal(states)
             good = [one for one in answering if one in equal or one not in states]
-            chosen.update([one for one in good if one != aside] or good or holders)
+            chosen.update([one for one in good if one != aside] or good)
         idle = {member for member in self.leaving if not self.answering[member].parts}
         ready = {member for stage in self.ready for member in stage}
         members = [member for member in self.decision.members if member.id in chosen]

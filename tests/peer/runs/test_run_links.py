@@ -12,7 +12,7 @@ import pytest
 from run_swarm import RunSwarm, make_identity, run_in_swarm
 from training_runs import MODEL, open_run, train_alone
 
-from shoal.protocol.ids import MemberId, find_peer_id
+from shoal.protocol.ids import PeerId
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.runs import PartsCounted
 from shoal.protocol.runs.training_run import TrainingRun
@@ -65,14 +65,14 @@ def list_aside(swarm: RunSwarm) -> list[tuple[str, list[str]]]:
     aside: list[tuple[str, list[str]]] = []
     for _, event in swarm.events:
         if event.name == "put_aside":
-            member, *others = [
-                hosts[find_peer_id(each)]
+            peer, *others = [
+                hosts[each]
                 for each in [
-                    cast(MemberId, event.facts["member"]),
-                    *cast(list[MemberId], event.facts["others"]),
+                    cast(PeerId, event.facts["peer"]),
+                    *cast(list[PeerId], event.facts["others"]),
                 ]
             ]
-            aside.append((member, others))
+            aside.append((peer, others))
     return aside
 
 

@@ -15,7 +15,7 @@ from training_runs import MODEL, open_run, train_alone
 from shoal.peer.process.config import PeerEvent
 from shoal.peer.runs.training_loop import TrainingLoop
 from shoal.protocol.errors import UsageError
-from shoal.protocol.ids import MemberId
+from shoal.protocol.ids import MemberId, find_peer_id
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.runs import (
     PartPass,
@@ -478,7 +478,8 @@ def test_peer_that_sends_nan_is_put_aside_by_name(
         del swarm.falsify["peer3"]
         assert liar.decisions is not None
         named = [event for _, event in swarm.events if event.name == "put_aside"]
-        assert all(event.facts["member"] == liar.decisions.member_id for event in named)
+        peer_id = find_peer_id(liar.decisions.member_id)
+        assert all(event.facts["peer"] == peer_id for event in named)
         assert named
         assert accused == [(liar.decisions.member_id,)]
 

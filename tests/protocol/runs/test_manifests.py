@@ -46,6 +46,13 @@ def test_last_members_of_a_stage_are_kept() -> None:
     assert name_good(tell(a0=READY, b1=None, c0=READY, d1=None)) == ["a0", "b1", "c0", "d1"]
 
 
+def test_only_holder_of_a_state_is_kept_while_its_mate_downloads() -> None:
+    manifests = tell(a0=None, b0=FETCHING, c1=READY)
+
+    assert name_good(manifests) == ["a0", "b0", "c1"]
+    assert manifests.find_lacking() == "a peer that has the state of stage 0"
+
+
 def test_member_whose_state_differs_is_left_out_and_one_without_a_state_is_not() -> None:
     other = replace(READY, state=b"other")
 
@@ -92,7 +99,8 @@ def test_member_that_leaves_goes(
 
 
 def test_run_lacks_a_majority_or_a_stage() -> None:
-    assert tell(a0=READY, b1=FETCHING).find_lacking() is None
+    assert tell(a0=READY, b1=replace(FETCHING, is_applying=True)).find_lacking() is None
+    assert tell(a0=READY, b1=FETCHING).find_lacking() == "a peer that has the state of stage 1"
     assert tell(a0=READY, b0=READY, c1=None).find_lacking() == "a peer for stage 1"
     few = tell(a0=READY, b1=None, c0=None).find_lacking()
     assert few == "a majority: 1 of 3 peers answer"
