@@ -5,39 +5,41 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
 from ...peer.process.config import PeerConfig, PeerEvent, Report
-from ...protocol.errors import DirectoryError, UsageError
+from ...protocol.net.clock import Clock
 from ...protocol.net.dht.internet import InternetNetwork
-from ..operating.systemd_service import INSTALL, install_service, notify_systemd
+from ..operating.systemd_service import INSTALL, install_service
 from ..options.bundled_model import find_commit
-from ..options.join_options import describe_last_swarm, list_addresses_of_new, quote_swarm
-from ..options.serve_options import add_serve_arguments, make_configs, make_network
+from ..options.serve_options import add_serve_arguments, check_is_new, make_configs, make_network
 from ..terminal.heavy_imports import importing_much
-from ..terminal.interrupts import (
-    INTERRUPTED,
-    INTERRUPTED_FACTS,
-    quitting_at_once,
-    stop_on_sigterm,
-)
-from ..terminal.peer_events import EventPrinter, print_json
+from ..terminal.interrupts import INTERRUPTED, quitting_at_once, stop_on_sigterm
 from ..terminal.peer_status import showing_status
 from ..terminal.signalled import run_until_signalled
-from ..terminal.terminal import Terminal
+from ..training.serve_training import (
+    SideRun,
+    add_training_arguments,
+    check_training_options,
+    choosing_side_run,
+)
+from .serve_events import choose_report, print_interrupted
 
 if TYPE_CHECKING:
     from ...peer.operating.operation import Operation
+    from ...peer.peer import Peer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal serve`."""
     add_serve_arguments(parser)
+    add_training_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
     parser.add_argument(
         INSTALL, action="store_true",
@@ -49,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until asked to stop; return 0, or 130 if the peer was never online."""
+    check_training_options(options)
     if options.install_service:
         make_network(options)  # wrong options are told now
         make_configs(options)
@@ -56,15 +59,12 @@ def run(options: argparse.Namespace) -> int:
     with stop_on_sigterm():
         if _run(options):
             return 0
-    words = INTERRUPTED_FACTS if options.json else "Stopped before this peer was online."
-    Terminal(sys.stdout).print(words)
+    print_interrupted(options.json)
     return INTERRUPTED
 
 
 def _run(options: argparse.Namespace) -> bool:
-    way_in = quote_swarm(options.initial_peers, options.join)
-    report = print_json if options.json else EventPrinter(options.model, way_in)
-    report = notify_systemd(report)
+    report = choose_report(options)
     network = make_network(options)
     config, operator = make_configs(options)
     _show_losses_of_the_directory()
@@ -73,16 +73,18 @@ def _run(options: argparse.Namespace) -> bool:
         # Seconds of torch, before the loop is there.
         from ...peer import peer  # noqa: F401
         from ...peer.operating.operation import OperatingConfig, Operation
-    operating = OperatingConfig(options.metrics, operator)
-    with (
-        Operation.prepare(operating) as operation,
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
-        if addresses := list_addresses_of_new(options):
-            runner.run(_check_is_new(replace(network, initial_peers=addresses)))
-        if options.new_swarm and not options.join and options.listen != "127.0.0.1":  # --local
-            report = partial(_report_with_last_swarm, report)
-        run_peer = partial(_run_peer, config, network, operation, options.json)
+    with ExitStack() as stack:
+        side_run = None
+        if options.train is not None:
+            side_run = stack.enter_context(choosing_side_run(options, network, report))
+            if side_run is None:
+                return False
+            config = replace(config, run_bytes=side_run.num_bytes)
+        operating = OperatingConfig(options.metrics, operator)
+        operation = stack.enter_context(Operation.prepare(operating))
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
+        runner.run(check_is_new(options, network))
+        run_peer = partial(_run_peer, config, network, operation, options, side_run)
         return runner.run(run_until_signalled(run_peer, report, options.end_with_stdin))
 
 
@@ -93,36 +95,16 @@ def _show_losses_of_the_directory() -> None:
         logger.setLevel(logging.INFO)
 
 
-def _report_with_last_swarm(report: Report, event: PeerEvent) -> None:
-    """Report an event, and at the start where this machine was in a swarm within a day.
-
-    After a crash it may be an error to begin another one: peers of other machines stay behind.
-    """
-    report(event)
-    if event.name == "started" and (facts := describe_last_swarm()):
-        report(PeerEvent("last_swarm", facts))
-
-
-async def _check_is_new(network: InternetNetwork) -> None:
-    """Raise UsageError where somebody answers in a swarm that is to begin."""
-    try:
-        transport, directory = await network.connect()
-    except DirectoryError:
-        return
-    await transport.close()
-    await directory.close()
-    raise UsageError("the swarm of this code runs already: leave out --new-swarm to join it")
-
-
 async def _run_peer(
     config: PeerConfig,
     network: InternetNetwork,
     operation: Operation,
-    is_json: bool,
+    options: argparse.Namespace,
+    side_run: SideRun | None,
     stop: asyncio.Event,
     report: Report,
 ) -> None:
-    """Serve a span over the internet until `stop` is set."""
+    """Serve a span over the internet until `stop` is set, and train beside it if a run is given."""
     from ...peer.peer import Peer
 
     clock = network.clock
@@ -132,10 +114,38 @@ async def _run_peer(
         report(PeerEvent("got_through", {"host": host, "is_local": is_local}))
 
     network = replace(network, note_stranger=note_stranger)
-    async with (
-        Peer.join(config, network, clock, report) as peer,
-        operation.run(peer, clock, report) as read_figures,
-        showing_status(read_figures, is_json),
-    ):
+    async with AsyncExitStack() as stack:
+        identity = train = None
+        if side_run is not None:
+            identity, may_leave = side_run.identity, not options.end_with_stdin
+            train = await _open_run(stack, side_run, clock, stop, may_leave)
+        joining = Peer.join(config, network, clock, report, identity=identity)
+        peer = await stack.enter_async_context(joining)
+        read_figures = await stack.enter_async_context(operation.run(peer, clock, report))
+        read_run = side_run.read_progress if side_run else dict[str, Any]
+        showing = showing_status(read_figures, options.json, read_run)
+        await stack.enter_async_context(showing)
+        if train is not None:
+            await stack.enter_async_context(train(peer, report))
         await peer.serve(stop)
     report(PeerEvent("left"))
+
+
+async def _open_run(
+    stack: AsyncExitStack, side_run: SideRun, clock: Clock, stop: asyncio.Event, may_leave: bool
+) -> Callable[[Peer, Report], AbstractAsyncContextManager[None]]:
+    """Read what the run needs; return what trains in a peer that has joined, until `stop` is set.
+
+    `may_leave`: in good order, which takes the time of an update.
+    """
+    from ...peer.runs.run_peer import RunPeer, open_run, training_beside
+
+    opening = open_run(side_run.config, clock, is_beside=True)
+    opened = await stack.enter_async_context(opening)
+
+    def train(peer: Peer, report: Report) -> AbstractAsyncContextManager[None]:
+        report = side_run.pass_on(report)
+        joining = RunPeer.join_beside(opened, peer.handler, peer.presence, clock, report)
+        return training_beside(joining, stop, may_leave, report)
+
+    return train

@@ -1,15 +1,16 @@
 """The options of `shoal serve` that say what a peer serves, where, and how much of this machine."""
 
 import argparse
+from dataclasses import replace
 
 from ...peer.process.config import PeerConfig
-from ...protocol.errors import UsageError
+from ...protocol.errors import DirectoryError, UsageError
 from ...protocol.net.clock import SystemClock
 from ...protocol.net.dht.internet import InternetNetwork, Listening
 from ...protocol.spans import Span
 from .bundled_model import find_model
 from .config_file import add_config_argument
-from .join_options import add_join_arguments, choose_swarm
+from .join_options import add_join_arguments, choose_swarm, list_addresses_of_new
 from .listen_options import add_listen_arguments, choose_place
 from .operating_options import OperatorConfig, add_operating_arguments, read_operator_config
 from .quantities import (
@@ -146,3 +147,17 @@ def make_config(options: argparse.Namespace) -> PeerConfig:
         announce_period_seconds=options.announce_period,
         drain_seconds=options.drain,
     )
+
+
+async def check_is_new(options: argparse.Namespace, network: InternetNetwork) -> None:
+    """Raise UsageError where somebody answers in a swarm that is to begin."""
+    addresses = list_addresses_of_new(options)
+    if not addresses:
+        return
+    try:
+        transport, directory = await replace(network, initial_peers=addresses).connect()
+    except DirectoryError:
+        return
+    await transport.close()
+    await directory.close()
+    raise UsageError("the swarm of this code runs already: leave out --new-swarm to join it")

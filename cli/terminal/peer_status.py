@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 _SECONDS = 2.0
 _SECONDS_OF_EVENTS = 60.0
 
+ReadRun = Callable[[], dict[str, Any]]
+"""Returns `run`, how far the run has come in which the peer takes part, or nothing."""
+
 _WINDOW_SECONDS = 10.0
 """Over which tokens per second are counted, at least."""
 
@@ -92,6 +95,8 @@ def _list_parts(facts: dict[str, Any]) -> Iterator[str]:
     replicas = replicas or f"{facts['least_replicas']} peers or more at each"
     state = "" if facts["state"] == "online" else f" ({facts['state']})"
     yield f"blocks {facts['span']}{state}, {replicas}"
+    if run := facts.get("run"):
+        yield f"run {run['name']}: update {run['update']} of {run['num_updates']}"
     yield f"{count_of(facts['sessions'], 'session')}, {facts['sessions_served']:,} served"
     yield f"{facts['tokens_today']:,} tokens today, {facts['tokens_per_second']:.1f}/s"
     yield _write_bytes(facts["memory_bytes"])
@@ -103,7 +108,9 @@ def _write_bytes(number: int) -> str:
 
 
 @contextlib.asynccontextmanager
-async def showing_status(read: Callable[[], Figures], is_json: bool) -> AsyncGenerator[None]:
+async def showing_status(
+    read: Callable[[], Figures], is_json: bool, read_run: ReadRun
+) -> AsyncGenerator[None]:
     """Show the status until the end of the block; not where the output is for nobody."""
     terminal = Terminal(sys.stdout)
     if not is_json and not terminal.can_redraw:
@@ -111,21 +118,23 @@ async def showing_status(read: Callable[[], Figures], is_json: bool) -> AsyncGen
         return
     with StatusLine(terminal) as line:
         async with BackgroundTasks() as tasks:
-            tasks.begin(_keep_telling(read) if is_json else _keep_showing(read, line))
+            tasks.begin(
+                _keep_telling(read, read_run) if is_json else _keep_showing(read, read_run, line)
+            )
             yield
 
 
-async def _keep_showing(read: Callable[[], Figures], line: StatusLine) -> None:
+async def _keep_showing(read: Callable[[], Figures], read_run: ReadRun, line: StatusLine) -> None:
     status = PeerStatus()
     while True:
-        facts = status.update(read(), datetime.date.today(), time.monotonic())
+        facts = status.update(read(), datetime.date.today(), time.monotonic()) | read_run()
         line.show(write_status(facts, shutil.get_terminal_size().columns))
         await asyncio.sleep(_SECONDS)
 
 
-async def _keep_telling(read: Callable[[], Figures]) -> None:
+async def _keep_telling(read: Callable[[], Figures], read_run: ReadRun) -> None:
     status = PeerStatus()
     while True:
         await asyncio.sleep(_SECONDS_OF_EVENTS)
-        facts = status.update(read(), datetime.date.today(), time.monotonic())
+        facts = status.update(read(), datetime.date.today(), time.monotonic()) | read_run()
         print_json(PeerEvent("status", facts))

@@ -88,8 +88,13 @@ async def choose_record(
     return record
 
 
-def make_config(options: argparse.Namespace, record: RunRecord) -> RunPeerConfig:
-    """Import what trains, and return its settings. Raises UsageError where no stage fits."""
+def make_config(
+    options: argparse.Namespace, record: RunRecord, *, is_beside: bool = False
+) -> RunPeerConfig:
+    """Import what trains, and return its settings. Raises UsageError where no stage fits.
+
+    `is_beside`: beside what the process serves, whose threads are its own.
+    """
     check_stage(options, record.run)
     with quitting_at_once(options.json), importing_much():  # seconds of torch
         from torch import set_num_threads
@@ -101,7 +106,8 @@ def make_config(options: argparse.Namespace, record: RunRecord) -> RunPeerConfig
     plan = plan_run(record.run)
     stages = range(len(plan.stages)) if options.stage is None else (options.stage,)
     fitting = plan.list_fitting(stages, read_free_bytes())
-    set_num_threads(options.threads)  # of sums and digests too, not only of passes
+    if not is_beside:
+        set_num_threads(options.threads)  # of sums and digests too, not only of passes
     return RunPeerConfig(
         record,
         options.corpus or options.run_file.parent,

@@ -18,15 +18,15 @@ def choose_report(is_json: bool) -> Report:
 
 
 class RunEventPrinter:
-    """Prints what happens in a run for people."""
+    """Prints what happens in a run for people, and by `print_other` what else does."""
 
-    def __init__(self) -> None:
-        self._print_other = EventPrinter("", "")
+    def __init__(self, print_other: Report | None = None) -> None:
+        self._print_other = print_other or EventPrinter("", "")
         self._terminal = Terminal(sys.stdout)
 
     def __call__(self, event: PeerEvent) -> None:
         facts = event.facts
-        if event.name == "online":
+        if event.name in ("online", "training") and "run_id" in facts:
             self._print(f"Training run {facts['name']} of {facts['owner']},")
             self._print(f"id {facts['run_id']}", "")
             self._print(
@@ -59,6 +59,8 @@ class RunEventPrinter:
         elif event.name in ("member_joined", "member_left"):
             verb = event.name.partition("_")[2]
             self._print(f"Peer …{str(facts['peer'])[-8:]} {verb} stage {facts['stage']}.")
+        elif event.name == "training_stopped":
+            self._print(f"The run has stopped here: {facts['why']}")
         elif event.name == "leaving":
             self._print("Leaving after this update. Press Ctrl-C again to leave at once.")
         elif event.name not in ("update", "failed"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -96,7 +97,8 @@ def _train_together(options: argparse.Namespace) -> int:
                 facts = {"name": record.run.name, "owner": record.owner, "run_id": record.run_id}
                 report(PeerEvent("online", facts))
                 may_drain = not options.end_with_stdin  # nobody is there to hurry it
-                await peer.serve(_end(peer, options.out, losses, stop, may_drain, report))
+                finish = partial(_finish, peer, options.out, losses, report)
+                await peer.serve(peer.finish_or_leave(finish, stop, may_drain))
                 if peer.loop.failure is not None:
                     raise RefusedError(ErrorCode.BAD_VALUES, peer.loop.failure)
 
@@ -108,33 +110,6 @@ def _run(options: argparse.Namespace, work: RunPeerUntil) -> bool:
     report = choose_report(options.json)
     with stop_on_sigterm(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run_until_signalled(work, report, options.end_with_stdin))
-
-
-async def _end(
-    peer: RunPeer,
-    folder: Path | None,
-    losses: Mapping[int, float],
-    stop: asyncio.Event,
-    may_drain: bool,
-    report: Report,
-) -> None:
-    """Wait until the run is over and nobody needs us, and write its model; or leave at `stop`."""
-
-    async def leave() -> None:
-        await stop.wait()
-        if may_drain:
-            await peer.leave()
-
-    finishing = asyncio.create_task(_finish(peer, folder, losses, report))
-    ends = [finishing, asyncio.create_task(leave())]
-    try:
-        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for end in ends:
-            end.cancel()
-        await asyncio.wait(ends)
-    for end in done:
-        end.result()
 
 
 async def _finish(

@@ -17,6 +17,16 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         "--new-swarm", action="store_true",
         help="begin the run in a new swarm, which others join, and print its join code",
     )  # fmt: skip
+    add_join_arguments(parser, "join the swarm of the peer at this address", swarm)
+    add_member_arguments(parser)
+    add_listen_arguments(parser)
+    add_identity_argument(parser)
+    add_announce_period_argument(parser)
+    parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
+
+
+def add_member_arguments(parser: argparse._ActionsContainer) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Declare the options of whoever trains with others, maybe beside what it serves."""
     parser.add_argument(
         "--new-run", action="store_true",
         help="begin the run in the swarm that --join or --initial-peers names",
@@ -26,14 +36,10 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         help="let this peer take part in the run that begins here, beside its owner; may be "
         "repeated (default: whoever the swarm admits)",
     )  # fmt: skip
-    add_join_arguments(parser, "join the swarm of the peer at this address", swarm)
     parser.add_argument(
         "--stage", type=int, metavar="N",
         help="stage to hold, from 0 on (default: the one with the fewest peers)",
     )  # fmt: skip
-    add_listen_arguments(parser)
-    add_identity_argument(parser)
-    add_announce_period_argument(parser)
     parser.add_argument(
         "--silence", type=parse_non_negative, default=10.0, metavar="SECONDS",
         help="how long another peer may be silent before the run goes on without it (default: "
@@ -44,7 +50,6 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long to stay after the last update, as others may need the state (default: "
         "%(default)s)",
     )  # fmt: skip
-    parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
 
 
 def is_peer(options: argparse.Namespace) -> bool:

@@ -211,6 +211,8 @@ class HostedModel:
             "adapters (--adapter-memory)": self.adapter_bytes,
         }
         if self.numerics.device.read_free_bytes() is None:  # else they are not on the device
+            if self.config.run_bytes:
+                uses["a stage of the run (--train)"] = self.config.run_bytes
             uses["messages in transit (always)"] = self.message_bytes
             uses["announcements of others (always)"] = self.announcement_bytes
         return uses

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -17,6 +18,7 @@ from ..engine.compute_thread import ComputeCounts, ComputeThread
 from ..engine.engine import Engine
 from ..engine.loading.block_cache import open_block_cache
 from ..engine.loading.engine_loader import load_engine
+from ..engine.training.numerics import set_num_threads
 from ..process.config import PeerConfig
 from .hosted_model import RESERVE_BYTES, HostedModel
 from .throughput import Throughput, measure_between_work, measure_throughput
@@ -68,6 +70,7 @@ class SpanLoader:
         self.counts = ComputeCounts()
         """What is computed in all of the spans."""
         self._clock = clock
+        self._num_threads = model.config.num_threads or torch.get_num_threads()
 
     @classmethod
     def open(cls, config: PeerConfig, clock: Clock) -> SpanLoader:
@@ -89,6 +92,7 @@ class SpanLoader:
         compute = self.make_compute_thread(engine)
         compute.counts = self.counts
         async with compute:
+            await compute.call(partial(set_num_threads, self._num_threads))
             throughput = await self._measure(compute, engine, missing)
             work = sum(self.model.sizes.work[span.start : span.stop])
             now = self._clock.now()

@@ -65,6 +65,9 @@ class PeerConfig:
     """Memory for adapters uploaded by all clients together; 0: accept none; None: a sixteenth of
     free memory, 512 MiB at most."""
 
+    run_bytes: int = 0
+    """Memory that is left to a training run in which the peer takes part as well."""
+
     block_cache_bytes: int = 16 * 2**30
     """Disk space for quantized blocks in `~/.cache/shoal/blocks`, for all peers of a user together;
     0: quantize them again at each start."""

@@ -248,7 +248,7 @@ class RemoteMembers:
         async with AnswerTimeout(seconds, f"{name} did not answer in time"):
             stream = await dial_peer(self._presence.transport, clock, peer, seconds)
             try:
-                welcome, _ = await greet(stream, name, clock)
+                welcome, _ = await greet(stream, name, clock, model_id=self._record.model_id)
                 if welcome.peer_id != peer.peer_id:
                     raise UnavailableError(f"another peer answers for {name}")
                 hello = make_run_hello(

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+)
 from functools import partial
 from typing import Any, cast
 
+from ...protocol.errors import UsageError
 from ...protocol.identity import Identity
 from ...protocol.ids import MemberId
 from ...protocol.net.clock import Clock
@@ -66,12 +72,8 @@ class RunPeer:
         digest of what this machine computes; None: it is measured.
         """
         async with AsyncExitStack() as stack:
-            compute = compute or make_compute(stack.enter_context(ExitStack()))
-            watched = WatchedCompute(compute, clock, config.silence_seconds)
-            resources = await asyncio.to_thread(RunResources.open, config, watched)
-            if compute_class is None:
-                measure = partial(compute_class_digest, config.run, config.num_threads)
-                compute_class = cast(str, await compute(measure))
+            opening = open_run(config, clock, compute=compute, compute_class=compute_class)
+            resources, compute_class = await stack.enter_async_context(opening)
             joining = StreamHandler.join(network, identity or Identity.generate(), clock, report)
             handler, presence = await stack.enter_async_context(joining)
             incarnation = incarnation or secrets.token_hex(8)
@@ -81,6 +83,31 @@ class RunPeer:
             for listener in presence.listeners:
                 stack.push_async_callback(listener.close)
             handler.service = service
+            await peer.announcer.announce(PeerState.ONLINE)
+            yield peer
+
+    @classmethod
+    @asynccontextmanager
+    async def join_beside(
+        cls,
+        opened: tuple[RunResources, str],
+        handler: StreamHandler,
+        presence: Presence,
+        clock: Clock,
+        report: Report = ignore,
+    ) -> AsyncGenerator[RunPeer]:
+        """Take part in a run as a peer that has joined its swarm, and does other things as well.
+
+        `opened` is what `open_run` yields.
+        """
+        resources, compute_class = opened
+        record = resources.config.record
+        async with AsyncExitStack() as stack:
+            member_id = MemberId(f"{presence.identity.peer_id}/{secrets.token_hex(8)}")
+            loop = partial(TrainingLoop, member_id, resources, compute_class)
+            peer, service = cls._compose(stack, member_id, resources, loop, presence, clock, report)
+            handler.others[record.model_id] = service
+            stack.callback(handler.others.pop, record.model_id)
             await peer.announcer.announce(PeerState.ONLINE)
             yield peer
 
@@ -128,6 +155,26 @@ class RunPeer:
         self.loop.asked_at = self._clock.now()
         await self._wait_until_unasked(self.resources.config.linger_seconds, _EXPORT_SECONDS)
 
+    async def finish_or_leave(
+        self, finish: Callable[[], Coroutine[Any, Any, None]], stop: asyncio.Event, may_leave: bool
+    ) -> None:
+        """Finish; or, at `stop`, leave in good order where there is time for that."""
+
+        async def leave() -> None:
+            await stop.wait()
+            if may_leave:
+                await self.leave()
+
+        ends = [asyncio.create_task(finish()), asyncio.create_task(leave())]
+        try:
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for end in ends:
+                end.cancel()
+            await asyncio.wait(ends)
+        for end in done:
+            end.result()
+
     async def _wait_until_unasked(self, seconds: float, export_seconds: float) -> None:
         """Wait until members ask nothing for so long; finish exports for `export_seconds` only."""
         deadline = self._clock.now() + export_seconds
@@ -153,6 +200,74 @@ class RunPeer:
                 announcing.cancel()
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
+
+
+@asynccontextmanager
+async def training_beside(
+    joining: AbstractAsyncContextManager[RunPeer],
+    stop: asyncio.Event,
+    may_leave: bool,
+    report: Report,
+) -> AsyncGenerator[None]:
+    """Train until the run is over, or `stop` is set, in a process that does other things inside.
+
+    Reports `training`, and `trained` or why it has ended otherwise: `training_stopped`.
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_train_beside(joining, stop, may_leave, report))
+            yield
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+
+
+async def _train_beside(
+    joining: AbstractAsyncContextManager[RunPeer],
+    stop: asyncio.Event,
+    may_leave: bool,
+    report: Report,
+) -> None:
+    try:
+        async with joining as peer:
+            record, loop = peer.resources.config.record, peer.loop
+            facts = {"name": record.run.name, "owner": record.owner, "run_id": record.run_id}
+            report(PeerEvent("training", facts))
+
+            async def finish() -> None:
+                await loop.wait_until_over()
+                if loop.failure is None:
+                    report(PeerEvent("trained", {}))
+                await peer.linger()
+
+            await peer.serve(peer.finish_or_leave(finish, stop, may_leave))
+            why = loop.failure
+    except UsageError as error:
+        why = str(error)
+    if why is not None:
+        report(PeerEvent("training_stopped", {"why": why}))
+
+
+@asynccontextmanager
+async def open_run(
+    config: RunPeerConfig,
+    clock: Clock,
+    *,
+    compute: Compute | None = None,
+    compute_class: str | None = None,
+    is_beside: bool = False,
+) -> AsyncGenerator[tuple[RunResources, str]]:
+    """Read what the run needs, and measure what computes it where that is not given.
+
+    `is_beside`: the process serves as well. Raises UsageError, for a shard that is missing as well.
+    """
+    with ExitStack() as stack:
+        compute = compute or make_compute(stack, is_beside=is_beside)
+        watched = WatchedCompute(compute, clock, config.silence_seconds)
+        resources = await asyncio.to_thread(RunResources.open, config, watched)
+        if compute_class is None:
+            measure = partial(compute_class_digest, config.run, config.num_threads)
+            compute_class = cast(str, await compute(measure))
+        yield resources, compute_class
 
 
 def _note_progress(

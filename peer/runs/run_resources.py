@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,9 +142,12 @@ class RunResources:
         return cls(config, spans, architecture, shards, compute)
 
 
-def make_compute(stack: ExitStack) -> Compute:
-    """Return what runs functions on one thread, which ends with the stack."""
-    executor = ThreadPoolExecutor(1, "training")
+def make_compute(stack: ExitStack, *, is_beside: bool = False) -> Compute:
+    """Return what runs functions on one thread, which ends with the stack.
+
+    `is_beside`: beside what the process serves, which comes first.
+    """
+    executor = ThreadPoolExecutor(1, "training", _give_way if is_beside else None)
     stack.callback(executor.shutdown, wait=True, cancel_futures=True)
     loop = asyncio.get_running_loop()
 
@@ -149,3 +155,13 @@ def make_compute(stack: ExitStack) -> Compute:
         return loop.run_in_executor(executor, function)
 
     return compute
+
+
+def _give_way() -> None:
+    """Let the calling thread, and threads that it starts, compute in what time others leave.
+
+    Only on Linux do threads have a priority of their own; elsewhere nothing changes.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

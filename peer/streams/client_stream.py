@@ -133,10 +133,12 @@ class ClientStream:
         stream: Stream,
         accept: Sequence[Callable[[ClientStream], StreamWork]],
         register: Callable[[ClientStream], None],
+        first_frame: bytes | None = None,
     ) -> None:
         """`accept` makes what takes the messages. `register` is called before the first of them;
-        it raises RefusedError where there are too many streams.
+        it raises RefusedError where there are too many streams. `first_frame`: has come already.
         """
+        self._first_frame = first_frame
         self.offer: Offer | None = None
         """The other end offers the stream, of which nothing more is read here then."""
         self.version = 0
@@ -240,7 +242,9 @@ class ClientStream:
         """Take one frame, which nothing here holds on to; return whether to go on."""
         if self.answers.is_full:
             await self._wait_for_room()
-        frame = await self._stream.receive()
+        frame, self._first_frame = self._first_frame, None
+        if frame is None:
+            frame = await self._stream.receive()
         self._large_frame_until = 0.0
         if frame is None:
             return False

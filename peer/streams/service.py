@@ -11,10 +11,19 @@ import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol, Self
 
-from ...protocol.errors import ErrorCode, RefusedError, ShoalError, UnavailableError
+from ...protocol.errors import (
+    ErrorCode,
+    RefusedError,
+    RemoteProtocolError,
+    ShoalError,
+    UnavailableError,
+)
 from ...protocol.fair_share import BUSY_SECONDS, check_share
 from ...protocol.identity import Identity
+from ...protocol.ids import ModelId
+from ...protocol.messages.codec import decode_frame
 from ...protocol.messages.reverse_connections import Offer
+from ...protocol.messages.session import Hello
 from ...protocol.net.clock import Clock
 from ...protocol.net.network import Network, Presence, join_patiently
 from ...protocol.net.transport import Stream, refuse_large_frames
@@ -88,13 +97,14 @@ class Service:
         self._max_streams = max_streams
         self._changed = changed
 
-    async def serve(self, stream: Stream) -> Offer | None:
+    async def serve(self, stream: Stream, first_frame: bytes | None = None) -> Offer | None:
         """Serve one stream until it ends; frees everything that the stream opened.
 
-        Returns the offer where it did not end, but was offered: nobody serves it any more.
+        `first_frame` has come already. Returns the offer where it did not end, but was offered:
+        nobody serves it any more.
         """
         accept = [workload.accept for workload in self.workloads]
-        served = ClientStream(self.host, stream, accept, self._register)
+        served = ClientStream(self.host, stream, accept, self._register, first_frame)
         try:
             await served.run()
         finally:
@@ -174,6 +184,8 @@ class StreamHandler:
     def __init__(self) -> None:
         self.service: Service | None = None
         """Gets the streams that come; while it is None, they are refused."""
+        self.others: dict[ModelId, Service] = {}
+        """Get the streams whose Hello names their model, in place of `service`."""
         self.counts = ServiceCounts()
         """Counts over all services of the peer, which follow one another."""
 
@@ -211,19 +223,29 @@ class StreamHandler:
                     await stream.send(encode_refusal(None, 0, refusal, self.counts))
 
     async def _serve_or_park(self, stream: Stream) -> None:
-        service = self.service
-        if service is None:
+        service, hello = self.service, None
+        if service is None or self.others:
             stream.set_gate(refuse_large_frames)
             with contextlib.suppress(ShoalError, TimeoutError):
                 async with asyncio.timeout(_RETRY_SECONDS):
-                    await stream.receive()  # Hello: unread, it would take the answer with it
+                    hello = await stream.receive()  # unread, it would take the answer with it
+            service = self._find_service(hello)
+        if service is None:
             raise RefusedError(
                 ErrorCode.BUSY, "the peer serves no blocks at present", _RETRY_SECONDS
             )
-        offer = await service.serve(stream)
+        offer = await service.serve(stream, hello)
         if offer is None:
             return
         parked = service.host.parked
         del service
         assert parked is not None  # or it would not have been taken
         await parked.keep(offer, stream)
+
+    def _find_service(self, hello: bytes | None) -> Service | None:
+        """Return what a stream is for that begins so; what is no Hello gets its answer there."""
+        with contextlib.suppress(RemoteProtocolError):
+            message = None if hello is None else decode_frame(hello)
+            if isinstance(message, Hello):
+                return self.others.get(message.model_id, self.service)
+        return self.service

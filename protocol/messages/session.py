@@ -59,6 +59,14 @@ from .fields import (
     sized_or_none,
 )
 
+NO_MODEL_ID = ModelId("")
+
+
+def _check_model_id_or_none(value: str) -> None:
+    if value:
+        check_model_id(value)
+
+
 _HeaderPosition = Annotated[int, Header("position"), check_position]
 _HeaderTensor = Annotated[WireTensor, Header("tensor"), check_tensor]
 
@@ -68,7 +76,8 @@ class Hello(Message):
     """First message of the dialler: which protocol versions it speaks.
 
     Streams and sessions of one `client` are counted together; those without a name are counted
-    together for each address.
+    together for each address. `model_id` says what a peer is asked about that does several things;
+    empty: about the model of whose blocks it serves some.
     """
 
     min_version: Annotated[int, Body(1, "uint32")]
@@ -77,6 +86,7 @@ class Hello(Message):
     client: Annotated[
         ClientToken, Body(4, "bytes"), sized_or_none(CLIENT_TOKEN_BYTES, "a client's name")
     ] = NO_CLIENT
+    model_id: Annotated[ModelId, Body(5, "string"), _check_model_id_or_none] = NO_MODEL_ID
 
 
 @message(2)

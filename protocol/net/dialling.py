@@ -15,7 +15,7 @@ from ..errors import (
 from ..ids import NO_CLIENT, ClientToken, ModelId, PeerId
 from ..messages.codec import check_kind, encode_frame, read_answer
 from ..messages.fields import Message
-from ..messages.session import Hello, Welcome
+from ..messages.session import NO_MODEL_ID, Hello, Welcome
 from ..records.announcements import Announcement
 from ..spans import Span
 from .addresses import list_own_interfaces
@@ -132,14 +132,19 @@ async def dial(
 
 
 async def greet(
-    stream: Stream, name: str, clock: Clock, client: ClientToken = NO_CLIENT, *more: Message
+    stream: Stream,
+    name: str,
+    clock: Clock,
+    client: ClientToken = NO_CLIENT,
+    *more: Message,
+    model_id: ModelId = NO_MODEL_ID,
 ) -> tuple[Welcome, float]:
     """Say Hello (and `more` right behind it); return the Welcome and the round-trip seconds.
 
     Raises RefusedError when the versions do not fit, RemoteProtocolError for any other answer.
     """
     asked_at = clock.now()
-    hello = Hello(versions.MIN_VERSION, versions.MAX_VERSION, versions.SOFTWARE, client)
+    hello = Hello(versions.MIN_VERSION, versions.MAX_VERSION, versions.SOFTWARE, client, model_id)
     await stream.send(encode_frame(hello))
     for message in more:
         await stream.send(encode_frame(message))
@@ -172,18 +177,21 @@ async def open_greeted(
     timeout_seconds: float,
     client: ClientToken = NO_CLIENT,
     *more: Message,
+    names_model: bool = False,
 ) -> tuple[Stream, float]:
     """Dial a peer that serves a span, say Hello (`more` right behind it), and check who answers.
 
-    Returns the stream and the round-trip seconds. Raises SilentError when all that takes longer
-    than `timeout_seconds`, and what `dial`, `greet` and `check_welcome` do; nothing is left open
-    then.
+    `names_model`: ask for what the peer announced of this model, beside which it may do other
+    things. Returns the stream and the round-trip seconds. Raises SilentError when all that takes
+    longer than `timeout_seconds`, and what `dial`, `greet` and `check_welcome` do; nothing is left
+    open then.
     """
     name = f"peer …{peer.peer_id[-6:]} (blocks {span})"
+    wanted = peer.model_id if names_model else NO_MODEL_ID
     async with AnswerTimeout(timeout_seconds, f"{name} did not answer in time"):
         stream = await dial_peer(transport, clock, peer, timeout_seconds)
         try:
-            welcome, rtt_seconds = await greet(stream, name, clock, client, *more)
+            welcome, rtt_seconds = await greet(stream, name, clock, client, *more, model_id=wanted)
             check_welcome(welcome, peer.peer_id, span, peer.model_id)
         except BaseException:
             await stream.close()

@@ -154,7 +154,9 @@ async def _fetch_first(
 
 async def _fetch_record(peer: Announcement, transport: Transport, clock: Clock) -> RunRecord:
     name = f"peer …{peer.peer_id[-6:]}"
-    stream, _ = await open_greeted(transport, clock, peer, peer.span, _PEER_SECONDS)
+    stream, _ = await open_greeted(
+        transport, clock, peer, peer.span, _PEER_SECONDS, names_model=True
+    )
     try:
         async with AnswerTimeout(_PEER_SECONDS, f"{name} did not answer in time"):
             question = SessionId(secrets.token_bytes(SESSION_ID_BYTES))

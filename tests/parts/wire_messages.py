@@ -209,6 +209,7 @@ HONEST: list[Message] = [
     Hello(1, 7, "shoal 0.1.0"),
     Hello(U32, U32, TEXT),
     Hello(1, 1, "shoal 0.1.0", ClientToken(b"a client's name!")),
+    Hello(1, 1, "shoal 0.1.0", model_id=ModelId("a" * 32)),
     WELCOME,
     Welcome(U32, TEXT, PeerId(TEXT), ModelId("f" * 32), Span(4095, limits.MAX_BLOCKS), 0.0),
     OPEN,

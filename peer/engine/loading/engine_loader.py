@@ -18,6 +18,7 @@ from ..cache.kv_cache import KVCachePool
 from ..devices.cuda_device import choose_device
 from ..devices.device import Device, Numerics
 from ..engine import Engine
+from ..training.numerics import set_num_threads
 from .block_cache import BlockCache
 from .loader import ReportProgress, load_span
 
@@ -48,7 +49,7 @@ def load_engine(
     were quantized before; `kept` are blocks of another engine that need not be loaded, by index.
     """
     if num_threads is not None:
-        torch.set_num_threads(num_threads)
+        set_num_threads(num_threads)
     spec = read_spec(checkpoint.config)
     numerics = Numerics(weights, choose_device(device) if isinstance(device, str) else device)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,9 @@ from torch import Tensor
 
 _SETTINGS: Any = torch.utils.deterministic
 """Whose attribute torch declares in a way that type checkers do not see."""
+
+_changing_settings = threading.RLock()
+"""Torch's settings belong to the process: whoever trains keeps others from changing them."""
 
 _NUMBERS_AT_ONCE = 2**14
 """Sums of so many numbers are never divided among threads, which would round them otherwise."""
@@ -25,6 +29,15 @@ def describe_machine(num_threads: int) -> str:
     return f"torch {torch.__version__}, {capability}, {threads}"
 
 
+def set_num_threads(num_threads: int) -> None:
+    """Set torch's threads for the calling thread; waits while another one computes alike.
+
+    A thread that does not say it may have the number of whichever thread set it last.
+    """
+    with _changing_settings:
+        torch.set_num_threads(num_threads)
+
+
 @contextmanager
 def computing_alike(num_threads: int) -> Iterator[None]:
     """Compute with so many threads, and with kernels of torch that have one result for them.
@@ -32,18 +45,19 @@ def computing_alike(num_threads: int) -> Iterator[None]:
     Some sums are divided among threads, so their number decides how these round (LayerNorm's
     gradients). Others are added in the order in which threads come (those of some experts).
     """
-    threads_before = torch.get_num_threads()
-    was_deterministic = torch.are_deterministic_algorithms_enabled()
-    filled_before = _SETTINGS.fill_uninitialized_memory
-    torch.set_num_threads(num_threads)
-    torch.use_deterministic_algorithms(True)
-    _SETTINGS.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads_before)
-        torch.use_deterministic_algorithms(was_deterministic)
-        _SETTINGS.fill_uninitialized_memory = filled_before
+    with _changing_settings:
+        threads_before = torch.get_num_threads()
+        was_deterministic = torch.are_deterministic_algorithms_enabled()
+        filled_before = _SETTINGS.fill_uninitialized_memory
+        torch.set_num_threads(num_threads)
+        torch.use_deterministic_algorithms(True)
+        _SETTINGS.fill_uninitialized_memory = False
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads_before)
+            torch.use_deterministic_algorithms(was_deterministic)
+            _SETTINGS.fill_uninitialized_memory = filled_before
 
 
 def sum_squares(tensor: Tensor) -> float:

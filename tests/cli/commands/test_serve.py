@@ -12,7 +12,7 @@ import pytest
 from announcements import identity_of
 from screens import Screen
 
-from shoal.cli.commands.serve import _report_with_last_swarm
+from shoal.cli.commands.serve_events import report_with_last_swarm
 from shoal.cli.main import _parse
 from shoal.cli.options.serve_options import make_config, make_network
 from shoal.cli.terminal.peer_events import EventPrinter, print_for_people
@@ -253,7 +253,7 @@ def test_new_swarm_says_how_to_go_back_to_the_one_of_the_last_day(
 
     events: list[PeerEvent] = []
     for name in ("started", "directory"):
-        _report_with_last_swarm(events.append, PeerEvent(name))
+        report_with_last_swarm(events.append, PeerEvent(name))
     for event in events[1:-1]:
         print_for_people(event)
 

@@ -19,7 +19,8 @@ from shoal.protocol.net.transport import Listener, Stream
 class EchoService:
     """Sends back what it hears."""
 
-    async def serve(self, stream: Stream) -> None:
+    async def serve(self, stream: Stream, first_frame: bytes | None = None) -> None:
+        assert first_frame is None
         while (frame := await stream.receive()) is not None:
             await stream.send(frame)
 

@@ -164,6 +164,7 @@ def test_tensor_may_be_given_as_a_view_of_numbers() -> None:
 # ---- what does not fit: our own fault
 
 DISHONEST: list[Message] = [
+    Hello(1, 1, "", model_id=ModelId("a" * 31)),
     replace(STEP, session=SessionId(bytes(16))),
     replace(STEP, session=SessionId(bytes(range(15)))),
     replace(STEP, session=SessionId(bytes(range(17)))),
