@@ -15,9 +15,10 @@ import pytest
 import torch
 import warm_python
 from training_runs import VOCABULARY, train_alone, write_run
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shoal.cli.main import main
+from shoal.cli.options.bundled_model import find_model
 from shoal.cli.training.run_file import load_run
 from shoal.models.token_shards import TokenShards
 from shoal.peer.engine.training.span_state import digest_tensors
@@ -30,16 +31,14 @@ LONELY = "Could not renew the announcement, trying again: no node of the directo
 NUM_UPDATES = 30
 
 
-class TrainingPeer:
-    """A `shoal train` process. Ends with the stack."""
+class RunProcess:
+    """A process that takes part in a run. Ends with the stack."""
 
-    def __init__(self, stack: ExitStack, run: Path | str, stage: int, *more: str) -> None:
-        command = [sys.executable, "-P", "-m", "shoal.cli", "train", str(run), "--json"]
-        command += ["--local", "--stage", str(stage), "--announce-period", "1", "--linger", "60"]
+    def __init__(self, stack: ExitStack, *words: str) -> None:
+        command = [sys.executable, "-P", "-m", "shoal.cli", *words, "--json", "--local"]
+        command += ["--announce-period", "1", "--linger", "60"]
         self.process: Any = stack.enter_context(
-            warm_python.Popen(
-                [*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
+            warm_python.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
         stack.callback(self.process.kill)
 
@@ -50,6 +49,22 @@ class TrainingPeer:
             if event["event"] == name and event.items() >= facts.items():
                 return event
         raise AssertionError(f"no {name}: {self.process.stderr.read()}")
+
+
+class TrainingPeer(RunProcess):
+    """A `shoal train` process."""
+
+    def __init__(self, stack: ExitStack, run: Path | str, stage: int, *more: str) -> None:
+        super().__init__(stack, "train", str(run), "--stage", str(stage), *more)
+
+
+class SideTrainingPeer(RunProcess):
+    """A `shoal serve` process that trains as well."""
+
+    def __init__(self, stack: ExitStack, blocks: str, run: str, *more: str) -> None:
+        words = ["serve", "shoal-stories", "--blocks", blocks, "--weights", "fp32"]
+        words += ["--kv-memory", "64M", "--training-memory", "0", "--no-operator"]
+        super().__init__(stack, *words, "--train", run, *more)
 
 
 def list_identities(folder: Path, *names: str) -> dict[str, tuple[str, str]]:
@@ -109,6 +124,40 @@ def test_run_goes_on_after_a_kill_and_a_leave_and_comes_to_the_weights_of_one_pr
         weights = {name: weight.detach() for name, weight in model.named_parameters()}
         assert digest_tensors(weights) == trained["digest"]
     assert model.generate(torch.tensor([[1]]), max_new_tokens=3, do_sample=False).shape == (1, 4)
+
+
+def test_peers_that_serve_train_a_run_as_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file = write_run(tmp_path, num_updates=NUM_UPDATES)
+    prompt = "Once upon a time"
+    with ExitStack() as stack:
+        founder = SideTrainingPeer(stack, "0:4", str(run_file), "--new-swarm", "--stage", "0")
+        (code,) = founder.wait_for("directory")["join_codes"].values()
+        join = ("--join", code)
+        other = SideTrainingPeer(stack, "4:8", "test", *join, "--corpus", str(tmp_path))
+        founder.wait_for("update", update=1)
+        words = ["generate", "shoal-stories", prompt, *join, "--max-new-tokens", "8"]
+        assert main([*words, "--json"]) == 0
+        text = json.loads(capsys.readouterr().out.splitlines()[-1])["text"]
+        for peer in (founder, other):
+            peer.wait_for("trained")
+        assert main(["export", "test", str(tmp_path / "out"), *join, "--json"]) == 0
+        (exported,) = map(json.loads, capsys.readouterr().out.splitlines())
+        for peer in (founder, other):
+            peer.process.terminate()
+        for peer in (founder, other):
+            _, errors = peer.process.communicate()
+            assert peer.process.returncode == 0, errors
+
+    model: Any = AutoModelForCausalLM.from_pretrained(find_model(), dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(find_model())
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
+    assert text == tokenizer.decode(expected)
+    run = load_run(run_file)
+    alone = train_alone(run, TokenShards.open(run.corpus, tmp_path, VOCABULARY))
+    assert (exported["update"], exported["digest"]) == (NUM_UPDATES, alone)
 
 
 def test_run_that_fails_ends_with_exit_code_1(

@@ -13,7 +13,7 @@ from announcements import identity_of
 from screens import Screen
 
 from shoal.cli.commands.serve_events import report_with_last_swarm
-from shoal.cli.main import _parse
+from shoal.cli.main import _parse, main
 from shoal.cli.options.serve_options import make_config, make_network
 from shoal.cli.terminal.peer_events import EventPrinter, print_for_people
 from shoal.peer.process.config import PeerConfig, PeerEvent
@@ -52,6 +52,26 @@ def test_options_that_contradict_each_other_are_refused(
         make_network(_parse(["serve", "m", "--new-swarm", *words]))
 
     assert said in f"{refusal.value} {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--corpus", "."], "--corpus is of a training run: name the run with --train"),
+        (["--new-run"], "--new-run is of a training run"),
+        (["--train", "stories", "--device", "auto"], "serves with --device cpu"),
+        (["--train", "stories"], "give --corpus FOLDER"),
+        (["--train", "stories.toml"], "cannot read stories.toml: No such file"),
+    ],
+)
+def test_options_of_a_run_that_do_not_fit_are_told_before_joining(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"/ip4/127.0.0.1/tcp/4001/p2p/{Identity(bytes(32)).peer_id}"
+
+    assert main(["serve", "shoal-stories", "--initial-peers", address, *words]) == 2
+
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

@@ -114,3 +114,11 @@ def test_nothing_is_drawn_where_no_line_can_be_drawn_over(text: str) -> None:
         terminal.print("An event.")
 
     assert screen.text == "An event.\n"
+
+
+def test_status_tells_how_far_the_run_has_come() -> None:
+    run = {"name": "stories", "update": 3, "num_updates": 30, "loss": 4.5}
+
+    text = write_status(PeerStatus().update(make_figures(), TODAY, 0.0) | {"run": run}, 200)
+
+    assert "| run stories: update 3 of 30 |" in text

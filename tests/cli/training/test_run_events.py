@@ -41,3 +41,19 @@ def test_table_has_speed_and_the_peers_of_each_stage(capsys: pytest.CaptureFixtu
         "Peer …oaXkuthG joined stage 1.",
         "Peer …oaXkuthG is too slow for stage 1: 120 of 360 MB were there.",
     ]
+
+
+def test_events_of_a_run_beside_a_model_are_told_like_those_of_a_run_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    others = list[str]()
+
+    print_event = RunEventPrinter(lambda event: others.append(event.name))
+    print_event(PeerEvent("training", {"name": "stories", "owner": "12D3", "run_id": "993747e6"}))
+    print_event(PeerEvent("online", {"span": "0:4"}))
+    print_event(PeerEvent("training_stopped", {"why": "another machine"}))
+
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Training run stories of 12D3,"
+    assert lines[-1] == "The run has stopped here: another machine"
+    assert others == ["online"]
