@@ -58,7 +58,7 @@ class Peer:
     lag: LoopLag
     loop: ServingLoop
     presence: Presence
-    """With the swarm's directory, for what else the peer does beside its model."""
+    """Renewed while it is announced; for what else the peer does beside its model."""
     _placer: Placer
     _tasks: BackgroundTasks
 
@@ -109,7 +109,7 @@ class Peer:
         rng = random.Random(identity.derive_secret("shoal random numbers"))
         directory = _make_directory(presence, loader, clock)
         stack.push_async_callback(directory.stop)
-        joined, presence = presence, replace(presence, directory=directory)
+        presence = replace(presence, directory=directory)
         lag = LoopLag(clock)
         connections = Connections.make(
             identity, presence, model.model_id, handler.serve, clock, period_seconds, rng
@@ -149,7 +149,9 @@ class Peer:
         )
         placed = PlacedModel(model.model_id, model.sizes.work, model.find_room())
         placer = Placer(placed, presence, announcer, description, clock, rng)
-        return cls(config, announcer, handler, loader, directory, lag, loop, joined, placer, tasks)
+        return cls(
+            config, announcer, handler, loader, directory, lag, loop, presence, placer, tasks
+        )
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Serve the configured span, or those that the swarm needs, until `stop` is set.

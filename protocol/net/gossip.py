@@ -99,7 +99,7 @@ class _Shared:
 class GossipDirectory:
     """The directory of one process and one model, and the peers that it has found.
 
-    Implements Directory.
+    Implements Directory: for other models, it is the directory below.
     """
 
     def __init__(
@@ -147,6 +147,9 @@ class GossipDirectory:
         Others are told of a new state at once, see `run`.
         """
         own = self.records.add_own(record, self._clock.wall()).announcement
+        if own.model_id != self._model_id:
+            await self._directory.announce(record)
+            return
         if own.state is not self._announced:
             self._announced = own.state
             self._has_changed.set()
@@ -167,7 +170,8 @@ class GossipDirectory:
 
         The first that tells anything is enough, and what others wait for already.
         """
-        assert model_id == self._model_id
+        if model_id != self._model_id:
+            return await self._directory.lookup(model_id, max_age_seconds)
         is_alone = all(map(self.records.is_own, self._list_current()))
         if is_alone or self._clock.now() - self._read_at > max_age_seconds:
             reading = self._reading.begin()

@@ -284,3 +284,17 @@ def test_span_whose_steps_find_no_memory_cannot_be_loaded_and_leaves_its_own(
         assert [engine() for engine in engines] == [None]
 
     run(directory, test, SmallDevice(FullCapturer()))
+
+
+def test_memory_of_a_run_beside_is_left_to_it(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = PeerConfig(str(directory), Span(0, 1), kv_budget_bytes=2**24, pass_bytes=0)
+    config = replace(config, adapter_bytes=0)
+    alone = HostedModel.open(config)
+    uses = alone.message_bytes + alone.announcement_bytes + 2**24 + 2**20
+    monkeypatch.setattr(hosted_model, "read_free_bytes", lambda: uses)
+    HostedModel.open(config)
+
+    with pytest.raises(UsageError, match=r"1 for a stage of the run \(--train\)"):
+        HostedModel.open(replace(config, run_bytes=2**20))

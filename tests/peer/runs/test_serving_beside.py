@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import training_runs
 from memory_swarm import MODEL_ID, MemorySwarm, SceneLoader
@@ -26,7 +30,7 @@ from virtual_time import VirtualClock, run_virtual
 from shoal.peer.engine.training.span_state import digest_tensors
 from shoal.peer.process.config import PeerConfig
 from shoal.peer.runs.run_peer import RunPeer, open_run
-from shoal.peer.runs.run_resources import RunPeerConfig
+from shoal.peer.runs.run_resources import RunPeerConfig, make_compute
 from shoal.protocol.messages.session import Opened, Welcome
 from shoal.protocol.net.memory.loopback import LoopbackTransport
 from shoal.protocol.runs.run_record import sign_run
@@ -89,3 +93,14 @@ def test_peers_serve_steps_while_they_train_exactly(engine: Any, tmp_path: Path)
             return digest_tensors(weights)
 
     assert run_virtual(scene()) == training_runs.train_alone(run, shards)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+async def test_thread_that_trains_beside_a_model_has_the_lowest_priority() -> None:
+    def read_priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    with ExitStack() as stack:
+        beside, alone = make_compute(stack, is_beside=True), make_compute(stack)
+        assert await beside(read_priority) == 19
+        assert await alone(read_priority) == read_priority()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 from training_runs import MODEL, describe_run, open_run
 
+from shoal.peer.engine.training.numerics import computing_alike, set_num_threads
 from shoal.peer.engine.training.numerics_class import compute_class_digest
 from shoal.peer.engine.training.span_state import digest_tensors
 from shoal.peer.engine.training.trainable_span import TrainableSpan
@@ -83,3 +85,24 @@ def test_class_digest_is_that_of_any_model_however_small() -> None:
     }
 
     assert len(digests) == 3
+
+
+def test_no_other_thread_changes_the_settings_of_one_that_trains() -> None:
+    begun, is_set = threading.Event(), threading.Event()
+    before = torch.get_num_threads()
+
+    def serve() -> None:
+        begun.set()
+        set_num_threads(3)
+        is_set.set()
+
+    thread = threading.Thread(target=serve)
+    with computing_alike(2):
+        thread.start()
+        begun.wait()
+        was_set = is_set.wait(0.05)
+    thread.join()
+    set_num_threads(before)
+
+    assert not was_set
+    assert is_set.is_set()
