@@ -37,6 +37,7 @@ from ...protocol.runs.manifests import (
     Complaints,
     Manifests,
     MemberManifest,
+    choose_aside,
     choose_without_leaving,
 )
 from ...protocol.runs.update_parts import (
@@ -303,7 +304,7 @@ class Leader:
         decision = self._decisions.newest
         if manifests.decision is not decision:
             return True  # decided meanwhile
-        aside = self._complaints.choose_aside(manifests)
+        aside = choose_aside(manifests)
         members = manifests.choose_members(aside.member if aside else None)
         members = self._let_in(manifests, members)
         if members == list(decision.members):

@@ -15,14 +15,17 @@ from functools import partial
 
 from torch import Tensor
 
-from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
+from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, ShoalError
 from ...protocol.ids import MemberId
 from ...protocol.messages.runs import Reduction, SumFetch, SumGroup
 from ...protocol.runs.training_run import Mode
 from ..engine.training.trainable_span import TrainableSpan
 from .gradient_vectors import ExactVector, GradientVector, Int8Vector, find_slice
-from .questions import Members, make_question_id
+from .questions import FAILURES, Members, make_question_id
 from .run_resources import Compute
+
+_CROSSING_SECONDS = 1.0
+"""How much later than a mate, which refuses the one before, we may get the order of an attempt."""
 
 Residuals = Mapping[SumGroup, Tensor]
 """What rounding left out of the last update's gradients, in int8 mode."""
@@ -89,13 +92,21 @@ class Reducing:
         members, size = self._mates[group], vector.numbers.numel()
         mates = [member for member in members if member != self._member_id]
         start, stop = find_slice(members, self._member_id, size)
-        failure: UnavailableError | None = None
+        failure: ShoalError | None = None
         for mate in mates:
             try:
                 await self._fetch(mate, group, False, start, stop)
-            except UnavailableError as error:
-                # It waits for nobody else when it is asked for these: it, or the link, is at fault.
-                self.read_from[mate], failure = False, error
+            except FAILURES as error:
+                if isinstance(error, RefusedError):
+                    await asyncio.sleep(_CROSSING_SECONDS)
+                if self._summed[group].done():
+                    raise  # we are given up here, too
+                # It waits for none of its mates when it is asked for these, only for its turn to
+                # compute: it, or the link, is at fault. The others are asked, too: one that fails
+                # at all of them is at fault itself.
+                failure = failure or error
+                if mate not in self.accused:
+                    self.read_from[mate] = False
             else:
                 self.read_from.setdefault(mate, True)
         if failure is not None:

@@ -27,6 +27,7 @@ from ...protocol.messages.runs import (
     RunWelcome,
     StateFetch,
     StateFollows,
+    SumFetch,
     Sums,
     cut_bytes,
     make_run_hello,
@@ -102,7 +103,7 @@ class RemoteMembers:
     ) -> MemberAnswer:
         """See Members.ask."""
         silences = _count_silences(question)
-        if isinstance(question, StateFetch):
+        if isinstance(question, StateFetch | SumFetch):
             silences += -(-most_bytes // PIECE_BYTES)  # each piece may take that long
         kind, floor_seconds = type(question).__name__, silences * self._silence_seconds
         times = self._times.setdefault((kind, silences), UsualTimes(floor_seconds))

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -239,6 +239,11 @@ class Stage:
             self.fetched_bytes = self.state_bytes = 0
         self._residuals = {}
         await self._begin_update(fetched.digest)
+
+    def forget_others(self, members: Collection[MemberId]) -> None:
+        """Forget how reading from all but these members failed: one that comes back is tried."""
+        for gone in self._failed_reads.keys() - members:
+            del self._failed_reads[gone]
 
     async def close(self) -> None:
         """End what is under way."""

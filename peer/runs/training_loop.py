@@ -286,6 +286,8 @@ class TrainingLoop:
                 decisions.changed.clear()
                 self._report_members(decisions)
                 await self._members.forget_others(decisions.newest.roster)
+                if self.stage is not None:
+                    self.stage.forget_others(decisions.newest.roster)
                 await self._catch_up(decisions)
                 if self._is_leaving and decisions.stage is not None:
                     is_last = len(decisions.list_members(decisions.stage)) == 1

@@ -235,8 +235,8 @@ class Aside:
     others: tuple[MemberId, ...]
     """Those that complain about it, or that it complains about."""
     why: str
-    is_unreachable: bool
-    """Whether that is for a link, which will not be back soon."""
+    has_to_rest: bool
+    """Whether it may not come back at once: that is for a link, which will not be back soon."""
 
 
 class _Complaint(NamedTuple):
@@ -246,84 +246,36 @@ class _Complaint(NamedTuple):
     """Of numbers that no honest member sends; False: their sender could not be read from."""
 
 
-class Complaints:
-    """Who has complained about whom while one leads; owned by the leader.
+def choose_aside(manifests: Manifests) -> Aside | None:
+    """Return a member that has to go, by what ready members complain about each other.
 
     Who complains is no better a witness than the other: of two that cannot read from each other,
     either may be the one without a network, and one that accuses may lie. So a complaint counts for
-    both, and the one with complaints of and about most others goes. A liar that names one mate
-    after the other is the next to go behind the first.
+    both, and the one with complaints of and about most others goes; of equal ones the accused, else
+    the later one. None: nobody complains, or the one that would go is the last ready one of its
+    stage. One without a link leaves in place of the other one, where that is the last.
     """
+    ranks = {member: rank for rank, member in enumerate(manifests.decision.roster)}
+    complaints = _list_complaints(manifests)
+    others = defaultdict[MemberId, set[MemberId]](set)
+    for one in complaints:
+        others[one.by].add(one.about)
+        others[one.about].add(one.by)
+    accused = {one.about for one in complaints if one.is_accusation}
 
-    def __init__(self, rest_seconds: float) -> None:
-        """How long one that was put aside for a link stays away, the first time."""
-        self._rest_seconds = rest_seconds
-        self._others: defaultdict[PeerId, set[PeerId]] = defaultdict(set)
-        self._num_rests = Counter[PeerId]()
-        self._resting: dict[PeerId, float] = {}
-        """Until when peers stay away, as each return without a link stalls an update."""
+    def rate(member: MemberId) -> tuple[int, bool, int]:
+        return len(others[member]), member in accused, ranks[member]
 
-    def note_aside(self, aside: Aside, now: float) -> None:
-        """Let one that was put aside for a link rest, twice as long as the last time."""
-        if aside.is_unreachable:
-            peer_id = find_peer_id(aside.member)
-            seconds = self._rest_seconds * 2.0 ** min(self._num_rests[peer_id], _MOST_DOUBLINGS)
-            self._num_rests[peer_id] += 1
-            self._resting[peer_id] = now + min(seconds, _LONGEST_REST_SECONDS)
-
-    def may_return(self, member: MemberId, now: float) -> bool:
-        """Return whether a member does not rest."""
-        return now >= self._resting.get(find_peer_id(member), now)
-
-    def choose_aside(self, manifests: Manifests) -> Aside | None:
-        """Note what ready members complain about each other; return one that has to go.
-
-        None: nobody complains, or the one that would have to go is the last ready one of its stage.
-        """
-        ranks = {member: rank for rank, member in enumerate(manifests.decision.roster)}
-        kept = manifests.last_ready
-        complaints = _list_complaints(manifests)
-        for one in complaints:
-            by, about = find_peer_id(one.by), find_peer_id(one.about)
-            self._others[by].add(about)
-            self._others[about].add(by)
-        losers: dict[MemberId, _Complaint] = {}
-        for one in complaints:
-            loser = self._choose_loser(one, ranks, kept)
-            if loser is not None and (loser not in losers or one.is_accusation):
-                losers[loser] = one
-        if not losers:
-            return None
-
-        def rate(member: MemberId) -> tuple[int, bool, int]:
-            is_accused = losers[member].is_accusation and losers[member].about == member
-            return self._count_others(member), is_accused, ranks[member]
-
-        chosen = max(losers, key=rate)
-        named = [one for one in complaints if chosen in (one.by, one.about)]
-        others = {one.about if one.by == chosen else one.by for one in named}
-        return _make_aside(losers[chosen], chosen, sorted(others, key=lambda each: ranks[each]))
-
-    def _count_others(self, member: MemberId) -> int:
-        return len(self._others[find_peer_id(member)])
-
-    def _choose_loser(
-        self, complaint: _Complaint, ranks: dict[MemberId, int], kept: set[MemberId]
-    ) -> MemberId | None:
-        """Return which of the two goes, by what is known of complaints so far.
-
-        One without a link leaves in place of the other one, where that is the last of its stage.
-        """
-
-        def rate(member: MemberId) -> tuple[int, bool, int]:
-            is_accused = complaint.is_accusation and member == complaint.about
-            return self._count_others(member), is_accused, ranks[member]
-
-        pair = (complaint.by, complaint.about)
-        if not complaint.is_accusation:
-            return max((one for one in pair if one not in kept), key=rate, default=None)
-        loser = max(pair, key=rate)
-        return None if loser in kept else loser
+    losers: set[MemberId] = set()
+    for one in complaints:
+        first, last = sorted((one.by, one.about), key=rate)
+        can_swap = last in manifests.last_ready and not one.is_accusation
+        losers.add(first if can_swap else last)
+    chosen = max(losers - manifests.last_ready, key=rate, default=None)
+    if chosen is None:
+        return None
+    named = [one for one in complaints if chosen in (one.by, one.about)]
+    return _make_aside(chosen, sorted(others[chosen], key=lambda one: ranks[one]), named)
 
 
 def _list_complaints(manifests: Manifests) -> list[_Complaint]:
@@ -342,12 +294,35 @@ def _list_complaints(manifests: Manifests) -> list[_Complaint]:
     return complaints
 
 
-def _make_aside(complaint: _Complaint, member: MemberId, others: list[MemberId]) -> Aside:
+def _make_aside(member: MemberId, others: list[MemberId], named: list[_Complaint]) -> Aside:
     names = ", ".join(f"…{find_peer_id(other)[-8:]}" for other in others)
-    if not complaint.is_accusation:
-        why = f"it and {names} cannot read from each other"
-    elif complaint.about == member:
+    if not any(one.is_accusation for one in named):
+        return Aside(member, tuple(others), f"it and {names} cannot read from each other", True)
+    if any(one.is_accusation and one.about == member for one in named):
         why = f"it sent numbers that are no gradients, as {names} told"
     else:
         why = f"it complains about more peers than any other: {names}"
-    return Aside(member, tuple(others), why, not complaint.is_accusation)
+    return Aside(member, tuple(others), why, False)
+
+
+class Complaints:
+    """How long members stay away that were put aside; owned by the leader."""
+
+    def __init__(self, rest_seconds: float) -> None:
+        """How long one stays away the first time."""
+        self._rest_seconds = rest_seconds
+        self._num_rests = Counter[PeerId]()
+        self._resting: dict[PeerId, float] = {}
+        """Until when peers stay away, as each return without a link stalls an update."""
+
+    def note_aside(self, aside: Aside, now: float) -> None:
+        """Let one that was put aside rest, twice as long as the last time, where it has to."""
+        if aside.has_to_rest:
+            peer_id = find_peer_id(aside.member)
+            seconds = self._rest_seconds * 2.0 ** min(self._num_rests[peer_id], _MOST_DOUBLINGS)
+            self._num_rests[peer_id] += 1
+            self._resting[peer_id] = now + min(seconds, _LONGEST_REST_SECONDS)
+
+    def may_return(self, member: MemberId, now: float) -> bool:
+        """Return whether a member does not rest."""
+        return now >= self._resting.get(find_peer_id(member), now)

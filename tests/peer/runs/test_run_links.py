@@ -61,7 +61,7 @@ def run_cut(
 
 def list_aside(swarm: RunSwarm) -> list[tuple[str, list[str]]]:
     """Return the hosts that were put aside, each with those that it and they complain about."""
-    hosts = {make_identity(host).peer_id: host for host in swarm.peers}
+    hosts = {make_identity(host).peer_id: host for host in (f"peer{num}" for num in range(6))}
     aside: list[tuple[str, list[str]]] = []
     for _, event in swarm.events:
         if event.name == "put_aside":
@@ -111,26 +111,43 @@ def test_member_that_none_of_its_mates_can_talk_to_is_put_aside_though_it_came_f
     assert run_cut(run, folder, 6, [("peer1", "peer3"), ("peer1", "peer5")], check) == digest
 
 
-def test_member_that_names_its_mates_without_a_reason_puts_one_aside_at_most(
+def test_member_that_names_its_mates_without_a_reason_is_put_aside_itself(
     folder: Path, untied: tuple[TrainingRun, str]
 ) -> None:
     run, digest = untied
 
     async def scene(swarm: RunSwarm) -> str:
         def falsify(message: Message) -> Message:
-            """Name the last mate that is left on the roster."""
             decisions = swarm.peers["peer1"].loop.decisions
             if not isinstance(message, PartsCounted) or decisions is None:
                 return message
-            mates = decisions.list_members(1)
-            return replace(message, unreachable=tuple(mates[-1:]))
+            return replace(message, unreachable=tuple(decisions.list_members(1)[1:]))
 
         await swarm.wait_until(lambda: min(swarm.list_updates()) >= 1)
         swarm.falsify["peer1"] = falsify
         await swarm.wait_for_update(NUM_UPDATES)
-        assert list_aside(swarm) == [("peer5", ["peer1"]), ("peer1", ["peer3"])]
-        for host in ("peer1", "peer5"):
-            await swarm.kill(host)
+        assert list_aside(swarm) == [("peer1", ["peer3", "peer5"])]
+        await swarm.kill("peer1")
         return await swarm.finish()
 
     assert run_in_swarm(run, folder, scene, num_peers=6) == digest
+
+
+def test_member_stays_when_one_newcomer_after_the_other_cannot_be_read_from(folder: Path) -> None:
+    run, _ = open_run(folder, num_updates=20, model={**MODEL, "tie_word_embeddings": False})
+
+    async def scene(swarm: RunSwarm) -> str:
+        for number, newcomer in enumerate(("peer3", "peer5"), start=1):
+            await swarm.start(newcomer, 1)
+            await swarm.wait_until(lambda name=newcomer: takes_part(swarm, name))
+            swarm.network.partition("peer1", newcomer)
+            await swarm.wait_until(lambda num=number: len(list_aside(swarm)) == num)
+            await swarm.kill(newcomer)
+        assert list_aside(swarm) == [("peer3", ["peer1"]), ("peer5", ["peer1"])]
+        return await swarm.finish()
+
+    run_in_swarm(run, folder, scene, num_peers=3)
+
+
+def takes_part(swarm: RunSwarm, host: str) -> bool:
+    return any(num for (one, _), num in swarm.num_passed.items() if one == host)

@@ -25,7 +25,7 @@ from shoal.peer.runs.run_resources import RunPeerConfig, RunResources, WatchedCo
 from shoal.peer.runs.stage import FetchedState, Stage
 from shoal.peer.runs.state_transfer import fetch_state
 from shoal.peer.runs.training_loop import TrainingLoop
-from shoal.protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
+from shoal.protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import MemberId
 from shoal.protocol.messages.runs import (
@@ -287,8 +287,31 @@ def test_numbers_that_are_no_sum_of_gradients_are_refused_by_name(
 
     async def scene(stage: Stage) -> None:
         with pytest.raises(RemoteProtocolError, match="liar/2 sent no sum of gradients"):
-            await stage.reduce(order_sums(set(), LIAR))
-        assert stage.accused == {LIAR}
+            await stage.reduce(order_sums(set(), LIAR, MATE))
+        assert stage.accused == {LIAR, MATE}  # where all do, it is known who is wrong
+
+    with_stage(tmp_path, 1, scene, answer)
+
+
+def test_mate_that_refuses_its_sums_is_named_until_it_leaves(tmp_path: Path) -> None:
+    async def answer(member: MemberId, question: Question) -> MemberAnswer:
+        assert isinstance(question, SumFetch)
+        if member == LIAR:
+            raise RefusedError(ErrorCode.BUSY, "no")
+        numbers = bytes(8 * (question.stop - question.start))
+        return MemberAnswer(Sums(question.question, len(numbers)), numbers)
+
+    async def scene(stage: Stage) -> None:
+        async def fail(attempt: int) -> list[MemberId]:
+            with pytest.raises(UnavailableError, match="a mate refuses: no"):
+                await stage.reduce(order_sums(set(), LIAR, MATE, attempt=attempt))
+            return stage.unreachable
+
+        named = [await fail(1), await fail(2)]
+        stage.forget_others([OWN, LIAR])
+        named.append(stage.unreachable)
+        stage.forget_others([OWN, MATE])
+        assert [*named, await fail(3), await fail(4)] == [[], [LIAR], [LIAR], [], [LIAR]]
 
     with_stage(tmp_path, 1, scene, answer)
 
