@@ -240,7 +240,8 @@ def _describe_speed(facts: dict[str, Any]) -> str:
     if len(span) == num_blocks:
         return f"{steps} tokens/s"
     tokens = steps * len(span) / num_blocks
-    return f"{steps} steps/s, or {tokens:.3g} tokens/s for a whole model of such peers"
+    rounded = f"{tokens:.3g}" if tokens < 1000 else f"{tokens:.0f}"
+    return f"{steps} steps/s, or {rounded} tokens/s for a whole model of such peers"
 
 
 def _print_codes(terminal: Terminal, codes: dict[str, str], is_local: bool = False) -> None:

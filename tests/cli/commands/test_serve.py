@@ -105,6 +105,7 @@ ONLINE = {
         ("moving", PLACE, "Moving to blocks 0:4"),
         ("returning", PLACE, "Returning to blocks 0:4"),
         ("online", ONLINE, "126, 1234.5 steps/s, or 255 tokens/s for a whole model of such peers."),
+        ("online", ONLINE | {"span": "0:120"}, "or 1176 tokens/s for a whole model of such peers."),
         ("online", ONLINE | {"span": "0:126"}, "blocks 0:126 of 126, 1234.5 tokens/s."),
         ("waiting", {"why": "no initial peer can be reached: /ip4/a"}, "answers yet: no initial"),
         (
