@@ -59,6 +59,7 @@ def _show(models: "list[ServedModel]", options: argparse.Namespace, terminal: Te
     rows = [("model", "id", "blocks", "peers", "replicas", "tokens/s")]
     for model in models:
         speed = model.tokens_per_second
+        digits = ".3g" if speed is None or speed < 1000 else ".0f"
         rows.append(
             (
                 model.name or "?",
@@ -66,7 +67,7 @@ def _show(models: "list[ServedModel]", options: argparse.Namespace, terminal: Te
                 _describe_blocks(model),
                 str(len(model.view.online)),
                 str(model.num_replicas),
-                "-" if speed is None else f"about {speed:.3g}",
+                "-" if speed is None else f"about {speed:{digits}}",
             )
         )
     terminal.print_table(rows)
