@@ -30,7 +30,7 @@ from ...protocol.messages.runs import (
 from ...protocol.net.clock import Clock
 from ...protocol.net.tasks import cancel_all
 from ...protocol.runs.commits import Commit, RefusedPart
-from ...protocol.runs.deadlines import CommitHolds, UsualTimes, describe_download
+from ...protocol.runs.deadlines import CommitDelays, describe_download
 from ...protocol.runs.decisions import Decided, Decision, Member
 from ...protocol.runs.manifests import (
     Aside,
@@ -110,12 +110,9 @@ class Leader:
         """The update of which the sums differ so that it is open who is right."""
         self._failures = Counter[MemberId]()
         """See `UpdateParts`; of this update."""
-        self._settling = UsualTimes(config.silence_seconds)
-        self._settling_since: float | None = None
-        """When members were seen first that still apply the last update."""
-        self._holds = CommitHolds(config.silence_seconds)
-        self._too_slow: dict[PeerId, str] = {}
-        """Peers whose downloads were waited for in vain, and what they are told."""
+        self._delays = CommitDelays(config.silence_seconds, clock.now())
+        self._rests: dict[PeerId, tuple[float, str]] = {}
+        """Until when peers stay away that were too slow, and why."""
         self._silence_seconds = config.silence_seconds
         self._lost = LostParts()
         self._begun_at = clock.now()
@@ -135,12 +132,13 @@ class Leader:
         Of the processes of one peer, the last one that asks counts. Raises RefusedError for one
         that the run does not wait for again yet.
         """
-        peer_id = find_peer_id(member)
-        rest_seconds = self._holds.find_rest_seconds(peer_id, self._clock.now())
-        if rest_seconds and peer_id in self._too_slow:
-            raise RefusedError(ErrorCode.TOO_SLOW, self._too_slow[peer_id], rest_seconds)
-        self._too_slow.pop(peer_id, None)
-        self._let_wait(member, stages)
+        now = self._clock.now()
+        until, why = self._rests.get(find_peer_id(member), (now, ""))
+        if until > now:
+            detail = f"{why}; it may join again in {until - now:.0f} s"
+            raise RefusedError(ErrorCode.TOO_SLOW, detail, until - now)
+        if not self._delays.is_on:  # else it asks again
+            self._let_wait(member, stages)
 
     def _let_wait(self, member: MemberId, stages: set[int]) -> None:
         peer_id = find_peer_id(member)
@@ -192,13 +190,16 @@ class Leader:
         """Take one step; return whether the run came further by it."""
         manifests = await self._ask_manifests()
         lacking = None if self.is_over else manifests.find_lacking()
-        if lacking or not self._holds.is_on:
+        if lacking:
+            self._delays.pause(self._clock.now())
+        if not self._delays.is_on:
             self._waits.note(lacking)
         before = manifests.decision
         if await self._change_members(manifests):
             return self._decisions.newest is not before
-        if self.is_over or self._has_to_settle(manifests) or not all(manifests.ready):
-            self._holds.note_fetching({}, self._clock.now())
+        has_to_settle = self._delays.has_to_settle(manifests.is_settling, self._clock.now())
+        if self.is_over or has_to_settle or not all(manifests.ready):
+            self._delays.pause(self._clock.now())
             return False
         update = self._decisions.commit.update
         parts = manifests.list_parts(self._run.parts_per_update)
@@ -208,56 +209,38 @@ class Leader:
             await self._stop(before, *refused)
             return False
         if not parts.is_complete and await self._compute(update, parts):
-            self._holds.note_fetching({}, self._clock.now())
+            self._delays.pause(self._clock.now())
             return parts.is_complete
-        if await self._hold(manifests) or not parts.is_complete:
+        if await self._delay(manifests) or not parts.is_complete:
             return False
         return await self._commit(update, parts, manifests)
 
-    async def _hold(self, manifests: Manifests) -> bool:
-        """Return whether the commit has to wait for members that download what it makes stale.
+    async def _delay(self, manifests: Manifests) -> bool:
+        """Return whether the commit has to wait for members that are not ready, as most of them
+        download what it makes stale.
 
-        Those that take too long are left out, for a while.
+        Those that are late are left out, for a while.
         """
-        now, fetching, decision = self._clock.now(), manifests.fetching, manifests.decision
-        waited = {one: self._holds.count_seconds(one.id, now) for one in fetching}
-        late = self._holds.note_fetching(
-            {one.id: told.fetched_bytes for one, told in fetching.items()}, now
+        now, decision, missing = self._clock.now(), manifests.decision, manifests.missing
+        late = self._delays.note_missing(
+            {one.id: told.has_begun for one, told in missing.items()}, now
         )
-        downloads = {
-            one: describe_download(told.fetched_bytes, told.state_bytes)
-            for one, told in fetching.items()
-        }
-        slow = [one for one in fetching if one.id in late]
-        if fetching and not slow:
-            member = next(iter(fetching))
-            what = f"a peer of stage {member.stage} to download its state, {downloads[member]}"
-            self._waits.note(what)
-        for member in slow:
-            peer_id = find_peer_id(member.id)
-            rest_seconds = self._holds.find_rest_seconds(peer_id, now)
-            why = _describe_slow(member, downloads[member], waited[member], rest_seconds)
-            self._too_slow.setdefault(peer_id, why)
-        if slow:
-            members = [one for one in decision.members if one not in slow]
-            await self._decide(decision, members, self._decisions.commit)
-        for member in slow:
-            if member.id not in self._decisions.newest.roster:
-                peer_id = find_peer_id(member.id)
-                facts = {"peer": peer_id, "stage": member.stage, "why": self._too_slow[peer_id]}
-                self._report(PeerEvent("too_slow", facts))
-        return bool(fetching)
-
-    def _has_to_settle(self, manifests: Manifests) -> bool:
-        """Return whether members still apply the last update, and may take that long."""
-        now, since = self._clock.now(), self._settling_since
-        if manifests.is_settling:
-            self._settling_since = now if since is None else since
-            return now - self._settling_since < self._settling.deadline_seconds
-        if since is not None:
-            self._settling.note(now - since)
-        self._settling_since = None
-        return False
+        if not late:
+            for member, told in list(missing.items())[:1]:
+                self._waits.note(f"a peer of stage {member.stage} to {_describe_task(told)}")
+            return bool(missing)
+        members = [one for one in decision.members if one.id not in late]
+        await self._decide(decision, members, self._decisions.commit)
+        left = late.difference(self._decisions.newest.roster)
+        self._rests = {one: rest for one, rest in self._rests.items() if rest[0] > now}
+        for member in [one for one in missing if one.id in left]:
+            peer_id, told = find_peer_id(member.id), missing[member]
+            why = _describe_late(member, told, self._delays.count_seconds(member.id))
+            self._rests[peer_id] = now + self._delays.choose_rest_seconds(member.id), why
+            self._report(
+                PeerEvent("too_slow", {"peer": peer_id, "stage": member.stage, "why": why})
+            )
+        return True
 
     async def _stop(self, decision: Decision, index: int, stage: int) -> None:
         """End the run for a part that all members of a stage refuse."""
@@ -356,9 +339,13 @@ class Leader:
     def _let_in(self, manifests: Manifests, members: list[Member]) -> list[Member]:
         """Return the members with those that wait, have answered, and can be let in now.
 
-        Nobody is while a commit waits for a download: it would wait for the next one, too.
+        Nobody is while a commit waits for a member: it would wait for the next one, too. Those that
+        wait meanwhile have to ask again, as they may be gone when it ends.
         """
-        if self._holds.is_on:
+        if self._delays.is_on:
+            for newcomer in self._joining.values():
+                newcomer.asking.cancel()
+            self._joining.clear()
             return members
         for newcomer in list(self._joining.values()):
             if not newcomer.asking.done():
@@ -463,9 +450,8 @@ class Leader:
         members = choose_without_leaving(members, leaving, equal)
         await self._decide(decision, members, commit)
         if self._decisions.commit.update > update:
-            self._holds.note_commit(self._clock.now())
+            self._delays.note_commit(self._clock.now())
         self._failures.clear()  # a link may be back
-        self._settling_since = None
         return self._decisions.newest is not decision
 
     async def _reduce(self, orders: dict[MemberId, Reduction]) -> dict[MemberId, Reduced] | None:
@@ -511,14 +497,19 @@ class Leader:
             _logger.info("nothing was proposed: %s", error)
 
 
-def _describe_slow(
-    member: Member, download: str, waited_seconds: float, rest_seconds: float
-) -> str:
+def _describe_task(told: MemberManifest) -> str:
+    """Say what a member does that is not ready."""
+    if not told.state_bytes:
+        return "have its state"
+    return f"download its state, {describe_download(told.fetched_bytes, told.state_bytes)}"
+
+
+def _describe_late(member: Member, told: MemberManifest, waited_seconds: float) -> str:
     """Say why a member is left out, to itself and to others."""
-    waited = f"when the run had waited {waited_seconds:.0f} s for its download"
-    if waited_seconds == 0:
-        waited = "and the run has waited for this peer lately"
+    had = "nothing"
+    if told.state_bytes:
+        had = describe_download(told.fetched_bytes, told.state_bytes)
     return (
-        f"{download} of the state of stage {member.stage} were there {waited}; the next try may "
-        f"begin {rest_seconds:.0f} s later"
+        f"left out after the run had waited {waited_seconds:.0f} s for it: it had {had} of stage "
+        f"{member.stage}'s state"
     )

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from statistics import median
 
-from ..ids import MemberId, PeerId, find_peer_id
+from ..ids import MemberId
 
 _NUM_KEPT = 32
 _NUM_SPREADS = 10
@@ -14,16 +14,18 @@ _UNKNOWN_FLOORS = 10
 """The deadline, in floors, of what was never measured."""
 _MOST_DOUBLINGS = 6
 
-_HELD_FLOORS = 3
-"""How many floors of an update a run waits for the first byte of a state."""
+_IDLE_FLOORS = 3
+"""How many floors of an update a commit waits for a member that has nothing of its state yet."""
 
-_HELD_UPDATES = 10
-"""How many usual updates a run waits for a member at most."""
+_LONGEST_UPDATES = 10
+"""How many usual updates a commit waits for one member at most."""
 
-_MOST_HELD_SECONDS = 600.0
+_LONGEST_SECONDS = 600.0
+_DELAYED_FRACTION = 0.1
+"""The part of its time that a run waits for members, beside one longest wait."""
+
 _REST_FACTOR = 10
-"""A peer that was waited for rests so many times as long: a run loses an eleventh of its time to
-it at most, whatever it does."""
+"""A peer that was too slow rests so many times as long as it was waited for."""
 
 
 def choose_deadline(taken_seconds: Collection[float], floor_seconds: float) -> float:
@@ -76,73 +78,106 @@ class UsualTimes:
         self._num_late += 1
 
 
-class CommitHolds:
-    """Which members a leader waits for with a commit, and which it has waited for long enough.
+class CommitDelays:
+    """How long a leader delays commits for members that are not ready, and which of them are late.
 
     The commit of an update makes the state stale that others download, so that a download which
-    outlasts an update would never end. Parts of the update are computed meanwhile.
+    outlasts an update would never end. Parts of the update are computed meanwhile. Each member has
+    a clock, which runs while a commit waits for it, and stands while something else does not come
+    further. What a run waits for all of them has a limit, too, whoever they are.
 
-    >>> holds, slow = CommitHolds(floor_seconds=10.0), MemberId("slow/1")
-    >>> [holds.note_fetching({slow: 1000}, now) for now in (0.0, 99.0, 100.0)]
+    >>> delays, slow = CommitDelays(floor_seconds=10.0, begun_at=0.0), MemberId("slow/1")
+    >>> [delays.note_missing({slow: True}, now) for now in (0.0, 99.0, 100.0)]
     [set(), set(), {'slow/1'}]
-    >>> holds.find_rest_seconds(PeerId("slow"), now=100.0)
-    1000.0
     """
 
-    def __init__(self, floor_seconds: float) -> None:
+    def __init__(self, floor_seconds: float, begun_at: float) -> None:
         """A member is waited for as long as for ten updates of `floor_seconds` at least."""
         self._floor_seconds = floor_seconds
+        self._begun_at = begun_at
         self._updates = UsualTimes(floor_seconds)
+        self._settling = UsualTimes(floor_seconds)
+        self._settling_since: float | None = None
+        """When members were seen first that still apply the last update."""
         self._updated_at: float | None = None
-        self._since: dict[MemberId, float] = {}
-        """The members that are waited for, and since when."""
-        self._rests_until: dict[PeerId, float] = {}
+        self._waiting_at: float | None = None
+        """Until when it is counted how long a commit waits; None: none does."""
+        self._waited_seconds: dict[MemberId, float] = {}
+        """How long commits have waited for the members that are not ready."""
+        self._begun: set[MemberId] = set()
+        """Those of them that had some of their state once."""
+        self._delayed_seconds = 0.0
+        self._delayed_before = 0.0
+        """How long commits have waited at all: until now, and until the last update."""
 
     @property
     def is_on(self) -> bool:
-        """Whether somebody is waited for."""
-        return bool(self._since)
+        """Whether a commit waits."""
+        return self._waiting_at is not None
 
     @property
     def most_seconds(self) -> float:
         """How long a member is waited for at most."""
         usual = max(self._updates.usual_seconds, self._floor_seconds)
-        return min(_HELD_UPDATES * usual, _MOST_HELD_SECONDS)
+        return min(_LONGEST_UPDATES * usual, _LONGEST_SECONDS)
 
     def note_commit(self, now: float) -> None:
-        """Note that an update was committed."""
+        """Note that an update was committed; how long that was delayed is not usual."""
+        self.pause(now)
         if self._updated_at is not None:
-            self._updates.note(now - self._updated_at)
-        self._updated_at = now
+            delayed_seconds = self._delayed_seconds - self._delayed_before
+            self._updates.note(now - self._updated_at - delayed_seconds)
+        self._updated_at, self._delayed_before = now, self._delayed_seconds
+        self._settling_since = None
 
-    def count_seconds(self, member: MemberId, now: float) -> float:
-        """Return how long a member has been waited for."""
-        return now - self._since.get(member, now)
+    def has_to_settle(self, is_settling: bool, now: float) -> bool:
+        """Return whether members still apply the last update, and may take that long."""
+        since = self._settling_since
+        if is_settling:
+            self._settling_since = now if since is None else since
+            return now - self._settling_since < self._settling.deadline_seconds
+        if since is not None:
+            self._settling.note(now - since)
+        self._settling_since = None
+        return False
 
-    def note_fetching(self, fetching: Mapping[MemberId, int], now: float) -> set[MemberId]:
-        """Wait for members that download their state, and for nobody else any more.
+    def pause(self, now: float) -> None:
+        """Note that no commit waits for members alone any more."""
+        if self._waiting_at is not None:
+            seconds = now - self._waiting_at
+            self._delayed_seconds += seconds
+            for member in self._waited_seconds:
+                self._waited_seconds[member] += seconds
+        self._waiting_at = None
 
-        `fetching` says how many bytes they have; one without any may reach no mate. Returns those
-        that are not waited for any longer: now they rest.
+    def note_missing(self, missing: Mapping[MemberId, bool], now: float) -> set[MemberId]:
+        """Delay a commit for members that are not ready; return those that are late.
+
+        `missing` says whether one has something of its state; without, it may reach no mate.
         """
-        late = {one for one in fetching if self.find_rest_seconds(find_peer_id(one), now) > 0}
-        for member, num_bytes in fetching.items():
-            since = self._since.setdefault(member, now)
-            nothing_seconds = min(_HELD_FLOORS * self._floor_seconds, self.most_seconds)
-            if now - since >= (self.most_seconds if num_bytes else nothing_seconds):
-                late.add(member)
-        over = [one for one in self._since if one not in fetching or one in late]
-        for member in over:
-            rest_seconds = _REST_FACTOR * (now - self._since.pop(member))
-            peer_id = find_peer_id(member)
-            rests_until = max(self._rests_until.get(peer_id, now), now + rest_seconds)
-            self._rests_until[peer_id] = rests_until
-        self._rests_until = {one: until for one, until in self._rests_until.items() if until > now}
-        return late
+        self.pause(now)
+        self._waiting_at = now if missing else None
+        self._waited_seconds = {one: self.count_seconds(one) for one in missing}
+        self._begun.intersection_update(missing)
+        self._begun.update(one for one, has_begun in missing.items() if has_begun)
+        most_seconds = self.most_seconds
+        allowed_seconds = most_seconds + _DELAYED_FRACTION * (now - self._begun_at)
+        if self._delayed_seconds >= allowed_seconds:
+            return set(missing)
+        idle_seconds = min(_IDLE_FLOORS * self._floor_seconds, most_seconds)
+        return {
+            one
+            for one, seconds in self._waited_seconds.items()
+            if seconds >= (most_seconds if one in self._begun else idle_seconds)
+        }
 
-    def find_rest_seconds(self, peer_id: PeerId, now: float) -> float:
-        """Return how long a peer is not waited for yet; 0: it would be."""
-        return max(self._rests_until.get(peer_id, now) - now, 0.0)
+    def count_seconds(self, member: MemberId) -> float:
+        """Return how long commits have waited for a member."""
+        return self._waited_seconds.get(member, 0.0)
+
+    def choose_rest_seconds(self, member: MemberId) -> float:
+        """Return how long a member that is late stays away."""
+        return _REST_FACTOR * max(self.count_seconds(member), self._floor_seconds)
 
 
 def describe_download(fetched_bytes: int, state_bytes: int) -> str:

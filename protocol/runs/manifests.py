@@ -44,6 +44,11 @@ class MemberManifest:
     unreachable: Collection[MemberId] = ()
     """Mates from which it could not read their sums, again and again."""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it builds its stage, or has some of the state that it downloads."""
+        return not self.state or self.fetched_bytes > 0
+
 
 @dataclass(frozen=True)
 class Manifests:
@@ -104,14 +109,15 @@ class Manifests:
 
     @property
     def is_settling(self) -> bool:
-        """Whether a member still applies the last update."""
-        return any(told.is_applying for told in self.answering.values())
+        """Whether a member that is not ready still applies the last update."""
+        return any(told.is_applying for told in self.missing.values())
 
     @cached_property
-    def fetching(self) -> dict[Member, MemberManifest]:
-        """Members that download the state of their stage."""
+    def missing(self) -> dict[Member, MemberManifest]:
+        """Members that answer and are not ready: most download the state of their stage."""
+        ready = {one for stage in self.ready for one in stage}
         told = [(one, self.answering.get(one.id)) for one in self.decision.members]
-        return {one: each for one, each in told if each and each.state_bytes and not each.is_ready}
+        return {one: each for one, each in told if each and one.id not in ready}
 
     def find_lacking(self) -> str | None:
         """Return what the run waits for; None: it can go on."""

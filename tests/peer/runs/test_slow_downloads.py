@@ -13,6 +13,7 @@ from run_swarm import RunSwarm, make_identity, run_in_swarm, train_in_swarm
 from training_runs import open_run, train_alone
 from virtual_time import VirtualClock
 
+from shoal.peer.process.config import PeerEvent
 from shoal.peer.runs.questions import MemberAnswer, make_question_id
 from shoal.protocol.errors import RefusedError
 from shoal.protocol.messages.fields import Message
@@ -51,12 +52,12 @@ def train(run: TrainingRun, folder: Path, scene: Callable[[RunSwarm], Awaitable[
     return train_in_swarm(run, folder, scene, num_peers=3)
 
 
-def slow_down(swarm: RunSwarm, host: str, seconds: float) -> None:
+def slow_down(swarm: RunSwarm, host: str, seconds: float, holder: str = "peer1") -> None:
     """Let the state of stage 1 take so long to a host."""
-    stage = swarm.peers["peer1"].loop.stage
+    stage = swarm.peers[holder].loop.stage
     assert stage is not None
     num_bytes = sum(tensor.nbytes for tensor in stage.span.read_state().values())
-    swarm.network.set_link("peer1", host, Link(0.002, num_bytes / seconds))
+    swarm.network.set_link(holder, host, Link(0.002, num_bytes / seconds))
 
 
 def test_newcomer_whose_download_outlasts_updates_takes_part_soon(
@@ -92,11 +93,12 @@ def test_newcomer_that_never_has_its_state_is_left_out_and_told_why(
         await swarm.wait_for_update(NUM_UPDATES)
         assert 100.0 < VirtualClock().now() - begun_at < 120.0
         await swarm.wait_until(lambda: len(list_waits(swarm, "slow")) > 0)
-        assert (
-            "180 of 300 MB of the state of stage 1 were there when the run had waited 100 s"
-            in (list_waits(swarm, "slow")[-1])
+        why = (
+            "left out after the run had waited 100 s for it: it had 180 of 300 MB of stage 1's "
+            "state; it may join again in 99"
         )
-        (event,) = [event for _, event in swarm.events if event.name == "too_slow"]
+        assert why in list_waits(swarm, "slow")[-1]
+        (event,) = list_slow(swarm)
         assert event.facts["peer"] == make_identity("slow").peer_id
         await swarm.kill("slow")
 
@@ -106,6 +108,73 @@ def test_newcomer_that_never_has_its_state_is_left_out_and_told_why(
 def list_waits(swarm: RunSwarm, host: str) -> list[str]:
     events = [event for name, event in swarm.events if name == host]
     return [str(event.facts["what"]) for event in events if event.name == "waiting_for"]
+
+
+def list_slow(swarm: RunSwarm) -> list[PeerEvent]:
+    return [event for _, event in swarm.events if event.name == "too_slow"]
+
+
+def waits_for_download(swarm: RunSwarm) -> bool:
+    waits = list_waits(swarm, "peer0")
+    return any("a peer of stage 1 to download its state" in what for what in waits)
+
+
+def test_kill_of_another_peer_does_not_end_the_wait_for_a_download(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        slow_down(swarm, "slow", 8.0)
+        await swarm.start("slow", 1)
+        await swarm.wait_until(lambda: waits_for_download(swarm))
+        await asyncio.sleep(2.0)
+        await swarm.kill("peer2")
+        await swarm.finish()
+        assert not list_slow(swarm)
+
+    assert train(run, folder, scene) == quiet_digest
+
+
+@pytest.mark.parametrize("is_applying", [False, True])
+def test_member_that_answers_and_never_becomes_ready_is_left_out(
+    run: TrainingRun, folder: Path, quiet_digest: str, is_applying: bool
+) -> None:
+    def falsify(message: Message) -> Message:
+        if not isinstance(message, PartsCounted):
+            return message
+        told = {"is_ready": False, "is_applying": is_applying}
+        return replace(message, **told, state=bytes(32), fetched_bytes=0, state_bytes=0)
+
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(2)  # how long members apply the first one is known then
+        swarm.falsify["peer2"] = falsify
+        await swarm.wait_until(lambda: len(list_slow(swarm)) > 0)
+        assert max(swarm.list_updates()) < NUM_UPDATES
+        await swarm.kill("peer2")
+        (event,) = list_slow(swarm)
+        assert "waited 30 s for it: it had nothing of stage 0's state" in str(event.facts["why"])
+
+    assert train(run, folder, scene) == quiet_digest
+
+
+def test_newcomer_that_is_gone_when_the_wait_for_a_download_ends_is_not_let_in(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_until(lambda: len(swarm.peers) == 4 and min(swarm.list_updates()) >= 1)
+        for holder in ("peer1", "peer3"):
+            slow_down(swarm, "slow", 8.0, holder)
+        await swarm.start("slow", 1)
+        await swarm.wait_until(lambda: waits_for_download(swarm))
+        await swarm.start("gone", 0)
+        await asyncio.sleep(2.0)
+        await swarm.kill("gone")
+        await swarm.kill("peer2")  # its parts are computed again, so that no commit waits then
+        await swarm.finish()
+        gone = make_identity("gone").peer_id
+        assert not any(event.facts.get("peer") == gone for _, event in swarm.events)
+
+    assert train_in_swarm(run, folder, scene, num_peers=4) == quiet_digest
 
 
 def test_peer_leaves_when_a_slow_newcomer_has_its_state(
@@ -135,17 +204,13 @@ def test_run_says_that_a_refused_part_waits_for_a_download(
             slow = make_identity("slow").peer_id
             return any(event.facts.get("peer") == slow for _, event in swarm.events)
 
-        def says_so() -> bool:
-            what = "a peer of stage 1 to download its state"
-            return any(what in wait for wait in list_waits(swarm, "peer0"))
-
         await swarm.wait_for_update(1)
         slow_down(swarm, "slow", 3.0)
         await swarm.start("slow", 1)
         await swarm.wait_until(has_come)
-        assert not says_so()
+        assert not waits_for_download(swarm)
         swarm.falsify["peer1"] = refuse
-        await swarm.wait_until(says_so)
+        await swarm.wait_until(lambda: waits_for_download(swarm))
         del swarm.falsify["peer1"]
 
     assert train(run, folder, scene) == quiet_digest
@@ -194,7 +259,7 @@ def test_run_waits_until_a_state_is_loaded_and_not_only_downloaded(
         await swarm.wait_until(lambda: swarm.peers["slow"].loop.is_ready)
         swarm.slow["slow"] = 1.0
         assert max(swarm.list_updates()) < NUM_UPDATES
-        assert not any(event.name == "too_slow" for _, event in swarm.events)
+        assert not list_slow(swarm)
 
     assert train(run, folder, scene) == quiet_digest
 

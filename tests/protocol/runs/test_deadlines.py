@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.protocol.ids import MemberId, PeerId
-from shoal.protocol.runs.deadlines import CommitHolds, UsualTimes, choose_deadline
+from shoal.protocol.ids import MemberId
+from shoal.protocol.runs.deadlines import CommitDelays, UsualTimes, choose_deadline
 
 
 def test_deadline_follows_what_is_usual_and_not_a_straggler() -> None:
@@ -36,64 +36,77 @@ def test_only_what_was_measured_lately_counts() -> None:
 A, B = MemberId("a/1"), MemberId("b/1")
 
 
-def hold_for(holds: CommitHolds, member: MemberId, begin: float, seconds: float) -> None:
-    assert not holds.note_fetching({member: 1}, begin)
-    assert holds.is_on
-    assert not holds.note_fetching({}, begin + seconds)
-    assert not holds.is_on
+def make_delays() -> CommitDelays:
+    return CommitDelays(floor_seconds=10.0, begun_at=0.0)
 
 
 def test_run_waits_for_a_download_as_long_as_for_ten_usual_updates() -> None:
-    holds = CommitHolds(floor_seconds=10.0)
-    assert holds.most_seconds == 100.0
+    delays = make_delays()
+    assert delays.most_seconds == 100.0
 
     for number in range(4):
-        holds.note_commit(20.0 * number)
-    assert holds.most_seconds == 200.0
+        delays.note_commit(20.0 * number)
+    assert delays.most_seconds == 200.0
 
     for number in range(10):
-        holds.note_commit(1000.0 * number)
-    assert holds.most_seconds == 600.0
+        delays.note_commit(1000.0 * number)
+    assert delays.most_seconds == 600.0
 
 
-def test_member_that_was_waited_for_is_not_for_ten_times_as_long() -> None:
-    holds = CommitHolds(floor_seconds=10.0)
+def test_what_a_commit_waits_for_members_does_not_count_as_usual() -> None:
+    delays = make_delays()
 
-    hold_for(holds, A, 0.0, 5.0)
+    for number in range(4):
+        delays.note_commit(120.0 * number)
+        delays.note_missing({A: True}, 120.0 * number + 20.0)
 
-    assert holds.note_fetching({A: 1, B: 1}, 54.0) == {A}
-    assert holds.note_fetching({B: 1}, 56.0) == set()
-    assert holds.note_fetching({MemberId("a/2"): 1, B: 1}, 56.0) == set()
-
-
-def test_one_peer_takes_an_eleventh_of_the_time_of_a_run_at_most_whatever_it_does() -> None:
-    holds, held, now = CommitHolds(floor_seconds=10.0), 0.0, 0.0
-
-    while now < 100_000.0:
-        if not holds.note_fetching({A: 1}, now):
-            held += 99.0
-            holds.note_fetching({}, now + 99.0)  # just in time
-            now += 98.0
-        now += 1.0
-
-    assert held <= 100_000.0 / 11 + 100.0
+    assert delays.most_seconds == 200.0
 
 
-def test_member_that_takes_too_long_rests_while_another_one_is_waited_for() -> None:
-    holds = CommitHolds(floor_seconds=10.0)
-    assert not holds.note_fetching({A: 1}, 0.0)
-    assert not holds.note_fetching({A: 1, B: 1}, 60.0)
+def test_clock_of_a_member_stands_while_the_commit_waits_for_something_else() -> None:
+    delays = make_delays()
+    assert not delays.note_missing({A: True}, 0.0)
+    delays.pause(60.0)
+    assert not delays.is_on
 
-    assert holds.note_fetching({A: 1, B: 1}, 100.0) == {A}
-    assert holds.is_on
-    assert holds.count_seconds(B, 100.0) == 40.0
-    assert holds.find_rest_seconds(PeerId("a"), 100.0) == 1000.0
-    assert holds.find_rest_seconds(PeerId("b"), 100.0) == 0.0
+    assert not delays.note_missing({A: False}, 500.0)  # between two tries of its download
+    assert not delays.note_missing({A: True}, 539.0)
+
+    assert delays.is_on
+    assert delays.note_missing({A: True}, 540.0) == {A}
+    assert delays.choose_rest_seconds(A) == 1000.0
 
 
-def test_member_without_a_byte_is_waited_for_three_floors() -> None:
-    holds = CommitHolds(floor_seconds=10.0)
+def test_each_member_has_a_clock_of_its_own_that_begins_again_once_it_was_ready() -> None:
+    delays = make_delays()
+    delays.note_missing({A: True}, 0.0)
+    delays.note_missing({A: True, B: True}, 60.0)
 
-    assert not holds.note_fetching({A: 0, B: 0}, 0.0)
-    assert not holds.note_fetching({A: 0, B: 1}, 29.0)
-    assert holds.note_fetching({A: 0, B: 1}, 30.0) == {A}
+    assert delays.note_missing({A: True, B: True}, 100.0) == {A}
+    assert [delays.count_seconds(one) for one in (A, B)] == [100.0, 40.0]
+
+    delays.note_missing({B: True}, 100.0)
+    delays.note_missing({A: True, B: True}, 100.0)
+    assert delays.count_seconds(A) == 0.0
+
+
+def test_members_that_come_in_turn_take_a_tenth_of_the_time_of_a_run_and_one_wait_at_most() -> None:
+    delays, delayed, now = make_delays(), 0.0, 0.0
+
+    for number in range(1000):
+        newcomer = MemberId(f"new{number}/1")
+        while not delays.note_missing({newcomer: True}, now):
+            delayed, now = delayed + 1.0, now + 1.0
+        delays.note_missing({}, now)
+        delays.note_commit(now)
+        now += 10.0
+
+    assert 0.9 * now / 10 < delayed <= now / 10 + 101.0
+
+
+def test_member_that_has_nothing_is_waited_for_three_floors() -> None:
+    delays = make_delays()
+
+    assert not delays.note_missing({A: False, B: False}, 0.0)
+    assert not delays.note_missing({A: False, B: True}, 29.0)
+    assert delays.note_missing({A: False, B: True}, 30.0) == {A}

@@ -122,6 +122,16 @@ def test_member_that_has_the_sums_is_about_to_be_ready() -> None:
     assert manifests.is_settling
     assert manifests.ready == [["a0/1"], []]
     assert not tell(a0=READY, b1=FETCHING).is_settling
+    assert not tell(a0=READY, b1=replace(READY, is_applying=True)).is_settling
+
+
+def test_members_that_answer_and_are_not_ready_are_missing() -> None:
+    idle, begun = replace(READY, is_ready=False), replace(FETCHING, state=b"old", fetched_bytes=1)
+
+    manifests = tell(a0=READY, b0=None, c1=idle, d1=begun, e1=FETCHING)
+
+    missing = {one.id: told.has_begun for one, told in manifests.missing.items()}
+    assert missing == {"c1/1": False, "d1/1": True, "e1/1": True}
 
 
 def test_newcomer_gets_that_of_its_stages_which_has_the_fewest_members() -> None:
