@@ -74,7 +74,7 @@ class ErrorCode(IntEnum):
     UNKNOWN_ADAPTER = 18
     NO_ROOM_FOR_ADAPTER = 19
     OTHER_COMPUTE_CLASS = 20
-    TOO_SLOW = 21  # a training run has waited for this peer, and does not for a while
+    LEFT_OUT = 21  # a training run does not take this peer back for a while
 
 
 class RefusedError(ShoalError):

@@ -113,6 +113,8 @@ class Leader:
         self._delays = CommitDelays(config.silence_seconds, clock.now())
         self._rests: dict[PeerId, tuple[float, str]] = {}
         """Until when peers stay away that were too slow, and why."""
+        self._aside: dict[PeerId, str] = {}
+        """Why peers were put aside."""
         self._silence_seconds = config.silence_seconds
         self._lost = LostParts()
         self._begun_at = clock.now()
@@ -133,10 +135,13 @@ class Leader:
         that the run does not wait for again yet.
         """
         now = self._clock.now()
-        until, why = self._rests.get(find_peer_id(member), (now, ""))
+        peer_id = find_peer_id(member)
+        if not self._complaints.may_return(member, now):
+            raise RefusedError(ErrorCode.LEFT_OUT, f"put aside: {self._aside[peer_id]}")
+        until, why = self._rests.get(peer_id, (now, ""))
         if until > now:
             detail = f"{why}; it may join again in {until - now:.0f} s"
-            raise RefusedError(ErrorCode.TOO_SLOW, detail, until - now)
+            raise RefusedError(ErrorCode.LEFT_OUT, detail, until - now)
         if not self._delays.is_on:  # else it asks again
             self._let_wait(member, stages)
 
@@ -145,13 +150,15 @@ class Leader:
         known = self._joining.get(peer_id)
         if known is None and len(self._joining) >= MAX_RUN_MEMBERS:
             return
-        if not self._complaints.may_return(member, self._clock.now()):
-            return
         if known is None or known.id != member:
+            self._forget_newcomer(peer_id)
             asking = asyncio.create_task(self._ask_manifest(member))
             self._joining[peer_id] = _Newcomer(member, stages, asking)
-            if known is not None:
-                known.asking.cancel()
+
+    def _forget_newcomer(self, peer_id: PeerId) -> None:
+        """Let a peer wait no longer; it may ask again."""
+        if (known := self._joining.pop(peer_id, None)) is not None:
+            known.asking.cancel()
 
     async def run(self) -> None:
         """Lead until we are no member any more, or one before us on the roster leads."""
@@ -236,6 +243,7 @@ class Leader:
         for member in [one for one in missing if one.id in left]:
             peer_id, told = find_peer_id(member.id), missing[member]
             why = _describe_late(member, told, self._delays.count_seconds(member.id))
+            self._forget_newcomer(peer_id)  # another process of it
             self._rests[peer_id] = now + self._delays.choose_rest_seconds(member.id), why
             self._report(
                 PeerEvent("too_slow", {"peer": peer_id, "stage": member.stage, "why": why})
@@ -331,8 +339,10 @@ class Leader:
 
     def _note_aside(self, aside: Aside) -> None:
         self._complaints.note_aside(aside, self._clock.now())
-        others = [find_peer_id(one) for one in aside.others]
-        facts = {"peer": find_peer_id(aside.member), "others": others, "why": aside.why}
+        peer_id, others = find_peer_id(aside.member), [find_peer_id(one) for one in aside.others]
+        self._aside[peer_id] = aside.why
+        self._forget_newcomer(peer_id)  # another process of it
+        facts = {"peer": peer_id, "others": others, "why": aside.why}
         self._report(PeerEvent("put_aside", facts))
         _logger.info("%s was put aside: %s", aside.member, aside.why)
 
@@ -343,9 +353,8 @@ class Leader:
         wait meanwhile have to ask again, as they may be gone when it ends.
         """
         if self._delays.is_on:
-            for newcomer in self._joining.values():
-                newcomer.asking.cancel()
-            self._joining.clear()
+            for peer_id in list(self._joining):
+                self._forget_newcomer(peer_id)
             return members
         for newcomer in list(self._joining.values()):
             if not newcomer.asking.done():

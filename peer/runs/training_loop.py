@@ -431,7 +431,7 @@ class TrainingLoop:
         )
         refused = [one for one in failures if isinstance(one, RefusedError)]
         refusals = [one for one in refused if one.code is ErrorCode.OTHER_COMPUTE_CLASS]
-        for refusal in [one for one in refused if one.code is ErrorCode.TOO_SLOW]:
+        for refusal in [one for one in refused if one.code is ErrorCode.LEFT_OUT]:
             self._waits.note(f"a place in the run: {refusal}")
         if self.decisions is None and refusals:
             raise UsageError(
