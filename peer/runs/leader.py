@@ -234,7 +234,8 @@ class Leader:
         )
         if not late:
             for member, told in list(missing.items())[:1]:
-                self._waits.note(f"a peer of stage {member.stage} to {_describe_task(told)}")
+                had = describe_download(told.fetched_bytes, told.state_bytes)
+                self._waits.note(f"a peer of stage {member.stage} to get its state: it has {had}")
             return bool(missing)
         members = [one for one in decision.members if one.id not in late]
         await self._decide(decision, members, self._decisions.commit)
@@ -506,18 +507,9 @@ class Leader:
             _logger.info("nothing was proposed: %s", error)
 
 
-def _describe_task(told: MemberManifest) -> str:
-    """Say what a member does that is not ready."""
-    if not told.state_bytes:
-        return "have its state"
-    return f"download its state, {describe_download(told.fetched_bytes, told.state_bytes)}"
-
-
 def _describe_late(member: Member, told: MemberManifest, waited_seconds: float) -> str:
     """Say why a member is left out, to itself and to others."""
-    had = "nothing"
-    if told.state_bytes:
-        had = describe_download(told.fetched_bytes, told.state_bytes)
+    had = describe_download(told.fetched_bytes, told.state_bytes)
     return (
         f"left out after the run had waited {waited_seconds:.0f} s for it: it had {had} of stage "
         f"{member.stage}'s state"

@@ -186,6 +186,8 @@ def describe_download(fetched_bytes: int, state_bytes: int) -> str:
     >>> describe_download(123_000_000, 360_000_000)
     '108 of 360 MB'
     """
+    if not state_bytes:
+        return "nothing"
     tenths = 10 * fetched_bytes // state_bytes
     most = state_bytes / 1e6
     return f"{most * tenths / 10:.3g} of {most:.3g} MB"

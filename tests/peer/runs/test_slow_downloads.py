@@ -88,7 +88,7 @@ def test_newcomer_that_never_has_its_state_is_left_out_and_told_why(
         swarm.falsify["slow"] = falsify
         begun_at = VirtualClock().now()
         await swarm.start("slow", 1)
-        what = "a peer of stage 1 to download its state, 180 of 300 MB"
+        what = "a peer of stage 1 to get its state: it has 180 of 300 MB"
         await swarm.wait_until(lambda: what in list_waits(swarm, "peer0"))
         await swarm.wait_for_update(NUM_UPDATES)
         assert 100.0 < VirtualClock().now() - begun_at < 120.0
@@ -116,7 +116,7 @@ def list_slow(swarm: RunSwarm) -> list[PeerEvent]:
 
 def waits_for_download(swarm: RunSwarm) -> bool:
     waits = list_waits(swarm, "peer0")
-    return any("a peer of stage 1 to download its state" in what for what in waits)
+    return any("a peer of stage 1 to get its state" in what for what in waits)
 
 
 def test_kill_of_another_peer_does_not_end_the_wait_for_a_download(
