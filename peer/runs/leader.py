@@ -71,6 +71,11 @@ _REST_SILENCES = 10
 that it still has none takes two of them.
 """
 
+_NUM_FAILED_SUMS = 3
+"""In how many attempts to sum in a row a member is the first to fail before it is put aside: a part
+that comes late, counted by a mate meanwhile, fails one.
+"""
+
 _SHORTEST_SECONDS = 0.01
 """How long to wait before the first look whether there is something to do again."""
 
@@ -110,6 +115,9 @@ class Leader:
         """The update of which the sums differ so that it is open who is right."""
         self._failures = Counter[MemberId]()
         """See `UpdateParts`; of this update."""
+        self._failed_sums = Counter[MemberId]()
+        """In how many attempts a member was the first to fail, since the last one in which it did
+        not, or a member was left out."""
         self._delays = CommitDelays(config.silence_seconds, clock.now())
         self._rests: dict[PeerId, tuple[float, str]] = {}
         """Until when peers stay away that were too slow, and why."""
@@ -200,7 +208,7 @@ class Leader:
         if lacking:
             self._delays.pause(self._clock.now())
         if not self._delays.is_on:
-            self._waits.note(lacking)
+            self._waits.note(lacking or manifests.describe_failing(self._failing))
         before = manifests.decision
         if await self._change_members(manifests):
             return self._decisions.newest is not before
@@ -296,13 +304,15 @@ class Leader:
         decision = self._decisions.newest
         if manifests.decision is not decision:
             return True  # decided meanwhile
-        aside = choose_aside(manifests)
+        aside = choose_aside(manifests, self._failing)
         members = manifests.choose_members(aside.member if aside else None)
         members = self._let_in(manifests, members)
         if members == list(decision.members):
             return False
         await self._decide(decision, members, self._decisions.commit)
         gone = set(decision.roster).difference(self._decisions.newest.roster)
+        if gone:
+            self._failed_sums.clear()  # others may have failed for these
         if aside is not None and aside.member in gone:
             self._note_aside(aside)
         for stage, difference in manifests.find_differences().items():
@@ -464,6 +474,11 @@ class Leader:
         self._failures.clear()  # a link may be back
         return self._decisions.newest is not decision
 
+    @property
+    def _failing(self) -> list[MemberId]:
+        """Members that answer, but do not sum."""
+        return [member for member, num in self._failed_sums.items() if num >= _NUM_FAILED_SUMS]
+
     async def _reduce(self, orders: dict[MemberId, Reduction]) -> dict[MemberId, Reduced] | None:
         """Have all members sum; None if one fails.
 
@@ -475,22 +490,27 @@ class Leader:
             answer = await self._decisions.members.ask(member, orders[member])
             return answer.check_kind(Reduced)
 
-        tasks = {asyncio.create_task(order(member)): member for member in orders}
+        tasks = {member: asyncio.create_task(order(member)) for member in orders}
         reduced: dict[MemberId, Reduced] = {}
-        pending = set(tasks)
+        pending, has_failed = set(tasks.values()), False
         try:
             while pending:
                 # Not gathered: a failure would be raised in place of our own cancellation.
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
+                for member in [each for each, task in tasks.items() if task in done]:
                     try:
-                        reduced[tasks[task]] = task.result()
+                        reduced[member] = tasks[member].result()
                     except FAILURES as error:
-                        _logger.info("%s does not sum the gradients: %s", tasks[task], error)
-                        if not self._is_for_mates(tasks[task], error):
+                        _logger.info("%s does not sum the gradients: %s", member, error)
+                        if not has_failed:  # the others may fail for this one
+                            self._failed_sums[member] += 1
+                        has_failed = True
+                        if not self._is_for_mates(member, error):
                             return None
+                    else:
+                        del self._failed_sums[member]
         finally:
-            await cancel_all(list(tasks))
+            await cancel_all(tasks.values())
         return reduced if len(reduced) == len(orders) else None
 
     def _is_for_mates(self, member: MemberId, error: Exception) -> bool:

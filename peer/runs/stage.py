@@ -57,6 +57,8 @@ _NUM_FAILED_READS = 2
 """How many attempts in a row a mate's sums cannot be read before it is named: the second one dials
 it anew.
 """
+_NUM_KEPT_SUMS = 2
+"""How many of the newest sums are kept until the commit: each takes the memory of a gradient."""
 _WAIT_SECONDS = 30.0
 """How long a question waits for the update that it belongs to: others commit earlier."""
 
@@ -130,8 +132,8 @@ class Stage:
         self._replaced = set[bytes]()
         """Attempts of the update that another leader's have replaced."""
         self._reduced: dict[bytes, Reducing] = {}
-        """Those that came to their end, by their digests. In int8 mode, sums of other groups of
-        mates differ, and any of them may be the one that is committed."""
+        """The newest that came to their end, by their digests. In int8 mode, sums of other groups
+        of mates differ, and any of them may be the one that is committed."""
         self._residuals: Residuals = {}
         self._copies = StateCopies(span, resources.compute)
         self._advanced = asyncio.Condition()
@@ -435,9 +437,17 @@ class Stage:
     async def reduce(self, question: Reduction) -> MemberAnswer:
         """Sum our gradients with those of our mates.
 
-        Raises RefusedError where we do not begin; RemoteProtocolError or UnavailableError where we
-        fail at a mate, which others learn when they ask us.
+        Raises RefusedError where we do not begin, or have no memory; RemoteProtocolError or
+        UnavailableError where we fail at a mate, which others learn when they ask us.
         """
+        try:
+            return await self._reduce(question)
+        except (RuntimeError, MemoryError) as error:  # torch has no other error for memory
+            _logger.warning("this member cannot sum its gradients", exc_info=True)
+            reason = str(error) or "there is too little memory"  # a MemoryError says nothing
+        raise RefusedError(ErrorCode.OUT_OF_MEMORY, f"this member cannot sum: {reason}")
+
+    async def _reduce(self, question: Reduction) -> MemberAnswer:
         await self._wait_for_update(question.update)
         span = self.span
         reducing = Reducing(question, self._member_id, self._members, self._compute)
@@ -462,7 +472,10 @@ class Stage:
                 self._note_reads(reducing)
         await self._compute(partial(reducing.summarize, span))
         if self.update == question.update:
+            self._reduced.pop(reducing.digest, None)
             self._reduced[reducing.digest] = reducing
+            for digest in list(self._reduced)[:-_NUM_KEPT_SUMS]:
+                del self._reduced[digest]
         loss = sum(losses) if span.modules.is_last else 0.0
         return MemberAnswer(
             Reduced(question.question, reducing.digest, reducing.squared_norm, loss)

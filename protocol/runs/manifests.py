@@ -139,6 +139,12 @@ class Manifests:
                 return f"a connection between the peers {names}"
         return None
 
+    def describe_failing(self, failing: Collection[MemberId]) -> str | None:
+        """Return what the run waits for where such a member cannot be put aside: `choose_aside`."""
+        for one in sorted(self.last_ready.intersection(failing)):
+            return f"the peer …{find_peer_id(one)[-8:]} to sum its gradients, or one in its place"
+        return None
+
     def list_parts(self, num_parts: int) -> UpdateParts:
         """Return what is counted of the update, and what is left to do."""
         ready = {member for stage in self.ready for member in stage}
@@ -242,7 +248,7 @@ class Aside:
     """Those that complain about it, or that it complains about."""
     why: str
     has_to_rest: bool
-    """Whether it may not come back at once: that is for a link, which will not be back soon."""
+    """Whether it may not come back at once: a link, or memory, will not be there soon."""
 
 
 class _Complaint(NamedTuple):
@@ -252,14 +258,15 @@ class _Complaint(NamedTuple):
     """Of numbers that no honest member sends; False: their sender could not be read from."""
 
 
-def choose_aside(manifests: Manifests) -> Aside | None:
-    """Return a member that has to go, by what ready members complain about each other.
+def choose_aside(manifests: Manifests, failing: Collection[MemberId] = ()) -> Aside | None:
+    """Return a member that has to go, by what ready members complain about each other; where nobody
+    does, one of those that are `failing`: again and again the first that did not sum.
 
     Who complains is no better a witness than the other: of two that cannot read from each other,
     either may be the one without a network, and one that accuses may lie. So a complaint counts for
     both, and the one with complaints of and about most others goes; of equal ones the accused, else
-    the later one. None: nobody complains, or the one that would go is the last ready one of its
-    stage. One without a link leaves in place of the other one, where that is the last.
+    the later one. One without a link leaves in place of the other one, where that is the last ready
+    one of its stage, which never goes.
     """
     ranks = {member: rank for rank, member in enumerate(manifests.decision.roster)}
     complaints = _list_complaints(manifests)
@@ -277,6 +284,9 @@ def choose_aside(manifests: Manifests) -> Aside | None:
         first, last = sorted((one.by, one.about), key=rate)
         can_swap = last in manifests.last_ready and not one.is_accusation
         losers.add(first if can_swap else last)
+    if not complaints:
+        ready = {member for stage in manifests.ready for member in stage}
+        losers = ready.intersection(failing)
     chosen = max(losers - manifests.last_ready, key=rate, default=None)
     if chosen is None:
         return None
@@ -302,6 +312,8 @@ def _list_complaints(manifests: Manifests) -> list[_Complaint]:
 
 def _make_aside(member: MemberId, others: list[MemberId], named: list[_Complaint]) -> Aside:
     names = ", ".join(f"…{find_peer_id(other)[-8:]}" for other in others)
+    if not named:
+        return Aside(member, (), "again and again, it did not sum its gradients", True)
     if not any(one.is_accusation for one in named):
         return Aside(member, tuple(others), f"it and {names} cannot read from each other", True)
     if any(one.is_accusation and one.about == member for one in named):

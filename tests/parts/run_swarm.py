@@ -112,6 +112,8 @@ class RunSwarm:
         """How often a member of a stage began with the forward pass of a part."""
         self.slow = dict[str, float]()
         """How many times longer than others hosts compute."""
+        self.without_memory = set[str]()
+        """Hosts that cannot copy their gradients to sum them."""
         self.num_passed = Counter[tuple[str, int]]()
         """How many parts of an update a host has counted."""
         self.most_passing = 0
@@ -304,6 +306,8 @@ class RunSwarm:
                 await asyncio.sleep(seconds)
                 self._passing.discard(host)
                 self.begun[key] += name in ("_run_forward", "_run_loss")
+                if host in self.without_memory and _get_name(function) == "collect":
+                    raise MemoryError
                 result = function()
                 is_counted = name in ("_run_backward", "_run_loss")
                 self.counted[key] += is_counted
@@ -372,8 +376,11 @@ def _find_pass(function: Any) -> tuple[str, tuple[int, PartId]]:
 
     Return an empty name for anything else.
     """
-    method: Any = getattr(function, "func", None)
-    name: str = getattr(method, "__name__", "")
-    if not name.startswith("_run_"):
+    method, name = getattr(function, "func", None), _get_name(function)
+    if method is None or not name.startswith("_run_"):
         return "", (0, PartId(0, 0))
     return name, (method.__self__.index, function.args[0])
+
+
+def _get_name(function: Any) -> str:
+    return getattr(getattr(function, "func", None), "__name__", "")

@@ -12,9 +12,11 @@ import pytest
 from run_swarm import RunSwarm, make_identity, run_in_swarm
 from training_runs import MODEL, open_run, train_alone
 
+from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import PeerId
 from shoal.protocol.messages.fields import Message
-from shoal.protocol.messages.runs import PartsCounted
+from shoal.protocol.messages.runs import PartsCounted, Reduced, Sums
+from shoal.protocol.messages.session import Declined
 from shoal.protocol.runs.training_run import TrainingRun
 
 NUM_UPDATES = 4
@@ -152,6 +154,40 @@ def test_member_stays_when_one_newcomer_after_the_other_cannot_be_read_from(fold
         return await swarm.finish()
 
     run_in_swarm(run, folder, scene, num_peers=3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "num_peers"),
+    [("memory", 3), ("memory", 6), ("refusal", 6), ("late refusal", 3), ("late refusal", 6)],
+)
+def test_member_that_does_not_sum_is_put_aside_unless_it_is_the_last_of_its_stage(
+    folder: Path, untied: tuple[TrainingRun, str], fault: str, num_peers: int
+) -> None:
+    run, digest = untied
+
+    def falsify(message: Message) -> Message:
+        if fault == "refusal" and isinstance(message, Sums):
+            return Declined(message.question, 0, ErrorCode.BUSY, "no")
+        if fault == "late refusal" and isinstance(message, Reduced):
+            return Declined(message.question, 0, ErrorCode.NEXT_UNREACHABLE, "no")
+        return message
+
+    async def scene(swarm: RunSwarm) -> str:
+        await swarm.wait_until(lambda: min(swarm.list_updates()) >= 1)
+        if fault == "memory":
+            swarm.without_memory.add("peer1")
+        else:
+            swarm.falsify["peer1"] = falsify
+        if num_peers == 3:
+            what = f"the peer …{make_identity('peer1').peer_id[-8:]} to sum its gradients"
+            await swarm.wait_until(lambda: any(what in str(e.facts) for _, e in swarm.events))
+            await swarm.start("peer3", 1)
+        await swarm.wait_for_update(NUM_UPDATES)
+        assert [host for host, _ in list_aside(swarm)] == ["peer1"]
+        await swarm.kill("peer1")
+        return await swarm.finish()
+
+    assert run_in_swarm(run, folder, scene, num_peers=num_peers) == digest
 
 
 def takes_part(swarm: RunSwarm, host: str) -> bool:
