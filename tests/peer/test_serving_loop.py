@@ -105,13 +105,13 @@ class IdleService:
     def count_work(self) -> dict[str, object]:
         return {}
 
-    async def serve(self, stream: Stream) -> None:
+    async def serve(self, stream: Stream, first_frame: bytes | None = None) -> None:
         self.num_streams += 1
-        await answer_hello(stream, self.welcome)
+        await answer_hello(stream, self.welcome, first_frame)
 
 
-async def answer_hello(stream: Stream, welcome: Welcome) -> None:
-    if await stream.receive() is not None:
+async def answer_hello(stream: Stream, welcome: Welcome, first_frame: bytes | None = None) -> None:
+    if first_frame is not None or await stream.receive() is not None:
         await stream.send(encode_frame(welcome))
 
 
