@@ -84,7 +84,7 @@ class CommitDelays:
     The commit of an update makes the state stale that others download, so that a download which
     outlasts an update would never end. Parts of the update are computed meanwhile. Each member has
     a clock, which runs while a commit waits for it, and stands while something else does not come
-    further. What a run waits for all of them has a limit, too, whoever they are.
+    further. The sum of a run's delays has a limit, too, whoever causes them.
 
     >>> delays, slow = CommitDelays(floor_seconds=10.0, begun_at=0.0), MemberId("slow/1")
     >>> [delays.note_missing({slow: True}, now) for now in (0.0, 99.0, 100.0)]
