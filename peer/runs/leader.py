@@ -443,24 +443,25 @@ class Leader:
         if reduced is None:
             return False
         seconds = self._clock.now() - begun_at
-        compared = {
-            stage: find_difference({mate: reduced[mate].digest for mate in mates})
-            for stage, mates in enumerate(stages)
-        }
-        differences = {stage: one for stage, one in compared.items() if one is not None}
+        # The norm as well: it decides how far the gradients of all stages are clipped.
+        told = [
+            {mate: (reduced[mate].digest, reduced[mate].squared_norm) for mate in mates}
+            for mates in stages
+        ]
+        compared = enumerate(map(find_difference, told))
+        differences = {stage: one for stage, one in compared if one is not None}
         if not self._may_commit(update, differences):
             return False
         sums: list[str] = []
         norms: list[float] = []
         equal: set[MemberId] = set()
-        for mates in stages:
-            digests = {mate: reduced[mate].digest for mate in mates}
-            chosen = find_equal(digests)
+        for answers in told:
+            chosen = find_equal(answers)
             equal |= chosen
-            answer = reduced[next(mate for mate in mates if mate in chosen)]
-            sums.append(answer.digest.hex())
-            norms.append(answer.squared_norm)
-        loss = sum(answer.loss for answer in reduced.values())
+            digest, norm = next(answers[mate] for mate in answers if mate in chosen)
+            sums.append(digest.hex())
+            norms.append(norm)
+        loss = sum(reduced[member].loss for member in stages[-1])
         squared_norm = math.fsum(norms)
         commit = self._decisions.commit.make_next(
             tuple(sums), squared_norm, loss, seconds, self._lost.num

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -243,15 +243,15 @@ def unpack_parts(data: bytes) -> set[int]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Members of a stage that tell other digests of what should be equal: some of them compute
+    """Members of a stage that tell other things of what should be equal: some of them compute
     wrongly, or lie.
     """
 
     equal: tuple[MemberId, ...]
-    """Those with the most frequent digest; of equally many, with that of the one named first."""
+    """Those with the most frequent answer; of equally many, with that of the one named first."""
     others: tuple[MemberId, ...]
     is_tie: bool
-    """Whether as many have another digest, so that it is open which of them is right."""
+    """Whether as many have another answer, so that it is open which of them is right."""
 
     def describe(self, what: str, is_open: bool) -> str:
         """Return who has other sums or states, and what follows; `is_open`: nothing is decided."""
@@ -267,23 +267,23 @@ class Difference:
         return f"{differ}, which count as {equal} came first: nothing shows that they are right"
 
 
-def find_equal(digests: Mapping[MemberId, bytes]) -> set[MemberId]:
-    """Return the members with the most frequent digest; of equally many those named first."""
-    answers = list(digests.values())
+def find_equal(told: Mapping[MemberId, Hashable]) -> set[MemberId]:
+    """Return the members with the most frequent answer; of equally many those named first."""
+    answers = list(told.values())
     best = max(answers, key=answers.count)
-    return {member for member, digest in digests.items() if digest == best}
+    return {member for member, answer in told.items() if answer == best}
 
 
-def find_difference(digests: Mapping[MemberId, bytes]) -> Difference | None:
+def find_difference(told: Mapping[MemberId, Hashable]) -> Difference | None:
     """Return who tells what; None: all tell the same.
 
     >>> find_difference({MemberId("a"): b"x", MemberId("b"): b"y"})
     Difference(equal=('a',), others=('b',), is_tie=True)
     """
-    if len(set(digests.values())) < 2:
+    if len(set(told.values())) < 2:
         return None
-    equal = find_equal(digests)
-    others = tuple(member for member in digests if member not in equal)
-    rivals = Counter(digests[member] for member in others)
+    equal = find_equal(told)
+    others = tuple(member for member in told if member not in equal)
+    rivals = Counter(told[member] for member in others)
     is_tie = max(rivals.values()) == len(equal)
-    return Difference(tuple(m for m in digests if m in equal), others, is_tie)
+    return Difference(tuple(m for m in told if m in equal), others, is_tie)

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from run_swarm import Moment, RunSwarm, make_identity, run_in_swarm, train_in_swarm
@@ -509,11 +509,14 @@ def test_sums_of_two_replicas_that_differ_are_summed_again(
     assert train_in_swarm(run, folder, scene) == quiet_digest
 
 
+@pytest.mark.parametrize(
+    "lie", [{"digest": bytes(32)}, {"squared_norm": 1e300}, {"squared_norm": 0.0}]
+)
 def test_replica_whose_sums_differ_from_those_of_most_is_named(
-    run: TrainingRun, folder: Path, quiet_digest: str
+    run: TrainingRun, folder: Path, quiet_digest: str, lie: dict[str, Any]
 ) -> None:
     def falsify(message: Message) -> Message:
-        return replace(message, digest=bytes(32)) if isinstance(message, Reduced) else message
+        return replace(message, **lie) if isinstance(message, Reduced) else message
 
     async def scene(swarm: RunSwarm) -> None:
         await swarm.wait_for_update(1)
@@ -526,6 +529,22 @@ def test_replica_whose_sums_differ_from_those_of_most_is_named(
         assert (facts["others"], facts["is_tie"]) == ([members[1]], False)
 
     assert train_in_swarm(run, folder, scene, num_peers=6) == quiet_digest
+
+
+def test_loss_is_told_by_members_of_the_last_stage_only(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
+    def falsify(message: Message) -> Message:
+        return replace(message, loss=1e6) if isinstance(message, Reduced) else message
+
+    async def scene(swarm: RunSwarm) -> None:
+        swarm.falsify["peer2"] = falsify
+        await swarm.finish()
+        losses = [event.facts["loss"] for _, event in swarm.events if event.name == "update"]
+        assert len(losses) > NUM_UPDATES
+        assert all(cast(float, loss) < 10.0 for loss in losses)
+
+    assert train_in_swarm(run, folder, scene) == quiet_digest
 
 
 def test_states_of_two_replicas_that_differ_are_reported(

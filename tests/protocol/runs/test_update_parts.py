@@ -214,6 +214,7 @@ def test_sets_of_parts_are_packed_into_bits(indices: set[int]) -> None:
 def test_most_frequent_digest_is_taken_for_right() -> None:
     assert find_equal({A: b"x", B: b"y", C: b"y"}) == {B, C}
     assert find_equal({A: b"x", B: b"y"}) == {A}
+    assert find_equal({A: (b"x", 1e300), B: (b"x", 1.0), C: (b"x", 1.0)}) == {B, C}
 
 
 def test_difference_tells_who_counts_and_whether_that_is_open() -> None:
