@@ -13,10 +13,10 @@ import math
 import random
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from ...protocol.errors import ErrorCode, LocalProtocolError, RefusedError
+from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.ids import MemberId, PeerId, find_peer_id
 from ...protocol.limits import MAX_RUN_MEMBERS
 from ...protocol.messages.runs import (
@@ -29,17 +29,16 @@ from ...protocol.messages.runs import (
 )
 from ...protocol.net.clock import Clock
 from ...protocol.net.tasks import cancel_all
-from ...protocol.runs.commits import Commit, RefusedPart
-from ...protocol.runs.deadlines import CommitDelays, describe_download
+from ...protocol.runs.deadlines import CommitDelays
 from ...protocol.runs.decisions import Decided, Decision, Member
 from ...protocol.runs.manifests import (
     Aside,
-    Complaints,
     Manifests,
     MemberManifest,
     choose_aside,
     choose_without_leaving,
 )
+from ...protocol.runs.rests import FailedSums, Rests
 from ...protocol.runs.update_parts import (
     Difference,
     LostParts,
@@ -64,16 +63,6 @@ _PARTS_PER_MEMBER = 2
 time that a pipeline of four stages could use at most, 2 use 94 %, 3 use 95 % and 1 uses 83 % (64
 parts, members that vary by 20 %). Members keep what belongs to a part until the commit in any case,
 so more of them take no more memory but for graphs, which have a limit of their own.
-"""
-
-_REST_SILENCES = 10
-"""How many times `silence_seconds` a member without a link stays away, the first time: to find out
-that it still has none takes two of them.
-"""
-
-_NUM_FAILED_SUMS = 3
-"""In how many attempts to sum in a row a member is the first to fail before it is put aside: a part
-that comes late, counted by a mate meanwhile, fails one.
 """
 
 _SHORTEST_SECONDS = 0.01
@@ -110,19 +99,13 @@ class Leader:
         self._waits = Waits(report)
         self._rng = random.Random(decisions.member_id)
         self._joining: dict[PeerId, _Newcomer] = {}
-        self._complaints = Complaints(_REST_SILENCES * config.silence_seconds)
+        self._rests = Rests(config.silence_seconds)
         self._disputed: int | None = None
         """The update of which the sums differ so that it is open who is right."""
         self._failures = Counter[MemberId]()
         """See `UpdateParts`; of this update."""
-        self._failed_sums = Counter[MemberId]()
-        """In how many attempts a member was the first to fail, since the last one in which it did
-        not, or a member was left out."""
+        self._failed_sums = FailedSums()
         self._delays = CommitDelays(config.silence_seconds, clock.now())
-        self._rests: dict[PeerId, tuple[float, str]] = {}
-        """Until when peers stay away that were too slow, and why."""
-        self._aside: dict[PeerId, str] = {}
-        """Why peers were put aside."""
         self._silence_seconds = config.silence_seconds
         self._lost = LostParts()
         self._begun_at = clock.now()
@@ -142,14 +125,7 @@ class Leader:
         Of the processes of one peer, the last one that asks counts. Raises RefusedError for one
         that the run does not wait for again yet.
         """
-        now = self._clock.now()
-        peer_id = find_peer_id(member)
-        if not self._complaints.may_return(member, now):
-            raise RefusedError(ErrorCode.LEFT_OUT, f"put aside: {self._aside[peer_id]}")
-        until, why = self._rests.get(peer_id, (now, ""))
-        if until > now:
-            detail = f"{why}; it may join again in {until - now:.0f} s"
-            raise RefusedError(ErrorCode.LEFT_OUT, detail, until - now)
+        self._rests.check(find_peer_id(member), self._clock.now())
         if not self._delays.is_on:  # else it asks again
             self._let_wait(member, stages)
 
@@ -167,6 +143,12 @@ class Leader:
         """Let a peer wait no longer; it may ask again."""
         if (known := self._joining.pop(peer_id, None)) is not None:
             known.asking.cancel()
+
+    def _let_rest(self, member: MemberId, why: str, held_up_seconds: float = 0.0) -> None:
+        """Take a member's peer back only after a rest; until then it is told why."""
+        peer_id = find_peer_id(member)
+        self._forget_newcomer(peer_id)  # another process of it
+        self._rests.note(peer_id, why, held_up_seconds, self._clock.now())
 
     async def run(self) -> None:
         """Lead until we are no member any more, or one before us on the roster leads."""
@@ -208,7 +190,7 @@ class Leader:
         if lacking:
             self._delays.pause(self._clock.now())
         if not self._delays.is_on:
-            self._waits.note(lacking or manifests.describe_failing(self._failing))
+            self._waits.note(lacking or manifests.describe_failing(self._failed_sums.failing))
         before = manifests.decision
         if await self._change_members(manifests):
             return self._decisions.newest is not before
@@ -236,34 +218,32 @@ class Leader:
 
         Those that are late are left out, for a while.
         """
-        now, decision, missing = self._clock.now(), manifests.decision, manifests.missing
+        decision, missing = manifests.decision, manifests.missing
         late = self._delays.note_missing(
-            {one.id: told.has_begun for one, told in missing.items()}, now
+            {one.id: told.has_begun for one, told in missing.items()}, self._clock.now()
         )
         if not late:
-            for member, told in list(missing.items())[:1]:
-                had = describe_download(told.fetched_bytes, told.state_bytes)
-                self._waits.note(f"a peer of stage {member.stage} to get its state: it has {had}")
+            if missing:
+                self._waits.note(manifests.describe_missing())
             return bool(missing)
         members = [one for one in decision.members if one.id not in late]
-        await self._decide(decision, members, self._decisions.commit)
+        await self._decisions.follow(decision, members, self._decisions.commit)
         left = late.difference(self._decisions.newest.roster)
-        self._rests = {one: rest for one, rest in self._rests.items() if rest[0] > now}
         for member in [one for one in missing if one.id in left]:
-            peer_id, told = find_peer_id(member.id), missing[member]
-            why = _describe_late(member, told, self._delays.count_seconds(member.id))
-            self._forget_newcomer(peer_id)  # another process of it
-            self._rests[peer_id] = now + self._delays.choose_rest_seconds(member.id), why
-            self._report(
-                PeerEvent("too_slow", {"peer": peer_id, "stage": member.stage, "why": why})
+            seconds, had = self._delays.count_seconds(member.id), missing[member]
+            why = (
+                f"it had {had.describe_download()} of stage {member.stage}'s state after the run "
+                f"had waited {seconds:.0f} s for it"
             )
+            self._let_rest(member.id, why, seconds)
+            facts = {"peer": find_peer_id(member.id), "stage": member.stage, "why": why}
+            self._report(PeerEvent("too_slow", facts))
         return True
 
     async def _stop(self, decision: Decision, index: int, stage: int) -> None:
         """End the run for a part that all members of a stage refuse."""
-        refused = RefusedPart(index=index, stage=stage)
-        stopped = self._decisions.commit.model_copy(update={"refused": refused})
-        await self._decide(decision, decision.members, stopped)
+        stopped = self._decisions.commit.make_stopped(index, stage)
+        await self._decisions.follow(decision, decision.members, stopped)
 
     async def _ask_manifests(self) -> Manifests:
         """Ask all members what they have counted."""
@@ -304,37 +284,50 @@ class Leader:
         decision = self._decisions.newest
         if manifests.decision is not decision:
             return True  # decided meanwhile
-        aside = choose_aside(manifests, self._failing)
+        aside = choose_aside(manifests, self._failed_sums.failing)
         members = manifests.choose_members(aside.member if aside else None)
         members = self._let_in(manifests, members)
         if members == list(decision.members):
             return False
-        await self._decide(decision, members, self._decisions.commit)
+        await self._decisions.follow(decision, members, self._decisions.commit)
         gone = set(decision.roster).difference(self._decisions.newest.roster)
-        if gone:
-            self._failed_sums.clear()  # others may have failed for these
         if aside is not None and aside.member in gone:
             self._note_aside(aside)
-        for stage, difference in manifests.find_differences().items():
-            if gone.issuperset(difference.others):
-                self._report_difference("states", stage, difference)
+        if gone:
+            self._failed_sums.clear()  # others may have failed for these
+        update, differences = manifests.commit.update, manifests.find_differences()
+        self._leave_out_differing("states", update, differences, gone)
         return True
 
     def _may_commit(self, update: int, differences: Mapping[int, Difference]) -> bool:
-        """Report sums that differ; return False where they are to be summed again, as it is open
-        which of them are right.
+        """Return False, and report it, where members have to sum once more, as it is open which of
+        their sums are right.
         """
-        is_open = self._disputed != update and any(one.is_tie for one in differences.values())
+        if self._disputed == update or not any(one.is_tie for one in differences.values()):
+            return True
+        self._disputed = update
         for stage, difference in differences.items():
-            self._report_difference("sums", stage, difference, is_open)
-        if is_open:
-            self._disputed = update
-        return not is_open
+            self._report_difference("sums", update, stage, difference, is_open=True)
+        return False
+
+    def _leave_out_differing(
+        self,
+        what: str,
+        update: int,
+        differences: Mapping[int, Difference],
+        gone: Collection[MemberId],
+    ) -> None:
+        """Report replicas that differ, and let those rest that are gone for it."""
+        for stage, difference in differences.items():
+            if set(difference.others).issubset(gone):
+                why = self._report_difference(what, update, stage, difference)
+                for member in difference.others:
+                    self._let_rest(member, why)
 
     def _report_difference(
-        self, what: str, stage: int, difference: Difference, is_open: bool = False
-    ) -> None:
-        update = self._decisions.commit.update
+        self, what: str, update: int, stage: int, difference: Difference, is_open: bool = False
+    ) -> str:
+        """Report replicas that differ; return which they are, and what follows."""
         why = difference.describe(what, is_open)
         facts = {
             "update": update,
@@ -347,12 +340,11 @@ class Leader:
         }
         self._report(PeerEvent("replicas_differ", facts))
         _logger.warning("update %d, stage %d: %s", update, stage, why)
+        return why
 
     def _note_aside(self, aside: Aside) -> None:
-        self._complaints.note_aside(aside, self._clock.now())
+        self._let_rest(aside.member, aside.why, self._failed_sums.seconds)
         peer_id, others = find_peer_id(aside.member), [find_peer_id(one) for one in aside.others]
-        self._aside[peer_id] = aside.why
-        self._forget_newcomer(peer_id)  # another process of it
         facts = {"peer": peer_id, "others": others, "why": aside.why}
         self._report(PeerEvent("put_aside", facts))
         _logger.info("%s was put aside: %s", aside.member, aside.why)
@@ -469,16 +461,13 @@ class Leader:
         # Members that were not ready keep their place: they take the state from mates.
         members = [m for m in decision.members if m.id in equal or m.id not in orders]
         members = choose_without_leaving(members, leaving, equal)
-        await self._decide(decision, members, commit)
+        await self._decisions.follow(decision, members, commit)
         if self._decisions.commit.update > update:
             self._delays.note_commit(self._clock.now())
+        gone = set(decision.roster).difference(self._decisions.newest.roster)
+        self._leave_out_differing("sums", update, differences, gone)
         self._failures.clear()  # a link may be back
         return self._decisions.newest is not decision
-
-    @property
-    def _failing(self) -> list[MemberId]:
-        """Members that answer, but do not sum."""
-        return [member for member, num in self._failed_sums.items() if num >= _NUM_FAILED_SUMS]
 
     async def _reduce(self, orders: dict[MemberId, Reduction]) -> dict[MemberId, Reduced] | None:
         """Have all members sum; None if one fails.
@@ -493,7 +482,8 @@ class Leader:
 
         tasks = {member: asyncio.create_task(order(member)) for member in orders}
         reduced: dict[MemberId, Reduced] = {}
-        pending, has_failed = set(tasks.values()), False
+        first_failed: MemberId | None = None
+        pending, begun_at = set(tasks.values()), self._clock.now()
         try:
             while pending:
                 # Not gathered: a failure would be raised in place of our own cancellation.
@@ -503,35 +493,21 @@ class Leader:
                         reduced[member] = tasks[member].result()
                     except FAILURES as error:
                         _logger.info("%s does not sum the gradients: %s", member, error)
-                        if not has_failed:  # the others may fail for this one
-                            self._failed_sums[member] += 1
-                        has_failed = True
+                        first_failed = first_failed or member
                         if not self._is_for_mates(member, error):
                             return None
-                    else:
-                        del self._failed_sums[member]
         finally:
             await cancel_all(tasks.values())
-        return reduced if len(reduced) == len(orders) else None
+            self._failed_sums.note_summed(reduced)
+            if first_failed is not None:
+                self._failed_sums.note_failed(first_failed, self._clock.now() - begun_at)
+        if first_failed is not None:
+            return None
+        self._failed_sums.clear()
+        return reduced
 
     def _is_for_mates(self, member: MemberId, error: Exception) -> bool:
         """Return whether a member has begun to sum, and failed at its mates."""
         if isinstance(error, RefusedError):
             return error.code is ErrorCode.NEXT_UNREACHABLE
         return member == self._decisions.member_id
-
-    async def _decide(self, before: Decision, members: Sequence[Member], commit: Commit) -> None:
-        """Propose what follows a decision; nothing where another one has followed meanwhile."""
-        try:
-            await self._decisions.decide(before.make_next(members, commit.encode()))
-        except LocalProtocolError as error:
-            _logger.info("nothing was proposed: %s", error)
-
-
-def _describe_late(member: Member, told: MemberManifest, waited_seconds: float) -> str:
-    """Say why a member is left out, to itself and to others."""
-    had = describe_download(told.fetched_bytes, told.state_bytes)
-    return (
-        f"left out after the run had waited {waited_seconds:.0f} s for it: it had {had} of stage "
-        f"{member.stage}'s state"
-    )

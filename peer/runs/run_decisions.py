@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from ...protocol.errors import RemoteProtocolError
+from ...protocol.errors import LocalProtocolError, RemoteProtocolError
 from ...protocol.ids import MemberId, SessionId, find_peer_id
 from ...protocol.messages.runs import Vote, Voted
 from ...protocol.net.clock import Clock
@@ -17,6 +17,7 @@ from ...protocol.runs.decisions import (
     Decided,
     Decision,
     DecisionLog,
+    Member,
     Message,
     Outgoing,
     Prepare,
@@ -142,6 +143,13 @@ class RunDecisions:
             # What we have promised was for a number that is decided: nothing of it counts now.
             self._log = DecisionLog(self.member_id, told.decision)
         self._note_decision(before)
+
+    async def follow(self, before: Decision, members: Sequence[Member], commit: Commit) -> None:
+        """Propose what follows a decision; nothing where another one has followed meanwhile."""
+        try:
+            await self.decide(before.make_next(members, commit.encode()))
+        except LocalProtocolError as error:
+            _logger.info("nothing was proposed: %s", error)
 
     async def decide(self, decision: Decision) -> None:
         """Propose a decision, and carry what is said to and fro until there is nothing more.

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -46,6 +46,9 @@ from .stage import Stage
 from .state_transfer import fetch_weights, list_layouts
 
 _logger = logging.getLogger(__name__)
+
+_LONGEST_REST_SECONDS = 300.0
+"""How long to believe that a run does not take us back: who leads next does not know of that."""
 
 _NUM_QUICK = 5
 """How often a newcomer asks without waiting longer: the first tries come before all know it."""
@@ -431,8 +434,6 @@ class TrainingLoop:
         )
         refused = [one for one in failures if isinstance(one, RefusedError)]
         refusals = [one for one in refused if one.code is ErrorCode.OTHER_COMPUTE_CLASS]
-        for refusal in [one for one in refused if one.code is ErrorCode.LEFT_OUT]:
-            self._waits.note(f"a place in the run: {refusal}")
         if self.decisions is None and refusals:
             raise UsageError(
                 f"this machine has {self._resources.machine}, and does not compute the same "
@@ -450,12 +451,22 @@ class TrainingLoop:
             return
         has_news = self.decisions is not None and self.decisions.newest is not before
         self._num_asked = 1 if has_news else self._num_asked + 1
-        seconds = self._joining.choose_seconds(max(1, self._num_asked - _NUM_QUICK))
+        seconds = self._choose_pause([one for one in refused if one.code is ErrorCode.LEFT_OUT])
         if self.decisions is None:
             await asyncio.sleep(seconds)
         else:
             self.decisions.changed.clear()
             await self._wait_for_decision(self.decisions, seconds)
+
+    def _choose_pause(self, refusals: Sequence[RefusedError]) -> float:
+        """Return how long to wait before we ask again to be let in; report why the run does not let
+        us in yet.
+        """
+        seconds = self._joining.choose_seconds(max(1, self._num_asked - _NUM_QUICK))
+        for refusal in refusals:
+            self._waits.note(f"a place in the run: {refusal}")
+            seconds = max(seconds, min(refusal.retry_after_seconds or 0.0, _LONGEST_REST_SECONDS))
+        return seconds
 
     def _learn(self, answer: MemberAnswer) -> None:
         """Take the newest decision of a peer. Raises RemoteProtocolError for any other message."""

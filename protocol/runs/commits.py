@@ -82,6 +82,10 @@ class Commit(BaseModel):
             parts_redone=parts_redone,
         )
 
+    def make_stopped(self, index: int, stage: int) -> Commit:
+        """Return the end of the run by a part that all members of a stage refuse."""
+        return self.model_copy(update={"refused": RefusedPart(index=index, stage=stage)})
+
     def encode(self) -> bytes:
         """Return the value of a decision."""
         return self.model_dump_json().encode()

@@ -24,9 +24,6 @@ _LONGEST_SECONDS = 600.0
 _DELAYED_FRACTION = 0.1
 """The part of its time that a run waits for members, beside one longest wait."""
 
-_REST_FACTOR = 10
-"""A peer that was too slow rests so many times as long as it was waited for."""
-
 
 def choose_deadline(taken_seconds: Collection[float], floor_seconds: float) -> float:
     """Return after how many seconds something is late, by how long it took before.
@@ -174,10 +171,6 @@ class CommitDelays:
     def count_seconds(self, member: MemberId) -> float:
         """Return how long commits have waited for a member."""
         return self._waited_seconds.get(member, 0.0)
-
-    def choose_rest_seconds(self, member: MemberId) -> float:
-        """Return how long a member that is late stays away."""
-        return _REST_FACTOR * max(self.count_seconds(member), self._floor_seconds)
 
 
 def describe_download(fetched_bytes: int, state_bytes: int) -> str:

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ..ids import MemberId, PeerId, find_peer_id
+from ..ids import MemberId, find_peer_id
 from ..limits import MAX_RUN_MEMBERS
 from .commits import Commit, read_commit
+from .deadlines import describe_download
 from .decisions import Decision, Member
 from .update_parts import Difference, UpdateParts, find_difference, find_equal
-
-_LONGEST_REST_SECONDS = 3600.0
-_MOST_DOUBLINGS = 16
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,10 @@ class MemberManifest:
         """Whether it builds its stage, or has some of the state that it downloads."""
         return not self.state or self.fetched_bytes > 0
 
+    def describe_download(self) -> str:
+        """Return how much of its state it has, in tenths, for people."""
+        return describe_download(self.fetched_bytes, self.state_bytes)
+
 
 @dataclass(frozen=True)
 class Manifests:
@@ -75,12 +77,6 @@ class Manifests:
     def leaving(self) -> set[MemberId]:
         """Members that want to leave."""
         return {member for member, told in self.answering.items() if told.is_leaving}
-
-    @cached_property
-    def accused(self) -> set[MemberId]:
-        """Members that others accuse."""
-        named = [(by, accused) for by, told in self.answering.items() for accused in told.accused]
-        return {accused for by, accused in named if accused != by}
 
     @cached_property
     def commit(self) -> Commit:
@@ -137,6 +133,13 @@ class Manifests:
             for other in self.last_ready.intersection(self.answering[one].unreachable):
                 names = f"…{find_peer_id(one)[-8:]} and …{find_peer_id(other)[-8:]}"
                 return f"a connection between the peers {names}"
+        return None
+
+    def describe_missing(self) -> str | None:
+        """Return which member a commit waits for that is not ready; None: it waits for none."""
+        for member, told in self.missing.items():
+            had = told.describe_download()
+            return f"a peer of stage {member.stage} to get its state: it has {had}"
         return None
 
     def describe_failing(self, failing: Collection[MemberId]) -> str | None:
@@ -215,7 +218,7 @@ class Manifests:
         is_safe = not self.commit.update or not num_new or num_ready > (len(others) + 1) // 2
         able = stages & set(range(self.num_stages))
         is_full = len(others) >= MAX_RUN_MEMBERS
-        if is_known or is_full or not is_safe or not able or newcomer in self.accused:
+        if is_known or is_full or not is_safe or not able:
             return list(members)
         held = Counter(one.stage for one in others)
         stage = min(able, key=lambda each: (held[each], each))
@@ -247,8 +250,6 @@ class Aside:
     others: tuple[MemberId, ...]
     """Those that complain about it, or that it complains about."""
     why: str
-    has_to_rest: bool
-    """Whether it may not come back at once: a link, or memory, will not be there soon."""
 
 
 class _Complaint(NamedTuple):
@@ -313,34 +314,11 @@ def _list_complaints(manifests: Manifests) -> list[_Complaint]:
 def _make_aside(member: MemberId, others: list[MemberId], named: list[_Complaint]) -> Aside:
     names = ", ".join(f"…{find_peer_id(other)[-8:]}" for other in others)
     if not named:
-        return Aside(member, (), "again and again, it did not sum its gradients", True)
+        return Aside(member, (), "again and again, it did not sum its gradients")
     if not any(one.is_accusation for one in named):
-        return Aside(member, tuple(others), f"it and {names} cannot read from each other", True)
+        return Aside(member, tuple(others), f"it and {names} cannot read from each other")
     if any(one.is_accusation and one.about == member for one in named):
         why = f"it sent numbers that are no gradients, as {names} told"
     else:
         why = f"it complains about more peers than any other: {names}"
-    return Aside(member, tuple(others), why, False)
-
-
-class Complaints:
-    """How long members stay away that were put aside; owned by the leader."""
-
-    def __init__(self, rest_seconds: float) -> None:
-        """How long one stays away the first time."""
-        self._rest_seconds = rest_seconds
-        self._num_rests = Counter[PeerId]()
-        self._resting: dict[PeerId, float] = {}
-        """Until when peers stay away, as each return without a link stalls an update."""
-
-    def note_aside(self, aside: Aside, now: float) -> None:
-        """Let one that was put aside rest, twice as long as the last time, where it has to."""
-        if aside.has_to_rest:
-            peer_id = find_peer_id(aside.member)
-            seconds = self._rest_seconds * 2.0 ** min(self._num_rests[peer_id], _MOST_DOUBLINGS)
-            self._num_rests[peer_id] += 1
-            self._resting[peer_id] = now + min(seconds, _LONGEST_REST_SECONDS)
-
-    def may_return(self, member: MemberId, now: float) -> bool:
-        """Return whether a member does not rest."""
-        return now >= self._resting.get(find_peer_id(member), now)
+    return Aside(member, tuple(others), why)

@@ -482,6 +482,7 @@ def test_peer_that_sends_nan_is_put_aside_by_name(
         assert all(event.facts["peer"] == peer_id for event in named)
         assert named
         assert accused == [(liar.decisions.member_id,)]
+        await kill_at_rest(swarm, "peer3", "it sent numbers that are no gradients")
 
     assert train_in_swarm(run, folder, scene) == quiet_digest
 
@@ -527,6 +528,7 @@ def test_replica_whose_sums_differ_from_those_of_most_is_named(
         members = [loop.decisions and loop.decisions.member_id for loop in loops(swarm)]
         assert facts["counting"] == [members[3], members[5]]
         assert (facts["others"], facts["is_tie"]) == ([members[1]], False)
+        await kill_at_rest(swarm, "peer1", "the sums of")
 
     assert train_in_swarm(run, folder, scene, num_peers=6) == quiet_digest
 
@@ -561,8 +563,20 @@ def test_states_of_two_replicas_that_differ_are_reported(
         del swarm.falsify["peer3"]
         (facts,) = list_differing(swarm)
         assert (facts["stage"], facts["what"], facts["is_tie"]) == (1, "states", True)
+        await kill_at_rest(swarm, "peer3", "the states of")
 
     assert train_in_swarm(run, folder, scene) == quiet_digest
+
+
+async def kill_at_rest(swarm: RunSwarm, host: str, why: str) -> None:
+    """Kill a peer when it says that it was put aside, and that it may come back later."""
+
+    def is_told() -> bool:
+        told = f"refused: put aside: {why}"
+        return any(told in what and "again in" in what for what in waits(swarm, host))
+
+    await swarm.wait_until(is_told)
+    await swarm.kill(host)
 
 
 def list_differing(swarm: RunSwarm) -> list[dict[str, object]]:

@@ -7,7 +7,7 @@ import pytest
 from shoal.protocol.ids import MemberId
 from shoal.protocol.runs.commits import Commit
 from shoal.protocol.runs.decisions import Decision, Member
-from shoal.protocol.runs.manifests import Complaints, Manifests, MemberManifest, choose_aside
+from shoal.protocol.runs.manifests import Manifests, MemberManifest, choose_aside
 
 COMMIT = Commit(founder="a", compute_class="c1" * 32, update=0)
 Told = dict[str, str]
@@ -101,28 +101,3 @@ def test_reason_names_the_others() -> None:
         aside = choose_aside(manifests)
         assert aside is not None
         assert (aside.member, aside.why) == ("a/1", why)
-        assert aside.has_to_rest == ("cannot read" in why)
-
-
-def test_member_without_a_link_rests_twice_as_long_each_time() -> None:
-    complaints = Complaints(100.0)
-    cut_off = choose_aside(tell("ab", links={"a": "b"}))
-    assert cut_off is not None
-
-    complaints.note_aside(cut_off, now=0.0)
-    first = [complaints.may_return(name("b"), now) for now in (0.0, 99.0, 100.0)]
-    complaints.note_aside(cut_off, now=100.0)
-    second = [complaints.may_return(name("b"), now) for now in (299.0, 300.0)]
-
-    assert (first, second) == ([False, False, True], [False, True])
-    assert complaints.may_return(name("a"), 0.0)
-
-
-def test_accused_member_does_not_rest() -> None:
-    complaints = Complaints(100.0)
-    accused = choose_aside(tell("ab", accused={"a": "b"}))
-    assert accused is not None
-
-    complaints.note_aside(accused, now=0.0)
-
-    assert complaints.may_return(name("b"), 0.0)

@@ -74,7 +74,7 @@ def test_clock_of_a_member_stands_while_the_commit_waits_for_something_else() ->
 
     assert delays.is_on
     assert delays.note_missing({A: True}, 540.0) == {A}
-    assert delays.choose_rest_seconds(A) == 1000.0
+    assert delays.count_seconds(A) == 100.0
 
 
 def test_each_member_has_a_clock_of_its_own_that_begins_again_once_it_was_ready() -> None:

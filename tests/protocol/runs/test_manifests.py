@@ -156,12 +156,6 @@ def test_peer_that_was_started_again_replaces_the_process_that_has_ended() -> No
     assert let_in(last_of_its_stage, "c1/2", 1) == ["+c1/2 1", "-c1/1"]
 
 
-def test_accused_member_is_not_let_in() -> None:
-    accusing = replace(READY, accused=(MemberId("new/1"),))
-
-    assert let_in(tell(a0=accusing, b1=READY), "new/1") == []
-
-
 def test_members_with_a_state_are_a_majority_whoever_comes() -> None:
     assert let_in(tell(a0=READY), "new/1") == ["+new/1 1"]
     assert let_in(tell(a0=READY, b1=FETCHING), "new/1") == []
