@@ -482,7 +482,8 @@ class Leader:
 
         tasks = {member: asyncio.create_task(order(member)) for member in orders}
         reduced: dict[MemberId, Reduced] = {}
-        first_failed: MemberId | None = None
+        failed: MemberId | None = None
+        """The first member that failed by itself; where none did, the first one that failed."""
         pending, begun_at = set(tasks.values()), self._clock.now()
         try:
             while pending:
@@ -493,15 +494,16 @@ class Leader:
                         reduced[member] = tasks[member].result()
                     except FAILURES as error:
                         _logger.info("%s does not sum the gradients: %s", member, error)
-                        first_failed = first_failed or member
                         if not self._is_for_mates(member, error):
+                            failed = member
                             return None
+                        failed = failed or member
         finally:
             await cancel_all(tasks.values())
             self._failed_sums.note_summed(reduced)
-            if first_failed is not None:
-                self._failed_sums.note_failed(first_failed, self._clock.now() - begun_at)
-        if first_failed is not None:
+            if failed is not None:
+                self._failed_sums.note_failed(failed, self._clock.now() - begun_at)
+        if failed is not None:
             return None
         self._failed_sums.clear()
         return reduced

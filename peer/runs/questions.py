@@ -7,7 +7,13 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
+from ...protocol.errors import (
+    ErrorCode,
+    RefusedError,
+    RemoteProtocolError,
+    SilentError,
+    UnavailableError,
+)
 from ...protocol.ids import SESSION_ID_BYTES, MemberId, SessionId
 from ...protocol.messages.fields import Message
 from ...protocol.messages.runs import Question
@@ -18,6 +24,10 @@ FAILURES = (UnavailableError, RefusedError, RemoteProtocolError)
 _BUSY_SECONDS = 1.0
 
 _Kind = TypeVar("_Kind", bound=Message)
+
+
+class StillBusyError(SilentError):
+    """A member has said until the deadline that it is at work, and has not answered."""
 
 
 def _is_wanted() -> bool:

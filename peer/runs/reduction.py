@@ -21,7 +21,7 @@ from ...protocol.messages.runs import Reduction, SumFetch, SumGroup
 from ...protocol.runs.training_run import Mode
 from ..engine.training.trainable_span import TrainableSpan
 from .gradient_vectors import ExactVector, GradientVector, Int8Vector, find_slice
-from .questions import FAILURES, Members, make_question_id
+from .questions import FAILURES, Members, StillBusyError, make_question_id
 from .run_resources import Compute
 
 _CROSSING_SECONDS = 1.0
@@ -45,7 +45,7 @@ class Reducing:
         self.accused: set[MemberId] = set()
         """Mates that have sent numbers which are no sum of gradients."""
         self.read_from: dict[MemberId, bool] = {}
-        """Whether a mate's own sums could be read, as far as that was tried."""
+        """Whether a mate's own sums could be read; nothing of a mate that was still busy."""
         self._order = order
         self._member_id = member_id
         self._members = members
@@ -105,7 +105,7 @@ class Reducing:
                 # compute: it, or the link, is at fault. The others are asked, too: one that fails
                 # at all of them is at fault itself.
                 failure = failure or error
-                if mate not in self.accused:
+                if mate not in self.accused and not isinstance(error, StillBusyError):
                     self.read_from[mate] = False
             else:
                 self.read_from.setdefault(mate, True)

@@ -46,6 +46,7 @@ from .questions import (
     AnswerMember,
     MemberAnswer,
     NoteBytes,
+    StillBusyError,
     ignore_bytes,
     make_question_id,
 )
@@ -112,10 +113,11 @@ class RemoteMembers:
         try:
             async with AnswerTimeout(seconds, late):
                 answer = await self._ask(member, question, payload, most_bytes, note_bytes)
-        except SilentError:
-            if self._clock.now() - begun_at >= seconds:
-                times.note_late()
-            raise
+        except SilentError as error:
+            if self._clock.now() - begun_at < seconds:
+                raise
+            times.note_late()
+            raise StillBusyError(str(error)) from error
         times.note(self._clock.now() - begun_at)
         return answer
 

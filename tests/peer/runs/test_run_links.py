@@ -12,10 +12,11 @@ import pytest
 from run_swarm import RunSwarm, make_identity, run_in_swarm
 from training_runs import MODEL, open_run, train_alone
 
+from shoal.peer.runs.questions import MemberAnswer
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import PeerId
 from shoal.protocol.messages.fields import Message
-from shoal.protocol.messages.runs import PartsCounted, Reduced, Sums
+from shoal.protocol.messages.runs import PartsCounted, Reduced, Reduction, Sums
 from shoal.protocol.messages.session import Declined
 from shoal.protocol.runs.training_run import TrainingRun
 
@@ -93,6 +94,31 @@ def test_later_one_of_two_mates_that_cannot_talk_rests_and_comes_back(
 
     run, digest = untied
     assert run_cut(run, folder, 4, [("peer1", "peer3")], check) == digest
+
+
+def test_mate_that_is_busy_for_longer_than_two_deadlines_is_not_put_aside(
+    folder: Path, untied: tuple[TrainingRun, str]
+) -> None:
+    run, digest = untied
+
+    async def scene(swarm: RunSwarm) -> str:
+        await swarm.wait_until(lambda: min(swarm.list_updates()) >= 1)
+        stage = swarm.peers["peer3"].loop.stage
+        assert stage is not None
+        reduce, is_free = stage.reduce, asyncio.Event()
+
+        async def reduce_later(question: Reduction) -> MemberAnswer:
+            await is_free.wait()  # as a part that nobody waits for any more is computed here
+            return await reduce(question)
+
+        stage.reduce = reduce_later
+        await asyncio.sleep(250.0)
+        is_free.set()
+        digest = await swarm.finish()
+        assert list_aside(swarm) == []
+        return digest
+
+    assert run_in_swarm(run, folder, scene) == digest
 
 
 def test_run_goes_on_when_members_of_both_ends_cannot_talk_and_sum_tied_weights(
