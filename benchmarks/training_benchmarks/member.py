@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ async def _train(settings: MemberSettings, stack: ExitStack) -> None:
         founds_run=not settings.addresses, silence_seconds=settings.silence_seconds,
         linger_seconds=settings.linger_seconds,
     )  # fmt: skip
+    if not settings.keeps_graphs:
+        config = replace(config, graph_bytes=0)
     network = InternetNetwork(clock, settings.addresses, None, Listening(settings.host))
     compute = make_compute(stack)
     if settings.tells_work:

@@ -91,6 +91,8 @@ class MemberSettings:
     host: str = "127.0.0.1"
     tells_work: bool = False
     """Whether it tells everything that it computes."""
+    keeps_graphs: bool = True
+    """Whether it keeps graphs of passes until their gradients come; else it computes them again."""
     silence_seconds: float = 5.0
     linger_seconds: float = 3.0
 

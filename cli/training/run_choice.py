@@ -105,7 +105,8 @@ def make_config(
 
     plan = plan_run(record.run)
     stages = range(len(plan.stages)) if options.stage is None else (options.stage,)
-    fitting = plan.list_fitting(stages, read_free_bytes())
+    free_bytes = read_free_bytes()
+    fitting = plan.list_fitting(stages, free_bytes)
     if not is_beside:
         set_num_threads(options.threads)  # of sums and digests too, not only of passes
     return RunPeerConfig(
@@ -114,6 +115,7 @@ def make_config(
         fitting,
         founds_run=founds_run(options),
         num_threads=options.threads,
+        graph_bytes=plan.choose_graph_bytes(fitting, free_bytes, is_beside=is_beside),
         announce_period_seconds=options.announce_period,
         silence_seconds=options.silence,
         linger_seconds=options.linger,

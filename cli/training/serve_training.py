@@ -69,7 +69,7 @@ class SideRun:
     config: RunPeerConfig
     identity: Identity
     num_bytes: int
-    """Memory of the largest stage that it may hold."""
+    """Memory of the largest stage that it may hold, with the graphs of its passes."""
     _progress: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def pass_on(self, report: Report) -> Report:
@@ -119,4 +119,5 @@ def choosing_side_run(
 
         stages = plan_run(config.run).stages
         held = range(len(stages)) if config.stages is None else config.stages
-        yield SideRun(config, identity, max(stages[one].memory_bytes for one in held))
+        num_bytes = max(stages[one].memory_bytes for one in held) + config.graph_bytes
+        yield SideRun(config, identity, num_bytes)

@@ -111,8 +111,8 @@ def _list_memory(training: TrainingRun, stages: tuple[StagePlan, ...]) -> list[s
         for index, stage in enumerate(stages)
     ]  # fmt: skip
     return [
-        f"Memory of a peer, for {count_of(training.tokens_per_update, 'token')} in an update; "
-        "passes take up to 1G more:",
+        f"Memory of a peer, for {count_of(training.tokens_per_update, 'token')} in an update.",
+        "Graphs of passes take up to half of what a machine has left beside it.",
         _MEMORY.format(
             "stage",
             "blocks",

@@ -39,6 +39,8 @@ class RunPeerConfig:
     founds_run: bool = False
     """Whether to begin the run, in place of joining it."""
     num_threads: int = 1
+    graph_bytes: int = 2**30
+    """The most that graphs of passes under way may take; others are computed again."""
     announce_period_seconds: float = 30.0
     silence_seconds: float = 10.0
     """How long another member may say nothing before it counts as stopped."""

@@ -148,10 +148,11 @@ class Stage:
         list_members: Callable[[int], Sequence[MemberId]],
     ) -> Stage:
         """Return a stage as it is before the first update."""
-        num_threads = resources.config.num_threads
+        config = resources.config
         make = partial(
-            TrainableSpan, resources.run, resources.spans[index], num_threads=num_threads
-        )
+            TrainableSpan, resources.run, resources.spans[index],
+            num_threads=config.num_threads, graph_bytes=config.graph_bytes,
+        )  # fmt: skip
         span = await resources.compute(make)
         stage = cls(resources, index, span, member_id, members, list_members)
         stage.digest = await resources.compute(partial(_digest_state, span))

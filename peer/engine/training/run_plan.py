@@ -19,7 +19,7 @@ from .numerics_class import pass_random_part
 from .optimizers import count_state_bytes
 from .span_building import find_embedding_and_head, list_span_modules
 from .span_state import MOST_STATE_COPIES, MOST_WEIGHT_COPIES
-from .trainable_span import TrainableSpan
+from .trainable_span import DEFAULT_GRAPH_BYTES, TrainableSpan
 
 _NUMBER_BYTES = 4
 _SUM_BYTES = 8
@@ -41,7 +41,7 @@ class StagePlan:
     """Gradients of one part, or of the update."""
     activation_bytes: int
     """Activations and gradients that a member without mates keeps of all parts until the update is
-    committed. Graphs of passes under way take up to 1 GiB beside them."""
+    committed. Graphs of passes under way come on top: see `RunPlan.choose_graph_bytes`."""
     copy_bytes: int
     """Copies that others download at the same time: of the state, and of the weights alone."""
     boundary_bytes: int
@@ -98,6 +98,18 @@ class RunPlan:
                 "(`shoal train-plan` lists them)"
             )
         return fitting
+
+    def choose_graph_bytes(
+        self, stages: Sequence[int], free_bytes: int, *, is_beside: bool = False
+    ) -> int:
+        """Return the limit of graphs of passes under way, beside the largest of these stages.
+
+        Half of what is left stays free, as passes beyond the limit are only slower: their graphs
+        are computed again. Nothing is reserved: graphs take what the parts under way need.
+        `is_beside`: the process serves blocks, too, which do without the limit: so it is smaller.
+        """
+        left = max(free_bytes - max(self.stages[one].memory_bytes for one in stages), 0) // 2
+        return min(left, DEFAULT_GRAPH_BYTES) if is_beside else left
 
     def count_members(self, num_peers: int) -> list[int]:
         """Return how many of the peers hold each stage: they join where the fewest are."""

@@ -7,12 +7,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+import torch
 from run_swarm import OWNER, RunSwarm, make_identity
 from training_runs import open_run
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.cli.main import main
-from shoal.cli.training.run_choice import choose_record
+from shoal.cli.training.run_choice import choose_record, make_config
+from shoal.peer.engine.training.run_plan import plan_run
+from shoal.peer.hosting import hosted_model
 from shoal.peer.process.config import ignore
 from shoal.protocol.errors import UsageError
 from shoal.protocol.identity import Identity
@@ -96,3 +99,22 @@ def test_run_begins_once_in_a_swarm(tmp_path: Path) -> None:
         assert (record.owner, record.admitted) == (OWNER.peer_id, (friend,))
 
     in_swarm(tmp_path, scene)
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_memory_of_graphs_is_what_this_machine_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_beside: bool
+) -> None:
+    record = sign_run(OWNER, open_run(tmp_path)[0])
+    options = argparse.Namespace(
+        run_file=tmp_path / "run.toml", corpus=None, stage=None, json=True, new_swarm=True,
+        new_run=False, threads=torch.get_num_threads(), announce_period=30.0, silence=10.0,
+        linger=10.0,
+    )  # fmt: skip
+    largest = max(stage.memory_bytes for stage in plan_run(record.run).stages)
+    monkeypatch.setattr(hosted_model, "read_free_bytes", lambda: largest + 2**33)
+
+    config = make_config(options, record, is_beside=is_beside)
+
+    assert config.graph_bytes == (2**30 if is_beside else 2**32)
+    assert config.stages == [0, 1]

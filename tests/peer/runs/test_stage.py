@@ -85,7 +85,9 @@ async def build_stage(
     )  # fmt: skip
 
 
-def open_resources(folder: Path, note: Callable[[str], None] = lambda name: None) -> RunResources:
+def open_resources(
+    folder: Path, note: Callable[[str], None] = lambda name: None, **settings: Any
+) -> RunResources:
     """Return what a member needs of a run of two stages."""
     run, _ = open_run(folder)
 
@@ -95,7 +97,7 @@ def open_resources(folder: Path, note: Callable[[str], None] = lambda name: None
         return function()
 
     watched = WatchedCompute(compute, VirtualClock(), 10.0)
-    config = RunPeerConfig(sign_run(Identity(bytes(32)), run), folder)
+    config = RunPeerConfig(sign_run(Identity(bytes(32)), run), folder, **settings)
     return RunResources.open(config, watched)
 
 
@@ -332,6 +334,28 @@ def test_wrong_gradients_of_a_mate_are_asked_of_another_one(
         assert stage.accused == {LIAR}
 
     with_stage(tmp_path, 0, scene, answer)
+
+
+@pytest.mark.parametrize("graph_bytes", [0, 2**30])
+def test_graphs_of_parts_under_way_stay_within_the_limit_of_the_member(
+    tmp_path: Path, graph_bytes: int
+) -> None:
+    async def main() -> None:
+        seen: list[int] = []
+
+        async def answer(member: MemberId, question: Question) -> MemberAnswer:
+            seen.append(stage.span.graph_bytes)
+            data = encode_tensor(torch.zeros(SHAPE))
+            return MemberAnswer(PartPassed(question.question, len(data), 1.0, (member,)), data)
+
+        resources = open_resources(tmp_path, graph_bytes=graph_bytes)
+        stage = await Stage.build(resources, 0, OWN, Others(answer), lambda index: [LIAR])
+        await stage.pass_part(replace(make_pass(), num_bytes=0), b"")
+
+        assert stage.counted == {0}
+        assert [num_bytes > 0 for num_bytes in seen] == [graph_bytes > 0]
+
+    run_virtual(main())
 
 
 def test_all_that_fetch_the_same_state_get_one_copy(tmp_path: Path) -> None:

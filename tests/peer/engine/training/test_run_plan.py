@@ -134,5 +134,18 @@ def test_large_model_is_planned_without_its_memory() -> None:
     assert stages[0].weight_bytes > 10**10
 
 
+def test_graphs_may_take_half_of_what_is_left_beside_the_largest_stage() -> None:
+    plan = plan_run(read_run(describe_run()))
+    stages = range(len(plan.stages))
+    smallest, largest = sorted(stages, key=lambda one: plan.stages[one].memory_bytes)
+    sizes = [plan.stages[one].memory_bytes for one in (smallest, largest)]
+
+    assert plan.choose_graph_bytes(stages, sizes[1] + 2**34) == 2**33
+    assert plan.choose_graph_bytes(stages, sizes[1] + 2**34, is_beside=True) == 2**30
+    assert plan.choose_graph_bytes(stages, sizes[1] + 2**20, is_beside=True) == 2**19
+    assert plan.choose_graph_bytes([smallest], sizes[1]) == (sizes[1] - sizes[0]) // 2 > 0
+    assert plan.choose_graph_bytes(stages, sizes[1]) == 0
+
+
 def test_speed_is_measured_on_one_block() -> None:
     assert measure_tokens_per_second(read_run(describe_run()), num_threads=1) > 0
