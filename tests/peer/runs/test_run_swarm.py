@@ -120,6 +120,13 @@ PHASES: dict[str, tuple[Moment, bool]] = {
 }
 
 
+LEADER_PHASES = [
+    phase if phase in ("in the all-gather", "between measuring and committing", *list(PHASES)[-1:])
+    else pytest.param(phase, marks=pytest.mark.thorough)
+    for phase in PHASES
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("phase", PHASES)
 def test_peer_may_be_killed_at_any_phase(
     run: TrainingRun, folder: Path, quiet_digest: str, phase: str
@@ -139,6 +146,35 @@ def test_peer_may_be_killed_at_any_phase(
 
     assert train_in_swarm(run, folder, scene) == quiet_digest
     assert killed
+
+
+@pytest.mark.parametrize("phase", LEADER_PHASES)
+def test_leader_may_be_killed_at_any_phase_of_others(
+    run: TrainingRun, folder: Path, quiet_digest: str, phase: str
+) -> None:
+    moment, is_sent = PHASES[phase]
+    killed: list[str] = []
+
+    async def scene(swarm: RunSwarm) -> None:
+        def kill_leader(host: str) -> None:
+            killed.append(find_leader(swarm))
+            swarm.kill_soon(killed[0])
+
+        await swarm.wait_for_update(1)
+        swarm.do_at(moment, kill_leader, is_sent=is_sent)
+        await swarm.wait_until(lambda: bool(killed))
+        await check_counts(swarm)
+        assert find_leader(swarm) != killed[0] == "peer0"
+
+    assert train_in_swarm(run, folder, scene) == quiet_digest
+
+
+def find_leader(swarm: RunSwarm) -> str:
+    """Return the host of the first member on the newest roster."""
+    decisions = {host: peer.loop.decisions for host, peer in swarm.peers.items()}
+    known = {host: each for host, each in decisions.items() if each is not None}
+    newest = max((each.newest for each in known.values()), key=lambda one: one.number)
+    return next(host for host, each in known.items() if each.member_id == newest.roster[0])
 
 
 def test_peer_that_computes_other_bits_does_not_become_a_member(
@@ -213,14 +249,14 @@ def test_peer_in_the_middle_of_four_stages_may_be_killed_between_its_passes(fold
     assert train_in_swarm(run, folder, scene, num_peers=8) == alone
 
 
-async def check_counts(swarm: RunSwarm) -> None:
-    """Check at the end that a kill has cost no more than what was under way, and that nothing is
-    missing; that each part counts once, the digest shows.
+async def check_counts(swarm: RunSwarm, num_lost: int = 1) -> None:
+    """Check at the end that so many lost members have cost no more than the parts of an update, and
+    that nothing is missing; that each part counts once, the digest shows.
     """
     await swarm.finish()
     num_parts, num_stages = swarm.run.parts_per_update, len(swarm.run.stage_borders) + 1
     assert len(swarm.counted) == num_stages * swarm.run.num_updates * num_parts
-    assert swarm.counted.total() - len(swarm.counted) <= num_parts
+    assert swarm.counted.total() - len(swarm.counted) <= num_lost * num_parts
 
 
 @pytest.mark.parametrize(
@@ -278,6 +314,7 @@ def test_two_peers_may_be_killed_at_once(run: TrainingRun, folder: Path, quiet_d
         await swarm.wait_for_update(1)
         await swarm.kill("peer0")
         await swarm.kill("peer3")
+        await check_counts(swarm, num_lost=2)
 
     assert train_in_swarm(run, folder, scene, num_peers=6) == quiet_digest
 
@@ -294,6 +331,7 @@ def test_giver_of_state_may_be_killed(run: TrainingRun, folder: Path, quiet_dige
         swarm.do_at(is_kind(StateFetch), kill)
         await swarm.start("newcomer", 1)
         await swarm.wait_until(lambda: bool(killed))
+        await check_counts(swarm)
 
     assert train_in_swarm(run, folder, scene, num_peers=6) == quiet_digest
 
@@ -624,6 +662,7 @@ def test_halves_that_do_not_see_each_other_commit_one_update(
         assert {update_of(swarm, host) for host in larger} == {NUM_UPDATES}
         for pair in product(smaller, larger):
             swarm.network.heal(*pair)
+        await check_counts(swarm, num_lost=len(smaller))
 
     assert train_in_swarm(run, folder, scene, num_peers=5) == quiet_digest
 
