@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 import warm_python
@@ -124,6 +126,34 @@ def test_run_goes_on_after_a_kill_and_a_leave_and_comes_to_the_weights_of_one_pr
         weights = {name: weight.detach() for name, weight in model.named_parameters()}
         assert digest_tensors(weights) == trained["digest"]
     assert model.generate(torch.tensor([[1]]), max_new_tokens=3, do_sample=False).shape == (1, 4)
+
+
+@pytest.mark.thorough
+def test_stopped_process_is_left_out_and_comes_back_to_the_same_weights(tmp_path: Path) -> None:
+    run_file = write_run(tmp_path, num_updates=NUM_UPDATES)
+    with ExitStack() as stack:
+        founder = TrainingPeer(stack, run_file, 0, "--new-swarm", "--out", str(tmp_path / "out"))
+        (code,) = founder.wait_for("directory")["join_codes"].values()
+        stopped, *others = (
+            TrainingPeer(stack, run_file, stage, "--join", code) for stage in (0, 1, 1)
+        )
+        for peer in (stopped, *others):
+            peer.wait_for("update")  # it is a member
+        founder.wait_for("update", update=1)
+        processes.stop(stopped.process.pid)
+        founder.wait_for("member_left", stage=0)
+        trained = founder.wait_for("trained")
+        os.kill(stopped.process.pid, signal.SIGCONT)
+        stopped.wait_for("update", update=NUM_UPDATES)
+        stopped.wait_for("trained")
+        for peer in (founder, stopped, *others):
+            peer.process.terminate()
+            _, errors = peer.process.communicate()
+            assert peer.process.returncode == 0, errors
+
+    run = load_run(run_file)
+    alone = train_alone(run, TokenShards.open(run.corpus, tmp_path, VOCABULARY))
+    assert trained["digest"] == alone
 
 
 def test_peers_that_serve_train_a_run_as_well(
