@@ -30,51 +30,17 @@ def write_shard(path: Path, tokens: Iterable[int], vocabulary_size: int) -> Toke
     return TokenShard(path=path.name, num_tokens=len(ids), sha256=_compute_digest(path))
 
 
-class TokenShards:
-    """The shards of a corpus, mapped into memory as they are read."""
+class _Rows:
+    """The rows of token ids of several files, as if they were one."""
 
-    def __init__(self, corpus: Corpus, shards: Sequence[NDArray[np.unsignedinteger]]) -> None:
-        self._length = corpus.sequence_length
+    def __init__(self, shards: Sequence[NDArray[np.unsignedinteger]], length: int) -> None:
+        self._length = length
         self._shards = shards
         self._starts = [0, *accumulate(len(shard) for shard in shards)]
 
-    @classmethod
-    def open(cls, corpus: Corpus, folder: Path, vocabulary_size: int) -> TokenShards:
-        """Open the files of a corpus; relative paths begin at the folder.
-
-        Raises UsageError, which names the file, where one is missing, has changed since the run
-        file was written, or has ids beyond the vocabulary.
-        """
-        dtype = choose_token_dtype(vocabulary_size)
-        shards = []
-        for shard in corpus.shards:
-            path = folder / shard.path
-            try:
-                num_bytes = path.stat().st_size
-                if num_bytes != shard.num_tokens * dtype.itemsize:
-                    raise UsageError(
-                        f"corpus shard {path} has {num_bytes} bytes, the run file makes it "
-                        f"{shard.num_tokens} tokens of {dtype.itemsize} bytes"
-                    )
-                if _compute_digest(path) != shard.sha256:
-                    raise UsageError(
-                        f"corpus shard {path} is not the one of the run: its SHA-256 differs"
-                    )
-                ids = np.memmap(path, dtype, mode="r")
-            except OSError as error:
-                raise UsageError(f"cannot read corpus shard {path}: {error.strerror}") from error
-            if int(ids.max()) >= vocabulary_size:
-                raise UsageError(
-                    f"corpus shard {path} has the token {int(ids.max())}, the vocabulary of the "
-                    f"model ends at {vocabulary_size - 1}"
-                )
-            shards.append(ids)
-        return cls(corpus, shards)
-
-    def read_part(self, run: TrainingRun, part: PartId) -> tuple[Tensor, Tensor]:
-        """Return the tokens of a part and those that they predict, both [rows, tokens]."""
-        rows = [self._read_row(row) for row in run.list_rows(part)]
-        tokens = torch.from_numpy(np.stack(rows).astype(np.int64))
+    def read(self, rows: Iterable[int]) -> tuple[Tensor, Tensor]:
+        """Return the tokens of rows and those that they predict, both [rows, tokens]."""
+        tokens = torch.from_numpy(np.stack(list(map(self._read_row, rows))).astype(np.int64))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def _read_row(self, row: int) -> NDArray[np.unsignedinteger]:
@@ -86,6 +52,62 @@ class TokenShards:
             if start < first + len(shard) and first < stop
         ]
         return np.concatenate(pieces)
+
+
+class TokenShards:
+    """The shards of a corpus, mapped into memory as they are read."""
+
+    def __init__(self, trained: _Rows, held_out: _Rows) -> None:
+        self._trained = trained
+        self._held_out = held_out
+
+    @classmethod
+    def open(cls, corpus: Corpus, folder: Path, vocabulary_size: int) -> TokenShards:
+        """Open the files of a corpus, held-out ones too; relative paths begin at the folder.
+
+        Raises UsageError, which names the file, where one is missing, has changed since the run
+        file was written, or has ids beyond the vocabulary.
+        """
+
+        def open_rows(shards: Sequence[TokenShard]) -> _Rows:
+            opened = [_open_shard(shard, folder, vocabulary_size) for shard in shards]
+            return _Rows(opened, corpus.sequence_length)
+
+        return cls(open_rows(corpus.shards), open_rows(corpus.held_out))
+
+    def read_part(self, run: TrainingRun, part: PartId) -> tuple[Tensor, Tensor]:
+        """Return the tokens of a part and those that they predict, both [rows, tokens]."""
+        return self._trained.read(run.list_rows(part))
+
+    def read_held_out(self, run: TrainingRun, index: int) -> tuple[Tensor, Tensor]:
+        """Return the tokens of a part of the held-out shards and those that they predict."""
+        first = index * run.rows_per_part
+        return self._held_out.read(range(first, first + run.rows_per_part))
+
+
+def _open_shard(
+    shard: TokenShard, folder: Path, vocabulary_size: int
+) -> NDArray[np.unsignedinteger]:
+    """Map a file into memory. Raises UsageError where it is not that of the run."""
+    dtype, path = choose_token_dtype(vocabulary_size), folder / shard.path
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes != shard.num_tokens * dtype.itemsize:
+            raise UsageError(
+                f"corpus shard {path} has {num_bytes} bytes, the run file makes it "
+                f"{shard.num_tokens} tokens of {dtype.itemsize} bytes"
+            )
+        if _compute_digest(path) != shard.sha256:
+            raise UsageError(f"corpus shard {path} is not the one of the run: its SHA-256 differs")
+        ids = np.memmap(path, dtype, mode="r")
+    except OSError as error:
+        raise UsageError(f"cannot read corpus shard {path}: {error.strerror}") from error
+    if int(ids.max()) >= vocabulary_size:
+        raise UsageError(
+            f"corpus shard {path} has the token {int(ids.max())}, the vocabulary of the model ends "
+            f"at {vocabulary_size - 1}"
+        )
+    return ids
 
 
 def _compute_digest(path: Path) -> str:

@@ -40,6 +40,7 @@ def draw_losses(
     title: str,
     path: Path,
     entropy: float | None = None,
+    eval_label: str = "evaluation",
 ) -> None:
     """Write the plot as PNG, or SVG; the entropy of the text is the limit of its losses."""
     from matplotlib import rc_context
@@ -57,7 +58,7 @@ def draw_losses(
         if eval_losses:
             axes.plot(
                 list(eval_losses), list(eval_losses.values()), color="0.05", marker="o",
-                linestyle="--", linewidth=1.0, markersize=4.0, label="evaluation",
+                linestyle="--", linewidth=1.0, markersize=4.0, label=eval_label,
             )  # fmt: skip
         if entropy is not None:
             label = f"entropy of the corpus, {entropy:.3f}"

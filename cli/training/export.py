@@ -23,7 +23,7 @@ from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import quitting_at_once
 from ..terminal.reporter import Reporter
 from ..terminal.terminal import Terminal
-from .model_folder import write_model
+from .model_folder import describe_held_out_loss, write_model
 
 if TYPE_CHECKING:
     from .run_weights import RunWeights
@@ -79,9 +79,12 @@ def run(options: argparse.Namespace) -> int:
         f"Model: {folder}",
         f"SHA-256 of its weights: {fetched.digest}",
     ]
+    if fetched.held_out_loss is not None:
+        entropy = record.run.corpus.entropy
+        lines.append(describe_held_out_loss(fetched.held_out_loss, entropy))
     reporter.tell(
         "exported", lines, name=record.run.name, run_id=record.run_id, update=fetched.update,
         num_updates=record.run.num_updates, loss=fetched.loss, model=str(folder),
-        digest=fetched.digest,
+        digest=fetched.digest, held_out_loss=fetched.held_out_loss,
     )  # fmt: skip
     return 0

@@ -41,9 +41,29 @@ def write_model(
     )
 
 
-def write_losses(folder: Path, training: TrainingRun, losses: Mapping[int, float]) -> None:
-    """Write the losses of a run as a table and a plot; those of some updates may be missing."""
+def write_losses(
+    folder: Path,
+    training: TrainingRun,
+    losses: Mapping[int, float],
+    held_out: Mapping[int, float],
+) -> None:
+    """Write the losses of a run as a table and a plot; those of some updates may be missing.
+
+    `held_out` are the losses on the held-out shards, after so many updates.
+    """
     listed = [losses.get(update + 1) for update in range(training.num_updates)]
-    save_losses(listed, {}, folder / "losses.csv")
+    save_losses(listed, held_out, folder / "losses.csv")
     title = f"{training.name}, trained from scratch"
-    draw_losses(listed, {}, title, folder / "losses.png", training.corpus.entropy)
+    draw_losses(
+        listed, held_out, title, folder / "losses.png", training.corpus.entropy, "held-out text"
+    )
+
+
+def describe_held_out_loss(loss: float, entropy: float | None) -> str:
+    """Return the held-out loss for people, beside its limit where that is known.
+
+    >>> describe_held_out_loss(1.23, 1.1)
+    'Held-out loss: 1.2300 nats per token; entropy of the corpus: 1.1000.'
+    """
+    limit = "" if entropy is None else f"; entropy of the corpus: {entropy:.4f}"
+    return f"Held-out loss: {loss:.4f} nats per token{limit}."

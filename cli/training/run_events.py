@@ -8,6 +8,7 @@ from typing import cast
 from ...peer.process.config import PeerEvent, Report
 from ..terminal.peer_events import EventPrinter, print_json
 from ..terminal.terminal import Terminal
+from .model_folder import describe_held_out_loss
 
 _LINE = "{:>8}  {:>8}  {:>13}  {:>9}  {:>9}  {:>7}"
 
@@ -42,6 +43,9 @@ class RunEventPrinter:
                 parts = "1 part" if num_redone == 1 else f"{num_redone} parts"
                 self._print(f"{parts} of update {facts['update']} had to be computed again.")
             self._print(_LINE.format(facts["update"], *numbers, averaging, peers))
+        elif event.name == "held_out":
+            loss, entropy = (cast(float, facts[name]) for name in ("loss", "entropy"))
+            self._print(describe_held_out_loss(loss, entropy))
         elif event.name == "trained":
             self._print("The run is over.")
             if "model" in facts:

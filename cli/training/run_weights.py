@@ -46,6 +46,8 @@ class RunWeights:
     update: int
     loss: float
     """Of the update, in nats per token."""
+    held_out_loss: float | None
+    """After the update, where it is measured."""
     weights: Mapping[str, Tensor]
     """By their names in a checkpoint."""
     digest: str
@@ -116,7 +118,9 @@ async def fetch_newest_weights(
             note(f"{error}: the peers are asked again for the newest update")
             await asyncio.sleep(_PAUSE_SECONDS)
         else:
-            return RunWeights(update, commit.loss, weights, digest, architecture)
+            return RunWeights(
+                update, commit.loss, commit.held_out_loss, weights, digest, architecture
+            )
 
 
 def choose_decision(told: Sequence[Decision]) -> Decision | None:

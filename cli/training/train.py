@@ -73,7 +73,7 @@ def _train_together(options: argparse.Namespace) -> int:
     network = make_network(options)
     clock = network.clock
     records = list[RunRecord]()
-    losses = dict[int, float]()
+    losses, held_out = dict[int, float](), dict[int, float]()
     with hold_identity(options.identity) as identity:
 
         async def choose(stop: asyncio.Event, report: Report) -> None:
@@ -88,8 +88,9 @@ def _train_together(options: argparse.Namespace) -> int:
 
         async def train(stop: asyncio.Event, tell: Report) -> None:
             def report(event: PeerEvent) -> None:
-                if event.name == "update":
-                    losses[int(str(event.facts["update"]))] = float(str(event.facts["loss"]))
+                if event.name in ("update", "held_out"):
+                    listed = losses if event.name == "update" else held_out
+                    listed[int(str(event.facts["update"]))] = float(str(event.facts["loss"]))
                 tell(event)
 
             joining = RunPeer.join(config, network, clock, report, identity=identity)
@@ -97,7 +98,7 @@ def _train_together(options: argparse.Namespace) -> int:
                 facts = {"name": record.run.name, "owner": record.owner, "run_id": record.run_id}
                 report(PeerEvent("online", facts))
                 may_drain = not options.end_with_stdin  # nobody is there to hurry it
-                finish = partial(_finish, peer, options.out, losses, report)
+                finish = partial(_finish, peer, options.out, losses, held_out, report)
                 await peer.serve(peer.finish_or_leave(finish, stop, may_drain))
                 if peer.loop.failure is not None:
                     raise RefusedError(ErrorCode.BAD_VALUES, peer.loop.failure)
@@ -113,7 +114,11 @@ def _run(options: argparse.Namespace, work: RunPeerUntil) -> bool:
 
 
 async def _finish(
-    peer: RunPeer, folder: Path | None, losses: Mapping[int, float], report: Report
+    peer: RunPeer,
+    folder: Path | None,
+    losses: Mapping[int, float],
+    held_out: Mapping[int, float],
+    report: Report,
 ) -> None:
     await peer.loop.wait_until_over()
     if peer.loop.failure is not None:
@@ -124,7 +129,8 @@ async def _finish(
         weights, digest = await peer.loop.fetch_weights()
         training, architecture = peer.resources.run, peer.resources.architecture
         await asyncio.to_thread(write_model, folder, training, architecture, weights)
-        await asyncio.to_thread(write_losses, folder, training, losses)
+        await asyncio.to_thread(write_losses, folder, training, losses, held_out)
         facts = {"model": str(folder), "digest": digest}
+    facts["held_out_loss"] = held_out.get(peer.resources.run.num_updates)
     report(PeerEvent("trained", facts))
     await peer.linger()

@@ -14,7 +14,7 @@ from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import quitting_at_once
 from ..terminal.reporter import Reporter
 from ..terminal.terminal import Terminal
-from .model_folder import write_losses, write_model
+from .model_folder import describe_held_out_loss, write_losses, write_model
 
 if TYPE_CHECKING:
     from ...peer.engine.training.whole_run import WholeRun
@@ -41,7 +41,7 @@ def train_alone(options: argparse.Namespace, training: TrainingRun, out: Path) -
         _tell_start(reporter, training, whole)
         progress = "Training"
         started_at = time.monotonic()
-        losses = dict[int, float]()
+        losses, held_out = dict[int, float](), dict[int, float]()
         for update in whole.train(shards):
             now = time.monotonic()
             speed = training.tokens_per_update / (now - started_at)
@@ -57,12 +57,25 @@ def train_alone(options: argparse.Namespace, training: TrainingRun, out: Path) -
                 "update", [_LINE.format(*cells)], update=update.number + 1, loss=update.loss,
                 gradient_norm=update.gradient_norm, tokens_per_second=round(speed, 1),
             )  # fmt: skip
+            if training.has_held_out_loss(update.number + 1):
+                held_out[update.number + 1] = loss = whole.measure_held_out_loss(shards)
+                _tell_held_out(reporter, training, update.number + 1, loss)
+                started_at = time.monotonic()
         write_model(out, training, whole.architecture, whole.read_weights())
-        write_losses(out, training, losses)
+        write_losses(out, training, losses, held_out)
     digest = whole.compute_weights_digest()
     lines = [f"Model: {out}", f"SHA-256 of its weights: {digest}"]
-    reporter.tell("trained", lines, model=str(out), digest=digest)
+    reporter.tell(
+        "trained", lines, model=str(out), digest=digest,
+        held_out_loss=held_out.get(training.num_updates),
+    )  # fmt: skip
     return 0
+
+
+def _tell_held_out(reporter: Reporter, training: TrainingRun, update: int, loss: float) -> None:
+    entropy = training.corpus.entropy
+    lines = [describe_held_out_loss(loss, entropy)]
+    reporter.tell("held_out", lines, update=update, loss=loss, entropy=entropy)
 
 
 def _tell_start(reporter: Reporter, training: TrainingRun, whole: WholeRun) -> None:

@@ -20,6 +20,8 @@ from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.ids import MemberId, PeerId, find_peer_id
 from ...protocol.limits import MAX_RUN_MEMBERS
 from ...protocol.messages.runs import (
+    HeldOutPass,
+    HeldOutPassed,
     PartPass,
     PartPassed,
     PartsCounted,
@@ -41,6 +43,7 @@ from ...protocol.runs.manifests import (
 from ...protocol.runs.rests import FailedSums, Rests
 from ...protocol.runs.update_parts import (
     Difference,
+    HeldOutLosses,
     LostParts,
     PartOrder,
     UpdateParts,
@@ -108,6 +111,7 @@ class Leader:
         self._delays = CommitDelays(config.silence_seconds, clock.now())
         self._silence_seconds = config.silence_seconds
         self._lost = LostParts()
+        self._held_out = HeldOutLosses(config.run.num_held_out_parts)
         self._begun_at = clock.now()
         self._heard_at: dict[MemberId, float] = {}
         """When members have answered last."""
@@ -179,9 +183,9 @@ class Leader:
 
     @property
     def is_over(self) -> bool:
-        """Whether all updates are committed."""
+        """Whether nothing is left to compute."""
         commit = self._decisions.commit
-        return commit.update >= self._run.num_updates or commit.refused is not None
+        return commit.refused is not None or commit.is_last(self._run)
 
     async def _step(self) -> bool:
         """Take one step; return whether the run came further by it."""
@@ -198,6 +202,9 @@ class Leader:
         if self.is_over or has_to_settle or not all(manifests.ready):
             self._delays.pause(self._clock.now())
             return False
+        if manifests.commit.lacks_held_out_loss(self._run):
+            self._delays.pause(self._clock.now())
+            return await self._measure_held_out_loss(manifests)
         update = self._decisions.commit.update
         parts = manifests.list_parts(self._run.parts_per_update)
         parts.failures = self._failures
@@ -211,6 +218,38 @@ class Leader:
         if await self._delay(manifests) or not parts.is_complete:
             return False
         return await self._commit(update, parts, manifests)
+
+    async def _measure_held_out_loss(self, manifests: Manifests) -> bool:
+        """Have the held-out loss measured, and decide it; return whether it is decided.
+
+        Where a member fails, no more parts are ordered: others may do it.
+        """
+        decision, commit, losses = manifests.decision, manifests.commit, self._held_out
+        has_failed = False
+        turns = asyncio.Semaphore(_PARTS_PER_MEMBER * sum(map(len, manifests.ready)))
+
+        async def measure(index: int, first: MemberId, *route: MemberId) -> None:
+            nonlocal has_failed
+            async with turns:
+                if has_failed or self._decisions.is_led:
+                    return
+                question = HeldOutPass(make_question_id(), 0, commit.update, index, route)
+                try:
+                    answer = await self._decisions.members.ask(first, question)
+                    losses.note(index, answer.check_kind(HeldOutPassed).loss)
+                except FAILURES as error:
+                    _logger.info("held-out part %d failed: %s", index, error)
+                    has_failed = True
+
+        losses.begin(commit.update)
+        async with asyncio.TaskGroup() as tasks:
+            for index, members in manifests.plan_routes(losses.missing, self._rng):
+                tasks.create_task(measure(index, *members))
+        if losses.mean is None:
+            return False
+        measured = commit.model_copy(update={"held_out_loss": losses.mean})
+        await self._decisions.follow(decision, decision.members, measured)
+        return self._decisions.newest is not decision
 
     async def _delay(self, manifests: Manifests) -> bool:
         """Return whether the commit has to wait for members that are not ready, as most of them

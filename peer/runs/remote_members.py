@@ -19,6 +19,7 @@ from ...protocol.messages.fields import Message
 from ...protocol.messages.runs import (
     PIECE_BYTES,
     BytesReader,
+    HeldOutPass,
     PartPass,
     PartPassed,
     PartsFetch,
@@ -312,7 +313,7 @@ def _count_silences(question: Question) -> float:
     match question:
         case PartsFetch():
             return 1 / 3  # the run waits for it, and it is answered at once
-        case PartPass():
+        case PartPass() | HeldOutPass():
             return 3 * (1 + len(question.route))  # each member asks the next one
         case Reduction():
             return 9  # mates wait for each other twice

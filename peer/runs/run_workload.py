@@ -20,6 +20,7 @@ from ...protocol.messages.codec import encode_frame
 from ...protocol.messages.fields import Message
 from ...protocol.messages.runs import (
     BytesReader,
+    HeldOutPass,
     PartPass,
     Question,
     RunFetch,
@@ -51,7 +52,7 @@ class RunWorkload(Workload):
         record: RunRecord,
         member_id: MemberId,
         answer: AnswerMember,
-        find_input_bytes: Callable[[MemberId], int],
+        find_input_bytes: Callable[[PartPass | HeldOutPass, MemberId], int],
         note_change: Callable[[], None],
         is_late: Callable[[], bool],
     ) -> None:
@@ -150,8 +151,10 @@ class _RunStreamWork(StreamWork):
         """
         if self._sender is None:
             raise RemoteProtocolError("a member of a run has to say first who it is")
-        num_bytes = question.num_bytes if isinstance(question, PartPass) else 0
-        if num_bytes not in (0, self._workload.find_input_bytes(self._sender)):
+        if not isinstance(question, PartPass | HeldOutPass):
+            return 0
+        num_bytes = question.num_bytes
+        if num_bytes not in (0, self._workload.find_input_bytes(question, self._sender)):
             raise RefusedError(ErrorCode.BAD_VALUES, f"{num_bytes} bytes are no activations here")
         return num_bytes
 

@@ -29,6 +29,8 @@ from ...protocol.errors import (
 )
 from ...protocol.ids import MemberId
 from ...protocol.messages.runs import (
+    HeldOutPass,
+    HeldOutPassed,
     PartPass,
     PartPassed,
     Reduced,
@@ -175,6 +177,11 @@ class Stage:
     def input_bytes(self) -> int:
         """How many bytes follow a part to this stage; 0 for the first one."""
         return 0 if self.span.modules.is_first else count_bytes(self._run.mode, self._shape)
+
+    @property
+    def held_out_bytes(self) -> int:
+        """How many bytes follow a held-out part to this stage, in every mode."""
+        return 0 if self.span.modules.is_first else count_bytes("exact", self._shape)
 
     @property
     def part_seconds(self) -> float:
@@ -432,6 +439,50 @@ class Stage:
             self.accused.add(mate)
             error = RemoteProtocolError(f"{mate} sent other gradients, or not finite ones")
         raise UnavailableError(f"part {question.index} ended behind stage {self.index}: {error}")
+
+    # Held-out parts
+
+    async def evaluate(self, question: HeldOutPass, payload: bytes | memoryview) -> MemberAnswer:
+        """Measure the loss of a held-out part with later stages. Raises RefusedError,
+        RemoteProtocolError or UnavailableError.
+        """
+        index, route = question.index, question.route
+        if index >= self._run.num_held_out_parts:
+            raise RefusedError(ErrorCode.BAD_VALUES, f"the run has no held-out part {index}")
+        if len(payload) != self.held_out_bytes:
+            detail = f"{len(payload)} bytes are no activations of held-out part {index}"
+            raise RefusedError(ErrorCode.BAD_VALUES, detail)
+        await self._wait_for_update(question.update)
+        if self.span.modules.is_last:
+            measure = partial(self._measure_held_out_loss, question.update, index, payload)
+            loss = await self._compute(measure)
+        else:
+            evaluate = partial(self._evaluate, question.update, index, payload)
+            outputs = await self._compute(evaluate)
+            if not route:
+                raise RefusedError(ErrorCode.BAD_VALUES, f"no member of stage {self.index + 1}")
+            asked = replace(
+                question, question=make_question_id(), num_bytes=len(outputs), route=route[1:]
+            )
+            answer = await self._members.ask(route[0], asked, outputs)
+            loss = answer.check_kind(HeldOutPassed).loss
+        return MemberAnswer(HeldOutPassed(question.question, loss))
+
+    # The following run on the thread that computes.
+
+    def _evaluate(self, update: int, index: int, payload: bytes | memoryview) -> bytes:
+        inputs = self._read_held_out_inputs(index, payload)
+        return encode("exact", self.span.evaluate(update, inputs))
+
+    def _measure_held_out_loss(self, update: int, index: int, payload: bytes | memoryview) -> float:
+        inputs = self._read_held_out_inputs(index, payload)
+        _, labels = self._shards.read_held_out(self._run, index)
+        return self.span.evaluate_loss(update, inputs, labels)
+
+    def _read_held_out_inputs(self, index: int, payload: bytes | memoryview) -> Tensor:
+        if self.span.modules.is_first:
+            return self._shards.read_held_out(self._run, index)[0]
+        return decode("exact", payload, self._shape)
 
     # Sums and state
 

@@ -21,6 +21,7 @@ from ...protocol.errors import (
 )
 from ...protocol.ids import MemberId, find_peer_id
 from ...protocol.messages.runs import (
+    HeldOutPass,
     PartPass,
     PartsCounted,
     PartsFetch,
@@ -97,15 +98,17 @@ class TrainingLoop:
         """The members that were reported last, and their stages."""
         self._applied: tuple[int, float] | None = None
         """The last update that was applied here, and when."""
+        self._measured_update = 0
+        """The last update whose held-out loss was reported."""
         self.asked_at = clock.now()
         """When a member has asked for parts, sums or state last."""
 
-    def find_input_bytes(self, sender: MemberId) -> int:
+    def find_input_bytes(self, question: PartPass | HeldOutPass, sender: MemberId) -> int:
         """Return how many bytes a part of a member may bring; none of anybody else."""
         stage, decisions = self.stage, self.decisions
         if stage is None or decisions is None or sender not in decisions.newest.roster:
             return 0
-        return stage.input_bytes
+        return stage.input_bytes if isinstance(question, PartPass) else stage.held_out_bytes
 
     @property
     def is_ready(self) -> bool:
@@ -154,6 +157,8 @@ class TrainingLoop:
         match question:
             case PartPass():
                 return await stage.pass_part(question, payload)
+            case HeldOutPass():
+                return await stage.evaluate(question, payload)
             case Reduction():
                 return await stage.reduce(question)
             case SumFetch():
@@ -215,7 +220,9 @@ class TrainingLoop:
             raise group.exceptions[0] from None
 
     async def wait_until_over(self) -> None:
-        """Wait until all updates are applied here, or the run has failed."""
+        """Wait until all updates are applied here and nothing is left to measure, or the run has
+        failed.
+        """
         await self._is_over.wait()
 
     @property
@@ -292,6 +299,8 @@ class TrainingLoop:
                 if self.stage is not None:
                     self.stage.forget_others(decisions.newest.roster)
                 await self._catch_up(decisions)
+                if self.is_ready:
+                    self._note_commit(decisions.commit)
                 if self._is_leaving and decisions.stage is not None:
                     is_last = len(decisions.list_members(decisions.stage)) == 1
                     lacking = f"another peer for stage {decisions.stage}, to leave"
@@ -354,6 +363,21 @@ class TrainingLoop:
         }
         self._report(PeerEvent("update", facts))
 
+    def _note_commit(self, commit: Commit) -> None:
+        """Report the held-out loss, and whether the run is over, once our state is this one."""
+        run = self._config.run
+        if commit.held_out_loss is not None and self._measured_update != commit.update:
+            self._measured_update = commit.update
+            self._applied = commit.update, self._clock.now()  # no tokens are trained meanwhile
+            facts = {
+                "update": commit.update,
+                "loss": commit.held_out_loss,
+                "entropy": run.corpus.entropy,
+            }
+            self._report(PeerEvent("held_out", facts))
+        if commit.is_last(run):
+            self._is_over.set()
+
     async def _catch_up(self, decisions: RunDecisions) -> None:
         """Take the state of the newest decision; report how far that is."""
         while (self._is_suspect or not self.is_ready) and (index := decisions.stage) is not None:
@@ -369,8 +393,6 @@ class TrainingLoop:
                 continue
             self._waits.note(None)
             self._report_update(decisions, index, commit)
-            if commit.update == self._config.run.num_updates:
-                self._is_over.set()
 
     async def _take_state(self, decisions: RunDecisions, index: int, commit: Commit) -> None:
         """Bring our stage to a commit. Raises UnavailableError where no mate has that state."""

@@ -180,6 +180,29 @@ class PartPassed(Message):
     route: _Route
 
 
+@message(52)
+class HeldOutPass(Message):
+    """Run a held-out part forward from the receiver's stage on; `HeldOutPassed` answers.
+
+    `route` names a member of each stage that follows. Nothing of it is kept. The inputs follow, of
+    `num_bytes`, in float32 in every mode: none for the first stage.
+    """
+
+    question: HeaderSession
+    num_bytes: _NumBytes
+    update: _Update
+    index: _Part
+    route: _Route = ()
+
+
+@message(53)
+class HeldOutPassed(Message):
+    """The loss of a held-out part, in nats per token."""
+
+    question: HeaderSession
+    loss: Annotated[float, Body(1, "double"), number_in(0.0, limits.MAX_LOSS, "loss")]
+
+
 @message(37)
 class PartsFetch(Message):
     """The leader of a run asks which parts a member has counted; `PartsCounted` answers."""
@@ -398,7 +421,7 @@ class RunJoin(Message):
     stages: Annotated[bytes, Body(2, "bytes"), _check_stages] = b""
 
 
-Question = PartPass | PartsFetch | Reduction | SumFetch | StateFetch | Vote | RunJoin
+Question = PartPass | HeldOutPass | PartsFetch | Reduction | SumFetch | StateFetch | Vote | RunJoin
 """Messages that a member sends to another one, which answers each of them."""
 
 

@@ -10,6 +10,7 @@ from ..errors import RemoteProtocolError
 from ..ids import MemberId, RunId
 from ..limits import MAX_MEMBER_ID_CHARACTERS, MAX_PARTS, MAX_STAGES, MAX_UPDATES
 from .decisions import DIGEST_BYTES, Decision, Member
+from .training_run import TrainingRun
 
 _Digest = Annotated[str, Field(pattern=rf"^[0-9a-f]{{{2 * DIGEST_BYTES}}}$")]
 _NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -48,6 +49,8 @@ class Commit(BaseModel):
     """How long the leader has waited for the sums of the update before."""
     parts_redone: Annotated[int, Field(ge=0, le=2**31)] = 0
     """How many parts of the update before a stage has computed again: who had them was lost."""
+    held_out_loss: _NotNegative | None = None
+    """Of the model as it is before the update under way, in nats per token, once it is measured."""
     refused: RefusedPart | None = None
     """What has ended the run before its last update."""
 
@@ -61,6 +64,14 @@ class Commit(BaseModel):
             f"{self.update} are not finite at stage {self.refused.stage}, whichever peer computes "
             "them; lower the learning rate"
         )
+
+    def lacks_held_out_loss(self, run: TrainingRun) -> bool:
+        """Return whether the held-out loss has to be measured before the run goes on."""
+        return self.held_out_loss is None and run.has_held_out_loss(self.update)
+
+    def is_last(self, run: TrainingRun) -> bool:
+        """Return whether nothing is left to compute."""
+        return self.update >= run.num_updates and not self.lacks_held_out_loss(run)
 
     def make_next(
         self,

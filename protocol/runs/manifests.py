@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -161,6 +162,16 @@ class Manifests:
         for member, told in self.answering.items():
             parts.note(member, told.parts, told.refused)
         return parts
+
+    def plan_routes(
+        self, indices: Iterable[int], rng: random.Random
+    ) -> list[tuple[int, list[MemberId]]]:
+        """Return a ready member of each stage for each of these held-out parts, all in turn.
+
+        They are paired by lot: of two that do not reach each other, others get the part next time.
+        """
+        mates = [rng.sample(stage, len(stage)) for stage in self.ready]
+        return [(index, [stage[index % len(stage)] for stage in mates]) for index in indices]
 
     def choose_members(self, aside: MemberId | None = None) -> list[Member]:
         """Return the members that answer, and have the state that most of their stage have.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
@@ -74,13 +74,34 @@ class Corpus(_Table):
     ]
     sequence_length: Annotated[int, Field(ge=1, le=MAX_SEQUENCE_LENGTH)]
     """Tokens that one row predicts."""
+    held_out: Annotated[tuple[TokenShard, ...], Field(max_length=MAX_SHARDS, strict=False)] = ()
+    """Text that is never trained on; the loss on it shows what the model has learned."""
     entropy: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     """Nats per token, where it is known: no model has a smaller loss on text that it never saw."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        trained = {shard.sha256: shard.path for shard in self.shards}
+        for shard in self.held_out:
+            if shard.sha256 in trained:
+                raise ValueError(
+                    f"held_out: {shard.path} is the same text as {trained[shard.sha256]}, which is "
+                    "trained on"
+                )
+        return self
 
     @property
     def num_rows(self) -> int:
         """Rows of the corpus. Each begins with the token that the row before it predicted last."""
-        return (sum(shard.num_tokens for shard in self.shards) - 1) // self.sequence_length
+        return self._count_rows(self.shards)
+
+    @property
+    def num_held_out_rows(self) -> int:
+        """Rows of the held-out shards."""
+        return self._count_rows(self.held_out)
+
+    def _count_rows(self, shards: Sequence[TokenShard]) -> int:
+        return max(sum(shard.num_tokens for shard in shards) - 1, 0) // self.sequence_length
 
 
 class Optimizer(_Table):
@@ -131,6 +152,9 @@ class TrainingRun(_Table):
     mode: Mode = "exact"
     optimizer: Optimizer
     schedule: LearningRateSchedule = LearningRateSchedule()
+    held_out_every: Annotated[int, Field(ge=1, le=MAX_UPDATES)] | None = None
+    """Updates from one measurement of the held-out loss to the next; None: only the last update is
+    followed by one."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -142,7 +166,27 @@ class TrainingRun(_Table):
                 f"corpus has {self.corpus.num_rows} rows of {self.corpus.sequence_length} tokens, "
                 f"one part takes {self.rows_per_part}"
             )
+        if self.corpus.held_out and not 1 <= self.num_held_out_parts <= MAX_PARTS:
+            raise ValueError(
+                f"corpus.held_out has {self.corpus.num_held_out_rows} rows of "
+                f"{self.corpus.sequence_length} tokens, which must be 1 to {MAX_PARTS} parts of "
+                f"{self.rows_per_part} rows"
+            )
+        if self.held_out_every is not None and not self.corpus.held_out:
+            raise ValueError("held_out_every: corpus.held_out names no shards")
         return self
+
+    @property
+    def num_held_out_parts(self) -> int:
+        """Parts of the held-out shards, in their order; rows that fill no part are left out."""
+        return self.corpus.num_held_out_rows // self.rows_per_part
+
+    def has_held_out_loss(self, num_updates: int) -> bool:
+        """Return whether the held-out loss is measured after so many updates."""
+        if not self.corpus.held_out or not num_updates:
+            return False
+        every = self.held_out_every or self.num_updates
+        return num_updates == self.num_updates or num_updates % every == 0
 
     @property
     def tokens_per_update(self) -> int:

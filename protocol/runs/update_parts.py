@@ -223,6 +223,43 @@ class LostParts:
         self._counted = counted
 
 
+class HeldOutLosses:
+    """The losses of held-out parts after an update, as far as they are measured.
+
+    All members come to the same numbers, so those that are there count whoever fails meanwhile.
+
+    >>> losses = HeldOutLosses(2)
+    >>> losses.begin(7)
+    >>> losses.note(1, 0.5)
+    >>> losses.missing, losses.mean
+    ([0], None)
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        self._num_parts = num_parts
+        self._update: int | None = None
+        self._losses = dict[int, float]()
+
+    def begin(self, update: int) -> None:
+        """Measure after so many updates; what is known of another number is forgotten."""
+        if update != self._update:
+            self._update, self._losses = update, {}
+
+    def note(self, index: int, loss: float) -> None:
+        """Note the loss of a part."""
+        self._losses[index] = loss
+
+    @property
+    def missing(self) -> list[int]:
+        """The parts that are not measured yet."""
+        return [index for index in range(self._num_parts) if index not in self._losses]
+
+    @property
+    def mean(self) -> float | None:
+        """The loss of all parts together; None while one is missing."""
+        return None if self.missing else fmean(self._losses.values())
+
+
 def pack_parts(indices: Iterable[int]) -> bytes:
     """Return a set of parts as bits.
 

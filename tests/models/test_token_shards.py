@@ -27,6 +27,23 @@ def test_rows_continue_from_one_shard_into_the_next(tmp_path: Path) -> None:
     assert torch.equal(labels, tokens + 1)
 
 
+def test_held_out_rows_come_in_their_order(tmp_path: Path) -> None:
+    trained, one, other = (
+        write_shard(tmp_path / name, tokens, 100).model_dump()
+        for name, tokens in (("a", range(50, 60)), ("b", range(7)), ("c", range(7, 22)))
+    )
+    corpus = {"shards": [trained], "held_out": [one, other], "sequence_length": 4}
+    run = read_run(describe_run(corpus=corpus, rows_per_part=2))
+    shards = TokenShards.open(run.corpus, tmp_path, 100)
+
+    parts = [shards.read_held_out(run, index) for index in range(run.num_held_out_parts)]
+
+    assert [tokens.flatten().tolist() for tokens, _ in parts] == [
+        list(range(8)), list(range(8, 16)),
+    ]  # fmt: skip
+    assert all(torch.equal(labels, tokens + 1) for tokens, labels in parts)
+
+
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
     shard = write_shard(tmp_path / "a", [0, 70_000, 99_999], 100_000)
     corpus = {"shards": [shard.model_dump()], "sequence_length": 2}
@@ -56,6 +73,16 @@ def test_shards_that_are_not_those_of_the_run_are_named(
     break_it(tmp_path / "1.bin")
 
     with pytest.raises(UsageError, match=complaint):
+        TokenShards.open(run.corpus, tmp_path, VOCABULARY)
+
+
+def test_held_out_shard_that_has_changed_is_named(tmp_path: Path) -> None:
+    run, _ = open_run(tmp_path, num_held_out=100)
+
+    file = tmp_path / "held-out.bin"
+    file.write_bytes(file.read_bytes()[2:] + b"\7\0")
+
+    with pytest.raises(UsageError, match=r"held-out.bin is not the one of the run"):
         TokenShards.open(run.corpus, tmp_path, VOCABULARY)
 
 

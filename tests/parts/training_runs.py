@@ -45,15 +45,24 @@ def describe_run(**changes: Any) -> dict[str, Any]:
     return content | changes
 
 
-def open_run(folder: Path, **changes: Any) -> tuple[TrainingRun, TokenShards]:
-    """Write a corpus of random tokens; return a run over it, and the corpus."""
+def open_run(
+    folder: Path, *, num_held_out: int = 0, **changes: Any
+) -> tuple[TrainingRun, TokenShards]:
+    """Write a corpus of random tokens; return a run over it, and the corpus.
+
+    It has so many tokens more that are held out.
+    """
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, VOCABULARY, (2_000,), generator=generator).tolist()
     shards = [
         write_shard(folder / f"{number}.bin", piece, VOCABULARY).model_dump()
         for number, piece in enumerate((tokens[:700], tokens[700:]))
     ]
-    corpus = {"shards": shards, "sequence_length": 16}
+    corpus: dict[str, Any] = {"shards": shards, "sequence_length": 16}
+    if num_held_out:
+        tokens = torch.randint(0, VOCABULARY, (num_held_out,), generator=generator).tolist()
+        held_out = write_shard(folder / "held-out.bin", tokens, VOCABULARY)
+        corpus["held_out"] = [held_out.model_dump()]
     run = read_run(describe_run(corpus=corpus, **changes))
     return run, TokenShards.open(run.corpus, folder, VOCABULARY)
 
@@ -66,13 +75,16 @@ def train_alone(run: TrainingRun, shards: TokenShards) -> str:
     return whole.compute_weights_digest()
 
 
-def write_run(folder: Path, model: str = "config.json", num_updates: int = 2) -> Path:
+def write_run(
+    folder: Path, model: str = "config.json", num_updates: int = 2, num_held_out: int = 0
+) -> Path:
     """Write a run file of two stages, its corpus, and the config.json that it names."""
-    run, _ = open_run(folder)
+    run, _ = open_run(folder, num_held_out=num_held_out)
     shards = "".join(
-        f'[[corpus.shards]]\npath = "{shard.path}"\nnum_tokens = {shard.num_tokens}\n'
+        f'[[corpus.{name}]]\npath = "{shard.path}"\nnum_tokens = {shard.num_tokens}\n'
         f'sha256 = "{shard.sha256}"\n'
-        for shard in run.corpus.shards
+        for name in ("shards", "held_out")
+        for shard in getattr(run.corpus, name)
     )
     (folder / "config.json").write_text(json.dumps(MODEL))
     file = folder / "run.toml"

@@ -55,6 +55,8 @@ from shoal.protocol.messages.records import (
 )
 from shoal.protocol.messages.reverse_connections import Offer, Parked
 from shoal.protocol.messages.runs import (
+    HeldOutPass,
+    HeldOutPassed,
     PartPass,
     PartPassed,
     PartsCounted,
@@ -184,6 +186,8 @@ RUN_MESSAGES: tuple[Message, ...] = (
     RunPiece(SESSION, 4096, WireTensor(WireDtype.FP32, 1, 1, 2, bytes(8))),
     PartPass(SESSION, 64, 3, 5, (MEMBER, OTHER_MEMBER), 2, OTHER_MEMBER, True),
     PartPassed(SESSION, 64, 1.5, (MEMBER,)),
+    HeldOutPass(SESSION, 64, 3, 5, (MEMBER, OTHER_MEMBER)),
+    HeldOutPassed(SESSION, 1.5),
     PartsFetch(SESSION, Decided(DECISION)),
     replace(
         PartsCounted(SESSION, 3, 7, True, b"\x05", bytes(range(32)), b"\x02", True, (MEMBER,), 0.5),
@@ -325,6 +329,8 @@ HONEST: list[Message] = [
     RunFollows(SESSION, limits.MAX_RUN_RECORD_BYTES),
     PartPass(SESSION, 0, 0, 0),
     PartPassed(SESSION, 0, -1.0, ()),
+    HeldOutPass(SESSION, 0, 0, 0),
+    HeldOutPassed(SESSION, 0.0),
     PartsCounted(SESSION, 0, 0, False),
     SumFetch(SESSION, ATTEMPT, SumGroup.STAGE, False, 0, 1),
     RunJoin(SESSION, MEMBER, b""),

@@ -71,6 +71,18 @@ class SpanModules:
             return hidden_BTH
         return self._head(inputs_embeds=hidden_BTH, use_cache=False).logits
 
+    def evaluate(self, inputs: Tensor) -> Tensor:
+        """Return the same without dropout, and without a graph."""
+        modules: list[nn.Module] = [self._decoder, *([] if self._head is None else [self._head])]
+        for module in modules:
+            module.eval()
+        try:
+            with torch.no_grad():
+                return self(inputs)
+        finally:
+            for module in modules:
+                module.train()
+
 
 def build_span(run: TrainingRun, span: Span) -> SpanModules:
     """Return a span of the run's model as it is before the first update.

@@ -22,6 +22,7 @@ from ....kernels.exact_sums import (
     choose_exponent,
 )
 from ....protocol.errors import ErrorCode, RefusedError
+from ....protocol.limits import MAX_LOSS
 from ....protocol.runs.training_run import PartId, TrainingRun
 from ....protocol.spans import Span
 from .numerics import computing_alike, sum_squares
@@ -171,6 +172,35 @@ class TrainableSpan:
         self._count(part, result.weights, inputs, labels_BT)
         assert result.loss is not None
         return LossPass(result.loss, result.inputs_BTH)
+
+    def evaluate(self, update: int, inputs: Tensor) -> Tensor:
+        """Return the outputs of inputs by the weights before an update; keeps nothing of them.
+
+        They are the logits behind the last span. Raises RefusedError unless the update is under
+        way, or where the inputs have another shape. Numbers that are not finite come to the loss.
+        """
+        if update != self.update:
+            raise _refuse(f"update {self.update} is under way, not {update}")
+        if self.modules.is_first:
+            self._check_tokens(inputs, "token ids")
+        else:
+            _check_shape(inputs, self._hidden_shape, torch.float32, "hidden states")
+        with computing_alike(self._num_threads):
+            return self.modules.evaluate(inputs)
+
+    def evaluate_loss(self, update: int, inputs: Tensor, labels_BT: Tensor) -> float:
+        """Return the mean loss of the last span in nats per token; MAX_LOSS for one that is more,
+        or not finite.
+        """
+        assert self.modules.is_last
+        self._check_tokens(labels_BT, "labels")
+        logits_BTV = self.evaluate(update, inputs)
+        with computing_alike(self._num_threads):
+            summed = functional.cross_entropy(
+                logits_BTV.flatten(0, 1), labels_BT.flatten(), reduction="sum"
+            )
+        loss = summed.item() / labels_BT.numel()
+        return loss if loss < MAX_LOSS else MAX_LOSS  # NaN is not less
 
     def discount(self, part: PartId, inputs: Tensor, target: Tensor) -> None:
         """Take the gradients of a counted part out of the sums; they are computed again.
@@ -341,9 +371,12 @@ class TrainableSpan:
             raise _refuse(f"the {what} must be from 0 to {self.modules.vocabulary_size - 1}")
 
     def _check_hidden(self, hidden_BTH: Tensor, what: str) -> None:
+        _check_tensor(hidden_BTH, self._hidden_shape, torch.float32, what)
+
+    @property
+    def _hidden_shape(self) -> tuple[int, int, int]:
         run = self._run
-        shape = (run.rows_per_part, run.corpus.sequence_length, self.modules.hidden_size)
-        _check_tensor(hidden_BTH, shape, torch.float32, what)
+        return run.rows_per_part, run.corpus.sequence_length, self.modules.hidden_size
 
 
 def _digest_boundary(inputs: Tensor, target: Tensor) -> str:
@@ -357,12 +390,16 @@ def _prepare(inputs: Tensor) -> Tensor:
 
 
 def _check_tensor(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:
+    _check_shape(tensor, shape, dtype, what)
+    if not _is_finite(tensor):
+        raise _refuse(f"the {what} are not finite")
+
+
+def _check_shape(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:
     if tensor.shape != shape or tensor.dtype != dtype:
         raise _refuse(
             f"the {what} must be {dtype} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}"
         )
-    if not _is_finite(tensor):
-        raise _refuse(f"the {what} are not finite")
 
 
 def _is_finite(tensor: Tensor) -> bool:

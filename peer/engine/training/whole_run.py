@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from statistics import fmean
 
 from torch import Tensor
 
@@ -50,6 +51,19 @@ class WholeRun:
         """
         for number in range(self.stages[0].update, self._run.num_updates):
             yield self._compute_update(number, shards, left_out)
+
+    def measure_held_out_loss(self, shards: TokenShards) -> float:
+        """Return the mean loss on the held-out shards, in nats per token."""
+        return fmean(
+            self._evaluate_part(index, shards) for index in range(self._run.num_held_out_parts)
+        )
+
+    def _evaluate_part(self, index: int, shards: TokenShards) -> float:
+        inputs, labels = shards.read_held_out(self._run, index)
+        *before, last = self.stages
+        for stage in before:
+            inputs = stage.evaluate(stage.update, inputs)
+        return last.evaluate_loss(last.update, inputs, labels)
 
     def compute_weights_digest(self) -> str:
         """Return the SHA-256 of the weights of the model, 64 hexadecimal digits."""

@@ -32,6 +32,30 @@ def test_run_becomes_a_model_of_transformers(
     assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_held_out_loss_is_told_and_drawn_beside_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = write_run(tmp_path, num_held_out=200), tmp_path / "out"
+    text = file.read_text()
+    file.write_text("held_out_every = 1\n" + text.replace("[corpus]", "[corpus]\nentropy = 4.5"))
+
+    assert main(["train", str(file), "--out", str(out), "--json"]) == 0
+
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    names = [event["event"] for event in events]
+    assert names == ["run", "update", "held_out", "update", "held_out", "trained"]
+    held_out = [event["loss"] for event in events if event["event"] == "held_out"]
+    assert [event["entropy"] for event in events if event["event"] == "held_out"] == [4.5, 4.5]
+    assert events[-1]["held_out_loss"] == held_out[1] != held_out[0]
+    rows = [line.split(",") for line in (out / "losses.csv").read_text().splitlines()]
+    assert [row[2] for row in rows] == ["evaluation_loss", "", *map(str, held_out)]
+
+    file.write_text(text)
+    assert main(["train", str(file), "--out", str(out)]) == 0
+    *_, told, _, _ = capsys.readouterr().out.splitlines()
+    assert told == f"Held-out loss: {held_out[1]:.4f} nats per token."
+
+
 def test_same_run_has_the_same_digest_and_prints_a_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,12 +81,13 @@ def test_same_run_has_the_same_digest_and_prints_a_table(
         (lambda text: text.replace("[2]", "[9]"), "no stage can begin with block 9"),
         (lambda text: text.replace("config.json", "none.json"), "none.json: No such file"),
         (lambda text: text.replace("0.bin", "9.bin"), "9.bin: No such file"),
+        (lambda text: text.replace("held-out.bin", "8.bin"), "8.bin: No such file"),
     ],
 )
 def test_wrong_files_are_told_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[str], str], complaint: str
 ) -> None:
-    file = write_run(tmp_path)
+    file = write_run(tmp_path, num_held_out=200)
     file.write_text(spoil(file.read_text()))
 
     assert main(["train", str(file), "--out", str(tmp_path / "out")]) == 2

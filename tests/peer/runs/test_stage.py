@@ -29,6 +29,8 @@ from shoal.protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, 
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import MemberId
 from shoal.protocol.messages.runs import (
+    HeldOutPass,
+    HeldOutPassed,
     PartPass,
     PartPassed,
     Question,
@@ -89,7 +91,7 @@ def open_resources(
     folder: Path, note: Callable[[str], None] = lambda name: None, **settings: Any
 ) -> RunResources:
     """Return what a member needs of a run of two stages."""
-    run, _ = open_run(folder)
+    run, _ = open_run(folder, num_held_out=200)
 
     async def compute(function: Callable[[], Any]) -> Any:
         note(getattr(getattr(function, "func", function), "__name__", ""))
@@ -137,6 +139,36 @@ def test_wrong_part_is_refused_and_not_counted(
         assert not stage.refused
 
     with_stage(tmp_path, 1, scene)
+
+
+@pytest.mark.parametrize(
+    ("changes", "inputs", "complaint"),
+    [
+        ({}, INPUTS[:, :8], "2048 bytes are no activations of held-out part 0"),
+        ({"index": 6}, INPUTS, "the run has no held-out part 6"),
+        ({"update": 1}, INPUTS, "this member has not come to update 1 yet"),
+    ],
+)
+def test_wrong_held_out_part_is_refused(
+    tmp_path: Path, changes: dict[str, Any], inputs: torch.Tensor, complaint: str
+) -> None:
+    question = HeldOutPass(make_question_id(), INPUTS.nbytes, 0, 0)
+
+    async def scene(stage: Stage) -> None:
+        with pytest.raises(RefusedError, match=complaint):
+            await stage.evaluate(replace(question, **changes), encode_tensor(inputs.contiguous()))
+        passed = await stage.evaluate(question, encode_tensor(INPUTS))
+        assert passed.check_kind(HeldOutPassed).loss > 0
+
+    with_stage(tmp_path, 1, scene)
+
+
+def test_held_out_part_without_a_member_of_the_next_stage_is_refused(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        with pytest.raises(RefusedError, match="no member of stage 1"):
+            await stage.evaluate(HeldOutPass(make_question_id(), 0, 0, 0), b"")
+
+    with_stage(tmp_path, 0, scene)
 
 
 def test_replayed_part_is_counted_once_and_a_zombie_of_an_old_update_refused(

@@ -33,7 +33,7 @@ def refuses(act, error):
 
 CHECKS = {
     "takes its kind and its version": """
-        assert encode_frame(sent)[3] == 52
+        assert encode_frame(sent)[3] == 54
         assert agree_on_version(1, 99) == 9
     """,
     "is not sent out of bounds": """
@@ -43,7 +43,7 @@ CHECKS = {
             assert refuses(lambda: encode_frame(replace(sent, **wrong)), LocalProtocolError), wrong
     """,
     "is not taken out of bounds": """
-        body = CODECS[52].body.type
+        body = CODECS[54].body.type
         for wrong in ({"speed_fraction": -0.5}, {"seconds": 1e13}, {"reason": "\\x1b[2J"},
                       {"speed_fraction": 1.0}):
             control = body(**{"speed_fraction": 0.5, **wrong}).SerializeToString()

@@ -67,6 +67,8 @@ from shoal.protocol.messages.records import (
     Records,
 )
 from shoal.protocol.messages.runs import (
+    HeldOutPass,
+    HeldOutPassed,
     PartPass,
     PartPassed,
     PartsCounted,
@@ -297,6 +299,13 @@ DISHONEST: list[Message] = [
     PartPass(SESSION, 0, 0, 0, (MemberId(""),)),
     PartPass(SESSION, 0, 0, 0, (), limits.MAX_STAGES),
     PartPassed(SESSION, 0, math.nan, ()),
+    HeldOutPass(SESSION, limits.MAX_RUN_TENSOR_BYTES + 1, 0, 0),
+    HeldOutPass(SESSION, 0, limits.MAX_UPDATES, 0),
+    HeldOutPass(SESSION, 0, 0, limits.MAX_PARTS),
+    HeldOutPass(SESSION, 0, 0, 0, (MEMBER,) * (limits.MAX_STAGES + 1)),
+    HeldOutPassed(SESSION, math.nan),
+    HeldOutPassed(SESSION, -1.0),
+    HeldOutPassed(SESSION, 2 * limits.MAX_LOSS),
     PartsCounted(SESSION, 0, 0, True, bytes(limits.MAX_PARTS // 8 + 1)),
     PartsCounted(SESSION, 0, 0, True, refused=bytes(limits.MAX_PARTS // 8 + 1)),
     PartsCounted(SESSION, 0, 0, True, part_seconds=-1.0),

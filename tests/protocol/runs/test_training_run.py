@@ -12,6 +12,9 @@ from shoal.protocol.runs.run_record import sign_run
 from shoal.protocol.runs.training_run import PartId, read_run
 from shoal.protocol.spans import Span
 
+OTHER_SHARD = NO_SHARD | {"path": "other", "sha256": "1" * 64}
+HELD_OUT = {"shards": [NO_SHARD], "sequence_length": 4, "held_out": [OTHER_SHARD]}
+
 
 @pytest.mark.parametrize(
     ("changes", "complaint"),
@@ -42,6 +45,22 @@ from shoal.protocol.spans import Span
         (
             {"corpus": {"shards": [NO_SHARD], "sequence_length": 10_000}},
             "run file: corpus has 1 rows of 10000 tokens, one part takes 2",
+        ),
+        ({"held_out_every": 2}, "run file: held_out_every: corpus.held_out names no shards"),
+        (
+            {"corpus": {**HELD_OUT, "held_out": [NO_SHARD | {"path": "again"}]}},
+            "run file: corpus: held_out: again is the same text as none, which is trained on",
+        ),
+        (
+            {
+                "rows_per_part": 4,
+                "corpus": {**HELD_OUT, "held_out": [OTHER_SHARD | {"num_tokens": 9}]},
+            },
+            "run file: corpus.held_out has 2 rows of 4 tokens, which must be 1 to 4096 parts of 4",
+        ),
+        (
+            {"corpus": {**HELD_OUT, "held_out": [OTHER_SHARD | {"num_tokens": 2**20}]}},
+            "run file: corpus.held_out has 262143 rows of 4 tokens, which must be 1 to 4096 parts",
         ),
     ],
 )
@@ -79,13 +98,13 @@ def list_changed(content: object) -> Iterator[object]:
         case None:
             yield 0.5
         case str():
-            names = {"adamw": "sgd", "exact": "int8", NO_SHARD["sha256"]: "1" * 64}
+            names = {"adamw": "sgd", "exact": "int8", "0" * 64: "2" * 64, "1" * 64: "3" * 64}
             yield names.get(content, content + "1")
 
 
 def test_run_id_changes_with_every_setting_and_with_nothing_else() -> None:
     owner = Identity(bytes(32))
-    run = read_run(describe_run())
+    run = read_run(describe_run(corpus=HELD_OUT, held_out_every=2))
     content = run.model_dump(mode="json")
 
     others = [sign_run(owner, read_run(cast(Any, other))).run_id for other in list_changed(content)]
@@ -93,7 +112,21 @@ def test_run_id_changes_with_every_setting_and_with_nothing_else() -> None:
     run_id = sign_run(owner, run).run_id
     assert sign_run(owner, read_run(content)).run_id == run_id
     assert len({run_id, *others}) == 1 + len(others)
-    assert len(others) == 32
+    assert len(others) == 36
+
+
+@pytest.mark.parametrize(
+    ("every", "measured"), [(None, [10]), (4, [4, 8, 10]), (5, [5, 10]), (99, [10])]
+)
+def test_held_out_loss_is_measured_after_the_last_update_and_as_often_as_is_said(
+    every: int | None, measured: list[int]
+) -> None:
+    run = read_run(describe_run(num_updates=10, corpus=HELD_OUT, held_out_every=every))
+
+    assert [update for update in range(11) if run.has_held_out_loss(update)] == measured
+    assert run.num_held_out_parts == 1250
+    without = read_run(describe_run(num_updates=10))
+    assert not any(map(without.has_held_out_loss, range(11)))
 
 
 def test_stages_cover_the_model_and_begin_with_its_blocks() -> None:

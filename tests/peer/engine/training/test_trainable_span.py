@@ -23,6 +23,7 @@ from shoal.peer.engine.training.span_state import digest_tensors
 from shoal.peer.engine.training.trainable_span import NotFiniteError, TrainableSpan
 from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.protocol.errors import RefusedError
+from shoal.protocol.limits import MAX_LOSS
 from shoal.protocol.runs.training_run import PartId, TrainingRun
 from shoal.protocol.spans import Span
 
@@ -99,6 +100,48 @@ def test_gradients_of_an_update_are_those_of_plain_pytorch(tmp_path: Path, famil
     assert gradients.keys() == plain.keys()
     errors = {name: measure_error(gradients[name], plain[name]) for name in plain}
     assert max(errors.values()) < 1e-6, errors
+
+
+def test_held_out_loss_is_that_of_plain_pytorch_and_changes_nothing(tmp_path: Path) -> None:
+    model = MODEL | {"attention_dropout": 0.5}
+    run, shards = open_run(tmp_path, model=model, num_updates=2, num_held_out=200)
+    whole, undisturbed = WholeRun(run), WholeRun(run)
+    measured = [whole.measure_held_out_loss(shards) for _ in whole.train(shards)]
+
+    plain = load_plain(run, whole.read_weights()).eval()
+    parts = [shards.read_held_out(run, index) for index in range(run.num_held_out_parts)]
+    losses = list[float]()
+    for tokens, labels in parts:
+        logits = plain(tokens, use_cache=False).logits
+        losses.append(functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).item())
+
+    assert len(losses) == 6
+    assert measured[-1] == pytest.approx(sum(losses) / 6, rel=1e-6)
+    assert measured[0] != measured[1] == whole.measure_held_out_loss(shards)
+    for _ in undisturbed.train(shards):
+        pass
+    assert whole.compute_weights_digest() == undisturbed.compute_weights_digest()
+
+
+def test_held_out_loss_of_a_model_that_overflows_is_the_largest(tmp_path: Path) -> None:
+    run, shards = open_run(tmp_path, num_held_out=200)
+    whole = WholeRun(run)
+    with torch.no_grad():
+        for weight in whole.stages[0].read_weights().values():
+            weight.fill_(math.nan)
+
+    assert whole.measure_held_out_loss(shards) == pytest.approx(MAX_LOSS)
+
+
+def test_held_out_part_of_another_update_is_refused(tmp_path: Path) -> None:
+    run, shards = open_run(tmp_path, num_held_out=200)
+    span = TrainableSpan(run, Span(0, 2))
+    tokens, _ = shards.read_held_out(run, 0)
+
+    with pytest.raises(RefusedError, match="update 0 is under way, not 1"):
+        span.evaluate(1, tokens)
+    with pytest.raises(RefusedError, match=r"token ids must be torch.int64 \[2, 16\]"):
+        span.evaluate(0, tokens[:1])
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])

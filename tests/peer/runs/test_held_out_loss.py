@@ -1,0 +1,136 @@
+"""The held-out loss of a run over peers: that of one process, whoever computes it and dies."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_swarm import RunSwarm, nothing, run_in_swarm
+from training_runs import MODEL, open_run
+
+from shoal.peer.engine.training.whole_run import WholeRun
+from shoal.protocol.messages.runs import HeldOutPass, HeldOutPassed
+from shoal.protocol.runs.training_run import TrainingRun
+
+NUM_UPDATES = 3
+Scene = Callable[[RunSwarm], Awaitable[object]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("corpus")
+
+
+def open_held_out(folder: Path, **changes: Any) -> TrainingRun:
+    model = {**MODEL, "attention_dropout": 0.1}
+    changes = {"num_updates": NUM_UPDATES, "held_out_every": 2, **changes}
+    return open_run(folder, num_held_out=200, model=model, **changes)[0]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[int, float]:
+    """The held-out losses of one process, by the number of updates before them."""
+    run = open_held_out(folder)
+    _, shards = open_run(folder, num_held_out=200)
+    whole = WholeRun(run)
+    measured = {
+        update.number + 1: whole.measure_held_out_loss(shards) for update in whole.train(shards)
+    }
+    return {update: loss for update, loss in measured.items() if run.has_held_out_loss(update)}
+
+
+def measure(run: TrainingRun, folder: Path, scene: Scene = nothing, num_peers: int = 4) -> RunSwarm:
+    """Train until all peers that a scene leaves alive know that the run is over."""
+
+    async def finish(swarm: RunSwarm) -> RunSwarm:
+        await scene(swarm)
+        for peer in list(swarm.peers.values()):
+            await peer.loop.wait_until_over()
+        return swarm
+
+    return run_in_swarm(run, folder, finish, num_peers=num_peers)
+
+
+def list_held_out(swarm: RunSwarm, host: str) -> dict[int, float]:
+    """Return the held-out losses that a host has reported."""
+    told = [event.facts for at, event in swarm.events if (at, event.name) == (host, "held_out")]
+    losses = {int(str(facts["update"])): float(str(facts["loss"])) for facts in told}
+    assert len(losses) == len(told)
+    return losses
+
+
+@pytest.mark.parametrize("num_peers", [2, 5])
+def test_held_out_losses_are_those_of_one_process(
+    folder: Path, alone: dict[int, float], num_peers: int
+) -> None:
+    swarm = measure(open_held_out(folder), folder, num_peers=num_peers)
+
+    assert list(alone) == [2, 3]
+    for number in range(num_peers):
+        losses = list_held_out(swarm, f"peer{number}")
+        assert losses.items() <= alone.items()
+        assert losses[NUM_UPDATES] == alone[NUM_UPDATES]
+
+
+def test_held_out_loss_of_int8_mode_is_measured_without_rounding(folder: Path) -> None:
+    sizes = set[int]()
+
+    def note(message: object) -> bool:
+        if isinstance(message, HeldOutPass):
+            sizes.add(message.num_bytes)
+        return False
+
+    async def scene(swarm: RunSwarm) -> None:
+        swarm.do_at(note, lambda host: None)
+
+    run = open_held_out(folder, mode="int8", num_updates=1)
+    swarm = measure(run, folder, scene)
+
+    _, shards = open_run(folder, num_held_out=200)
+    whole = WholeRun(run)
+    for _ in whole.train(shards):
+        pass
+    assert sizes == {0, 4 * 32 * 2 * 16}
+    assert list_held_out(swarm, "peer1")[1] == pytest.approx(
+        whole.measure_held_out_loss(shards), rel=0.01
+    )
+
+
+@pytest.mark.parametrize("host", ["peer0", "peer3"])
+@pytest.mark.parametrize(("kind", "is_sent"), [(HeldOutPass, False), (HeldOutPassed, True)])
+def test_peer_may_be_killed_while_the_held_out_loss_is_measured(
+    folder: Path, alone: dict[int, float], host: str, kind: type, is_sent: bool
+) -> None:
+    killed: list[str] = []
+
+    async def scene(swarm: RunSwarm) -> None:
+        def kill(asked: str) -> None:  # peer0 leads, and asks itself without a network
+            swarm.kill_soon(host)
+            killed.append(host)
+
+        def is_last(message: object) -> bool:
+            is_over = max(swarm.list_updates()) == NUM_UPDATES
+            return isinstance(message, kind) and is_over
+
+        swarm.do_at(is_last, kill, is_sent=is_sent)
+        await swarm.wait_until(lambda: bool(killed))
+
+    swarm = measure(open_held_out(folder), folder, scene)
+
+    assert killed
+    survivors = {"peer0", "peer1", "peer2", "peer3"} - {host}
+    assert {list_held_out(swarm, peer)[NUM_UPDATES] for peer in survivors} == {alone[NUM_UPDATES]}
+
+
+def test_peer_that_joins_late_learns_the_held_out_loss(
+    folder: Path, alone: dict[int, float]
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        await swarm.start("newcomer", 1)
+
+    swarm = measure(open_held_out(folder), folder, scene)
+
+    assert list_held_out(swarm, "newcomer")[NUM_UPDATES] == alone[NUM_UPDATES]
