@@ -14,15 +14,22 @@ from shoal.models.token_shards import write_shard
 BUNDLED = Path(__file__).resolve().parents[1] / "models" / "shoal-stories"
 
 
-def write_run(folder: Path, seed: int = 0, updates: int = 30, parts: int = 8, length: int = 128):
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
-    tokenizer.save_pretrained(folder / "model")
-    num_tokens, tokens, nats = updates * parts * 4 * length + 1, list[int](), list[float]()
+def write_stories(file: Path, tokenizer, key: str, num_tokens: int) -> tuple[str, float]:
+    tokens, nats = list[int](), list[float]()
     while len(tokens) < num_tokens:
-        story = Storyteller(f"run {seed}/{len(nats)}").tell()
+        story = Storyteller(f"{key}/{len(nats)}").tell()
         tokens += tokenizer.encode(story.text + tokenizer.eos_token, add_special_tokens=False)
         nats.append(story.nats)
-    shard = write_shard(folder / "stories.bin", tokens[:num_tokens], len(tokenizer))
+    digest = write_shard(file, tokens[:num_tokens], len(tokenizer)).sha256
+    entry = f'{{ path = "{file.name}", num_tokens = {num_tokens}, sha256 = "{digest}" }}'
+    return entry, sum(nats) / len(tokens)
+
+
+def write_run(folder: Path, seed: int = 0, updates: int = 30, parts: int = 8, length: int = 128):
+    tokenizer, size = AutoTokenizer.from_pretrained(BUNDLED), parts * 4 * length
+    tokenizer.save_pretrained(folder / "model")
+    own, nats = write_stories(folder / "stories.bin", tokenizer, f"run {seed}", updates * size + 1)
+    held, _ = write_stories(folder / "held-out.bin", tokenizer, f"held out {seed}", 2 * size + 1)
     (folder / "run.toml").write_text(f"""name = "stories"
 model = "{BUNDLED}/config.json"
 seed = {seed}
@@ -30,10 +37,11 @@ stage_borders = [4]
 num_updates = {updates}
 parts_per_update = {parts}
 rows_per_part = 4
+held_out_every = {max(updates // 5, 1)}
 optimizer = {{ name = "muon", learning_rate = 0.01, adamw_learning_rate = 0.005 }}
 schedule.warmup_updates = 3
-corpus = {{ sequence_length = {length}, entropy = {sum(nats) / len(tokens)}, shards = [
-    {{ path = "{shard.path}", num_tokens = {num_tokens}, sha256 = "{shard.sha256}" }}] }}""")
+corpus = {{ sequence_length = {length}, entropy = {nats}, shards = [{own}], held_out = [{held}] }}
+""")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Train a model over four processes, kill two, add one, and compare the weights: `make train-demo`.
 
-Beside the peers, one process trains the same run alone. Both print the SHA-256 of their weights,
-and the example ends with 3 unless these are equal. `--seed N` draws the first weights, the order of
-the corpus and who is killed when. With `--without U:I`, the process that trains alone leaves part I
-of update U out, to show that a single lost part changes the weights.
+Beside the peers, one process trains the same run alone. Both print the SHA-256 of their weights and
+the loss on held-out text, and the example ends with 3 unless these are equal. `--seed N` draws the
+first weights, the order of the corpus and who is killed when. With `--without U:I`, the process
+that trains alone leaves part I of update U out, to show that a single lost part changes the
+weights.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 DIFFERENT = 3
 """The exit code where the weights differ."""
@@ -41,6 +42,14 @@ _IMPORTED = [
     "transformers.models.auto.tokenization_auto",
     "transformers.models.llama.modeling_llama",
 ]
+
+
+class Trained(NamedTuple):
+    """What came of a training."""
+
+    digest: str
+    """Of the weights."""
+    held_out_loss: float
 
 
 class Peer:
@@ -104,8 +113,8 @@ def write_stories(folder: Path, seed: int) -> None:
     write_run(folder, seed, parts=4, length=32)
 
 
-def train_alone(folder: Path, left_out: tuple[int, int] | None) -> str:
-    """Train the run in this process; return the digest of the weights."""
+def train_alone(folder: Path, left_out: tuple[int, int] | None) -> Trained:
+    """Train the run in this process."""
     from shoal.cli.training.run_file import load_run
     from shoal.models.token_shards import TokenShards
     from shoal.peer.engine.training.whole_run import WholeRun
@@ -116,11 +125,13 @@ def train_alone(folder: Path, left_out: tuple[int, int] | None) -> str:
     shards = TokenShards.open(run.corpus, folder, whole.vocabulary_size)
     for _ in whole.train(shards, {PartId(*left_out)} if left_out else set()):
         pass
-    return whole.compute_weights_digest()
+    return Trained(whole.compute_weights_digest(), whole.measure_held_out_loss(shards))
 
 
-def train_with_kills(started_at: float, folder: Path, rng: random.Random, peers: list[Peer]) -> str:
-    """Train the run over peers that come and go; return the digest of the weights."""
+def train_with_kills(
+    started_at: float, folder: Path, rng: random.Random, peers: list[Peer]
+) -> Trained:
+    """Train the run over peers that come and go."""
     peers.append(Peer(folder, 0, "--new-swarm", "--out", str(folder / "model")))
     codes = peers[0].wait_for("directory")["join_codes"]
     assert isinstance(codes, dict)
@@ -140,7 +151,10 @@ def train_with_kills(started_at: float, folder: Path, rng: random.Random, peers:
     digest = str(first.wait_for("trained")["digest"])
     loss = float(str(first.events["update"]["loss"]))
     print_at(started_at, f"{_NUM_UPDATES} updates are over, the last loss was {loss:.3f} nats")
-    return digest
+    told = first.wait_for("held_out")
+    held_out_loss, entropy = float(str(told["loss"])), float(str(told["entropy"]))
+    print_at(started_at, f"{held_out_loss:.3f} nats on held-out text; the limit is {entropy:.3f}")
+    return Trained(digest, held_out_loss)
 
 
 def wait_for_update(peer: Peer, update: int) -> None:
@@ -180,23 +194,26 @@ def main() -> int:
         folder = Path(name)
         pool.submit(write_stories, folder, options.seed).result()
         print_at(started_at, f"training {_NUM_UPDATES} updates of 4 parts over 2 stages x 2 peers")
-        alone: Future[str] = pool.submit(train_alone, folder, options.without)
+        alone: Future[Trained] = pool.submit(train_alone, folder, options.without)
         try:
-            digest = train_with_kills(started_at, folder, random.Random(options.seed), peers)
+            trained = train_with_kills(started_at, folder, random.Random(options.seed), peers)
             print(pool.submit(tell_story, folder / "model").result(), flush=True)
         finally:
             for peer in peers:
                 peer.close()
-        return compare(digest, alone.result())
+        return compare(trained, alone.result())
 
 
-def compare(over_peers: str, alone: str) -> int:
+def compare(over_peers: Trained, alone: Trained) -> int:
     """Print both digests; return the exit code."""
-    print(f"over peers  {over_peers}\nalone       {alone}")
-    if over_peers != alone:
+    print(f"over peers  {over_peers.digest}\nalone       {alone.digest}")
+    if over_peers.digest != alone.digest:
         print("The weights differ.")
         return DIFFERENT
-    print("The weights are equal.")
+    if over_peers != alone:
+        print(f"The weights are equal, but alone the held-out loss is {alone.held_out_loss}.")
+        return DIFFERENT
+    print("The weights are equal, and so are the losses on held-out text.")
     return 0
 
 
