@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from measuring.side_by_side import start_processes
 from shoal.models.token_shards import TokenShards
 from shoal.protocol.runs.training_run import PartId, TrainingRun
 
@@ -35,7 +34,7 @@ def train_distributed(run: TrainingRun, folder: Path) -> list[float]:
 
     Returns the time after each update, on the clock of `time.perf_counter`.
     """
-    with ProcessPoolExecutor(NUM_RANKS, get_context("spawn")) as pool:
+    with start_processes(NUM_RANKS) as pool:
         times, *_ = pool.map(partial(_train_rank, run, folder), range(NUM_RANKS))
     return times
 
