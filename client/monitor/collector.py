@@ -13,14 +13,13 @@ from statistics import median
 from ...protocol.errors import DirectoryError
 from ...protocol.ids import ModelId
 from ...protocol.net.clock import Clock
-from ...protocol.net.directory import Directory
+from ...protocol.net.directory import KNOWN_PERIODS, Directory
 from ...protocol.net.gossip import GossipDirectory
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.net.tasks import cancel_all
 from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement
 from .state import (
-    PERIODS_PER_LIFETIME,
     Change,
     ProbeResult,
     SwarmState,
@@ -36,9 +35,13 @@ MAX_MODELS = 32
 """Models that are watched; anybody may announce one."""
 
 READ_SECONDS = 5.0
-"""How often what is known is looked at. The directory is searched once in each announcement
-period, and peers tell what is new in between: a search asks up to 16 nodes."""
+"""How often what is known is looked at. Peers tell what is new in between."""
 
+_TOLD_PERIODS = 1.5
+"""How old announcements of peers may be, in periods of theirs, on the median: they are renewed
+after one, and need some time from peer to peer."""
+
+_THERE = Visibility.SEEN, Visibility.NOT_SEEN
 _USUAL_PERIOD_SECONDS = 30.0
 _PROBE_SECONDS = 10.0
 _LOOK_SECONDS = 30.0
@@ -47,8 +50,9 @@ _LOOK_SECONDS = 30.0
 _JOINS = Backoff(2.0, 60.0)
 """Between attempts to join: a monitor may start before its swarm."""
 
-_LIST_READINGS = 6
-"""In one of so many readings new models are looked for."""
+_LIST_READINGS = 24
+"""In one of so many readings new models are looked for: every two minutes, since each time costs as
+much traffic as half a period's announcements of 300 peers."""
 
 _MODELS_AT_ONCE = 4
 _PROBES_AT_ONCE = 16
@@ -187,7 +191,7 @@ class Collector:
         async with self._turns:
             try:
                 announced = await self._directories[model_id].lookup(
-                    model_id, self._find_period(model_id)
+                    model_id, self._choose_search_age(model_id)
                 )
             except DirectoryError as error:
                 self._apply(reduce_failure(self.state, str(error), model_id))
@@ -197,14 +201,24 @@ class Collector:
         if model_id not in self.state.models:
             await self._forget(model_id)
 
-    def _find_period(self, model_id: ModelId) -> float:
-        """Return how often peers of a model announce themselves, in seconds."""
-        model = self.state.models.get(model_id)
-        lifetimes = [
-            peer.announcement.expires_at - peer.announcement.issued_at
-            for peer in (model.peers.values() if model else ())
+    def _choose_search_age(self, model_id: ModelId) -> float:
+        """Return after how many seconds the directory is searched for a model again.
+
+        A search asks up to 16 nodes. While peers tell in time what most others announce, it is
+        needed as seldom as by peers themselves; else once in a period.
+        """
+        model, now = self.state.models.get(model_id), self._access.clock.wall()
+        if model is None or not model.peers:
+            return _USUAL_PERIOD_SECONDS
+        peers = model.peers.values()
+        period_seconds = median(peer.period_seconds for peer in peers)
+        ages = [
+            (now - peer.announcement.issued_at) / peer.period_seconds
+            for peer in peers
+            if peer.visibility in _THERE
         ]
-        return median(lifetimes) / PERIODS_PER_LIFETIME if lifetimes else _USUAL_PERIOD_SECONDS
+        are_told = bool(ages) and median(ages) < _TOLD_PERIODS
+        return period_seconds * (KNOWN_PERIODS if are_told else 1)
 
     async def _keep_reading(self, tasks: asyncio.TaskGroup) -> None:
         while True:
@@ -250,7 +264,7 @@ class Collector:
             peer
             for model in self.state.models.values()
             for peer in model.peers.values()
-            if peer.visibility in (Visibility.SEEN, Visibility.NOT_SEEN)
+            if peer.visibility in _THERE
         ]
 
     async def _probe(self, peers: list[WatchedPeer]) -> None:

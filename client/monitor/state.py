@@ -148,10 +148,15 @@ class WatchedPeer:
         is_untold = self.probe is None or self.probe.is_refusal
         return self.is_online and not self.is_confirmed and is_untold
 
+    @property
+    def period_seconds(self) -> float:
+        """How often it announces itself."""
+        lifetime_seconds = self.announcement.expires_at - self.announcement.issued_at
+        return lifetime_seconds / PERIODS_PER_LIFETIME
+
     def is_overdue(self, now: float) -> bool:
         """Return whether it should have renewed its announcement."""
-        lifetime_seconds = self.announcement.expires_at - self.announcement.issued_at
-        return now - self.last_seen_at > lifetime_seconds / PERIODS_PER_LIFETIME + GRACE_SECONDS
+        return now - self.last_seen_at > self.period_seconds + GRACE_SECONDS
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,9 @@ _MOST_DRAWN = 2000
 _COST_RECORDS = 400
 """So many known records, looked through for an answer in 0.3 ms, count as one."""
 
+_NAMED_OF_EACH_MODEL = 4
+"""Records that are named in a question for models: one that the other has as well is enough."""
+
 _LEAST_RECORD_BYTES = 64
 """Of a signature alone: whoever asks for less only tells, and nothing is looked through."""
 
@@ -225,7 +228,11 @@ class SwarmRecords:
         """
         known = self.list_records(model_id, now)
         if model_id == NO_MODEL:
-            known = [one for _, peers in self._list_by_model(now) for one in peers]
+            known = [
+                one
+                for _, peers in self._list_by_model(now)
+                for one in rng.sample(peers, min(len(peers), _NAMED_OF_EACH_MODEL))
+            ]
         own = next((one.value for one in self._book.list_own(model_id, now)), b"")
         named = [digest_record(self._revocations_value)] if self._revocations_value else []
         if max_bytes >= MAX_RECORDS_BYTES:  # else the names would take more than the answer

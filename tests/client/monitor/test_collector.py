@@ -50,6 +50,10 @@ class Swarm(MemoryDirectory):
             raise DirectoryError("nobody answers")
         return await super().lookup(model_id)
 
+    def list_told(self) -> list[bytes]:
+        """Return what its peers know of each other."""
+        return [one.value for one in self._store.records.list_records(MODEL, self.clock.wall())]
+
     async def tell(self, number: int, span: Span, model_id: ModelId = MODEL) -> None:
         """Have a peer of another process announce itself."""
         now = self.clock.wall()
@@ -105,7 +109,7 @@ async def test_models_that_nobody_serves_make_room_for_others() -> None:
 
     for _ in range(3):
         swarm.clock.seconds += 1.0
-        for _ in range(6):
+        for _ in range(24):
             await collector.read()
         assert len(collector.state.models) == MAX_MODELS
         assert MODEL in collector.state.models
@@ -129,21 +133,45 @@ async def test_only_models_that_are_asked_for_are_watched() -> None:
     assert (empty.models, empty.health) == ({}, Health.FAILING)
 
 
-async def test_directory_is_searched_once_in_a_period() -> None:
+async def test_directory_is_searched_once_in_a_period_while_peers_tell_nothing() -> None:
     swarm = Swarm()
-    await swarm.tell(1, Span(0, 8))
     collector = Collector(swarm.access, lambda change: None)
     await collector.join([])
+    searches = list[int]()
 
-    for _ in range(5):
-        await collector.read()
-        swarm.clock.seconds += 5.0
-    searches_in_a_period = swarm.num_searches
-    swarm.clock.seconds += 10.0
-    await collector.read()
+    for _ in range(10):
+        await swarm.tell(1, Span(0, 8))
+        await swarm.tell(2, Span(0, 8))
+        for _ in range(6):
+            await collector.read()
+            swarm.clock.seconds += 5.0
+        searches.append(swarm.num_searches)
 
-    assert searches_in_a_period == 1
-    assert swarm.num_searches == 2
+    # A search brings what was announced up to a period before, so every second one finds it fresh.
+    assert searches[0] == 1
+    assert 5 <= swarm.num_searches <= 10
+    assert collector.state.models[MODEL].peers.keys() == {
+        identity_of(number).peer_id for number in (1, 2)
+    }
+    await collector.close()
+
+
+async def test_directory_is_searched_seldom_while_peers_tell_of_each_other() -> None:
+    swarm = Swarm()
+    collector = Collector(swarm.access, lambda change: None)
+    await collector.join([])
+    searches = list[int]()
+
+    for _ in range(12):
+        await swarm.tell(1, Span(0, 8))
+        known = swarm.list_told()
+        for _ in range(6):
+            await collector.read()
+            swarm.records.take_all(MODEL, known, swarm.clock.wall())
+            swarm.clock.seconds += 5.0
+        searches.append(swarm.num_searches)
+
+    assert searches == [1] * 10 + [2] * 2
     await collector.close()
 
 

@@ -34,7 +34,12 @@ from shoal.protocol.membership.membership import (
     sign_revocations,
 )
 from shoal.protocol.messages.codec import encode_frame
-from shoal.protocol.messages.records import MAX_NAMED_RECORDS, MAX_RECORDS_BYTES, RecordFetch
+from shoal.protocol.messages.records import (
+    DIGEST_BYTES,
+    MAX_NAMED_RECORDS,
+    MAX_RECORDS_BYTES,
+    RecordFetch,
+)
 from shoal.protocol.records.announcement_book import AnnouncementBook
 from shoal.protocol.records.announcements import (
     Announcement,
@@ -280,6 +285,20 @@ def test_member_is_told_one_record_of_each_model_that_it_does_not_know(
     assert sorted(asker.list_models(NOW)) == models
     fetch = asker.make_fetch(NO_MODEL, NOW, rng)
     assert answering.answer("stranger", NO_MODEL, fetch, NOW, rng).records == ()
+
+
+def test_question_for_models_names_few_records_of_each() -> None:
+    records, other = SwarmRecords(PUBLIC), SwarmRecords(PUBLIC)
+    for number in range(1, 20):
+        value = make_value(number, PUBLIC)
+        records.take(MODEL, value, NOW)
+        other.take(MODEL, value, NOW)
+    rng = random.Random(SEED)
+
+    fetch = records.make_fetch(NO_MODEL, NOW, rng)
+
+    assert 0 < len(fetch.known) <= 4 * DIGEST_BYTES
+    assert other.answer("stranger", NO_MODEL, fetch, NOW, rng).records == ()
 
 
 def test_record_that_is_brought_for_the_list_of_models_is_kept_with_its_model() -> None:
