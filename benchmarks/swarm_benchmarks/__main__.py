@@ -12,7 +12,18 @@ from measuring.report import BenchRun
 from shoal.cli.benchmarking.figure import Figure, describe_machine
 from shoal.cli.terminal.interrupts import INTERRUPTED, stop_on_sigterm
 from shoal.protocol.errors import ShoalError
-from swarm_benchmarks import attacks, failover, finetune, flood, hop, idle, memory, p2pd, start
+from swarm_benchmarks import (
+    attacks,
+    failover,
+    finetune,
+    flood,
+    hop,
+    idle,
+    memory,
+    metrics,
+    p2pd,
+    start,
+)
 from swarm_benchmarks.curve import draw_curve
 from swarm_benchmarks.decoding import measure_context, measure_sessions, measure_single
 from swarm_benchmarks.prompts import measure_newcomer, measure_prompts
@@ -50,6 +61,7 @@ PARTS = {
     "failover": Part("A lost peer", failover.measure),
     "start": Part("Starting", start.measure),
     "idle": Part("A peer that nobody uses", idle.measure),
+    "metrics": Part("Steps with --metrics and without, in turn", metrics.measure),
     "accuracy": Part("int8 against fp32", _measure_accuracy),
 }
 """By name, in the order in which they are measured."""

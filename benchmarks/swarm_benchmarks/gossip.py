@@ -1,10 +1,9 @@
 """Bytes per second of one idle peer and one idle client, in swarms of several sizes.
 
 Both are those that ship, over TCP and TLS; each has a line of its own that counts. All other peers
-are one `Crowd` in this process: their announcements are signed by keys of their own and renewed in
-time, and it answers at the address of each, from one book that has all of them. What one member of
-such a swarm asks the idle peer on average, a `Neighbour` asks. The directory is in memory, and its
-traffic is not counted.
+are one `Crowd` in this process, which answers at the address of each from one book that has all
+announcements. What one member of such a swarm asks the idle peer on average, a `Neighbour` asks.
+The directory is in memory, and its traffic is not counted.
 """
 
 import argparse
@@ -17,6 +16,7 @@ from ipaddress import IPv4Address
 
 from measuring.benchmark_model import open_bundled_model
 from measuring.counted_line import CountedLine, LinedTransport, Traffic
+from measuring.crowd import PERIOD_SECONDS, Crowd
 from measuring.report import TargetFigure, at_most
 from shoal.cli.benchmarking.figure import Figure, describe_machine
 from shoal.client.routing.route_finder import SwarmModel
@@ -26,13 +26,8 @@ from shoal.peer.announcing.round_trip_times import MEASURED_PER_PERIOD
 from shoal.peer.hosting.span_loader import SpanLoader
 from shoal.peer.peer import GOSSIPS_PER_PERIOD, Peer
 from shoal.peer.process.config import PeerConfig, PeerEvent
-from shoal.protocol import versions
-from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages.codec import check_kind, decode_frame, encode_frame
-from shoal.protocol.messages.records import RecordFetch, Records
-from shoal.protocol.messages.session import Welcome
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.dialling import measure_rtt
 from shoal.protocol.net.gossip import GossipDirectory
@@ -41,111 +36,28 @@ from shoal.protocol.net.network import Addresses, Presence
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.tcp.tls import make_tls_identity
 from shoal.protocol.net.transport import Stream, StreamServer
-from shoal.protocol.records.announcements import Announcement, PeerState, sign_announcement
-from shoal.protocol.records.coordinates import Coordinate
+from shoal.protocol.records.announcements import Announcement, sign_announcement
 from shoal.protocol.spans import Span
 
-PERIOD_SECONDS = 30.0
 _FIRST_ADDRESS = int(IPv4Address("127.1.0.0"))
-_RENEWAL_SECONDS = 0.2
 _CLOCK = SystemClock()
 
 
-class Crowd:
-    """All other peers of one swarm, and the directory that has them."""
-
-    def __init__(self, num_peers: int, model: SwarmModel) -> None:
-        self.model = model
-        self.store = MemoryDirectoryStore()
-        self.records = self.store.records
-        self._rng = random.Random(num_peers)
-        self._identities = [Identity(self._rng.randbytes(32)) for _ in range(num_peers)]
-        self._tls = make_tls_identity()
+class DialledCrowd(Crowd):
+    """The crowd behind one port: a stranger comes over a line, from the address that it dialled."""
 
     async def open(self, stack: AsyncExitStack) -> int:
         """Announce everybody and answer until the stack is closed; return the port."""
-        transport = TcpTransport(self._tls)
-        stack.push_async_callback(transport.close)
-        listener = await transport.listen("127.0.0.1", 0, self._serve)
-        for number in range(len(self._identities)):
-            self._renew(number)
-            await asyncio.sleep(0)
-        renewing = asyncio.create_task(self._keep_renewing())
-        stack.callback(renewing.cancel)
+        listener = await self.open_transport(stack).listen("127.0.0.1", 0, self._serve_dialled)
+        await self.announce_all(stack)
         return listener.endpoint.port
 
-    async def _keep_renewing(self) -> None:
-        num_peers, started_at, num_renewed = len(self._identities), _CLOCK.now(), 0
-        while True:
-            await asyncio.sleep(_RENEWAL_SECONDS)
-            due = int((_CLOCK.now() - started_at) * num_peers / PERIOD_SECONDS)
-            for number in range(num_renewed, due):
-                self._renew(number % num_peers)
-                await asyncio.sleep(0)
-            num_renewed = due
-
-    def _renew(self, number: int) -> None:
-        identity, now = self._identities[number], _CLOCK.wall()
-        record = sign_announcement(identity, self._describe(number, now))
-        if number == 0:
-            self.records.add_own(record, now)  # an answer begins with one's own
-        else:
-            self.records.take(self.model.model_id, self.records.seal(record), now)
-
-    def _describe(self, number: int, now: float) -> Announcement:
-        """Return all that a peer tells: its speeds, three round trips and where it stands."""
-        rng, middle = self._rng, self.model.num_blocks // 2
-        others = rng.sample(self._identities, min(3, len(self._identities)))
-        return Announcement(
-            peer_id=self._identities[number].peer_id,
-            model_id=self.model.model_id,
-            num_blocks=self.model.num_blocks,
-            span=Span(0, middle) if number % 2 else Span(middle, self.model.num_blocks),
-            state=PeerState.ONLINE,
-            endpoints=(Endpoint(_name_host(number), 31337, self._tls.fingerprint),),
-            min_version=versions.MIN_VERSION,
-            max_version=versions.MAX_VERSION,
-            weights="int8",
-            compute_dtype="fp32",
-            sequence=int(now * 1000),
-            issued_at=now,
-            expires_at=now + 3 * PERIOD_SECONDS,
-            free_kv_tokens=rng.randrange(10**6),
-            decode_steps_per_second=100 * rng.random(),
-            loaded_decode_steps_per_second=100 * rng.random(),
-            prefill_tokens_per_second=1000 * rng.random(),
-            queue_seconds=rng.random(),
-            rtts=tuple((other.peer_id, round(rng.random(), 4)) for other in others),
-            coordinate=Coordinate(*(rng.random() for _ in range(5))).rounded(),
-            software=versions.SOFTWARE,
-            kernels="native int8 with avx512_vnni",
-        )
-
-    async def _serve(self, stream: Stream) -> None:
-        """Be the peer whose address was dialled."""
-        number = int(IPv4Address(stream.remote_host or "")) - _FIRST_ADDRESS
-        await stream.receive()
-        welcome = Welcome(
-            versions.MAX_VERSION,
-            versions.SOFTWARE,
-            self._identities[number].peer_id,
-            self.model.model_id,
-            Span(0, self.model.num_blocks),
-            _CLOCK.wall(),
-        )
-        await stream.send(encode_frame(welcome))
-        if (frame := await stream.receive()) is not None:
-            fetch = check_kind(decode_frame(frame), RecordFetch, "the one that is measured")
-            await stream.send(encode_frame(self.answer(number, fetch)))
-
-    def answer(self, stranger: int, fetch: RecordFetch) -> Records:
-        """Answer as the member that a stranger has asked."""
-        now = _CLOCK.wall()
-        return self.records.answer(_name_host(stranger), self.model.model_id, fetch, now, self._rng)
+    async def _serve_dialled(self, stream: Stream) -> None:
+        await self.serve(int(IPv4Address(stream.remote_host or "")) - _FIRST_ADDRESS, stream)
 
 
-def _name_host(number: int) -> str:
-    return str(IPv4Address(_FIRST_ADDRESS + number))
+def _name_place(number: int) -> tuple[str, int]:
+    return str(IPv4Address(_FIRST_ADDRESS + number)), 31337  # a line has a port of its own
 
 
 class Neighbour:
@@ -217,6 +129,7 @@ class Lines:
     """The access of one peer or client to the crowd: a line there, and one of those who dial it."""
 
     crowd: Crowd
+    store: MemoryDirectoryStore
     outward: CountedLine
     stack: AsyncExitStack
     inward: CountedLine | None = None
@@ -243,7 +156,7 @@ class Lines:
         )
 
     def _open_directory(self) -> MemoryDirectory:
-        return MemoryDirectory(self.crowd.store, _CLOCK)
+        return MemoryDirectory(self.store, _CLOCK)
 
     def count(self) -> tuple[int, int, int]:
         """Return how many bytes were sent and received, and the connections."""
@@ -285,11 +198,13 @@ async def measure(
 ) -> list[Figure]:
     """Return what an idle peer and an idle client send and receive in a swarm of so many."""
     stop = asyncio.Event()
+    store = MemoryDirectoryStore()
     async with AsyncExitStack() as stack:
-        crowd = Crowd(num_peers - 2, model)  # and the peer that is measured, and its neighbour
+        others = num_peers - 2  # and the peer that is measured, and its neighbour
+        crowd = DialledCrowd(others, model, [store.records], _name_place)
         port = await crowd.open(stack)
         lines = {
-            who: Lines(crowd, await CountedLine.open(port, stack), stack)
+            who: Lines(crowd, store, await CountedLine.open(port, stack), stack)
             for who in ("peer", "client")
         }
         async with asyncio.TaskGroup() as tasks:

@@ -34,6 +34,7 @@ from typing import NamedTuple, get_args
 
 from measuring.helper_process import HelperProcess
 from measuring.report import TargetFigure, at_least, at_most
+from measuring.slow_network import SlowNetwork
 from shoal.cli.benchmarking.figure import Figure, describe_machine
 from shoal.cli.terminal.interrupts import stop_on_sigterm
 from shoal.protocol.errors import UnavailableError, UsageError
@@ -41,7 +42,6 @@ from shoal.protocol.runs.training_run import Mode
 from shoal.protocol.tensors import WireDtype, compute_num_bytes
 from training_benchmarks.bandwidth import Place, measure_bandwidth
 from training_benchmarks.members import Member, MemberSettings, RunSizes, start_members, write_run
-from training_benchmarks.slow_network import SlowNetwork
 
 _NUM_WARM = 2
 """Updates in which members dial each other, and more."""
