@@ -63,9 +63,10 @@ _ATTEMPT_BYTES = 16
 
 _PARTS_PER_MEMBER = 2
 """Parts under way per ready member: one that it computes, and one on its way or in a queue. Of the
-time that a pipeline of four stages could use at most, 2 use 94 %, 3 use 95 % and 1 uses 83 % (64
-parts, members that vary by 20 %). Members keep what belongs to a part until the commit in any case,
-so more of them take no more memory but for graphs, which have a limit of their own.
+time that a pipeline of four stages could use at most, 2 use 93 %, 3 use 94 % and 1 uses 81 % (64
+parts, members that vary by 20 %: `benchmarks/simulation/pipeline.py`). Members keep what belongs to
+a part until the commit in any case, so more of them take no more memory but for graphs, which have
+a limit of their own.
 """
 
 _SHORTEST_SECONDS = 0.01

@@ -6,9 +6,9 @@ it. A part that two members of a stage have counted is taken out of the sums of 
 
 Of a stage, the next part goes to the member that has then computed all of its parts first, by how
 long it computes for one. One with which orders have failed, maybe as it reaches nobody of the next
-stage, comes behind its mates. Drawing members (SWARM's stochastic wiring: Ryabinin et al., 2023)
-would use 76 % of their time in place of 89 %, with 64 parts and 4 stages of two members that vary
-by a fifth.
+stage, comes behind its mates. With 4 stages of two members, one of all three times slower, this
+comes to 96 % of what the slowest stage could do; SWARM's interleaved weighted round robin (Ryabinin
+et al., 2023) to 76 %, and drawing members to 50 % (`benchmarks/simulation/pipeline.py`).
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from shoal.protocol.ids import PeerId
 from shoal.protocol.spans import Span
 from simulation.distances import run_distances, time_decisions
 from simulation.machines import Churn, ChurnEvent, Machine, draw_churn, draw_machine, read_churn
+from simulation.pipeline import Drawn, FirstDone, Pipeline, RoundRobin, measure_pipeline
 from simulation.plot import draw_moves, shade_churn
 from simulation.recorder import (
     Sample,
@@ -316,3 +317,24 @@ def test_decisions_are_timed_over_peers_that_cover_everything() -> None:
 
     assert times.star > 0
     assert times.chain > 0
+
+
+@pytest.mark.parametrize(("per_member", "share"), [(1, 1 / 5), (2, 2 / 5), (5, 1.0)])
+def test_stage_with_distant_members_computes_what_is_under_way(
+    per_member: int, share: float
+) -> None:
+    """A part is on its way for four times as long as it is computed, give or take a tenth."""
+    pipeline = Pipeline(1, num_stages=1, num_parts=300, per_member=per_member, link_delay=2.0)
+
+    assert measure_pipeline(pipeline, FirstDone, seed=0) == pytest.approx(share, rel=0.1)
+
+
+@pytest.mark.parametrize("has_slow_member", [False, True])
+def test_parts_that_go_to_whoever_is_done_first_are_computed_faster(has_slow_member: bool) -> None:
+    pipeline = Pipeline(has_slow_member=has_slow_member)
+
+    ours, round_robin, drawn = (
+        measure_pipeline(pipeline, wiring, seed=0) for wiring in (FirstDone, RoundRobin, Drawn)
+    )
+
+    assert drawn < round_robin < ours < 1.0
