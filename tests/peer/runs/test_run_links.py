@@ -16,7 +16,7 @@ from shoal.peer.runs.questions import MemberAnswer
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import PeerId
 from shoal.protocol.messages.fields import Message
-from shoal.protocol.messages.runs import PartsCounted, Reduced, Reduction, Sums
+from shoal.protocol.messages.runs import PartsCounted, Reduced, Reduction, Sums, Vote
 from shoal.protocol.messages.session import Declined
 from shoal.protocol.runs.training_run import TrainingRun
 
@@ -218,6 +218,26 @@ def test_member_that_does_not_sum_is_put_aside_unless_it_is_the_last_of_its_stag
         return await swarm.finish()
 
     assert run_in_swarm(run, folder, scene, num_peers=num_peers) == digest
+
+
+def test_newcomer_that_is_told_to_stay_away_for_ever_asks_again(
+    folder: Path, untied: tuple[TrainingRun, str]
+) -> None:
+    run, digest = untied
+
+    def refuse(message: Message) -> Message:
+        if not isinstance(message, Vote):
+            return message
+        return Declined(message.question, 0, ErrorCode.LEFT_OUT, "go away", 1e6)
+
+    async def scene(swarm: RunSwarm) -> str:
+        swarm.falsify["peer0"] = refuse
+        await swarm.start("peer1", 1)
+        await swarm.wait_until(lambda: any("go away" in str(e.facts) for _, e in swarm.events))
+        del swarm.falsify["peer0"]
+        return await swarm.finish()
+
+    assert run_in_swarm(run, folder, scene, num_peers=1) == digest
 
 
 def takes_part(swarm: RunSwarm, host: str) -> bool:
