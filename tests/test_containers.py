@@ -1,13 +1,20 @@
-"""The files in docker/: what they name exists, and containers run as they should."""
+"""The files in docker/: what they name exists, and containers run as they should.
+
+Their schemas come with `pip install check-jsonschema kubernetes-validate`, for no other test.
+"""
 
 import argparse
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from announcements import MODEL, NOW, make_announcement
 from container_files import (
+    DOCKER,
     list_alerts,
     list_kubernetes,
     list_panel_queries,
@@ -38,6 +45,14 @@ OF_PROMETHEUS = {"up"}
 
 LABELS_OF_PROMETHEUS = {"instance", "job"}
 """Labels that it adds to all of them."""
+
+
+CHECKS = {
+    "compose.yaml": ["check-jsonschema", "--builtin-schema", "vendor.compose-spec"],
+    "kubernetes/peers.yaml": ["kubernetes-validate", "--strict"],
+    "kubernetes/monitor.yaml": ["kubernetes-validate", "--strict"],
+}
+"""What checks a file by the schema of the program that reads it."""
 
 
 def list_served_metrics() -> dict[str, set[str]]:
@@ -137,3 +152,19 @@ def test_containers_may_write_to_volumes_only() -> None:
         (container,) = pod["containers"]
         assert container["securityContext"]["readOnlyRootFilesystem"]
     assert len(pods) == 2
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_files_fit_their_schemas_and_one_with_a_mistake_does_not(name: str, tmp_path: Path) -> None:
+    if shutil.which(CHECKS[name][0]) is None:
+        pytest.skip(f"needs {CHECKS[name][0]}")
+    text = (DOCKER / name).read_text(encoding="utf-8")
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(re.sub(r"(volumes|accessModes|maxUnavailable):", r"\1s:", text))
+
+    codes = [
+        subprocess.run([*CHECKS[name], str(path)], capture_output=True, timeout=60).returncode
+        for path in (DOCKER / name, wrong)
+    ]
+
+    assert codes == [0, 1]
