@@ -18,6 +18,7 @@ from virtual_time import VirtualClock, run_virtual
 from shoal.kernels.wire_tensors import encode_tensor
 from shoal.peer.engine.training.span_state import StateLayout
 from shoal.peer.process.config import ignore
+from shoal.peer.runs.gradient_vectors import encode
 from shoal.peer.runs.questions import MemberAnswer, NoteBytes, ignore_bytes, make_question_id
 from shoal.peer.runs.remote_members import RemoteMembers
 from shoal.peer.runs.run_decisions import RunDecisions
@@ -88,10 +89,13 @@ async def build_stage(
 
 
 def open_resources(
-    folder: Path, note: Callable[[str], None] = lambda name: None, **settings: Any
+    folder: Path,
+    note: Callable[[str], None] = lambda name: None,
+    graph_bytes: int = 2**30,
+    **changes: Any,
 ) -> RunResources:
-    """Return what a member needs of a run of two stages."""
-    run, _ = open_run(folder, num_held_out=200)
+    """Return what a member needs of a run of two stages, of which some settings are replaced."""
+    run, _ = open_run(folder, num_held_out=200, **changes)
 
     async def compute(function: Callable[[], Any]) -> Any:
         note(getattr(getattr(function, "func", function), "__name__", ""))
@@ -99,7 +103,7 @@ def open_resources(
         return function()
 
     watched = WatchedCompute(compute, VirtualClock(), 10.0)
-    config = RunPeerConfig(sign_run(Identity(bytes(32)), run), folder, **settings)
+    config = RunPeerConfig(sign_run(Identity(bytes(32)), run), folder, graph_bytes=graph_bytes)
     return RunResources.open(config, watched)
 
 
@@ -386,6 +390,65 @@ def test_graphs_of_parts_under_way_stay_within_the_limit_of_the_member(
 
         assert stage.counted == {0}
         assert [num_bytes > 0 for num_bytes in seen] == [graph_bytes > 0]
+
+    run_virtual(main())
+
+
+def test_replicas_round_the_gradients_of_a_part_alike_and_those_of_another_one_otherwise(
+    tmp_path: Path,
+) -> None:
+    grads = encode("int8", torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)))
+    inputs = encode("int8", INPUTS)
+
+    async def answer(member: MemberId, question: Question) -> MemberAnswer:
+        return MemberAnswer(PartPassed(question.question, len(grads), 1.0, (member,)), grads)
+
+    async def main() -> None:
+        resources = open_resources(tmp_path, mode="int8", stage_borders=[1, 2])
+
+        async def pass_parts(own: MemberId) -> list[bytes]:
+            stage = await Stage.build(resources, 1, own, Others(answer), lambda index: [LIAR])
+            passed: list[bytes] = []
+            for index in (0, 1):  # in the same activations and gradients
+                question = PartPass(
+                    make_question_id(), len(inputs), 0, index, last_stage=2, wants_gradients=True
+                )
+                passed.append(bytes((await stage.pass_part(question, inputs)).payload))
+            return passed
+
+        own, mate = await pass_parts(OWN), await pass_parts(MATE)
+        assert own == mate
+        assert own[0] != own[1]
+
+    run_virtual(main())
+
+
+def test_state_is_taken_from_another_mate_where_one_sends_other_numbers_than_its_digest(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        holder = await build_stage(tmp_path, 1)
+        await holder.pass_part(make_pass(), encode_tensor(INPUTS))
+        reduced = (await holder.reduce(order_sums({0}))).check_kind(Reduced)
+        assert await holder.apply(make_commit(reduced))
+        asked: list[MemberId] = []
+
+        async def answer(member: MemberId, question: Question) -> MemberAnswer:
+            assert isinstance(question, StateFetch)
+            told = await holder.read_state(question)
+            if question.part is not StatePart.ALL:
+                return told
+            asked.append(member)
+            data = bytearray(told.payload)
+            data[-1] ^= member == LIAR
+            return replace(told, payload=memoryview(data))
+
+        joining = await build_stage(tmp_path, 1, answer, MemberId("joiner/4"))
+        while LIAR not in asked:  # who gives its state is drawn
+            asked.clear()
+            await joining.load(await joining.fetch_state(1))
+            assert asked[-1] != LIAR
+            assert joining.digest == holder.digest
 
     run_virtual(main())
 
