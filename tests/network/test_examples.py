@@ -75,6 +75,30 @@ def test_training_over_peers_tells_when_a_part_is_missing(
     assert example.compare(whole, whole._replace(held_out_loss=1.0)) == example.DIFFERENT
 
 
+@pytest.mark.thorough  # tests/network/test_training.py kills real processes, too
+@pytest.mark.parametrize(
+    ("arguments", "code", "last"),
+    [
+        ((), 0, "The weights are equal."),
+        (("--without", "3:1"), 3, "The weights differ."),
+    ],
+)
+def test_training_over_peers_comes_to_the_weights_of_one_process(
+    tmp_path: Path, arguments: tuple[str, ...], code: int, last: str
+) -> None:
+    # Not by warm_python, as it forks its processes itself; and without -P, as it imports its mate.
+    command = [sys.executable, str(EXAMPLES / "train_over_peers.py"), *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+
+    lines = done.stdout.splitlines()
+    assert (done.returncode, lines[-1]) == (code, last), done.stderr
+    digests = [line.split()[-1] for line in lines[-3:-1]]
+    assert (digests[0] == digests[1]) == (code == 0)
+    assert sum("killed a peer of stage" in line for line in lines) == 2
+    assert any("another peer joined in update" in line for line in lines)
+    assert any("transformers reads the model: " in line for line in lines)
+
+
 def test_watched_swarm_loses_a_peer_and_gets_another(tmp_path: Path) -> None:
     command = [sys.executable, "-P", str(EXAMPLES / "watch_a_swarm.py"), "0.1", "127.0.0.1:0"]
     with warm_python.Popen(

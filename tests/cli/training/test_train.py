@@ -1,7 +1,6 @@
 """`shoal train`: a run file becomes a model that transformers loads; wrong files are named."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,23 +73,33 @@ def test_same_run_has_the_same_digest_and_prints_a_table(
 
 
 @pytest.mark.parametrize(
-    ("spoil", "complaint"),
+    ("name", "before", "after", "complaint"),
     [
-        (lambda text: "name = ", "run.toml is no TOML file"),
-        (lambda text: text.replace("seed = 7", "seed = 7\nsed = 1"), "sed: a run has no such"),
-        (lambda text: text.replace("[2]", "[9]"), "no stage can begin with block 9"),
-        (lambda text: text.replace("config.json", "none.json"), "none.json: No such file"),
-        (lambda text: text.replace("0.bin", "9.bin"), "9.bin: No such file"),
-        (lambda text: text.replace("held-out.bin", "8.bin"), "8.bin: No such file"),
+        ("run.toml", b'name = "test"', b"name = ", "run.toml is no TOML file"),
+        ("run.toml", b"seed = 7", b"seed = 7\nsed = 1", "sed: a run has no such"),
+        ("run.toml", b"[2]", b"[9]", "no stage can begin with block 9"),
+        ("run.toml", b"config.json", b"none.json", "none.json: No such file"),
+        ("run.toml", b"0.bin", b"9.bin", "9.bin: No such file"),
+        ("run.toml", b"held-out.bin", b"8.bin", "8.bin: No such file"),
+        ("config.json", b'"llama"', b'"\xff"', "config.json is no text in UTF-8"),
+        ("config.json", b'"llama"', b'"llama', "config.json is no JSON file"),
+        ("0.bin", b"\x00", b"\x01", "0.bin is not the one of the run: its SHA-256 differs"),
     ],
 )
 def test_wrong_files_are_told_in_one_sentence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], spoil: Callable[[str], str], complaint: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    before: bytes,
+    after: bytes,
+    complaint: str,
 ) -> None:
-    file = write_run(tmp_path, num_held_out=200)
-    file.write_text(spoil(file.read_text()))
+    file, spoilt = write_run(tmp_path, num_held_out=200), tmp_path / name
+    content = spoilt.read_bytes()
+    spoilt.write_bytes(content.replace(before, after, 1))
+    assert spoilt.read_bytes() != content
 
     assert main(["train", str(file), "--out", str(tmp_path / "out")]) == 2
 
-    assert complaint in capsys.readouterr().err
+    assert complaint in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
