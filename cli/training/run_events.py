@@ -10,7 +10,8 @@ from ..terminal.peer_events import EventPrinter, print_json
 from ..terminal.terminal import Terminal
 from .model_folder import describe_held_out_loss
 
-_LINE = "{:>8}  {:>8}  {:>13}  {:>9}  {:>9}  {:>7}"
+_HEADINGS = "update", "loss", "gradient norm", "tokens/s", "averaging", "queue, ms", "peers"
+_LINE = "{:>8}  {:>8}  {:>13}  {:>9}  {:>9}  {:>11}  {:>7}"
 
 
 def choose_report(is_json: bool) -> Report:
@@ -30,19 +31,19 @@ class RunEventPrinter:
         if event.name in ("online", "training") and "run_id" in facts:
             self._print(f"Training run {facts['name']} of {facts['owner']},")
             self._print(f"id {facts['run_id']}", "")
-            self._print(
-                _LINE.format("update", "loss", "gradient norm", "tokens/s", "averaging", "peers")
-            )
+            self._print(_LINE.format(*_HEADINGS))
         elif event.name == "update" and facts["update"]:
             loss, norm = facts["loss"], facts["gradient_norm"]
             speed = facts["tokens_per_second"]
             peers = "+".join(map(str, cast(list[int], facts["members_per_stage"])))
             averaging = f"{facts['averaging_seconds']:.2f} s"
+            waits = cast(list[float], facts["queue_seconds"])
+            queues = "+".join(f"{1000 * seconds:.0f}" for seconds in waits)
             numbers = f"{loss:.4f}", f"{norm:.4f}", "-" if speed is None else f"{speed:.0f}"
             if num_redone := facts["parts_redone"]:
                 parts = "1 part" if num_redone == 1 else f"{num_redone} parts"
                 self._print(f"{parts} of update {facts['update']} had to be computed again.")
-            self._print(_LINE.format(facts["update"], *numbers, averaging, peers))
+            self._print(_LINE.format(facts["update"], *numbers, averaging, queues, peers))
         elif event.name == "held_out":
             loss, entropy = (cast(float, facts[name]) for name in ("loss", "entropy"))
             self._print(describe_held_out_loss(loss, entropy))

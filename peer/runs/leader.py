@@ -313,7 +313,7 @@ class Leader:
             told.update, told.is_ready, told.is_applying, frozenset(unpack_parts(told.parts)),
             frozenset(unpack_parts(told.refused)), told.state, told.is_leaving, told.accused,
             told.part_seconds, told.fetched_bytes, told.state_bytes,
-            told.unreachable,
+            told.unreachable, told.part_wait_seconds,
         )  # fmt: skip
 
     async def _change_members(self, manifests: Manifests) -> bool:
@@ -496,8 +496,9 @@ class Leader:
         loss = sum(reduced[member].loss for member in stages[-1])
         squared_norm = math.fsum(norms)
         commit = self._decisions.commit.make_next(
-            tuple(sums), squared_norm, loss, seconds, self._lost.num
-        )
+            tuple(sums), squared_norm, loss, seconds, manifests.list_queue_seconds(),
+            self._lost.num,
+        )  # fmt: skip
         # Members that were not ready keep their place: they take the state from mates.
         members = [m for m in decision.members if m.id in equal or m.id not in orders]
         members = choose_without_leaving(members, leaving, equal)

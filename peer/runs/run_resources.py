@@ -57,6 +57,14 @@ class RunPeerConfig:
         return self.record.run
 
 
+@dataclass(frozen=True, eq=False)
+class _Turn:
+    """Something to compute, by the name of its function, and when that was asked for."""
+
+    name: str
+    asked_at: float
+
+
 class WatchedCompute:
     """Computes one thing after the other, and notices when one takes far longer than usual."""
 
@@ -66,26 +74,35 @@ class WatchedCompute:
         self._clock = clock
         self._times = defaultdict[str, UsualTimes](lambda: UsualTimes(floor_seconds))
         """By the name of the function."""
-        self._waiting = deque[tuple[str, object]]()
+        self._waits = defaultdict[str, UsualTimes](lambda: UsualTimes(0.0))
+        """How long functions waited for their turn, by their names."""
+        self._waiting = deque[_Turn]()
         """What is computed now, and behind it what waits for its turn."""
         self._begun_at = 0.0
 
     async def __call__(self, function: Callable[[], Any]) -> Any:
         """Return the result. A computation goes on when its caller is cancelled."""
         name = getattr(getattr(function, "func", function), "__qualname__", "")
-        one = (name, object())
-        if not self._waiting:
-            self._begun_at = self._clock.now()
+        one = _Turn(name, self._clock.now())
         self._waiting.append(one)
+        if len(self._waiting) == 1:
+            self._begin(one.asked_at)
         computing = asyncio.ensure_future(self._compute(function))
         computing.add_done_callback(lambda _: self._end(one, computing))
         return await asyncio.shield(computing)
 
-    def _end(self, one: tuple[str, object], computing: asyncio.Future[Any]) -> None:
-        now = self._clock.now()
-        self._times[one[0]].note(now - self._begun_at)
-        self._waiting.remove(one)
+    def _begin(self, now: float) -> None:
+        """Note that the first in the queue is computed from now on."""
+        first = self._waiting[0]
+        self._waits[first.name].note(now - first.asked_at)
         self._begun_at = now
+
+    def _end(self, one: _Turn, computing: asyncio.Future[Any]) -> None:
+        now = self._clock.now()
+        self._times[one.name].note(now - self._begun_at)
+        self._waiting.remove(one)
+        if self._waiting:
+            self._begin(now)
         if not computing.cancelled():
             computing.exception()  # maybe nobody waits for it any more
 
@@ -93,12 +110,16 @@ class WatchedCompute:
         """Return how long a function takes, without the wait for its turn; 0: it is not known."""
         return self._times[function.__qualname__].usual_seconds
 
+    def find_usual_wait_seconds(self, function: Callable[..., Any]) -> float:
+        """Return how long a function waits for its turn; 0: it is not known."""
+        return self._waits[function.__qualname__].usual_seconds
+
     @property
     def is_late(self) -> bool:
         """Whether what is computed now should have ended long ago."""
         if not self._waiting:
             return False
-        name, _ = self._waiting[0]
+        name = self._waiting[0].name
         return self._clock.now() - self._begun_at > self._times[name].deadline_seconds
 
 

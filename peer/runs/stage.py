@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -186,10 +187,19 @@ class Stage:
     @property
     def part_seconds(self) -> float:
         """How long we compute for a part; 0: that is not known yet."""
+        return sum(map(self._compute.find_usual_seconds, self._passes))
+
+    @property
+    def part_wait_seconds(self) -> float:
+        """How long a part waits for its turns to be computed here."""
+        return sum(map(self._compute.find_usual_wait_seconds, self._passes))
+
+    @property
+    def _passes(self) -> Sequence[Callable[..., Any]]:
+        """What is computed of a part."""
         if self.span.modules.is_last:
-            return self._compute.find_usual_seconds(Stage._run_loss)
-        passes = (Stage._run_forward, Stage._run_backward)
-        return sum(map(self._compute.find_usual_seconds, passes))
+            return (Stage._run_loss,)
+        return Stage._run_forward, Stage._run_backward
 
     @property
     def _shape(self) -> tuple[int, int, int]:
@@ -453,36 +463,28 @@ class Stage:
             detail = f"{len(payload)} bytes are no activations of held-out part {index}"
             raise RefusedError(ErrorCode.BAD_VALUES, detail)
         await self._wait_for_update(question.update)
-        if self.span.modules.is_last:
-            measure = partial(self._measure_held_out_loss, question.update, index, payload)
-            loss = await self._compute(measure)
-        else:
-            evaluate = partial(self._evaluate, question.update, index, payload)
-            outputs = await self._compute(evaluate)
+        result = await self._compute(partial(self._evaluate, question, payload))
+        if isinstance(result, bytes):
             if not route:
                 raise RefusedError(ErrorCode.BAD_VALUES, f"no member of stage {self.index + 1}")
             asked = replace(
-                question, question=make_question_id(), num_bytes=len(outputs), route=route[1:]
+                question, question=make_question_id(), num_bytes=len(result), route=route[1:]
             )
-            answer = await self._members.ask(route[0], asked, outputs)
-            loss = answer.check_kind(HeldOutPassed).loss
-        return MemberAnswer(HeldOutPassed(question.question, loss))
+            answer = await self._members.ask(route[0], asked, result)
+            result = answer.check_kind(HeldOutPassed).loss
+        return MemberAnswer(HeldOutPassed(question.question, result))
 
-    # The following run on the thread that computes.
+    def _evaluate(self, question: HeldOutPass, payload: bytes | memoryview) -> bytes | float:
+        """Return the activations of a held-out part for the next stage; at the last one, its loss.
 
-    def _evaluate(self, update: int, index: int, payload: bytes | memoryview) -> bytes:
-        inputs = self._read_held_out_inputs(index, payload)
-        return encode("exact", self.span.evaluate(update, inputs))
-
-    def _measure_held_out_loss(self, update: int, index: int, payload: bytes | memoryview) -> float:
-        inputs = self._read_held_out_inputs(index, payload)
-        _, labels = self._shards.read_held_out(self._run, index)
-        return self.span.evaluate_loss(update, inputs, labels)
-
-    def _read_held_out_inputs(self, index: int, payload: bytes | memoryview) -> Tensor:
-        if self.span.modules.is_first:
-            return self._shards.read_held_out(self._run, index)[0]
-        return decode("exact", payload, self._shape)
+        Runs on the thread that computes.
+        """
+        inputs, labels = self._shards.read_held_out(self._run, question.index)
+        if not self.span.modules.is_first:
+            inputs = decode("exact", payload, self._shape)
+        if self.span.modules.is_last:
+            return self.span.evaluate_loss(question.update, inputs, labels)
+        return encode("exact", self.span.evaluate(question.update, inputs))
 
     # Sums and state
 

@@ -203,7 +203,7 @@ class TrainingLoop:
                 stage.digest.whole, pack_parts(stage.refused), self._is_leaving,
                 tuple(sorted(stage.accused)), stage.part_seconds, is_applying,
                 stage.fetched_bytes, stage.state_bytes,
-                tuple(stage.unreachable),
+                tuple(stage.unreachable), stage.part_wait_seconds,
             )  # fmt: skip
         return MemberAnswer(told)
 
@@ -358,6 +358,7 @@ class TrainingLoop:
             "gradient_norm": commit.squared_norm**0.5,
             "tokens_per_second": None if speed is None else round(speed, 1),
             "averaging_seconds": round(commit.averaging_seconds, 4),
+            "queue_seconds": [round(seconds, 4) for seconds in commit.queue_seconds],
             "parts_redone": commit.parts_redone,
             "members_per_stage": [len(decisions.list_members(stage)) for stage in stages],
         }

@@ -243,6 +243,8 @@ class PartsCounted(Message):
     """The size of the state that it downloads; 0: it downloads none."""
     unreachable: Annotated[tuple[MemberId, ...], Body(13, "string"), _check_members] = ()
     """Mates from which it could not read their sums, in attempt after attempt of this update."""
+    part_wait_seconds: Annotated[float, Body(14, "double"), number_in(0.0, 1e6, "seconds")] = 0.0
+    """How long a part waits there for its turns to be computed; 0: not known yet."""
 
     def check(self) -> None:
         """Raise ValueError for more bytes of a state than it has."""

@@ -47,6 +47,10 @@ class Commit(BaseModel):
     """Of the update before, in nats per token."""
     averaging_seconds: _NotNegative = 0.0
     """How long the leader has waited for the sums of the update before."""
+    queue_seconds: Annotated[
+        tuple[_NotNegative, ...], Field(max_length=MAX_STAGES, strict=False)
+    ] = ()
+    """How long a part has waited at each stage for its turns to be computed, lately."""
     parts_redone: Annotated[int, Field(ge=0, le=2**31)] = 0
     """How many parts of the update before a stage has computed again: who had them was lost."""
     held_out_loss: _NotNegative | None = None
@@ -79,6 +83,7 @@ class Commit(BaseModel):
         squared_norm: float,
         loss: float,
         averaging_seconds: float = 0.0,
+        queue_seconds: tuple[float, ...] = (),
         parts_redone: int = 0,
     ) -> Commit:
         """Return the commit of the update that is under way."""
@@ -90,6 +95,7 @@ class Commit(BaseModel):
             squared_norm=squared_norm,
             loss=loss,
             averaging_seconds=averaging_seconds,
+            queue_seconds=queue_seconds,
             parts_redone=parts_redone,
         )
 

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 from typing import NamedTuple
 
 from ..ids import MemberId, find_peer_id
@@ -42,6 +43,8 @@ class MemberManifest:
     """The size of the state of its stage that it downloads, of which it has so much; 0: none."""
     unreachable: Collection[MemberId] = ()
     """Mates from which it could not read their sums, again and again."""
+    part_wait_seconds: float = 0.0
+    """How long a part waits there for its turns to be computed."""
 
     @property
     def has_begun(self) -> bool:
@@ -162,6 +165,11 @@ class Manifests:
         for member, told in self.answering.items():
             parts.note(member, told.parts, told.refused)
         return parts
+
+    def list_queue_seconds(self) -> tuple[float, ...]:
+        """Return how long a part waits at each stage, on average over its ready members."""
+        waits = [[self.answering[one].part_wait_seconds for one in stage] for stage in self.ready]
+        return tuple(fmean(stage) if stage else 0.0 for stage in waits)
 
     def plan_routes(
         self, indices: Iterable[int], rng: random.Random

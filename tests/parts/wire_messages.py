@@ -195,6 +195,7 @@ RUN_MESSAGES: tuple[Message, ...] = (
         fetched_bytes=64,
         state_bytes=96,
         unreachable=(OTHER_MEMBER,),
+        part_wait_seconds=0.25,
     ),
     Reduction(SESSION, 3, ATTEMPT, b"\x05", (MEMBER,), (MEMBER, OTHER_MEMBER)),
     Reduced(SESSION, bytes(range(32)), 2.5, 1.5),

@@ -14,6 +14,7 @@ def test_table_has_speed_and_the_peers_of_each_stage(capsys: pytest.CaptureFixtu
         "loss": 7.19293,
         "gradient_norm": 1.73711,
         "averaging_seconds": 0.0312,
+        "queue_seconds": [0.0204, 1.2],
         "parts_redone": 0,
         "members_per_stage": [2, 1],
     }
@@ -33,11 +34,11 @@ def test_table_has_speed_and_the_peers_of_each_stage(capsys: pytest.CaptureFixtu
 
     lines = capsys.readouterr().out.splitlines()
     assert lines[3:] == [
-        "  update      loss  gradient norm   tokens/s  averaging    peers",
-        "       3    7.1929         1.7371          -     0.03 s      2+1",
+        "  update      loss  gradient norm   tokens/s  averaging    queue, ms    peers",
+        "       3    7.1929         1.7371          -     0.03 s      20+1200      2+1",
         "Peer …oaXkuthG left stage 1.",
         "3 parts of update 12345 had to be computed again.",
-        "   12345    7.1929         1.7371        871     0.03 s      2+1",
+        "   12345    7.1929         1.7371        871     0.03 s      20+1200      2+1",
         "Peer …oaXkuthG joined stage 1.",
         "Peer …oaXkuthG is too slow for stage 1: 120 of 360 MB were there.",
     ]

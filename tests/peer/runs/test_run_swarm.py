@@ -61,8 +61,8 @@ def test_weights_are_those_of_one_process_whatever_the_number_of_replicas(
 
 
 def test_all_stages_of_a_pipeline_compute_at_once(folder: Path) -> None:
-    stages = {"stage_borders": [1, 2, 3]}
-    run, shards = open_run(folder, num_updates=1, parts_per_update=16, **stages)
+    borders = [1, 2, 3]
+    run, shards = open_run(folder, num_updates=1, parts_per_update=16, stage_borders=borders)
     alone = train_alone(run, shards)
 
     async def scene(swarm: RunSwarm) -> None:
@@ -85,6 +85,21 @@ def test_peer_that_is_slow_gets_fewer_parts(folder: Path) -> None:
         assert num_passed[1] in (3, 4, 5)  # times are drawn, and their medians vary
 
     assert train_in_swarm(run, folder, scene, num_peers=3) == alone
+
+
+def test_update_tells_at_which_stage_parts_wait_for_their_turn(folder: Path) -> None:
+    run, shards = open_run(folder, num_updates=3, parts_per_update=16)
+    alone = train_alone(run, shards)
+
+    async def scene(swarm: RunSwarm) -> None:
+        swarm.slow["peer1"] = 5.0
+        await swarm.finish()
+        told = [event.facts for _, event in swarm.events if event.name == "update"]
+        first, slow = cast(list[float], told[-1]["queue_seconds"])
+        assert slow > 3 * first
+        assert slow < 0.5  # four parts are under way, which take 0.1 s each at most
+
+    assert train_in_swarm(run, folder, scene, num_peers=2) == alone
 
 
 def is_kind(kind: type[Message]) -> Moment:

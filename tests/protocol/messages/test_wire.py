@@ -309,6 +309,7 @@ DISHONEST: list[Message] = [
     PartsCounted(SESSION, 0, 0, True, bytes(limits.MAX_PARTS // 8 + 1)),
     PartsCounted(SESSION, 0, 0, True, refused=bytes(limits.MAX_PARTS // 8 + 1)),
     PartsCounted(SESSION, 0, 0, True, part_seconds=-1.0),
+    PartsCounted(SESSION, 0, 0, True, part_wait_seconds=math.nan),
     PartsCounted(SESSION, 0, 0, False, fetched_bytes=65, state_bytes=64),
     PartsCounted(SESSION, 0, 0, False, state_bytes=limits.MAX_RUN_TENSOR_BYTES),
     PartsCounted(SESSION, 0, 0, True, unreachable=(MEMBER, MEMBER)),
