@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from statistics import fmean
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shoal.protocol.ids import MemberId
-from shoal.protocol.runs.update_parts import UpdateParts
+from shoal.protocol.runs.update_parts import TripTimes, UpdateParts
 
 _FORWARD = 1 / 3
 _VARIATION = 0.2
@@ -38,8 +38,8 @@ class Pipeline:
     """Members of each stage."""
     num_stages: int = 4
     num_parts: int = 64
-    per_member: int = 2
-    """Parts under way."""
+    per_member: int | None = 2
+    """Parts under way; None: as many as `UpdateParts` chooses."""
     link_delay: float = 0.0
     """One way, in times of a part."""
     has_slow_member: bool = False
@@ -147,8 +147,13 @@ class Drawn(Wiring):
         pass
 
 
-_Passes = Sequence[tuple[MemberId, float]]
-"""What is left of a part's way: members, and which share of a part they compute."""
+class _Part(NamedTuple):
+    """A part on its way."""
+
+    ordered_at: float
+    first: MemberId
+    passes: Sequence[tuple[MemberId, float]]
+    """What is left: members, and which share of a part they compute."""
 
 
 class _Update:
@@ -157,56 +162,72 @@ class _Update:
     def __init__(
         self,
         pipeline: Pipeline,
-        seconds: Mapping[MemberId, float],
+        stages: Sequence[Mapping[MemberId, float]],
         wiring: Wiring,
+        trips: TripTimes,
         rng: random.Random,
     ) -> None:
         self._pipeline = pipeline
-        self._seconds = seconds
+        self._seconds = {member: one for stage in stages for member, one in stage.items()}
+        self._parts = UpdateParts(0, [list(stage) for stage in stages], (), self._seconds)
         self._wiring = wiring
+        self._trips = trips
+        self._number = 0
         self._rng = rng
-        self._num_ordered = 0
+        self._num_left = pipeline.num_parts
+        self._num_under_way = 0
         self._computing = set[MemberId]()
-        self._waiting: dict[MemberId, list[tuple[bool, int, float, _Passes]]]
-        self._waiting = {member: [] for member in seconds}
+        self._waiting: dict[MemberId, list[tuple[bool, int, float, _Part]]]
+        self._waiting = {member: [] for member in self._seconds}
         """What has come to members, what they compute next first, and when it has come."""
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._now = 0.0
 
-    def run(self) -> float:
-        """Return how long it takes."""
-        for _ in range(self._pipeline.per_member * len(self._seconds)):
-            self._order()
+    def run(self, number: int) -> float:
+        """Return how long it takes; `number` is that of the update."""
+        self._number = number
+        self._order_parts()
         while self._events:
             self._now, _, act = heappop(self._events)
             act()
         return self._now
 
-    def _order(self) -> None:
-        """Order the next part, if there is one."""
-        if self._num_ordered == self._pipeline.num_parts:
-            return
-        self._num_ordered += 1
-        *others, last = self._wiring.choose_route(self._rng)
-        forward = [(member, _FORWARD) for member in others]
-        backward = [(member, 1 - _FORWARD) for member in reversed(others)]
-        self._send([*forward, (last, 1.0), *backward])
+    def _order_parts(self) -> None:
+        """Order parts until as many are under way as may be."""
+        while self._num_left and self._num_under_way < self._choose_num_under_way():
+            self._num_left -= 1
+            self._num_under_way += 1
+            *others, last = route = self._wiring.choose_route(self._rng)
+            forward = [(member, _FORWARD) for member in others]
+            backward = [(member, 1 - _FORWARD) for member in reversed(others)]
+            self._send(_Part(self._now, route[0], [*forward, (last, 1.0), *backward]))
 
-    def _send(self, passes: _Passes) -> None:
-        """Send a part to where the first of these passes is computed; behind the last one, the
-        leader gets the answer.
-        """
-        act = (lambda: self._arrive(passes)) if passes else self._order
-        self._act_in(self._pipeline.link_delay, act)
+    def _choose_num_under_way(self) -> int:
+        per_member = self._pipeline.per_member
+        if per_member is None:
+            return self._parts.choose_num_under_way(self._trips.usual_seconds)
+        return per_member * len(self._seconds)
+
+    def _send(self, part: _Part) -> None:
+        """Send a part to where it is computed next; behind the last pass, the leader is told."""
+        if part.passes:
+            self._act_in(self._pipeline.link_delay, lambda: self._arrive(part))
+        else:
+            self._act_in(self._pipeline.link_delay, lambda: self._end_order(part))
+
+    def _end_order(self, part: _Part) -> None:
+        self._trips.note(self._number, part.first, self._now - part.ordered_at)
+        self._num_under_way -= 1
+        self._order_parts()
 
     def _act_in(self, seconds: float, act: Callable[[], None]) -> None:
         heappush(self._events, (self._now + seconds, next(self._numbers), act))
 
-    def _arrive(self, passes: _Passes) -> None:
-        member, share = passes[0]
+    def _arrive(self, part: _Part) -> None:
+        member, share = part.passes[0]
         is_later = self._pipeline.has_backward_first and share == _FORWARD
-        heappush(self._waiting[member], (is_later, next(self._numbers), self._now, passes))
+        heappush(self._waiting[member], (is_later, next(self._numbers), self._now, part))
         self._compute(member)
 
     def _compute(self, member: MemberId) -> None:
@@ -214,14 +235,15 @@ class _Update:
         if member in self._computing or not self._waiting[member]:
             return
         self._computing.add(member)
-        _, _, came_at, passes = heappop(self._waiting[member])
-        seconds = passes[0][1] * self._seconds[member] * _vary(self._rng)
-        self._act_in(seconds, lambda: self._end(came_at, passes))
+        _, _, came_at, part = heappop(self._waiting[member])
+        _, share = part.passes[0]
+        seconds = share * self._seconds[member] * _vary(self._rng)
+        self._act_in(seconds, lambda: self._end_pass(came_at, part))
 
-    def _end(self, came_at: float, passes: _Passes) -> None:
-        (member, share), *rest = passes
+    def _end_pass(self, came_at: float, part: _Part) -> None:
+        (member, share), *rest = part.passes
         self._wiring.note(member, (self._now - came_at) / share)
-        self._send(rest)
+        self._send(part._replace(passes=rest))
         self._computing.remove(member)
         self._compute(member)
 
@@ -235,11 +257,10 @@ def measure_pipeline(pipeline: Pipeline, wiring: type[Wiring], seed: int) -> flo
         rng = random.Random(f"{seed}/{draw}")
         stages = pipeline.draw_seconds(rng)
         least = max(pipeline.num_parts / sum(1 / one for one in stage.values()) for stage in stages)
-        seconds = {member: one for stage in stages for member, one in stage.items()}
-        chosen = wiring(pipeline, stages)
+        chosen, trips = wiring(pipeline, stages), TripTimes()
         for update in range(_NUM_UPDATES):
             chosen.begin_update()
-            taken = _Update(pipeline, seconds, chosen, rng).run()
+            taken = _Update(pipeline, stages, chosen, trips, rng).run(update)
             if update:
                 shares.append(least / taken)
     return fmean(shares)
@@ -269,12 +290,13 @@ def compare_wirings(seed: int) -> dict[str, dict[str, float]]:
 
 def compare_delays(seed: int) -> dict[str, dict[str, float]]:
     """Return the shares with as many parts under way for each member, by the delays of links."""
+    nums = {"1 per member": 1, "2 per member": 2, "3 per member": 3, "as chosen": None}
     return {
         f"a link takes {delay:g}": {
-            f"{per_member} per member": measure_pipeline(
+            name: measure_pipeline(
                 replace(Pipeline(), link_delay=delay, per_member=per_member), FirstDone, seed
             )
-            for per_member in (1, 2, 3)
+            for name, per_member in nums.items()
         }
         for delay in (0.0, 0.1, 0.25, 0.5, 1.0, 2.0)
     }

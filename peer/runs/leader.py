@@ -42,10 +42,12 @@ from ...protocol.runs.manifests import (
 )
 from ...protocol.runs.rests import FailedSums, Rests
 from ...protocol.runs.update_parts import (
+    LEAST_PER_MEMBER,
     Difference,
     HeldOutLosses,
     LostParts,
     PartOrder,
+    TripTimes,
     UpdateParts,
     find_difference,
     find_equal,
@@ -60,14 +62,6 @@ from .run_resources import RunPeerConfig
 _logger = logging.getLogger(__name__)
 
 _ATTEMPT_BYTES = 16
-
-_PARTS_PER_MEMBER = 2
-"""Parts under way per ready member: one that it computes, and one on its way or in a queue. Of the
-time that a pipeline of four stages could use at most, 2 use 93 %, 3 use 94 % and 1 uses 81 % (64
-parts, members that vary by 20 %: `benchmarks/simulation/pipeline.py`). Members keep what belongs to
-a part until the commit in any case, so more of them take no more memory but for graphs, which have
-a limit of their own.
-"""
 
 _SHORTEST_SECONDS = 0.01
 """How long to wait before the first look whether there is something to do again."""
@@ -112,6 +106,7 @@ class Leader:
         self._delays = CommitDelays(config.silence_seconds, clock.now())
         self._silence_seconds = config.silence_seconds
         self._lost = LostParts()
+        self._trips = TripTimes()
         self._held_out = HeldOutLosses(config.run.num_held_out_parts)
         self._begun_at = clock.now()
         self._heard_at: dict[MemberId, float] = {}
@@ -227,7 +222,7 @@ class Leader:
         """
         decision, commit, losses = manifests.decision, manifests.commit, self._held_out
         has_failed = False
-        turns = asyncio.Semaphore(_PARTS_PER_MEMBER * sum(map(len, manifests.ready)))
+        turns = asyncio.Semaphore(LEAST_PER_MEMBER * sum(map(len, manifests.ready)))
 
         async def measure(index: int, first: MemberId, *route: MemberId) -> None:
             nonlocal has_failed
@@ -416,11 +411,11 @@ class Leader:
 
         Returns whether any part could be ordered.
         """
-        most = _PARTS_PER_MEMBER * sum(map(len, parts.stages))
         under_way: dict[asyncio.Task[PartPassed], PartOrder] = {}
         has_changed = has_ordered = False
         try:
             while True:
+                most = parts.choose_num_under_way(self._trips.usual_seconds)
                 while not has_changed and not self._decisions.is_led and len(under_way) < most:
                     order = parts.choose_next(self._rng)
                     if order is None:
@@ -453,8 +448,12 @@ class Leader:
             order.last_stage,
             order.without,
         )
+        begun_at = self._clock.now()
         answer = await self._decisions.members.ask(first, question)
-        return answer.check_kind(PartPassed)
+        passed = answer.check_kind(PartPassed)
+        if len(order.route) == order.last_stage + 1 == self._num_stages:
+            self._trips.note(update, first, self._clock.now() - begun_at)
+        return passed
 
     async def _commit(self, update: int, parts: UpdateParts, manifests: Manifests) -> bool:
         """Have the gradients summed, and commit the update."""

@@ -13,6 +13,7 @@ et al., 2023) to 76 %, and drawing members to 50 % (`benchmarks/simulation/pipel
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
@@ -20,6 +21,15 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from ..ids import MemberId, find_peer_id
+
+LEAST_PER_MEMBER = 2
+"""Parts under way per member: one that it computes, and one on its way or in a queue. Members keep
+what belongs to a part until the commit in any case, so more of them take memory for graphs only.
+"""
+
+_MOST_PER_MEMBER = 8
+"""A member of the first stage keeps graphs of as many parts as are under way, and computes forward
+passes again beyond its memory for graphs."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +157,23 @@ class UpdateParts:
                 return order
         return None
 
+    def choose_num_under_way(self, trip_seconds: float | None) -> int:
+        """Return how many parts to have under way at once.
+
+        `trip_seconds` is how long an order takes that waits in no queue; None: that is not known.
+        For so long the slowest stage has to compute others, and each member has one in its queue.
+
+        >>> parts = UpdateParts(64, [["a", "b"], ["c"]], (), {"a": 1.0, "b": 1.0, "c": 0.25})
+        >>> [parts.choose_num_under_way(seconds) for seconds in (None, 1.5, 4.0, 1000.0)]
+        [6, 6, 11, 24]
+        """
+        num_members = sum(map(len, self.stages))
+        seconds = [[self.part_seconds.get(one) for one in members] for members in self.stages]
+        rates = [sum(1 / one for one in stage if one) for stage in seconds]
+        num_passed = (trip_seconds or 0.0) * min(filter(None, rates), default=0.0)
+        num = max(LEAST_PER_MEMBER * num_members, num_members + math.ceil(num_passed))
+        return min(num, _MOST_PER_MEMBER * num_members)
+
     def _plan(self, index: int, rng: random.Random) -> PartOrder | None:
         holders = [self.list_holders(stage, index) for stage in range(len(self.stages))]
         lacking = [stage for stage, members in enumerate(holders) if not members]
@@ -198,6 +225,31 @@ class UpdateParts:
     def list_parts(self, member: MemberId) -> frozenset[int]:
         """Return the parts that a member has counted."""
         return frozenset(self._counted.get(member, ()))
+
+
+class TripTimes:
+    """How long orders take that wait in no queue, in the newest update and the one before.
+
+    >>> trips = TripTimes()
+    >>> for update, seconds in ((3, 0.5), (4, 2.0), (4, 1.0), (5, 3.0)):
+    ...     trips.note(update, MemberId("a"), seconds)
+    >>> trips.usual_seconds
+    2.0
+    """
+
+    def __init__(self) -> None:
+        self._shortest: dict[tuple[int, MemberId], float] = {}
+
+    def note(self, update: int, first: MemberId, seconds: float) -> None:
+        """Note an order of all stages that was carried out, by its first member."""
+        recent = {key: least for key, least in self._shortest.items() if key[0] >= update - 1}
+        least = min(seconds, recent.get((update, first), seconds))
+        self._shortest = recent | {(update, first): least}
+
+    @property
+    def usual_seconds(self) -> float | None:
+        """The mean of the shortest by each first member, as some are nearer; None: not known."""
+        return fmean(self._shortest.values()) if self._shortest else None
 
 
 class LostParts:

@@ -5,6 +5,7 @@ import random
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -338,3 +339,16 @@ def test_parts_that_go_to_whoever_is_done_first_are_computed_faster(has_slow_mem
     )
 
     assert drawn < round_robin < ours < 1.0
+
+
+def test_distant_members_are_as_busy_as_parts_under_way_allow() -> None:
+    """As many parts as are chosen come near to what any number of them would."""
+    pipeline = Pipeline(link_delay=1.0)
+
+    two, most, chosen = (
+        measure_pipeline(replace(pipeline, per_member=per_member), FirstDone, seed=0)
+        for per_member in (2, 8, None)
+    )
+
+    assert two < 0.8 * most
+    assert chosen > 0.95 * most

@@ -30,6 +30,7 @@ from shoal.protocol.messages.runs import (
     Vote,
 )
 from shoal.protocol.messages.session import Declined
+from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.runs.training_run import PartId, TrainingRun
 
 NUM_UPDATES = 4
@@ -71,6 +72,23 @@ def test_all_stages_of_a_pipeline_compute_at_once(folder: Path) -> None:
         assert swarm.counted.total() == 4 * 16
 
     assert train_in_swarm(run, folder, scene) == alone
+
+
+def test_parts_of_distant_peers_do_not_wait_for_each_other(folder: Path) -> None:
+    run, shards = open_run(folder, num_updates=2, parts_per_update=48)
+    alone = train_alone(run, shards)
+    times: list[float] = []
+
+    async def scene(swarm: RunSwarm) -> None:
+        swarm.do_at(is_late(PartPass), lambda _: times.append(asyncio.get_running_loop().time()))
+        swarm.do_at(is_late(Reduction), lambda _: times.append(asyncio.get_running_loop().time()))
+        await swarm.wait_for_update(1)
+        swarm.network.default_link = Link(delay_seconds=0.2)
+        await swarm.finish()
+
+    assert train_in_swarm(run, folder, scene, num_peers=2) == alone
+    # With two parts under way for each of the two peers, there would be 12 round trips.
+    assert times[1] - times[0] < 12 * 0.4
 
 
 def test_peer_that_is_slow_gets_fewer_parts(folder: Path) -> None:

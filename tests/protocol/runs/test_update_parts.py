@@ -11,6 +11,7 @@ from shoal.protocol.ids import MemberId
 from shoal.protocol.runs.update_parts import (
     Difference,
     PartOrder,
+    TripTimes,
     UpdateParts,
     find_difference,
     find_equal,
@@ -152,6 +153,35 @@ def test_member_gets_parts_by_how_fast_it_computes() -> None:
 
     routes = Counter(member for order in orders if order is not None for member in order.route)
     assert routes == {A: 16, B: 5, C: 7, D: 14, E: 14}
+
+
+def test_slowest_stage_computes_for_as_long_as_an_order_is_on_its_way() -> None:
+    parts = UpdateParts(64, [[A, B], [C], [D]], (), {A: 1.0, B: 1.0, C: 1.0, D: 0.5})
+
+    nums = [parts.choose_num_under_way(seconds) for seconds in (None, 2.5, 7.5, 1000.0)]
+
+    # Of four members: at least two for each, and at most eight.
+    assert nums == [8, 8, 4 + 8, 32]
+
+
+def test_members_whose_times_are_not_known_do_not_decide_how_many_parts_are_under_way() -> None:
+    nothing_known = UpdateParts(64, [[A, B], [C]])
+    one_known = UpdateParts(64, [[A, B], [C]], (), {A: 0.0, C: 0.5})
+
+    assert nothing_known.choose_num_under_way(100.0) == 2 * 3
+    assert one_known.choose_num_under_way(3.0) == 3 + 6
+
+
+def test_trip_is_usual_by_each_first_member_of_the_newest_two_updates() -> None:
+    trips = TripTimes()
+    assert trips.usual_seconds is None
+
+    for update, first, seconds in ((0, A, 90.0), (1, A, 5.0), (1, A, 1.0), (1, B, 2.0)):
+        trips.note(update, first, seconds)
+    assert trips.usual_seconds == (90.0 + 1.0 + 2.0) / 3
+    trips.note(2, A, 3.0)
+
+    assert trips.usual_seconds == (1.0 + 2.0 + 3.0) / 3
 
 
 def test_member_with_which_orders_fail_gets_parts_only_where_nobody_else_may() -> None:
