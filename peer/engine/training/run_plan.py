@@ -23,6 +23,10 @@ from .trainable_span import DEFAULT_GRAPH_BYTES, TrainableSpan
 
 _NUMBER_BYTES = 4
 _SUM_BYTES = 8
+_GRAPH_BYTES = 12
+"""What a graph keeps at most of a token, for each input and output of a matrix. Llama's keep one
+number there, GPT-2's two.
+"""
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -41,7 +45,10 @@ class StagePlan:
     """Gradients of one part, or of the update."""
     activation_bytes: int
     """Activations and gradients that a member without mates keeps of all parts until the update is
-    committed. Graphs of passes under way come on top: see `RunPlan.choose_graph_bytes`."""
+    committed."""
+    graph_bytes: int
+    """Graphs that a member without mates would keep of all parts between their passes, at most, if
+    it had the memory; comes on top. The last stage computes both passes at once."""
     copy_bytes: int
     """Copies that others download at the same time: of the state, and of the weights alone."""
     boundary_bytes: int
@@ -109,7 +116,8 @@ class RunPlan:
         `is_beside`: the process serves blocks, too, which do without the limit: so it is smaller.
         """
         left = max(free_bytes - max(self.stages[one].memory_bytes for one in stages), 0) // 2
-        return min(left, DEFAULT_GRAPH_BYTES) if is_beside else left
+        useful = max(self.stages[one].graph_bytes for one in stages)
+        return min(left, useful, DEFAULT_GRAPH_BYTES) if is_beside else left
 
     def count_members(self, num_peers: int) -> list[int]:
         """Return how many of the peers hold each stage: they join where the fewest are."""
@@ -207,6 +215,12 @@ def _plan_stage(run: TrainingRun, shell: Shell, span: Span) -> StagePlan:
         dtype, run.rows_per_part, run.corpus.sequence_length, hidden_size
     )
     num_borders = (not is_first) + (not is_last)
+    ends = (embedding.weight, head.weight)
+    num_kept = sum(
+        sum(weight.shape)
+        for weight in weights.values()
+        if weight.ndim > 1 and all(weight is not end for end in ends)
+    )
     weight_bytes = _NUMBER_BYTES * num_weights + sum(one.nbytes for one in others)
     optimizer_bytes = count_state_bytes(run.optimizer, weights)
     state_bytes = weight_bytes + optimizer_bytes
@@ -218,6 +232,7 @@ def _plan_stage(run: TrainingRun, shell: Shell, span: Span) -> StagePlan:
         sum_bytes=2 * _SUM_BYTES * num_weights,
         gradient_bytes=_NUMBER_BYTES * num_weights,
         activation_bytes=run.parts_per_update * num_borders * part_bytes,
+        graph_bytes=0 if is_last else run.tokens_per_update * num_kept * _GRAPH_BYTES,
         copy_bytes=MOST_STATE_COPIES * state_bytes + MOST_WEIGHT_COPIES * weight_bytes,
         boundary_bytes=num_borders * sent_bytes,
         num_tied=embedding.weight.numel() if is_tied else 0,

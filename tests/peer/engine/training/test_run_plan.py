@@ -15,7 +15,7 @@ from shoal.peer.engine.training.trainable_span import TrainableSpan
 from shoal.protocol.errors import UsageError
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.runs import PartPass, PartPassed, SumFetch
-from shoal.protocol.runs.training_run import TrainingRun, read_run
+from shoal.protocol.runs.training_run import PartId, TrainingRun, read_run
 from shoal.protocol.spans import Span
 
 MUON: dict[str, Any] = {"optimizer": {"learning_rate": 0.01}}
@@ -141,10 +141,27 @@ def test_graphs_may_take_half_of_what_is_left_beside_the_largest_stage() -> None
     sizes = [plan.stages[one].memory_bytes for one in (smallest, largest)]
 
     assert plan.choose_graph_bytes(stages, sizes[1] + 2**34) == 2**33
-    assert plan.choose_graph_bytes(stages, sizes[1] + 2**34, is_beside=True) == 2**30
+    useful = max(stage.graph_bytes for stage in plan.stages)
+    assert plan.choose_graph_bytes(stages, sizes[1] + 2**34, is_beside=True) == useful < 2**30
     assert plan.choose_graph_bytes(stages, sizes[1] + 2**20, is_beside=True) == 2**19
     assert plan.choose_graph_bytes([smallest], sizes[1]) == (sizes[1] - sizes[0]) // 2 > 0
     assert plan.choose_graph_bytes(stages, sizes[1]) == 0
+
+
+@pytest.mark.parametrize("changes", [{}, UNTIED, {"model": GPT2}])
+def test_graphs_of_all_parts_take_about_what_is_planned(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    run, shards = open_run(tmp_path, **changes)
+    first, last = plan_run(run).stages
+    span = TrainableSpan(run, first.span)
+
+    for index in range(run.parts_per_update):
+        part = PartId(0, index)
+        span.run_forward(part, shards.read_part(run, part)[0])
+
+    assert first.graph_bytes / 4 < span.graph_bytes <= first.graph_bytes
+    assert last.graph_bytes == 0
 
 
 def test_speed_is_measured_on_one_block() -> None:
