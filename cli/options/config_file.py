@@ -62,7 +62,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"cannot read {path} ({_OPTION}): {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is no TOML file: {error}") from error
+        raise UsageError(f"{path} is no TOML file, where texts need quotes: {error}") from error
 
 
 def _list_actions(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:

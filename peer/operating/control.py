@@ -195,12 +195,12 @@ def _name_limits(values: Mapping[str, int]) -> dict[str, int]:
 def _list_excess(limits: Limits, used: Mapping[str, int]) -> list[str]:
     """Return what people are told where more is in use than the limits allow.
 
-    >>> _list_excess(Limits(2, 2**30, 0, 0), {"max_sessions": 5, "kv_bytes": 2**20})
-    ['sessions: 5 are in use, more than 2; nothing new is admitted until it fits']
+    >>> _list_excess(Limits(2, 500, 0, 0), {"max_sessions": 1, "kv_bytes": 1000})
+    ['kv memory: 1,000 bytes are in use, more than 500; nothing new is admitted until it fits']
     """
     return [
-        f"{name}: {used[ours]:,} are in use, more than {getattr(limits, ours):,}; nothing new is "
-        "admitted until it fits"
+        f"{name.replace('_', ' ')}: {used[ours]:,}{' bytes' * ours.endswith('_bytes')} are in use, "
+        f"more than {getattr(limits, ours):,}; nothing new is admitted until it fits"
         for name, ours in LIMIT_NAMES.items()
         if used.get(ours, 0) > getattr(limits, ours)
     ]

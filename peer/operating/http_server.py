@@ -23,9 +23,10 @@ def listen(host: str, port: int, option: str) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
+        reason = str(error.strerror).partition(" (while")[0]  # Python adds the address
         raise UsageError(
-            f"cannot listen at {Endpoint(host, port)}: {error.strerror}; choose another address "
-            f"with {option}"
+            f"cannot listen at {Endpoint(host, port)}: {reason}; choose another address with "
+            f"{option}"
         ) from error
 
 

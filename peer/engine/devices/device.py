@@ -111,7 +111,8 @@ class CpuDevice(Device):
     @property
     def name(self) -> str:
         """The device, and how many of its threads compute."""
-        return f"cpu {torch.get_num_threads()} threads"
+        num_threads = torch.get_num_threads()
+        return f"cpu, {num_threads} thread{'s' * (num_threads != 1)}"
 
     def make_layouts(
         self, num_kv_heads: int, head_dim: int, dtype: torch.dtype

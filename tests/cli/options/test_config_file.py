@@ -55,6 +55,7 @@ def test_command_line_wins_also_over_what_it_excludes(file: Path) -> None:
         ("hours = '9 to 5'", "hours: hours are given as 22:00-07:00, not '9 to 5'"),
         ("blocks = '0:4'\nnum-blocks = 4", "blocks and num-blocks exclude each other"),
         ("drain =", "is no TOML file"),
+        ("name = lab", "texts need quotes: Invalid value (at line 1"),
     ],
 )
 def test_mistake_in_the_file_is_named(

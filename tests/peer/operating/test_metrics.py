@@ -188,7 +188,9 @@ def test_port_that_is_taken_is_told_with_the_option() -> None:
         config = OperatingConfig(metrics=("127.0.0.1", port))
 
         with (
-            pytest.raises(UsageError, match=rf"cannot listen at 127.0.0.1:{port}: .*--metrics"),
+            pytest.raises(
+                UsageError, match=rf"at 127.0.0.1:{port}: Address already in use; .*--metr"
+            ),
             Operation.prepare(config),
         ):
             raise AssertionError
