@@ -91,6 +91,20 @@ def test_all_stages_of_what_is_exported_are_of_one_update(
     run_in_swarm(run, folder, scene)
 
 
+def test_export_tells_the_held_out_loss_of_an_update_that_has_one(folder: Path) -> None:
+    run, shards = open_run(folder, num_updates=2, num_held_out=200)
+    whole = WholeRun(run)
+    for _ in whole.train(shards):
+        pass
+
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.peers["peer3"].loop.wait_until_over()
+        exported = await export(swarm)
+        assert exported.held_out_loss == whole.measure_held_out_loss(shards)
+
+    run_in_swarm(run, folder, scene)
+
+
 def test_update_that_is_over_before_it_is_asked_for_is_followed_by_the_next_one(
     folder: Path,
 ) -> None:

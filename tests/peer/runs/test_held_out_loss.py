@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,32 @@ def test_peer_may_be_killed_while_the_held_out_loss_is_measured(
     assert killed
     survivors = {"peer0", "peer1", "peer2", "peer3"} - {host}
     assert {list_held_out(swarm, peer)[NUM_UPDATES] for peer in survivors} == {alone[NUM_UPDATES]}
+
+
+def test_peer_that_is_silent_while_the_held_out_loss_is_measured_is_left_out_and_learns_it(
+    folder: Path, alone: dict[int, float]
+) -> None:
+    paused: list[str] = []
+
+    async def scene(swarm: RunSwarm) -> None:
+        def pause(host: str) -> None:
+            swarm.network.pause(host)
+            paused.append(host)
+
+        def is_last(message: object) -> bool:
+            return isinstance(message, HeldOutPass) and max(swarm.list_updates()) == NUM_UPDATES
+
+        swarm.do_at(is_last, pause)
+        await swarm.wait_until(lambda: bool(paused))
+        await asyncio.sleep(30.0)
+        others = set(swarm.peers) - set(paused)
+        assert all(list_held_out(swarm, host)[NUM_UPDATES] for host in others)
+        assert NUM_UPDATES not in list_held_out(swarm, paused[0])
+        swarm.network.resume(paused[0])
+
+    swarm = measure(open_held_out(folder), folder, scene)
+
+    assert list_held_out(swarm, paused[0])[NUM_UPDATES] == alone[NUM_UPDATES]
 
 
 def test_peer_that_joins_late_learns_the_held_out_loss(
