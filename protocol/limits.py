@@ -69,8 +69,8 @@ MAX_PARTS = 4096
 MAX_UPDATES = 2**24
 """Updates of one training run."""
 
-MAX_LOSS = 1e30
-"""The largest loss that members of a run tell, in nats per token."""
+MAX_HELD_OUT_LOSS = 1e30
+"""The largest held-out loss that members of a run tell, in nats per token."""
 
 MAX_RUN_TENSOR_BYTES = 2**36
 """The largest that members of a run send each other in one answer, in pieces: what a stage has of

@@ -200,7 +200,7 @@ class HeldOutPassed(Message):
     """The loss of a held-out part, in nats per token."""
 
     question: HeaderSession
-    loss: Annotated[float, Body(1, "double"), number_in(0.0, limits.MAX_LOSS, "loss")]
+    loss: Annotated[float, Body(1, "double"), number_in(0.0, limits.MAX_HELD_OUT_LOSS, "loss")]
 
 
 @message(37)

@@ -22,7 +22,7 @@ from ....kernels.exact_sums import (
     choose_exponent,
 )
 from ....protocol.errors import ErrorCode, RefusedError
-from ....protocol.limits import MAX_LOSS
+from ....protocol.limits import MAX_HELD_OUT_LOSS
 from ....protocol.runs.training_run import PartId, TrainingRun
 from ....protocol.spans import Span
 from .numerics import computing_alike, sum_squares
@@ -189,8 +189,8 @@ class TrainableSpan:
             return self.modules.evaluate(inputs)
 
     def evaluate_loss(self, update: int, inputs: Tensor, labels_BT: Tensor) -> float:
-        """Return the mean loss of the last span in nats per token; MAX_LOSS for one that is more,
-        or not finite.
+        """Return the mean loss of the last span in nats per token: MAX_HELD_OUT_LOSS where it is
+        more, or not finite.
         """
         assert self.modules.is_last
         self._check_tokens(labels_BT, "labels")
@@ -199,8 +199,8 @@ class TrainableSpan:
             summed = functional.cross_entropy(
                 logits_BTV.flatten(0, 1), labels_BT.flatten(), reduction="sum"
             )
-        loss = summed.item() / labels_BT.numel()
-        return loss if loss < MAX_LOSS else MAX_LOSS  # NaN is not less
+        loss, most = summed.item() / labels_BT.numel(), MAX_HELD_OUT_LOSS
+        return loss if loss < most else most  # NaN is not less
 
     def discount(self, part: PartId, inputs: Tensor, target: Tensor) -> None:
         """Take the gradients of a counted part out of the sums; they are computed again.

@@ -305,7 +305,7 @@ DISHONEST: list[Message] = [
     HeldOutPass(SESSION, 0, 0, 0, (MEMBER,) * (limits.MAX_STAGES + 1)),
     HeldOutPassed(SESSION, math.nan),
     HeldOutPassed(SESSION, -1.0),
-    HeldOutPassed(SESSION, 2 * limits.MAX_LOSS),
+    HeldOutPassed(SESSION, 2 * limits.MAX_HELD_OUT_LOSS),
     PartsCounted(SESSION, 0, 0, True, bytes(limits.MAX_PARTS // 8 + 1)),
     PartsCounted(SESSION, 0, 0, True, refused=bytes(limits.MAX_PARTS // 8 + 1)),
     PartsCounted(SESSION, 0, 0, True, part_seconds=-1.0),

@@ -23,7 +23,7 @@ from shoal.peer.engine.training.span_state import digest_tensors
 from shoal.peer.engine.training.trainable_span import NotFiniteError, TrainableSpan
 from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.protocol.errors import RefusedError
-from shoal.protocol.limits import MAX_LOSS
+from shoal.protocol.limits import MAX_HELD_OUT_LOSS
 from shoal.protocol.runs.training_run import PartId, TrainingRun
 from shoal.protocol.spans import Span
 
@@ -130,7 +130,7 @@ def test_held_out_loss_of_a_model_that_overflows_is_the_largest(tmp_path: Path) 
         for weight in whole.stages[0].read_weights().values():
             weight.fill_(math.nan)
 
-    assert whole.measure_held_out_loss(shards) == pytest.approx(MAX_LOSS)
+    assert whole.measure_held_out_loss(shards) == pytest.approx(MAX_HELD_OUT_LOSS)
 
 
 def test_held_out_part_of_another_update_is_refused(tmp_path: Path) -> None:
