@@ -63,6 +63,9 @@ MAX_RUN_RECORD_BYTES = 2**20
 MAX_STAGES = 64
 """Stages of one training run."""
 
+MAX_RESTARTS = 2**16
+"""How often an update may be begun again."""
+
 MAX_PARTS = 4096
 """Parts of one update. Sums of gradients keep twelve bits for them."""
 

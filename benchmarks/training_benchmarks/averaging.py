@@ -96,7 +96,7 @@ def list_rounds(member: Member) -> dict[int, _Round]:
             current = _Round(current.counted_at)
             continue
         match event.facts.get("what"):
-            case "Stage._run_loss":
+            case "PartPasses.run_loss":
                 current.counted_at = event.at
             case "Reducing.collect":
                 current.begun_at = event.facts["begun_at"]

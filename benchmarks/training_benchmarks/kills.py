@@ -57,13 +57,13 @@ DIFFERENT = 3
 
 _NUM_STAGES = 2
 _LOOK_SECONDS = 0.1
-_BEGINNING = ("Stage._run_forward", "Stage._run_loss")
+_BEGINNING = ("PartPasses.run_forward", "PartPasses.run_loss")
 """The first that each stage computes of a part: once if nobody is killed."""
 
-_COUNTING = ("Stage._run_backward", "Stage._run_loss")
+_COUNTING = ("PartPasses.run_backward", "PartPasses.run_loss")
 """The last that each stage computes of a part, which is counted then."""
 
-_DISCOUNTING = ("Stage._discount",)
+_DISCOUNTING = ("PartPasses.discount",)
 
 
 class Life(NamedTuple):

@@ -1,59 +1,24 @@
-"""Activations and gradients as members of a run send them: exact, or as 8-bit integers.
+"""Sums of gradients as members of a run send them: exact, or as 8-bit integers.
 
-Integers of 8 bits come in groups of 64 with one scale, padded to whole elements of a `RunPiece`.
 Sums of gradients are cut into slices, one for each member that sums them (`reduction.py`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from ...kernels.exact_sums import ExactSum, check_units
-from ...kernels.wire_tensors import (
-    INT8_GROUP,
-    decode_int8,
-    decode_tensor,
-    encode_int8,
-    encode_tensor,
-    has_only_finite,
-)
+from ...kernels.wire_tensors import INT8_GROUP, has_only_finite
 from ...protocol.messages.runs import SUM_BYTES
-from ...protocol.runs.training_run import Mode
-from ...protocol.tensors import WireDtype, compute_num_bytes
+from ..engine.training.part_tensors import count_bytes, decode, encode
 
 Sums = Mapping[str, ExactSum]
 """The sums of a span, by the names of its weights."""
-
-_ELEMENT_BYTES = 4
-
-
-def count_bytes(mode: Mode, shape: tuple[int, int, int]) -> int:
-    """Return how many bytes activations of this shape take."""
-    dtype = WireDtype.FP32 if mode == "exact" else WireDtype.INT8
-    return _round_up(compute_num_bytes(dtype, *shape), _ELEMENT_BYTES)
-
-
-def encode(mode: Mode, tensor: Tensor, generator: Generator | None = None) -> bytes:
-    """Return the bytes of float32 numbers; int8 rounds stochastically by the generator, if any."""
-    if mode == "exact":
-        return encode_tensor(tensor)
-    data = encode_int8(tensor, generator)
-    return data.ljust(_round_up(len(data), _ELEMENT_BYTES), b"\0")
-
-
-def decode(mode: Mode, data: bytes | memoryview, shape: tuple[int, ...]) -> Tensor:
-    """Return the numbers that `encode` has made bytes of, as many bytes as `count_bytes` says."""
-    if mode == "exact":
-        return decode_tensor(data, torch.float32, shape)
-    *rows, width = shape
-    num_bytes = math.prod(rows) * compute_num_bytes(WireDtype.INT8, 1, 1, width)
-    return decode_int8(memoryview(data)[:num_bytes], shape)
 
 
 def find_slice(members: Sequence[str], member: str, size: int) -> tuple[int, int]:
@@ -215,7 +180,3 @@ def _split(numbers: Tensor, sums: Sums, names: Sequence[str]) -> dict[str, Tenso
     pieces = numbers.split([shape.numel() for shape in shapes])
     views = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
     return dict(zip(names, views, strict=True))
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.ids import MemberId, PeerId, find_peer_id
-from ...protocol.limits import MAX_RUN_MEMBERS
 from ...protocol.messages.runs import (
     HeldOutPass,
     HeldOutPassed,
@@ -31,6 +30,7 @@ from ...protocol.messages.runs import (
 )
 from ...protocol.net.clock import Clock
 from ...protocol.net.tasks import cancel_all
+from ...protocol.runs.audits import Audits, judge_part
 from ...protocol.runs.deadlines import CommitDelays
 from ...protocol.runs.decisions import Decided, Decision, Member
 from ...protocol.runs.manifests import (
@@ -52,6 +52,7 @@ from ...protocol.runs.update_parts import (
     find_difference,
     find_equal,
     pack_parts,
+    read_digests,
     unpack_parts,
 )
 from ..process.config import PeerEvent, Report, Waits
@@ -62,6 +63,9 @@ from .run_resources import RunPeerConfig
 _logger = logging.getLogger(__name__)
 
 _ATTEMPT_BYTES = 16
+
+_MOST_NEWCOMERS = 256
+"""How many peers wait to become members at the same time."""
 
 _SHORTEST_SECONDS = 0.01
 """How long to wait before the first look whether there is something to do again."""
@@ -103,6 +107,7 @@ class Leader:
         self._failures = Counter[MemberId]()
         """See `UpdateParts`; of this update."""
         self._failed_sums = FailedSums()
+        self._audits = Audits(config.audited_fraction, random.SystemRandom())
         self._delays = CommitDelays(config.silence_seconds, clock.now())
         self._silence_seconds = config.silence_seconds
         self._lost = LostParts()
@@ -132,7 +137,7 @@ class Leader:
     def _let_wait(self, member: MemberId, stages: set[int]) -> None:
         peer_id = find_peer_id(member)
         known = self._joining.get(peer_id)
-        if known is None and len(self._joining) >= MAX_RUN_MEMBERS:
+        if known is None and len(self._joining) >= _MOST_NEWCOMERS:
             return
         if known is None or known.id != member:
             self._forget_newcomer(peer_id)
@@ -205,6 +210,10 @@ class Leader:
         parts = manifests.list_parts(self._run.parts_per_update)
         parts.failures = self._failures
         self._lost.note(update, parts.counted)
+        for stage, index in self._audits.order_disputed(manifests, parts):
+            difference = judge_part(manifests, stage, index)
+            what = f"gradients of part {index}"
+            self._report_difference(what, update, stage, difference, is_open=True)
         if (refused := parts.find_refused()) is not None:
             await self._stop(before, *refused)
             return False
@@ -309,6 +318,7 @@ class Leader:
             frozenset(unpack_parts(told.refused)), told.state, told.is_leaving, told.accused,
             told.part_seconds, told.fetched_bytes, told.state_bytes,
             told.unreachable, told.part_wait_seconds,
+            *read_digests(told.parts, told.audited, told.digests),
         )  # fmt: skip
 
     async def _change_members(self, manifests: Manifests) -> bool:
@@ -319,12 +329,14 @@ class Leader:
         decision = self._decisions.newest
         if manifests.decision is not decision:
             return True  # decided meanwhile
-        aside = choose_aside(manifests, self._failed_sums.failing)
+        aside, commit = choose_aside(manifests, self._failed_sums.failing), self._decisions.commit
+        if aside is None and (aside := self._audits.choose_aside(manifests)) is not None:
+            commit = commit.make_restarted()
         members = manifests.choose_members(aside.member if aside else None)
         members = self._let_in(manifests, members)
         if members == list(decision.members):
             return False
-        await self._decisions.follow(decision, members, self._decisions.commit)
+        await self._decisions.follow(decision, members, commit)
         gone = set(decision.roster).difference(self._decisions.newest.roster)
         if aside is not None and aside.member in gone:
             self._note_aside(aside)
@@ -429,10 +441,11 @@ class Leader:
                     order = under_way.pop(task)
                     try:
                         has_changed |= not parts.note_passed(order, task.result().route)
+                        self._audits.draw(order, parts)
                     except FAILURES as error:
                         _logger.info("part %d of update %d failed: %s", order.index, update, error)
                         parts.note_failed(order)
-                        has_changed = True
+                        has_changed |= not order.is_audit
         finally:
             self._lost.note(update, parts.counted)
             await cancel_all(under_way)
@@ -447,11 +460,14 @@ class Leader:
             tuple(route),
             order.last_stage,
             order.without,
+            is_audit=order.is_audit,
+            num_restarts=self._decisions.commit.num_restarts,
         )
         begun_at = self._clock.now()
         answer = await self._decisions.members.ask(first, question)
         passed = answer.check_kind(PartPassed)
-        if len(order.route) == order.last_stage + 1 == self._num_stages:
+        is_whole = len(order.route) == order.last_stage + 1 == self._num_stages
+        if is_whole and not order.is_audit:
             self._trips.note(update, first, self._clock.now() - begun_at)
         return passed
 

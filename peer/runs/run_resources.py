@@ -48,6 +48,8 @@ class RunPeerConfig:
     """How long a leader may be silent before the next member leads."""
     linger_seconds: float = 10.0
     """How long to stay behind the last update: others may need our state."""
+    audited_fraction: float = 0.02
+    """The fraction of the parts of each stage that a second replica computes as well."""
     pause_seconds: float = 0.2
     """How long to wait before looking again whether there is something to do."""
 

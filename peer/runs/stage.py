@@ -15,12 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from ...kernels.wire_tensors import has_only_finite
 from ...protocol.errors import (
     ErrorCode,
     RefusedError,
@@ -46,13 +43,13 @@ from ...protocol.net.tasks import cancel_all
 from ...protocol.runs.commits import Commit
 from ...protocol.runs.training_run import PartId
 from ...protocol.runs.update_parts import unpack_parts
+from ..engine.training.part_passes import PartPasses
 from ..engine.training.span_state import StateDigest, StateLayout
 from ..engine.training.trainable_span import NotFiniteError, TrainableSpan
-from .gradient_vectors import count_bytes, decode, encode
 from .questions import FAILURES, MemberAnswer, Members, make_busy, make_question_id
 from .reduction import Reducing, Residuals
 from .run_resources import RunResources
-from .state_transfer import StateCopies, fetch_state
+from .state_transfer import FetchedState, StateCopies, fetch_state
 
 _logger = logging.getLogger(__name__)
 
@@ -76,15 +73,8 @@ class _Counted:
     """Encoded gradients for the previous stage; empty at the first stage."""
     loss: float
     route: tuple[MemberId, ...]
-
-
-@dataclass(frozen=True)
-class FetchedState:
-    """The state before an update, as a mate has sent it."""
-
-    update: int
-    tensors: Mapping[str, Tensor]
-    digest: StateDigest
+    digest: bytes
+    """Of all that we have computed of it."""
 
 
 class Stage:
@@ -105,19 +95,23 @@ class Stage:
         """`list_members` returns the present members of a stage."""
         self.index = index
         self.span = span
+        self.parts = PartPasses(resources.run, resources.shards, span, index)
         self.update = span.update
         """The update that is under way here. That of the span is ahead for a moment: it changes on
         the thread that computes."""
+        self.num_restarts = 0
+        """How often that was begun again."""
         self.digest = StateDigest(b"", b"")
         """Of the state before the update."""
         self._run = resources.run
-        self._shards = resources.shards
         self._compute = resources.compute
         self._member_id = member_id
         self._members = members
         self._list_members = list_members
         self._rng = random.Random(member_id)
         self._counted: dict[int, _Counted] = {}
+        self.audited: dict[int, bytes] = {}
+        """The digests of parts that we have computed for audits, as `_Counted.digest`."""
         self.refused: set[int] = set()
         """Parts of the update of which we compute numbers that are not finite."""
         self.accused: set[MemberId] = set()
@@ -170,41 +164,25 @@ class Stage:
         return self._counted.keys()
 
     @property
+    def digests(self) -> bytes:
+        """The digests of what is computed of all counted parts, then of all audited ones."""
+        counted = [self._counted[index].digest for index in sorted(self._counted)]
+        return b"".join([*counted, *(self.audited[index] for index in sorted(self.audited))])
+
+    @property
     def unreachable(self) -> list[MemberId]:
         """Mates from which we could not read their sums in attempt after attempt."""
         return sorted(m for m, num in self._failed_reads.items() if num >= _NUM_FAILED_READS)
 
     @property
-    def input_bytes(self) -> int:
-        """How many bytes follow a part to this stage; 0 for the first one."""
-        return 0 if self.span.modules.is_first else count_bytes(self._run.mode, self._shape)
-
-    @property
-    def held_out_bytes(self) -> int:
-        """How many bytes follow a held-out part to this stage, in every mode."""
-        return 0 if self.span.modules.is_first else count_bytes("exact", self._shape)
-
-    @property
     def part_seconds(self) -> float:
         """How long we compute for a part; 0: that is not known yet."""
-        return sum(map(self._compute.find_usual_seconds, self._passes))
+        return sum(map(self._compute.find_usual_seconds, self.parts.counting))
 
     @property
     def part_wait_seconds(self) -> float:
         """How long a part waits for its turns to be computed here."""
-        return sum(map(self._compute.find_usual_wait_seconds, self._passes))
-
-    @property
-    def _passes(self) -> Sequence[Callable[..., Any]]:
-        """What is computed of a part."""
-        if self.span.modules.is_last:
-            return (Stage._run_loss,)
-        return Stage._run_forward, Stage._run_backward
-
-    @property
-    def _shape(self) -> tuple[int, int, int]:
-        run = self._run
-        return run.rows_per_part, run.corpus.sequence_length, self.span.modules.hidden_size
+        return sum(map(self._compute.find_usual_wait_seconds, self.parts.counting))
 
     def can_apply(self, commit: Commit) -> bool:
         """Return whether we have the sums of the update that was committed last."""
@@ -260,6 +238,15 @@ class Stage:
         self._residuals = {}
         await self._begin_update(fetched.digest)
 
+    async def begin_again(self, num_restarts: int) -> None:
+        """Forget all parts of the update under way, which was begun so often again."""
+        self._is_loading = True
+        try:
+            await self._compute(self.span.forget_parts)
+        finally:
+            self._is_loading = False
+        await self._begin_update(self.digest, num_restarts)
+
     def forget_others(self, members: Collection[MemberId]) -> None:
         """Forget how reading from all but these members failed: one that comes back is tried."""
         for gone in self._failed_reads.keys() - members:
@@ -269,9 +256,10 @@ class Stage:
         """End what is under way."""
         await cancel_all(list(self._under_way.values()))
 
-    async def _begin_update(self, digest: StateDigest) -> None:
-        self.update, self.digest = self.span.update, digest
+    async def _begin_update(self, digest: StateDigest, num_restarts: int = 0) -> None:
+        self.update, self.num_restarts, self.digest = self.span.update, num_restarts, digest
         self._counted.clear()
+        self.audited.clear()
         self.refused.clear()
         self.accused.clear()
         self._failed_reads.clear()
@@ -286,14 +274,16 @@ class Stage:
         async with self._advanced:
             self._advanced.notify_all()
 
-    async def _wait_for_update(self, update: int) -> None:
-        """Wait until an update is under way, and its state is there. Raises RefusedError for one
-        that is over.
+    async def _wait_for_update(self, update: int, num_restarts: int = 0) -> None:
+        """Wait until an update is under way, was begun again so often, and its state is there.
+
+        Raises RefusedError for one that is over.
         """
+        wanted = update, num_restarts
         try:
             async with asyncio.timeout(_WAIT_SECONDS), self._advanced:
                 await self._advanced.wait_for(
-                    lambda: self.update >= update and not self._is_loading
+                    lambda: (self.update, self.num_restarts) >= wanted and not self._is_loading
                 )
         except TimeoutError:
             raise make_busy(f"this member has not come to update {update} yet") from None
@@ -305,6 +295,17 @@ class Stage:
                 ErrorCode.BAD_VALUES, f"update {update} is over, {self.update} is under way"
             )
 
+    def _is_under_way(self, question: PartPass) -> bool:
+        asked = question.update, question.num_restarts
+        return asked == (self.update, self.num_restarts)
+
+    async def _wait_for_part(self, question: PartPass) -> None:
+        """Wait until a part may be computed. Raises RefusedError for one that is over."""
+        await self._wait_for_update(question.update, question.num_restarts)
+        if not self._is_under_way(question):
+            detail = f"update {self.update} was begun again since part {question.index} was ordered"
+            raise RefusedError(ErrorCode.BAD_VALUES, detail)
+
     # Parts
 
     async def pass_part(self, question: PartPass, payload: bytes | memoryview) -> MemberAnswer:
@@ -312,10 +313,12 @@ class Stage:
         index = question.index
         if index >= self._run.parts_per_update:
             raise RefusedError(ErrorCode.BAD_VALUES, f"an update has no part {index}")
-        await self._wait_for_update(question.update)
+        await self._wait_for_part(question)
+        if question.is_audit:
+            return await self._audit(question, payload)
         while (running := self._under_way.get(index)) is not None:
             await asyncio.wait((running,))  # the same part again
-            await self._wait_for_update(question.update)
+            await self._wait_for_part(question)
         counted = self._counted.get(index)
         if counted is None or question.without == self._member_id:
             # It goes on although nobody waits for it any more: what is computed is counted.
@@ -340,17 +343,17 @@ class Stage:
 
     async def _work(self, question: PartPass, payload: bytes | memoryview) -> _Counted:
         try:
-            await self._wait_for_update(question.update)  # loading may just have begun
+            await self._wait_for_part(question)  # loading may just have begun
             return await self._work_on(question, payload)
         except NotFiniteError:
-            if self.update == question.update:
+            if self._is_under_way(question):
                 self.refused.add(question.index)
             raise
 
     async def _work_on(self, question: PartPass, payload: bytes | memoryview) -> _Counted:
         """Count a part, or take it out, as a mate has counted it, too."""
         part, compute = PartId(question.update, question.index), self._compute
-        if len(payload) != self.input_bytes:
+        if len(payload) != self.parts.input_bytes:
             detail = f"{len(payload)} bytes are no activations of {part}"
             raise RefusedError(ErrorCode.BAD_VALUES, detail)
         is_last = self.span.modules.is_last
@@ -361,60 +364,63 @@ class Stage:
             grads = b""
             if not is_last:
                 grads, _, _ = await self._ask_next(question, counted.outputs)
-            await compute(partial(self._discount, part, payload, grads))
+            await compute(partial(self.parts.discount, part, payload, grads))
             self._counted.pop(part.index, None)
             return counted
         if is_last:
-            input_grads, loss = await compute(partial(self._run_loss, part, payload))
-            counted = _Counted(b"", input_grads, loss, (self._member_id,))
+            input_grads, loss, digest = await compute(partial(self.parts.run_loss, part, payload))
+            counted = _Counted(b"", input_grads, loss, (self._member_id,), digest)
         else:
-            outputs = await compute(partial(self._run_forward, part, payload))
+            outputs = await compute(partial(self.parts.run_forward, part, payload))
             grads, loss, route = await self._ask_next(question, outputs)
-            input_grads = await compute(partial(self._run_backward, part, grads))
-            counted = _Counted(outputs, input_grads, loss, (self._member_id, *route))
-        if self.update == part.update:  # else it was committed meanwhile, by others
+            input_grads, digest = await compute(
+                partial(self.parts.run_backward, part, grads, outputs)
+            )
+            counted = _Counted(outputs, input_grads, loss, (self._member_id, *route), digest)
+        if self._is_under_way(question):  # else it was committed meanwhile, by others
             self._counted[part.index] = counted
         return counted
 
-    # The following run on the thread that computes.
+    async def _audit(self, question: PartPass, payload: bytes | memoryview) -> MemberAnswer:
+        """Take our place in an audit: hand over what we have counted of the part, to the member
+        behind us or before us, or compute it. Raises what asking does, and RefusedError.
+        """
+        part, counted = PartId(question.update, question.index), self._counted.get(question.index)
+        passed = PartPassed(question.question, 0, 0.0, (self._member_id,))
+        if self.index == question.last_stage:
+            if len(payload) != self.parts.input_bytes:
+                detail = f"{len(payload)} bytes are no activations of {part}"
+                raise RefusedError(ErrorCode.BAD_VALUES, detail)
+            grads = b""
+            if not self.span.modules.is_last:
+                grads = await self._hand_on_audit(question, b"", self.parts.output_bytes)
+            digest = await self._compute(partial(self.parts.run_audit, part, payload, grads))
+            if self._is_under_way(question):
+                self.audited[part.index] = digest
+            return MemberAnswer(passed)
+        if counted is None:
+            raise RefusedError(ErrorCode.BAD_VALUES, f"{part} is not counted here")
+        if self.index > question.last_stage:
+            grads = counted.input_grads
+            return MemberAnswer(replace(passed, num_bytes=len(grads)), grads)
+        await self._hand_on_audit(question, counted.outputs, 0)
+        return MemberAnswer(passed)
 
-    def _run_forward(self, part: PartId, payload: bytes | memoryview) -> bytes:
-        outputs = self.span.run_forward(part, self._read_inputs(part, payload))
-        return encode(self._run.mode, outputs)
-
-    def _run_backward(self, part: PartId, payload: bytes | memoryview) -> bytes:
-        grads = decode(self._run.mode, payload, self._shape)
-        return self._encode_grads(part, self.span.run_backward(part, grads))
-
-    def _is_finite(self, payload: bytes | memoryview) -> bool:
-        return has_only_finite(decode(self._run.mode, payload, self._shape))
-
-    def _run_loss(self, part: PartId, payload: bytes | memoryview) -> tuple[bytes, float]:
-        inputs, labels = self._read_inputs(part, payload), self._read_labels(part)
-        result = self.span.run_loss(part, inputs, labels)
-        return self._encode_grads(part, result.input_grads_BTH), result.loss
-
-    def _discount(
-        self, part: PartId, payload: bytes | memoryview, grads: bytes | memoryview
-    ) -> None:
-        is_last, mode = self.span.modules.is_last, self._run.mode
-        target = self._read_labels(part) if is_last else decode(mode, grads, self._shape)
-        self.span.discount(part, self._read_inputs(part, payload), target)
-
-    def _read_inputs(self, part: PartId, payload: bytes | memoryview) -> Tensor:
-        if self.span.modules.is_first:
-            return self._shards.read_part(self._run, part)[0]
-        return decode(self._run.mode, payload, self._shape)
-
-    def _read_labels(self, part: PartId) -> Tensor:
-        return self._shards.read_part(self._run, part)[1]
-
-    def _encode_grads(self, part: PartId, grads: Tensor | None) -> bytes:
-        """Return the bytes of gradients, which all replicas round alike."""
-        if grads is None:
-            return b""
-        seed = self._run.derive_seed("rounding", part.update, part.index, self.index)
-        return encode(self._run.mode, grads, torch.Generator().manual_seed(seed))
+    async def _hand_on_audit(
+        self, question: PartPass, outputs: bytes, num_bytes: int
+    ) -> bytes | memoryview:
+        """Ask the next member of an audit; return so many bytes that it answers with."""
+        if not question.route:
+            raise RefusedError(ErrorCode.BAD_VALUES, "an audit ends before its last member")
+        mate, *route = question.route
+        asked = replace(
+            question, question=make_question_id(), num_bytes=len(outputs), route=tuple(route)
+        )
+        answer = await self._members.ask(mate, asked, outputs, most_bytes=num_bytes)
+        answer.check_kind(PartPassed)
+        if len(answer.payload) != num_bytes:
+            raise RemoteProtocolError(f"{mate} sent {len(answer.payload)} bytes for an audit")
+        return answer.payload
 
     async def _ask_next(
         self, question: PartPass, outputs: bytes
@@ -444,7 +450,9 @@ class Stage:
                     break
                 continue
             grads = answer.payload
-            if len(grads) == len(outputs) and await self._compute(partial(self._is_finite, grads)):
+            if len(grads) == len(outputs) and await self._compute(
+                partial(self.parts.is_finite, grads)
+            ):
                 return grads, passed.loss, passed.route
             self.accused.add(mate)
             error = RemoteProtocolError(f"{mate} sent other gradients, or not finite ones")
@@ -459,11 +467,11 @@ class Stage:
         index, route = question.index, question.route
         if index >= self._run.num_held_out_parts:
             raise RefusedError(ErrorCode.BAD_VALUES, f"the run has no held-out part {index}")
-        if len(payload) != self.held_out_bytes:
+        if len(payload) != self.parts.held_out_bytes:
             detail = f"{len(payload)} bytes are no activations of held-out part {index}"
             raise RefusedError(ErrorCode.BAD_VALUES, detail)
         await self._wait_for_update(question.update)
-        result = await self._compute(partial(self._evaluate, question, payload))
+        result = await self._compute(partial(self.parts.evaluate, question.update, index, payload))
         if isinstance(result, bytes):
             if not route:
                 raise RefusedError(ErrorCode.BAD_VALUES, f"no member of stage {self.index + 1}")
@@ -473,18 +481,6 @@ class Stage:
             answer = await self._members.ask(route[0], asked, result)
             result = answer.check_kind(HeldOutPassed).loss
         return MemberAnswer(HeldOutPassed(question.question, result))
-
-    def _evaluate(self, question: HeldOutPass, payload: bytes | memoryview) -> bytes | float:
-        """Return the activations of a held-out part for the next stage; at the last one, its loss.
-
-        Runs on the thread that computes.
-        """
-        inputs, labels = self._shards.read_held_out(self._run, question.index)
-        if not self.span.modules.is_first:
-            inputs = decode("exact", payload, self._shape)
-        if self.span.modules.is_last:
-            return self.span.evaluate_loss(question.update, inputs, labels)
-        return encode("exact", self.span.evaluate(question.update, inputs))
 
     # Sums and state
 

@@ -69,6 +69,15 @@ class StateCopy:
     """Whether it gives way to a copy of a later update."""
 
 
+@dataclass(frozen=True)
+class FetchedState:
+    """The state before an update, as a mate has sent it."""
+
+    update: int
+    tensors: Mapping[str, Tensor]
+    digest: StateDigest
+
+
 class StateCopies:
     """Copies of the state of a stage that are being sent.
 

@@ -108,7 +108,11 @@ class TrainingLoop:
         stage, decisions = self.stage, self.decisions
         if stage is None or decisions is None or sender not in decisions.newest.roster:
             return 0
-        return stage.input_bytes if isinstance(question, PartPass) else stage.held_out_bytes
+        return (
+            stage.parts.input_bytes
+            if isinstance(question, PartPass)
+            else stage.parts.held_out_bytes
+        )
 
     @property
     def is_ready(self) -> bool:
@@ -116,7 +120,8 @@ class TrainingLoop:
         stage, decisions = self.stage, self.decisions
         if stage is None or decisions is None or stage.index != decisions.stage:
             return False
-        return stage.update == decisions.commit.update
+        commit = decisions.commit
+        return (stage.update, stage.num_restarts) == (commit.update, commit.num_restarts)
 
     @property
     def _is_cut_off(self) -> bool:
@@ -204,6 +209,7 @@ class TrainingLoop:
                 tuple(sorted(stage.accused)), stage.part_seconds, is_applying,
                 stage.fetched_bytes, stage.state_bytes,
                 tuple(stage.unreachable), stage.part_wait_seconds,
+                pack_parts(stage.audited), stage.digests,
             )  # fmt: skip
         return MemberAnswer(told)
 
@@ -382,7 +388,11 @@ class TrainingLoop:
     async def _catch_up(self, decisions: RunDecisions) -> None:
         """Take the state of the newest decision; report how far that is."""
         while (self._is_suspect or not self.is_ready) and (index := decisions.stage) is not None:
-            commit = decisions.commit
+            commit, stage = decisions.commit, self.stage
+            has_state = stage is not None and (stage.index, stage.update) == (index, commit.update)
+            if stage is not None and has_state and not self._is_suspect:
+                await stage.begin_again(commit.num_restarts)
+                continue
             try:
                 await self._take_state(decisions, index, commit)
             except UnavailableError as error:

@@ -16,6 +16,7 @@ from ..errors import RemoteProtocolError
 from ..identity import SIGNATURE_BYTES, Identity, verify
 from ..ids import MemberId, PeerId, RunId, SessionId, find_peer_id
 from ..runs import decisions
+from ..runs.update_parts import PART_DIGEST_BYTES
 from ..tensors import WireDtype, WireTensor, check_tensor, compute_num_bytes
 from .fields import (
     Body,
@@ -155,6 +156,9 @@ class PartPass(Message):
     compute it again, but hands it on while a later stage up to `last_stage` may lack it. `without`:
     this member takes the part out of its sums instead. The inputs follow, of `num_bytes`: none for
     the first stage, and for the member that begins with what it has counted.
+
+    `is_audit`: the member of `last_stage` computes the part and counts nothing, with what the
+    members before and behind it have counted; `PartsCounted` tells the digest.
     """
 
     question: HeaderSession
@@ -165,6 +169,9 @@ class PartPass(Message):
     last_stage: Annotated[int, Body(4, "uint32"), _below(limits.MAX_STAGES, "stage")] = 0
     without: Annotated[MemberId | None, Body(5, "string"), decisions.check_member_id] = None
     wants_gradients: Annotated[bool, Body(6, "bool")] = False
+    is_audit: Annotated[bool, Body(7, "bool")] = False
+    num_restarts: Annotated[int, Body(8, "uint32"), _below(limits.MAX_RESTARTS, "restart")] = 0
+    """How often the update was begun again before it."""
 
 
 @message(36)
@@ -245,11 +252,20 @@ class PartsCounted(Message):
     """Mates from which it could not read their sums, in attempt after attempt of this update."""
     part_wait_seconds: Annotated[float, Body(14, "double"), number_in(0.0, 1e6, "seconds")] = 0.0
     """How long a part waits there for its turns to be computed; 0: not known yet."""
+    audited: Annotated[bytes, Body(15, "bytes"), _check_parts] = b""
+    """Parts that it has computed for an audit, as bits like `parts`."""
+    digests: Annotated[bytes, Body(16, "bytes")] = b""
+    """Digests of what it has computed of each part in `parts`, then of each in `audited`."""
 
     def check(self) -> None:
-        """Raise ValueError for more bytes of a state than it has."""
+        """Raise ValueError for more bytes of a state than it has, or for other digests."""
         if self.fetched_bytes > self.state_bytes:
             raise ValueError(f"{self.fetched_bytes} bytes of a state of {self.state_bytes}")
+        num_parts = sum(
+            int.from_bytes(bits, "little").bit_count() for bits in (self.parts, self.audited)
+        )
+        if len(self.digests) != PART_DIGEST_BYTES * num_parts:
+            raise ValueError(f"{len(self.digests)} bytes are no digests of {num_parts} parts")
 
 
 @message(39)

@@ -8,7 +8,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import RemoteProtocolError
 from ..ids import MemberId, RunId
-from ..limits import MAX_MEMBER_ID_CHARACTERS, MAX_PARTS, MAX_STAGES, MAX_UPDATES
+from ..limits import (
+    MAX_MEMBER_ID_CHARACTERS,
+    MAX_PARTS,
+    MAX_RESTARTS,
+    MAX_STAGES,
+    MAX_UPDATES,
+)
 from .decisions import DIGEST_BYTES, Decision, Member
 from .training_run import TrainingRun
 
@@ -55,6 +61,8 @@ class Commit(BaseModel):
     """How many parts of the update before a stage has computed again: who had them was lost."""
     held_out_loss: _NotNegative | None = None
     """Of the model as it is before the update under way, in nats per token, once it is measured."""
+    num_restarts: Annotated[int, Field(ge=0, lt=MAX_RESTARTS)] = 0
+    """How often the update under way was begun again: nothing that was counted before counts."""
     refused: RefusedPart | None = None
     """What has ended the run before its last update."""
 
@@ -98,6 +106,10 @@ class Commit(BaseModel):
             queue_seconds=queue_seconds,
             parts_redone=parts_redone,
         )
+
+    def make_restarted(self) -> Commit:
+        """Return the beginning of the update that is under way, again: some of it is wrong."""
+        return self.model_copy(update={"num_restarts": self.num_restarts + 1})
 
     def make_stopped(self, index: int, stage: int) -> Commit:
         """Return the end of the run by a part that all members of a stage refuse."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
 from typing import NamedTuple
@@ -45,6 +45,10 @@ class MemberManifest:
     """Mates from which it could not read their sums, again and again."""
     part_wait_seconds: float = 0.0
     """How long a part waits there for its turns to be computed."""
+    digests: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
+    """Of what it has computed of each part that it has counted."""
+    audited: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
+    """The same of parts that it has computed for audits."""
 
     @property
     def has_begun(self) -> bool:

@@ -31,6 +31,9 @@ _MOST_PER_MEMBER = 8
 """A member of the first stage keeps graphs of as many parts as are under way, and computes forward
 passes again beyond its memory for graphs."""
 
+PART_DIGEST_BYTES = 8
+"""Bytes of the digest of what a member has computed of a part."""
+
 
 @dataclass(frozen=True)
 class PartOrder:
@@ -42,6 +45,8 @@ class PartOrder:
     """The last stage that has to compute it."""
     without: MemberId | None = None
     """This member takes the part out of its sums; None: those count it that lack it."""
+    is_audit: bool = False
+    """Whether the member of the last stage computes the part without counting it."""
 
 
 @dataclass
@@ -52,7 +57,7 @@ class UpdateParts:
     >>> parts.note(MemberId("a"), [0, 1])
     >>> parts.note(MemberId("b"), [0])
     >>> parts.choose_next(random.Random(0))
-    PartOrder(index=1, route=('a', 'b'), last_stage=1, without=None)
+    PartOrder(index=1, route=('a', 'b'), last_stage=1, without=None, is_audit=False)
     """
 
     num_parts: int
@@ -65,6 +70,8 @@ class UpdateParts:
     """Stages of which more members will be ready."""
     failures: Counter[MemberId] = field(default_factory=Counter[MemberId])
     """How many orders have failed with a member on the route since the last one that did not."""
+    audits: deque[PartOrder] = field(default_factory=deque[PartOrder])
+    """Those that come before all other orders."""
     _counted: dict[MemberId, set[int]] = field(default_factory=dict[MemberId, set[int]])
     _refused: dict[MemberId, set[int]] = field(default_factory=dict[MemberId, set[int]])
     _num_taken: Counter[MemberId] = field(default_factory=Counter[MemberId])
@@ -89,6 +96,8 @@ class UpdateParts:
         Returns whether we know all of them: another one, that has become ready meanwhile, may have
         stood in for a member, and what it counts is nothing here.
         """
+        if order.is_audit:
+            return True
         for member in route:
             self.failures.pop(member, None)
             counted = self._counted.setdefault(member, set())
@@ -105,7 +114,8 @@ class UpdateParts:
         """Note that an order was not carried out. Which member of the route is at fault shows when
         the others carry out another one.
         """
-        self.failures.update(order.route)
+        if not order.is_audit:
+            self.failures.update(order.route)
 
     def list_holders(self, stage: int, index: int) -> list[MemberId]:
         """Return the members of a stage that have counted a part, in order."""
@@ -139,8 +149,8 @@ class UpdateParts:
 
     @property
     def is_complete(self) -> bool:
-        """Whether each part is counted once at each stage."""
-        return all(
+        """Whether each part is counted once at each stage, and no audit is left."""
+        return not self.audits and all(
             len(self.list_holders(stage, index)) == 1
             for stage in range(len(self.stages))
             for index in range(self.num_parts)
@@ -151,6 +161,8 @@ class UpdateParts:
 
         A part is under way from then on until `note_passed`.
         """
+        if self.audits:
+            return self.audits.popleft()
         while self._waiting:
             order = self._plan(self._waiting.popleft(), rng)
             if order is not None:
@@ -194,6 +206,29 @@ class UpdateParts:
             route[first] = without
         begin = max(first - 1, 0)
         return PartOrder(index, tuple(route[begin:]), last, without)
+
+    def list_auditors(self, stage: int, index: int) -> list[MemberId]:
+        """Return the members of a stage that can compute a part beside those that have counted it,
+        the one with the fewest parts first.
+        """
+        holders = self.list_holders(stage, index)
+        able = [one for one in self.stages[stage] if one not in (*holders, *self.leaving)]
+        return sorted(able, key=lambda one: self._num_taken[one])
+
+    def order_audit(self, stage: int, index: int, auditor: MemberId) -> None:
+        """Have a part computed again, with what the members before and behind have counted.
+
+        Nothing where one of them has not counted it, maybe as it was lost.
+        """
+        last_stage = len(self.stages) - 1
+        around = range(max(stage - 1, 0), min(stage + 1, last_stage) + 1)
+        holders = [
+            [auditor] if each == stage else self.list_holders(each, index)[:1] for each in around
+        ]
+        route = tuple(member for members in holders for member in members)
+        if len(route) == len(around):
+            self._num_taken[auditor] += 1
+            self.audits.append(PartOrder(index, route, stage, is_audit=True))
 
     def _has_to_be_redone(self, stage: int, index: int, holders: Sequence[MemberId]) -> bool:
         """Return whether a mate computes what members have counted, but maybe cannot hand on."""
@@ -330,6 +365,20 @@ def unpack_parts(data: bytes) -> set[int]:
     return {index for index in range(bits.bit_length()) if bits >> index & 1}
 
 
+def read_digests(
+    counted: bytes, audited: bytes, digests: bytes
+) -> tuple[dict[int, bytes], dict[int, bytes]]:
+    """Return the digests of two sets of parts, which come in the order of the parts.
+
+    >>> read_digests(pack_parts([3]), pack_parts([0]), b"digest 3digest 0")
+    ({3: b'digest 3'}, {0: b'digest 0'})
+    """
+    size = PART_DIGEST_BYTES
+    each = iter([digests[start : start + size] for start in range(0, len(digests), size)])
+    first = {index: next(each) for index in sorted(unpack_parts(counted))}
+    return first, {index: next(each) for index in sorted(unpack_parts(audited))}
+
+
 @dataclass(frozen=True)
 class Difference:
     """Members of a stage that tell other things of what should be equal: some of them compute
@@ -349,10 +398,10 @@ class Difference:
             for members in (self.equal, self.others)
         )
         differ = f"the {what} of {others} differ from those of {equal}"
+        if is_open:
+            return f"{differ}, one of which is wrong: all compute them again"
         if not self.is_tie:
             return f"{differ}, which count, as most have them"
-        if is_open:
-            return f"{differ}, one of which is wrong: all sum once more"
         return f"{differ}, which count as {equal} came first: nothing shows that they are right"
 
 

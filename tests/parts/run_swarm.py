@@ -112,6 +112,9 @@ class RunSwarm:
         """How often a member of a stage began with the forward pass of a part."""
         self.slow = dict[str, float]()
         """How many times longer than others hosts compute."""
+        self.audited_fraction = 0.0
+        self.faults: dict[str, Callable[[Any], Any]] = {}
+        """What hosts compute in place of a pass, which is a `functools.partial`."""
         self.without_memory = set[str]()
         """Hosts that cannot copy their gradients to sum them."""
         self.num_passed = Counter[tuple[str, int]]()
@@ -139,7 +142,10 @@ class RunSwarm:
         self.network.revive(host)
         started = asyncio.get_running_loop().create_future()
         stages = None if stage is None else (stage,)
-        config = RunPeerConfig(record or self.record, self._folder, stages, founds_run)
+        config = RunPeerConfig(
+            record or self.record, self._folder, stages, founds_run,
+            audited_fraction=self.audited_fraction,
+        )  # fmt: skip
         serving = self._serve(host, config, compute_class, started)
         self._tasks[host] = asyncio.create_task(serving)
         await asyncio.wait((started, self._tasks[host]), return_when=asyncio.FIRST_COMPLETED)
@@ -305,11 +311,14 @@ class RunSwarm:
                 seconds = self.rng.uniform(0.0, _LONGEST_SECONDS) * self.slow.get(host, 1.0)
                 await asyncio.sleep(seconds)
                 self._passing.discard(host)
-                self.begun[key] += name in ("_run_forward", "_run_loss")
+                self.begun[key] += name in ("run_forward", "run_loss")
                 if host in self.without_memory and _get_name(function) == "collect":
                     raise MemoryError
+                function = (
+                    self.faults.get(host, lambda right: right)(function) if name else function
+                )
                 result = function()
-                is_counted = name in ("_run_backward", "_run_loss")
+                is_counted = name in ("run_backward", "run_loss")
                 self.counted[key] += is_counted
                 self.num_passed[host, key[1].update] += is_counted
             await asyncio.sleep(self.rng.uniform(0.0, _LONGEST_SECONDS / 4))  # as from a thread
@@ -326,6 +335,7 @@ def run_in_swarm(
     num_peers: int = 4,
     seed: int = 0,
     admitted: Sequence[str] = (),
+    prepare: Callable[[RunSwarm], None] = lambda swarm: None,
 ) -> _Result:
     """Start peers, of each stage in turn, and let a scene happen; return what it does.
 
@@ -335,6 +345,7 @@ def run_in_swarm(
 
     async def main() -> _Result:
         swarm = RunSwarm(run, folder, seed, admitted)
+        prepare(swarm)
         try:
             async with asyncio.timeout(_MOST_SECONDS):
                 for number in range(num_peers):
@@ -377,9 +388,9 @@ def _find_pass(function: Any) -> tuple[str, tuple[int, PartId]]:
     Return an empty name for anything else.
     """
     method, name = getattr(function, "func", None), _get_name(function)
-    if method is None or not name.startswith("_run_"):
+    if method is None or not name.startswith("run_"):
         return "", (0, PartId(0, 0))
-    return name, (method.__self__.index, function.args[0])
+    return name, (method.__self__.stage, function.args[0])
 
 
 def _get_name(function: Any) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,6 +59,16 @@ def computing_alike(num_threads: int) -> Iterator[None]:
             torch.set_num_threads(threads_before)
             torch.use_deterministic_algorithms(was_deterministic)
             _SETTINGS.fill_uninitialized_memory = filled_before
+
+
+def digest_bits(tensors: Iterable[Tensor]) -> bytes:
+    """Return a digest of float32 tensors: of the sum of the bits of each one.
+
+    A SHA-256 of all bits would take longer. Whoever changes numbers on purpose could as well send
+    the digest of others, so nothing is gained by one.
+    """
+    sums = [int(tensor.detach().contiguous().view(torch.int32).sum()) for tensor in tensors]
+    return hashlib.sha256(",".join(map(str, sums)).encode()).digest()
 
 
 def sum_squares(tensor: Tensor) -> float:

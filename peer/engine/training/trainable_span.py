@@ -25,7 +25,7 @@ from ....protocol.errors import ErrorCode, RefusedError
 from ....protocol.limits import MAX_HELD_OUT_LOSS
 from ....protocol.runs.training_run import PartId, TrainingRun
 from ....protocol.spans import Span
-from .numerics import computing_alike, sum_squares
+from .numerics import computing_alike, digest_bits, sum_squares
 from .optimizers import SpanOptimizer, compute_clip_factor
 from .span_building import build_span
 from .span_state import WEIGHTS_PREFIX, StateDigest, digest_tensors
@@ -50,6 +50,19 @@ class LossPass:
 
     loss: float
     input_grads_BTH: Tensor | None
+
+
+@dataclass(frozen=True)
+class AuditedPart:
+    """What a span computes of a part that it does not count."""
+
+    gradients: bytes
+    """Their digest, see `TrainableSpan.digest_gradients`."""
+    outputs_BTH: Tensor | None
+    """None for the last span."""
+    input_grads_BTH: Tensor | None
+    """None for the first span."""
+    loss: float | None
 
 
 @dataclass
@@ -103,6 +116,8 @@ class TrainableSpan:
         self._bytes_per_graph: int | None = None
         self._boundaries = dict[PartId, str]()
         """Of each counted part, the digest of what its passes began with."""
+        self._digests = dict[PartId, bytes]()
+        """Of the gradients of each counted part."""
         # Of a weight that two spans hold, each part has two addends.
         self.sums = {
             name: ExactSum(weight.shape, FIRST_EXPONENT, 2 * run.parts_per_update)
@@ -215,7 +230,25 @@ class TrainableSpan:
         result = self._differentiate(part, _prepare(inputs), target)
         for total, grad in zip(self.sums.values(), result.weights, strict=True):
             total.subtract(grad)
-        del self._boundaries[part]
+        del self._boundaries[part], self._digests[part]
+
+    def audit(self, part: PartId, inputs: Tensor, target: Tensor) -> AuditedPart:
+        """Compute a part, counted or not, and count nothing; see `discount` for the arguments."""
+        self._check_under_way(part)
+        self._check_inputs(inputs)
+        if self.modules.is_last:
+            self._check_tokens(target, "labels")
+        else:
+            self._check_hidden(target, "output gradients")
+        inputs = _prepare(inputs)
+        outputs = self._compute(part, inputs)
+        result = self._differentiate(part, inputs, target, outputs)
+        hidden = None if self.modules.is_last else outputs.detach()
+        return AuditedPart(digest_bits(result.weights), hidden, result.inputs_BTH, result.loss)
+
+    def digest_gradients(self, part: PartId) -> bytes:
+        """Return the digest of the gradients of a counted part."""
+        return self._digests[part]
 
     def read_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the update, summed over all counted parts."""
@@ -246,6 +279,12 @@ class TrainableSpan:
         with computing_alike(self._num_threads):
             self._optimizer.step(gradients, run.compute_learning_rate_factor(self.update))
         self._begin(self.update + 1)
+
+    def forget_parts(self) -> None:
+        """Begin the update under way again, with no part counted."""
+        for total in self.sums.values():
+            total.reset(total.exponent)
+        self._begin(self.update)
 
     def read_weights(self) -> dict[str, Tensor]:
         """Return the weights by their names in a checkpoint; they change with the next update."""
@@ -295,6 +334,7 @@ class TrainableSpan:
         """Forget what belonged to another update; the sums have been reset."""
         self.update = update
         self._boundaries.clear()
+        self._digests.clear()
         self._passes.clear()
 
     def _compute(self, part: PartId, inputs: Tensor) -> Tensor:
@@ -349,14 +389,18 @@ class TrainableSpan:
         for total, grad in zip(self.sums.values(), grads, strict=True):
             total.add(grad)
         self._boundaries[part] = _digest_boundary(inputs, target)
+        self._digests[part] = digest_bits(grads)
 
     def _check_part(self, part: PartId) -> None:
+        self._check_under_way(part)
+        if part in self._boundaries:
+            raise _refuse(f"{part} is counted already")
+
+    def _check_under_way(self, part: PartId) -> None:
         if part.update != self.update:
             raise _refuse(f"{part} comes while update {self.update} is under way")
         if not 0 <= part.index < self._run.parts_per_update:
             raise _refuse(f"{part}: an update has {self._run.parts_per_update} parts")
-        if part in self._boundaries:
-            raise _refuse(f"{part} is counted already")
 
     def _check_inputs(self, inputs: Tensor) -> None:
         if self.modules.is_first:

@@ -575,7 +575,7 @@ def test_sums_of_two_replicas_that_differ_are_summed_again(
             assert (facts["stage"], facts["what"], facts["is_tie"]) == (1, "sums", True)
             assert (facts["counting"], facts["others"]) == ([members[1]], [members[3]])
         assert first["update"] == second["update"]
-        assert str(first["why"]).endswith("one of which is wrong: all sum once more")
+        assert str(first["why"]).endswith("one of which is wrong: all compute them again")
         assert str(second["why"]).endswith("nothing shows that they are right")
 
     assert train_in_swarm(run, folder, scene) == quiet_digest

@@ -16,15 +16,15 @@ from training_runs import open_run
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.kernels.wire_tensors import encode_tensor
+from shoal.peer.engine.training.part_tensors import encode
 from shoal.peer.engine.training.span_state import StateLayout
 from shoal.peer.process.config import ignore
-from shoal.peer.runs.gradient_vectors import encode
 from shoal.peer.runs.questions import MemberAnswer, NoteBytes, ignore_bytes, make_question_id
 from shoal.peer.runs.remote_members import RemoteMembers
 from shoal.peer.runs.run_decisions import RunDecisions
 from shoal.peer.runs.run_resources import RunPeerConfig, RunResources, WatchedCompute
-from shoal.peer.runs.stage import FetchedState, Stage
-from shoal.peer.runs.state_transfer import fetch_state
+from shoal.peer.runs.stage import Stage
+from shoal.peer.runs.state_transfer import FetchedState, fetch_state
 from shoal.peer.runs.training_loop import TrainingLoop
 from shoal.protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
 from shoal.protocol.identity import Identity

@@ -25,7 +25,8 @@ FILE = Path(__file__).with_name("golden_frames.json")
 ADDED = {
     "leaves", "local_endpoints", "name", "device", "num_sessions", "block_bytes", "refused",
     "is_leaving", "accused", "part_seconds", "training", "is_applying", "fetched_bytes",
-    "state_bytes", "unreachable", "model_id", "part_wait_seconds",
+    "state_bytes", "unreachable", "model_id", "part_wait_seconds", "is_audit",
+    "num_restarts", "audited", "digests",
 }  # fmt: skip
 """Fields that came with a later version, which recorded messages do not have."""
 GOLDEN: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))

@@ -1,0 +1,143 @@
+"""Runs whose parts are audited: replicas that compute something else are found and put aside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_swarm import RunSwarm, make_identity, run_in_swarm
+from training_runs import open_run, train_alone
+
+from shoal.protocol.runs.training_run import Mode, TrainingRun
+
+NUM_UPDATES = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("corpus")
+
+
+def open_mode(folder: Path, mode: Mode = "exact") -> tuple[TrainingRun, str]:
+    """Return a run, and the digest of the weights that one process comes to."""
+    run, shards = open_run(folder, num_updates=NUM_UPDATES, mode=mode)
+    return run, train_alone(run, shards)
+
+
+def break_passes(swarm: RunSwarm, host: str, num_passes: int, *names: str) -> None:
+    """Have a host compute passes of update 1 from zeros in place of what comes to it."""
+    passes = iter(range(num_passes))
+
+    def fault(function: Any) -> Any:
+        compute, (part, payload, *others) = function.func, function.args
+        is_meant = part.update == 1 and compute.__name__ in (names or ("run_loss", "run_audit"))
+        if not is_meant or next(passes, None) is None:
+            return function
+        return partial(compute, part, bytes(len(payload)), *others)
+
+    swarm.faults[host] = fault
+
+
+def run_audited(
+    run: TrainingRun,
+    folder: Path,
+    num_peers: int,
+    prepare: Callable[[RunSwarm], None],
+    check: Callable[[RunSwarm], None],
+) -> str:
+    """Audit all parts of a run; return the digest of its weights."""
+
+    async def scene(swarm: RunSwarm) -> str:
+        await swarm.wait_for_update(NUM_UPDATES)
+        check(swarm)
+        return await swarm.finish()
+
+    def begin(swarm: RunSwarm) -> None:
+        swarm.audited_fraction = 1.0
+        prepare(swarm)
+
+    return run_in_swarm(run, folder, scene, num_peers=num_peers, prepare=begin)
+
+
+def list_aside(swarm: RunSwarm) -> list[tuple[object, str]]:
+    facts = [event.facts for _, event in swarm.events if event.name == "put_aside"]
+    return [(one["peer"], str(one["why"])) for one in facts]
+
+
+@pytest.mark.parametrize("mode", ["exact", "int8"])
+def test_audits_change_nothing_and_accuse_nobody(folder: Path, mode: Mode) -> None:
+    run, digest = open_mode(folder, mode)
+    audited = set[object]()
+
+    def prepare(swarm: RunSwarm) -> None:
+        for number in range(4):
+            swarm.faults[f"peer{number}"] = note
+
+    def note(function: Any) -> Any:
+        if function.func.__name__ == "run_audit":
+            audited.add((function.func.__self__.stage, function.args[0]))
+        return function
+
+    def check(swarm: RunSwarm) -> None:
+        assert not list_aside(swarm)
+        assert len(audited) == 2 * run.parts_per_update * NUM_UPDATES
+        assert set(swarm.counted.values()) == {1}
+
+    ended = run_audited(run, folder, 4, prepare, check)
+    assert mode == "int8" or ended == digest
+
+
+@pytest.mark.parametrize(
+    ("num_peers", "host", "num_passes"),
+    [(6, "peer1", 1000), (4, "peer3", 1000), (4, "peer1", 1)],
+)
+def test_replica_that_computes_wrongly_is_put_aside_and_its_parts_are_computed_again(
+    folder: Path, num_peers: int, host: str, num_passes: int
+) -> None:
+    run, digest = open_mode(folder)
+
+    def check(swarm: RunSwarm) -> None:
+        ((peer, why),) = list_aside(swarm)
+        assert peer == make_identity(host).peer_id
+        assert "the gradients of part" in why
+        redone = sum(
+            int(str(event.facts["parts_redone"]))
+            for name, event in swarm.events
+            if name == "peer0" and event.name == "update"
+        )
+        assert redone > 0
+        assert sum(swarm.counted.values()) == 2 * run.parts_per_update * NUM_UPDATES + redone
+
+    ended = run_audited(
+        run, folder, num_peers, lambda swarm: break_passes(swarm, host, num_passes), check
+    )
+    assert ended == digest
+
+
+def test_first_of_two_replicas_counts_where_nothing_shows_which_one_is_right(folder: Path) -> None:
+    run, digest = open_mode(folder)
+
+    def check(swarm: RunSwarm) -> None:
+        ((peer, why),) = list_aside(swarm)
+        assert peer == make_identity("peer3").peer_id
+        assert why.endswith("nothing shows that they are right")
+
+    def prepare(swarm: RunSwarm) -> None:
+        break_passes(swarm, "peer1", 1000)
+
+    assert run_audited(run, folder, 4, prepare, check) != digest
+
+
+def test_fault_of_an_audit_alone_puts_nobody_aside(folder: Path) -> None:
+    run, digest = open_mode(folder)
+
+    def check(swarm: RunSwarm) -> None:
+        assert not list_aside(swarm)
+
+    def prepare(swarm: RunSwarm) -> None:
+        break_passes(swarm, "peer1", 1, "run_audit")
+
+    assert run_audited(run, folder, 4, prepare, check) == digest

@@ -1,0 +1,142 @@
+"""Which parts are audited, and which members compute wrongly by what they tell of a part."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from shoal.protocol.ids import MemberId
+from shoal.protocol.runs.audits import Audits, judge_part
+from shoal.protocol.runs.commits import Commit
+from shoal.protocol.runs.decisions import Decision, Member
+from shoal.protocol.runs.manifests import Manifests, MemberManifest
+from shoal.protocol.runs.update_parts import Difference, PartOrder, UpdateParts
+
+A, B, C, D, E = (MemberId(name) for name in "abcde")
+STAGES = {A: 0, B: 0, C: 1, D: 1, E: 1}
+COMMIT = Commit(founder="a", compute_class="c1" * 32, update=3, sums=("0" * 64, "1" * 64))
+X, Y = b"digest x", b"digest y"
+
+
+def tell(
+    counted: dict[MemberId, bytes], audited: dict[MemberId, bytes], commit: Commit = COMMIT
+) -> Manifests:
+    """Return manifests of members of two stages that tell these digests of part 0."""
+    ready = MemberManifest(commit.update, is_ready=True, state=b"state")
+    told = {
+        member: replace(
+            ready,
+            parts=frozenset({0} if member in counted else ()),
+            digests={0: counted[member]} if member in counted else {},
+            audited={0: audited[member]} if member in audited else {},
+        )
+        for member in STAGES
+    }
+    members = tuple(Member(member, stage) for member, stage in STAGES.items())
+    return Manifests(Decision(7, bytes(32), members, commit.encode()), 2, told)
+
+
+def pass_part(parts: UpdateParts) -> PartOrder:
+    order = PartOrder(0, (A, C), 1)
+    parts.note_passed(order, (A, C))
+    return order
+
+
+def test_part_is_audited_at_each_stage_by_a_member_that_has_not_counted_it() -> None:
+    parts = UpdateParts(1, [[A, B], [C, D, E]])
+
+    Audits(1.0, random.Random(0)).draw(pass_part(parts), parts)
+
+    first, second = parts.audits
+    assert first == PartOrder(0, (B, C), 0, is_audit=True)
+    assert second in [PartOrder(0, (A, one), 1, is_audit=True) for one in (D, E)]
+    assert not parts.is_complete
+    assert parts.choose_next(random.Random(0)) == first
+
+
+def test_stage_of_one_member_is_not_audited() -> None:
+    parts = UpdateParts(1, [[A], [C]])
+
+    Audits(1.0, random.Random(0)).draw(pass_part(parts), parts)
+
+    assert not parts.audits
+    assert parts.is_complete
+
+
+def test_as_many_parts_are_audited_as_wanted() -> None:
+    num_parts, audits = 4096, Audits(0.02, random.Random(0))
+    parts = UpdateParts(num_parts, [[A, B]])
+    for index in range(num_parts):
+        order = PartOrder(index, (A,), 0)
+        parts.note_passed(order, (A,))
+        audits.draw(order, parts)
+
+    assert 0.01 < len(parts.audits) / num_parts < 0.03
+
+
+def test_audit_counts_nothing_and_its_failure_blames_nobody() -> None:
+    parts = UpdateParts(1, [[A, B], [C, D]])
+    Audits(1.0, random.Random(0)).draw(pass_part(parts), parts)
+    audit = parts.audits.popleft()
+
+    parts.note_passed(audit, (B,))
+    parts.note_failed(audit)
+
+    assert parts.list_holders(0, 0) == [A]
+    assert not parts.failures
+
+
+def test_members_that_tell_the_same_are_not_asked_again() -> None:
+    audits, parts = Audits(1.0, random.Random(0)), UpdateParts(1, [[A, B], [C, D, E]])
+    manifests = tell({A: X, C: Y}, {B: X, D: Y})
+
+    assert not audits.order_disputed(manifests, parts)
+    assert audits.choose_aside(manifests) is None
+
+
+def test_all_replicas_compute_a_disputed_part_again_once() -> None:
+    audits, parts = Audits(1.0, random.Random(0)), UpdateParts(1, [[A, B], [C, D, E]])
+    pass_part(parts)
+    manifests = tell({A: X, C: X}, {D: Y})
+
+    assert audits.choose_aside(manifests) is None
+    assert audits.order_disputed(manifests, parts) == [(1, 0)]
+    assert [order.route[1] for order in parts.audits] == [C, D, E]
+
+    assert not audits.order_disputed(manifests, parts)
+    aside = audits.choose_aside(tell({A: X, C: X}, {C: X, D: Y, E: Y}))
+    assert aside is not None
+    assert (aside.member, aside.others) == (C, (D, E))
+    assert "the gradients of part 0" in aside.why
+
+
+def test_dispute_is_over_when_the_update_begins_again() -> None:
+    audits, parts = Audits(1.0, random.Random(0)), UpdateParts(1, [[A, B], [C, D, E]])
+    told = {A: X, C: X}, {D: Y}
+    audits.order_disputed(tell(*told), parts)
+    again = tell(*told, COMMIT.make_restarted())
+
+    assert audits.choose_aside(again) is None
+    assert audits.order_disputed(again, parts) == [(1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("audited", "difference"),
+    [
+        # What most have is right, whether the one that counted the part has it or not.
+        ({C: X, D: Y, E: X}, Difference((C, E), (D,), False)),
+        ({C: X, D: Y, E: Y}, Difference((D, E), (C,), False)),
+        # One that computes something else the second time was wrong the first time.
+        ({C: Y, D: Y}, Difference((D,), (C,), False)),
+        # Of two that insist, the one that came first is taken for right.
+        ({C: X, D: Y}, Difference((C,), (D,), True)),
+    ],
+)
+def test_judgement_depends_on_digests_and_roster_alone(
+    audited: dict[MemberId, bytes], difference: Difference
+) -> None:
+    assert judge_part(tell({C: X}, audited), 1, 0) == difference
+    later = {A: X, **dict(reversed(audited.items()))}
+    assert judge_part(tell({C: X}, later), 1, 0) == difference
