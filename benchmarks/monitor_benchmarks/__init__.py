@@ -1,4 +1,5 @@
-"""What `shoal monitor` costs in a large swarm: `traffic.py` at the network, `page.py` in a browser.
+"""What `shoal monitor` costs in a large swarm: `load.py` of a machine, `traffic.py` of the network,
+`page.py` of a browser.
 
 Each is a program: `make bench BENCHMARKS=monitor_benchmarks.page`. Other peers are a `Crowd` of
 `measuring/`. What `--metrics` costs a peer is a part of `swarm_benchmarks`.

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from measuring.clients import SwarmAddress, join_swarm
 from measuring.helper_process import HelperProcess
+from measuring.processes import read_process_bytes
 from measuring.report import TargetFigure, at_most, compute_percentile
 from shoal.cli.benchmarking.figure import Figure
 from shoal.client.session.session import RemoteSession
@@ -22,7 +23,6 @@ from shoal.protocol.errors import ShoalError
 from shoal.protocol.ids import ModelId
 from swarm_benchmarks.attacker import ATTACKS
 from swarm_benchmarks.dht_attacker import DHT_QUESTIONS
-from swarm_benchmarks.memory import read_process_bytes
 from swarm_benchmarks.setting import Setting
 
 _MAX_TOKENS = 500

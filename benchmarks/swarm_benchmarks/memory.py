@@ -1,9 +1,9 @@
 """Memory that sessions take, as the operating system counts that of the peers' processes."""
 
 import asyncio
-from pathlib import Path
 
 from measuring.clients import SwarmAddress, join_swarm
+from measuring.processes import read_process_bytes
 from measuring.report import TargetFigure, at_most
 from shoal.cli.benchmarking.figure import Figure
 from shoal.peer.local_swarm.swarm import LocalSwarm
@@ -55,10 +55,3 @@ async def _measure(setting: Setting, swarm: LocalSwarm) -> list[float]:
 def count_peer_bytes(swarm: LocalSwarm) -> int:
     """Return the memory that all peers hold, without files that are mapped."""
     return sum(read_process_bytes(peer.pid) for peer in swarm.peers if peer.is_running)
-
-
-def read_process_bytes(pid: int) -> int:
-    """Return the memory that a process holds, without files that are mapped."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    words = [line.split() for line in lines]
-    return sum(1024 * int(word[1]) for word in words if word[0] in ("RssAnon:", "RssShmem:"))

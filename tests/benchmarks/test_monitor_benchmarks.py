@@ -37,6 +37,13 @@ def test_traffic_of_a_monitor_is_counted() -> None:
     assert "both, of what is announced" in printed
 
 
+def test_load_of_a_monitor_is_counted() -> None:
+    printed = run_benchmark("load", "--peers 20 --nodes 3 --warm-up 10 --seconds 5")
+
+    assert "peers that have answered                                   20 " in printed
+    assert "+ with its p2pd" in printed
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_updates_of_the_page_are_traced() -> None:
     printed = run_benchmark("page", "--peers 20 --loads 1 --seconds 12")

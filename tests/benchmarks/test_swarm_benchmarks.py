@@ -17,11 +17,11 @@ import warm_python
 
 from measuring.benchmark_model import open_bundled_model
 from measuring.helper_process import HelperProcess
+from measuring.processes import read_process_bytes
 from measuring.report import TargetFigure
 from shoal.protocol.errors import UnavailableError
 from swarm_benchmarks.__main__ import PARTS, read_options
 from swarm_benchmarks.curve import CurvePoint, SessionsCurve, draw_curve
-from swarm_benchmarks.memory import read_process_bytes
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
