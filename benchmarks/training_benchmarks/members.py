@@ -83,7 +83,7 @@ def write_run(folder: Path, sizes: RunSizes, mode: Mode = "exact") -> TrainingRu
 
 @dataclass(frozen=True)
 class MemberSettings:
-    """What a process is told that trains a stage. Without addresses to join, it begins the run."""
+    """Settings of a process that trains a stage. Without addresses to join, it begins the run."""
 
     folder: str
     stage: int

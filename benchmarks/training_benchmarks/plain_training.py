@@ -1,4 +1,4 @@
-"""What training over peers is compared with: plain PyTorch in one process, and DDP in two."""
+"""The references for training over peers: plain PyTorch in one process, and DDP in two."""
 
 from __future__ import annotations
 

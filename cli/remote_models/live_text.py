@@ -24,7 +24,7 @@ OnSession = Callable[["InferenceSession"], None]
 
 
 class AwaitedModel(Protocol):
-    """What is told of a model whose text does not come."""
+    """The part of a model that `show_text` reads while it waits for the first token."""
 
     @property
     def missing_blocks(self) -> Sequence[Span]:
@@ -33,7 +33,7 @@ class AwaitedModel(Protocol):
 
 
 class Awaited(Protocol):
-    """What is told of an opened model (`OpenedModel`) whose text does not come."""
+    """The part of an `OpenedModel` that `show_text` reads while it waits for the first token."""
 
     @property
     def model(self) -> AwaitedModel: ...

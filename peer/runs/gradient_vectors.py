@@ -113,7 +113,7 @@ class ExactVector:
 
 
 class Int8Vector:
-    """Gradients that are rounded to 8 bits, once by each sender and once by who sums them.
+    """Gradients that are rounded to 8 bits, once by each sender and once by the reducer.
 
     What rounding leaves out is added to the gradient of the next update (error feedback: Seide et
     al., 2014): the member that rounded keeps it, be it for a slice that it sends or sums. So slices

@@ -1,8 +1,8 @@
 """Leads a run: has parts computed and summed, and updates committed.
 
-It keeps nothing that counts: which parts are counted is asked of the members, and what is decided
-is chosen by their majority. So another member goes on at any time, and two that lead at once cost
-work, not correctness.
+A leader keeps nothing that a run could lose: it asks the members which parts they have counted, and
+their majority chooses each decision. So another member can take over at any time, and two that lead
+at once cost work, not correctness.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Newcomer:
     id: MemberId
     stages: set[int]
     asking: asyncio.Task[MemberManifest | None]
-    """Asks it what a member is asked: one that does not answer is not let in."""
+    """Asks it for its manifest, as members are asked: one that does not answer is not let in."""
 
 
 class Leader:
@@ -103,9 +103,9 @@ class Leader:
         self._joining: dict[PeerId, _Newcomer] = {}
         self._rests = Rests(config.silence_seconds)
         self._disputed: int | None = None
-        """The update of which the sums differ so that it is open who is right."""
+        """The update whose sums differ, as long as nothing shows which member is right."""
         self._failures = Counter[MemberId]()
-        """See `UpdateParts`; of this update."""
+        """Failed orders of this update, by member: see `UpdateParts`."""
         self._failed_sums = FailedSums()
         self._audits = Audits(config.audited_fraction, random.SystemRandom())
         self._delays = CommitDelays(config.silence_seconds, clock.now())
@@ -170,7 +170,7 @@ class Leader:
             await cancel_all([telling, *(each.asking for each in self._joining.values())])
 
     async def _keep_telling(self) -> None:
-        """Show the members that somebody leads, however long an update takes or one is silent."""
+        """Tell the members at intervals that we lead, however long an update takes."""
         asking: dict[MemberId, asyncio.Task[MemberManifest | None]] = {}
         try:
             while True:
@@ -419,7 +419,7 @@ class Leader:
         return members
 
     async def _compute(self, update: int, parts: UpdateParts) -> bool:
-        """Have parts computed until all are counted once, or something fails or is not as told.
+        """Have parts computed until all are counted once, or a part fails or takes another route.
 
         Returns whether any part could be ordered.
         """

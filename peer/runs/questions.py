@@ -1,4 +1,4 @@
-"""What members of a run ask each other, whether or not a network is between them."""
+"""The interface by which members of a run ask each other, with or without a network."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ...protocol.messages.fields import Message
 from ...protocol.messages.runs import Question
 
 FAILURES = (UnavailableError, RefusedError, RemoteProtocolError)
-"""Of a member that is asked. Another one may do."""
+"""Failures of a member that is asked; another member may answer."""
 
 _BUSY_SECONDS = 1.0
 
@@ -36,7 +36,7 @@ def _is_wanted() -> bool:
 
 @dataclass(frozen=True)
 class MemberAnswer:
-    """A message, and what follows it."""
+    """A message, and the bytes that follow it."""
 
     message: Message
     payload: bytes | memoryview = b""
@@ -52,7 +52,7 @@ class MemberAnswer:
 
 
 AnswerMember = Callable[[Question, bytes | memoryview, MemberId], Awaitable[MemberAnswer]]
-"""Answers a question, and what follows it, of a member that has shown who it is."""
+"""Answers a question and the bytes that follow it, from a member that has proved its id."""
 
 
 NoteBytes = Callable[[int], None]
@@ -87,5 +87,5 @@ def make_question_id() -> SessionId:
 
 
 def make_busy(detail: str) -> RefusedError:
-    """Return the refusal of what the next try may get."""
+    """Return the refusal of a question that may be answered at the next try."""
     return RefusedError(ErrorCode.BUSY, detail, _BUSY_SECONDS)

@@ -40,7 +40,7 @@ class Reducing:
         self.update = order.update
         self.attempt = order.attempt
         self.digest = b""
-        """Of all sums of the stage; as `squared_norm`, known after `summarize`."""
+        """Of all sums of the stage; known after `summarize`, as is `squared_norm`."""
         self.squared_norm = 0.0
         self.accused: set[MemberId] = set()
         """Mates that have sent numbers which are no sum of gradients."""

@@ -58,7 +58,7 @@ class RunDecisions:
         self._clock = clock
         self._leader = member_id
         self._heard_at = clock.now()
-        """When that has asked last, or something was decided."""
+        """When the leader has asked last, or something was decided."""
         self._sending: set[asyncio.Task[Outgoing]] = set()
 
     def __repr__(self) -> str:
@@ -130,7 +130,7 @@ class RunDecisions:
         before = self.newest
         is_known = sender in before.roster or self.stage is None
         if isinstance(message, Decided) and not is_known:
-            return []  # whoever we know will tell us
+            return []  # members that we know will tell us
         answers = self._log.receive(sender, message)
         self._note_decision(before)
         return answers
@@ -223,7 +223,7 @@ class RunDecisions:
 
 
 def read_run_commit(decision: Decision, num_stages: int) -> Commit:
-    """Return what a decision says. Raises RemoteProtocolError unless it fits so many stages."""
+    """Return the commit in a decision. Raises RemoteProtocolError unless it fits so many stages."""
     commit = read_commit(decision)
     named = {member.stage for member in decision.members}
     if commit.refused is not None:

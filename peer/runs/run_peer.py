@@ -31,7 +31,7 @@ from .run_workload import RunWorkload, make_run_service
 from .training_loop import TrainingLoop
 
 _EXPORT_SECONDS = 600.0
-"""How long a peer stays behind the last update for those that export, which anybody may do."""
+"""How long a peer stays after the last update for clients that export the model: any may."""
 
 
 class RunPeer:

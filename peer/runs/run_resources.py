@@ -149,7 +149,7 @@ class RunResources:
 
     @property
     def machine(self) -> str:
-        """What decides whether others compute the same, for people."""
+        """The hardware and software that decide whether others compute the same, for people."""
         return describe_machine(self.config.num_threads)
 
     @property
@@ -168,7 +168,7 @@ class RunResources:
 
 
 def make_compute(stack: ExitStack, *, is_beside: bool = False) -> Compute:
-    """Return what runs functions on one thread, which ends with the stack.
+    """Return a `Compute` that runs functions on one thread, which ends with the stack.
 
     `is_beside`: beside what the process serves, which comes first.
     """

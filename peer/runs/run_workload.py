@@ -94,7 +94,7 @@ class _RunStreamWork(StreamWork):
         self._reader: BytesReader | None = None
         self._task: asyncio.Task[None] | None = None
         self._sender: MemberId | None = None
-        """Who asks; it has proved that."""
+        """The member that asks, which has proved its id."""
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
@@ -119,8 +119,8 @@ class _RunStreamWork(StreamWork):
             self._task.cancel()
 
     def _greet(self, hello: RunHello) -> None:
-        """Take somebody for the member that it shows to be. Raises RefusedError where it looks for
-        another one than us, or where the run does not admit it.
+        """Take a sender for the member that it proves to be. Raises RefusedError where it looks
+        for another one than us, or where the run does not admit it.
         """
         if self._sender is not None:
             raise RemoteProtocolError("a member says who it is once")

@@ -115,7 +115,7 @@ class Stage:
         self.refused: set[int] = set()
         """Parts of the update of which we compute numbers that are not finite."""
         self.accused: set[MemberId] = set()
-        """Members that have sent us what no honest one sends, in this update."""
+        """Members that have sent us numbers which no honest member sends, in this update."""
         self.fetched_bytes = self.state_bytes = 0
         """The size of the state that we download or load, of which we have so much; 0: none."""
         self._failed_reads = Counter[MemberId]()
@@ -171,7 +171,7 @@ class Stage:
 
     @property
     def unreachable(self) -> list[MemberId]:
-        """Mates from which we could not read their sums in attempt after attempt."""
+        """Mates whose sums we could not read in several attempts in a row."""
         return sorted(m for m, num in self._failed_reads.items() if num >= _NUM_FAILED_READS)
 
     @property
@@ -339,7 +339,7 @@ class Stage:
         if self._under_way.get(index) is running:
             del self._under_way[index]
         if not running.cancelled():
-            running.exception()  # whoever waits for it has it, too
+            running.exception()  # the caller that waits for it gets it, too
 
     async def _work(self, question: PartPass, payload: bytes | memoryview) -> _Counted:
         try:
@@ -425,7 +425,7 @@ class Stage:
     async def _ask_next(
         self, question: PartPass, outputs: bytes
     ) -> tuple[bytes | memoryview, float, tuple[MemberId, ...]]:
-        """Hand outputs to the next stage; return their gradients, the loss, and who counted it.
+        """Hand outputs to the next stage; return their gradients, the loss, and the route taken.
 
         Where a member fails, its mates are asked. A failure further down ends the part, as the
         member before it has asked all mates there.

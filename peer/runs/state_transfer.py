@@ -56,7 +56,7 @@ _MOST_SECONDS = 600.0
 """How long a copy is sent for certain; then it may give way to one of a later update."""
 
 Note = Callable[[str], None]
-"""Is told what goes wrong meanwhile."""
+"""Takes warnings of what goes wrong meanwhile."""
 
 
 @dataclass(eq=False)

@@ -49,7 +49,7 @@ from .state_transfer import fetch_weights, list_layouts
 _logger = logging.getLogger(__name__)
 
 _LONGEST_REST_SECONDS = 300.0
-"""How long to believe that a run does not take us back: who leads next does not know of that."""
+"""The longest that we stay away when told to: a new leader does not know of our rest."""
 
 _NUM_QUICK = 5
 """How often a newcomer asks without waiting longer: the first tries come before all know it."""
@@ -69,9 +69,9 @@ class TrainingLoop:
     ) -> None:
         """`compute_class` is the digest of what this machine computes of the run."""
         self.decisions: RunDecisions | None = None
-        """What we know of the run, once somebody has told us how far that has come."""
+        """The decisions of the run, once a member has told us the newest one."""
         self.stage: Stage | None = None
-        """What we hold; maybe not as far as the newest decision yet."""
+        """The stage that we hold; it may lag behind the newest decision."""
         self.leader: Leader | None = None
         """While we lead."""
         self._member_id = member_id

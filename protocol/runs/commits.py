@@ -58,7 +58,7 @@ class Commit(BaseModel):
     ] = ()
     """How long a part has waited at each stage for its turns to be computed, lately."""
     parts_redone: Annotated[int, Field(ge=0, le=2**31)] = 0
-    """How many parts of the update before a stage has computed again: who had them was lost."""
+    """How many parts of the update before were computed again, as their members were lost."""
     held_out_loss: _NotNegative | None = None
     """Of the model as it is before the update under way, in nats per token, once it is measured."""
     num_restarts: Annotated[int, Field(ge=0, lt=MAX_RESTARTS)] = 0
@@ -121,7 +121,7 @@ class Commit(BaseModel):
 
 
 def read_commit(decision: Decision) -> Commit:
-    """Return what a decision says. Raises RemoteProtocolError for anything else."""
+    """Return the commit in a decision. Raises RemoteProtocolError where there is none."""
     try:
         return Commit.model_validate_json(decision.value)
     except ValidationError as error:

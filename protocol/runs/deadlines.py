@@ -44,7 +44,7 @@ def choose_deadline(taken_seconds: Collection[float], floor_seconds: float) -> f
 
 
 class UsualTimes:
-    """How long things of one kind took lately. Each that was late doubles the deadline of the next.
+    """How long things of one kind took lately. Each late one doubles the deadline of the next.
 
     So a network or machine that has become slow is given enough time in the end.
     """
@@ -78,10 +78,10 @@ class UsualTimes:
 class CommitDelays:
     """How long a leader delays commits for members that are not ready, and which of them are late.
 
-    The commit of an update makes the state stale that others download, so that a download which
-    outlasts an update would never end. Parts of the update are computed meanwhile. Each member has
-    a clock, which runs while a commit waits for it, and stands while something else does not come
-    further. The sum of a run's delays has a limit, too, whoever causes them.
+    The commit of an update makes the state stale that others download, so a download that takes
+    longer than an update would never end. Parts of the update are computed meanwhile. Each member
+    has a clock, which runs while a commit waits for it, and stands while something else does not
+    come further. The sum of a run's delays has a limit, too, whoever causes them.
 
     >>> delays, slow = CommitDelays(floor_seconds=10.0, begun_at=0.0), MemberId("slow/1")
     >>> [delays.note_missing({slow: True}, now) for now in (0.0, 99.0, 100.0)]
@@ -98,7 +98,7 @@ class CommitDelays:
         """When members were seen first that still apply the last update."""
         self._updated_at: float | None = None
         self._waiting_at: float | None = None
-        """Until when it is counted how long a commit waits; None: none does."""
+        """Up to which moment waits of a commit are counted; None: no commit waits."""
         self._waited_seconds: dict[MemberId, float] = {}
         """How long commits have waited for the members that are not ready."""
         self._begun: set[MemberId] = set()

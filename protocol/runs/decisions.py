@@ -7,7 +7,7 @@ at most one goes on. One of two members is no majority: to survive a kill, a run
 or more, of any stages. A member acts on a message as follows:
 
     number of the message   from                action
-    other than ours         anybody             tell it our newest decision; who knows more tells us
+    other than ours         anybody             tell it our newest decision, or learn a newer one
     ours                    not on the roster   RemoteProtocolError
     ours                    a member            Paxos, if we are on the roster ourselves
     a newer decision        the roster, or      take it, and forget what belongs to older numbers
@@ -62,7 +62,7 @@ class Decision:
     previous: bytes
     """Digest of the decision before it; of the first one, whatever names the run."""
     members: tuple[Member, ...]
-    """Who chooses the next one: the holders of all stages."""
+    """The members that choose the next one: the holders of all stages."""
     value: bytes
 
     def __post_init__(self) -> None:
@@ -189,7 +189,7 @@ class _Proposal:
 
 @dataclass(slots=True)
 class _Undecided:
-    """All that a member has said and heard about the next number, until that is decided."""
+    """The messages of a member about the next number, until that is decided."""
 
     promised: Ballot | None = None
     accepted: Accept | None = None
@@ -369,7 +369,7 @@ class DecisionLog:
         while outgoing:
             receiver, message = outgoing.pop(0)
             if receiver == self.member_id:
-                assert not isinstance(message, Decided)  # who says so knows it
+                assert not isinstance(message, Decided)  # the sender knows it already
                 outgoing += self._handle(receiver, message)
             else:
                 to_others.append((receiver, message))

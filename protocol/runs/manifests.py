@@ -1,4 +1,4 @@
-"""What the members of a run tell its leader, and who stays a member by it: pure decisions."""
+"""The answers of members to the leader of a run, and which members it keeps: pure decisions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class MemberManifest:
     """Digest of weights and optimizer before the update, equal at all members of a stage."""
     is_leaving: bool = False
     accused: Collection[MemberId] = ()
-    """Members that have sent it what no honest one sends."""
+    """Members that have sent it numbers which no honest member sends."""
     part_seconds: float = 0.0
     """How long it computes for a part; 0: not known yet."""
     fetched_bytes: int = 0
@@ -62,7 +62,7 @@ class MemberManifest:
 
 @dataclass(frozen=True)
 class Manifests:
-    """What the members of a decision tell. None: a member did not answer in time.
+    """The manifests of all members of a decision. None: a member did not answer in time.
 
     >>> a, b = Member(MemberId("a"), 0), Member(MemberId("b"), 1)
     >>> commit = Commit(founder="a", compute_class="c1" * 32, update=0)
@@ -78,7 +78,7 @@ class Manifests:
 
     @cached_property
     def answering(self) -> dict[MemberId, MemberManifest]:
-        """What is told by those that answer."""
+        """The manifests of members that answer."""
         return {member: each for member, each in self.told.items() if each is not None}
 
     @cached_property
@@ -108,7 +108,7 @@ class Manifests:
 
     @cached_property
     def last_ready(self) -> set[MemberId]:
-        """Members that no other one of their stage could stand in for."""
+        """Members that are the only ready ones of their stage."""
         return {stage[0] for stage in self.ready if len(stage) == 1}
 
     @property
@@ -284,13 +284,13 @@ class _Complaint(NamedTuple):
 
 def choose_aside(manifests: Manifests, failing: Collection[MemberId] = ()) -> Aside | None:
     """Return a member that has to go, by what ready members complain about each other; where nobody
-    does, one of those that are `failing`: again and again the first that did not sum.
+    does, one of those that are `failing`: attempts to sum fail for them again and again.
 
-    Who complains is no better a witness than the other: of two that cannot read from each other,
-    either may be the one without a network, and one that accuses may lie. So a complaint counts for
-    both, and the one with complaints of and about most others goes; of equal ones the accused, else
-    the later one. One without a link leaves in place of the other one, where that is the last ready
-    one of its stage, which never goes.
+    A member that complains is no better a witness than the other: of two that cannot read from each
+    other, either may be the one without a network, and one that accuses may lie. So a complaint
+    counts for both. The member with complaints of and about most others goes; of equal ones the
+    accused, else the later one. The last ready member of a stage never goes: of two that cannot
+    read from each other, the other one goes in its place.
     """
     ranks = {member: rank for rank, member in enumerate(manifests.decision.roster)}
     complaints = _list_complaints(manifests)
@@ -319,7 +319,7 @@ def choose_aside(manifests: Manifests, failing: Collection[MemberId] = ()) -> As
 
 
 def _list_complaints(manifests: Manifests) -> list[_Complaint]:
-    """Return what ready members complain about other ready ones, in the order of the roster."""
+    """Return the complaints of ready members about other ready ones, in the order of the roster."""
     ready = {member for stage in manifests.ready for member in stage}
     complaints: list[_Complaint] = []
     for by in manifests.decision.roster:

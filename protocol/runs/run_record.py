@@ -1,7 +1,8 @@
 """The record of a run: what its owner has signed, which decides what is trained, and by whom.
 
-The run id is the digest of the whole record, so whoever knows the id knows owner, run and admitted
-peers. A record vouches for itself: the peer id of the owner contains the key that signed it.
+The run id is the digest of the whole record, so a peer that knows the id knows owner, run and
+admitted peers. A record vouches for itself: the peer id of the owner contains the key that signed
+it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _ELEMENT_BYTES = 4
 
 
 class _Terms(BaseModel):
-    """What the owner signs."""
+    """The part of the record that the owner signs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -46,17 +47,17 @@ class RunRecord:
     run_id: RunId
     owner: PeerId
     admitted: tuple[PeerId, ...]
-    """Who may take part beside the owner; empty: whoever the swarm admits."""
+    """The peers that may take part beside the owner; empty: all that the swarm admits."""
     run: TrainingRun
 
     @property
     def model_id(self) -> ModelId:
-        """Under which model those who take part announce themselves."""
+        """The model id under which members announce themselves."""
         return make_run_model_id(self.run_id)
 
     @property
     def model_name(self) -> str:
-        """What they call that model."""
+        """The name of that model."""
         return make_run_model_name(self.run.name)
 
     def admits(self, peer_id: PeerId) -> bool:

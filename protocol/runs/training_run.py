@@ -133,7 +133,7 @@ class LearningRateSchedule(_Table):
 
 
 class TrainingRun(_Table):
-    """A training run. Those who train it agree on it by a signed record: see run_record.py."""
+    """A training run. Its members agree on it by a signed record: see run_record.py."""
 
     name: _Name
     seed: Annotated[int, Field(ge=0, lt=2**63)]

@@ -124,7 +124,7 @@ class UpdateParts:
     def find_refused(self) -> tuple[int, int] | None:
         """Return a part, and the stage of which all members refuse it; None: there is none.
 
-        That all do does not depend on who was asked first.
+        Whether all do does not depend on which of them was asked first.
         """
         for index in range(self.num_parts):
             for stage in range(len(self.stages)):
@@ -381,7 +381,7 @@ def read_digests(
 
 @dataclass(frozen=True)
 class Difference:
-    """Members of a stage that tell other things of what should be equal: some of them compute
+    """Members of a stage whose answers differ though they should be equal: some of them compute
     wrongly, or lie.
     """
 
@@ -392,7 +392,7 @@ class Difference:
     """Whether as many have another answer, so that it is open which of them is right."""
 
     def describe(self, what: str, is_open: bool) -> str:
-        """Return who has other sums or states, and what follows; `is_open`: nothing is decided."""
+        """Return which members differ, and what follows; `is_open`: nothing is decided."""
         equal, others = (
             ", ".join(f"…{find_peer_id(member)[-8:]}" for member in members)
             for members in (self.equal, self.others)
@@ -413,7 +413,7 @@ def find_equal(told: Mapping[MemberId, Hashable]) -> set[MemberId]:
 
 
 def find_difference(told: Mapping[MemberId, Hashable]) -> Difference | None:
-    """Return who tells what; None: all tell the same.
+    """Return which members tell something else than most; None: all tell the same.
 
     >>> find_difference({MemberId("a"): b"x", MemberId("b"): b"y"})
     Difference(equal=('a',), others=('b',), is_tie=True)
