@@ -105,6 +105,7 @@ def install_service(options: argparse.Namespace, words: Sequence[str]) -> int:
         command=" ".join(map(_quote, command)),
         stop_seconds=options.drain + _LEAVING_SECONDS,
     )
+    verb = "Replaced" if path.exists() else "Wrote"
     try:
         for folder in (state, path.parent):
             folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +122,8 @@ def install_service(options: argparse.Namespace, words: Sequence[str]) -> int:
     if options.json:
         terminal.print_json({"unit": str(path), "commands": commands})
         return 0
-    terminal.print(f"Wrote {path}. To start it, now and whenever you log in:")
+    terminal.print(f"{verb} {path}.")
+    terminal.print("To start it, now and whenever you log in:")
     terminal.print(f"  {commands[0]}")
     terminal.print("To have it run from the start of the machine, whoever is logged in:")
     terminal.print(f"  {commands[1]}")

@@ -45,7 +45,11 @@ def test_unit_runs_the_same_peer_at_each_start(
     assert '/half $$HOME of 50%% \\"x\\"/.local/state/shoal/lab.key"\n' in text
     assert "--install-service" not in text.partition("[Unit]")[2]
     assert "TimeoutStopSec=100\n" in text
-    assert "enable --now shoal-lab" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"Wrote {unit}.\n")
+    assert "enable --now shoal-lab" in printed
+    assert main([*words, "--install-service"]) == 0
+    assert capsys.readouterr().out.startswith(f"Replaced {unit}.\n")
     if shutil.which("systemd-analyze"):
         found = subprocess.run(
             ["systemd-analyze", "verify", "--user", unit],
