@@ -5,7 +5,8 @@ Sums of gradients are cut into slices, one for each member that sums them (`redu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from ...kernels.exact_sums import ExactSum, check_units
 from ...kernels.wire_tensors import INT8_GROUP, has_only_finite
 from ...protocol.messages.runs import SUM_BYTES
+from ..engine.training.numerics import sum_squares
 from ..engine.training.part_tensors import count_bytes, decode, encode
 
 Sums = Mapping[str, ExactSum]
@@ -32,11 +34,16 @@ def find_slice(members: Sequence[str], member: str, size: int) -> tuple[int, int
     return min(start, size), min(stop, size)
 
 
+_NUM_ENDS = 2
+"""Tied weights have gradients of each part at two stages."""
+
+
 class GradientVector(Protocol):
     """The gradients of some weights, one behind the other: a member's own, then the reduced ones.
 
     First the member adds the same slice of its mates to its own slice and finishes that, then it
-    takes the other slices from the mates that have finished them.
+    takes the other slices from the mates that have finished them. It refuses a larger norm than
+    parts of an update can have.
     """
 
     numbers: Tensor
@@ -79,19 +86,21 @@ class ExactVector:
 
     residual: Tensor | None = None
 
-    def __init__(self, sums: Sums, names: Sequence[str]) -> None:
+    def __init__(self, sums: Sums, names: Sequence[str], most_norm: float) -> None:
         self.numbers = torch.cat([sums[name].units.flatten() for name in names])
+        self._sums = sums
+        self._most_norm = most_norm
         self._names = names
         self._room = sums[names[0]].room
 
     def add(self, start: int, stop: int, data: bytes | memoryview) -> None:
-        self.numbers[start:stop] += self._decode(data)
+        self.numbers[start:stop] += self._decode(start, data, self._most_norm)
 
     def finish(self, start: int, stop: int) -> None:
         pass
 
     def load(self, start: int, stop: int, data: bytes | memoryview) -> None:
-        self.numbers[start:stop] = self._decode(data)
+        self.numbers[start:stop] = self._decode(start, data, _NUM_ENDS * self._most_norm)
 
     def read(self, start: int, stop: int, is_reduced: bool) -> memoryview:
         # A mate's slice is its own numbers here until it has finished it, as it has them then.
@@ -106,10 +115,21 @@ class ExactVector:
         pieces = _split(self.numbers, sums, self._names)
         return {name: sums[name].convert(piece) for name, piece in pieces.items()}
 
-    def _decode(self, data: bytes | memoryview) -> Tensor:
+    def _decode(self, start: int, data: bytes | memoryview, most_norm: float) -> Tensor:
         numbers = torch.from_numpy(np.frombuffer(data, dtype="<f8").copy())
         check_units(numbers, self._room, self._room)
+        _check_norm(self._list_pieces(start, numbers), most_norm)
         return numbers
+
+    def _list_pieces(self, start: int, numbers: Tensor) -> Iterator[Tensor]:
+        """Yield the gradients of each weight in a slice."""
+        stop, first = start + numbers.numel(), 0
+        for name in self._names:
+            total = self._sums[name]
+            last = first + total.units.numel()
+            piece = numbers[max(first, start) - start : max(min(last, stop), start) - start]
+            yield total.convert(piece)
+            first = last
 
 
 class Int8Vector:
@@ -126,8 +146,10 @@ class Int8Vector:
         names: Sequence[str],
         residual: Tensor | None,
         slices: Sequence[tuple[int, int]],
+        most_norm: float,
     ) -> None:
         """`slices` are those of the mates."""
+        self._most_norm = most_norm
         self.numbers = torch.cat([sums[name].read().flatten() for name in names])
         if residual is not None:
             self.numbers += residual
@@ -147,14 +169,14 @@ class Int8Vector:
         return data
 
     def add(self, start: int, stop: int, data: bytes | memoryview) -> None:
-        self.numbers[start:stop] += self._decode(start, stop, data)
+        self.numbers[start:stop] += self._decode(start, stop, data, self._most_norm)
 
     def finish(self, start: int, stop: int) -> None:
         if self._has_mates:
             self._finished[start, stop] = self._round(start, stop)
 
     def load(self, start: int, stop: int, data: bytes | memoryview) -> None:
-        self.numbers[start:stop] = self._decode(start, stop, data)
+        self.numbers[start:stop] = self._decode(start, stop, data, _NUM_ENDS * self._most_norm)
 
     def read(self, start: int, stop: int, is_reduced: bool) -> bytes:
         data = (self._finished if is_reduced else self._own).get((start, stop))
@@ -168,11 +190,19 @@ class Int8Vector:
     def read_gradients(self, sums: Sums) -> dict[str, Tensor]:
         return _split(self.numbers, sums, self._names)
 
-    def _decode(self, start: int, stop: int, data: bytes | memoryview) -> Tensor:
+    def _decode(self, start: int, stop: int, data: bytes | memoryview, most_norm: float) -> Tensor:
         numbers = decode("int8", data, (stop - start,))
         if not has_only_finite(numbers):
             raise ValueError("gradients must be finite")
+        _check_norm([numbers], most_norm)
         return numbers
+
+
+def _check_norm(pieces: Iterable[Tensor], most_norm: float) -> None:
+    """Raise ValueError for gradients that no parts of an update have."""
+    norm = math.sqrt(math.fsum(map(sum_squares, pieces)))
+    if norm > most_norm:
+        raise ValueError(f"their norm is {norm:.3g}, and {most_norm:.3g} is the most")
 
 
 def _split(numbers: Tensor, sums: Sums, names: Sequence[str]) -> dict[str, Tensor]:

@@ -75,12 +75,13 @@ class Reducing:
             if self._member_id not in members:
                 raise RefusedError(ErrorCode.BAD_VALUES, "the mates do not include this member")
             if mode == "exact":
-                vector = ExactVector(span.sums, names)
+                vector = ExactVector(span.sums, names, span.most_sum_norm)
             else:
                 size = sum(span.sums[name].units.numel() for name in names)
                 mates = [mate for mate in members if mate != self._member_id]
                 slices = [find_slice(members, mate, size) for mate in mates]
-                vector = Int8Vector(span.sums, names, residuals.get(group), slices)
+                residual = residuals.get(group)
+                vector = Int8Vector(span.sums, names, residual, slices, span.most_sum_norm)
             self._vectors[group], self._mates[group] = vector, members
 
     async def run(self) -> None:

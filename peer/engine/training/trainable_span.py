@@ -32,6 +32,12 @@ from .span_state import WEIGHTS_PREFIX, StateDigest, digest_tensors
 
 DEFAULT_GRAPH_BYTES = 2**30
 
+_MOST_USUAL_NORMS = 10
+"""The largest norm of a part's gradient, in those that parts have usually."""
+
+_ROUNDED_UP = 1.1
+"""What 8-bit integers may add to a norm."""
+
 
 class NotFiniteError(RefusedError):
     """A part of which this machine computes numbers that are not finite, as its replicas will."""
@@ -107,6 +113,8 @@ class TrainableSpan:
         self.span = span
         self._num_threads = num_threads
         self.update = 0
+        self.squared_norm = 0.0
+        """Of the gradient of all spans in the last update; 0: there was none."""
         self._run = run
         self.modules = build_span(run, span)
         self._weights = self.modules.parameters
@@ -278,7 +286,27 @@ class TrainableSpan:
                 gradient.mul_(factor)
         with computing_alike(self._num_threads):
             self._optimizer.step(gradients, run.compute_learning_rate_factor(self.update))
+        self.squared_norm = squared_norm
         self._begin(self.update + 1)
+
+    @property
+    def most_sum_norm(self) -> float:
+        """The largest norm of any parts' gradients together."""
+        return _ROUNDED_UP * self._run.parts_per_update * self._most_part_norm
+
+    @property
+    def _most_part_norm(self) -> float:
+        """The norm to which the gradient of a part is shortened; infinite in the first update.
+
+        Were the last update's parts independent, they would have had the norm of the update over
+        the root of their number; those that point into one direction have less. The limit follows
+        from the state, so replicas have the same one, and parts are not shortened in any other way
+        by who computes them.
+        """
+        if not self.squared_norm:
+            return math.inf
+        usual_norm = math.sqrt(self.squared_norm / self._run.parts_per_update)
+        return _MOST_USUAL_NORMS * usual_norm
 
     def forget_parts(self) -> None:
         """Begin the update under way again, with no part counted."""
@@ -295,12 +323,13 @@ class TrainableSpan:
         """Return all that the next updates follow from; it changes with the next update.
 
         That is the weights, the state of the optimizer, the exponents of the sums in the order of
-        their names, and the number of the update under way.
+        their names, the squared norm of the last gradient, and the number of the update under way.
         """
         exponents = [self.sums[name].exponent for name in sorted(self.sums)]
         return {
             "update": torch.tensor(self.update),
             "exponents": torch.tensor(exponents),
+            "squared_norm": torch.tensor(self.squared_norm, dtype=torch.float64),
             **{f"{WEIGHTS_PREFIX}{name}": weight for name, weight in self.read_weights().items()},
             **{f"optimizer/{name}": one for name, one in self._optimizer.read_state().items()},
         }
@@ -320,10 +349,13 @@ class TrainableSpan:
             raise _refuse(f"the run has {self._run.num_updates} updates, no number {update}")
         if not all(LEAST_EXPONENT <= exponent <= MOST_EXPONENT for exponent in exponents):
             raise _refuse("the state has exponents that no sum has")
+        if float(state["squared_norm"]) < 0:
+            raise _refuse("the state has a squared norm below zero")
         for name, tensor in own.items():
             tensor.copy_(state[name])
         for name, exponent in zip(sorted(self.sums), exponents, strict=True):
             self.sums[name].reset(exponent)
+        self.squared_norm = float(state["squared_norm"])
         self._begin(update)
 
     def compute_digest(self) -> str:
@@ -383,7 +415,13 @@ class TrainableSpan:
         if not all(map(_is_finite, grads)) or (loss is not None and not math.isfinite(loss)):
             raise NotFiniteError("gradients", part, self.span)
         input_grads_BTH = grads.pop() if inputs.requires_grad else None
-        return _Gradients(grads, input_grads_BTH, loss)
+        return _Gradients(self._shorten(grads), input_grads_BTH, loss)
+
+    def _shorten(self, grads: list[Tensor]) -> list[Tensor]:
+        """Return the gradients of a part, with the largest norm that they may have."""
+        norm = math.sqrt(math.fsum(map(sum_squares, grads)))
+        most = self._most_part_norm
+        return grads if norm <= most else [grad * (most / norm) for grad in grads]
 
     def _count(self, part: PartId, grads: list[Tensor], inputs: Tensor, target: Tensor) -> None:
         for total, grad in zip(self.sums.values(), grads, strict=True):

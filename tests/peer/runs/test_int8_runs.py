@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
@@ -141,7 +142,7 @@ def test_members_take_the_same_sum_and_keep_what_rounding_left_out(
     slices = [find_slice(members, member, size) for member in members]
     before = 1e-3 * torch.randn(size, generator=torch.Generator().manual_seed(1))
     vectors = [
-        Int8Vector(span.sums, names, before, [one for one in slices if one != own])
+        Int8Vector(span.sums, names, before, [one for one in slices if one != own], math.inf)
         for span, own in zip(spans, slices, strict=True)
     ]
     sent = [vector.residual.clone() for vector in vectors]
