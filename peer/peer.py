@@ -31,7 +31,7 @@ from .process.config import PeerConfig, PeerEvent, Report, ignore
 from .process.identity_file import hold_identity
 from .pushing.connections import Connections
 from .serving_loop import ServingLoop
-from .streams.service import StreamHandler
+from .streams.service import JoinedPeer
 from .workloads import make_service
 
 _logger = logging.getLogger(__name__)
@@ -51,14 +51,13 @@ class Peer:
     """A peer that has joined its swarm and serves nothing yet."""
 
     config: PeerConfig
+    joined: JoinedPeer
+    """For what else the peer does beside its model. Its addresses are kept up to date."""
     announcer: Announcer
-    handler: StreamHandler
     loader: SpanLoader
     directory: GossipDirectory
     lag: LoopLag
     loop: ServingLoop
-    presence: Presence
-    """Renewed while it is announced; for what else the peer does beside its model."""
     _placer: Placer
     _tasks: BackgroundTasks
 
@@ -87,9 +86,9 @@ class Peer:
             identity = identity or stack.enter_context(hold_identity(config.identity_path))
             loader = await asyncio.to_thread(open_loader, config, clock)
             report(PeerEvent("started", _describe_start(identity, loader)))
-            joining = StreamHandler.join(network, identity, clock, report)
-            handler, presence = await stack.enter_async_context(joining)
-            yield await cls._compose(stack, config, loader, presence, handler, clock, report)
+            joining = JoinedPeer.join(network, identity, clock, report)
+            joined = await stack.enter_async_context(joining)
+            yield await cls._compose(stack, config, loader, joined, clock, report)
 
     @classmethod
     async def _compose(
@@ -97,19 +96,20 @@ class Peer:
         stack: AsyncExitStack,
         config: PeerConfig,
         loader: SpanLoader,
-        presence: Presence,
-        handler: StreamHandler,
+        joined: JoinedPeer,
         clock: Clock,
         report: Report,
     ) -> Peer:
         """Make the parts and begin what runs in the background; the stack ends all of it."""
-        identity, model = presence.identity, loader.model
+        presence, handler, model = joined.presence, joined.handler, loader.model
+        identity = presence.identity
         period_seconds = config.announce_period_seconds
         # Nobody else can foretell what it draws; an identity that a test gives draws the same.
         rng = random.Random(identity.derive_secret("shoal random numbers"))
         directory = _make_directory(presence, loader, clock)
         stack.push_async_callback(directory.stop)
         presence = replace(presence, directory=directory)
+        joined = replace(joined, presence=presence)
         lag = LoopLag(clock)
         connections = Connections.make(
             identity, presence, model.model_id, handler.serve, clock, period_seconds, rng
@@ -149,9 +149,7 @@ class Peer:
         )
         placed = PlacedModel(model.model_id, model.sizes.work, model.find_room())
         placer = Placer(placed, presence, announcer, description, clock, rng)
-        return cls(
-            config, announcer, handler, loader, directory, lag, loop, presence, placer, tasks
-        )
+        return cls(config, joined, announcer, loader, directory, lag, loop, placer, tasks)
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Serve the configured span, or those that the swarm needs, until `stop` is set.

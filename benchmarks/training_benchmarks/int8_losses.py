@@ -34,8 +34,9 @@ from shoal.cli.benchmarking.figure import describe_machine
 from shoal.models.token_shards import TokenShards
 from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.peer.process.config import PeerEvent, ignore
-from shoal.peer.runs.run_peer import RunPeer
+from shoal.peer.runs.run_peer import RunPeer, open_run
 from shoal.peer.runs.run_resources import RunPeerConfig, make_compute
+from shoal.peer.streams.service import JoinedPeer
 from shoal.protocol.identity import Identity
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.memory.loopback import LoopbackNetwork
@@ -69,7 +70,11 @@ async def _train_int8(
         config = RunPeerConfig(record, folder, (number % 2,), number == 0, pause_seconds=0.02)
         host = MemoryNetwork(network, store, clock, f"peer{number}")
         told = report if number == 0 else ignore
-        async with RunPeer.join(config, host, clock, told, compute=compute) as peer:
+        async with (
+            open_run(config, clock, compute=compute) as resources,
+            JoinedPeer.join(host, Identity.generate(), clock, told) as joined,
+            RunPeer.join(joined, resources, clock, told) as peer,
+        ):
 
             async def until() -> None:
                 await peer.loop.wait_until_over()

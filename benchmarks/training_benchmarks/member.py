@@ -20,8 +20,10 @@ import torch
 import uvloop
 
 from shoal.peer.process.config import PeerEvent
-from shoal.peer.runs.run_peer import RunPeer
+from shoal.peer.runs.run_peer import RunPeer, open_run
 from shoal.peer.runs.run_resources import Compute, RunPeerConfig, make_compute
+from shoal.peer.streams.service import JoinedPeer
+from shoal.protocol.identity import Identity
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.dht.internet import InternetNetwork, Listening
 from shoal.protocol.runs.run_record import read_run_record
@@ -69,7 +71,11 @@ async def _train(settings: MemberSettings, stack: ExitStack) -> None:
     compute = make_compute(stack)
     if settings.tells_work:
         compute = _watch(compute)
-    async with RunPeer.join(config, network, clock, _report, compute=compute) as peer:
+    async with (
+        open_run(config, clock, compute=compute) as resources,
+        JoinedPeer.join(network, Identity.generate(), clock, _report) as joined,
+        RunPeer.join(joined, resources, clock, _report) as peer,
+    ):
 
         async def finish() -> None:
             await peer.loop.wait_until_over()

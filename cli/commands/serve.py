@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from ...peer.process.config import PeerConfig, PeerEvent, Report
-from ...protocol.net.clock import Clock
+from ...peer.process.identity_file import hold_identity
 from ...protocol.net.dht.internet import InternetNetwork
 from ..operating.systemd_service import INSTALL, install_service
 from ..options.bundled_model import find_commit
@@ -23,17 +22,11 @@ from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import INTERRUPTED, quitting_at_once, stop_on_sigterm
 from ..terminal.peer_status import showing_status
 from ..terminal.signalled import run_until_signalled
-from ..training.serve_training import (
-    SideRun,
-    add_training_arguments,
-    check_training_options,
-    choosing_side_run,
-)
+from ..training.serve_training import SideRun, add_training_arguments, check_training_options
 from .serve_events import choose_report, print_interrupted
 
 if TYPE_CHECKING:
     from ...peer.operating.operation import Operation
-    from ...peer.peer import Peer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,19 +60,17 @@ def _run(options: argparse.Namespace) -> bool:
     report = choose_report(options)
     network = make_network(options)
     config, operator = make_configs(options)
+    side_run = None if options.run_file is None else SideRun(options)
     _show_losses_of_the_directory()
     with quitting_at_once(options.json), importing_much():
         find_commit(config.model)  # or say at once that there is none
         # Seconds of torch, before the loop is there.
         from ...peer import peer  # noqa: F401
         from ...peer.operating.operation import OperatingConfig, Operation
+
+        if side_run is not None:
+            from ...peer.runs.run_peer import training_beside  # noqa: F401
     with ExitStack() as stack:
-        side_run = None
-        if options.train is not None:
-            side_run = stack.enter_context(choosing_side_run(options, network, report))
-            if side_run is None:
-                return False
-            config = replace(config, run_bytes=side_run.num_bytes)
         operating = OperatingConfig(options.metrics, operator)
         operation = stack.enter_context(Operation.prepare(operating))
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
@@ -115,37 +106,27 @@ async def _run_peer(
 
     network = replace(network, note_stranger=note_stranger)
     async with AsyncExitStack() as stack:
-        identity = train = None
+        identity = stack.enter_context(hold_identity(config.identity_path))
         if side_run is not None:
-            identity, may_leave = side_run.identity, not options.end_with_stdin
-            train = await _open_run(stack, side_run, clock, stop, may_leave)
+            run_bytes = await side_run.prepare(network, identity, clock)
+            config = replace(config, run_bytes=run_bytes)
         joining = Peer.join(config, network, clock, report, identity=identity)
         peer = await stack.enter_async_context(joining)
         read_figures = await stack.enter_async_context(operation.run(peer, clock, report))
         read_run = side_run.read_progress if side_run else dict[str, Any]
         showing = showing_status(read_figures, options.json, read_run)
         await stack.enter_async_context(showing)
-        if train is not None:
-            await stack.enter_async_context(train(peer, report))
+        if side_run is not None:
+            from ...peer.runs.run_peer import training_beside
+
+            training = training_beside(
+                peer.joined,
+                partial(side_run.find_config, peer.joined.presence, clock),
+                clock,
+                stop,
+                side_run.pass_on(report),
+                may_leave=not options.end_with_stdin,
+            )
+            await stack.enter_async_context(training)
         await peer.serve(stop)
     report(PeerEvent("left"))
-
-
-async def _open_run(
-    stack: AsyncExitStack, side_run: SideRun, clock: Clock, stop: asyncio.Event, may_leave: bool
-) -> Callable[[Peer, Report], AbstractAsyncContextManager[None]]:
-    """Read what the run needs; return what trains in a peer that has joined, until `stop` is set.
-
-    `may_leave`: in good order, which takes the time of an update.
-    """
-    from ...peer.runs.run_peer import RunPeer, open_run, training_beside
-
-    opening = open_run(side_run.config, clock, is_beside=True)
-    opened = await stack.enter_async_context(opening)
-
-    def train(peer: Peer, report: Report) -> AbstractAsyncContextManager[None]:
-        report = side_run.pass_on(report)
-        joining = RunPeer.join_beside(opened, peer.handler, peer.presence, clock, report)
-        return training_beside(joining, stop, may_leave, report)
-
-    return train

@@ -20,7 +20,7 @@ def choose_report(options: argparse.Namespace) -> Report:
     else:
         way_in = quote_swarm(options.initial_peers, options.join)
         report = EventPrinter(options.model, way_in)
-        report = report if options.train is None else RunEventPrinter(report)
+        report = report if options.run_file is None else RunEventPrinter(report)
     report = notify_systemd(report)
     if options.new_swarm and not options.join and options.listen != "127.0.0.1":  # --local
         report = partial(report_with_last_swarm, report)

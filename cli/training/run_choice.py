@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import argparse
 import re
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ...peer.process.config import PeerEvent, Report
-from ...protocol.errors import UsageError
+from ...protocol.errors import DirectoryError, UsageError
 from ...protocol.identity import Identity
 from ...protocol.net.clock import Clock
-from ...protocol.net.network import Network
-from ...protocol.net.run_search import find_run, search_runs
+from ...protocol.net.network import Presence
+from ...protocol.net.retry import Backoff, Retry
+from ...protocol.net.run_search import Search, fetch_records, find_run
 from ...protocol.runs.run_record import RunRecord, sign_run
 from ...protocol.runs.training_run import TrainingRun
-from ..terminal.heavy_imports import importing_much
-from ..terminal.interrupts import quitting_at_once
 from .run_file import load_run
 
 if TYPE_CHECKING:
     from ...peer.runs.run_resources import RunPeerConfig
+
+_PAUSES = Backoff(0.5, 30.0)
+"""Between searches: a run may begin after those that are to join it."""
 
 _NAME_OR_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}|[0-9a-f]{64}")
 
@@ -54,29 +58,19 @@ def check_stage(options: argparse.Namespace, run: TrainingRun) -> None:
 
 
 async def choose_record(
-    options: argparse.Namespace,
-    own: TrainingRun | None,
-    identity: Identity,
-    network: Network,
-    clock: Clock,
-    report: Report,
-) -> RunRecord:
-    """Sign our own run if it begins here, or find the run in the swarm.
+    options: argparse.Namespace, own: TrainingRun | None, identity: Identity, search: Search
+) -> RunRecord | None:
+    """Sign our own run if it begins here, or find the run in the swarm; None where nobody shows it.
 
     Raises UsageError where that is another run than our own, or does not admit us.
     """
     if own is not None and founds_run(options):
         record = sign_run(identity, own, options.admit)
-        if not options.new_swarm and await search_runs(record.run_id, network, clock):
+        if not options.new_swarm and await search(record.run_id):
             raise UsageError(f"the run {own.name} is under way already: leave out --new-run")
         return record
-    wanted = str(options.run_file) if own is None else own.name
-
-    def note_waiting(what: str) -> None:
-        report(PeerEvent("waiting_for", {"what": what}))
-
-    record = await find_run(wanted, identity.peer_id, network, clock, note_waiting, own)
-    if own is not None and record.run != own:
+    record = await find_run(_name_run(options, own), identity.peer_id, search, own)
+    if record is not None and own is not None and record.run != own:
         differing = [
             name for name in TrainingRun.model_fields
             if getattr(own, name) != getattr(record.run, name)
@@ -88,35 +82,72 @@ async def choose_record(
     return record
 
 
+async def wait_for_record(
+    options: argparse.Namespace,
+    own: TrainingRun | None,
+    presence: Presence,
+    clock: Clock,
+    report: Report,
+) -> RunRecord:
+    """Return what `choose_record` does, as soon as a peer of the swarm shows the run.
+
+    Reports `waiting_for` once.
+    """
+    search = partial(
+        fetch_records, transport=presence.transport, directory=presence.directory, clock=clock
+    )
+    attempts = Retry(_PAUSES, clock)
+    while True:
+        with suppress(DirectoryError):  # which may change
+            record = await choose_record(options, own, presence.identity, search)
+            if record is not None:
+                return record
+        if not attempts.num_failures:
+            what = f"a peer that shows the run {_name_run(options, own)}"
+            report(PeerEvent("waiting_for", {"what": what}))
+        attempts.note_failure()
+        await attempts.pause()
+
+
+def _name_run(options: argparse.Namespace, own: TrainingRun | None) -> str:
+    return str(options.run_file) if own is None else own.name
+
+
 def make_config(
     options: argparse.Namespace, record: RunRecord, *, is_beside: bool = False
 ) -> RunPeerConfig:
-    """Import what trains, and return its settings. Raises UsageError where no stage fits.
+    """Return the settings of a peer of a run. Raises UsageError where no stage fits.
 
-    `is_beside`: beside what the process serves, whose threads are its own.
+    `is_beside`: beside what the process serves.
     """
-    check_stage(options, record.run)
-    with quitting_at_once(options.json), importing_much():  # seconds of torch
-        from torch import set_num_threads
+    from ...peer.runs.run_resources import RunPeerConfig
 
-        from ...peer.engine.training.run_plan import plan_run
-        from ...peer.hosting.hosted_model import read_free_bytes
-        from ...peer.runs.run_resources import RunPeerConfig
-
-    plan = plan_run(record.run)
-    stages = range(len(plan.stages)) if options.stage is None else (options.stage,)
-    free_bytes = read_free_bytes()
-    fitting = plan.list_fitting(stages, free_bytes)
-    if not is_beside:
-        set_num_threads(options.threads)  # of sums and digests too, not only of passes
+    stages, graph_bytes = choose_stages(options, record.run, is_beside=is_beside)
     return RunPeerConfig(
         record,
         options.corpus or options.run_file.parent,
-        fitting,
+        stages,
         founds_run=founds_run(options),
-        num_threads=options.threads,
-        graph_bytes=plan.choose_graph_bytes(fitting, free_bytes, is_beside=is_beside),
+        num_threads=options.run_threads,
+        graph_bytes=graph_bytes,
         announce_period_seconds=options.announce_period,
         silence_seconds=options.silence,
         linger_seconds=options.linger,
     )
+
+
+def choose_stages(
+    options: argparse.Namespace, run: TrainingRun, *, is_beside: bool = False
+) -> tuple[list[int], int]:
+    """Return which stages fit into free memory, and what of it graphs of passes may take.
+
+    Raises UsageError where none fits.
+    """
+    from ...peer.engine.training.run_plan import plan_run
+    from ...peer.hosting.hosted_model import read_free_bytes
+
+    check_stage(options, run)
+    plan, free_bytes = plan_run(run), read_free_bytes()
+    stages = range(len(plan.stages)) if options.stage is None else (options.stage,)
+    fitting = plan.list_fitting(stages, free_bytes)
+    return fitting, plan.choose_graph_bytes(fitting, free_bytes, is_beside=is_beside)

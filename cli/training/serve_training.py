@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Generator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import uvloop
-
 from ...peer.process.config import PeerEvent, Report
-from ...peer.process.identity_file import hold_identity
-from ...protocol.errors import UsageError
+from ...protocol.errors import NobodyAnswersError, UsageError
 from ...protocol.identity import Identity
-from ...protocol.net.dht.internet import InternetNetwork
+from ...protocol.net.clock import Clock
+from ...protocol.net.network import Network, Presence
+from ...protocol.net.run_search import search_runs
 from ...protocol.runs.run_record import RunRecord
-from ..options.quantities import parse_count
-from ..terminal.interrupts import stop_on_sigterm
-from ..terminal.signalled import run_until_signalled
-from .run_choice import choose_record, load_own_run, make_config
+from .run_choice import choose_record, load_own_run, make_config, wait_for_record
 from .train_options import add_member_arguments
 
 if TYPE_CHECKING:
@@ -32,19 +27,11 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of a run beside the model that is served."""
     group = parser.add_argument_group("training", "a training run to take part in as well")
     group.add_argument(
-        "--train", type=Path, metavar="RUN",
+        "--train", type=Path, dest="run_file", metavar="RUN",
         help="name or id of a run of the swarm, or a run file; the run begins here with --new-run "
         "or --new-swarm",
     )  # fmt: skip
-    group.add_argument(
-        "--corpus", type=Path, metavar="FOLDER",
-        help="folder of the corpus shards (default: that of the run file)",
-    )  # fmt: skip
-    group.add_argument(
-        "--train-threads", type=parse_count, default=1, metavar="N",
-        help="compute threads of the run (default: %(default)s)",
-    )  # fmt: skip
-    add_member_arguments(group)
+    add_member_arguments(group, "--train-threads")
 
 
 def check_training_options(options: argparse.Namespace) -> None:
@@ -55,31 +42,62 @@ def check_training_options(options: argparse.Namespace) -> None:
         "--admit": bool(options.admit),
         "--stage": options.stage is not None,
     }
-    if options.train is None:
+    if options.run_file is None:
         for name in filter(given.get, given):
             raise UsageError(f"{name} is of a training run: name the run with --train")
     elif options.device != "cpu":
         raise UsageError("--train: a peer that trains as well serves with --device cpu")
 
 
-@dataclass
 class SideRun:
     """A run that a peer takes part in beside the model that it serves."""
 
-    config: RunPeerConfig
-    identity: Identity
-    num_bytes: int
-    """Memory of the largest stage that it may hold, with the graphs of its passes."""
-    _progress: dict[str, Any] = field(default_factory=dict[str, Any])
+    def __init__(self, options: argparse.Namespace) -> None:
+        """Raises UsageError for options of a run, or a run file, that are wrong."""
+        self._options = options
+        self._own = load_own_run(options)
+        self._config: RunPeerConfig | None = None
+        self._progress: dict[str, Any] = {}
+
+    async def prepare(self, network: Network, identity: Identity, clock: Clock) -> int:
+        """Choose the run if it begins here, or if a peer of the swarm shows it by now.
+
+        Returns the memory to keep free, for the largest stage that the peer may hold with the
+        graphs of its passes; 0: nobody shows the run yet. Raises UsageError for a run that does not
+        take us.
+        """
+        from ...peer.engine.training.run_plan import plan_run
+
+        search = partial(search_runs, network=network, clock=clock)
+        with suppress(NobodyAnswersError):
+            record = await choose_record(self._options, self._own, identity, search)
+            if record is not None:
+                self._config = config = await self._configure(record)
+                plan = await asyncio.to_thread(plan_run, config.run)
+                held = range(len(plan.stages)) if config.stages is None else config.stages
+                return max(plan.stages[one].memory_bytes for one in held) + config.graph_bytes
+        return 0
+
+    async def find_config(self, presence: Presence, clock: Clock, report: Report) -> RunPeerConfig:
+        """Return the settings of the peer in the run, as soon as a peer of the swarm shows that.
+
+        Reports `waiting_for`. Raises UsageError for what `shoal train` refuses.
+        """
+        if self._config is not None:
+            return self._config
+        record = await wait_for_record(self._options, self._own, presence, clock, report)
+        return await self._configure(record)
 
     def pass_on(self, report: Report) -> Report:
         """Return what reports events of the run, so that the status of the peer tells them too."""
-        run = self.config.run
+        told: dict[str, Any] = {}
 
         def note(event: PeerEvent) -> None:
-            if event.name == "update":
+            if event.name == "training":
+                told.update(name=event.facts["name"], num_updates=event.facts["num_updates"])
+            elif event.name == "update":
                 now = {name: event.facts[name] for name in ("update", "loss")}
-                self._progress = {"name": run.name, **now, "num_updates": run.num_updates}
+                self._progress = told | now
             elif event.name == "training_stopped":
                 self._progress = {}
             report(event)
@@ -90,34 +108,5 @@ class SideRun:
         """Return how far the run has come, for the status of the peer."""
         return {"run": self._progress} if self._progress else {}
 
-
-@contextmanager
-def choosing_side_run(
-    options: argparse.Namespace, network: InternetNetwork, report: Report
-) -> Generator[SideRun | None]:
-    """Yield the run of the options as soon as the swarm shows it; None where a signal comes first.
-
-    Holds the identity of the peer meanwhile. Raises UsageError for what `shoal train` refuses.
-    """
-    wanted = argparse.Namespace(
-        **{**vars(options), "run_file": options.train, "threads": options.train_threads}
-    )
-    training, clock = load_own_run(wanted), network.clock
-    records = list[RunRecord]()
-    with hold_identity(options.identity) as identity:
-
-        async def choose(stop: asyncio.Event, report: Report) -> None:
-            records.append(await choose_record(wanted, training, identity, network, clock, report))
-
-        with stop_on_sigterm(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(run_until_signalled(choose, report, options.end_with_stdin))
-        if not records:
-            yield None
-            return
-        config = make_config(wanted, records[0], is_beside=True)
-        from ...peer.engine.training.run_plan import plan_run
-
-        stages = plan_run(config.run).stages
-        held = range(len(stages)) if config.stages is None else config.stages
-        num_bytes = max(stages[one].memory_bytes for one in held) + config.graph_bytes
-        yield SideRun(config, identity, num_bytes)
+    async def _configure(self, record: RunRecord) -> RunPeerConfig:
+        return await asyncio.to_thread(make_config, self._options, record, is_beside=True)

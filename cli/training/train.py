@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +15,12 @@ import uvloop
 from ...peer.process.config import PeerEvent, Report
 from ...peer.process.identity_file import hold_identity
 from ...protocol.errors import ErrorCode, RefusedError, UsageError
-from ...protocol.runs.run_record import RunRecord
 from ..options.serve_options import make_network
-from ..terminal.interrupts import INTERRUPTED, stop_on_sigterm
-from ..terminal.signalled import RunPeerUntil, run_until_signalled
+from ..terminal.heavy_imports import importing_much
+from ..terminal.interrupts import INTERRUPTED, quitting_at_once, stop_on_sigterm
+from ..terminal.signalled import run_until_signalled
 from .model_folder import write_losses, write_model
-from .run_choice import choose_record, load_own_run, make_config
+from .run_choice import choose_stages, load_own_run, make_config, wait_for_record
 from .run_events import choose_report
 from .run_file import load_run
 from .train_alone import train_alone
@@ -40,19 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="output folder for the model, in transformers' format; a peer of a run with others "
         "needs none",
     )  # fmt: skip
-    parser.add_argument(
-        "--corpus", type=Path, metavar="FOLDER",
-        help="folder of the corpus shards (default: that of the run file)",
-    )  # fmt: skip
-    parser.add_argument("--threads", type=int, default=1, help="compute threads (default: 1)")
     add_peer_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object per event")
 
 
 def run(options: argparse.Namespace) -> int:
     """Train a run in this process, or a stage of it with others."""
-    if options.threads < 1:
-        raise UsageError(f"--threads must be at least 1, not {options.threads}")
     out: Path | None = options.out
     if out is not None and out.exists() and not out.is_dir():
         raise UsageError(f"{out} is no folder")
@@ -72,45 +66,43 @@ def _train_together(options: argparse.Namespace) -> int:
     training = load_own_run(options)
     network = make_network(options)
     clock = network.clock
-    records = list[RunRecord]()
     losses, held_out = dict[int, float](), dict[int, float]()
-    with hold_identity(options.identity) as identity:
+    with quitting_at_once(options.json), importing_much():  # seconds of torch
+        from torch import set_num_threads
 
-        async def choose(stop: asyncio.Event, report: Report) -> None:
-            records.append(await choose_record(options, training, identity, network, clock, report))
+        from ...peer.runs.run_peer import RunPeer, open_run
+        from ...peer.streams.service import JoinedPeer
 
-        _run(options, choose)
-        if not records:
-            return INTERRUPTED
-        (record,) = records
-        config = make_config(options, record)
-        from ...peer.runs.run_peer import RunPeer
+    set_num_threads(options.run_threads)  # of sums and digests too, not only of passes
+    if training is not None:
+        choose_stages(options, training)  # too little memory is told before joining
 
-        async def train(stop: asyncio.Event, tell: Report) -> None:
-            def report(event: PeerEvent) -> None:
-                if event.name in ("update", "held_out"):
-                    listed = losses if event.name == "update" else held_out
-                    listed[int(str(event.facts["update"]))] = float(str(event.facts["loss"]))
-                tell(event)
+    async def train(stop: asyncio.Event, tell: Report) -> None:
+        def report(event: PeerEvent) -> None:
+            if event.name in ("update", "held_out"):
+                listed = losses if event.name == "update" else held_out
+                listed[int(str(event.facts["update"]))] = float(str(event.facts["loss"]))
+            tell(event)
 
-            joining = RunPeer.join(config, network, clock, report, identity=identity)
-            async with joining as peer:
-                facts = {"name": record.run.name, "owner": record.owner, "run_id": record.run_id}
-                report(PeerEvent("online", facts))
-                may_drain = not options.end_with_stdin  # nobody is there to hurry it
-                finish = partial(_finish, peer, options.out, losses, held_out, report)
-                await peer.serve(peer.finish_or_leave(finish, stop, may_drain))
-                if peer.loop.failure is not None:
-                    raise RefusedError(ErrorCode.BAD_VALUES, peer.loop.failure)
+        async with AsyncExitStack() as stack:
+            identity = stack.enter_context(hold_identity(options.identity))
+            joining = JoinedPeer.join(network, identity, clock, report)
+            joined = await stack.enter_async_context(joining)
+            record = await wait_for_record(options, training, joined.presence, clock, report)
+            config = await asyncio.to_thread(make_config, options, record)
+            resources = await stack.enter_async_context(open_run(config, clock))
+            peer = await stack.enter_async_context(RunPeer.join(joined, resources, clock, report))
+            report(PeerEvent("online", peer.describe()))
+            may_drain = not options.end_with_stdin  # nobody is there to hurry it
+            finish = partial(_finish, peer, options.out, losses, held_out, report)
+            await peer.serve(peer.finish_or_leave(finish, stop, may_drain))
+            if peer.loop.failure is not None:
+                raise RefusedError(ErrorCode.BAD_VALUES, peer.loop.failure)
 
-        return 0 if _run(options, train) else INTERRUPTED
-
-
-def _run(options: argparse.Namespace, work: RunPeerUntil) -> bool:
-    """Do something until it ends, or a signal ends it; return whether the peer was online."""
     report = choose_report(options.json)
     with stop_on_sigterm(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(run_until_signalled(work, report, options.end_with_stdin))
+        was_online = runner.run(run_until_signalled(train, report, options.end_with_stdin))
+    return 0 if was_online else INTERRUPTED
 
 
 async def _finish(

@@ -33,8 +33,8 @@ def train_alone(options: argparse.Namespace, training: TrainingRun, out: Path) -
             from ...models.token_shards import TokenShards
             from ...peer.engine.training.whole_run import WholeRun
 
-        set_num_threads(options.threads)  # of sums and digests too, not only of passes
-        whole = WholeRun(training, options.threads)
+        set_num_threads(options.run_threads)  # of sums and digests too, not only of passes
+        whole = WholeRun(training, options.run_threads)
         folder = options.corpus or options.run_file.parent
         shards = TokenShards.open(training.corpus, folder, whole.vocabulary_size)
         out.mkdir(parents=True, exist_ok=True)  # an error now, not after hours

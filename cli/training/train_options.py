@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from ..options.join_options import add_join_arguments
 from ..options.listen_options import add_listen_arguments
-from ..options.quantities import parse_non_negative
+from ..options.quantities import parse_count, parse_non_negative
 from ..options.shared_options import add_announce_period_argument, add_identity_argument
 
 
@@ -25,8 +26,19 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
 
 
-def add_member_arguments(parser: argparse._ActionsContainer) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Declare the options of whoever trains with others, maybe beside what it serves."""
+def add_member_arguments(
+    parser: argparse._ActionsContainer,  # pyright: ignore[reportPrivateUsage]
+    threads_option: str = "--threads",
+) -> None:
+    """Declare the options of whoever trains a run, maybe beside what it serves."""
+    parser.add_argument(
+        "--corpus", type=Path, metavar="FOLDER",
+        help="folder of the corpus shards (default: that of the run file)",
+    )  # fmt: skip
+    parser.add_argument(
+        threads_option, dest="run_threads", type=parse_count, default=1, metavar="N",
+        help="compute threads of the run (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--new-run", action="store_true",
         help="begin the run in the swarm that --join or --initial-peers names",

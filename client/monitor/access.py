@@ -46,7 +46,7 @@ def make_access(membership: Membership | None) -> SwarmAccess:
     async def probe(peer: Announcement, transport: Transport) -> ProbeResult:
         try:
             stream, rtt_seconds = await open_greeted(
-                transport, clock, peer, peer.span, _ANSWER_SECONDS
+                transport, clock, peer, peer.span, _ANSWER_SECONDS, names_model=True
             )
             await stream.close()
         except RefusedError as error:

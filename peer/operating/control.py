@@ -18,7 +18,7 @@ from ..announcing.self_description import SelfDescription
 from ..hosting.hosted_model import HostedModel
 from ..process.config import PeerConfig, PeerEvent
 from ..process.pauses import ServingPauses
-from ..streams.service import Limits, Service, StreamHandler
+from ..streams.service import JoinedPeer, Limits, Service
 from .operator_addresses import is_socket_name
 
 LIMIT_NAMES = {
@@ -55,7 +55,7 @@ class ControlledPeer(Protocol):
     def announcer(self) -> Announcer: ...
 
     @property
-    def handler(self) -> StreamHandler: ...
+    def joined(self) -> JoinedPeer: ...
 
     @property
     def loop(self) -> ControlledLoop: ...
@@ -180,7 +180,7 @@ class PeerControl:
 
     @property
     def _service(self) -> Service | None:
-        return self.peer.handler.service
+        return self.peer.joined.handler.service
 
     def _count_used(self) -> dict[str, int]:
         """Return what is in use of each limit, by the names of `Limits`."""

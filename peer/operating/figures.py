@@ -15,7 +15,7 @@ from ..announcing.announcer import Announcer
 from ..engine.compute_thread import ComputeCounts
 from ..hosting.hosted_model import HostedModel
 from ..process.background import LoopLag
-from ..streams.service import StreamHandler
+from ..streams.service import JoinedPeer
 from ..streams.stream_host import ServiceCounts
 
 
@@ -36,7 +36,7 @@ class OperatedPeer(Protocol):
     def announcer(self) -> Announcer: ...
 
     @property
-    def handler(self) -> StreamHandler: ...
+    def joined(self) -> JoinedPeer: ...
 
     @property
     def loader(self) -> OperatedLoader: ...
@@ -83,7 +83,7 @@ class Figures:
 
 def read_figures(peer: OperatedPeer, clock: Clock) -> Figures:
     """Return the figures of this moment. Call it on the peer's event loop."""
-    service, model = peer.handler.service, peer.loader.model
+    service, model = peer.joined.handler.service, peer.loader.model
     span = None if service is None else service.host.span
     announced = peer.directory.records.list_current(model.model_id, clock.wall())
     return Figures(
@@ -97,7 +97,7 @@ def read_figures(peer: OperatedPeer, clock: Clock) -> Figures:
         loop_lag_seconds=peer.lag.mean_seconds,
         loop_lag_max_seconds=peer.lag.max_seconds,
         measured={} if service is None else service.measure(),
-        service=peer.handler.counts,
+        service=peer.joined.handler.counts,
         compute=peer.loader.counts,
     )
 

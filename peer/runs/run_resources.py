@@ -136,6 +136,8 @@ class RunResources:
     """The name of the model's class in transformers."""
     shards: TokenShards
     compute: WatchedCompute
+    compute_class: str
+    """The digest of what this machine computes of the run."""
 
     @property
     def run(self) -> TrainingRun:
@@ -158,13 +160,15 @@ class RunResources:
         return range(len(self.spans)) if self.config.stages is None else self.config.stages
 
     @classmethod
-    def open(cls, config: RunPeerConfig, compute: WatchedCompute) -> RunResources:
+    def open(
+        cls, config: RunPeerConfig, compute: WatchedCompute, compute_class: str
+    ) -> RunResources:
         """Read what a run needs on this machine. Raises UsageError."""
         shell = open_shell(config.run.model)
         embedding, _ = find_embedding_and_head(shell)
         shards = TokenShards.open(config.run.corpus, config.corpus_folder, embedding.num_embeddings)
         spans, architecture = config.run.list_stages(len(shell.layers)), type(shell.model).__name__
-        return cls(config, spans, architecture, shards, compute)
+        return cls(config, spans, architecture, shards, compute, compute_class)
 
 
 def make_compute(stack: ExitStack, *, is_beside: bool = False) -> Compute:

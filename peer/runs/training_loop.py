@@ -62,12 +62,10 @@ class TrainingLoop:
         self,
         member_id: MemberId,
         resources: RunResources,
-        compute_class: str,
         members: RemoteMembers,
         clock: Clock,
         report: Report,
     ) -> None:
-        """`compute_class` is the digest of what this machine computes of the run."""
         self.decisions: RunDecisions | None = None
         """The decisions of the run, once a member has told us the newest one."""
         self.stage: Stage | None = None
@@ -77,7 +75,6 @@ class TrainingLoop:
         self._member_id = member_id
         self._resources = resources
         self._config = config = resources.config
-        self._compute_class = compute_class
         self._members = members
         self._clock = clock
         self._report = report
@@ -448,7 +445,8 @@ class TrainingLoop:
         config = self._config
         if self.decisions is None and config.founds_run:
             stage = self._resources.stages[0]
-            first = found_run(config.record.run_id, self._member_id, stage, self._compute_class)
+            compute_class = self._resources.compute_class
+            first = found_run(config.record.run_id, self._member_id, stage, compute_class)
             self.decisions = self._open_decisions(first)
             return
         try:
@@ -459,7 +457,8 @@ class TrainingLoop:
         if not peers:
             self._waits.note("a peer of the run")
         self._rng.shuffle(peers)
-        compute_class, stages = bytes.fromhex(self._compute_class), self._resources.stages
+        resources = self._resources
+        compute_class, stages = bytes.fromhex(resources.compute_class), resources.stages
         before = None if self.decisions is None else self.decisions.newest
         question = RunJoin(make_question_id(), self._member_id, compute_class, pack_parts(stages))
         failures = await self._members.ask_peers(

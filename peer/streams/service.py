@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol, Self
 
 from ...protocol.errors import (
@@ -189,27 +190,6 @@ class StreamHandler:
         self.counts = ServiceCounts()
         """Counts over all services of the peer, which follow one another."""
 
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def join(
-        cls, network: Network, identity: Identity, clock: Clock, report: Report
-    ) -> AsyncGenerator[tuple[Self, Presence]]:
-        """Listen and join the directory; leave both at the end.
-
-        Reports `waiting` while nobody answers, and `directory`. Raises what `Network.serve` does.
-        """
-        handler = cls()
-
-        def note_waiting(why: str) -> None:
-            report(PeerEvent("waiting", {"why": why}))
-
-        presence = await join_patiently(network, identity, handler.serve, clock, note_waiting)
-        try:
-            report(PeerEvent("directory", dict(presence.addresses.facts)))
-            yield handler, presence
-        finally:
-            await presence.close()
-
     async def serve(self, stream: Stream) -> None:
         """Serve one stream until it ends, or tell it that there is nothing to be served yet.
 
@@ -249,3 +229,32 @@ class StreamHandler:
             if isinstance(message, Hello):
                 return self.others.get(message.model_id, self.service)
         return self.service
+
+
+@dataclass(frozen=True)
+class JoinedPeer:
+    """A peer that has joined its swarm, whatever it does there: serve a model, or train."""
+
+    presence: Presence
+    handler: StreamHandler
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def join(
+        cls, network: Network, identity: Identity, clock: Clock, report: Report
+    ) -> AsyncGenerator[Self]:
+        """Listen and join the directory; leave both at the end.
+
+        Reports `waiting` while nobody answers, and `directory`. Raises what `Network.serve` does.
+        """
+        handler = StreamHandler()
+
+        def note_waiting(why: str) -> None:
+            report(PeerEvent("waiting", {"why": why}))
+
+        presence = await join_patiently(network, identity, handler.serve, clock, note_waiting)
+        try:
+            report(PeerEvent("directory", dict(presence.addresses.facts)))
+            yield cls(presence, handler)
+        finally:
+            await presence.close()

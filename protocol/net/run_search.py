@@ -6,11 +6,10 @@ import asyncio
 import random
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from ..errors import (
     DirectoryError,
-    NobodyAnswersError,
     RefusedError,
     RemoteProtocolError,
     UnavailableError,
@@ -31,47 +30,33 @@ from .clock import AnswerTimeout, Clock
 from .dialling import open_greeted
 from .directory import Directory
 from .network import Network
-from .retry import Backoff, Retry
 from .transport import Transport
-
-_PAUSES = Backoff(0.5, 30.0)
-"""Between searches: a run may begin after those that are to join it."""
 
 _PEER_SECONDS = 10.0
 """How long one peer may take to show its record."""
 
 _RUNS_AT_ONCE = 4
 
+Search = Callable[[str], Awaitable[list[RunRecord]]]
+"""Returns the records of this name or id that peers of the swarm show, each once."""
+
 _RUN_ID = re.compile(r"[0-9a-f]{64}")
 
 
 async def find_run(
-    wanted: str,
-    peer_id: PeerId,
-    network: Network,
-    clock: Clock,
-    note_waiting: Callable[[str], None],
-    own: TrainingRun | None = None,
-) -> RunRecord:
-    """Return the record of the run of this name or id as soon as a peer of the swarm shows it.
+    wanted: str, peer_id: PeerId, search: Search, own: TrainingRun | None = None
+) -> RunRecord | None:
+    """Return the record of the run of this name or id; None where no peer of the swarm shows it.
 
-    `note_waiting` is told once that there is none yet. Of runs of one name, those that are equal to
-    `own` count. Raises UsageError where several are left, or where the run does not admit this
-    peer.
+    Of runs of one name, those that are equal to `own` count. Raises UsageError where several are
+    left, or where the run does not admit this peer, and DirectoryError where the swarm cannot be
+    reached.
     """
-    attempts = Retry(_PAUSES, clock)
-    while True:
-        try:
-            records = await search_runs(wanted, network, clock)
-        except NobodyAnswersError:
-            records = []
-        if records:
-            equal = [one for one in records if one.run == own]
-            return choose_run(wanted, equal or records, peer_id)
-        if not attempts.num_failures:
-            note_waiting(f"a peer that shows the run {wanted}")
-        attempts.note_failure()
-        await attempts.pause()
+    records = await search(wanted)
+    if not records:
+        return None
+    equal = [one for one in records if one.run == own]
+    return choose_run(wanted, equal or records, peer_id)
 
 
 def choose_run(wanted: str, records: Sequence[RunRecord], peer_id: PeerId) -> RunRecord:

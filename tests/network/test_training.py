@@ -166,6 +166,7 @@ def test_peers_that_serve_train_a_run_as_well(
         (code,) = founder.wait_for("directory")["join_codes"].values()
         join = ("--join", code)
         other = SideTrainingPeer(stack, "4:8", "test", *join, "--corpus", str(tmp_path))
+        waiting = SideTrainingPeer(stack, "0:1", "another", *join, "--corpus", str(tmp_path))
         founder.wait_for("update", update=1)
         words = ["generate", "shoal-stories", prompt, *join, "--max-new-tokens", "8"]
         assert main([*words, "--json"]) == 0
@@ -174,9 +175,11 @@ def test_peers_that_serve_train_a_run_as_well(
             peer.wait_for("trained")
         assert main(["export", "test", str(tmp_path / "out"), *join, "--json"]) == 0
         (exported,) = map(json.loads, capsys.readouterr().out.splitlines())
-        for peer in (founder, other):
+        waiting.wait_for("waiting_for", what="a peer that shows the run another")
+        waiting.wait_for("online", span="0:1")  # it serves meanwhile
+        for peer in (founder, other, waiting):
             peer.process.terminate()
-        for peer in (founder, other):
+        for peer in (founder, other, waiting):
             _, errors = peer.process.communicate()
             assert peer.process.returncode == 0, errors
 

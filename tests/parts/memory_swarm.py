@@ -195,8 +195,8 @@ class Inside:
         self.peer = peer
         self.endpoint = endpoint
         """Where it listens, whether or not it says so."""
-        assert peer.handler.service is not None
-        self.service: Service = peer.handler.service
+        assert peer.joined.handler.service is not None
+        self.service: Service = peer.joined.handler.service
         workloads = self.service.workloads
         (self.workload,) = (one for one in workloads if isinstance(one, SessionWorkload))
         (self.training,) = (one for one in workloads if isinstance(one, PassWorkload))

@@ -16,8 +16,9 @@ from virtual_time import VirtualClock, run_virtual
 from shoal.peer.engine.training.span_state import digest_tensors
 from shoal.peer.process.config import PeerEvent
 from shoal.peer.runs.remote_members import RemoteMembers
-from shoal.peer.runs.run_peer import RunPeer
+from shoal.peer.runs.run_peer import RunPeer, open_run
 from shoal.peer.runs.run_resources import RunPeerConfig
+from shoal.peer.streams.service import JoinedPeer
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import MemberId
 from shoal.protocol.messages.codec import decode_frame, encode_frame
@@ -271,12 +272,13 @@ class RunSwarm:
         stop = self._stops[host] = asyncio.Event()
         network = self.make_network(host)
         self._num_started += 1
-        joining = RunPeer.join(
-            config, network, VirtualClock(), note, identity=make_identity(host),
-            compute=self._make_compute(host), incarnation=str(self._num_started),
-            compute_class=compute_class,
-        )  # fmt: skip
-        async with joining as peer:
+        clock, incarnation = VirtualClock(), str(self._num_started)
+        compute = self._make_compute(host)
+        async with (
+            open_run(config, clock, compute=compute, compute_class=compute_class) as resources,
+            JoinedPeer.join(network, make_identity(host), clock, note) as joined,
+            RunPeer.join(joined, resources, clock, note, incarnation=incarnation) as peer,
+        ):
             self.peers[host] = peer
             serve = network.serve_stream
 

@@ -60,7 +60,7 @@ def test_session_goes_on_after_a_hop_is_lost(run_story: Any, trouble: str, hop: 
         taken_over = {
             peer.host: number
             for peer in world.loopback.peers
-            if (number := peer.peer.handler.counts.num_taken_over)
+            if (number := peer.peer.joined.handler.counts.num_taken_over)
         }
         assert taken_over == {after[hop]: 1}
 

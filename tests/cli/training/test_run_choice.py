@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,14 @@ from training_runs import open_run
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.cli.main import main
-from shoal.cli.training.run_choice import choose_record, make_config
+from shoal.cli.training.run_choice import choose_record, make_config, wait_for_record
+from shoal.cli.training.run_weights import visit_swarm
 from shoal.peer.engine.training.run_plan import plan_run
 from shoal.peer.hosting import hosted_model
-from shoal.peer.process.config import ignore
+from shoal.peer.process.config import PeerEvent
 from shoal.protocol.errors import UsageError
 from shoal.protocol.identity import Identity
+from shoal.protocol.net.run_search import search_runs
 from shoal.protocol.runs.run_record import RunRecord, sign_run
 from shoal.protocol.runs.training_run import TrainingRun
 
@@ -42,14 +46,17 @@ def test_options_that_do_not_fit_are_told_before_joining(
     assert complaint in capsys.readouterr().err
 
 
+def make_options(**changed: object) -> argparse.Namespace:
+    options = {"run_file": Path("test"), "new_swarm": False, "new_run": False, "admit": []}
+    return argparse.Namespace(**options | changed)
+
+
 async def choose(
     swarm: RunSwarm, own: TrainingRun | None, identity: Identity = OWNER, **changed: object
-) -> RunRecord:
+) -> RunRecord | None:
     """Choose the run of a peer with these options."""
-    options = argparse.Namespace(run_file=Path("test"), new_swarm=False, new_run=False, admit=[])
-    vars(options).update(changed)
-    network = swarm.make_network("newcomer")
-    return await choose_record(options, own, identity, network, VirtualClock(), ignore)
+    search = partial(search_runs, network=swarm.make_network("newcomer"), clock=VirtualClock())
+    return await choose_record(make_options(**changed), own, identity, search)
 
 
 def in_swarm(folder: Path, scene: Callable[[RunSwarm], Awaitable[None]]) -> None:
@@ -96,9 +103,31 @@ def test_run_begins_once_in_a_swarm(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="test is under way already: leave out --new-run"):
             await choose(swarm, swarm.run, new_run=True)
         record = await choose(swarm, swarm.run, new_run=True, admit=[friend])
+        assert record is not None
         assert (record.owner, record.admitted) == (OWNER.peer_id, (friend,))
 
     in_swarm(tmp_path, scene)
+
+
+def test_run_is_waited_for_and_that_is_told_once(tmp_path: Path) -> None:
+    events: list[PeerEvent] = []
+
+    async def main() -> None:
+        swarm = RunSwarm(open_run(tmp_path)[0], tmp_path)
+        clock = VirtualClock()
+        async with visit_swarm(swarm.make_network("newcomer"), OWNER) as presence:
+            waiting = asyncio.create_task(
+                wait_for_record(make_options(), None, presence, clock, events.append)
+            )
+            await asyncio.sleep(60.0)
+            assert not waiting.done()
+            await swarm.start("peer0", 0, founds_run=True)
+            assert await waiting == swarm.record
+            await swarm.close()
+
+    run_virtual(main())
+
+    assert events == [PeerEvent("waiting_for", {"what": "a peer that shows the run test"})]
 
 
 @pytest.mark.parametrize("is_beside", [False, True])
@@ -108,7 +137,7 @@ def test_memory_of_graphs_is_what_this_machine_has_left(
     record = sign_run(OWNER, open_run(tmp_path)[0])
     options = argparse.Namespace(
         run_file=tmp_path / "run.toml", corpus=None, stage=None, json=True, new_swarm=True,
-        new_run=False, threads=torch.get_num_threads(), announce_period=30.0, silence=10.0,
+        new_run=False, run_threads=torch.get_num_threads(), announce_period=30.0, silence=10.0,
         linger=10.0,
     )  # fmt: skip
     stages = plan_run(record.run).stages

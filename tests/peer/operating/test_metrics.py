@@ -146,7 +146,9 @@ async def scrape(port_of: list[int]) -> dict[str, tuple[str, str]]:
     records = SimpleNamespace(list_current=lambda model_id, now: [])
     peer = SimpleNamespace(
         announcer=SimpleNamespace(peer_id=identity_of(1).peer_id, state=PeerState.JOINING),
-        handler=SimpleNamespace(service=None, counts=ServiceCounts()),
+        joined=SimpleNamespace(
+            handler=SimpleNamespace(service=None, counts=ServiceCounts()),
+        ),
         loader=SimpleNamespace(
             counts=ComputeCounts(),
             model=SimpleNamespace(model_id=MODEL, spec=SimpleNamespace(num_blocks=8)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -33,15 +34,9 @@ def run(folder: Path) -> TrainingRun:
     return open_run(folder)[0]
 
 
-async def find(
-    swarm: RunSwarm,
-    wanted: str,
-    host: str = "newcomer",
-    note_waiting: Callable[[str], None] = lambda what: None,
-) -> RunRecord:
+async def find(swarm: RunSwarm, wanted: str, host: str = "newcomer") -> RunRecord | None:
     """Find a run as the peer of a host that knows its name or id only."""
-    network, peer_id = swarm.make_network(host), make_identity(host).peer_id
-    return await find_run(wanted, peer_id, network, VirtualClock(), note_waiting)
+    return await find_run(wanted, make_identity(host).peer_id, partial(search, swarm))
 
 
 async def search(swarm: RunSwarm, wanted: str) -> list[RunRecord]:
@@ -49,14 +44,11 @@ async def search(swarm: RunSwarm, wanted: str) -> list[RunRecord]:
 
 
 def test_newcomer_joins_a_run_by_its_name_or_id(run: TrainingRun, folder: Path) -> None:
-    waits: list[str] = []
-
     async def scene(swarm: RunSwarm) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            finding = tasks.create_task(find(swarm, "test", note_waiting=waits.append))
-            await asyncio.sleep(5.0)
-            await swarm.start("peer0", 0, founds_run=True)
-        record = finding.result()
+        assert await find(swarm, "test") is None
+        await swarm.start("peer0", 0, founds_run=True)
+        record = await find(swarm, "test")
+        assert record is not None
         assert (record, record.owner, record.run) == (swarm.record, OWNER.peer_id, run)
         assert await find(swarm, record.run_id) == record
         assert await search(swarm, "another") == []
@@ -75,8 +67,6 @@ def test_newcomer_joins_a_run_by_its_name_or_id(run: TrainingRun, folder: Path) 
             assert one.training.loss > 0
 
     run_in_swarm(run, folder, scene, num_peers=0)
-
-    assert waits == ["a peer that shows the run test"]
 
 
 def test_peer_that_is_not_admitted_neither_joins_nor_takes_others_in(

@@ -63,10 +63,8 @@ def test_peers_serve_steps_while_they_train_exactly(engine: Any, tmp_path: Path)
                 opening = open_run(
                     run_config, clock, compute=compute_slowly, compute_class=COMPUTE_CLASS
                 )
-                opened = await stack.enter_async_context(opening)
-                joining = RunPeer.join_beside(
-                    opened, inside.peer.handler, inside.peer.presence, clock
-                )
+                resources = await stack.enter_async_context(opening)
+                joining = RunPeer.join(inside.peer.joined, resources, clock)
                 peers.append(await stack.enter_async_context(joining))
             over = asyncio.gather(*(peer.loop.wait_until_over() for peer in peers))
             training = [asyncio.create_task(peer.serve(over)) for peer in peers]

@@ -104,7 +104,7 @@ def open_resources(
 
     watched = WatchedCompute(compute, VirtualClock(), 10.0)
     config = RunPeerConfig(sign_run(Identity(bytes(32)), run), folder, graph_bytes=graph_bytes)
-    return RunResources.open(config, watched)
+    return RunResources.open(config, watched, "c1" * 32)
 
 
 def with_stage(
@@ -601,7 +601,7 @@ def test_member_without_the_state_of_an_update_says_so_at_once(tmp_path: Path) -
     async def scene(stage: Stage) -> None:
         members = Others(None)
         loop = TrainingLoop(
-            OWN, open_resources(tmp_path), "c1" * 32, cast(RemoteMembers, members),
+            OWN, open_resources(tmp_path), cast(RemoteMembers, members),
             VirtualClock(), ignore,
         )  # fmt: skip
         sums = ("0" * 64,) * 2
