@@ -197,6 +197,58 @@ def test_replayed_part_is_counted_once_and_a_zombie_of_an_old_update_refused(
     with_stage(tmp_path, 1, scene)
 
 
+def test_update_that_begins_again_counts_no_part_that_was_ordered_before(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.pass_part(make_pass(), encode_tensor(INPUTS))
+        running = asyncio.create_task(stage.pass_part(make_pass(index=1), encode_tensor(INPUTS)))
+        await asyncio.sleep(0)
+
+        await stage.begin_again(1)
+
+        with pytest.raises(RefusedError, match="this member goes on with another update"):
+            await running
+        assert not stage.counted
+        assert not any(total.units.any() for total in stage.span.sums.values())
+        with pytest.raises(RefusedError, match="update 0 was begun again since part 2 was ordered"):
+            await stage.pass_part(make_pass(index=2), encode_tensor(INPUTS))
+        await stage.pass_part(replace(make_pass(), num_restarts=1), encode_tensor(INPUTS))
+        assert stage.counted == {part.index for part in stage.span.counted} == {0}
+
+    with_stage(tmp_path, 1, scene)
+
+
+def test_audit_counts_nothing_and_tells_the_same_as_who_has_counted_the_part(
+    tmp_path: Path,
+) -> None:
+    async def scene(stage: Stage) -> None:
+        audit = replace(make_pass(), is_audit=True)
+        await stage.pass_part(audit, encode_tensor(INPUTS))
+        assert not stage.counted
+        assert not any(total.units.any() for total in stage.span.sums.values())
+        audited = stage.digests
+
+        await stage.pass_part(make_pass(), encode_tensor(INPUTS))
+        assert stage.digests == 2 * audited  # of what is counted, and of what was audited
+
+        await stage.pass_part(audit, encode_tensor(INPUTS * 2))
+        assert stage.digests[:8] == audited
+        assert stage.digests[8:] != audited
+
+    with_stage(tmp_path, 1, scene)
+
+
+def test_member_that_lacks_a_part_or_a_mate_refuses_an_audit(tmp_path: Path) -> None:
+    async def scene(stage: Stage) -> None:
+        hand_on = replace(make_pass(), num_bytes=0, is_audit=True)
+        with pytest.raises(RefusedError, match="part 0 of update 0 is not counted here"):
+            await stage.pass_part(hand_on, b"")
+        with pytest.raises(RefusedError, match="an audit ends before its last member"):
+            await stage.pass_part(replace(hand_on, last_stage=0), b"")
+        assert not stage.audited
+
+    with_stage(tmp_path, 0, scene)
+
+
 def test_part_of_an_update_that_is_over_does_not_get_the_gradients_of_the_next_one(
     tmp_path: Path,
 ) -> None:
