@@ -91,6 +91,8 @@ MAX_FLOORS = 12
 COMMAND_TABLE = "cli/command_table.py"
 """It imports the one command that is chosen: each is an entry point of its own, from which floors
 are counted, and there may be as many as there are."""
+UNTESTED_ROOMS = {"kernels/native"}
+"""Its C is called by the kernels in Python, whose tests are those of both."""
 ROOM_FILES = range(2, 13)
 """Python files of a room beside its `__init__.py`."""
 
@@ -575,6 +577,15 @@ def bases_of(found: ast.ClassDef, known: Mapping[str, ast.ClassDef]) -> Iterator
 def private_methods_of(found: ast.ClassDef) -> set[str]:
     methods = (one for one in found.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef))
     return {one.name for one in methods if re.match("_[a-z]", one.name)}
+
+
+def test_every_room_has_tests_of_its_own() -> None:
+    rooms = {name_of(file.parent) for file in source_files()}
+    tested = {
+        name_of(file.parent).partition("/")[2] for file in (ROOT / "tests").rglob("test_*.py")
+    }
+
+    assert rooms - tested == UNTESTED_ROOMS
 
 
 def test_no_module_is_named_like_a_drawer() -> None:

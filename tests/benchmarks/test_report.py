@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from measuring.report import BenchRun, TargetFigure, at_least, at_most, compute_percentile
-from shoal.cli.benchmarking.figure import Figure, round_to_digits
+from shoal.cli.benchmarking.figure import Figure
 from shoal.protocol.errors import UnavailableError
 
 SEED = 5
@@ -35,14 +35,6 @@ def test_target_is_met_at_its_bound_and_never_by_what_is_no_number() -> None:
     assert TargetFigure("ratio", 3.01, "x", at_most(3)).is_met is False
     assert TargetFigure("ratio", math.nan, "x", at_least(2)).is_met is False
     assert TargetFigure("ratio", math.nan, "x", at_most(2)).is_met is False
-
-
-@pytest.mark.parametrize(
-    ("value", "rounded"),
-    [(0.0, 0.0), (0.0012346, 0.001235), (-12.3456, -12.35), (123456.7, 123457.0)],
-)
-def test_figures_are_rounded_to_digits_that_count(value: float, rounded: float) -> None:
-    assert round_to_digits(value, 4) == rounded
 
 
 def test_lines_of_a_table_stand_below_each_other() -> None:
