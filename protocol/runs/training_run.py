@@ -107,11 +107,12 @@ class Corpus(_Table):
 class Optimizer(_Table):
     """AdamW (Loshchilov and Hutter, 2019), or Muon for matrices of blocks and AdamW for the rest.
 
-    Muon (Jordan et al., 2024) takes its learning rate in AdamW's scale. SGD is plain, without
-    momentum, so that a run can be compared with other programs to the last bits.
+    "adamw8bit" is AdamW whose state has 8 bits per number (Dettmers and others, 2022). Muon (Jordan
+    et al., 2024) takes its learning rate in AdamW's scale. SGD is plain, without momentum, so that
+    a run can be compared with other programs to the last bits.
     """
 
-    name: Literal["muon", "adamw", "sgd"] = "muon"
+    name: Literal["muon", "adamw", "adamw8bit", "sgd"] = "muon"
     learning_rate: _Rate
     """The highest; of the matrices under Muon, of all parameters otherwise."""
     adamw_learning_rate: _Rate | None = None

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from ....kernels.adamw_8bit import AdamW8bit, make_state
+from ....protocol.errors import UsageError
 from ....protocol.runs.training_run import Optimizer
 from .muon import apply_muon
 
-_Rule = Literal["muon", "adamw", "sgd"]
+_Rule = Literal["muon", "adamw", "adamw8bit", "sgd"]
 
 
 class SpanOptimizer:
@@ -29,11 +31,12 @@ class SpanOptimizer:
 
     Muon updates the matrices of blocks. Embedding, head, norms and biases are AdamW's under Muon,
     too (Jordan et al., 2024). The experts of a block may be one weight of three dimensions, which
-    Muon takes as that many matrices.
+    Muon takes as that many matrices. Raises UsageError where this machine lacks the optimizer.
     """
 
     def __init__(self, config: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         self._config = config
+        self._adamw_8bit = _open_adamw_8bit() if config.name == "adamw8bit" else None
         self._weights = {name: weight.detach() for name, weight in parameters.items()}
         self._rules: dict[str, _Rule] = {
             name: _choose_rule(config, name, one) for name, one in parameters.items()
@@ -64,6 +67,12 @@ class SpanOptimizer:
                         [state["step"]], fused=True, amsgrad=False, beta1=beta1, beta2=beta2,
                         lr=adamw_rate, weight_decay=config.weight_decay, eps=1e-8, maximize=False,
                     )  # fmt: skip
+                case "adamw8bit":
+                    assert self._adamw_8bit is not None
+                    self._adamw_8bit.step(
+                        weight, gradient, state, learning_rate=adamw_rate, betas=config.betas,
+                        weight_decay=config.weight_decay,
+                    )  # fmt: skip
                 case "sgd":
                     decayed = gradient.add(weight, alpha=config.weight_decay)
                     weight.add_(decayed, alpha=-adamw_rate)
@@ -77,6 +86,13 @@ class SpanOptimizer:
         }
 
 
+def _open_adamw_8bit() -> AdamW8bit:
+    try:
+        return AdamW8bit()
+    except ValueError as error:
+        raise UsageError(f"optimizer.name: {error}, or train another run") from None
+
+
 def _choose_rule(config: Optimizer, name: str, weight: Tensor) -> _Rule:
     if config.name == "muon" and not (weight.ndim in (2, 3) and _is_in_block(name)):
         return "adamw"
@@ -84,7 +100,7 @@ def _choose_rule(config: Optimizer, name: str, weight: Tensor) -> _Rule:
 
 
 def _make_state(rule: _Rule, weight: Tensor) -> dict[str, Tensor]:
-    """Return what a rule keeps of a weight, under torch's names."""
+    """Return what a rule keeps of a weight, under the names of its library."""
     weight = weight.detach()
     match rule:
         case "muon":
@@ -95,6 +111,8 @@ def _make_state(rule: _Rule, weight: Tensor) -> dict[str, Tensor]:
                 "exp_avg": torch.zeros_like(weight),
                 "exp_avg_sq": torch.zeros_like(weight),
             }
+        case "adamw8bit":
+            return make_state(weight)
         case "sgd":
             return {}
 

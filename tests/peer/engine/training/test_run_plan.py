@@ -9,6 +9,7 @@ import pytest
 from run_swarm import RunSwarm, train_in_swarm
 from training_runs import MODEL, describe_run, open_run
 
+from shoal.kernels.linear.nf4 import has_bitsandbytes
 from shoal.peer.engine.training.run_plan import RunPlan, measure_tokens_per_second, plan_run
 from shoal.peer.engine.training.span_state import WEIGHTS_PREFIX, StateLayout, pick_weights
 from shoal.peer.engine.training.trainable_span import TrainableSpan
@@ -24,11 +25,17 @@ GPT2 = {
     "model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 96,
     "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
+EIGHT_BITS = {
+    "model": MODEL | {"hidden_size": 64}, "optimizer": {"name": "adamw8bit", "learning_rate": 0.01}
+}  # fmt: skip
+needs_bitsandbytes = pytest.mark.skipif(not has_bitsandbytes(), reason="needs bitsandbytes")
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, MUON, UNTIED, {"model": GPT2}, {"stage_borders": []}, {"stage_borders": [1, 3]}]
-)
+    "changes",
+    [{}, MUON, UNTIED, {"model": GPT2}, {"stage_borders": []}, {"stage_borders": [1, 3]},
+     pytest.param(EIGHT_BITS, marks=needs_bitsandbytes)],
+)  # fmt: skip
 def test_memory_is_that_of_a_stage(changes: dict[str, Any]) -> None:
     run = read_run(describe_run(**changes))
 

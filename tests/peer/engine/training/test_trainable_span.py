@@ -17,6 +17,7 @@ from training_runs import MODEL, open_run
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from shoal.kernels.linear.nf4 import has_bitsandbytes
 from shoal.models.token_shards import TokenShards
 from shoal.peer.engine.training.optimizers import SpanOptimizer
 from shoal.peer.engine.training.span_state import digest_tensors
@@ -48,6 +49,11 @@ OPT = {
     "dropout": 0.0,
     "init_std": 0.2,
 }
+WIDE = MODEL | {"hidden_size": 64, "intermediate_size": 96}
+"""Whose matrices have 4,096 numbers or more: 8-bit AdamW keeps 32 bits of smaller ones."""
+
+needs_bitsandbytes = pytest.mark.skipif(not has_bitsandbytes(), reason="needs bitsandbytes")
+EIGHT_BITS = pytest.param("adamw8bit", marks=needs_bitsandbytes)
 FAMILIES = {"tied": MODEL, "untied": UNTIED, "gemma2": GEMMA, "opt": OPT}
 
 
@@ -144,10 +150,10 @@ def test_held_out_part_of_another_update_is_refused(tmp_path: Path) -> None:
         span.evaluate(0, tokens[:1])
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon", EIGHT_BITS])
 def test_losses_follow_plain_pytorch(tmp_path: Path, optimizer: str) -> None:
     settings = {"name": optimizer, "learning_rate": 0.01, "weight_decay": 0.05, "clip_norm": 0.2}
-    run, shards = open_run(tmp_path, num_updates=6, optimizer=settings)
+    run, shards = open_run(tmp_path, num_updates=6, model=WIDE, optimizer=settings)
     whole = WholeRun(run)
     model = load_plain(run, whole.read_weights())
     weights = dict(model.named_parameters())
@@ -158,7 +164,10 @@ def test_losses_follow_plain_pytorch(tmp_path: Path, optimizer: str) -> None:
     muon = SpanOptimizer(run.optimizer, matrices)
     others = [one for name, one in weights.items() if name not in matrices]
     plain: torch.optim.Optimizer = torch.optim.SGD(others, weight_decay=0.05)
-    if optimizer != "sgd":
+    if optimizer == "adamw8bit":
+        library: Any = pytest.importorskip("bitsandbytes")
+        plain = library.optim.AdamW8bit(others, betas=(0.9, 0.95), weight_decay=0.05)
+    elif optimizer != "sgd":
         plain = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.05)
 
     updates = list[int]()
@@ -270,13 +279,16 @@ class Replicas:
                 replica.apply_update(replica.read_gradients(), math.fsum(norms))
 
 
-@pytest.mark.parametrize(("optimizer", "num_replicas"), [("adamw", 2), ("muon", 3)])
+@pytest.mark.parametrize(
+    ("optimizer", "num_replicas"),
+    [("adamw", 2), ("muon", 3), pytest.param("adamw8bit", 2, marks=needs_bitsandbytes)],
+)
 def test_weights_have_one_digest_whoever_computes_the_parts(
     tmp_path: Path, optimizer: str, num_replicas: int
 ) -> None:
     run, shards = open_run(
         tmp_path,
-        model=MODEL | {"attention_dropout": 0.1},
+        model=WIDE | {"attention_dropout": 0.1},
         optimizer={"name": optimizer, "learning_rate": 0.01},
     )
     whole = WholeRun(run)
@@ -291,10 +303,11 @@ def test_weights_have_one_digest_whoever_computes_the_parts(
         assert {replica.compute_digest() for replica in stage} == {digest}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", EIGHT_BITS])
 def test_joiner_continues_from_the_state_of_a_replica(tmp_path: Path, optimizer: str) -> None:
     settings = {"name": optimizer, "learning_rate": 0.01}
-    run, shards = open_run(tmp_path, stage_borders=[], num_updates=3, optimizer=settings)
+    changes = {"model": WIDE, "stage_borders": [], "optimizer": settings}
+    run, shards = open_run(tmp_path, num_updates=3, **changes)
     whole = WholeRun(run)
     (mate,) = whole.stages
     updates = whole.train(shards)
