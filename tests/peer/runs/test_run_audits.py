@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from run_swarm import RunSwarm, make_identity, run_in_swarm
 from training_runs import open_run, train_alone
 
-from shoal.protocol.runs.training_run import Mode, TrainingRun
+from shoal.protocol.runs.training_run import Mode, PartId, TrainingRun
 
 NUM_UPDATES = 3
 
@@ -21,9 +22,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("corpus")
 
 
-def open_mode(folder: Path, mode: Mode = "exact") -> tuple[TrainingRun, str]:
+def open_alone(folder: Path) -> tuple[TrainingRun, str]:
     """Return a run, and the digest of the weights that one process comes to."""
-    run, shards = open_run(folder, num_updates=NUM_UPDATES, mode=mode)
+    run, shards = open_run(folder, num_updates=NUM_UPDATES)
     return run, train_alone(run, shards)
 
 
@@ -67,13 +68,15 @@ def list_aside(swarm: RunSwarm) -> list[tuple[object, str]]:
     return [(one["peer"], str(one["why"])) for one in facts]
 
 
-@pytest.mark.parametrize("mode", ["exact", "int8"])
-def test_audits_change_nothing_and_accuse_nobody(folder: Path, mode: Mode) -> None:
-    run, digest = open_mode(folder, mode)
+@pytest.mark.parametrize(("mode", "num_stages"), [("exact", 3), ("int8", 2)])
+def test_audits_change_nothing_and_accuse_nobody(folder: Path, mode: Mode, num_stages: int) -> None:
+    borders = list(range(1, num_stages))
+    run, shards = open_run(folder, num_updates=NUM_UPDATES, mode=mode, stage_borders=borders)
+    num_peers = 2 * num_stages
     audited = set[object]()
 
     def prepare(swarm: RunSwarm) -> None:
-        for number in range(4):
+        for number in range(num_peers):
             swarm.faults[f"peer{number}"] = note
 
     def note(function: Any) -> Any:
@@ -83,11 +86,12 @@ def test_audits_change_nothing_and_accuse_nobody(folder: Path, mode: Mode) -> No
 
     def check(swarm: RunSwarm) -> None:
         assert not list_aside(swarm)
-        assert len(audited) == 2 * run.parts_per_update * NUM_UPDATES
+        last = [PartId(NUM_UPDATES - 1, index) for index in range(run.parts_per_update)]
+        assert audited.issuperset(product(range(num_stages), last))
         assert set(swarm.counted.values()) == {1}
 
-    ended = run_audited(run, folder, 4, prepare, check)
-    assert mode == "int8" or ended == digest
+    ended = run_audited(run, folder, num_peers, prepare, check)
+    assert mode == "int8" or ended == train_alone(run, shards)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +101,7 @@ def test_audits_change_nothing_and_accuse_nobody(folder: Path, mode: Mode) -> No
 def test_replica_that_computes_wrongly_is_put_aside_and_its_parts_are_computed_again(
     folder: Path, num_peers: int, host: str, num_passes: int
 ) -> None:
-    run, digest = open_mode(folder)
+    run, digest = open_alone(folder)
 
     def check(swarm: RunSwarm) -> None:
         ((peer, why),) = list_aside(swarm)
@@ -118,7 +122,7 @@ def test_replica_that_computes_wrongly_is_put_aside_and_its_parts_are_computed_a
 
 
 def test_first_of_two_replicas_counts_where_nothing_shows_which_one_is_right(folder: Path) -> None:
-    run, digest = open_mode(folder)
+    run, digest = open_alone(folder)
 
     def check(swarm: RunSwarm) -> None:
         ((peer, why),) = list_aside(swarm)
@@ -132,7 +136,7 @@ def test_first_of_two_replicas_counts_where_nothing_shows_which_one_is_right(fol
 
 
 def test_fault_of_an_audit_alone_puts_nobody_aside(folder: Path) -> None:
-    run, digest = open_mode(folder)
+    run, digest = open_alone(folder)
 
     def check(swarm: RunSwarm) -> None:
         assert not list_aside(swarm)
