@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...peer.process.config import PeerEvent, Report
-from ...protocol.errors import NobodyAnswersError, UsageError
+from ...protocol.errors import DirectoryError, UsageError
 from ...protocol.identity import Identity
 from ...protocol.net.clock import Clock
 from ...protocol.net.network import Network, Presence
@@ -69,7 +69,7 @@ class SideRun:
         from ...peer.engine.training.run_plan import plan_run
 
         search = partial(search_runs, network=network, clock=clock)
-        with suppress(NobodyAnswersError):
+        with suppress(DirectoryError):
             record = await choose_record(self._options, self._own, identity, search)
             if record is not None:
                 self._config = config = await self._configure(record)

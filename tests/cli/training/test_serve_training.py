@@ -21,9 +21,12 @@ from shoal.peer.runs import run_peer
 from shoal.peer.runs.run_peer import RunPeer, training_beside
 from shoal.peer.runs.run_resources import RunPeerConfig
 from shoal.peer.streams.service import JoinedPeer
+from shoal.protocol.errors import DirectoryError
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages.session import Welcome
 from shoal.protocol.net.memory.loopback import LoopbackTransport
+from shoal.protocol.net.memory.memory_directory import MemoryDirectory
+from shoal.protocol.net.memory.memory_network import MemoryNetwork
 from shoal.protocol.runs.run_record import RunRecord, sign_run
 from shoal.protocol.spans import Span
 
@@ -133,3 +136,17 @@ def test_run_that_does_not_admit_the_peer_is_told_and_the_peer_serves_on(
 
     assert beside.list_events() == ["waiting_for", "training_stopped"]
     assert "does not admit this peer" in str(beside.events[-1].facts["why"])
+
+
+def test_swarm_that_does_not_answer_is_no_reason_not_to_serve(tmp_path: Path) -> None:
+    class Silent(MemoryNetwork):
+        async def connect(self) -> tuple[LoopbackTransport, MemoryDirectory]:
+            raise DirectoryError("no peer of the directory answers")
+
+    open_run(tmp_path)
+    beside, clock = Beside(tmp_path), VirtualClock()
+    network = Silent(beside.swarm.network, beside.swarm.store, clock, "beside")
+
+    preparing = beside.side_run.prepare(network, Identity(bytes(32)), clock)
+
+    assert run_virtual(preparing) == 0
