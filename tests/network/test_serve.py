@@ -73,7 +73,7 @@ def test_peer_whose_terminal_is_closed_says_goodbye_and_leaves_no_process(
     assert known[swarm.peers[0].peer_id].state is PeerState.ONLINE
     assert known[peer.peer_id].kernels == peer.facts["kernels"] != ""
     assert known[peer.peer_id].name == "the attic"
-    assert known[peer.peer_id].device.startswith("cpu ")
+    assert known[peer.peer_id].device.startswith("cpu, ")
     assert known[peer.peer_id].block_bytes > 0
     (blocks,) = (family for family in families if family.name == "shoal_peer_blocks")
     assert [sample.value for sample in blocks.samples] == [2]
