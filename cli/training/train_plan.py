@@ -104,8 +104,9 @@ def _list_memory(training: TrainingRun, stages: tuple[StagePlan, ...]) -> list[s
     rows = [
         _MEMORY.format(
             index, str(stage.span), *map(show_bytes, (
-                stage.weight_bytes, stage.optimizer_bytes, stage.gradient_bytes + stage.sum_bytes,
-                stage.activation_bytes, stage.copy_bytes, stage.memory_bytes,
+                stage.weight_bytes + stage.cast_bytes, stage.optimizer_bytes,
+                stage.gradient_bytes + stage.sum_bytes, stage.activation_bytes, stage.copy_bytes,
+                stage.memory_bytes,
             ))
         )
         for index, stage in enumerate(stages)

@@ -33,6 +33,9 @@ MAX_SHARDS = 4096
 Mode = Literal["exact", "int8"]
 """How members of a run send activations and gradients: exactly, or as 8-bit integers."""
 
+Precision = Literal["fp32", "bf16"]
+"""In what products of a run are computed. Weights, norms, losses and sums stay in fp32."""
+
 _Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
 _Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 _Rate = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
@@ -151,6 +154,7 @@ class TrainingRun(_Table):
     parts_per_update: Annotated[int, Field(ge=1, le=MAX_PARTS)]
     rows_per_part: Annotated[int, Field(ge=1, le=MAX_ROWS)]
     mode: Mode = "exact"
+    compute: Precision = "fp32"
     optimizer: Optimizer
     schedule: LearningRateSchedule = LearningRateSchedule()
     held_out_every: Annotated[int, Field(ge=1, le=MAX_UPDATES)] | None = None

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from shoal.models.token_shards import TokenShards, write_shard
 from shoal.peer.engine.training.whole_run import WholeRun
@@ -65,6 +68,17 @@ def open_run(
         corpus["held_out"] = [held_out.model_dump()]
     run = read_run(describe_run(corpus=corpus, **changes))
     return run, TokenShards.open(run.corpus, folder, VOCABULARY)
+
+
+def load_plain(run: TrainingRun, weights: dict[str, Tensor]) -> Any:
+    """Return transformers' model of a run with these weights."""
+    config = CONFIG_MAPPING[run.model["model_type"]].from_dict(dict(run.model))
+    model = AutoModelForCausalLM.from_config(config)  # with sdpa, where it has that
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model.train()
 
 
 def train_alone(run: TrainingRun, shards: TokenShards) -> str:

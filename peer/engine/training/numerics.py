@@ -16,6 +16,9 @@ from torch import Tensor
 _SETTINGS: Any = torch.utils.deterministic
 """Whose attribute torch declares in a way that type checkers do not see."""
 
+_BF16_CAPABILITIES = ("avx512_bf16", "amx_bf16", "bf16")
+"""Torch's names for them; the last one is ARM's."""
+
 _changing_settings = threading.RLock()
 """Torch's settings belong to the process: whoever trains keeps others from changing them."""
 
@@ -37,6 +40,14 @@ def set_num_threads(num_threads: int) -> None:
     """
     with _changing_settings:
         torch.set_num_threads(num_threads)
+
+
+def has_bf16_products() -> bool:
+    """Return whether the processor multiplies in bfloat16, as far as torch tells; without that,
+    torch emulates it, which takes many times as long.
+    """
+    read_capabilities = getattr(torch.cpu, "get_capabilities", dict)
+    return any(read_capabilities().get(name) for name in _BF16_CAPABILITIES)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from .trainable_span import DEFAULT_GRAPH_BYTES, TrainableSpan
 
 _NUMBER_BYTES = 4
 _SUM_BYTES = 8
+_CAST_BYTES = 2
 _GRAPH_BYTES = 12
 """What a graph keeps at most of a token, for each input and output of a matrix. Llama's keep one
 number there, GPT-2's two.
@@ -38,6 +39,8 @@ class StagePlan:
     num_weights: int
     weight_bytes: int
     """Weights in float32, and what else a checkpoint has of these modules."""
+    cast_bytes: int
+    """Weights in bfloat16, while a part is computed in that."""
     optimizer_bytes: int
     sum_bytes: int
     """Sums of gradients, in float64, and a copy of them while an update is averaged."""
@@ -63,6 +66,7 @@ class StagePlan:
         """All together."""
         return (
             self.weight_bytes
+            + self.cast_bytes
             + self.optimizer_bytes
             + self.sum_bytes
             + self.gradient_bytes
@@ -222,17 +226,21 @@ def _plan_stage(run: TrainingRun, shell: Shell, span: Span) -> StagePlan:
         if weight.ndim > 1 and all(weight is not end for end in ends)
     )
     weight_bytes = _NUMBER_BYTES * num_weights + sum(one.nbytes for one in others)
+    cast_bytes = _CAST_BYTES * num_multiplied if run.compute == "bf16" else 0
+    graph_bytes = run.tokens_per_update * num_kept * _GRAPH_BYTES
+    graph_bytes += run.parts_per_update * cast_bytes  # each has its own
     optimizer_bytes = count_state_bytes(run.optimizer, weights)
     state_bytes = weight_bytes + optimizer_bytes
     return StagePlan(
         span,
         num_weights,
         weight_bytes=weight_bytes,
+        cast_bytes=cast_bytes,
         optimizer_bytes=optimizer_bytes,
         sum_bytes=2 * _SUM_BYTES * num_weights,
         gradient_bytes=_NUMBER_BYTES * num_weights,
         activation_bytes=run.parts_per_update * num_borders * part_bytes,
-        graph_bytes=0 if is_last else run.tokens_per_update * num_kept * _GRAPH_BYTES,
+        graph_bytes=0 if is_last else graph_bytes,
         copy_bytes=MOST_STATE_COPIES * state_bytes + MOST_WEIGHT_COPIES * weight_bytes,
         boundary_bytes=num_borders * sent_bytes,
         num_tied=embedding.weight.numel() if is_tied else 0,

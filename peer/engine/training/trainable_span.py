@@ -21,11 +21,11 @@ from ....kernels.exact_sums import (
     ExactSum,
     choose_exponent,
 )
-from ....protocol.errors import ErrorCode, RefusedError
+from ....protocol.errors import ErrorCode, RefusedError, UsageError
 from ....protocol.limits import MAX_HELD_OUT_LOSS
 from ....protocol.runs.training_run import PartId, TrainingRun
 from ....protocol.spans import Span
-from .numerics import computing_alike, digest_bits, sum_squares
+from .numerics import computing_alike, digest_bits, has_bf16_products, sum_squares
 from .optimizers import SpanOptimizer, compute_clip_factor
 from .span_building import build_span
 from .span_state import WEIGHTS_PREFIX, StateDigest, digest_tensors
@@ -100,6 +100,8 @@ class TrainableSpan:
 
     Graphs of passes under way take at most `graph_bytes`; the backward passes of the other parts
     compute their forward passes again.
+
+    Raises UsageError where this machine lacks what the run is computed with.
     """
 
     def __init__(
@@ -116,6 +118,11 @@ class TrainableSpan:
         self.squared_norm = 0.0
         """Of the gradient of all spans in the last update; 0: there was none."""
         self._run = run
+        if run.compute == "bf16" and not has_bf16_products():
+            raise UsageError(
+                "compute: this machine's processor has no instructions for bf16, which would take "
+                "many times as long as fp32: train on another machine, or in another run"
+            )
         self.modules = build_span(run, span)
         self._weights = self.modules.parameters
         self._optimizer = SpanOptimizer(run.optimizer, self._weights)
@@ -370,12 +377,17 @@ class TrainableSpan:
         self._passes.clear()
 
     def _compute(self, part: PartId, inputs: Tensor) -> Tensor:
-        """Return the outputs of a part with their graph; torch's own generator stays as it was."""
+        """Return the outputs of a part with their graph; torch's own generator stays as it was.
+
+        In bf16, torch decides which functions compute in that; their results that leave the span
+        are float32.
+        """
         seed = self._run.derive_seed("pass", part.update, part.index, self.span.start)
         alike = computing_alike(self._num_threads)
-        with alike, torch.random.fork_rng(devices=[]), torch.enable_grad():
+        cast = torch.autocast("cpu", torch.bfloat16, enabled=self._run.compute == "bf16")
+        with alike, cast, torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.default_generator.manual_seed(seed)
-            return self.modules(inputs)
+            return self.modules(inputs).float()
 
     def _measure_graph(self, part: PartId, inputs: Tensor) -> tuple[Tensor, int]:
         """Return the outputs of a part, and the bytes that their graph keeps: those of any part."""

@@ -1,4 +1,4 @@
-"""Runs with 8-bit AdamW: one digest, also with a member that took a mate's state."""
+"""Runs with 8-bit AdamW, and in bf16: one digest, also with a member that took a mate's state."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from run_swarm import RunSwarm, train_in_swarm
 from training_runs import MODEL, describe_run, open_run, train_alone
 
 from shoal.kernels.linear.nf4 import has_bitsandbytes
+from shoal.peer.engine.training.numerics import has_bf16_products
 from shoal.peer.engine.training.numerics_class import compute_class_digest
 from shoal.protocol.errors import UsageError
 from shoal.protocol.runs.training_run import read_run
@@ -21,12 +22,14 @@ WIDE = MODEL | {"hidden_size": 64, "intermediate_size": 96}
 
 
 needs_bitsandbytes = pytest.mark.skipif(not has_bitsandbytes(), reason="needs bitsandbytes")
+needs_bf16 = pytest.mark.skipif(not has_bf16_products(), reason="needs instructions for bf16")
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         pytest.param({"optimizer": OPTIMIZER}, marks=needs_bitsandbytes, id="adamw8bit"),
+        pytest.param({"compute": "bf16"}, marks=needs_bf16, id="bf16"),
     ],
 )
 def test_weights_have_one_digest_with_a_member_that_takes_the_state_of_a_mate(

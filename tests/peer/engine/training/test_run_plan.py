@@ -10,6 +10,7 @@ from run_swarm import RunSwarm, train_in_swarm
 from training_runs import MODEL, describe_run, open_run
 
 from shoal.kernels.linear.nf4 import has_bitsandbytes
+from shoal.peer.engine.training.numerics import has_bf16_products
 from shoal.peer.engine.training.run_plan import RunPlan, measure_tokens_per_second, plan_run
 from shoal.peer.engine.training.span_state import WEIGHTS_PREFIX, StateLayout, pick_weights
 from shoal.peer.engine.training.trainable_span import TrainableSpan
@@ -28,6 +29,7 @@ GPT2 = {
 EIGHT_BITS = {
     "model": MODEL | {"hidden_size": 64}, "optimizer": {"name": "adamw8bit", "learning_rate": 0.01}
 }  # fmt: skip
+needs_bf16 = pytest.mark.skipif(not has_bf16_products(), reason="needs instructions for bf16")
 needs_bitsandbytes = pytest.mark.skipif(not has_bitsandbytes(), reason="needs bitsandbytes")
 
 
@@ -155,7 +157,10 @@ def test_graphs_may_take_half_of_what_is_left_beside_the_largest_stage() -> None
     assert plan.choose_graph_bytes(stages, sizes[1]) == 0
 
 
-@pytest.mark.parametrize("changes", [{}, UNTIED, {"model": GPT2}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, UNTIED, {"model": GPT2}, pytest.param({"compute": "bf16"}, marks=needs_bf16)],
+)
 def test_graphs_of_all_parts_take_about_what_is_planned(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:

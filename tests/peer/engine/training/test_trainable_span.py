@@ -13,9 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
-from training_runs import MODEL, open_run
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from training_runs import MODEL, load_plain, open_run
 
 from shoal.kernels.linear.nf4 import has_bitsandbytes
 from shoal.models.token_shards import TokenShards
@@ -55,17 +53,6 @@ WIDE = MODEL | {"hidden_size": 64, "intermediate_size": 96}
 needs_bitsandbytes = pytest.mark.skipif(not has_bitsandbytes(), reason="needs bitsandbytes")
 EIGHT_BITS = pytest.param("adamw8bit", marks=needs_bitsandbytes)
 FAMILIES = {"tied": MODEL, "untied": UNTIED, "gemma2": GEMMA, "opt": OPT}
-
-
-def load_plain(run: TrainingRun, weights: dict[str, Tensor]) -> Any:
-    """Return transformers' model of a run with these weights."""
-    config = CONFIG_MAPPING[run.model["model_type"]].from_dict(dict(run.model))
-    model = AutoModelForCausalLM.from_config(config)  # with sdpa, where it has that
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}
-    model.tie_weights()
-    return model.train()
 
 
 def compute_plain(model: Any, run: TrainingRun, shards: TokenShards, update: int) -> float:
