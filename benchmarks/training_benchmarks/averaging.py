@@ -204,8 +204,9 @@ def measure(where: str, places: Sequence[Place], is_shared: bool, num_rounds: in
         print(f"{title}: {mode} mode", file=sys.stderr)
         round_seconds, seconds = measure_ours(mode, places, num_rounds)
         dtype = WireDtype.INT8 if mode == "int8" else WireDtype.FP32
-        num_bytes = compute_num_bytes(dtype, 1, 1, _NUM_NUMBERS) * (1 if mode == "int8" else 2)
-        sent_bytes = 2 * (num_members - 1) / num_members * num_bytes
+        # Sums are sent in int8 both times, or in 8 bytes and then in 4.
+        num_bytes = compute_num_bytes(dtype, 1, 1, _NUM_NUMBERS) * (2 if mode == "int8" else 3)
+        sent_bytes = (num_members - 1) / num_members * num_bytes
         floor = sent_bytes * (num_members if is_shared else 1) / bandwidth
         figures += [
             Figure(f"{mode}: floor", floor, "s"),

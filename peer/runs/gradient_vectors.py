@@ -15,12 +15,17 @@ from torch import Tensor
 
 from ...kernels.exact_sums import ExactSum, check_units
 from ...kernels.wire_tensors import INT8_GROUP, has_only_finite
-from ...protocol.messages.runs import SUM_BYTES
 from ..engine.training.numerics import sum_squares
 from ..engine.training.part_tensors import count_bytes, decode, encode
 
 Sums = Mapping[str, ExactSum]
 """The sums of a span, by the names of its weights."""
+
+_SUM, _FINISHED = np.dtype("<f8"), np.dtype("<f4")
+"""How whole numbers are sent, in exact mode: to the member that sums them, and from there."""
+
+_NUM_ENDS = 2
+"""Tied weights have gradients of each part at two stages."""
 
 
 def find_slice(members: Sequence[str], member: str, size: int) -> tuple[int, int]:
@@ -32,10 +37,6 @@ def find_slice(members: Sequence[str], member: str, size: int) -> tuple[int, int
     index, count, num_groups = members.index(member), len(members), -(-size // INT8_GROUP)
     start, stop = (-(-i * num_groups // count) * INT8_GROUP for i in (index, index + 1))
     return min(start, size), min(stop, size)
-
-
-_NUM_ENDS = 2
-"""Tied weights have gradients of each part at two stages."""
 
 
 class GradientVector(Protocol):
@@ -72,7 +73,7 @@ class GradientVector(Protocol):
         """
         ...
 
-    def count_bytes(self, num_numbers: int) -> int:
+    def count_bytes(self, num_numbers: int, is_reduced: bool) -> int:
         """Return how many bytes a slice of so many numbers takes."""
         ...
 
@@ -82,7 +83,10 @@ class GradientVector(Protocol):
 
 
 class ExactVector:
-    """Gradients as whole numbers, which are summed without any rounding."""
+    """Gradients as whole numbers, which are summed without any rounding.
+
+    A finished slice is rounded to float32, as the weights take it: it is half as long then.
+    """
 
     residual: Tensor | None = None
 
@@ -94,29 +98,38 @@ class ExactVector:
         self._room = sums[names[0]].room
 
     def add(self, start: int, stop: int, data: bytes | memoryview) -> None:
-        self.numbers[start:stop] += self._decode(start, data, self._most_norm)
+        self.numbers[start:stop] += self._decode(start, data, _SUM, self._most_norm)
 
     def finish(self, start: int, stop: int) -> None:
-        pass
+        # Their unit is a power of two, so that they are rounded as the gradients would be.
+        self.numbers[start:stop] = self.numbers[start:stop].float()
 
     def load(self, start: int, stop: int, data: bytes | memoryview) -> None:
-        self.numbers[start:stop] = self._decode(start, data, _NUM_ENDS * self._most_norm)
+        most_norm = _NUM_ENDS * self._most_norm
+        self.numbers[start:stop] = self._decode(start, data, _FINISHED, most_norm)
 
     def read(self, start: int, stop: int, is_reduced: bool) -> memoryview:
         # A mate's slice is its own numbers here until it has finished it, as it has them then.
         if stop > self.numbers.numel():
             raise ValueError(f"there are no numbers {start}:{stop}")
-        return self.numbers[start:stop].numpy().astype("<f8", copy=False).data.cast("B")
+        numbers = self.numbers[start:stop].numpy()
+        return numbers.astype(_FINISHED if is_reduced else _SUM, copy=False).data.cast("B")
 
-    def count_bytes(self, num_numbers: int) -> int:
-        return SUM_BYTES * num_numbers
+    def count_bytes(self, num_numbers: int, is_reduced: bool) -> int:
+        return num_numbers * (_FINISHED if is_reduced else _SUM).itemsize
 
     def read_gradients(self, sums: Sums) -> dict[str, Tensor]:
         pieces = _split(self.numbers, sums, self._names)
         return {name: sums[name].convert(piece) for name, piece in pieces.items()}
 
-    def _decode(self, start: int, data: bytes | memoryview, most_norm: float) -> Tensor:
-        numbers = torch.from_numpy(np.frombuffer(data, dtype="<f8").copy())
+    def _decode(
+        self,
+        start: int,
+        data: bytes | memoryview,
+        dtype: np.dtype[np.floating],
+        most_norm: float,
+    ) -> Tensor:
+        numbers = torch.from_numpy(np.frombuffer(data, dtype).astype(np.float64))
         check_units(numbers, self._room, self._room)
         _check_norm(self._list_pieces(start, numbers), most_norm)
         return numbers
@@ -184,7 +197,7 @@ class Int8Vector:
             raise ValueError(f"numbers {start}:{stop} are no slice here")
         return data
 
-    def count_bytes(self, num_numbers: int) -> int:
+    def count_bytes(self, num_numbers: int, is_reduced: bool) -> int:
         return count_bytes("int8", (1, 1, num_numbers))
 
     def read_gradients(self, sums: Sums) -> dict[str, Tensor]:

@@ -127,7 +127,7 @@ class Reducing:
             return
         vector = self._vectors[group]
         question = SumFetch(make_question_id(), self.attempt, group, is_reduced, start, stop)
-        num_bytes = vector.count_bytes(stop - start)
+        num_bytes = vector.count_bytes(stop - start, is_reduced)
         answer = await self._members.ask(mate, question, most_bytes=num_bytes)
         take = vector.load if is_reduced else vector.add
         try:

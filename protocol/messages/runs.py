@@ -31,9 +31,6 @@ from .fields import (
     sized_or_none,
 )
 
-SUM_BYTES = 8
-"""Bytes of one number of a sum: a whole number in float64."""
-
 _CONTEXT = b"shoal run hello 1"
 _ELEMENT_BYTES = 4
 _WIDTH = 2**16

@@ -142,7 +142,9 @@ class RunPlan:
         plan = self.stages[stage]
         numbers = _count_butterfly_numbers(plan.num_weights - plan.num_tied, members[stage])
         numbers += _count_butterfly_numbers(plan.num_tied, members[0] + members[-1])
-        return numbers * (_SUM_BYTES if self.run.mode == "exact" else 1 + 2 / INT8_GROUP)
+        is_exact = self.run.mode == "exact"
+        # Half of them to the members that sum them, and half from there.
+        return numbers * ((_SUM_BYTES + _NUMBER_BYTES) / 2 if is_exact else 1 + 2 / INT8_GROUP)
 
     def expect(
         self, num_peers: int, megabits_per_second: float, tokens_per_second: float

@@ -98,7 +98,7 @@ def test_int8_takes_a_quarter_of_the_bytes_and_comes_to_the_same_losses(folder: 
     tokens = 2 * 16
     assert exact.part_sizes == {4 * 32 * tokens}
     assert int8.part_sizes == {(32 + 2) * tokens}  # width 32 is one group, with a scale of 2 bytes
-    assert exact.sum_bytes == 8 * exact.num_summed > 0
+    assert exact.sum_bytes == 6 * exact.num_summed > 0  # 8 to the members that sum, 4 from there
     assert 0 < int8.sum_bytes < 1.04 * int8.num_summed
     # Rounding adds errors of about 1 % to a gradient, so it is to change less than an update does.
     int8_losses = list_losses(swarm)

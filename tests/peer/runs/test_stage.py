@@ -300,7 +300,7 @@ def test_part_that_is_counted_while_others_are_summed_is_not_in_their_loss(tmp_p
         async def answer(member: MemberId, question: Question) -> MemberAnswer:
             assert isinstance(question, SumFetch)
             await stage.pass_part(make_pass(index=1), encode_tensor(INPUTS))
-            numbers = bytes(8 * (question.stop - question.start))
+            numbers = bytes((4 if question.is_reduced else 8) * (question.stop - question.start))
             return MemberAnswer(Sums(question.question, len(numbers)), numbers)
 
         stage = await build_stage(tmp_path, 1, answer)
@@ -388,7 +388,7 @@ def test_mate_that_refuses_its_sums_is_named_until_it_leaves(tmp_path: Path) -> 
         assert isinstance(question, SumFetch)
         if member == LIAR:
             raise RefusedError(ErrorCode.BUSY, "no")
-        numbers = bytes(8 * (question.stop - question.start))
+        numbers = bytes((4 if question.is_reduced else 8) * (question.stop - question.start))
         return MemberAnswer(Sums(question.question, len(numbers)), numbers)
 
     async def scene(stage: Stage) -> None:
