@@ -98,7 +98,8 @@ def list_changed(content: object) -> Iterator[object]:
         case None:
             yield 0.5
         case str():
-            names = {"adamw": "sgd", "exact": "int8", "0" * 64: "2" * 64, "1" * 64: "3" * 64}
+            names = {"adamw": "sgd", "exact": "int8", "fp32": "bf16"}
+            names |= {"0" * 64: "2" * 64, "1" * 64: "3" * 64}
             yield names.get(content, content + "1")
 
 
@@ -112,7 +113,7 @@ def test_run_id_changes_with_every_setting_and_with_nothing_else() -> None:
     run_id = sign_run(owner, run).run_id
     assert sign_run(owner, read_run(content)).run_id == run_id
     assert len({run_id, *others}) == 1 + len(others)
-    assert len(others) == 36
+    assert len(others) == 37
 
 
 @pytest.mark.parametrize(
