@@ -21,11 +21,11 @@ MOVED := $(if $(filter-out $(shell cat .venv/checkout 2>/dev/null),$(CURDIR)),FO
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
-.PHONY: help demo swarm monitor-demo train-demo images test test-fast chaos check bench constraints proto clean FORCE
+.PHONY: help demo swarm monitor-demo train-demo images test test-fast bitsandbytes test-bitsandbytes chaos check bench constraints proto clean FORCE
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' Makefile
 
 demo: .venv/installed  ## watch a swarm on this machine survive the kill of a peer
 	@.venv/bin/shoal demo $(ARGS)
@@ -65,6 +65,18 @@ test: .venv/installed-dev  ## run every test that needs no GPU; TESTS=tests/prot
 test-fast: .venv/installed-dev  ## run one case of each quick test, for use before each commit
 	@$(TEST_ENVIRONMENT) $(PYTEST) --one-case \
 	    -m "not gpu and not thorough and not network and not slow" $(TESTS) $(ARGS)
+
+# bitsandbytes is optional, and other libraries import it where it is installed: these tests alone see it.
+BITSANDBYTES := $(shell sed -n 's/^bitsandbytes==/build\/bitsandbytes-/p' constraints.txt)
+
+$(BITSANDBYTES): | .venv/installed-dev
+	@$(PIP_INSTALL) --no-deps -c constraints.txt --target $@ bitsandbytes
+
+bitsandbytes: $(BITSANDBYTES)
+
+test-bitsandbytes: bitsandbytes  ## run the tests of 4-bit weights and 8-bit AdamW
+	@PYTHONPATH=$(BITSANDBYTES) $(TEST_ENVIRONMENT) $(PYTEST) -m "not gpu and not thorough" \
+	    $$(grep -rl --include='*.py' 'not has_bitsandbytes()' tests) $(ARGS)
 
 # -m: the run is a program in several modules, which tests use as well.
 CHAOS := PYTHONPATH=tests/parts:benchmarks $(TEST_ENVIRONMENT) $(RUN) -m chaos
