@@ -195,7 +195,8 @@ class Leader:
         if lacking:
             self._delays.pause(self._clock.now())
         if not self._delays.is_on:
-            self._waits.note(lacking or manifests.describe_failing(self._failed_sums.failing))
+            failing = manifests.describe_failing(self._failed_sums.failing)
+            self._waits.note(lacking or failing or self._held_out.failure)
         before = manifests.decision
         if await self._change_members(manifests):
             return self._decisions.newest is not before
@@ -244,6 +245,8 @@ class Leader:
                     losses.note(index, answer.check_kind(HeldOutPassed).loss)
                 except FAILURES as error:
                     _logger.info("held-out part %d failed: %s", index, error)
+                    passed = ", ".join(f"…{find_peer_id(one)[-8:]}" for one in (first, *route))
+                    losses.failure = f"held-out part {index} to pass the peers {passed}"
                     has_failed = True
 
         losses.begin(commit.update)
@@ -252,6 +255,7 @@ class Leader:
                 tasks.create_task(measure(index, *members))
         if losses.mean is None:
             return False
+        losses.failure = None
         measured = commit.model_copy(update={"held_out_loss": losses.mean})
         await self._decisions.follow(decision, decision.members, measured)
         return self._decisions.newest is not decision

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, cast
 
-from ...protocol.errors import UsageError
+from ...protocol.errors import DirectoryError, RevokedError, UsageError
 from ...protocol.ids import MemberId
 from ...protocol.net.clock import Clock
 from ...protocol.records.announcements import PeerState
@@ -84,7 +84,12 @@ class RunPeer:
             stack.push_async_callback(service.hang_up)
             joined.handler.others[record.model_id] = service
             stack.callback(joined.handler.others.pop, record.model_id)
-            await announcer.announce(PeerState.ONLINE)
+            try:
+                await announcer.announce(PeerState.ONLINE)
+            except RevokedError:
+                raise
+            except DirectoryError:  # what the process serves goes on
+                announcer.renew_now()
             yield cls(loop, announcer, resources, workload, clock)
 
     def describe(self) -> dict[str, object]:
@@ -168,7 +173,8 @@ async def open_run(
     `compute` runs what is computed; None: a thread of its own. `is_beside`: the process serves as
     well. Raises UsageError, for a shard that is missing as well.
     """
-    with ExitStack() as stack:
+    stack = ExitStack()
+    try:
         compute = WatchedCompute(
             compute or make_compute(stack, is_beside=is_beside), clock, config.silence_seconds
         )
@@ -176,6 +182,8 @@ async def open_run(
             measure = partial(compute_class_digest, config.run, config.num_threads)
             compute_class = cast(str, await compute(measure))
         yield await asyncio.to_thread(RunResources.open, config, compute, compute_class)
+    finally:
+        await asyncio.to_thread(stack.close)  # it waits for what is computed
 
 
 @asynccontextmanager

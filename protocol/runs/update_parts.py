@@ -27,6 +27,9 @@ LEAST_PER_MEMBER = 2
 what belongs to a part until the commit in any case, so more of them take memory for graphs only.
 """
 
+_LEAST_SECONDS = 1e-6
+"""Of a part: members tell how long they take."""
+
 _MOST_PER_MEMBER = 8
 """A member of the first stage keeps graphs of as many parts as are under way, and computes forward
 passes again beyond its memory for graphs."""
@@ -178,10 +181,12 @@ class UpdateParts:
         >>> parts = UpdateParts(64, [["a", "b"], ["c"]], (), {"a": 1.0, "b": 1.0, "c": 0.25})
         >>> [parts.choose_num_under_way(seconds) for seconds in (None, 1.5, 4.0, 1000.0)]
         [6, 6, 11, 24]
+        >>> UpdateParts(4, [["a"]], (), {"a": 5e-324}).choose_num_under_way(1.0)
+        8
         """
         num_members = sum(map(len, self.stages))
         seconds = [[self.part_seconds.get(one) for one in members] for members in self.stages]
-        rates = [sum(1 / one for one in stage if one) for stage in seconds]
+        rates = [sum(1 / max(one, _LEAST_SECONDS) for one in stage if one) for stage in seconds]
         num_passed = (trip_seconds or 0.0) * min(filter(None, rates), default=0.0)
         num = max(LEAST_PER_MEMBER * num_members, num_members + math.ceil(num_passed))
         return min(num, _MOST_PER_MEMBER * num_members)
@@ -326,11 +331,13 @@ class HeldOutLosses:
         self._num_parts = num_parts
         self._update: int | None = None
         self._losses = dict[int, float]()
+        self.failure: str | None = None
+        """What keeps it from being measured."""
 
     def begin(self, update: int) -> None:
         """Measure after so many updates; what is known of another number is forgotten."""
         if update != self._update:
-            self._update, self._losses = update, {}
+            self._update, self._losses, self.failure = update, {}, None
 
     def note(self, index: int, loss: float) -> None:
         """Note the loss of a part."""

@@ -116,12 +116,12 @@ class RunPlan:
         """Return the limit of graphs of passes under way, beside the largest of these stages.
 
         Half of what is left stays free, as passes beyond the limit are only slower: their graphs
-        are computed again. Nothing is reserved: graphs take what the parts under way need.
+        are computed again. Nothing is reserved, and no more taken than the parts of an update need.
         `is_beside`: the process serves blocks, too, which do without the limit: so it is smaller.
         """
         left = max(free_bytes - max(self.stages[one].memory_bytes for one in stages), 0) // 2
-        useful = max(self.stages[one].graph_bytes for one in stages)
-        return min(left, useful, DEFAULT_GRAPH_BYTES) if is_beside else left
+        limit = min(left, max(self.stages[one].graph_bytes for one in stages))
+        return min(limit, DEFAULT_GRAPH_BYTES) if is_beside else limit
 
     def count_members(self, num_peers: int) -> list[int]:
         """Return how many of the peers hold each stage: they join where the fewest are."""

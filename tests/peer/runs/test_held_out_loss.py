@@ -149,6 +149,8 @@ def test_peer_that_is_silent_while_the_held_out_loss_is_measured_is_left_out_and
     swarm = measure(open_held_out(folder), folder, scene)
 
     assert list_held_out(swarm, paused[0])[NUM_UPDATES] == alone[NUM_UPDATES]
+    waits = [str(one.facts["what"]) for _, one in swarm.events if one.name == "waiting_for"]
+    assert any(what.startswith("held-out part") for what in waits), waits
 
 
 def test_peer_that_joins_late_learns_the_held_out_loss(
