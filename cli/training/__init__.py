@@ -1,4 +1,6 @@
-"""The parts of `shoal train`: training a model from scratch.
+"""Training from scratch: `shoal train`, `train-plan`, `export`, and the run of `shoal serve
+--train`.
 
-The computing is in `peer/engine/training/`. Read first: train.py.
+run_file.py only reads TOML: fields of run files are in `protocol/runs/training_run.py`. The
+computing is in `peer/engine/training/`. Read first: train.py.
 """

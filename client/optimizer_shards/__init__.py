@@ -2,5 +2,6 @@
 blocks, and what is done when that peer is lost.
 
 The optimizer that users see is not here (`../training/peer_optimizer.py`), nor is the arithmetic of
-an update (`peer/engine/adapters/`). Read first: sharded_optimizer.py.
+an update of an adapter (`peer/engine/adapters/`). Optimizers of training runs are in
+`peer/engine/training/`. Read first: sharded_optimizer.py.
 """

@@ -3,5 +3,5 @@ computes (embeddings, final norm, head).
 
 Nothing here computes, and files of families do not import each other. A new family is one new file
 and one line in registry.py (docs/new-family.md); `../specs/` changes only if its blocks differ in a
-way that no other family's do. Read first: llama.py.
+way that no other family's do, and then `peer/engine/blocks/` as well. Read first: llama.py.
 """
