@@ -154,7 +154,7 @@ class TrainingRun(_Table):
     parts_per_update: Annotated[int, Field(ge=1, le=MAX_PARTS)]
     rows_per_part: Annotated[int, Field(ge=1, le=MAX_ROWS)]
     mode: Mode = "exact"
-    compute: Precision = "fp32"
+    precision: Precision = "fp32"
     optimizer: Optimizer
     schedule: LearningRateSchedule = LearningRateSchedule()
     held_out_every: Annotated[int, Field(ge=1, le=MAX_UPDATES)] | None = None

@@ -228,7 +228,7 @@ def _plan_stage(run: TrainingRun, shell: Shell, span: Span) -> StagePlan:
         if weight.ndim > 1 and all(weight is not end for end in ends)
     )
     weight_bytes = _NUMBER_BYTES * num_weights + sum(one.nbytes for one in others)
-    cast_bytes = _CAST_BYTES * num_multiplied if run.compute == "bf16" else 0
+    cast_bytes = _CAST_BYTES * num_multiplied if run.precision == "bf16" else 0
     graph_bytes = run.tokens_per_update * num_kept * _GRAPH_BYTES
     graph_bytes += run.parts_per_update * cast_bytes  # each has its own
     optimizer_bytes = count_state_bytes(run.optimizer, weights)

@@ -118,9 +118,9 @@ class TrainableSpan:
         self.squared_norm = 0.0
         """Of the gradient of all spans in the last update; 0: there was none."""
         self._run = run
-        if run.compute == "bf16" and not has_bf16_products():
+        if run.precision == "bf16" and not has_bf16_products():
             raise UsageError(
-                "compute: this machine's processor has no instructions for bf16, which would take "
+                "precision: this machine's processor has no instructions for bf16, which would take "
                 "many times as long as fp32: train on another machine, or in another run"
             )
         self.modules = build_span(run, span)
@@ -384,7 +384,7 @@ class TrainableSpan:
         """
         seed = self._run.derive_seed("pass", part.update, part.index, self.span.start)
         alike = computing_alike(self._num_threads)
-        cast = torch.autocast("cpu", torch.bfloat16, enabled=self._run.compute == "bf16")
+        cast = torch.autocast("cpu", torch.bfloat16, enabled=self._run.precision == "bf16")
         with alike, cast, torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.default_generator.manual_seed(seed)
             return self.modules(inputs).float()

@@ -29,7 +29,7 @@ needs_bf16 = pytest.mark.skipif(not has_bf16_products(), reason="needs instructi
     "changes",
     [
         pytest.param({"optimizer": OPTIMIZER}, marks=needs_bitsandbytes, id="adamw8bit"),
-        pytest.param({"compute": "bf16"}, marks=needs_bf16, id="bf16"),
+        pytest.param({"precision": "bf16"}, marks=needs_bf16, id="bf16"),
     ],
 )
 def test_weights_have_one_digest_with_a_member_that_takes_the_state_of_a_mate(

@@ -33,7 +33,7 @@ def test_losses_follow_plain_pytorch_under_autocast(tmp_path: Path, model: dict[
     model = model | dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
     settings = {"name": "adamw", "learning_rate": 0.01, "weight_decay": 0.05}
     run, shards = open_run(
-        tmp_path, num_updates=6, model=model, optimizer=settings, compute="bf16"
+        tmp_path, num_updates=6, model=model, optimizer=settings, precision="bf16"
     )  # fmt: skip
     exact, _ = open_run(tmp_path, num_updates=6, model=model, optimizer=settings)
     whole = WholeRun(run)
@@ -68,7 +68,7 @@ def test_losses_follow_plain_pytorch_under_autocast(tmp_path: Path, model: dict[
 @needs_bf16
 def test_hidden_states_are_float32_and_passes_have_the_same_bits_again(tmp_path: Path) -> None:
     run, shards = open_run(
-        tmp_path, model=MODEL | {"attention_dropout": 0.3}, compute="bf16"
+        tmp_path, model=MODEL | {"attention_dropout": 0.3}, precision="bf16"
     )  # fmt: skip
     part, found = PartId(0, 0), set[tuple[str, str]]()
     tokens, labels = shards.read_part(run, part)
@@ -89,7 +89,7 @@ def test_hidden_states_are_float32_and_passes_have_the_same_bits_again(tmp_path:
 @needs_bf16
 def test_class_digest_tells_what_is_computed_in() -> None:
     digests = {
-        compute_class_digest(read_run(describe_run(compute=one)), num_threads=1)
+        compute_class_digest(read_run(describe_run(precision=one)), num_threads=1)
         for one in ("fp32", "bf16")
     }
 
@@ -100,13 +100,13 @@ def test_processor_without_bf16_is_refused_before_it_joins(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
 
     compute_class_digest(read_run(describe_run()), num_threads=1)
-    with pytest.raises(UsageError, match="compute: this machine's processor has no instructions"):
-        compute_class_digest(read_run(describe_run(compute="bf16")), num_threads=1)
+    with pytest.raises(UsageError, match="precision: this machine's processor has no instructions"):
+        compute_class_digest(read_run(describe_run(precision="bf16")), num_threads=1)
 
 
 def test_plan_counts_the_weights_in_bf16() -> None:
     for one, other in zip(
-        plan_run(read_run(describe_run(compute="bf16"))).stages,
+        plan_run(read_run(describe_run(precision="bf16"))).stages,
         plan_run(read_run(describe_run())).stages,
         strict=True,
     ):

@@ -161,7 +161,7 @@ def test_graphs_may_take_half_of_what_is_left_beside_the_largest_stage() -> None
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, UNTIED, {"model": GPT2}, pytest.param({"compute": "bf16"}, marks=needs_bf16)],
+    [{}, UNTIED, {"model": GPT2}, pytest.param({"precision": "bf16"}, marks=needs_bf16)],
 )
 def test_graphs_of_all_parts_take_about_what_is_planned(
     tmp_path: Path, changes: dict[str, Any]
