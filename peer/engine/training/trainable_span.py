@@ -120,7 +120,7 @@ class TrainableSpan:
         self._run = run
         if run.precision == "bf16" and not has_bf16_products():
             raise UsageError(
-                "precision: this machine's processor has no instructions for bf16, which would take "
+                "precision: this machine's processor has no instructions for bf16, which takes "
                 "many times as long as fp32: train on another machine, or in another run"
             )
         self.modules = build_span(run, span)
