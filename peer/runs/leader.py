@@ -30,7 +30,7 @@ from ...protocol.messages.runs import (
 )
 from ...protocol.net.clock import Clock
 from ...protocol.net.tasks import cancel_all
-from ...protocol.runs.audits import Audits, judge_part
+from ...protocol.runs.audits import ASKED_AGAIN, Audits
 from ...protocol.runs.deadlines import CommitDelays
 from ...protocol.runs.decisions import Decided, Decision, Member
 from ...protocol.runs.manifests import (
@@ -211,10 +211,9 @@ class Leader:
         parts = manifests.list_parts(self._run.parts_per_update)
         parts.failures = self._failures
         self._lost.note(update, parts.counted)
-        for stage, index in self._audits.order_disputed(manifests, parts):
-            difference = judge_part(manifests, stage, index)
-            what = f"gradients of part {index}"
-            self._report_difference(what, update, stage, difference, is_open=True)
+        for found in self._audits.order_disputed(manifests, parts):
+            what = f"gradients of part {found.index}"
+            self._report_difference(what, update, found.stage, found.difference, found.follows)
         if (refused := parts.find_refused()) is not None:
             await self._stop(before, *refused)
             return False
@@ -333,17 +332,20 @@ class Leader:
         decision = self._decisions.newest
         if manifests.decision is not decision:
             return True  # decided meanwhile
-        aside, commit = choose_aside(manifests, self._failed_sums.failing), self._decisions.commit
-        if aside is None and (aside := self._audits.choose_aside(manifests)) is not None:
-            commit = commit.make_restarted()
+        commit, aside = self._decisions.commit, choose_aside(manifests, self._failed_sums.failing)
+        wrong = self._audits.choose_aside(manifests) if aside is None else None
+        aside = aside or wrong
         members = manifests.choose_members(aside.member if aside else None)
+        lost = set(decision.roster).difference(one.id for one in members)
+        if wrong is not None or self._audits.has_in_dispute(lost, manifests):
+            commit = commit.make_restarted()
         members = self._let_in(manifests, members)
         if members == list(decision.members):
             return False
         await self._decisions.follow(decision, members, commit)
         gone = set(decision.roster).difference(self._decisions.newest.roster)
         if aside is not None and aside.member in gone:
-            self._note_aside(aside)
+            self._note_aside(aside, 0.0 if wrong else self._failed_sums.seconds)
         if gone:
             self._failed_sums.clear()  # others may have failed for these
         update, differences = manifests.commit.update, manifests.find_differences()
@@ -358,7 +360,7 @@ class Leader:
             return True
         self._disputed = update
         for stage, difference in differences.items():
-            self._report_difference("sums", update, stage, difference, is_open=True)
+            self._report_difference("sums", update, stage, difference, ASKED_AGAIN)
         return False
 
     def _leave_out_differing(
@@ -376,10 +378,10 @@ class Leader:
                     self._let_rest(member, why)
 
     def _report_difference(
-        self, what: str, update: int, stage: int, difference: Difference, is_open: bool = False
+        self, what: str, update: int, stage: int, difference: Difference, follows: str = ""
     ) -> str:
         """Report replicas that differ; return which they are, and what follows."""
-        why = difference.describe(what, is_open)
+        why = difference.describe(what, follows)
         facts = {
             "update": update,
             "stage": stage,
@@ -393,8 +395,8 @@ class Leader:
         _logger.warning("update %d, stage %d: %s", update, stage, why)
         return why
 
-    def _note_aside(self, aside: Aside) -> None:
-        self._let_rest(aside.member, aside.why, self._failed_sums.seconds)
+    def _note_aside(self, aside: Aside, held_up_seconds: float) -> None:
+        self._let_rest(aside.member, aside.why, held_up_seconds)
         peer_id, others = find_peer_id(aside.member), [find_peer_id(one) for one in aside.others]
         facts = {"peer": peer_id, "others": others, "why": aside.why}
         self._report(PeerEvent("put_aside", facts))
@@ -445,10 +447,12 @@ class Leader:
                     order = under_way.pop(task)
                     try:
                         has_changed |= not parts.note_passed(order, task.result().route)
+                        self._audits.note_audit(order, has_passed=True)
                         self._audits.draw(order, parts)
                     except FAILURES as error:
                         _logger.info("part %d of update %d failed: %s", order.index, update, error)
                         parts.note_failed(order)
+                        self._audits.note_audit(order, has_passed=False)
                         has_changed |= not order.is_audit
         finally:
             self._lost.note(update, parts.counted)

@@ -172,7 +172,7 @@ async def fetch_state(
             await asyncio.gather(*(ask_digest(holder, grace) for holder in holders))
     told = {holder: digests[holder] for holder in holders if holder in digests}
     if difference := find_difference(told):
-        note(f"before update {update}, {difference.describe('states', is_open=False)}")
+        note(f"before update {update}, {difference.describe('states')}")
     trusted = [one for one in told if one in find_equal(told)] if told else []
     if rng is not None:
         rng.shuffle(trusted)

@@ -3,19 +3,57 @@
 A member tells digests of all parts that it has computed, and does not know which of them are
 audited: the leader draws these at random, once they are counted. Where digests differ, all replicas
 of the stage compute the part again, those that have done so as well, as a fault of memory does not
-come twice. What most of them have then is right; of equally many, what the first one on the roster
-has. So nothing depends on the order in which anything arrives.
+come twice. What most of them have then is right. Of equally many, those count that have told the
+same both times; where that leaves as many again, nothing shows who is wrong, and nobody goes. So
+nothing depends on the order in which anything arrives.
 """
 
 from __future__ import annotations
 
 import random
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ..ids import MemberId
 from .manifests import Aside, Manifests
 from .update_parts import Difference, PartOrder, UpdateParts, find_equal
+
+_MOST_TRIES = 3
+"""How many audits of a disputed part may fail at a member before it is judged without that one."""
+
+ASKED_AGAIN = "one of which is wrong: all compute them again"
+UNSETTLED = "and nothing shows which of them are right: the update counts as it is"
+
+
+@dataclass(frozen=True)
+class DisputedPart:
+    """What members of a stage tell differently of a part, and what follows."""
+
+    stage: int
+    index: int
+    difference: Difference
+    follows: str
+
+
+@dataclass
+class _Dispute:
+    """A part that all replicas of a stage compute again."""
+
+    counted: Mapping[MemberId, bytes]
+    """What those told that had counted it when the dispute began. One that sees that it is caught
+    may tell another digest later.
+    """
+    answered: set[MemberId] = field(default_factory=set[MemberId])
+    """Those that have computed it again."""
+    failures: Counter[MemberId] = field(default_factory=Counter[MemberId])
+    is_over: bool = False
+    """Whether it has ended without anybody that has to go."""
+
+    def list_missing(self, members: Sequence[MemberId]) -> list[MemberId]:
+        """Return those that still have to compute the part."""
+        tried = self.answered.union(one for one, num in self.failures.items() if num >= _MOST_TRIES)
+        return [one for one in members if one not in tried]
 
 
 class Audits:
@@ -27,8 +65,8 @@ class Audits:
         self._rng = rng
         self._begun: tuple[int, int] | None = None
         """The update, and how often that was begun again."""
-        self._disputed = set[tuple[int, int]]()
-        """The stages and parts that all replicas were asked to compute again."""
+        self._disputes: dict[tuple[int, int], _Dispute] = {}
+        """Those of this update, by stage and part."""
 
     def draw(self, order: PartOrder, parts: UpdateParts) -> None:
         """Order audits of a part that was just counted, at stages that are drawn."""
@@ -40,52 +78,108 @@ class Audits:
                 for auditor in parts.list_auditors(stage, order.index)[:1]:
                     parts.order_audit(stage, order.index, auditor)
 
-    def order_disputed(self, manifests: Manifests, parts: UpdateParts) -> list[tuple[int, int]]:
-        """Have all replicas compute again, once, what they have computed differently.
+    def order_disputed(self, manifests: Manifests, parts: UpdateParts) -> list[DisputedPart]:
+        """Have all replicas compute again what they have computed differently, as far as they have
+        not done so.
 
-        Returns the stages and parts that they have not been asked for before.
+        Returns what differs and was not known, and what has ended with nobody that has to go: call
+        `choose_aside` with the same manifests before.
         """
         if self._begun != _find_begun(manifests):
             self._begun = _find_begun(manifests)
-            self._disputed.clear()
-        disputed = [one for one in _list_disputed(manifests) if one not in self._disputed]
-        self._disputed.update(disputed)
-        for stage, index in disputed:
-            for member in manifests.ready[stage]:
+            self._disputes.clear()
+        found: list[DisputedPart] = []
+        for stage, index in _list_disputed(manifests):
+            if (stage, index) not in self._disputes:
+                told = {one: manifests.answering[one].digests for one in manifests.ready[stage]}
+                counted = {one: each[index] for one, each in told.items() if index in each}
+                self._disputes[stage, index] = _Dispute(counted)
+                difference = judge_part(manifests, stage, index, counted)
+                found.append(DisputedPart(stage, index, difference, ASKED_AGAIN))
+        for (stage, index), dispute in self._disputes.items():
+            if dispute.is_over:
+                continue
+            missing = dispute.list_missing(manifests.ready[stage])
+            for member in missing:
                 parts.order_audit(stage, index, member)
-        return disputed
+            if not missing:
+                dispute.is_over = True
+                difference = judge_part(manifests, stage, index, dispute.counted)
+                if difference.others:
+                    found.append(DisputedPart(stage, index, difference, UNSETTLED))
+        return found
+
+    def note_audit(self, order: PartOrder, has_passed: bool) -> None:
+        """Note that an order was carried out, or failed; what is no audit of a dispute is nothing
+        here.
+        """
+        dispute = self._disputes.get((order.last_stage, order.index))
+        if order.is_audit and dispute is not None:
+            if has_passed:
+                dispute.answered.add(order.auditor)
+            else:
+                dispute.failures[order.auditor] += 1
+
+    def has_in_dispute(self, members: Iterable[MemberId], manifests: Manifests) -> bool:
+        """Return whether one of these members has counted a part that is not judged yet. If it
+        goes, what it has sent to other stages must not stay.
+        """
+        gone = set(members)
+        return self._begun == _find_begun(manifests) and any(
+            not dispute.is_over and gone.intersection(dispute.counted)
+            for dispute in self._disputes.values()
+        )
 
     def choose_aside(self, manifests: Manifests) -> Aside | None:
         """Return a member that has to go, as it computes other gradients than it should.
 
-        What it has sent to other stages is wrong as well, so the update has to begin again.
+        What it has sent to other stages is wrong as well, so the update has to begin again. Nobody
+        has to before all have computed the part again, as far as they can, and nobody where nothing
+        shows who is wrong.
         """
         if self._begun != _find_begun(manifests):
             return None
-        for stage, index in _list_disputed(manifests):
-            if (stage, index) in self._disputed:
-                difference = judge_part(manifests, stage, index)
-                others = [one for one in difference.others if one not in manifests.last_ready]
-                if others:
-                    why = difference.describe(f"gradients of part {index}", False)
-                    return Aside(others[-1], difference.equal, why)
+        for (stage, index), dispute in self._disputes.items():
+            members = manifests.ready[stage]
+            if dispute.is_over or not members or dispute.list_missing(members):
+                continue
+            difference = judge_part(manifests, stage, index, dispute.counted)
+            is_known = dispute.answered.issuperset(members) or (
+                2 * len(difference.equal) > len(members)  # whatever the others would tell
+            )
+            others = [one for one in difference.others if one not in manifests.last_ready]
+            if others and is_known and not difference.is_tie:
+                why = difference.describe(f"gradients of part {index}")
+                return Aside(others[-1], difference.equal, why)
         return None
 
 
-def judge_part(manifests: Manifests, stage: int, index: int) -> Difference:
+def judge_part(
+    manifests: Manifests, stage: int, index: int, counted: Mapping[MemberId, bytes]
+) -> Difference:
     """Return which members of a stage tell the right digest of a part, and which have told others.
 
-    Of each member, the one that it has computed last counts as its vote.
+    Of each member, the one that it has computed last counts as its vote; of equally many, only
+    those count that have told no other. `counted` is what members told when they had counted it.
     """
-    told = _list_digests(manifests, manifests.ready[stage])[index]
+    members = manifests.ready[stage]
+    told = _list_digests(manifests, members, {index: counted}).get(index, {})
     votes = {member: digests[-1] for member, digests in told.items()}
+    if _is_tie(votes.values()):
+        votes = {one: vote for one, vote in votes.items() if len(set(told[one])) == 1} or votes
+    if not votes:
+        return Difference((), (), False)
     equal = find_equal(votes)
     right = next(digest for member, digest in votes.items() if member in equal)
     wrong = tuple(member for member, digests in told.items() if set(digests) != {right})
     good = tuple(member for member in votes if member in equal and member not in wrong)
-    answers = list(votes.values())
-    is_tie = any(answers.count(other) == len(equal) for other in set(answers) - {right})
-    return Difference(good or tuple(equal), wrong, is_tie)
+    return Difference(good or tuple(equal), wrong, _is_tie(votes.values()))
+
+
+def _is_tie(votes: Collection[Hashable]) -> bool:
+    """Return whether no answer is more frequent than each other one."""
+    nums = [num for _, num in Counter(votes).most_common(2)]
+    return len(nums) == 2 and nums[0] == nums[1]
 
 
 def _find_begun(manifests: Manifests) -> tuple[int, int]:
@@ -97,17 +191,24 @@ def _list_disputed(manifests: Manifests) -> list[tuple[int, int]]:
     return [
         (stage, index)
         for stage, members in enumerate(manifests.ready)
-        for index, told in sorted(_list_digests(manifests, members).items())
+        for index, told in sorted(_list_digests(manifests, members, {}).items())
         if len({digest for digests in told.values() for digest in digests}) > 1
     ]
 
 
 def _list_digests(
-    manifests: Manifests, members: Sequence[MemberId]
+    manifests: Manifests,
+    members: Sequence[MemberId],
+    before: Mapping[int, Mapping[MemberId, bytes]],
 ) -> dict[int, dict[MemberId, list[bytes]]]:
-    """Return, for each part, the digests that these members tell: of the audit comes last."""
+    """Return, for each part, the digests that these members tell: what they told before comes
+    first, of the audit last.
+    """
     told = defaultdict[int, dict[MemberId, list[bytes]]](dict)
     for member in members:
+        for index, digests in before.items():
+            if member in digests:
+                told[index].setdefault(member, []).append(digests[member])
         manifest = manifests.answering[member]
         for digests in (manifest.digests, manifest.audited):
             for index, digest in digests.items():

@@ -51,6 +51,11 @@ class PartOrder:
     is_audit: bool = False
     """Whether the member of the last stage computes the part without counting it."""
 
+    @property
+    def auditor(self) -> MemberId:
+        """The member that computes an audit: it comes behind the one of the stage before."""
+        return self.route[min(self.last_stage, 1)]
+
 
 @dataclass
 class UpdateParts:
@@ -398,15 +403,17 @@ class Difference:
     is_tie: bool
     """Whether as many have another answer, so that it is open which of them is right."""
 
-    def describe(self, what: str, is_open: bool) -> str:
-        """Return which members differ, and what follows; `is_open`: nothing is decided."""
+    def describe(self, what: str, follows: str = "") -> str:
+        """Return which members differ, and what follows: those count that are equal, if nothing
+        else is said.
+        """
         equal, others = (
             ", ".join(f"…{find_peer_id(member)[-8:]}" for member in members)
             for members in (self.equal, self.others)
         )
         differ = f"the {what} of {others} differ from those of {equal}"
-        if is_open:
-            return f"{differ}, one of which is wrong: all compute them again"
+        if follows:
+            return f"{differ}, {follows}"
         if not self.is_tie:
             return f"{differ}, which count, as most have them"
         return f"{differ}, which count as {equal} came first: nothing shows that they are right"

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.protocol.ids import MemberId
-from shoal.protocol.runs.audits import Audits, judge_part
+from shoal.protocol.runs.audits import ASKED_AGAIN, UNSETTLED, Audits, DisputedPart, judge_part
 from shoal.protocol.runs.commits import Commit
 from shoal.protocol.runs.decisions import Decision, Member
 from shoal.protocol.runs.manifests import Manifests, MemberManifest
@@ -17,7 +17,7 @@ from shoal.protocol.runs.update_parts import Difference, PartOrder, UpdateParts
 A, B, C, D, E = (MemberId(name) for name in "abcde")
 STAGES = {A: 0, B: 0, C: 1, D: 1, E: 1}
 COMMIT = Commit(founder="a", compute_class="c1" * 32, update=3, sums=("0" * 64, "1" * 64))
-X, Y = b"digest x", b"digest y"
+X, Y, Z = b"digest x", b"digest y", b"digest z"
 
 
 def tell(
@@ -96,20 +96,116 @@ def test_members_that_tell_the_same_are_not_asked_again() -> None:
     assert audits.choose_aside(manifests) is None
 
 
+def answer_audits(audits: Audits, parts: UpdateParts, *failing: MemberId) -> list[MemberId]:
+    """Carry out the audits that are ordered; return who was asked."""
+    asked: list[MemberId] = []
+    while parts.audits:
+        order = parts.audits.popleft()
+        asked.append(order.auditor)
+        audits.note_audit(order, has_passed=order.auditor not in failing)
+    return asked
+
+
+def begin_dispute(counted: bytes, audited: bytes) -> tuple[Audits, UpdateParts]:
+    """Return audits with a dispute about part 0, which C has counted and D audited."""
+    audits, parts = Audits(1.0, random.Random(0)), UpdateParts(1, [[A, B], [C, D, E]])
+    pass_part(parts)
+    audits.order_disputed(tell({A: X, C: counted}, {D: audited}), parts)
+    return audits, parts
+
+
+def list_open(found: list[DisputedPart]) -> list[tuple[int, int, str]]:
+    return [(one.stage, one.index, one.follows) for one in found]
+
+
 def test_all_replicas_compute_a_disputed_part_again_once() -> None:
     audits, parts = Audits(1.0, random.Random(0)), UpdateParts(1, [[A, B], [C, D, E]])
     pass_part(parts)
     manifests = tell({A: X, C: X}, {D: Y})
 
     assert audits.choose_aside(manifests) is None
-    assert audits.order_disputed(manifests, parts) == [(1, 0)]
-    assert [order.route[1] for order in parts.audits] == [C, D, E]
+    assert list_open(audits.order_disputed(manifests, parts)) == [(1, 0, ASKED_AGAIN)]
+    assert answer_audits(audits, parts) == [C, D, E]
 
-    assert not audits.order_disputed(manifests, parts)
     aside = audits.choose_aside(tell({A: X, C: X}, {C: X, D: Y, E: Y}))
     assert aside is not None
     assert (aside.member, aside.others) == (C, (D, E))
     assert "the gradients of part 0" in aside.why
+    assert not parts.audits
+
+
+def test_member_that_tells_another_digest_once_it_is_caught_is_put_aside() -> None:
+    audits, parts = begin_dispute(Y, X)
+    answer_audits(audits, parts)
+
+    aside = audits.choose_aside(tell({A: X, C: X}, {C: X, D: X, E: X}))
+
+    assert aside is not None
+    assert aside.member == C
+
+
+def test_wrong_audit_of_a_part_that_is_counted_right_puts_nobody_aside() -> None:
+    audits, parts = begin_dispute(X, Y)
+    answer_audits(audits, parts)
+    manifests = tell({A: X, C: X}, {C: X, D: X, E: X})
+
+    assert audits.choose_aside(manifests) is None
+    assert not audits.order_disputed(manifests, parts)
+    assert not parts.audits
+
+
+def test_disputed_part_is_judged_when_all_have_computed_it_again() -> None:
+    audits, parts = begin_dispute(Y, X)
+    answer_audits(audits, parts, E)
+    manifests = tell({A: X, C: Y}, {C: Y, D: X})
+
+    assert audits.choose_aside(manifests) is None
+    assert not audits.order_disputed(manifests, parts)
+    assert answer_audits(audits, parts) == [E]
+    aside = audits.choose_aside(tell({A: X, C: Y}, {C: Y, D: X, E: X}))
+    assert aside is not None
+    assert aside.member == C
+
+
+def test_tie_puts_nobody_aside_and_is_told_once() -> None:
+    audits, parts = begin_dispute(Y, X)
+    manifests, found = tell({A: X, C: Y}, {C: Y, D: X}), list[DisputedPart]()
+    for _ in range(3):
+        answer_audits(audits, parts, E)
+        assert audits.choose_aside(manifests) is None
+        found = audits.order_disputed(manifests, parts)
+
+    assert not parts.audits
+    assert list_open(found) == [(1, 0, UNSETTLED)]
+    assert audits.choose_aside(manifests) is None
+    assert not audits.order_disputed(manifests, parts)
+
+
+def test_member_that_does_not_compute_again_is_judged_by_what_most_have() -> None:
+    audits, parts = begin_dispute(Y, X)
+    manifests = tell({A: X, C: Y}, {D: X, E: X})
+    for _ in range(2):
+        answer_audits(audits, parts, C)
+        assert audits.choose_aside(manifests) is None
+        audits.order_disputed(manifests, parts)
+    answer_audits(audits, parts, C)
+
+    aside = audits.choose_aside(manifests)
+
+    assert aside is not None
+    assert (aside.member, aside.others) == (C, (D, E))
+
+
+def test_only_who_has_counted_a_part_leaves_wrong_numbers_when_it_goes_before_the_judgement() -> (
+    None
+):
+    audits, _ = begin_dispute(Y, X)
+    manifests = tell({A: X, C: Y}, {D: X})
+
+    assert audits.has_in_dispute([C, A], manifests)
+    assert not audits.has_in_dispute([A, D, E], manifests)
+    again = tell({A: X, C: Y}, {D: X}, COMMIT.make_restarted())
+    assert not audits.has_in_dispute([C], again)
 
 
 def test_dispute_is_over_when_the_update_begins_again() -> None:
@@ -119,7 +215,7 @@ def test_dispute_is_over_when_the_update_begins_again() -> None:
     again = tell(*told, COMMIT.make_restarted())
 
     assert audits.choose_aside(again) is None
-    assert audits.order_disputed(again, parts) == [(1, 0)]
+    assert list_open(audits.order_disputed(again, parts)) == [(1, 0, ASKED_AGAIN)]
 
 
 @pytest.mark.parametrize(
@@ -130,13 +226,15 @@ def test_dispute_is_over_when_the_update_begins_again() -> None:
         ({C: X, D: Y, E: Y}, Difference((D, E), (C,), False)),
         # One that computes something else the second time was wrong the first time.
         ({C: Y, D: Y}, Difference((D,), (C,), False)),
-        # Of two that insist, the one that came first is taken for right.
+        # Of two that insist, nothing shows which one is right.
         ({C: X, D: Y}, Difference((C,), (D,), True)),
+        # Of two that differ again, the one that insists is right.
+        ({C: Z, D: Y}, Difference((D,), (C,), False)),
     ],
 )
 def test_judgement_depends_on_digests_and_roster_alone(
     audited: dict[MemberId, bytes], difference: Difference
 ) -> None:
-    assert judge_part(tell({C: X}, audited), 1, 0) == difference
+    assert judge_part(tell({C: X}, audited), 1, 0, {C: X}) == difference
     later = {A: X, **dict(reversed(audited.items()))}
-    assert judge_part(tell({C: X}, later), 1, 0) == difference
+    assert judge_part(tell({C: X}, later), 1, 0, {C: X}) == difference

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from shoal.protocol.ids import MemberId
+from shoal.protocol.runs.audits import ASKED_AGAIN
 from shoal.protocol.runs.update_parts import (
     Difference,
     PartOrder,
@@ -254,9 +255,9 @@ def test_difference_tells_who_counts_and_whether_that_is_open() -> None:
     assert (tie, most) == (Difference((A,), (B,), True), Difference((B, C), (A,), False))
     assert tie is not None
     assert most is not None
-    assert tie.describe("sums", is_open=True).endswith("all compute them again")
-    assert tie.describe("sums", is_open=False).endswith("nothing shows that they are right")
-    assert most.describe("states", is_open=False) == (
+    assert tie.describe("sums", ASKED_AGAIN).endswith("all compute them again")
+    assert tie.describe("sums").endswith("nothing shows that they are right")
+    assert most.describe("states") == (
         f"the states of …{A} differ from those of …{B}, …{C}, which count, as most have them"
     )
 
