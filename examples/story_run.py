@@ -6,23 +6,10 @@ Then `shoal train FOLDER/run.toml --out FOLDER/model` lets the loss fall from 7.
 import sys
 from pathlib import Path
 
-from story_grammar import Storyteller
+from story_shards import write_stories
 from transformers import AutoTokenizer
 
-from shoal.models.token_shards import write_shard
-
 BUNDLED = Path(__file__).resolve().parents[1] / "models" / "shoal-stories"
-
-
-def write_stories(file: Path, tokenizer, key: str, num_tokens: int) -> tuple[str, float]:
-    tokens, nats = list[int](), list[float]()
-    while len(tokens) < num_tokens:
-        story = Storyteller(f"{key}/{len(nats)}").tell()
-        tokens += tokenizer.encode(story.text + tokenizer.eos_token, add_special_tokens=False)
-        nats.append(story.nats)
-    digest = write_shard(file, tokens[:num_tokens], len(tokenizer)).sha256
-    entry = f'{{ path = "{file.name}", num_tokens = {num_tokens}, sha256 = "{digest}" }}'
-    return entry, sum(nats) / len(tokens)
 
 
 def write_run(folder: Path, seed: int = 0, updates: int = 30, parts: int = 8, length: int = 128):

@@ -21,7 +21,7 @@ from shoal.cli.training.run_file import load_run
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-MAX_LINES = 48
+MAX_LINES = 40
 
 
 def run(script: Path, folder: Path) -> list[str]:
