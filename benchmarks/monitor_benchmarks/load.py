@@ -23,6 +23,8 @@ from measuring.report import BenchRun, TargetFigure, at_most
 from shoal.cli.benchmarking.figure import Figure, describe_machine
 from shoal.protocol.errors import ShoalError, UnavailableError
 
+_MOST_SECONDS_TO_END = 30
+
 
 def measure(options: argparse.Namespace, say: Callable[[str], None]) -> list[Figure]:
     """Return what the monitor takes, of one core and of memory."""
@@ -72,6 +74,13 @@ def _run_monitor(addresses: Sequence[str]) -> Iterator[tuple[int, str]]:
                 yield process.pid, found[0]
             finally:
                 process.terminate()
+                try:
+                    process.wait(_MOST_SECONDS_TO_END)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    raise UnavailableError(
+                        f"the monitor did not end within {_MOST_SECONDS_TO_END} s of SIGTERM"
+                    ) from None
 
 
 @contextmanager

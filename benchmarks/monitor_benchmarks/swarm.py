@@ -1,4 +1,4 @@
-"""The swarm that a monitor watches, in a process of its own: `traffic.py` starts it.
+"""The swarm that a monitor watches, in a process of its own: `load.py` and `traffic.py` start it.
 
 It says where it can be joined, and how long announcements are on the average; it ends with stdin.
 """
