@@ -255,8 +255,7 @@ class Leader:
         if losses.mean is None:
             return False
         losses.failure = None
-        measured = commit.model_copy(update={"held_out_loss": losses.mean})
-        await self._decisions.follow(decision, decision.members, measured)
+        await self._decisions.follow(decision, decision.members, commit.make_measured(losses.mean))
         return self._decisions.newest is not decision
 
     async def _delay(self, manifests: Manifests) -> bool:

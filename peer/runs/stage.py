@@ -382,8 +382,10 @@ class Stage:
         return counted
 
     async def _audit(self, question: PartPass, payload: bytes | memoryview) -> MemberAnswer:
-        """Take our place in an audit: hand over what we have counted of the part, to the member
-        behind us or before us, or compute it. Raises what asking does, and RefusedError.
+        """Do our stage's share of an audit. Raises what asking does, and RefusedError.
+
+        The audited stage computes the part again. The one before it sends the activations that it
+        keeps of the part, the one behind it the gradients.
         """
         part, counted = PartId(question.update, question.index), self._counted.get(question.index)
         passed = PartPassed(question.question, 0, 0.0, (self._member_id,))

@@ -111,6 +111,10 @@ class Commit(BaseModel):
         """Return the beginning of the update that is under way, again: some of it is wrong."""
         return self.model_copy(update={"num_restarts": self.num_restarts + 1})
 
+    def make_measured(self, held_out_loss: float) -> Commit:
+        """Return this commit with the held-out loss, which it lacked."""
+        return self.model_copy(update={"held_out_loss": held_out_loss})
+
     def make_stopped(self, index: int, stage: int) -> Commit:
         """Return the end of the run by a part that all members of a stage refuse."""
         return self.model_copy(update={"refused": RefusedPart(index=index, stage=stage)})

@@ -47,7 +47,7 @@ class PartPasses:
 
     @property
     def counting(self) -> Sequence[Callable[..., object]]:
-        """What is computed of each part to count it."""
+        """The passes that this span runs of each part before the part counts."""
         if self._span.modules.is_last:
             return (PartPasses.run_loss,)
         return PartPasses.run_forward, PartPasses.run_backward
