@@ -441,7 +441,14 @@ class Leader:
                     has_ordered = True
                 if not under_way:
                     return has_ordered
-                done, _ = await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+                usual_seconds = self._trips.usual_seconds or self._silence_seconds
+                seconds = self._audits.choose_seconds(parts, under_way.values(), usual_seconds)
+                done, _ = await asyncio.wait(
+                    under_way, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:  # nothing but audits, which nobody waits for any longer
+                    parts.audits.clear()
+                    return has_ordered
                 for task in done:
                     order = under_way.pop(task)
                     try:

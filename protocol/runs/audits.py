@@ -22,6 +22,11 @@ from .update_parts import Difference, PartOrder, UpdateParts, find_equal
 _MOST_TRIES = 3
 """How many audits of a disputed part may fail at a member before it is judged without that one."""
 
+_AUDIT_TRIPS = 2
+"""Once all parts are counted, an audit may take so many times as long as a part takes through all
+stages: the slower of two replicas may need more than the usual time for one stage.
+"""
+
 ASKED_AGAIN = "one of which is wrong: all compute them again"
 UNSETTLED = "and nothing shows which of them are right: the update counts as it is"
 
@@ -73,6 +78,8 @@ class Audits:
         if order.is_audit or order.without is not None:
             return
         first_stage = len(parts.stages) - len(order.route)
+        if first_stage:
+            first_stage += 1  # the one before hands on what it had counted
         for stage in range(first_stage, order.last_stage + 1):
             if self._rng.random() < self._fraction:
                 for auditor in parts.list_auditors(stage, order.index)[:1]:
@@ -119,6 +126,21 @@ class Audits:
                 dispute.answered.add(order.auditor)
             else:
                 dispute.failures[order.auditor] += 1
+
+    def choose_seconds(
+        self, parts: UpdateParts, under_way: Collection[PartOrder], usual_seconds: float
+    ) -> float | None:
+        """Return how long to wait for the next of these orders; None: for as long as it takes.
+
+        Audits that were drawn must not hold up a commit, whoever computes them. `usual_seconds` is
+        how long a part takes through all stages.
+        """
+        # Orders come first: while there are others, nobody has to look at thousands of parts.
+        is_other = any(
+            not order.is_audit or (order.last_stage, order.index) in self._disputes
+            for order in (*under_way, *parts.audits)
+        )
+        return None if is_other or not parts.is_counted else _AUDIT_TRIPS * usual_seconds
 
     def has_in_dispute(self, members: Iterable[MemberId], manifests: Manifests) -> bool:
         """Return whether one of these members has counted a part that is not judged yet. If it

@@ -108,8 +108,12 @@ class Commit(BaseModel):
         )
 
     def make_restarted(self) -> Commit:
-        """Return the beginning of the update that is under way, again: some of it is wrong."""
-        return self.model_copy(update={"num_restarts": self.num_restarts + 1})
+        """Return the beginning of the update that is under way, again: some of it is wrong.
+
+        One that was begun again too often goes on as it is.
+        """
+        num_restarts = min(self.num_restarts + 1, MAX_RESTARTS - 1)
+        return self.model_copy(update={"num_restarts": num_restarts})
 
     def make_measured(self, held_out_loss: float) -> Commit:
         """Return this commit with the held-out loss, which it lacked."""

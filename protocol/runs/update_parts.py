@@ -158,7 +158,12 @@ class UpdateParts:
     @property
     def is_complete(self) -> bool:
         """Whether each part is counted once at each stage, and no audit is left."""
-        return not self.audits and all(
+        return not self.audits and self.is_counted
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether each part is counted once at each stage."""
+        return all(
             len(self.list_holders(stage, index)) == 1
             for stage in range(len(self.stages))
             for index in range(self.num_parts)
@@ -219,11 +224,12 @@ class UpdateParts:
 
     def list_auditors(self, stage: int, index: int) -> list[MemberId]:
         """Return the members of a stage that can compute a part beside those that have counted it,
-        the one with the fewest parts first.
+        the one first that has then computed all of its own first.
         """
         holders = self.list_holders(stage, index)
         able = [one for one in self.stages[stage] if one not in (*holders, *self.leaving)]
-        return sorted(able, key=lambda one: self._num_taken[one])
+        usual = self._find_usual_seconds(able)
+        return sorted(able, key=lambda one: self._rate(one, usual))
 
     def order_audit(self, stage: int, index: int, auditor: MemberId) -> None:
         """Have a part computed again, with what the members before and behind have counted.
@@ -250,17 +256,21 @@ class UpdateParts:
 
     def _choose_member(self, stage: int, index: int, rng: random.Random) -> MemberId:
         able = self._list_able(stage, index)
-        known = [seconds for member in able if (seconds := self.part_seconds.get(member))]
-        usual = fmean(known) if known else 1.0
-
-        def rate(member: MemberId) -> tuple[int, float, float]:
-            seconds = self.part_seconds.get(member) or usual
-            ends_at = (self._num_taken[member] + 1) * seconds
-            return self.failures[member], ends_at, rng.random()
-
-        chosen = min(able, key=rate)
+        usual = self._find_usual_seconds(able)
+        chosen = min(able, key=lambda one: (*self._rate(one, usual), rng.random()))
         self._num_taken[chosen] += 1
         return chosen
+
+    def _find_usual_seconds(self, members: Iterable[MemberId]) -> float:
+        known = [seconds for member in members if (seconds := self.part_seconds.get(member))]
+        return fmean(known) if known else 1.0
+
+    def _rate(self, member: MemberId, usual_seconds: float) -> tuple[int, float]:
+        """Return how often orders failed with a member, and when it would have computed one more
+        part.
+        """
+        seconds = self.part_seconds.get(member) or usual_seconds
+        return self.failures[member], (self._num_taken[member] + 1) * seconds
 
     def _list_able(self, stage: int, index: int) -> Sequence[MemberId]:
         """Return the members of a stage that have not refused a part."""

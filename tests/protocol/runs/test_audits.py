@@ -56,6 +56,38 @@ def test_part_is_audited_at_each_stage_by_a_member_that_has_not_counted_it() -> 
     assert parts.choose_next(random.Random(0)) == first
 
 
+def test_stage_that_hands_on_what_it_had_counted_is_not_audited_again() -> None:
+    parts = UpdateParts(1, [[A], [B, C], [D, E]])
+    order = PartOrder(0, (B, D), 2)
+    parts.note_passed(order, (B, D))
+
+    Audits(1.0, random.Random(0)).draw(order, parts)
+
+    assert list(parts.audits) == [PartOrder(0, (B, E), 2, is_audit=True)]
+
+
+def test_part_is_audited_by_the_member_that_has_then_computed_all_first() -> None:
+    slow = {D: 9.0, E: 1.0}
+    parts = UpdateParts(8, [[A], [C, D, E]], (), slow)
+    parts.note(C, [0])
+    parts.note(E, [1, 2])
+
+    assert parts.list_auditors(1, 0) == [E, D]
+
+
+def test_commit_waits_for_audits_of_disputes_alone() -> None:
+    audits, parts = begin_dispute(Y, X)
+    disputed = parts.audits.popleft()
+    parts.audits.clear()
+    drawn = PartOrder(0, (B, C), 0, is_audit=True)
+    missing = UpdateParts(1, [[A, B], [C, D, E]])
+
+    assert audits.choose_seconds(parts, [drawn], 1.5) == 3.0
+    assert audits.choose_seconds(parts, [drawn, disputed], 1.5) is None
+    assert audits.choose_seconds(parts, [drawn, PartOrder(0, (A, C), 1)], 1.5) is None
+    assert audits.choose_seconds(missing, [drawn], 1.5) is None
+
+
 def test_stage_of_one_member_is_not_audited() -> None:
     parts = UpdateParts(1, [[A], [C]])
 

@@ -4,6 +4,7 @@ import pytest
 
 from shoal.protocol.errors import RemoteProtocolError
 from shoal.protocol.ids import MemberId
+from shoal.protocol.limits import MAX_RESTARTS
 from shoal.protocol.runs.commits import Commit, read_commit
 from shoal.protocol.runs.decisions import Decision, Member
 
@@ -16,6 +17,15 @@ def decide(value: bytes) -> Decision:
 
 def test_commit_is_what_was_decided() -> None:
     assert read_commit(decide(COMMIT.encode())) == COMMIT
+
+
+def test_update_is_begun_again_no_oftener_than_a_decision_can_say() -> None:
+    commit = COMMIT.make_restarted()
+    assert commit.num_restarts == 1
+
+    last = commit.model_copy(update={"num_restarts": MAX_RESTARTS - 1}).make_restarted()
+
+    assert read_commit(decide(last.encode())) == last
 
 
 @pytest.mark.parametrize("loss", [b"-1.5", b"1e999", b"NaN"])
