@@ -48,8 +48,11 @@ def run(options: argparse.Namespace) -> int:
     reporter = Reporter(Terminal(sys.stdout), Terminal(sys.stderr), options.json)
     with reporter.showing(lambda: "Planning"):
         with quitting_at_once(options.json), importing_much():
+            from torch import set_num_threads
+
             from ...peer.engine.training.run_plan import measure_tokens_per_second, plan_run
 
+        set_num_threads(options.threads)  # of all that is measured, not only of passes
         plan = plan_run(training)
         numbers = options.peers or [len(plan.stages) * times for times in (1, 2, 4)]
         speed: float = options.tokens_per_second or measure_tokens_per_second(

@@ -176,7 +176,9 @@ async def open_run(
     stack = ExitStack()
     try:
         compute = WatchedCompute(
-            compute or make_compute(stack, is_beside=is_beside), clock, config.silence_seconds
+            compute or make_compute(stack, config.num_threads, is_beside=is_beside),
+            clock,
+            config.silence_seconds,
         )
         if compute_class is None:
             measure = partial(compute_class_digest, config.run, config.num_threads)

@@ -21,7 +21,7 @@ from ...protocol.runs.deadlines import UsualTimes
 from ...protocol.runs.run_record import RunRecord
 from ...protocol.runs.training_run import TrainingRun
 from ...protocol.spans import Span
-from ..engine.training.numerics import describe_machine
+from ..engine.training.numerics import describe_machine, set_num_threads
 from ..engine.training.span_building import find_embedding_and_head
 
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -171,12 +171,19 @@ class RunResources:
         return cls(config, spans, architecture, shards, compute, compute_class)
 
 
-def make_compute(stack: ExitStack, *, is_beside: bool = False) -> Compute:
+def make_compute(stack: ExitStack, num_threads: int = 1, *, is_beside: bool = False) -> Compute:
     """Return a `Compute` that runs functions on one thread, which ends with the stack.
 
+    torch divides among `num_threads` also what is computed outside of passes, such as sums.
     `is_beside`: beside what the process serves, which comes first.
     """
-    executor = ThreadPoolExecutor(1, "training", _give_way if is_beside else None)
+
+    def begin() -> None:
+        set_num_threads(num_threads)
+        if is_beside:
+            _give_way()
+
+    executor = ThreadPoolExecutor(1, "training", begin)
     stack.callback(executor.shutdown, wait=True, cancel_futures=True)
     loop = asyncio.get_running_loop()
 
