@@ -142,6 +142,30 @@ def test_update_counts_as_it_is_where_nothing_shows_which_of_two_replicas_is_rig
     assert run_audited(run, folder, 4, prepare, check) != digest
 
 
+def test_update_begins_again_when_who_has_counted_a_disputed_part_goes(folder: Path) -> None:
+    run, digest = open_alone(folder)
+
+    def check(swarm: RunSwarm) -> None:
+        assert "peer1" not in swarm.peers
+        assert not list_aside(swarm)
+
+    def prepare(swarm: RunSwarm) -> None:
+        break_passes(swarm, "peer1", 1000)
+        compute, counted = swarm.faults["peer1"], set[PartId]()
+
+        def fault(function: Any) -> Any:
+            part, name = function.args[0], function.func.__name__
+            if part.update == 1 and name == "run_loss":
+                counted.add(part)
+            if name == "run_audit" and part in counted:
+                swarm.kill_soon("peer1")
+            return compute(function)
+
+        swarm.faults["peer1"] = fault
+
+    assert run_audited(run, folder, 4, prepare, check) == digest
+
+
 def test_fault_of_an_audit_alone_puts_nobody_aside(folder: Path) -> None:
     run, digest = open_alone(folder)
 

@@ -59,6 +59,7 @@ def test_part_is_audited_at_each_stage_by_a_member_that_has_not_counted_it() -> 
 def test_stage_that_hands_on_what_it_had_counted_is_not_audited_again() -> None:
     parts = UpdateParts(1, [[A], [B, C], [D, E]])
     order = PartOrder(0, (B, D), 2)
+    parts.note(A, [0])
     parts.note_passed(order, (B, D))
 
     Audits(1.0, random.Random(0)).draw(order, parts)
