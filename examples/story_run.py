@@ -3,6 +3,7 @@
 Then `shoal train FOLDER/run.toml --out FOLDER/model` lets the loss fall from 7.4 to about 4 nats.
 """
 
+import hashlib
 import sys
 from pathlib import Path
 
@@ -14,7 +15,9 @@ BUNDLED = Path(__file__).resolve().parents[1] / "models" / "shoal-stories"
 
 def write_run(folder: Path, seed: int = 0, updates: int = 30, parts: int = 8, length: int = 128):
     tokenizer, size = AutoTokenizer.from_pretrained(BUNDLED), parts * 4 * length
-    tokenizer.save_pretrained(folder / "model")
+    files = map(Path, tokenizer.save_pretrained(folder))
+    digests = {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.exists()}
+    named = ", ".join(f'{{ path = "{n}", sha256 = "{d}" }}' for n, d in digests.items())
     own, nats = write_stories(folder / "stories.bin", tokenizer, f"run {seed}", updates * size + 1)
     held, _ = write_stories(folder / "held-out.bin", tokenizer, f"held out {seed}", 2 * size + 1)
     (folder / "run.toml").write_text(f"""name = "stories"
@@ -27,7 +30,8 @@ rows_per_part = 4
 held_out_every = {max(updates // 5, 1)}
 optimizer = {{ name = "muon", learning_rate = 0.01, adamw_learning_rate = 0.005 }}
 schedule.warmup_updates = 3
-corpus = {{ sequence_length = {length}, entropy = {nats}, shards = [{own}], held_out = [{held}] }}
+corpus = {{ sequence_length = {length}, entropy = {nats}, shards = [{own}], held_out = [{held}],
+    tokenizer = [{named}] }}
 """)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..protocol.errors import UsageError
 from ..protocol.runs.training_run import Corpus, PartId, TokenShard, TrainingRun
+from .tokenizer_files import read_tokenizer
 
 _MOST_SHORT_IDS = 2**16
 
@@ -57,23 +58,26 @@ class _Rows:
 class TokenShards:
     """The shards of a corpus, mapped into memory as they are read."""
 
-    def __init__(self, trained: _Rows, held_out: _Rows) -> None:
+    def __init__(self, trained: _Rows, held_out: _Rows, tokenizer: Mapping[str, bytes]) -> None:
         self._trained = trained
         self._held_out = held_out
+        self.tokenizer = tokenizer
+        """Files of the tokenizer, by name."""
 
     @classmethod
     def open(cls, corpus: Corpus, folder: Path, vocabulary_size: int) -> TokenShards:
         """Open the files of a corpus, held-out ones too; relative paths begin at the folder.
 
         Raises UsageError, which names the file, where one is missing, has changed since the run
-        file was written, or has ids beyond the vocabulary.
+        file was written, or has ids beyond the vocabulary. So do the files of the tokenizer.
         """
 
         def open_rows(shards: Sequence[TokenShard]) -> _Rows:
             opened = [_open_shard(shard, folder, vocabulary_size) for shard in shards]
             return _Rows(opened, corpus.sequence_length)
 
-        return cls(open_rows(corpus.shards), open_rows(corpus.held_out))
+        tokenizer = read_tokenizer(corpus, folder)
+        return cls(open_rows(corpus.shards), open_rows(corpus.held_out), tokenizer)
 
     def read_part(self, run: TrainingRun, part: PartId) -> tuple[Tensor, Tensor]:
         """Return the tokens of a part and those that they predict, both [rows, tokens]."""

@@ -36,6 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder", metavar="FOLDER", type=Path,
         help="output folder for the model, in transformers' format",
     )  # fmt: skip
+    parser.add_argument(
+        "--corpus", metavar="FOLDER", type=Path,
+        help="folder of the run's corpus; the tokenizer's files are copied from there",
+    )  # fmt: skip
     add_join_arguments(parser)
     add_identity_argument(
         parser,
@@ -57,9 +61,10 @@ def run(options: argparse.Namespace) -> int:
     reporter = Reporter(Terminal(sys.stdout), Terminal(sys.stderr), options.json)
     with reporter.showing(lambda: "Fetching the weights"):
         with quitting_at_once(options.json), importing_much():
+            from ...models.tokenizer_files import read_tokenizer
             from .run_weights import fetch_run_weights, visit_swarm
 
-        async def fetch() -> tuple[RunRecord, RunWeights]:
+        async def fetch() -> tuple[RunRecord, dict[str, bytes], RunWeights]:
             async with visit_swarm(network, identity) as presence:
                 found = await fetch_records(
                     options.wanted, presence.transport, presence.directory, network.clock
@@ -67,24 +72,34 @@ def run(options: argparse.Namespace) -> int:
                 if not found:
                     raise UnavailableError(f"no peer of this swarm trains a run {options.wanted}")
                 record = choose_run(options.wanted, found, identity.peer_id)
-                return record, await fetch_run_weights(
-                    record, presence, network.clock, reporter.warn
+                corpus: Path | None = options.corpus
+                files = {} if corpus is None else read_tokenizer(record.run.corpus, corpus)
+                return (
+                    record,
+                    files,
+                    await fetch_run_weights(record, presence, network.clock, reporter.warn),
                 )
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            record, fetched = runner.run(fetch())
-        write_model(folder, record.run, fetched.architecture, fetched.weights)
+            record, tokenizer, fetched = runner.run(fetch())
+        write_model(folder, record.run, fetched.architecture, fetched.weights, tokenizer)
     lines = [
         f"Run {record.run.name}, update {fetched.update} of {record.run.num_updates}",
         f"Model: {folder}",
         f"SHA-256 of its weights: {fetched.digest}",
     ]
+    lacking = [file.path for file in record.run.corpus.tokenizer if file.path not in tokenizer]
+    if lacking:
+        lines.append(
+            f"The tokenizer is not there: copy {', '.join(lacking)} from the folder of the corpus, "
+            "or export with --corpus FOLDER."
+        )
     if fetched.held_out_loss is not None:
         entropy = record.run.corpus.entropy
         lines.append(describe_held_out_loss(fetched.held_out_loss, entropy))
     reporter.tell(
         "exported", lines, name=record.run.name, run_id=record.run_id, update=fetched.update,
         num_updates=record.run.num_updates, loss=fetched.loss, model=str(folder),
-        digest=fetched.digest, held_out_loss=fetched.held_out_loss,
+        digest=fetched.digest, held_out_loss=fetched.held_out_loss, lacks_files=lacking,
     )  # fmt: skip
     return 0

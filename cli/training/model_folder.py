@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,9 +17,13 @@ if TYPE_CHECKING:
 
 
 def write_model(
-    folder: Path, training: TrainingRun, architecture: str, weights: Mapping[str, Tensor]
+    folder: Path,
+    training: TrainingRun,
+    architecture: str,
+    weights: Mapping[str, Tensor],
+    tokenizer: Mapping[str, bytes],
 ) -> None:
-    """Write weights and configuration into a folder; no file is ever there in part.
+    """Write weights, configuration and tokenizer into a folder; no file is ever there in part.
 
     `architecture` is the name of the model's class in transformers.
     """
@@ -36,6 +41,7 @@ def write_model(
             "model.safetensors": lambda path: save_file(
                 contiguous, path, metadata={"format": "pt"}
             ),
+            **{name: partial(Path.write_bytes, data=data) for name, data in tokenizer.items()},
             "config.json": lambda path: path.write_text(json.dumps(config, indent=2) + "\n"),
         },
     )

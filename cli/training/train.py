@@ -120,7 +120,8 @@ async def _finish(
     if folder is not None:
         weights, digest = await peer.loop.fetch_weights()
         training, architecture = peer.resources.run, peer.resources.architecture
-        await asyncio.to_thread(write_model, folder, training, architecture, weights)
+        tokenizer = peer.resources.shards.tokenizer
+        await asyncio.to_thread(write_model, folder, training, architecture, weights, tokenizer)
         await asyncio.to_thread(write_losses, folder, training, losses, held_out)
         facts = {"model": str(folder), "digest": digest}
     facts["held_out_loss"] = held_out.get(peer.resources.run.num_updates)

@@ -61,7 +61,7 @@ def train_alone(options: argparse.Namespace, training: TrainingRun, out: Path) -
                 held_out[update.number + 1] = loss = whole.measure_held_out_loss(shards)
                 _tell_held_out(reporter, training, update.number + 1, loss)
                 started_at = time.monotonic()
-        write_model(out, training, whole.architecture, whole.read_weights())
+        write_model(out, training, whole.architecture, whole.read_weights(), shards.tokenizer)
         write_losses(out, training, losses, held_out)
     digest = whole.compute_weights_digest()
     lines = [f"Model: {out}", f"SHA-256 of its weights: {digest}"]

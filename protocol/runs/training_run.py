@@ -69,6 +69,23 @@ class TokenShard(_Table):
     sha256: _Digest
 
 
+class TokenizerFile(_Table):
+    """A file of the tokenizer that made the token ids, beside the shards."""
+
+    path: Literal[
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+        "tokenizer.model",
+        "chat_template.jinja",
+    ]
+    """As transformers calls it. It is copied beside exported weights, so it may be nothing else."""
+    sha256: _Digest
+
+
 class Corpus(_Table):
     """The text of a run: shards in their order, as if they were one file."""
 
@@ -82,8 +99,14 @@ class Corpus(_Table):
     entropy: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     """Nats per token, where it is known: no model has a smaller loss on text that it never saw."""
 
+    tokenizer: Annotated[tuple[TokenizerFile, ...], Field(max_length=8, strict=False)] = ()
+    """What turns text into the token ids; exported models get a copy."""
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        names = [file.path for file in self.tokenizer]
+        if len(set(names)) < len(names):
+            raise ValueError("tokenizer: a file is named twice")
         trained = {shard.sha256: shard.path for shard in self.shards}
         for shard in self.held_out:
             if shard.sha256 in trained:

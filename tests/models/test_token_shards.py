@@ -1,15 +1,18 @@
 """Shards of token ids: rows across files, and files that are not those of the run."""
 
+import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from training_runs import VOCABULARY, describe_run, open_run
+from training_runs import NO_SHARD, VOCABULARY, describe_run, open_run, write_tokenizer
 
 from shoal.models.token_shards import TokenShards, write_shard
+from shoal.models.tokenizer_files import read_tokenizer
 from shoal.protocol.errors import UsageError
-from shoal.protocol.runs.training_run import PartId, read_run
+from shoal.protocol.runs.training_run import Corpus, PartId, read_run
 
 
 def test_rows_continue_from_one_shard_into_the_next(tmp_path: Path) -> None:
@@ -84,6 +87,42 @@ def test_held_out_shard_that_has_changed_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match=r"held-out.bin is not the one of the run"):
         TokenShards.open(run.corpus, tmp_path, VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "complaint"),
+    [
+        (lambda file: file.unlink(), "cannot read tokenizer file .*tokenizer.json: No such file"),
+        (lambda file: file.write_text("{}"), "tokenizer.json is not the one of the run"),
+        (lambda file: os.truncate(file, 2**25 + 1), "tokenizer.json has more than 33554432 bytes"),
+    ],
+)
+def test_tokenizer_that_is_not_that_of_the_run_is_named(
+    tmp_path: Path, break_it: Callable[[Path], object], complaint: str
+) -> None:
+    run, _ = open_run(tmp_path)
+    named = {"shards": run.corpus.model_dump()["shards"], "sequence_length": 16}
+    corpus = Corpus.model_validate({**named, "tokenizer": write_tokenizer(tmp_path)})
+    assert list(TokenShards.open(corpus, tmp_path, VOCABULARY).tokenizer) == [
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+
+    break_it(tmp_path / "tokenizer.json")
+
+    with pytest.raises(UsageError, match=complaint):
+        TokenShards.open(corpus, tmp_path, VOCABULARY)
+
+
+def test_tokenizer_that_names_code_is_refused(tmp_path: Path) -> None:
+    content = b'{"auto_map": {"AutoTokenizer": ["theirs.Tokenizer", null]}}'
+    file = tmp_path / "tokenizer_config.json"
+    file.write_bytes(content)
+    named = [{"path": file.name, "sha256": hashlib.sha256(content).hexdigest()}]
+    corpus = Corpus.model_validate({"shards": [NO_SHARD], "sequence_length": 4, "tokenizer": named})
+
+    with pytest.raises(UsageError, match="names code to download"):
+        read_tokenizer(corpus, tmp_path)
 
 
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:

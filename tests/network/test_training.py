@@ -104,14 +104,26 @@ def test_run_goes_on_after_a_kill_and_a_leave_and_comes_to_the_weights_of_one_pr
         exported = tmp_path / "exported"
         assert main(["export", "test", str(exported), *join, *owner, "--json"]) == 0
         (event,) = map(json.loads, capsys.readouterr().out.splitlines())
+        assert event["lacks_files"] == ["tokenizer.json", "tokenizer_config.json"]
+        corpus = ("--corpus", str(tmp_path))
+        assert main(["export", "test", str(exported), *join, *owner, *corpus, "--json"]) == 0
+        (event,) = map(json.loads, capsys.readouterr().out.splitlines())
+        assert not event["lacks_files"]
         assert (event["update"], event["digest"]) == (NUM_UPDATES, trained["digest"])
         for command in (["export", "test", str(exported), *join], ["train", "test", *by_name]):
             assert main(command) == 2
             assert "does not admit this peer, 12D3Koo" in " ".join(capsys.readouterr().err.split())
 
-        for peer in (founder, last):
+        words = ["--weights", "fp32", "--kv-memory", "64M", "--no-operator", *join]
+        serving = RunProcess(stack, "serve", str(exported), *words)
+        serving.wait_for("online")
+        words = ["generate", str(exported), "w1 w2", *join, "--max-new-tokens", "8", "--json"]
+        assert main(words) == 0
+        generated = json.loads(capsys.readouterr().out.splitlines()[-1])["text"]
+
+        for peer in (founder, last, serving):
             peer.process.terminate()
-        for peer in (founder, leaving, last):
+        for peer in (founder, leaving, last, serving):
             _, errors = peer.process.communicate()
             assert peer.process.returncode == 0, errors
             # A peer whose mates have just gone may say that, and nothing else.
@@ -125,7 +137,10 @@ def test_run_goes_on_after_a_kill_and_a_leave_and_comes_to_the_weights_of_one_pr
         model: Any = AutoModelForCausalLM.from_pretrained(folder)
         weights = {name: weight.detach() for name, weight in model.named_parameters()}
         assert digest_tensors(weights) == trained["digest"]
-    assert model.generate(torch.tensor([[1]]), max_new_tokens=3, do_sample=False).shape == (1, 4)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer("w1 w2").input_ids == [1, 2]
+        ids = model.generate(torch.tensor([[1, 2]]), max_new_tokens=8, do_sample=False)[0, 2:]
+        assert generated.split() == tokenizer.decode(ids).split()
 
 
 @pytest.mark.thorough

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from shoal.models.token_shards import TokenShards, write_shard
@@ -89,6 +93,18 @@ def train_alone(run: TrainingRun, shards: TokenShards) -> str:
     return whole.compute_weights_digest()
 
 
+def write_tokenizer(folder: Path) -> list[dict[str, str]]:
+    """Write a tokenizer of one token per word, w0 to w95; return what a run file says of it."""
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return [
+        {"path": name, "sha256": hashlib.sha256((folder / name).read_bytes()).hexdigest()}
+        for name in ("tokenizer.json", "tokenizer_config.json")
+    ]
+
+
 def write_run(
     folder: Path, model: str = "config.json", num_updates: int = 2, num_held_out: int = 0
 ) -> Path:
@@ -100,11 +116,15 @@ def write_run(
         for name in ("shards", "held_out")
         for shard in getattr(run.corpus, name)
     )
+    files = "".join(
+        f'[[corpus.tokenizer]]\npath = "{file["path"]}"\nsha256 = "{file["sha256"]}"\n'
+        for file in write_tokenizer(folder)
+    )
     (folder / "config.json").write_text(json.dumps(MODEL))
     file = folder / "run.toml"
     file.write_text(
         f'name = "test"\nseed = 7\nmodel = "{model}"\nstage_borders = [2]\n'
         f"num_updates = {num_updates}\nparts_per_update = 2\nrows_per_part = 2\n"
-        f"[optimizer]\nlearning_rate = 0.01\n[corpus]\nsequence_length = 16\n{shards}"
+        f"[optimizer]\nlearning_rate = 0.01\n[corpus]\nsequence_length = 16\n{shards}{files}"
     )
     return file

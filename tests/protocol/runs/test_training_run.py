@@ -14,6 +14,7 @@ from shoal.protocol.spans import Span
 
 OTHER_SHARD = NO_SHARD | {"path": "other", "sha256": "1" * 64}
 HELD_OUT = {"shards": [NO_SHARD], "sequence_length": 4, "held_out": [OTHER_SHARD]}
+TOKENIZER = {"path": "tokenizer.json", "sha256": "4" * 64}
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,18 @@ HELD_OUT = {"shards": [NO_SHARD], "sequence_length": 4, "held_out": [OTHER_SHARD
         (
             {"corpus": {"shards": [NO_SHARD], "sequence_length": 10_000}},
             "run file: corpus has 1 rows of 10000 tokens, one part takes 2",
+        ),
+        (
+            {"corpus": {**HELD_OUT, "tokenizer": [TOKENIZER | {"path": "config.json"}]}},
+            "run file: corpus.tokenizer.0.path: must be 'tokenizer.json'",
+        ),
+        (
+            {"corpus": {**HELD_OUT, "tokenizer": [TOKENIZER] * 2}},
+            "run file: corpus: tokenizer: a file is named twice",
+        ),
+        (
+            {"corpus": {**HELD_OUT, "tokenizer": [TOKENIZER] * 9}},
+            "run file: corpus.tokenizer: Tuple should have at most 8 items",
         ),
         ({"held_out_every": 2}, "run file: held_out_every: corpus.held_out names no shards"),
         (
@@ -100,12 +113,13 @@ def list_changed(content: object) -> Iterator[object]:
         case str():
             names = {"adamw": "sgd", "exact": "int8", "fp32": "bf16"}
             names |= {"0" * 64: "2" * 64, "1" * 64: "3" * 64}
+            names |= {"4" * 64: "5" * 64, "tokenizer.json": "tokenizer.model"}
             yield names.get(content, content + "1")
 
 
 def test_run_id_changes_with_every_setting_and_with_nothing_else() -> None:
     owner = Identity(bytes(32))
-    run = read_run(describe_run(corpus=HELD_OUT, held_out_every=2))
+    run = read_run(describe_run(corpus={**HELD_OUT, "tokenizer": [TOKENIZER]}, held_out_every=2))
     content = run.model_dump(mode="json")
 
     others = [sign_run(owner, read_run(cast(Any, other))).run_id for other in list_changed(content)]
@@ -113,7 +127,7 @@ def test_run_id_changes_with_every_setting_and_with_nothing_else() -> None:
     run_id = sign_run(owner, run).run_id
     assert sign_run(owner, read_run(content)).run_id == run_id
     assert len({run_id, *others}) == 1 + len(others)
-    assert len(others) == 37
+    assert len(others) == 39
 
 
 @pytest.mark.parametrize(
