@@ -23,7 +23,7 @@ from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import quitting_at_once
 from ..terminal.reporter import Reporter
 from ..terminal.terminal import Terminal
-from .model_folder import describe_held_out_loss, write_model
+from .model_folder import describe_held_out_loss, find_tokenizer, write_model
 
 if TYPE_CHECKING:
     from .run_weights import RunWeights
@@ -61,7 +61,6 @@ def run(options: argparse.Namespace) -> int:
     reporter = Reporter(Terminal(sys.stdout), Terminal(sys.stderr), options.json)
     with reporter.showing(lambda: "Fetching the weights"):
         with quitting_at_once(options.json), importing_much():
-            from ...models.tokenizer_files import read_tokenizer
             from .run_weights import fetch_run_weights, visit_swarm
 
         async def fetch() -> tuple[RunRecord, dict[str, bytes], RunWeights]:
@@ -72,8 +71,7 @@ def run(options: argparse.Namespace) -> int:
                 if not found:
                     raise UnavailableError(f"no peer of this swarm trains a run {options.wanted}")
                 record = choose_run(options.wanted, found, identity.peer_id)
-                corpus: Path | None = options.corpus
-                files = {} if corpus is None else read_tokenizer(record.run.corpus, corpus)
+                files = find_tokenizer(record.run, options.corpus)
                 return (
                     record,
                     files,

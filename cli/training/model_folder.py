@@ -9,11 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...client.adapters.whole_files import write_files
+from ...models.tokenizer_files import read_tokenizer
 from ...protocol.runs.training_run import TrainingRun
 from ..finetuning.loss_plot import draw_losses, save_losses
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def find_tokenizer(training: TrainingRun, folder: Path | None) -> dict[str, bytes]:
+    """Return the files of a run's tokenizer from the folder of its corpus; none without a folder.
+
+    Raises UsageError where one is not that of the run.
+    """
+    return {} if folder is None else read_tokenizer(training.corpus, folder)
 
 
 def write_model(

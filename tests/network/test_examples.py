@@ -17,6 +17,7 @@ import warm_python
 from training_runs import write_run
 
 from shoal.cli.training.run_file import load_run
+from shoal.models.tokenizer_files import read_tokenizer
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
@@ -58,7 +59,11 @@ def test_story_run_has_text_for_all_of_its_updates(
     num_rows = training.num_updates * training.parts_per_update * training.rows_per_part
     assert training.corpus.num_rows == num_rows
     assert training.num_held_out_parts == 2 * training.parts_per_update
-    assert (tmp_path / "model" / "tokenizer.json").exists()
+    names = {file.path for file in training.corpus.tokenizer}
+    assert names == {"tokenizer.json", "tokenizer_config.json"}
+    assert list(read_tokenizer(training.corpus, tmp_path)) == [
+        file.path for file in training.corpus.tokenizer
+    ]
 
 
 def test_training_over_peers_tells_when_a_part_is_missing(
