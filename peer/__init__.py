@@ -3,6 +3,6 @@
 This folder holds the composition root (peer.py), the list of workloads (workloads.py) and the life
 of a peer (serving_loop.py), which serves the span that `placement/` chooses, and moves. A new
 workload is one more room beside `sessions/` and `passes/`, and a line in workloads.py
-(docs/new-workload.md). What trains a model from scratch is composed by runs/run_peer.py, onto a
-peer that serves a model too or nothing else. Nothing here imports `client`. Read first: peer.py.
+(docs/new-workload.md). runs/run_peer.py composes training from scratch onto a peer, whether or not
+that serves a model. Nothing here imports `client`. Read first: peer.py.
 """

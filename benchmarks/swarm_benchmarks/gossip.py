@@ -2,7 +2,7 @@
 
 Both are those that ship, over TCP and TLS; each has a line of its own that counts. All other peers
 are one `Crowd` in this process, which answers at the address of each from one book that has all
-announcements. What one member of such a swarm asks the idle peer on average, a `Neighbour` asks.
+announcements. A `Neighbour` asks the idle peer as often as members of such a swarm do on average.
 The directory is in memory, and its traffic is not counted.
 """
 

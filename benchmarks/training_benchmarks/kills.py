@@ -101,7 +101,7 @@ class StagePart(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a member has computed of parts."""
+    """The parts that a member has begun to compute, and those that it has counted."""
 
     begun: Sequence[StagePart]
     counted: Sequence[StagePart]

@@ -3,9 +3,9 @@
 A member tells digests of all parts that it has computed, and does not know which of them are
 audited: the leader draws these at random, once they are counted. Where digests differ, all replicas
 of the stage compute the part again, those that have done so as well, as a fault of memory does not
-come twice. What most of them have then is right. Of equally many, those count that have told the
-same both times; where that leaves as many again, nothing shows who is wrong, and nobody goes. So
-nothing depends on the order in which anything arrives.
+come twice. The digest of most of them is right. At a tie, only members that told the same digest
+both times count; if it is a tie still, nothing shows which member is wrong, and none is put aside.
+So the order in which answers arrive decides nothing.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ _NUMBER_BYTES = 4
 _SUM_BYTES = 8
 _CAST_BYTES = 2
 _GRAPH_BYTES = 12
-"""What a graph keeps at most of a token, for each input and output of a matrix. Llama's keep one
-number there, GPT-2's two.
+"""Bytes that the graph of a pass keeps per token and per input or output of a matrix, at most.
+Graphs of Llama keep one number there, those of GPT-2 two.
 """
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}
 

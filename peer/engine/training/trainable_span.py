@@ -60,7 +60,7 @@ class LossPass:
 
 @dataclass(frozen=True)
 class AuditedPart:
-    """What a span computes of a part that it does not count."""
+    """The results of an audit: a part that a span computes, but does not count."""
 
     gradients: bytes
     """Their digest, see `TrainableSpan.digest_gradients`."""

@@ -1,4 +1,4 @@
-"""What a monitor is told when it dials a peer."""
+"""The probe of a monitor: it dials a peer, and compares the answer with the announcement."""
 
 from __future__ import annotations
 
