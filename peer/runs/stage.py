@@ -562,13 +562,12 @@ class Stage:
         if question.part is StatePart.DIGEST:
             return MemberAnswer(StateFollows(question.question, 0, digest.whole, digest.rest))
         copy = await self._copies.read(question.part, question.update)
-        follows = StateFollows(question.question, len(copy.data), digest.whole, digest.rest)
+        follows = StateFollows(question.question, len(copy), digest.whole, digest.rest)
 
         def is_wanted() -> bool:
-            is_stale = question.part is StatePart.ALL and self.update != question.update
-            return not copy.is_replaced and not is_stale
+            return question.part is StatePart.WEIGHTS or self.update == question.update
 
-        return MemberAnswer(follows, copy.data, is_wanted)
+        return MemberAnswer(follows, copy, is_wanted)
 
 
 async def _wait_for(running: asyncio.Task[_Counted]) -> _Counted:

@@ -47,26 +47,10 @@ from .run_resources import Compute
 _GRACE_SECONDS = 1.0
 """How long other holders are waited for once one has told its digest."""
 
-_KEPT_SECONDS = 60.0
-"""How long weights are kept for others that export the same update."""
-
 _MOST_COPIES = {StatePart.ALL: MOST_STATE_COPIES, StatePart.WEIGHTS: MOST_WEIGHT_COPIES}
-
-_MOST_SECONDS = 600.0
-"""How long a copy is sent for certain; then it may give way to one of a later update."""
 
 Note = Callable[[str], None]
 """Takes warnings of what goes wrong meanwhile."""
-
-
-@dataclass(eq=False)
-class StateCopy:
-    """A copy of the state of a stage, or of its weights, that is being sent."""
-
-    data: memoryview
-    made_at: float
-    is_replaced: bool = False
-    """Whether it gives way to a copy of a later update."""
 
 
 @dataclass(frozen=True)
@@ -81,21 +65,17 @@ class FetchedState:
 class StateCopies:
     """Copies of the state of a stage that are being sent.
 
-    All that fetch the same get the same copy, which ends with the last of them; that of weights is
-    kept for a while, so that strangers that ask again and again have few made. Each kind has its
-    own limit, so they take no memory from mates that join. Those that read slowly do not keep
-    others from later updates for ever.
+    All that fetch the same get the same copy, which ends with the last of them. Each kind has its
+    own limit, so that strangers, who get weights alone, take no memory from mates that join.
     """
 
     def __init__(self, span: TrainableSpan, compute: Compute) -> None:
         self._span = span
         self._compute = compute
         self._turns = {part: asyncio.Lock() for part in StatePart}
-        self._copies = WeakValueDictionary[tuple[StatePart, int], StateCopy]()
-        self._kept: StateCopy | None = None
-        self._dropping: asyncio.TimerHandle | None = None
+        self._copies = WeakValueDictionary[tuple[StatePart, int], memoryview]()
 
-    async def read(self, part: StatePart, update: int) -> StateCopy:
+    async def read(self, part: StatePart, update: int) -> memoryview:
         """Return a copy of the state before an update, which is under way.
 
         Raises RefusedError where it is over, or where copies of others are still being sent.
@@ -103,26 +83,11 @@ class StateCopies:
         async with self._turns[part]:
             copy = self._copies.get((part, update))
             if copy is None:
-                if part is StatePart.WEIGHTS:
-                    self._drop()
-                now = asyncio.get_running_loop().time()
-                others = [each for (kind, _), each in self._copies.items() if kind is part]
-                if len(others) >= _MOST_COPIES[part]:
-                    oldest = min(others, key=lambda each: each.made_at)
-                    oldest.is_replaced = now - oldest.made_at > _MOST_SECONDS
+                if sum(kind is part for kind, _ in self._copies) >= _MOST_COPIES[part]:
                     raise make_busy("this member still sends the state of another update")
-                copy = StateCopy(await self._compute(partial(self._make, part, update)), now)
+                copy = await self._compute(partial(self._make, part, update))
                 self._copies[part, update] = copy
-                if part is StatePart.WEIGHTS:
-                    loop = asyncio.get_running_loop()
-                    self._kept, self._dropping = copy, loop.call_later(_KEPT_SECONDS, self._drop)
             return copy
-
-    def _drop(self) -> None:
-        """Keep weights no longer; those that are being sent stay."""
-        self._kept = None
-        if self._dropping is not None:
-            self._dropping.cancel()
 
     def _make(self, part: StatePart, update: int) -> memoryview:
         if self._span.update != update:
