@@ -368,7 +368,7 @@ class Stage:
             self._counted.pop(part.index, None)
             return counted
         if is_last:
-            input_grads, loss, digest = await compute(partial(self.parts.run_loss, part, payload))
+            input_grads, digest, loss = await compute(partial(self.parts.run_loss, part, payload))
             counted = _Counted(b"", input_grads, loss, (self._member_id,), digest)
         else:
             outputs = await compute(partial(self.parts.run_forward, part, payload))

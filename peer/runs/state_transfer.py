@@ -175,8 +175,8 @@ def list_layouts(run: TrainingRun) -> tuple[list[StateLayout], str]:
     """Return how the weights of each stage are sent, and the name of the model's class."""
     shell = open_shell(run.model)
     spans = run.list_stages(len(shell.layers))
-    architecture = type(shell.model).__name__
-    return [StateLayout(list_weights(shell, span)) for span in spans], architecture
+    layouts = [StateLayout(list_weights(shell, span)) for span in spans]
+    return layouts, type(shell.model).__name__
 
 
 async def fetch_weights(

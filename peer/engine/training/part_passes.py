@@ -13,7 +13,7 @@ from ....models.token_shards import TokenShards
 from ....protocol.runs.training_run import PartId, TrainingRun
 from ....protocol.runs.update_parts import PART_DIGEST_BYTES
 from .part_tensors import count_bytes, decode, encode
-from .trainable_span import NotFiniteError, TrainableSpan
+from .trainable_span import NotFiniteError, PartResult, TrainableSpan
 
 
 class PartPasses:
@@ -65,18 +65,14 @@ class PartPasses:
         digest of all that was computed.
         """
         grads = decode(self._run.mode, payload, self._shape)
-        input_grads = self._encode_grads(part, self._span.run_backward(part, grads))
-        return input_grads, _digest(self._span.digest_gradients(part), outputs, input_grads, None)
+        return self._encode_result(part, outputs, self._span.run_backward(part, grads))
 
-    def run_loss(self, part: PartId, payload: bytes | memoryview) -> tuple[bytes, float, bytes]:
-        """Count a part at the last stage; return the gradients of its inputs, the loss, and the
-        digest of all that was computed.
-        """
+    def run_loss(self, part: PartId, payload: bytes | memoryview) -> tuple[bytes, bytes, float]:
+        """Count a part at the last stage; return the same, and the loss."""
         inputs, labels = self._read_inputs(part, payload), self._read_labels(part)
         result = self._span.run_loss(part, inputs, labels)
-        input_grads = self._encode_grads(part, result.input_grads_BTH)
-        digest = _digest(self._span.digest_gradients(part), b"", input_grads, result.loss)
-        return input_grads, result.loss, digest
+        assert result.loss is not None
+        return *self._encode_result(part, b"", result), result.loss
 
     def run_audit(
         self, part: PartId, payload: bytes | memoryview, grads: bytes | memoryview
@@ -84,13 +80,12 @@ class PartPasses:
         """Return the digest of all that is computed of a part, and count nothing."""
         try:
             inputs, target = self._read_inputs(part, payload), self._read_target(part, grads)
-            result = self._span.audit(part, inputs, target)
+            hidden, result = self._span.audit(part, inputs, target)
         except NotFiniteError:
             return bytes(PART_DIGEST_BYTES)  # no member that has counted the part has this digest
-        hidden = result.outputs_BTH
-        outputs = b"" if hidden is None else encode(self._run.mode, hidden)
-        input_grads = self._encode_grads(part, result.input_grads_BTH)
-        return _digest(result.gradients, outputs, input_grads, result.loss)
+        outputs = b"" if self._span.modules.is_last else encode(self._run.mode, hidden)
+        _, digest = self._encode_result(part, outputs, result)
+        return digest
 
     def discount(
         self, part: PartId, payload: bytes | memoryview, grads: bytes | memoryview
@@ -125,17 +120,18 @@ class PartPasses:
     def _read_labels(self, part: PartId) -> Tensor:
         return self._shards.read_part(self._run, part)[1]
 
-    def _encode_grads(self, part: PartId, grads: Tensor | None) -> bytes:
-        """Return the bytes of gradients, which all replicas round alike."""
-        if grads is None:
-            return b""
-        seed = self._run.derive_seed("rounding", part.update, part.index, self.stage)
-        return encode(self._run.mode, grads, torch.Generator().manual_seed(seed))
-
-
-def _digest(gradients: bytes, *results: bytes | float | None) -> bytes:
-    """Return the digest of what was computed of a part, from that of its gradients."""
-    digest = hashlib.sha256(gradients)
-    for result in results:
-        digest.update(result if isinstance(result, bytes) else repr(result).encode())
-    return digest.digest()[:PART_DIGEST_BYTES]
+    def _encode_result(
+        self, part: PartId, outputs: bytes, result: PartResult
+    ) -> tuple[bytes, bytes]:
+        """Return the bytes of the gradients of the inputs, which all replicas round alike, and the
+        digest of all that was computed.
+        """
+        input_grads = b""
+        if result.input_grads_BTH is not None:
+            seed = self._run.derive_seed("rounding", part.update, part.index, self.stage)
+            generator = torch.Generator().manual_seed(seed)
+            input_grads = encode(self._run.mode, result.input_grads_BTH, generator)
+        digest = hashlib.sha256(result.gradients_digest)
+        for each in (outputs, input_grads, repr(result.loss).encode()):
+            digest.update(each)
+        return input_grads, digest.digest()[:PART_DIGEST_BYTES]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor, nn
 
 from ....models.shells.shell import Shell
 from ....models.shells.shell_opening import open_shell
@@ -17,7 +15,7 @@ from ....protocol.spans import Span
 from ....protocol.tensors import INT8_GROUP, WireDtype, compute_num_bytes
 from .numerics_class import pass_random_part
 from .optimizers import count_state_bytes
-from .span_building import find_embedding_and_head, list_span_modules
+from .span_building import find_embedding_and_head, list_weights
 from .span_state import MOST_STATE_COPIES, MOST_WEIGHT_COPIES
 from .trainable_span import DEFAULT_GRAPH_BYTES, TrainableSpan
 
@@ -208,7 +206,9 @@ def measure_tokens_per_second(run: TrainingRun, num_threads: int) -> float:
 def _plan_stage(run: TrainingRun, shell: Shell, span: Span) -> StagePlan:
     embedding, head = find_embedding_and_head(shell)
     is_first, is_last = span.start == 0, span.stop == len(shell.layers)
-    weights, others = _list_tensors(shell, list_span_modules(shell, span))
+    tensors = list_weights(shell, span)
+    weights = {name: one for name, one in tensors.items() if one.requires_grad}
+    other_bytes = sum(one.nbytes for name, one in tensors.items() if name not in weights)
     num_weights = sum(weight.numel() for weight in weights.values())
     is_tied = head.weight is embedding.weight and is_first != is_last
     num_multiplied = num_weights
@@ -227,7 +227,7 @@ def _plan_stage(run: TrainingRun, shell: Shell, span: Span) -> StagePlan:
         for weight in weights.values()
         if weight.ndim > 1 and all(weight is not end for end in ends)
     )
-    weight_bytes = _NUMBER_BYTES * num_weights + sum(one.nbytes for one in others)
+    weight_bytes = _NUMBER_BYTES * num_weights + other_bytes
     cast_bytes = _CAST_BYTES * num_multiplied if run.precision == "bf16" else 0
     graph_bytes = run.tokens_per_update * num_kept * _GRAPH_BYTES
     graph_bytes += run.parts_per_update * cast_bytes  # each has its own
@@ -248,22 +248,6 @@ def _plan_stage(run: TrainingRun, shell: Shell, span: Span) -> StagePlan:
         num_tied=embedding.weight.numel() if is_tied else 0,
         num_multiplied=num_multiplied,
     )
-
-
-def _list_tensors(
-    shell: Shell, modules: Iterable[nn.Module]
-) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Return the weights of modules by their names, each once, and what is not trained."""
-    own = {id(one) for module in modules for one in (*module.parameters(), *module.buffers())}
-    weights = dict[str, Tensor]()
-    others = list[Tensor]()
-    for name, weight in shell.model.named_parameters():
-        if id(weight) in own and weight.requires_grad:
-            weights[name] = weight
-        elif id(weight) in own:
-            others.append(weight)
-    others += [buffer for buffer in shell.model.buffers() if id(buffer) in own]
-    return weights, others
 
 
 def _count_butterfly_numbers(num_numbers: int, num_members: int) -> float:

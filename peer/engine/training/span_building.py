@@ -174,19 +174,11 @@ def _list_checkpoint(model: nn.Module) -> dict[str, Tensor]:
 
 
 def list_weights(shell: Shell, span: Span) -> dict[str, Tensor]:
-    """Return the weights of a span by their names in a checkpoint, as a span of a run has them, but
-    without memory. The shell holds none either.
-    """
+    """Return the weights and buffers of a span in a shell, by their names in a checkpoint."""
     modules = list_span_modules(shell, span)
     own = {id(one) for module in modules for one in (*module.parameters(), *module.buffers())}
-    return {
-        name: torch.empty_like(
-            tensor, device="meta",
-            dtype=torch.float32 if isinstance(tensor, nn.Parameter) else tensor.dtype,
-        )
-        for name, tensor in _list_checkpoint(shell.model).items()
-        if id(tensor) in own
-    }  # fmt: skip
+    tensors = _list_checkpoint(shell.model)
+    return {name: tensor for name, tensor in tensors.items() if id(tensor) in own}
 
 
 def find_embedding_and_head(shell: Shell) -> tuple[nn.Embedding, nn.Linear]:

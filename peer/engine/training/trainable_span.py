@@ -48,27 +48,16 @@ class NotFiniteError(RefusedError):
 
 
 @dataclass(frozen=True)
-class LossPass:
-    """What the last span computes of a part: the loss, and the gradient of its inputs.
+class PartResult:
+    """What a span computes of a part."""
 
-    `loss` is the sum over the tokens of the part, divided by the tokens of the whole update.
-    """
-
-    loss: float
-    input_grads_BTH: Tensor | None
-
-
-@dataclass(frozen=True)
-class AuditedPart:
-    """The results of an audit: a part that a span computes, but does not count."""
-
-    gradients: bytes
-    """Their digest, see `TrainableSpan.digest_gradients`."""
-    outputs_BTH: Tensor | None
-    """None for the last span."""
+    gradients_digest: bytes
+    """Of the gradients of the weights."""
     input_grads_BTH: Tensor | None
     """None for the first span."""
     loss: float | None
+    """Of the last span: the sum over the tokens of the part, divided by the tokens of the whole
+    update."""
 
 
 @dataclass
@@ -77,13 +66,6 @@ class _Pass:
 
     inputs: Tensor
     outputs: Tensor | None
-
-
-@dataclass(frozen=True)
-class _Gradients:
-    weights: list[Tensor]
-    inputs_BTH: Tensor | None
-    loss: float | None
 
 
 class TrainableSpan:
@@ -131,8 +113,6 @@ class TrainableSpan:
         self._bytes_per_graph: int | None = None
         self._boundaries = dict[PartId, str]()
         """Of each counted part, the digest of what its passes began with."""
-        self._digests = dict[PartId, bytes]()
-        """Of the gradients of each counted part."""
         # Of a weight that two spans hold, each part has two addends.
         self.sums = {
             name: ExactSum(weight.shape, FIRST_EXPONENT, 2 * run.parts_per_update)
@@ -178,30 +158,29 @@ class TrainableSpan:
         self._passes[part] = _Pass(inputs, outputs if is_kept else None)
         return outputs.detach()
 
-    def run_backward(self, part: PartId, output_grads_BTH: Tensor) -> Tensor | None:
-        """Count the gradients of a part; return those of its inputs, None for the first span."""
+    def run_backward(self, part: PartId, output_grads_BTH: Tensor) -> PartResult:
+        """Count the gradients of a part, by those of its outputs."""
         self._check_part(part)
         if part not in self._passes:
             raise _refuse(f"{part} has had no forward pass here")
         self._check_hidden(output_grads_BTH, "output gradients")
         kept = self._passes[part]
         outputs, kept.outputs = kept.outputs, None  # a graph is used up, whatever comes of it
-        result = self._differentiate(part, kept.inputs, output_grads_BTH, outputs)
-        self._count(part, result.weights, kept.inputs, output_grads_BTH)
+        grads, result = self._differentiate(part, kept.inputs, output_grads_BTH, outputs)
+        self._count(part, grads, kept.inputs, output_grads_BTH)
         del self._passes[part]
-        return result.inputs_BTH
+        return result
 
-    def run_loss(self, part: PartId, inputs: Tensor, labels_BT: Tensor) -> LossPass:
+    def run_loss(self, part: PartId, inputs: Tensor, labels_BT: Tensor) -> PartResult:
         """Run the last span forward and backward, and count the gradients of a part."""
         assert self.modules.is_last
         self._check_part(part)
         self._check_inputs(inputs)
         self._check_tokens(labels_BT, "labels")
         inputs = _prepare(inputs)
-        result = self._differentiate(part, inputs, labels_BT)
-        self._count(part, result.weights, inputs, labels_BT)
-        assert result.loss is not None
-        return LossPass(result.loss, result.inputs_BTH)
+        grads, result = self._differentiate(part, inputs, labels_BT)
+        self._count(part, grads, inputs, labels_BT)
+        return result
 
     def evaluate(self, update: int, inputs: Tensor) -> Tensor:
         """Return the outputs of inputs by the weights before an update; keeps nothing of them.
@@ -242,13 +221,16 @@ class TrainableSpan:
             raise _refuse(f"{part} is not counted here")
         if self._boundaries[part] != _digest_boundary(inputs, target):
             raise _refuse(f"{part} was counted with other inputs")
-        result = self._differentiate(part, _prepare(inputs), target)
-        for total, grad in zip(self.sums.values(), result.weights, strict=True):
+        grads, _ = self._differentiate(part, _prepare(inputs), target)
+        for total, grad in zip(self.sums.values(), grads, strict=True):
             total.subtract(grad)
-        del self._boundaries[part], self._digests[part]
+        del self._boundaries[part]
 
-    def audit(self, part: PartId, inputs: Tensor, target: Tensor) -> AuditedPart:
-        """Compute a part, counted or not, and count nothing; see `discount` for the arguments."""
+    def audit(self, part: PartId, inputs: Tensor, target: Tensor) -> tuple[Tensor, PartResult]:
+        """Compute a part, counted or not, and count nothing; see `discount` for the arguments.
+
+        Returns the outputs as well: the logits, for the last span.
+        """
         self._check_under_way(part)
         self._check_inputs(inputs)
         if self.modules.is_last:
@@ -257,13 +239,8 @@ class TrainableSpan:
             self._check_hidden(target, "output gradients")
         inputs = _prepare(inputs)
         outputs = self._compute(part, inputs)
-        result = self._differentiate(part, inputs, target, outputs)
-        hidden = None if self.modules.is_last else outputs.detach()
-        return AuditedPart(digest_bits(result.weights), hidden, result.inputs_BTH, result.loss)
-
-    def digest_gradients(self, part: PartId) -> bytes:
-        """Return the digest of the gradients of a counted part."""
-        return self._digests[part]
+        _, result = self._differentiate(part, inputs, target, outputs)
+        return outputs.detach(), result
 
     def read_gradients(self) -> dict[str, Tensor]:
         """Return the gradients of the update, summed over all counted parts."""
@@ -373,7 +350,6 @@ class TrainableSpan:
         """Forget what belonged to another update; the sums have been reset."""
         self.update = update
         self._boundaries.clear()
-        self._digests.clear()
         self._passes.clear()
 
     def _compute(self, part: PartId, inputs: Tensor) -> Tensor:
@@ -406,8 +382,11 @@ class TrainableSpan:
 
     def _differentiate(
         self, part: PartId, inputs: Tensor, target: Tensor, outputs: Tensor | None = None
-    ) -> _Gradients:
-        """Run the backward pass of a part, and its forward pass where there are no outputs."""
+    ) -> tuple[list[Tensor], PartResult]:
+        """Run the backward pass of a part, and its forward pass where there are no outputs.
+
+        Returns the gradients of the weights as well.
+        """
         if outputs is None:
             outputs = self._compute(part, inputs)
         wanted = [*self._weights.values(), *([inputs] if inputs.requires_grad else [])]
@@ -427,7 +406,8 @@ class TrainableSpan:
         if not all(map(_is_finite, grads)) or (loss is not None and not math.isfinite(loss)):
             raise NotFiniteError("gradients", part, self.span)
         input_grads_BTH = grads.pop() if inputs.requires_grad else None
-        return _Gradients(self._shorten(grads), input_grads_BTH, loss)
+        grads = self._shorten(grads)
+        return grads, PartResult(digest_bits(grads), input_grads_BTH, loss)
 
     def _shorten(self, grads: list[Tensor]) -> list[Tensor]:
         """Return the gradients of a part, with the largest norm that they may have."""
@@ -439,7 +419,6 @@ class TrainableSpan:
         for total, grad in zip(self.sums.values(), grads, strict=True):
             total.add(grad)
         self._boundaries[part] = _digest_boundary(inputs, target)
-        self._digests[part] = digest_bits(grads)
 
     def _check_part(self, part: PartId) -> None:
         self._check_under_way(part)

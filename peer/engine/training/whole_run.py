@@ -104,7 +104,8 @@ class WholeRun:
         grads = result.input_grads_BTH
         for stage in reversed(before):
             assert grads is not None
-            grads = stage.run_backward(part, grads)
+            grads = stage.run_backward(part, grads).input_grads_BTH
+        assert result.loss is not None
         return result.loss
 
     def _merge_tied(self) -> None:

@@ -109,7 +109,7 @@ def test_each_layout_begins_with_the_same_weights(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["gpt2", "glm4_moe", "afmoe"])
 def test_weights_are_known_without_their_memory(model_type: str) -> None:
-    run = read_run(describe_run(model=describe(model_type)))
+    run = read_run(describe_run(model=describe(model_type) | {"dtype": "bfloat16"}))
     for span in (Span(0, 1), Span(1, 2), WHOLE):
         modules = build_span(run, span)
         weights = {**modules.parameters, **modules.constants}

@@ -459,7 +459,7 @@ def test_tokens_that_the_model_does_not_know_are_refused(
     with pytest.raises(RefusedError, match=complaint.replace("token ids", "labels")):
         span.run_loss(part, tokens, spoil(labels))
 
-    assert span.run_loss(part, tokens, labels).loss > 0
+    assert (span.run_loss(part, tokens, labels).loss or 0.0) > 0
 
 
 @pytest.mark.parametrize(
@@ -486,7 +486,7 @@ def test_refused_hidden_states_and_gradients_leave_no_trace(
 
     assert not span.counted
     assert all(not gradient.any() for gradient in span.read_gradients().values())
-    assert span.run_backward(part, hidden) is not None  # the pass is still under way
+    assert span.run_backward(part, hidden).input_grads_BTH is not None  # still under way
 
 
 def test_gradients_that_become_infinite_leave_no_trace(tmp_path: Path) -> None:
