@@ -5,6 +5,7 @@
         ModelError             ... the model directory is missing, damaged or not supported
       LocalProtocolError     our own code violated the protocol (a bug of ours)
       RemoteProtocolError    the other end violated the protocol, or is not who it claims to be
+        NewerRecordError       ... or a newer version of shoal made its record; update ours
       RefusedError           the other end understood and declined: a typed answer from the wire
         CacheFullError         ... because its KV cache is full; try again later or elsewhere
         NotAMemberError        ... because its swarm is private and we did not prove membership
@@ -51,6 +52,10 @@ class LocalProtocolError(ShoalError):
 
 class RemoteProtocolError(ShoalError):
     """The other end sent something that the protocol forbids; its message was not applied."""
+
+
+class NewerRecordError(RemoteProtocolError):
+    """A record has something that only newer versions of shoal know; updating ours helps."""
 
 
 class ErrorCode(IntEnum):

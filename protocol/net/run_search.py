@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from ..errors import (
     DirectoryError,
+    NewerRecordError,
     RefusedError,
     RemoteProtocolError,
     UnavailableError,
@@ -21,6 +22,7 @@ from ..messages.runs import BytesReader, RunFetch, RunFollows
 from ..records.announcements import Announcement, PeerState, draw_by_address
 from ..runs.run_record import (
     RunRecord,
+    make_run_id,
     make_run_model_id,
     make_run_model_name,
     read_run_record,
@@ -79,7 +81,8 @@ def choose_run(wanted: str, records: Sequence[RunRecord], peer_id: PeerId) -> Ru
 async def search_runs(wanted: str, network: Network, clock: Clock) -> list[RunRecord]:
     """Return the records of this name or id that peers of the swarm show, each once.
 
-    Raises DirectoryError where the swarm cannot be reached.
+    Raises DirectoryError where the swarm cannot be reached, and UsageError where all runs that it
+    has of this name or id are ones that only a newer version of shoal can read.
     """
     transport, directory = await network.connect()
     try:
@@ -97,14 +100,25 @@ async def fetch_records(
     model_ids = [make_run_model_id(RunId(wanted))] if is_id else await directory.list_models()
     turns = asyncio.Semaphore(_RUNS_AT_ONCE)
 
-    async def look(model_id: ModelId) -> RunRecord | None:
+    async def look(model_id: ModelId) -> bytes | None:
         async with turns:
             peers = await _list_peers(directory, model_id, None if is_id else wanted)
             return await _fetch_first(model_id, peers, transport, clock)
 
     found = await asyncio.gather(*map(look, model_ids))
-    records = [one for one in found if one is not None]
-    return [one for one in records if wanted in (one.run_id, one.run.name)]
+    records, newer = list[RunRecord](), list[NewerRecordError]()
+    for document in found:
+        try:
+            if document is not None:
+                records.append(read_run_record(document))
+        except NewerRecordError as error:
+            newer.append(error)
+        except RemoteProtocolError:
+            continue
+    matching = [one for one in records if wanted in (one.run_id, one.run.name)]
+    if newer and not matching:
+        raise UsageError(f"run {wanted}: {newer[0]}") from newer[0]
+    return matching
 
 
 async def _list_peers(
@@ -125,19 +139,19 @@ async def _list_peers(
 
 async def _fetch_first(
     model_id: ModelId, peers: Sequence[Announcement], transport: Transport, clock: Clock
-) -> RunRecord | None:
-    """Return the record that the first honest peer shows."""
+) -> bytes | None:
+    """Return the record that the first honest peer shows, unread."""
     for peer in draw_by_address(peers, random.Random()):
         try:
-            record = await _fetch_record(peer, transport, clock)
+            document = await _fetch_document(peer, transport, clock)
         except (UnavailableError, RefusedError, RemoteProtocolError):
             continue
-        if record.model_id == model_id:
-            return record
+        if make_run_model_id(make_run_id(document)) == model_id:
+            return document
     return None
 
 
-async def _fetch_record(peer: Announcement, transport: Transport, clock: Clock) -> RunRecord:
+async def _fetch_document(peer: Announcement, transport: Transport, clock: Clock) -> bytes:
     name = f"peer …{peer.peer_id[-6:]}"
     stream, _ = await open_greeted(
         transport, clock, peer, peer.span, _PEER_SECONDS, names_model=True
@@ -152,4 +166,4 @@ async def _fetch_record(peer: Announcement, transport: Transport, clock: Clock) 
                 reader.take(read_answer(await stream.receive(), name, question))
     finally:
         await stream.close()
-    return read_run_record(bytes(reader.read()))
+    return bytes(reader.read())

@@ -15,7 +15,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..errors import RemoteProtocolError, UsageError
+from ..errors import NewerRecordError, RemoteProtocolError, UsageError
 from ..identity import SIGNATURE_BYTES, Identity, public_key_of, verify
 from ..ids import MODEL_ID_CHARACTERS, ModelId, PeerId, RunId
 from ..limits import MAX_RUN_MEMBERS, MAX_RUN_RECORD_BYTES
@@ -27,9 +27,17 @@ _CONTEXT = b"shoal run record 1\0"
 _HEADER_BYTES = len(_VERSION) + SIGNATURE_BYTES
 _ELEMENT_BYTES = 4
 
+_MAX_NAME_CHARACTERS = 80
+"""Of a setting that we do not know, in a message to the user."""
+
 
 class _Terms(BaseModel):
-    """The part of the record that the owner signs."""
+    """The part of the record that the owner signs.
+
+    It is written without what has its default, so that a run that uses nothing new can be read by
+    versions that do not know what is new. Defaults therefore never change: the id of a run stands
+    for them too.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -65,6 +73,11 @@ class RunRecord:
         return not self.admitted or peer_id == self.owner or peer_id in self.admitted
 
 
+def make_run_id(document: bytes) -> RunId:
+    """Return the id of the run whose record these bytes are."""
+    return RunId(hashlib.sha256(document).hexdigest())
+
+
 def make_run_model_id(run_id: RunId) -> ModelId:
     """Return under which model the members of a run announce themselves."""
     return ModelId(run_id[:MODEL_ID_CHARACTERS])
@@ -88,7 +101,8 @@ def sign_run(identity: Identity, run: TrainingRun, admitted: Iterable[str] = ())
     if len(listed) > MAX_RUN_MEMBERS:
         raise UsageError(f"a run can admit {MAX_RUN_MEMBERS} peers, not {len(listed)}")
     terms = _Terms(owner=identity.peer_id, admitted=listed, run=run)
-    text = json.dumps(terms.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+    content = terms.model_dump(mode="json", exclude_defaults=True)
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     text += " " * (-(_HEADER_BYTES + len(text)) % _ELEMENT_BYTES)
     body = text.encode()
     document = _VERSION + identity.sign(_CONTEXT + body) + body
@@ -102,7 +116,10 @@ def sign_run(identity: Identity, run: TrainingRun, admitted: Iterable[str] = ())
 
 
 def read_run_record(document: bytes) -> RunRecord:
-    """Return the record in these bytes. Raises RemoteProtocolError, whatever they are."""
+    """Return the record in these bytes. Raises RemoteProtocolError, whatever they are.
+
+    NewerRecordError: it has a setting, or a value of one, that this version does not know.
+    """
     if len(document) > MAX_RUN_RECORD_BYTES:
         raise RemoteProtocolError(
             f"the record of a run has at most {MAX_RUN_RECORD_BYTES} bytes, not {len(document)}"
@@ -115,10 +132,20 @@ def read_run_record(document: bytes) -> RunRecord:
     try:
         terms = _Terms.model_validate_json(body)
     except ValidationError as error:
+        _check_known(error)
         raise RemoteProtocolError("the record of the run is malformed") from error
     for peer_id in terms.admitted:
         public_key_of(peer_id)
     if not verify(terms.owner, _CONTEXT + body, signature):
         raise RemoteProtocolError("the record of the run was not signed by the owner that it names")
-    run_id = RunId(hashlib.sha256(document).hexdigest())
-    return RunRecord(document, run_id, terms.owner, terms.admitted, terms.run)
+    return RunRecord(document, make_run_id(document), terms.owner, terms.admitted, terms.run)
+
+
+def _check_known(errors: ValidationError) -> None:
+    for error in errors.errors(include_url=False, include_input=False):
+        if error["type"] in ("extra_forbidden", "literal_error"):
+            name = ".".join(map(str, error["loc"]))[:_MAX_NAME_CHARACTERS]
+            raise NewerRecordError(
+                f"this version of shoal does not know the setting {name!r} of the run, or its "
+                "value: the run was made by a newer version of shoal; update shoal to take part"
+            )

@@ -160,7 +160,10 @@ class LearningRateSchedule(_Table):
 
 
 class TrainingRun(_Table):
-    """A training run. Its members agree on it by a signed record: see run_record.py."""
+    """A training run. Its members agree on it by a signed record: see run_record.py.
+
+    Records leave out what has its default. So a new setting needs one, which never changes.
+    """
 
     name: _Name
     seed: Annotated[int, Field(ge=0, lt=2**63)]

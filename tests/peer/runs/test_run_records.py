@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from shoal.protocol.errors import UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.net.run_search import find_run, search_runs
 from shoal.protocol.records.announcements import PeerState
-from shoal.protocol.runs.run_record import RunRecord, sign_run
+from shoal.protocol.runs.run_record import RunRecord, make_run_id, sign_run
 from shoal.protocol.runs.training_run import TrainingRun
 from shoal.protocol.spans import Span
 
@@ -125,3 +126,29 @@ def test_forged_record_is_passed_over(
         assert await search(swarm, "test") == [swarm.record]
 
     run_in_swarm(run, folder, scene, num_peers=0)
+
+
+def test_run_of_a_newer_version_is_told_to_those_who_look_for_it(
+    run: TrainingRun, folder: Path
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        newer = sign_newer_run(swarm.record)
+        await swarm.start("newer", 0, founds_run=True, record=newer)
+        for wanted in ("test", newer.run_id):
+            with pytest.raises(UsageError, match=f"run {wanted}: .* 'run.loss_scale'.* newer"):
+                await search(swarm, wanted)
+        assert await search(swarm, "another") == []
+        await swarm.start("peer0", 0, founds_run=True)
+        assert await search(swarm, "test") == [swarm.record]
+
+    run_in_swarm(run, folder, scene, num_peers=0)
+
+
+def sign_newer_run(record: RunRecord) -> RunRecord:
+    """Return the record of a run with a setting that this version does not know."""
+    content = json.loads(record.document[65:])
+    content["run"]["loss_scale"] = 2
+    body = json.dumps(content).encode()
+    body += b" " * (-(65 + len(body)) % 4)
+    document = b"\x01" + OWNER.sign(b"shoal run record 1\0" + body) + body
+    return replace(record, document=document, run_id=make_run_id(document))

@@ -1,9 +1,11 @@
 """Records of runs: what their owners sign is what others read, and nothing else is taken."""
 
-import pytest
-from training_runs import describe_run
+import json
 
-from shoal.protocol.errors import RemoteProtocolError, UsageError
+import pytest
+from training_runs import NO_SHARD, describe_run
+
+from shoal.protocol.errors import NewerRecordError, RemoteProtocolError, UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.limits import MAX_RUN_MEMBERS, MAX_RUN_RECORD_BYTES
 from shoal.protocol.runs.run_record import read_run_record, sign_run
@@ -64,6 +66,69 @@ def test_run_id_names_owner_and_admitted_peers() -> None:
 def test_other_bytes_are_refused(document: bytes, complaint: str) -> None:
     with pytest.raises(RemoteProtocolError, match=complaint):
         read_run_record(document)
+
+
+def sign_content(content: object) -> bytes:
+    """Return the document of a record with this content, of any version of shoal."""
+    body = json.dumps(content).encode()
+    return b"\x01" + OWNER.sign(b"shoal run record 1\0" + body) + body
+
+
+def test_record_holds_only_what_differs_from_the_defaults() -> None:
+    content = json.loads(sign_run(OWNER, RUN).document[65:])
+
+    assert content == {
+        "owner": OWNER.peer_id,
+        "admitted": [],
+        "run": describe_run(),
+    }
+
+
+def test_defaults_are_those_that_signed_records_stand_for() -> None:
+    required = ("name", "seed", "model", "num_updates", "parts_per_update", "rows_per_part")
+    run = {name: describe_run()[name] for name in required} | {
+        "corpus": {"shards": [NO_SHARD], "sequence_length": 16},
+        "optimizer": {"learning_rate": 0.01},
+    }
+    full = run | {
+        "stage_borders": [],
+        "corpus": {**run["corpus"], "held_out": [], "entropy": None, "tokenizer": []},
+        "mode": "exact",
+        "precision": "fp32",
+        "optimizer": {
+            "name": "muon", "learning_rate": 0.01, "adamw_learning_rate": None,
+            "weight_decay": 0.0, "betas": [0.9, 0.95], "momentum": 0.95, "clip_norm": 1.0,
+        },
+        "schedule": {"warmup_updates": 0, "final_fraction": 0.1},
+        "held_out_every": None,
+    }  # fmt: skip
+    owner = OWNER.peer_id
+
+    short = read_run_record(sign_content({"owner": owner, "admitted": [], "run": run}))
+    long = read_run_record(sign_content({"owner": owner, "admitted": [], "run": full}))
+
+    assert short.run == long.run
+    assert short.run.model_dump(mode="json") == full
+    assert short.run_id != long.run_id
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"run": describe_run(loss_scale=2)}, "run.loss_scale"),
+        ({"run": describe_run(schedule={"cooldown": 2})}, "run.schedule.cooldown"),
+        ({"run": describe_run(mode="int4")}, "run.mode"),
+        ({"expires_at": 2}, "expires_at"),
+        ({"run": describe_run(**{"\x1b[2J" + "x" * 100: 2})}, r"run.\x1b[2J" + "x" * 72),
+    ],
+)
+def test_record_of_a_newer_version_is_told(change: dict[str, object], name: str) -> None:
+    content = {"owner": OWNER.peer_id, "admitted": [], "run": describe_run()} | change
+
+    with pytest.raises(NewerRecordError, match="made by a newer version of shoal") as error:
+        read_run_record(sign_content(content))
+
+    assert f"the setting '{name}' of the run" in str(error.value)
 
 
 def test_what_cannot_be_signed_is_told() -> None:
