@@ -6,8 +6,8 @@ Sums of gradients are cut into slices, one for each member that sums them (`redu
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ def find_slice(members: Sequence[str], member: str, size: int) -> tuple[int, int
     return min(start, size), min(stop, size)
 
 
-class GradientVector(Protocol):
+class GradientVector(ABC):
     """The gradients of some weights, one behind the other: a member's own, then the reduced ones.
 
     First the member adds the same slice of its mates to its own slice and finishes that, then it
@@ -47,66 +47,76 @@ class GradientVector(Protocol):
     parts of an update can have.
     """
 
-    numbers: Tensor
+    def __init__(
+        self, numbers: list[Tensor], sums: Sums, names: Sequence[str], most_norm: float
+    ) -> None:
+        self.numbers = torch.cat([one.flatten() for one in numbers])
+        self._sums = sums
+        self._names = names
+        self._most_norm = most_norm
 
     @property
     def residual(self) -> Tensor | None:
         """Rounding error, which is added to the gradient of the next update (error feedback)."""
-        ...
+        return None
 
     def add(self, start: int, stop: int, data: bytes | memoryview) -> None:
         """Add a mate's numbers to our slice. Raises ValueError for what are no gradients."""
-        ...
-
-    def finish(self, start: int, stop: int) -> None:
-        """Make our slice what all members take."""
-        ...
+        self.numbers[start:stop] += self._decode(start, stop, data, is_reduced=False)
 
     def load(self, start: int, stop: int, data: bytes | memoryview) -> None:
         """Take a finished slice. Raises ValueError for what are no gradients."""
-        ...
+        self.numbers[start:stop] = self._decode(start, stop, data, is_reduced=True)
 
+    @abstractmethod
+    def finish(self, start: int, stop: int) -> None:
+        """Make our slice what all members take."""
+
+    @abstractmethod
     def read(self, start: int, stop: int, is_reduced: bool) -> bytes | memoryview:
         """Return a slice for a mate: of our own gradients, or ours that is finished.
 
         Raises ValueError for another slice.
         """
-        ...
 
+    @abstractmethod
     def count_bytes(self, num_numbers: int, is_reduced: bool) -> int:
         """Return how many bytes a slice of so many numbers takes."""
-        ...
 
-    def read_gradients(self, sums: Sums) -> dict[str, Tensor]:
+    @abstractmethod
+    def _decode(
+        self, start: int, stop: int, data: bytes | memoryview, *, is_reduced: bool
+    ) -> Tensor:
+        """Return the numbers of a slice. Raises ValueError for what are no gradients."""
+
+    def read_gradients(self) -> dict[str, Tensor]:
         """Return the reduced gradients by the names of the weights, maybe in our memory."""
-        ...
+        shapes = [self._sums[name].units.shape for name in self._names]
+        pieces = self.numbers.split([shape.numel() for shape in shapes])
+        views = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
+        return dict(zip(self._names, views, strict=True))
+
+    def _check_norm(self, pieces: Iterable[Tensor], is_reduced: bool) -> None:
+        """Raise ValueError for gradients that no parts of an update have."""
+        norm = math.sqrt(math.fsum(map(sum_squares, pieces)))
+        most_norm = (_NUM_ENDS if is_reduced else 1) * self._most_norm
+        if norm > most_norm:
+            raise ValueError(f"their norm is {norm:.3g}, and {most_norm:.3g} is the most")
 
 
-class ExactVector:
+class ExactVector(GradientVector):
     """Gradients as whole numbers, which are summed without any rounding.
 
     A finished slice is rounded to float32, as the weights take it: it is half as long then.
     """
 
-    residual: Tensor | None = None
-
     def __init__(self, sums: Sums, names: Sequence[str], most_norm: float) -> None:
-        self.numbers = torch.cat([sums[name].units.flatten() for name in names])
-        self._sums = sums
-        self._most_norm = most_norm
-        self._names = names
+        super().__init__([sums[name].units for name in names], sums, names, most_norm)
         self._room = sums[names[0]].room
-
-    def add(self, start: int, stop: int, data: bytes | memoryview) -> None:
-        self.numbers[start:stop] += self._decode(start, data, _SUM, self._most_norm)
 
     def finish(self, start: int, stop: int) -> None:
         # Their unit is a power of two, so that they are rounded as the gradients would be.
         self.numbers[start:stop] = self.numbers[start:stop].float()
-
-    def load(self, start: int, stop: int, data: bytes | memoryview) -> None:
-        most_norm = _NUM_ENDS * self._most_norm
-        self.numbers[start:stop] = self._decode(start, data, _FINISHED, most_norm)
 
     def read(self, start: int, stop: int, is_reduced: bool) -> memoryview:
         # A mate's slice is its own numbers here until it has finished it, as it has them then.
@@ -118,20 +128,17 @@ class ExactVector:
     def count_bytes(self, num_numbers: int, is_reduced: bool) -> int:
         return num_numbers * (_FINISHED if is_reduced else _SUM).itemsize
 
-    def read_gradients(self, sums: Sums) -> dict[str, Tensor]:
-        pieces = _split(self.numbers, sums, self._names)
-        return {name: sums[name].convert(piece) for name, piece in pieces.items()}
+    def read_gradients(self) -> dict[str, Tensor]:
+        pieces = super().read_gradients()
+        return {name: self._sums[name].convert(piece) for name, piece in pieces.items()}
 
     def _decode(
-        self,
-        start: int,
-        data: bytes | memoryview,
-        dtype: np.dtype[np.floating],
-        most_norm: float,
+        self, start: int, stop: int, data: bytes | memoryview, *, is_reduced: bool
     ) -> Tensor:
+        dtype = _FINISHED if is_reduced else _SUM
         numbers = torch.from_numpy(np.frombuffer(data, dtype).astype(np.float64))
         check_units(numbers, self._room, self._room)
-        _check_norm(self._list_pieces(start, numbers), most_norm)
+        self._check_norm(self._list_pieces(start, numbers), is_reduced)
         return numbers
 
     def _list_pieces(self, start: int, numbers: Tensor) -> Iterator[Tensor]:
@@ -145,7 +152,7 @@ class ExactVector:
             first = last
 
 
-class Int8Vector:
+class Int8Vector(GradientVector):
     """Gradients that are rounded to 8 bits, once by each sender and once by the reducer.
 
     What rounding leaves out is added to the gradient of the next update (error feedback: Seide et
@@ -162,34 +169,30 @@ class Int8Vector:
         most_norm: float,
     ) -> None:
         """`slices` are those of the mates."""
-        self._most_norm = most_norm
-        self.numbers = torch.cat([sums[name].read().flatten() for name in names])
+        super().__init__([sums[name].read() for name in names], sums, names, most_norm)
         if residual is not None:
             self.numbers += residual
-        self._names = names
-        self.residual = torch.zeros_like(self.numbers)
+        self._residual = torch.zeros_like(self.numbers)
         self._has_mates = bool(slices)
         self._own = {each: self._round(*each) for each in slices}
         self._finished: dict[tuple[int, int], bytes] = {}
+
+    @property
+    def residual(self) -> Tensor:
+        return self._residual
 
     def _round(self, start: int, stop: int) -> bytes:
         """Round a slice, and keep what that leaves out; return its bytes."""
         numbers = self.numbers[start:stop]
         data = encode("int8", numbers)
         rounded = decode("int8", data, numbers.shape)
-        self.residual[start:stop] = numbers - rounded
+        self._residual[start:stop] = numbers - rounded
         numbers.copy_(rounded)
         return data
-
-    def add(self, start: int, stop: int, data: bytes | memoryview) -> None:
-        self.numbers[start:stop] += self._decode(start, stop, data, self._most_norm)
 
     def finish(self, start: int, stop: int) -> None:
         if self._has_mates:
             self._finished[start, stop] = self._round(start, stop)
-
-    def load(self, start: int, stop: int, data: bytes | memoryview) -> None:
-        self.numbers[start:stop] = self._decode(start, stop, data, _NUM_ENDS * self._most_norm)
 
     def read(self, start: int, stop: int, is_reduced: bool) -> bytes:
         data = (self._finished if is_reduced else self._own).get((start, stop))
@@ -200,26 +203,11 @@ class Int8Vector:
     def count_bytes(self, num_numbers: int, is_reduced: bool) -> int:
         return count_bytes("int8", (1, 1, num_numbers))
 
-    def read_gradients(self, sums: Sums) -> dict[str, Tensor]:
-        return _split(self.numbers, sums, self._names)
-
-    def _decode(self, start: int, stop: int, data: bytes | memoryview, most_norm: float) -> Tensor:
+    def _decode(
+        self, start: int, stop: int, data: bytes | memoryview, *, is_reduced: bool
+    ) -> Tensor:
         numbers = decode("int8", data, (stop - start,))
         if not has_only_finite(numbers):
             raise ValueError("gradients must be finite")
-        _check_norm([numbers], most_norm)
+        self._check_norm([numbers], is_reduced)
         return numbers
-
-
-def _check_norm(pieces: Iterable[Tensor], most_norm: float) -> None:
-    """Raise ValueError for gradients that no parts of an update have."""
-    norm = math.sqrt(math.fsum(map(sum_squares, pieces)))
-    if norm > most_norm:
-        raise ValueError(f"their norm is {norm:.3g}, and {most_norm:.3g} is the most")
-
-
-def _split(numbers: Tensor, sums: Sums, names: Sequence[str]) -> dict[str, Tensor]:
-    shapes = [sums[name].units.shape for name in names]
-    pieces = numbers.split([shape.numel() for shape in shapes])
-    views = (piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True))
-    return dict(zip(names, views, strict=True))

@@ -158,7 +158,7 @@ class Reducing:
 
     def apply(self, span: TrainableSpan, squared_norm: float) -> Residuals:
         """Update the weights of the span by the totals; return what the next update adds."""
-        gradients = self._read_gradients(span)
+        gradients = self._read_gradients()
         span.apply_update({name: gradients[name] for name in span.sums}, squared_norm)
         residuals = {group: vector.residual for group, vector in self._vectors.items()}
         return {group: one for group, one in residuals.items() if one is not None}
@@ -169,10 +169,10 @@ class Reducing:
         for vector in self._vectors.values():
             digest.update(vector.numbers.numpy().data)
         self.digest = digest.digest()
-        self.squared_norm = span.measure_squared_norm(self._read_gradients(span))
+        self.squared_norm = span.measure_squared_norm(self._read_gradients())
 
-    def _read_gradients(self, span: TrainableSpan) -> dict[str, Tensor]:
+    def _read_gradients(self) -> dict[str, Tensor]:
         gradients: dict[str, Tensor] = {}
         for vector in self._vectors.values():
-            gradients |= vector.read_gradients(span.sums)
+            gradients |= vector.read_gradients()
         return gradients

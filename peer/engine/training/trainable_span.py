@@ -76,9 +76,10 @@ class TrainableSpan:
     weights, part, inputs and number of threads alone, bit for bit, on machines of one class
     (`numerics_class.py`): so does the sum of an update's parts, whichever replicas computed them.
 
-    Everything that others give is checked before anything changes. Raises RefusedError for a part
-    that is not one of the update under way, that is counted already, or that has inputs or
-    gradients of another shape or dtype, or that are not finite; the part may then be tried again.
+    Callers give tensors of the right shapes and dtypes, and token ids of the model: bytes of other
+    members and shards of the corpus are read as nothing else. Their numbers are checked before
+    anything changes. Raises RefusedError for a part that is not one of the update under way, that
+    is counted already, or whose inputs or gradients are not finite; it may then be tried again.
 
     Graphs of passes under way take at most `graph_bytes`; the backward passes of the other parts
     compute their forward passes again.
@@ -145,7 +146,7 @@ class TrainableSpan:
         """
         assert not self.modules.is_last
         self._check_part(part)
-        self._check_inputs(inputs)
+        _check_finite(inputs, "inputs")
         inputs = _prepare(inputs)
         if self._bytes_per_graph is None:
             outputs, self._bytes_per_graph = self._measure_graph(part, inputs)
@@ -163,7 +164,7 @@ class TrainableSpan:
         self._check_part(part)
         if part not in self._passes:
             raise _refuse(f"{part} has had no forward pass here")
-        self._check_hidden(output_grads_BTH, "output gradients")
+        _check_finite(output_grads_BTH, "output gradients")
         kept = self._passes[part]
         outputs, kept.outputs = kept.outputs, None  # a graph is used up, whatever comes of it
         grads, result = self._differentiate(part, kept.inputs, output_grads_BTH, outputs)
@@ -175,8 +176,7 @@ class TrainableSpan:
         """Run the last span forward and backward, and count the gradients of a part."""
         assert self.modules.is_last
         self._check_part(part)
-        self._check_inputs(inputs)
-        self._check_tokens(labels_BT, "labels")
+        _check_finite(inputs, "inputs")
         inputs = _prepare(inputs)
         grads, result = self._differentiate(part, inputs, labels_BT)
         self._count(part, grads, inputs, labels_BT)
@@ -186,14 +186,10 @@ class TrainableSpan:
         """Return the outputs of inputs by the weights before an update; keeps nothing of them.
 
         They are the logits behind the last span. Raises RefusedError unless the update is under
-        way, or where the inputs have another shape. Numbers that are not finite come to the loss.
+        way. Numbers that are not finite come to the loss.
         """
         if update != self.update:
             raise _refuse(f"update {self.update} is under way, not {update}")
-        if self.modules.is_first:
-            self._check_tokens(inputs, "token ids")
-        else:
-            _check_shape(inputs, self._hidden_shape, torch.float32, "hidden states")
         with computing_alike(self._num_threads):
             return self.modules.evaluate(inputs)
 
@@ -202,7 +198,6 @@ class TrainableSpan:
         more, or not finite.
         """
         assert self.modules.is_last
-        self._check_tokens(labels_BT, "labels")
         logits_BTV = self.evaluate(update, inputs)
         with computing_alike(self._num_threads):
             summed = functional.cross_entropy(
@@ -232,11 +227,8 @@ class TrainableSpan:
         Returns the outputs as well: the logits, for the last span.
         """
         self._check_under_way(part)
-        self._check_inputs(inputs)
-        if self.modules.is_last:
-            self._check_tokens(target, "labels")
-        else:
-            self._check_hidden(target, "output gradients")
+        _check_finite(inputs, "inputs")
+        _check_finite(target, "output gradients")
         inputs = _prepare(inputs)
         outputs = self._compute(part, inputs)
         _, result = self._differentiate(part, inputs, target, outputs)
@@ -321,13 +313,11 @@ class TrainableSpan:
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from the state of another replica, of which nothing is kept.
 
-        Raises RefusedError, before anything changes, where it cannot be one of this span.
+        It has the tensors of `read_state`. Raises RefusedError, before anything changes, for
+        numbers that no state has.
         """
-        own = self.read_state()
-        if state.keys() != own.keys():
-            raise _refuse(f"the state has other tensors: {sorted(state.keys() ^ own.keys())[:3]}")
         for name, tensor in state.items():
-            _check_tensor(tensor, own[name].shape, own[name].dtype, name)
+            _check_finite(tensor, name)
         update, exponents = int(state["update"]), state["exponents"].tolist()
         if not 0 <= update <= self._run.num_updates:
             raise _refuse(f"the run has {self._run.num_updates} updates, no number {update}")
@@ -335,7 +325,7 @@ class TrainableSpan:
             raise _refuse("the state has exponents that no sum has")
         if float(state["squared_norm"]) < 0:
             raise _refuse("the state has a squared norm below zero")
-        for name, tensor in own.items():
+        for name, tensor in self.read_state().items():
             tensor.copy_(state[name])
         for name, exponent in zip(sorted(self.sums), exponents, strict=True):
             self.sums[name].reset(exponent)
@@ -431,26 +421,6 @@ class TrainableSpan:
         if not 0 <= part.index < self._run.parts_per_update:
             raise _refuse(f"{part}: an update has {self._run.parts_per_update} parts")
 
-    def _check_inputs(self, inputs: Tensor) -> None:
-        if self.modules.is_first:
-            self._check_tokens(inputs, "token ids")
-        else:
-            self._check_hidden(inputs, "hidden states")
-
-    def _check_tokens(self, tokens_BT: Tensor, what: str) -> None:
-        shape = (self._run.rows_per_part, self._run.corpus.sequence_length)
-        _check_tensor(tokens_BT, shape, torch.int64, what)
-        if not 0 <= int(tokens_BT.min()) <= int(tokens_BT.max()) < self.modules.vocabulary_size:
-            raise _refuse(f"the {what} must be from 0 to {self.modules.vocabulary_size - 1}")
-
-    def _check_hidden(self, hidden_BTH: Tensor, what: str) -> None:
-        _check_tensor(hidden_BTH, self._hidden_shape, torch.float32, what)
-
-    @property
-    def _hidden_shape(self) -> tuple[int, int, int]:
-        run = self._run
-        return run.rows_per_part, run.corpus.sequence_length, self.modules.hidden_size
-
 
 def _digest_boundary(inputs: Tensor, target: Tensor) -> str:
     return digest_tensors({"inputs": inputs, "target": target})
@@ -462,17 +432,9 @@ def _prepare(inputs: Tensor) -> Tensor:
     return inputs.requires_grad_() if inputs.is_floating_point() else inputs
 
 
-def _check_tensor(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:
-    _check_shape(tensor, shape, dtype, what)
+def _check_finite(tensor: Tensor, what: str) -> None:
     if not _is_finite(tensor):
         raise _refuse(f"the {what} are not finite")
-
-
-def _check_shape(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:
-    if tensor.shape != shape or tensor.dtype != dtype:
-        raise _refuse(
-            f"the {what} must be {dtype} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}"
-        )
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -128,7 +128,7 @@ def make_pass(update: int = 0, index: int = 0) -> PartPass:
     ("question", "inputs", "complaint"),
     [
         (make_pass(), INPUTS[:, :8], "2048 bytes are no activations of part 0"),
-        (make_pass(), INPUTS / 0, "the hidden states are not finite"),
+        (make_pass(), INPUTS / 0, "the inputs are not finite"),
         (make_pass(index=9), INPUTS, "an update has no part 9"),
     ],
 )

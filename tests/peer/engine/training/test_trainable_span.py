@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +133,6 @@ def test_held_out_part_of_another_update_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(RefusedError, match="update 0 is under way, not 1"):
         span.evaluate(1, tokens)
-    with pytest.raises(RefusedError, match=r"token ids must be torch.int64 \[2, 16\]"):
-        span.evaluate(0, tokens[:1])
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon", EIGHT_BITS])
@@ -329,11 +327,8 @@ def test_digest_covers_more_than_the_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"more": torch.zeros(1)}, "has other tensors: .'more'."),
         ({"update": torch.tensor(5)}, "the run has 4 updates, no number 5"),
-        ({"update": torch.tensor(1.0)}, "the update must be torch.int64"),
         ({"exponents": torch.full((19,), 99)}, "exponents that no sum has"),
-        ({"exponents": torch.zeros(3, dtype=torch.int64)}, "the exponents must be torch.int64"),
         ({"weights/model.layers.0.mlp.up_proj.weight": torch.full((48, 32), float("nan"))},
          "the weights/model.layers.0.mlp.up_proj.weight are not finite"),
     ],
@@ -438,51 +433,17 @@ def test_part_is_counted_once(tmp_path: Path) -> None:
         first.run_backward(part, grads)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "complaint"),
-    [
-        (lambda tokens: tokens[:, 1:], r"the token ids must be torch.int64 \[2, 16\], not"),
-        (lambda tokens: tokens.int(), "the token ids must be torch.int64"),
-        (lambda tokens: tokens - 96, "the token ids must be from 0 to 95"),
-        (lambda tokens: tokens + 96, "the token ids must be from 0 to 95"),
-    ],
-)
-def test_tokens_that_the_model_does_not_know_are_refused(
-    tmp_path: Path, spoil: Callable[[Tensor], Tensor], complaint: str
-) -> None:
-    run, shards = open_run(tmp_path, stage_borders=[])
-    span, part = TrainableSpan(run, Span(0, 4)), PartId(0, 0)
-    tokens, labels = shards.read_part(run, part)
-
-    with pytest.raises(RefusedError, match=complaint):
-        span.run_loss(part, spoil(tokens), labels)
-    with pytest.raises(RefusedError, match=complaint.replace("token ids", "labels")):
-        span.run_loss(part, tokens, spoil(labels))
-
-    assert (span.run_loss(part, tokens, labels).loss or 0.0) > 0
-
-
-@pytest.mark.parametrize(
-    ("spoil", "complaint"),
-    [
-        (lambda hidden: hidden / 0, "are not finite"),
-        (lambda hidden: hidden * float("nan"), "are not finite"),
-        (lambda hidden: hidden.double(), "must be torch.float32"),
-        (lambda hidden: hidden[:1], r"must be torch.float32 \[2, 16, 32\], not"),
-    ],
-)
-def test_refused_hidden_states_and_gradients_leave_no_trace(
-    tmp_path: Path, spoil: Callable[[Tensor], Tensor], complaint: str
-) -> None:
+@pytest.mark.parametrize("factor", [float("inf"), float("nan")])
+def test_refused_hidden_states_and_gradients_leave_no_trace(tmp_path: Path, factor: float) -> None:
     run, _ = open_run(tmp_path, stage_borders=[1, 3])
     span, part = TrainableSpan(run, Span(1, 3)), PartId(0, 0)
     hidden = torch.linspace(-1, 1, 2 * 16 * 32).view(2, 16, 32)
 
-    with pytest.raises(RefusedError, match="the hidden states " + complaint):
-        span.run_forward(part, spoil(hidden))
+    with pytest.raises(RefusedError, match="the inputs are not finite"):
+        span.run_forward(part, hidden * factor)
     span.run_forward(part, hidden)
-    with pytest.raises(RefusedError, match="the output gradients " + complaint):
-        span.run_backward(part, spoil(hidden))
+    with pytest.raises(RefusedError, match="the output gradients are not finite"):
+        span.run_backward(part, hidden * factor)
 
     assert not span.counted
     assert all(not gradient.any() for gradient in span.read_gradients().values())
