@@ -45,8 +45,8 @@ def add_member_arguments(
     )  # fmt: skip
     parser.add_argument(
         "--admit", action="append", default=[], metavar="PEER_ID",
-        help="let this peer take part in the run that begins here, beside its owner; may be "
-        "repeated (default: whoever the swarm admits)",
+        help="let this peer take part in the run that begins here, beside its owner; `shoal peers "
+        "--identity FILE` prints the id; may be repeated (default: whoever the swarm admits)",
     )  # fmt: skip
     parser.add_argument(
         "--stage", type=int, metavar="N",
