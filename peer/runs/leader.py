@@ -102,6 +102,8 @@ class Leader:
         self._rng = random.Random(decisions.member_id)
         self._joining: dict[PeerId, _Newcomer] = {}
         self._rests = Rests(config.silence_seconds)
+        self._resting: dict[PeerId, MemberId] = {}
+        """The newest process that we know of each peer that rests."""
         self._disputed: int | None = None
         """The update whose sums differ, as long as nothing shows which member is right."""
         self._failures = Counter[MemberId]()
@@ -130,7 +132,11 @@ class Leader:
         Of the processes of one peer, the last one that asks counts. Raises RefusedError for one
         that the run does not wait for again yet.
         """
-        self._rests.check(find_peer_id(member), self._clock.now())
+        try:
+            self._rests.check(find_peer_id(member), self._clock.now())
+        except RefusedError:
+            self._resting[find_peer_id(member)] = member
+            raise
         if not self._delays.is_on:  # else it asks again
             self._let_wait(member, stages)
 
@@ -154,6 +160,7 @@ class Leader:
         peer_id = find_peer_id(member)
         self._forget_newcomer(peer_id)  # another process of it
         self._rests.note(peer_id, why, held_up_seconds, self._clock.now())
+        self._resting[peer_id] = member
 
     async def run(self) -> None:
         """Lead until we are no member any more, or one before us on the roster leads."""
@@ -200,6 +207,9 @@ class Leader:
         before = manifests.decision
         if await self._change_members(manifests):
             return self._decisions.newest is not before
+        if self.is_over:  # else they would come back when nobody is here any more
+            self._decisions.tell(self._resting.values())
+            self._resting.clear()
         has_to_settle = self._delays.has_to_settle(manifests.is_settling, self._clock.now())
         if self.is_over or has_to_settle or not all(manifests.ready):
             self._delays.pause(self._clock.now())

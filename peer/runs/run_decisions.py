@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ...protocol.errors import LocalProtocolError, RemoteProtocolError
 from ...protocol.ids import MemberId, SessionId, find_peer_id
@@ -172,6 +172,10 @@ class RunDecisions:
     async def send_newest(self, member: MemberId) -> None:
         """Send one member our newest decision, and take its own if that is newer."""
         await self._send(member, Decided(self.newest))
+
+    def tell(self, outsiders: Iterable[MemberId]) -> None:
+        """Send our newest decision to processes that it does not name, without waiting for them."""
+        self._post([(one, Decided(self.newest)) for one in outsiders])
 
     async def close(self) -> None:
         """Send nothing any more."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Sequence, Set
 from functools import partial
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from ...protocol.errors import (
     UnavailableError,
     UsageError,
 )
-from ...protocol.ids import MemberId, find_peer_id
+from ...protocol.ids import MemberId, PeerId, find_peer_id
 from ...protocol.messages.runs import (
     HeldOutPass,
     PartPass,
@@ -50,6 +50,9 @@ _logger = logging.getLogger(__name__)
 
 _LONGEST_REST_SECONDS = 300.0
 """The longest that we stay away when told to: a new leader does not know of our rest."""
+
+_LONGEST_ALONE_SECONDS = 300.0
+"""How long a peer that is no member looks for members, before it takes the run for ended."""
 
 _NUM_QUICK = 5
 """How often a newcomer asks without waiting longer: the first tries come before all know it."""
@@ -97,6 +100,8 @@ class TrainingLoop:
         """The last update that was applied here, and when."""
         self._measured_update = 0
         """The last update whose held-out loss was reported."""
+        self._alone_since: float | None = None
+        """Since when no member announces the run, as long as we are none."""
         self.asked_at = clock.now()
         """When a member has asked for parts, sums or state last."""
 
@@ -128,7 +133,15 @@ class TrainingLoop:
     @property
     def _has_to_join(self) -> bool:
         """Whether we are no member, or one of those that cannot decide anything."""
-        return self.decisions is None or self.decisions.stage is None or self._is_cut_off
+        if self.decisions is None or self._is_cut_off:
+            return True
+        is_outside = self.decisions.stage is None
+        return is_outside and self.failure is None and not self._is_complete
+
+    @property
+    def _is_complete(self) -> bool:
+        """Whether all updates are committed and nothing is left to measure, as far as we know."""
+        return self.decisions is not None and self.decisions.commit.is_last(self._config.run)
 
     async def answer(
         self, question: Question, payload: bytes | memoryview, sender: MemberId
@@ -229,6 +242,11 @@ class TrainingLoop:
         await self._is_over.wait()
 
     @property
+    def is_over(self) -> bool:
+        """Whether `wait_until_over` has come to its end."""
+        return self._is_over.is_set()
+
+    @property
     def failure(self) -> str | None:
         """Why the run has ended before its last update; None: it has not."""
         return None if self.decisions is None else self.decisions.commit.failure
@@ -288,6 +306,9 @@ class TrainingLoop:
                 await self._join()
             elif decisions.stage is None and self._is_leaving:
                 self._has_left.set()
+                await asyncio.sleep(self._config.pause_seconds)
+            elif decisions.stage is None and self._is_complete:
+                self._note_commit(decisions.commit)  # others have the weights
                 await asyncio.sleep(self._config.pause_seconds)
             elif decisions.stage is None:
                 self._is_suspect = self.stage is not None  # left out, maybe for what we hold
@@ -368,7 +389,9 @@ class TrainingLoop:
         self._report(PeerEvent("update", facts))
 
     def _note_commit(self, commit: Commit) -> None:
-        """Report the held-out loss, and whether the run is over, once our state is this one."""
+        """Report the held-out loss, and whether the run is over, once our state is this one, or
+        nobody needs it.
+        """
         run = self._config.run
         if commit.held_out_loss is not None and self._measured_update != commit.update:
             self._measured_update = commit.update
@@ -481,6 +504,7 @@ class TrainingLoop:
             )
         if not self._has_to_join:
             return
+        self._check_alone({peer.peer_id for peer in peers})
         has_news = self.decisions is not None and self.decisions.newest is not before
         self._num_asked = 1 if has_news else self._num_asked + 1
         seconds = self._choose_pause([one for one in refused if one.code is ErrorCode.LEFT_OUT])
@@ -489,6 +513,26 @@ class TrainingLoop:
         else:
             self.decisions.changed.clear()
             await self._wait_for_decision(self.decisions, seconds)
+
+    def _check_alone(self, peers: Set[PeerId]) -> None:
+        """Raise UsageError where we are no member, and all members have been gone for long.
+
+        We have asked these peers before, so that of a run that goes on we know the newest members.
+        """
+        now, decisions = self._clock.now(), self.decisions
+        if decisions is None or decisions.stage is not None:
+            return  # the run may not have begun, or have lost us
+        if not peers.isdisjoint(map(find_peer_id, decisions.newest.roster)):
+            self._alone_since = None
+            return
+        self._alone_since = now if self._alone_since is None else self._alone_since
+        if now - self._alone_since >= _LONGEST_ALONE_SECONDS:
+            run = self._config.run
+            raise UsageError(
+                f"the run {run.name} was at update {decisions.commit.update} of {run.num_updates}, "
+                f"and none of its members was found for {_LONGEST_ALONE_SECONDS:.0f} s: all have "
+                "ended, or cannot be reached; if they train again, start this peer again"
+            )
 
     def _choose_pause(self, refusals: Sequence[RefusedError]) -> float:
         """Return how long to wait before we ask again to be let in; report why the run does not let

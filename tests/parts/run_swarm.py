@@ -232,11 +232,18 @@ class RunSwarm:
         await self.wait_until(lambda: any(number >= update for number in self.list_updates()))
 
     async def finish(self) -> str:
-        """Wait until all that run have applied all updates; return the digest of the weights."""
-        await self.wait_until(
-            lambda: all(number == self.run.num_updates for number in self.list_updates())
-        )
-        return self.check_replicas()
+        """Wait until all members have applied all updates, and the others know that all is over;
+        return the digest of the weights.
+        """
+        while True:
+            if all(self._has_finished(peer) for peer in self.peers.values()):
+                return self.check_replicas()
+            await asyncio.sleep(0.1)
+
+    def _has_finished(self, peer: RunPeer) -> bool:
+        stage = peer.loop.stage
+        has_applied = stage is not None and stage.update == self.run.num_updates
+        return has_applied or (peer.loop.is_over and _is_outside(peer))
 
     def list_updates(self) -> list[int]:
         """Return how many updates the peers have applied."""
@@ -248,6 +255,8 @@ class RunSwarm:
         states: dict[int, str] = {}
         weights: dict[str, Any] = {}
         for peer in self.peers.values():
+            if _is_outside(peer):
+                continue
             stage = peer.loop.stage
             assert stage is not None
             span = stage.span
@@ -358,6 +367,11 @@ def run_in_swarm(
             await swarm.close()
 
     return run_virtual(main())
+
+
+def _is_outside(peer: RunPeer) -> bool:
+    """Return whether a peer is no member, as far as it knows."""
+    return peer.loop.decisions is not None and peer.loop.decisions.stage is None
 
 
 async def nothing(swarm: RunSwarm) -> None:

@@ -13,7 +13,7 @@ from run_swarm import RunSwarm, make_identity, run_in_swarm
 from training_runs import MODEL, open_run, train_alone
 
 from shoal.peer.runs.questions import MemberAnswer
-from shoal.protocol.errors import ErrorCode
+from shoal.protocol.errors import ErrorCode, UsageError
 from shoal.protocol.ids import PeerId
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.runs import PartsCounted, Reduced, Reduction, Sums, Vote
@@ -79,21 +79,77 @@ def list_aside(swarm: RunSwarm) -> list[tuple[str, list[str]]]:
     return aside
 
 
+def list_waits(swarm: RunSwarm, host: str) -> list[str]:
+    """Return what a host has said that it waits for."""
+    told = [event for one, event in swarm.events if (one, event.name) == (host, "waiting_for")]
+    return [str(event.facts["what"]) for event in told]
+
+
+async def cut_off_mate(swarm: RunSwarm, slow: float) -> None:
+    """Have the later one of two mates put aside, as they cannot talk; all are slow from then on."""
+    await swarm.wait_until(lambda: min(swarm.list_updates()) >= 1)
+    swarm.network.partition("peer1", "peer3")
+    await swarm.wait_until(lambda: bool(list_aside(swarm)))
+    assert list_aside(swarm) == [("peer3", ["peer1"])]
+    swarm.slow = dict.fromkeys(swarm.peers, slow)
+    mate = make_identity("peer1").peer_id[-8:]
+    why = f"put aside: it and …{mate} cannot read from each other; it may join again in "
+    await swarm.wait_until(lambda: any(why in what for what in list_waits(swarm, "peer3")))
+
+
 def test_later_one_of_two_mates_that_cannot_talk_rests_and_comes_back(
     folder: Path, untied: tuple[TrainingRun, str]
 ) -> None:
-    async def check(swarm: RunSwarm) -> None:
-        assert list_aside(swarm) == [("peer3", ["peer1"])]
+    run, digest = untied
+
+    async def scene(swarm: RunSwarm) -> str:
+        await cut_off_mate(swarm, 1000.0)  # the run takes longer than the rest
         swarm.network.heal("peer1", "peer3")
         await asyncio.sleep(60.0)
         assert swarm.list_updates()[3] == 1
-        what = [event.facts.get("what") for host, event in swarm.events if host == "peer3"]
-        mate = make_identity("peer1").peer_id[-8:]
-        why = f"put aside: it and …{mate} cannot read from each other; it may join again in "
-        assert [why in str(each) for each in what].count(True) == 1  # it asks again behind its rest
+        await swarm.wait_until(lambda: swarm.list_updates()[3] > 1)
+        swarm.slow.clear()
+        digest = await swarm.finish()
+        assert swarm.num_passed["peer3", NUM_UPDATES - 1]
+        waits = [what for what in list_waits(swarm, "peer3") if "a place in the run" in what]
+        assert len(waits) == 1  # it asks again behind its rest
+        return digest
 
+    assert run_in_swarm(run, folder, scene) == digest
+
+
+def test_peer_that_rests_when_the_run_ends_is_told_at_once(
+    folder: Path, untied: tuple[TrainingRun, str]
+) -> None:
     run, digest = untied
-    assert run_cut(run, folder, 4, [("peer1", "peer3")], check) == digest
+
+    async def scene(swarm: RunSwarm) -> str:
+        await cut_off_mate(swarm, 200.0)
+        await swarm.wait_for_update(NUM_UPDATES)
+        swarm.network.heal("peer1", "peer3")
+        async with asyncio.timeout(5.0):  # half of what the others stay for
+            await swarm.peers["peer3"].loop.wait_until_over()
+        _, digest = await swarm.peers["peer3"].loop.fetch_weights()
+        return digest
+
+    assert run_in_swarm(run, folder, scene) == digest
+
+
+def test_peer_that_rests_ends_when_all_members_are_gone(
+    folder: Path, untied: tuple[TrainingRun, str]
+) -> None:
+    run, _ = untied
+
+    async def scene(swarm: RunSwarm) -> None:
+        await cut_off_mate(swarm, 200.0)
+        for host in ("peer0", "peer1", "peer2"):
+            await swarm.kill(host)
+        await swarm.start("stranger", 0)  # announces the run, too
+        for host in ("peer3", "stranger"):
+            with pytest.raises(UsageError, match=r"none of its members was found for 300 s"):
+                await swarm.wait_for_end(host)
+
+    run_in_swarm(run, folder, scene)
 
 
 @pytest.mark.parametrize("is_endless", [False, True])
