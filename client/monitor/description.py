@@ -85,6 +85,8 @@ class ModelPanel:
         if self.training is None:
             return ""
         loss = f", loss {self.training.loss:.4g} nats per token" if self.training.update else ""
+        if self.training.held_out_loss is not None:
+            loss += f", held-out loss {self.training.held_out_loss:.4g}"
         return f"Update {self.training.update} of {self.training.num_updates}{loss}"
 
 

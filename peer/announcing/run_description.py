@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...protocol.net.network import Presence
 from ...protocol.records.announcements import (
     MAX_LOSS,
@@ -28,16 +30,23 @@ class RunDescription:
         self._lifetime_seconds = LIFETIME_PERIODS * period_seconds
         self._span: Span | None = None
         self._progress: TrainingProgress | None = None
+        self._held_out_loss: float | None = None
 
     def note(self, span: Span, update: int, loss: float) -> bool:
         """From now on tell which stage the peer holds and its last update; return whether it is
         another stage.
         """
         is_new, self._span = span != self._span, span
-        # A run that diverges goes on, and so does its peer: no announcement may have such a loss.
-        told = round(min(max(loss, 0.0), MAX_LOSS), 4)
-        self._progress = TrainingProgress(update, self._record.run.num_updates, told)
+        self._progress = TrainingProgress(
+            update, self._record.run.num_updates, _limit(loss), self._held_out_loss
+        )
         return is_new
+
+    def note_held_out(self, loss: float) -> None:
+        """From now on tell this loss on the held-out text."""
+        self._held_out_loss = _limit(loss)
+        if self._progress is not None:
+            self._progress = replace(self._progress, held_out_loss=self._held_out_loss)
 
     def describe(self, state: PeerState, sequence: int, now: float) -> Announcement:
         """Return the announcement of this moment; `now` is wall seconds.
@@ -66,3 +75,8 @@ class RunDescription:
             model_name=self._record.model_name,
             training=self._progress,
         )
+
+
+def _limit(loss: float) -> float:
+    """A run that diverges goes on, and so does its peer: no announcement may have such a loss."""
+    return round(min(max(loss, 0.0), MAX_LOSS), 4)

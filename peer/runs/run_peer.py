@@ -245,9 +245,15 @@ def _note_progress(
     report: Report,
     event: PeerEvent,
 ) -> None:
-    """Have the next announcement tell an update, and announce another stage at once."""
+    """Have the next announcement tell an update and the held-out loss; announce another stage, and
+    the held-out loss of the end, at once.
+    """
+    facts = cast(dict[str, Any], event.facts)
     if event.name == "update":
-        facts = cast(dict[str, Any], event.facts)
         if told.note(resources.spans[facts["stage"]], facts["update"], facts["loss"]):
+            announcer.renew_now()
+    elif event.name == "held_out":
+        told.note_held_out(facts["loss"])
+        if facts["update"] == resources.run.num_updates:
             announcer.renew_now()
     report(event)

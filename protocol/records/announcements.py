@@ -136,6 +136,8 @@ class TrainingProgress:
     """Updates of the whole run."""
     loss: _Loss
     """Mean loss of the last update, in nats per token; 0 before the first one."""
+    held_out_loss: _Loss | None = None
+    """Loss on the held-out text, where it was measured last; None: it was not yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

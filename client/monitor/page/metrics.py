@@ -63,7 +63,9 @@ class _Described(Collector):
             family = GaugeMetricFamily(name, help_text, labels=_LABELS)
             for model in self._described.models:
                 if model.training is not None:
-                    family.add_metric(_label(model), measure_run(model.training))
+                    number = measure_run(model.training)
+                    if number is not None:
+                        family.add_metric(_label(model), number)
             yield family
         yield self._count_peers()
         if self._described.canaries:
@@ -148,10 +150,14 @@ _OF_MODELS: Mapping[str, tuple[str, Callable[[ModelPanel], float]]] = {
 }
 
 
-_OF_RUNS: Mapping[str, tuple[str, Callable[[TrainingProgress], float]]] = {
+_OF_RUNS: Mapping[str, tuple[str, Callable[[TrainingProgress], float | None]]] = {
     "shoal_run_update": ("Updates that a training run has applied", lambda run: run.update),
     "shoal_run_updates": ("Updates of the whole training run", lambda run: run.num_updates),
     "shoal_run_loss": ("Loss of the last update in nats per token", lambda run: run.loss),
+    "shoal_run_held_out_loss": (
+        "Loss on held-out text, where it was measured last, in nats per token",
+        lambda run: run.held_out_loss,
+    ),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 
+import pytest
 from announcements import MODEL, NOW, make_announcement
 from prometheus_client.parser import text_string_to_metric_families
 from watched_swarms import read
@@ -58,13 +59,16 @@ def test_metrics_tell_health_blocks_and_peers() -> None:
     assert find(samples, "shoal_model_peers", state="lost", **OF_MODEL) == 0
 
 
-def test_metrics_tell_how_far_a_run_has_come() -> None:
-    progress = TrainingProgress(12, 400, 4.5)
+@pytest.mark.parametrize("held_out", [None, 4.75])
+def test_metrics_tell_how_far_a_run_has_come(held_out: float | None) -> None:
+    progress = TrainingProgress(12, 400, 4.5, held_out)
 
     samples = read_samples(read(make_announcement(training=progress, model_name="org/model")), {})
 
     for name, number in {"update": 12, "updates": 400, "loss": 4.5}.items():
         assert find(samples, f"shoal_run_{name}", **OF_MODEL) == number
+    told = [value for (name, _), value in samples.items() if name == "shoal_run_held_out_loss"]
+    assert told == [one for one in (held_out,) if one is not None]
 
 
 def test_metrics_of_canaries_name_no_peers() -> None:

@@ -350,7 +350,7 @@ def test_goodbye_of_a_peer_that_was_never_seen_is_no_news() -> None:
 def test_run_has_come_as_far_as_half_of_its_peers_say() -> None:
     told = [
         TrainingProgress(12, 400, 4.5),
-        TrainingProgress(13, 400, 4.25),
+        TrainingProgress(13, 400, 4.25, 4.375),
         TrainingProgress(399, 400, 0.1),
     ]
     peers = [make_announcement(n, training=one) for n, one in enumerate(told, 1)]
@@ -359,7 +359,7 @@ def test_run_has_come_as_far_as_half_of_its_peers_say() -> None:
 
     assert described.models[0].training == told[1]
     assert make_view(described)["models"][0]["progress"] == (
-        "Update 13 of 400, loss 4.25 nats per token"
+        "Update 13 of 400, loss 4.25 nats per token, held-out loss 4.375"
     )
     assert json.loads(described.to_json())["models"][0]["training"]["update"] == 13
 

@@ -39,9 +39,10 @@ def test_peer_announces_itself_whatever_the_loss(loss: float, announced: float) 
     record = sign_run(IDENTITY, read_run(describe_run()))
     description = RunDescription(record, 4, presence, 30.0)
 
+    description.note_held_out(loss)
     description.note(Span(0, 2), 1, loss)
     signed = sign_announcement(IDENTITY, description.describe(PeerState.ONLINE, 1, NOW))
 
     training = read_announcement(signed, NOW).training
     assert training is not None
-    assert training.loss == announced
+    assert (training.loss, training.held_out_loss) == (announced, announced)

@@ -13,6 +13,7 @@ from training_runs import MODEL, open_run
 
 from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.protocol.messages.runs import HeldOutPass, HeldOutPassed
+from shoal.protocol.records.announcements import TrainingProgress
 from shoal.protocol.runs.training_run import TrainingRun
 
 NUM_UPDATES = 3
@@ -73,6 +74,22 @@ def test_held_out_losses_are_those_of_one_process(
         losses = list_held_out(swarm, f"peer{number}")
         assert losses.items() <= alone.items()
         assert losses[NUM_UPDATES] == alone[NUM_UPDATES]
+
+
+def test_peers_announce_the_held_out_loss_at_the_end(folder: Path, alone: dict[int, float]) -> None:
+    async def scene(swarm: RunSwarm) -> list[TrainingProgress | None]:
+        for peer in list(swarm.peers.values()):
+            await peer.loop.wait_until_over()
+        await asyncio.sleep(1.0)  # not a whole announce period
+        return [one.training for one in await swarm.list_announcements()]
+
+    told = run_in_swarm(open_held_out(folder), folder, scene, num_peers=2)
+
+    assert len(told) == 2
+    for progress in told:
+        assert progress is not None
+        assert progress.update == NUM_UPDATES
+        assert progress.held_out_loss == round(alone[NUM_UPDATES], 4)
 
 
 def test_held_out_loss_of_int8_mode_is_measured_without_rounding(folder: Path) -> None:

@@ -78,7 +78,7 @@ def make_full() -> Announcement:
         device="cpu 8 threads",
         num_sessions=3,
         block_bytes=218_112_000,
-        training=TrainingProgress(12, 400, 4.0625),
+        training=TrainingProgress(12, 400, 4.0625, 4.125),
     )
 
 
