@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 _MEGABITS = (20, 100, 1000)
 _MEMORY = "{:>5}  {:>8}  {:>8}  {:>9}  {:>9}  {:>11}  {:>8}  {:>8}"
+_MEMORY_COLUMNS = (
+    "stage", "blocks", "weights", "optimizer", "gradients", "activations", "copies", "together",
+)  # fmt: skip
 _BYTES = "{:>5}  {:>5}  {:>5}  {:>18}  {:>18}"
 _SPEED = "{:>5}  {:>7}  {:>11}  {:>12}"
 
@@ -67,23 +70,16 @@ def run(options: argparse.Namespace) -> int:
         "",
         *_list_speeds(speed, expected),
     ]
+    stages = [
+        {**dataclasses.asdict(one), "span": str(one.span), "memory_bytes": one.memory_bytes}
+        for one in plan.stages
+    ]
     reporter.tell(
-        "plan",
-        lines,
-        name=training.name,
-        tokens_per_update=training.tokens_per_update,
-        tokens_per_second_of_one_peer=round(speed, 1),
-        stages=[
-            {
-                **dataclasses.asdict(stage),
-                "span": str(stage.span),
-                "memory_bytes": stage.memory_bytes,
-            }
-            for stage in plan.stages
-        ],
+        "plan", lines, name=training.name, tokens_per_update=training.tokens_per_update,
+        tokens_per_second_of_one_peer=round(speed, 1), stages=stages,
         traffic=[each for one in traffic for each in one],
         speeds=[dataclasses.asdict(each) for each in expected],
-    )
+    )  # fmt: skip
     return 0
 
 
@@ -117,16 +113,7 @@ def _list_memory(training: TrainingRun, stages: tuple[StagePlan, ...]) -> list[s
     return [
         f"Memory of a peer, for {count_of(training.tokens_per_update, 'token')} in an update.",
         "Graphs of passes take up to half of what a machine has left beside it.",
-        _MEMORY.format(
-            "stage",
-            "blocks",
-            "weights",
-            "optimizer",
-            "gradients",
-            "activations",
-            "copies",
-            "together",
-        ),
+        _MEMORY.format(*_MEMORY_COLUMNS),
         *rows,
     ]
 

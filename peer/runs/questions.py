@@ -30,18 +30,12 @@ class StillBusyError(SilentError):
     """A member has said until the deadline that it is at work, and has not answered."""
 
 
-def _is_wanted() -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class MemberAnswer:
     """A message, and the bytes that follow it."""
 
     message: Message
     payload: bytes | memoryview = b""
-    is_wanted: Callable[[], bool] = _is_wanted
-    """Whether the rest of what follows is still to be sent."""
 
     def check_kind(self, kind: type[_Kind]) -> _Kind:
         """Return the message if it is of this kind. Raises RemoteProtocolError."""

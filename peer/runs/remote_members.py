@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from ...protocol.errors import (
     RemoteProtocolError,
@@ -68,6 +68,10 @@ _SOON_SECONDS = 1.0
 """The same while nobody lets us in or a member is missing: then they are sought all the time."""
 
 
+_AskOn = Callable[[Stream, PeerId], Awaitable[MemberAnswer]]
+"""Asks a peer a question on a stream to it."""
+
+
 class RemoteMembers:
     """The members of a run: this process itself, and those that announce the run.
 
@@ -113,7 +117,16 @@ class RemoteMembers:
         late = f"member …{find_peer_id(member)[-6:]} did not answer within {seconds:.0f} s"
         try:
             async with AnswerTimeout(seconds, late):
-                answer = await self._ask(member, question, payload, most_bytes, note_bytes)
+                if member == self._own:
+                    assert self.answer_here is not None  # set before the run begins
+                    answer = await self.answer_here(question, payload, self._own)
+                else:
+                    answer = await self._ask_member(
+                        member,
+                        lambda stream, peer_id: self._ask_on(
+                            stream, peer_id, question, payload, most_bytes, note_bytes
+                        ),
+                    )
         except SilentError as error:
             if self._clock.now() - begun_at < seconds:
                 raise
@@ -122,43 +135,21 @@ class RemoteMembers:
         times.note(self._clock.now() - begun_at)
         return answer
 
-    async def _ask(
-        self,
-        member: MemberId,
-        question: Question,
-        payload: bytes | memoryview,
-        most_bytes: int,
-        note_bytes: NoteBytes,
-    ) -> MemberAnswer:
-        if member == self._own:
-            assert self.answer_here is not None  # set before the run begins
-            return await self.answer_here(question, payload, self._own)
+    async def _ask_member(self, member: MemberId, ask_on: _AskOn) -> MemberAnswer:
         kept = self._kept[member]
         if kept:
             try:
-                return await self._ask_member(
-                    kept.pop(), member, question, payload, most_bytes, note_bytes
-                )
+                return await self._ask_and_keep(kept.pop(), member, ask_on)
             except SilentError:
                 raise
             except UnavailableError:
                 pass  # it may have ended long ago; the member tells the same question again
-        stream = await self._dial(member)
-        return await self._ask_member(stream, member, question, payload, most_bytes, note_bytes)
+        return await self._ask_and_keep(await self._dial(member), member, ask_on)
 
-    async def _ask_member(
-        self,
-        stream: Stream,
-        member: MemberId,
-        question: Question,
-        payload: bytes | memoryview,
-        most_bytes: int,
-        note_bytes: NoteBytes,
-    ) -> MemberAnswer:
+    async def _ask_and_keep(self, stream: Stream, member: MemberId, ask_on: _AskOn) -> MemberAnswer:
         """Ask on a stream, which is kept where it can take the next question."""
         try:
-            peer_id = find_peer_id(member)
-            answer = await self._ask_on(stream, peer_id, question, payload, most_bytes, note_bytes)
+            answer = await ask_on(stream, find_peer_id(member))
         except BaseException:
             await stream.close()
             raise

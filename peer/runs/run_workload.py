@@ -37,7 +37,7 @@ from ...protocol.spans import Span
 from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork
 from ..streams.service import Service, Workload
 from ..streams.stream_host import MAX_PENDING_BYTES, PendingBytes, StreamHost
-from .questions import AnswerMember, MemberAnswer, make_busy
+from .questions import AnswerMember, MemberAnswer
 
 _MAX_STREAMS = 1024
 _IDLE_SECONDS = 600.0
@@ -199,8 +199,6 @@ class _RunStreamWork(StreamWork):
             for piece in cut_bytes(question_id, answer.payload):
                 if answers.is_full:
                     await answers.wait_for_room(_ROOM_SECONDS)
-                if not answer.is_wanted():
-                    raise make_busy("a newer state takes the place of this one")
                 answers.post(encode_frame(piece))
         except RefusedError as error:
             self._keep_alive.stop()

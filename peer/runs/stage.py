@@ -353,9 +353,7 @@ class Stage:
     async def _work_on(self, question: PartPass, payload: bytes | memoryview) -> _Counted:
         """Count a part, or take it out, as a mate has counted it, too."""
         part, compute = PartId(question.update, question.index), self._compute
-        if len(payload) != self.parts.input_bytes:
-            detail = f"{len(payload)} bytes are no activations of {part}"
-            raise RefusedError(ErrorCode.BAD_VALUES, detail)
+        _check_size(payload, self.parts.input_bytes)
         is_last = self.span.modules.is_last
         if question.without == self._member_id:
             counted = self._counted.get(part.index)
@@ -390,9 +388,7 @@ class Stage:
         part, counted = PartId(question.update, question.index), self._counted.get(question.index)
         passed = PartPassed(question.question, 0, 0.0, (self._member_id,))
         if self.index == question.last_stage:
-            if len(payload) != self.parts.input_bytes:
-                detail = f"{len(payload)} bytes are no activations of {part}"
-                raise RefusedError(ErrorCode.BAD_VALUES, detail)
+            _check_size(payload, self.parts.input_bytes)
             grads = b""
             if not self.span.modules.is_last:
                 grads = await self._hand_on_audit(question, b"", self.parts.output_bytes)
@@ -469,9 +465,7 @@ class Stage:
         index, route = question.index, question.route
         if index >= self._run.num_held_out_parts:
             raise RefusedError(ErrorCode.BAD_VALUES, f"the run has no held-out part {index}")
-        if len(payload) != self.parts.held_out_bytes:
-            detail = f"{len(payload)} bytes are no activations of held-out part {index}"
-            raise RefusedError(ErrorCode.BAD_VALUES, detail)
+        _check_size(payload, self.parts.held_out_bytes)
         await self._wait_for_update(question.update)
         result = await self._compute(partial(self.parts.evaluate, question.update, index, payload))
         if isinstance(result, bytes):
@@ -563,11 +557,13 @@ class Stage:
             return MemberAnswer(StateFollows(question.question, 0, digest.whole, digest.rest))
         copy = await self._copies.read(question.part, question.update)
         follows = StateFollows(question.question, len(copy), digest.whole, digest.rest)
+        return MemberAnswer(follows, copy)
 
-        def is_wanted() -> bool:
-            return question.part is StatePart.WEIGHTS or self.update == question.update
 
-        return MemberAnswer(follows, copy, is_wanted)
+def _check_size(payload: bytes | memoryview, num_bytes: int) -> None:
+    if len(payload) != num_bytes:
+        detail = f"{len(payload)} bytes are no activations of this stage"
+        raise RefusedError(ErrorCode.BAD_VALUES, detail)
 
 
 async def _wait_for(running: asyncio.Task[_Counted]) -> _Counted:

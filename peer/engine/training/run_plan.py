@@ -62,15 +62,10 @@ class StagePlan:
     @property
     def memory_bytes(self) -> int:
         """All together."""
-        return (
-            self.weight_bytes
-            + self.cast_bytes
-            + self.optimizer_bytes
-            + self.sum_bytes
-            + self.gradient_bytes
-            + self.activation_bytes
-            + self.copy_bytes
-        )
+        return sum((
+            self.weight_bytes, self.cast_bytes, self.optimizer_bytes, self.sum_bytes,
+            self.gradient_bytes, self.activation_bytes, self.copy_bytes,
+        ))  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +13,10 @@ from training_runs import open_run, train_alone
 from virtual_time import VirtualClock
 
 from shoal.peer.process.config import PeerEvent
-from shoal.peer.runs.questions import MemberAnswer, make_question_id
-from shoal.protocol.errors import RefusedError
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.runs import (
-    PIECE_BYTES,
     PartsCounted,
-    StateFetch,
     StateFollows,
-    StatePart,
 )
 from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.runs.training_run import TrainingRun
@@ -213,35 +207,6 @@ def test_run_says_that_a_refused_part_waits_for_a_download(
         swarm.falsify["peer1"] = refuse
         await swarm.wait_until(lambda: waits_for_download(swarm))
         del swarm.falsify["peer1"]
-
-    assert train(run, folder, scene) == quiet_digest
-
-
-def test_state_that_is_not_wanted_any_more_is_not_sent_to_its_end(
-    run: TrainingRun, folder: Path, quiet_digest: str
-) -> None:
-    num_bytes = 20 * PIECE_BYTES
-    read: list[int] = []
-
-    async def read_state(question: StateFetch) -> MemberAnswer:
-        follows = StateFollows(question.question, num_bytes, bytes(32), bytes(32))
-        return MemberAnswer(follows, bytes(num_bytes), lambda: len(read) < 3)
-
-    async def scene(swarm: RunSwarm) -> None:
-        await swarm.wait_for_update(NUM_UPDATES)
-        loop = swarm.peers["peer1"].loop
-        assert loop.stage is not None
-        assert loop.decisions is not None
-        loop.stage.read_state = read_state
-        swarm.network.set_link("peer1", "stranger", Link(0.002, PIECE_BYTES))
-        question = StateFetch(make_question_id(), NUM_UPDATES, StatePart.WEIGHTS)
-        async with AsyncExitStack() as stack:
-            members = await swarm.open_stranger("stranger", stack)
-            with pytest.raises(RefusedError, match="a newer state takes the place of this one"):
-                await members.ask(
-                    loop.decisions.member_id, question, most_bytes=num_bytes, note_bytes=read.append
-                )
-        assert 3 * PIECE_BYTES <= read[-1] < num_bytes
 
     assert train(run, folder, scene) == quiet_digest
 
