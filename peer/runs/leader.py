@@ -201,6 +201,8 @@ class Leader:
         lacking = None if self.is_over else manifests.find_lacking()
         if lacking:
             self._delays.pause(self._clock.now())
+        if not manifests.commit.lacks_held_out_loss(self._run):
+            self._held_out.failure = None  # it is measured, maybe by another leader
         if not self._delays.is_on:
             failing = manifests.describe_failing(self._failed_sums.failing)
             self._waits.note(lacking or failing or self._held_out.failure)
@@ -264,7 +266,6 @@ class Leader:
                 tasks.create_task(measure(index, *members))
         if losses.mean is None:
             return False
-        losses.failure = None
         await self._decisions.follow(decision, decision.members, commit.make_measured(losses.mean))
         return self._decisions.newest is not decision
 

@@ -12,7 +12,10 @@ from run_swarm import RunSwarm, nothing, run_in_swarm
 from training_runs import MODEL, open_run
 
 from shoal.peer.engine.training.whole_run import WholeRun
+from shoal.protocol.errors import ErrorCode
+from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.runs import HeldOutPass, HeldOutPassed
+from shoal.protocol.messages.session import Declined
 from shoal.protocol.records.announcements import TrainingProgress
 from shoal.protocol.runs.training_run import TrainingRun
 
@@ -168,6 +171,41 @@ def test_peer_that_is_silent_while_the_held_out_loss_is_measured_is_left_out_and
     assert list_held_out(swarm, paused[0])[NUM_UPDATES] == alone[NUM_UPDATES]
     waits = [str(one.facts["what"]) for _, one in swarm.events if one.name == "waiting_for"]
     assert any(what.startswith("held-out part") for what in waits), waits
+
+
+def test_leader_waits_for_no_held_out_loss_that_another_leader_has_had_measured(
+    folder: Path,
+) -> None:
+    def refuse(message: Message) -> Message:
+        if not isinstance(message, HeldOutPassed):
+            return message
+        return Declined(message.question, 0, ErrorCode.BUSY, "no")
+
+    def list_waits(swarm: RunSwarm) -> list[str]:
+        told = [event for host, event in swarm.events if host == "peer0"]
+        return [str(one.facts["what"]) for one in told if one.name == "waiting_for"]
+
+    async def scene(swarm: RunSwarm) -> None:
+        swarm.falsify = dict.fromkeys(swarm.peers, refuse)
+        await swarm.wait_until(lambda: any("held-out" in what for what in list_waits(swarm)))
+        decisions = swarm.peers["peer1"].loop.decisions
+        assert decisions is not None
+        newest, measured = decisions.newest, decisions.commit.make_measured(1.0)
+        await decisions.follow(newest, newest.members, measured)
+        swarm.falsify.clear()
+        swarm.slow = dict.fromkeys(swarm.peers, 100.0)
+        for host in ("peer1", "peer3"):
+            swarm.network.pause(host)
+        await swarm.wait_until(lambda: any("a majority" in what for what in list_waits(swarm)))
+        num_told = len(list_waits(swarm))
+        for host in ("peer1", "peer3"):
+            swarm.network.resume(host)
+        swarm.slow.clear()
+        await swarm.wait_for_update(NUM_UPDATES)
+        later = list_waits(swarm)[num_told:]
+        assert not any("held-out" in what for what in later), later
+
+    measure(open_held_out(folder), folder, scene)
 
 
 def test_peer_that_joins_late_learns_the_held_out_loss(
