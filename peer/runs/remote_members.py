@@ -98,6 +98,8 @@ class RemoteMembers:
         self._kept: dict[MemberId, list[Stream]] = defaultdict(list)
         self._times: dict[tuple[str, float], UsualTimes] = {}
         """By the kind of a question, and how many silences it may last."""
+        self._member_times: dict[MemberId, dict[tuple[str, float], UsualTimes]] = defaultdict(dict)
+        """The same of each member: a slow one gets more time, and others do not."""
 
     async def ask(
         self,
@@ -111,8 +113,9 @@ class RemoteMembers:
         silences = _count_silences(question)
         if isinstance(question, StateFetch | SumFetch):
             silences += -(-most_bytes // PIECE_BYTES)  # each piece may take that long
-        kind, floor_seconds = type(question).__name__, silences * self._silence_seconds
-        times = self._times.setdefault((kind, silences), UsualTimes(floor_seconds))
+        key, floor_seconds = (type(question).__name__, silences), silences * self._silence_seconds
+        alike = self._times.setdefault(key, UsualTimes(floor_seconds))
+        times = self._member_times[member].setdefault(key, UsualTimes(floor_seconds, alike))
         begun_at, seconds = self._clock.now(), times.deadline_seconds
         late = f"member …{find_peer_id(member)[-6:]} did not answer within {seconds:.0f} s"
         try:
@@ -160,7 +163,11 @@ class RemoteMembers:
         return answer
 
     async def forget_others(self, members: Collection[MemberId]) -> None:
-        """Hang up on all but these members: processes come and go, and anybody may have asked."""
+        """Hang up on all but these members, and forget how long they took: processes come and go,
+        and anybody may have asked.
+        """
+        for one in [one for one in self._member_times if one not in members]:
+            del self._member_times[one]
         others = [one for one in self._kept if one not in members]
         for stream in [stream for one in others for stream in self._kept.pop(one)]:
             await stream.close()

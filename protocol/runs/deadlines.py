@@ -47,10 +47,19 @@ class UsualTimes:
     """How long things of one kind took lately. Each late one doubles the deadline of the next.
 
     So a network or machine that has become slow is given enough time in the end.
+
+    >>> all_members = UsualTimes(10.0)
+    >>> slow, quick = UsualTimes(10.0, all_members), UsualTimes(10.0, all_members)
+    >>> slow.note_late(), quick.note(2.0)
+    (None, None)
+    >>> slow.deadline_seconds, quick.deadline_seconds
+    (24.0, 12.0)
     """
 
-    def __init__(self, floor_seconds: float) -> None:
+    def __init__(self, floor_seconds: float, alike: UsualTimes | None = None) -> None:
+        """`alike`: all things of this kind, whose times count until one of these has ended."""
         self._floor_seconds = floor_seconds
+        self._alike = alike
         self._taken_seconds: deque[float] = deque(maxlen=_NUM_KEPT)
         self._num_late = 0
 
@@ -62,13 +71,18 @@ class UsualTimes:
     @property
     def deadline_seconds(self) -> float:
         """After how many seconds the next one is late."""
-        usual = choose_deadline(self._taken_seconds, self._floor_seconds)
+        taken_seconds = self._taken_seconds
+        if not taken_seconds and self._alike is not None:
+            taken_seconds = self._alike._taken_seconds
+        usual = choose_deadline(taken_seconds, self._floor_seconds)
         return usual * 2 ** min(self._num_late, _MOST_DOUBLINGS)
 
     def note(self, seconds: float) -> None:
         """Note one that came to its end."""
         self._taken_seconds.append(seconds)
         self._num_late = 0
+        if self._alike is not None:
+            self._alike.note(seconds)
 
     def note_late(self) -> None:
         """Note one that was given up at its deadline."""

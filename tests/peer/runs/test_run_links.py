@@ -173,7 +173,7 @@ def test_mate_that_is_busy_is_put_aside_only_where_it_does_not_sum_in_three_atte
             await swarm.wait_until(lambda: bool(list_aside(swarm)))
             await swarm.kill("peer3")
         else:
-            await asyncio.sleep(250.0)  # longer than two deadlines
+            await asyncio.sleep(500.0)  # longer than two deadlines, as each is twice the last one
             is_free.set()
         digest = await swarm.finish()
         assert list_aside(swarm) == ([("peer3", [])] if is_endless else [])

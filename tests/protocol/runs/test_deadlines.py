@@ -25,6 +25,20 @@ def test_deadline_doubles_while_all_are_late() -> None:
     assert times.deadline_seconds == 12.0
 
 
+def test_deadlines_of_one_member_follow_from_its_own_times_once_there_are_any() -> None:
+    alike = UsualTimes(10.0)
+    slow, quick = UsualTimes(10.0, alike), UsualTimes(10.0, alike)
+    quick.note(2.0)
+    assert slow.deadline_seconds == 12.0
+
+    slow.note_late()
+    quick.note(2.0)
+    assert slow.deadline_seconds == 24.0
+    slow.note(20.0)
+
+    assert [slow.deadline_seconds, quick.deadline_seconds] == [30.0, 12.0]
+
+
 def test_only_what_was_measured_lately_counts() -> None:
     times = UsualTimes(10.0)
     for seconds in [1000.0] * 50 + [1.0] * 50:
