@@ -18,6 +18,7 @@ from torch import Tensor
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, ShoalError
 from ...protocol.ids import MemberId
 from ...protocol.messages.runs import Reduction, SumFetch, SumGroup
+from ...protocol.net.tasks import cancel_all
 from ...protocol.runs.training_run import Mode
 from ..engine.training.trainable_span import TrainableSpan
 from .gradient_vectors import ExactVector, GradientVector, Int8Vector, find_slice
@@ -26,6 +27,9 @@ from .run_resources import Compute
 
 _CROSSING_SECONDS = 1.0
 """How much later than a mate, which refuses the one before, we may get the order of an attempt."""
+
+_AT_ONCE_BYTES = 2**24
+"""How many bytes of mates are asked for at once: round trips count where slices are small."""
 
 Residuals = Mapping[SumGroup, Tensor]
 """What rounding left out of the last update's gradients, in int8 mode."""
@@ -86,54 +90,94 @@ class Reducing:
 
     async def run(self) -> None:
         """Sum with all mates. Raises what asking them does, once all are asked for their sums."""
-        for group, vector in self._vectors.items():
-            await self._sum(group, vector)
+        summing = [asyncio.create_task(self._sum(group)) for group in self._vectors]
+        try:
+            for each in summing:
+                await each
+        finally:
+            await cancel_all(summing)
 
-    async def _sum(self, group: SumGroup, vector: GradientVector) -> None:
-        members, size = self._mates[group], vector.numbers.numel()
-        mates = [member for member in members if member != self._member_id]
-        start, stop = find_slice(members, self._member_id, size)
-        failure: ShoalError | None = None
-        for mate in mates:
-            try:
-                await self._fetch(mate, group, False, start, stop)
-            except FAILURES as error:
-                if isinstance(error, RefusedError):
-                    await asyncio.sleep(_CROSSING_SECONDS)
-                if self._summed[group].done():
-                    raise  # we are given up here, too
-                # It waits for none of its mates when it is asked for these, only for its turn to
-                # compute: it, or the link, is at fault. The others are asked, too: one that fails
-                # at all of them is at fault itself.
-                failure = failure or error
-                if mate not in self.accused and not isinstance(error, StillBusyError):
-                    self.read_from[mate] = False
-            else:
+    async def _sum(self, group: SumGroup) -> None:
+        vector, members = self._vectors[group], self._mates[group]
+        size = vector.numbers.numel()
+        slices = {member: find_slice(members, member, size) for member in members}
+        own = slices.pop(self._member_id)
+        failures = await self._fetch_all(group, False, dict.fromkeys(slices, own))
+        if self._summed[group].done():
+            _raise_first(failures)  # we are given up here, too
+        for mate in slices:
+            # It waits for none of its mates when it is asked for these, only for its turn to
+            # compute: it, or the link, is at fault.
+            if mate not in failures:
                 self.read_from.setdefault(mate, True)
-        if failure is not None:
-            raise failure
-        await self._compute(partial(vector.finish, start, stop))
+            elif mate not in self.accused and not isinstance(failures[mate], StillBusyError):
+                self.read_from[mate] = False
+        _raise_first(failures)
+        await self._compute(partial(vector.finish, *own))
         if self._summed[group].done():
             raise RefusedError(ErrorCode.BUSY, "another attempt has begun", 1.0)
         self._summed[group].set_result(True)
-        for mate in mates:
-            await self._fetch(mate, group, True, *find_slice(members, mate, size))
+        _raise_first(await self._fetch_all(group, True, slices))
 
-    async def _fetch(
+    async def _fetch_all(
+        self, group: SumGroup, is_reduced: bool, slices: Mapping[MemberId, tuple[int, int]]
+    ) -> dict[MemberId, ShoalError]:
+        """Add numbers of mates to ours, or take their reduced ones; return who failed at that.
+
+        As many mates are asked at once as there is memory for. What they send is added in their
+        order, which decides in int8 mode how a sum is rounded.
+        """
+        vector, failures = self._vectors[group], dict[MemberId, ShoalError]()
+        mates = [mate for mate, (start, stop) in slices.items() if start < stop]
+        most_numbers = max((stop - start for start, stop in slices.values()), default=0)
+        num = max(1, _AT_ONCE_BYTES // max(1, vector.count_bytes(most_numbers, is_reduced)))
+        for first in range(0, len(mates), num):
+            some = mates[first : first + num]
+            asking = [
+                asyncio.create_task(self._ask(mate, group, is_reduced, *slices[mate]))
+                for mate in some
+            ]
+            try:
+                for mate, each in zip(some, asking, strict=True):
+                    try:
+                        await self._take(mate, group, is_reduced, *slices[mate], await each)
+                    except FAILURES as error:
+                        failures[mate] = error
+            finally:
+                await cancel_all(asking)
+        return failures
+
+    async def _ask(
         self, mate: MemberId, group: SumGroup, is_reduced: bool, start: int, stop: int
+    ) -> bytes | memoryview:
+        """Return a mate's numbers."""
+        question = SumFetch(make_question_id(), self.attempt, group, is_reduced, start, stop)
+        num_bytes = self._vectors[group].count_bytes(stop - start, is_reduced)
+        try:
+            answer = await self._members.ask(mate, question, most_bytes=num_bytes)
+        except RefusedError:
+            if not is_reduced:
+                await asyncio.sleep(_CROSSING_SECONDS)
+            raise
+        return answer.payload
+
+    async def _take(
+        self,
+        mate: MemberId,
+        group: SumGroup,
+        is_reduced: bool,
+        start: int,
+        stop: int,
+        data: bytes | memoryview,
     ) -> None:
         """Add a mate's numbers to ours, or take its reduced ones."""
-        if start == stop:
-            return
         vector = self._vectors[group]
-        question = SumFetch(make_question_id(), self.attempt, group, is_reduced, start, stop)
         num_bytes = vector.count_bytes(stop - start, is_reduced)
-        answer = await self._members.ask(mate, question, most_bytes=num_bytes)
         take = vector.load if is_reduced else vector.add
         try:
-            if len(answer.payload) != num_bytes:
-                raise ValueError(f"{len(answer.payload)} bytes are not {stop - start} numbers")
-            await self._compute(partial(take, start, stop, answer.payload))
+            if len(data) != num_bytes:
+                raise ValueError(f"{len(data)} bytes are not {stop - start} numbers")
+            await self._compute(partial(take, start, stop, data))
         except ValueError as error:
             self.accused.add(mate)
             raise RemoteProtocolError(f"{mate} sent no sum of gradients: {error}") from None
@@ -176,3 +220,8 @@ class Reducing:
         for vector in self._vectors.values():
             gradients |= vector.read_gradients()
         return gradients
+
+
+def _raise_first(failures: Mapping[MemberId, ShoalError]) -> None:
+    for failure in failures.values():
+        raise failure

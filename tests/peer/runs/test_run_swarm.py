@@ -91,6 +91,22 @@ def test_parts_of_distant_peers_do_not_wait_for_each_other(folder: Path) -> None
     assert times[1] - times[0] < 12 * 0.4
 
 
+@pytest.mark.parametrize("mode", ["exact", "int8"])
+def test_sums_of_distant_peers_take_three_round_trips_however_many_they_are(
+    folder: Path, mode: str
+) -> None:
+    run, _ = open_run(folder, num_updates=3, mode=mode)  # with tied weights
+
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        swarm.network.default_link = Link(delay_seconds=0.2)
+        await swarm.finish()
+        told = [event.facts for _, event in swarm.events if event.name == "update"]
+        assert cast(float, told[-1]["averaging_seconds"]) < 4 * 0.4
+
+    train_in_swarm(run, folder, scene, num_peers=6)
+
+
 def test_peer_that_is_slow_gets_fewer_parts(folder: Path) -> None:
     run, shards = open_run(folder, num_updates=3, parts_per_update=16)
     alone = train_alone(run, shards)
