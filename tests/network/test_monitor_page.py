@@ -166,6 +166,17 @@ def expect_text(page: Page, text: str) -> None:
     expect(page.locator("body")).to_contain_text(text, timeout=1000 * PATIENCE_SECONDS)
 
 
+WAIT_FOR_LAST_ROW = """(isLaidOut) => new Promise((tell) => {
+  const cell = document.querySelector("table.peers tbody tr:last-child td");
+  const look = (numFrames) => {
+    const isSo = cell.checkVisibility({ contentVisibilityAuto: true }) === isLaidOut;
+    if (isSo || numFrames === 0) tell(isSo);
+    else requestAnimationFrame(() => look(numFrames - 1));
+  };
+  look(300);
+})"""
+
+
 def announce_degraded(stage: Stage) -> None:
     stage.tell(1, 0, 8)
     stage.tell(2, 0, 4)
@@ -219,6 +230,19 @@ def test_page_follows_the_swarm_without_being_loaded_again(browser: Browser, sta
         stage.is_silent = False
         expect(page.locator("#health")).to_contain_text("degraded")
         assert page.evaluate("window.isSame")
+
+
+def test_rows_out_of_sight_are_not_laid_out(browser: Browser, stage: Stage) -> None:
+    num_peers = 100  # several screens
+    for number in range(num_peers):
+        stage.tell(number, 0, 8)
+    with open_page(browser, stage, 1440) as page:
+        rows = page.locator("table.peers tbody tr")
+        expect(rows).to_have_count(num_peers)
+
+        assert page.evaluate(WAIT_FOR_LAST_ROW, False)
+        rows.last.scroll_into_view_if_needed()
+        assert page.evaluate(WAIT_FOR_LAST_ROW, True)
 
 
 def test_models_come_and_go_on_the_page_that_is_open(browser: Browser, stage: Stage) -> None:

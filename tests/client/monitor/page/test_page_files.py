@@ -29,6 +29,14 @@ def test_script_fills_the_columns_that_the_template_makes() -> None:
     assert re.findall(r'"(\w+)"', listed[1]) == [name for name, _ in COLUMNS]
 
 
+def test_style_has_a_width_for_each_column() -> None:
+    style = (STATIC / "page.css").read_text()
+    widths = re.search(r"table\.peers tr \{ display: grid; grid-template-columns:(.*?);", style, re.S)
+    assert widths is not None
+
+    assert len(widths[1].split()) == len(COLUMNS)
+
+
 def test_colours_of_text_contrast_with_their_background() -> None:
     style = (STATIC / "page.css").read_text()
     pairs = dict(re.findall(r"--(\w+): light-dark\((#\w+, #\w+)\)", style))
