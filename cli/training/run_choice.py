@@ -120,6 +120,7 @@ def make_config(
 
     `is_beside`: beside what the process serves.
     """
+    from ...peer.hosting.hosted_model import read_free_bytes
     from ...peer.runs.run_resources import RunPeerConfig
 
     stages, graph_bytes = choose_stages(options, record.run, is_beside=is_beside)
@@ -130,6 +131,7 @@ def make_config(
         founds_run=founds_run(options),
         num_threads=options.run_threads,
         graph_bytes=graph_bytes,
+        read_free_bytes=None if is_beside else read_free_bytes,  # blocks leave so much free
         announce_period_seconds=options.announce_period,
         silence_seconds=options.silence,
         linger_seconds=options.linger,

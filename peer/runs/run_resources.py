@@ -41,6 +41,8 @@ class RunPeerConfig:
     num_threads: int = 1
     graph_bytes: int = 2**30
     """The most that graphs of passes under way may take; others are computed again."""
+    read_free_bytes: Callable[[], int] | None = None
+    """Tells how much memory is left, of which graphs take half at most; None: they may take all."""
     announce_period_seconds: float = 30.0
     silence_seconds: float = 10.0
     """How long another member may say nothing before it counts as stopped."""

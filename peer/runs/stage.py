@@ -149,6 +149,7 @@ class Stage:
         make = partial(
             TrainableSpan, resources.run, resources.spans[index],
             num_threads=config.num_threads, graph_bytes=config.graph_bytes,
+            read_free_bytes=config.read_free_bytes,
         )  # fmt: skip
         span = await resources.compute(make)
         stage = cls(resources, index, span, member_id, members, list_members)

@@ -6,7 +6,7 @@ Tensor suffixes: B rows, T tokens, H hidden, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -81,8 +81,8 @@ class TrainableSpan:
     anything changes. Raises RefusedError for a part that is not one of the update under way, that
     is counted already, or whose inputs or gradients are not finite; it may then be tried again.
 
-    Graphs of passes under way take at most `graph_bytes`; the backward passes of the other parts
-    compute their forward passes again.
+    Graphs of passes under way take at most `graph_bytes`, and no more than `read_free_bytes` says that
+    this machine still has; the backward passes of the other parts compute their forward passes again.
 
     Raises UsageError where this machine lacks what the run is computed with.
     """
@@ -94,6 +94,7 @@ class TrainableSpan:
         *,
         num_threads: int = 1,
         graph_bytes: int = DEFAULT_GRAPH_BYTES,
+        read_free_bytes: Callable[[], int] | None = None,
     ) -> None:
         self.span = span
         self._num_threads = num_threads
@@ -111,6 +112,7 @@ class TrainableSpan:
         self._optimizer = SpanOptimizer(run.optimizer, self._weights)
         self._passes = dict[PartId, _Pass]()
         self._max_graph_bytes = graph_bytes
+        self._read_free_bytes = read_free_bytes
         self._bytes_per_graph: int | None = None
         self._boundaries = dict[PartId, str]()
         """Of each counted part, the digest of what its passes began with."""
@@ -155,9 +157,15 @@ class TrainableSpan:
         if not _is_finite(outputs.detach()):
             raise NotFiniteError("outputs", part, self.span)
         self._passes.pop(part, None)
-        is_kept = self.graph_bytes + self._bytes_per_graph <= self._max_graph_bytes
+        is_kept = self._has_room_for(self.graph_bytes + self._bytes_per_graph)
         self._passes[part] = _Pass(inputs, outputs if is_kept else None)
         return outputs.detach()
+
+    def _has_room_for(self, graph_bytes: int) -> bool:
+        """Return whether our graphs may take so much, with the one that was just computed."""
+        if graph_bytes > self._max_graph_bytes:
+            return False
+        return self._read_free_bytes is None or graph_bytes <= self._read_free_bytes()
 
     def run_backward(self, part: PartId, output_grads_BTH: Tensor) -> PartResult:
         """Count the gradients of a part, by those of its outputs."""

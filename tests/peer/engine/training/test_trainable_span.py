@@ -388,6 +388,27 @@ def test_graphs_stay_within_their_budget(tmp_path: Path) -> None:
     assert small.graph_bytes == 2 * span.graph_bytes
 
 
+def test_graphs_of_several_peers_leave_as_much_free_as_each_has(tmp_path: Path) -> None:
+    run, shards = open_run(tmp_path)
+    parts = [PartId(0, index) for index in range(4)]
+    tokens, _ = shards.read_part(run, parts[0])
+    one = TrainableSpan(run, Span(0, 2))
+    one.run_forward(parts[0], tokens)
+    size = one.graph_bytes
+    spans: list[TrainableSpan] = []
+
+    def read_free_bytes() -> int:
+        kept = sum(span.graph_bytes for span in spans)
+        return 7 * size - kept - size  # with the graph that was just computed
+
+    spans += [TrainableSpan(run, Span(0, 2), read_free_bytes=read_free_bytes) for _ in range(2)]
+    for part in parts:
+        for span in spans:
+            span.run_forward(part, tokens)
+
+    assert [span.graph_bytes for span in spans] == [2 * size, 2 * size]
+
+
 def test_part_of_another_update_is_refused(tmp_path: Path) -> None:
     run, shards = open_run(tmp_path)
     span = TrainableSpan(run, Span(0, 2))
