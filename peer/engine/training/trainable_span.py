@@ -81,8 +81,9 @@ class TrainableSpan:
     anything changes. Raises RefusedError for a part that is not one of the update under way, that
     is counted already, or whose inputs or gradients are not finite; it may then be tried again.
 
-    Graphs of passes under way take at most `graph_bytes`, and no more than `read_free_bytes` says that
-    this machine still has; the backward passes of the other parts compute their forward passes again.
+    Graphs of passes under way take at most `graph_bytes`, and no more than `read_free_bytes` says
+    that this machine still has; the backward passes of the other parts compute their forward passes
+    again.
 
     Raises UsageError where this machine lacks what the run is computed with.
     """

@@ -31,7 +31,9 @@ def test_script_fills_the_columns_that_the_template_makes() -> None:
 
 def test_style_has_a_width_for_each_column() -> None:
     style = (STATIC / "page.css").read_text()
-    widths = re.search(r"table\.peers tr \{ display: grid; grid-template-columns:(.*?);", style, re.S)
+    widths = re.search(
+        r"table\.peers tr \{ display: grid; grid-template-columns:(.*?);", style, re.S
+    )
     assert widths is not None
 
     assert len(widths[1].split()) == len(COLUMNS)
