@@ -9,7 +9,6 @@ is asked in turn. Nothing else should run meanwhile.
 import argparse
 import asyncio
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -23,12 +22,13 @@ from distant_peers.lines import LineConfig
 from distant_peers.swarm import DistantSwarm, open_bare_line, start_distant_swarm
 from measuring.benchmark_model import BenchmarkModel, make_wide_model, open_bundled_model
 from measuring.clients import Clients, join_swarm, time_prompt, time_step
+from measuring.program import run_program
 from measuring.report import BenchRun, TargetFigure, at_most
 from shoal.cli.benchmarking.figure import Figure, describe_machine
 from shoal.cli.benchmarking.swarm_speed import CONTEXT_TOKENS
 from shoal.client.session.session import RemoteSession
 from shoal.client.trace.trace import AnsweredQuestion, Recorder, StepTaken
-from shoal.protocol.errors import ShoalError, UnavailableError
+from shoal.protocol.errors import UnavailableError
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import ELEMENT_BYTES, WireDtype
@@ -278,7 +278,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (OSError, ShoalError) as error:
-        sys.exit(str(error))
+    run_program(main)

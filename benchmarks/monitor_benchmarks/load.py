@@ -19,9 +19,10 @@ from contextlib import contextmanager
 
 from measuring.helper_process import HelperProcess
 from measuring.processes import list_with_children, read_process_bytes, sum_cpu_seconds
-from measuring.report import BenchRun, TargetFigure, at_most
-from shoal.cli.benchmarking.figure import Figure, describe_machine
-from shoal.protocol.errors import ShoalError, UnavailableError
+from measuring.program import measure_one, run_program
+from measuring.report import TargetFigure, at_most
+from shoal.cli.benchmarking.figure import Figure
+from shoal.protocol.errors import UnavailableError
 
 _MOST_SECONDS_TO_END = 30
 
@@ -107,16 +108,8 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=20, help="how many of them have a p2pd")
     parser.add_argument("--warm-up", type=float, default=90.0, help="seconds before counting")
     parser.add_argument("--seconds", type=float, default=120.0, help="how long to count")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    options = parser.parse_args()
-    bench = BenchRun(describe_machine(), is_quick=False, as_json=options.json)
-    title = f"A monitor of {options.peers} peers with one page open"
-    bench.measure("load", title, lambda: measure(options, bench.say))
-    return bench.finish()
+    return measure_one("load", "A monitor of {peers} peers with one page open", parser, measure)
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ShoalError as error:
-        sys.exit(f"make bench: {error}")
+    run_program(main)

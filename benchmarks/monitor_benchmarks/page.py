@@ -12,7 +12,6 @@ import asyncio
 import json
 import random
 import shutil
-import sys
 import tempfile
 import time
 from bisect import bisect_left
@@ -27,15 +26,16 @@ from typing import Any, NamedTuple
 from playwright.async_api import Browser, async_playwright
 
 from measuring.crowd import Crowd
-from measuring.report import BenchRun, TargetFigure, at_most
+from measuring.program import measure_one, run_program
+from measuring.report import TargetFigure, at_most
 from monitor_benchmarks.swarm import MODEL, NUM_SPANS
-from shoal.cli.benchmarking.figure import Figure, describe_machine
+from shoal.cli.benchmarking.figure import Figure
 from shoal.cli.monitoring.page_server import listen, name_page, serve_page
 from shoal.client.monitor.collector import SwarmAccess
 from shoal.client.monitor.history import History
 from shoal.client.monitor.monitor import Monitor
 from shoal.client.monitor.state import ProbeResult, SwarmState, reduce_probe, reduce_reading
-from shoal.protocol.errors import ShoalError, UnavailableError
+from shoal.protocol.errors import UnavailableError
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.directory import Directory
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
@@ -221,16 +221,9 @@ def main() -> int:
     parser.add_argument("--peers", type=int, default=300)
     parser.add_argument("--loads", type=int, default=5, help="how often the page is loaded")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long updates are traced")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    options = parser.parse_args()
-    bench = BenchRun(describe_machine(), is_quick=False, as_json=options.json)
-    title = f"The monitor's page: {options.peers} peers, 80 blocks, a day of history"
-    bench.measure("page", title, lambda: asyncio.run(measure(options, bench.say)))
-    return bench.finish()
+    title = "The monitor's page: {peers} peers, 80 blocks, a day of history"
+    return measure_one("page", title, parser, lambda *given: asyncio.run(measure(*given)))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ShoalError as error:
-        sys.exit(f"make bench: {error}")
+    run_program(main)

@@ -10,16 +10,15 @@ Needs root, for the namespaces.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 
 from measuring.crowd import PERIOD_SECONDS
 from measuring.helper_process import HelperProcess
-from measuring.report import BenchRun, TargetFigure, at_most
+from measuring.program import measure_one, run_program
+from measuring.report import TargetFigure, at_most
 from measuring.slow_network import SlowNetwork
-from shoal.cli.benchmarking.figure import Figure, describe_machine
-from shoal.protocol.errors import ShoalError
+from shoal.cli.benchmarking.figure import Figure
 
 _MBITS = 1000.0
 
@@ -65,16 +64,10 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=20, help="how many of them have a p2pd")
     parser.add_argument("--warm-up", type=float, default=60.0, help="seconds before counting")
     parser.add_argument("--seconds", type=float, default=300.0, help="how long to count")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
-    options = parser.parse_args()
-    bench = BenchRun(describe_machine(), is_quick=False, as_json=options.json)
-    title = f"Directory traffic of a monitor of {options.peers} peers"
-    bench.measure("traffic", title, lambda: measure(options, bench.say))
-    return bench.finish()
+    return measure_one(
+        "traffic", "Directory traffic of a monitor of {peers} peers", parser, measure
+    )
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ShoalError as error:
-        sys.exit(f"make bench: {error}")
+    run_program(main)

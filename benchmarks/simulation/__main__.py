@@ -10,7 +10,6 @@ machine is makes no difference.
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -18,8 +17,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from measuring.program import run_program
 from shoal.cli.options.quantities import parse_count, parse_non_negative
-from shoal.protocol.errors import ShoalError
 from simulation.distances import Chosen, run_distances, time_decisions
 from simulation.machines import read_churn
 from simulation.pipeline import compare_delays, compare_wirings
@@ -295,7 +294,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ShoalError as error:
-        sys.exit(str(error))
+    run_program(main)

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine_benchmarks import accuracy
+from measuring.program import run_program
 from measuring.report import BenchRun
 from shoal.cli.benchmarking.figure import Figure, describe_machine
-from shoal.cli.terminal.interrupts import INTERRUPTED, stop_on_sigterm
-from shoal.protocol.errors import ShoalError
 from swarm_benchmarks import (
     attacks,
     failover,
@@ -110,7 +109,7 @@ def main() -> int:
     gc.freeze()  # as our commands do; or a step may wait until all modules are looked through
     machine = describe_machine()
     bench = BenchRun(machine, options.quick, options.json)
-    with stop_on_sigterm(), Setting(options.quick, bench.say) as setting:
+    with Setting(options.quick, bench.say) as setting:
         for name in options.parts:
             title, measure = PARTS[name]
             bench.measure(name, title, lambda measure=measure: measure(setting))
@@ -121,9 +120,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (OSError, ShoalError) as error:
-        sys.exit(f"make bench: {error}")
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    run_program(main)

@@ -13,6 +13,7 @@ from statistics import median
 
 import torch
 
+from measuring.program import run_program
 from shoal.cli.benchmarking.figure import describe_machine
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.client.model.causal_lm import DistributedCausalLM
@@ -92,4 +93,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -17,6 +17,7 @@ from ipaddress import IPv4Address
 from measuring.benchmark_model import open_bundled_model
 from measuring.counted_line import CountedLine, LinedTransport, Traffic
 from measuring.crowd import PERIOD_SECONDS, Crowd
+from measuring.program import run_program
 from measuring.report import TargetFigure, at_most
 from shoal.cli.benchmarking.figure import Figure, describe_machine
 from shoal.client.routing.route_finder import SwarmModel
@@ -271,4 +272,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -33,10 +33,10 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 from measuring.helper_process import HelperProcess
+from measuring.program import run_program
 from measuring.report import TargetFigure, at_least, at_most
 from measuring.slow_network import SlowNetwork
 from shoal.cli.benchmarking.figure import Figure, describe_machine
-from shoal.cli.terminal.interrupts import stop_on_sigterm
 from shoal.protocol.errors import UnavailableError, UsageError
 from shoal.protocol.runs.training_run import Mode
 from shoal.protocol.tensors import WireDtype, compute_num_bytes
@@ -252,5 +252,4 @@ def _print(where: str, places: Sequence[Place], is_shared: bool, num_rounds: int
 
 
 if __name__ == "__main__":
-    with stop_on_sigterm():
-        main()
+    run_program(main)

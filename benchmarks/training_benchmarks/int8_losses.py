@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from measuring.program import run_program
 from measuring.report import TargetFigure, at_most
 from measuring.side_by_side import compute_side_by_side
 from shoal.cli.benchmarking.figure import describe_machine
@@ -195,4 +196,4 @@ def _print_table(results: _Results, num_seeds: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -34,9 +34,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from measuring.program import run_program
 from measuring.report import TargetFigure, at_least, at_most
 from shoal.cli.benchmarking.figure import Figure, describe_machine
-from shoal.cli.terminal.interrupts import stop_on_sigterm
 from shoal.models.token_shards import TokenShards
 from shoal.peer.engine.training.whole_run import WholeRun
 from shoal.protocol.errors import UsageError
@@ -364,6 +364,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    with stop_on_sigterm():
-        code = main()
-    sys.exit(code)
+    run_program(main)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from measuring.program import run_program
 from measuring.report import TargetFigure, at_most
 from measuring.side_by_side import compute_side_by_side
 from shoal.cli.benchmarking.figure import describe_machine
@@ -238,4 +239,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

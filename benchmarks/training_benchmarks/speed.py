@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from measuring.program import run_program
 from measuring.report import TargetFigure, at_least
 from shoal.cli.benchmarking.figure import Figure, describe_machine
-from shoal.cli.terminal.interrupts import stop_on_sigterm
 from shoal.protocol.runs.training_run import TrainingRun
 from training_benchmarks.members import MemberSettings, RunSizes, start_members, write_run
 from training_benchmarks.plain_training import train_distributed, train_plainly
@@ -76,5 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with stop_on_sigterm():
-        main()
+    run_program(main)
