@@ -197,6 +197,10 @@ class Leader:
 
     async def _step(self) -> bool:
         """Take one step; return whether the run came further by it."""
+        own = await self._ask_manifest(self._decisions.member_id)
+        is_applying = own is not None and own.is_applying
+        if is_applying and self._delays.has_to_settle(is_applying, self._clock.now()):
+            return False  # so do the others, which would have to be asked again
         manifests = await self._ask_manifests()
         lacking = None if self.is_over else manifests.find_lacking()
         if lacking:

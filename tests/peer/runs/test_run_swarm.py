@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, cast
 
@@ -105,6 +105,25 @@ def test_sums_of_distant_peers_take_three_round_trips_however_many_they_are(
         assert cast(float, told[-1]["averaging_seconds"]) < 4 * 0.4
 
     train_in_swarm(run, folder, scene, num_peers=6)
+
+
+def test_update_of_distant_peers_takes_nine_round_trips(folder: Path) -> None:
+    run, _ = open_run(folder, num_updates=6)
+    times: list[float] = []
+
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        swarm.slow = dict.fromkeys(swarm.peers, 0.01)
+        swarm.network.default_link = Link(delay_seconds=0.2)
+        for update in range(2, 7):
+            await swarm.wait_for_update(update)
+            times.append(asyncio.get_running_loop().time())
+
+    train_in_swarm(run, folder, scene)
+    # To see who is ready, 1; for parts, a round trip for each stage, 2; to see what is counted, 1;
+    # for sums, 3; for the decision, 2.
+    took = [after - before for before, after in pairwise(times)]
+    assert min(took) < 9.5 * 0.4, took  # others dial some members for the first time
 
 
 def test_peer_that_is_slow_gets_fewer_parts(folder: Path) -> None:
