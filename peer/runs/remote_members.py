@@ -118,8 +118,9 @@ class RemoteMembers:
         times = self._member_times[member].setdefault(key, UsualTimes(floor_seconds, alike))
         begun_at, seconds = self._clock.now(), times.deadline_seconds
         late = f"member …{find_peer_id(member)[-6:]} did not answer within {seconds:.0f} s"
+        deadline = AnswerTimeout(seconds, late)
         try:
-            async with AnswerTimeout(seconds, late):
+            async with deadline:
                 if member == self._own:
                     assert self.answer_here is not None  # set before the run begins
                     answer = await self.answer_here(question, payload, self._own)
@@ -131,7 +132,7 @@ class RemoteMembers:
                         ),
                     )
         except SilentError as error:
-            if self._clock.now() - begun_at < seconds:
+            if not deadline.has_expired:
                 raise
             times.note_late()
             raise StillBusyError(str(error)) from error

@@ -66,6 +66,11 @@ class SuspendAwareTimeout:
         self._timer.cancel()
         return await self._timeout.__aexit__(kind, error, trace)
 
+    @property
+    def has_expired(self) -> bool:
+        """Whether this timeout has ended its block, and not another one inside."""
+        return self._timeout.expired()
+
     def restart(self, seconds: float) -> None:
         """Count so many seconds from now."""
         if self._timer is not None:

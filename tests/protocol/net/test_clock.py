@@ -17,6 +17,19 @@ async def test_timeout_of_an_answer_says_who_was_silent() -> None:
     assert VirtualClock().now() == 2.0
 
 
+@pytest.mark.parametrize(("outer_seconds", "is_outer"), [(1.0, True), (3.0, False)])
+async def test_timeout_tells_whether_it_or_one_inside_has_expired(
+    outer_seconds: float, is_outer: bool
+) -> None:
+    outer, inner = AnswerTimeout(outer_seconds, "late"), AnswerTimeout(2.0, "late")
+
+    with pytest.raises(SilentError):
+        async with outer, inner:
+            await asyncio.sleep(9.0)
+
+    assert (outer.has_expired, inner.has_expired) == (is_outer, not is_outer)
+
+
 async def test_timeout_inside_that_is_not_the_answers_own_blames_nobody() -> None:
     with pytest.raises(TimeoutError):
         async with AnswerTimeout(60.0, "the peer fell silent"), asyncio.timeout(1.0):
