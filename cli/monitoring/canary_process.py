@@ -15,7 +15,9 @@ from typing import Any
 from ...protocol.errors import ShoalError
 from ...protocol.net.clock import SystemClock
 from ..remote_models.generation_options import Sampling
+from ..remote_models.live_text import OnSession, OnToken
 from ..remote_models.opening import load_tokenizer, open_model
+from ..remote_models.routes import describe_failover
 from ..remote_models.text_generation import generate_text
 from ..terminal.interrupts import stop_on_sigterm
 
@@ -38,37 +40,8 @@ class _Canary:
 
     def generate(self) -> dict[str, object]:
         """Return what one text took; raises ShoalError."""
-        from ...client.trace.trace import Recorder
-        from ...client.trace.trace_summary import summarize
-
         self._open()
-        recorder = Recorder(SystemClock())
-        generation = generate_text(
-            self._model,
-            self._tokenizer,
-            _PROMPT,
-            Sampling(max_new_tokens=_NUM_TOKENS),
-            lambda piece: None,
-            lambda session: session.record(recorder),
-        )
-        summary = summarize(recorder.make_trace())
-        return {
-            "text": generation.text,
-            "first_token_seconds": generation.first_token_seconds,
-            "tokens_per_second": generation.tokens_per_second or None,
-            "hops": [
-                {
-                    "peer_id": part.hop.peer.peer_id,
-                    "span": str(part.hop.span),
-                    "queue_seconds": part.breakdown.queue_seconds / part.breakdown.num_exchanges,
-                    "compute_seconds": part.breakdown.compute_seconds
-                    / part.breakdown.num_exchanges,
-                    "network_seconds": part.breakdown.network_seconds
-                    / part.breakdown.num_exchanges,
-                }
-                for part in summary.hops
-            ],
-        }
+        return measure_text(self._model, self._tokenizer)
 
     def _open(self) -> None:
         if self._model is not None:
@@ -90,6 +63,43 @@ class _Canary:
         """Leave the swarm."""
         if self._model is not None:
             self._model.close()
+
+
+def measure_text(
+    model: Any,
+    tokenizer: Any,
+    on_session: OnSession = lambda session: None,
+    on_token: OnToken = lambda piece: None,
+) -> dict[str, object]:
+    """Return what one text took, and which peers were lost meanwhile; raises ShoalError."""
+    from ...client.trace.trace import Recorder
+    from ...client.trace.trace_summary import summarize
+
+    recorder = Recorder(SystemClock())
+
+    def record(session: Any) -> None:
+        session.record(recorder)
+        on_session(session)
+
+    sampling = Sampling(max_new_tokens=_NUM_TOKENS)
+    generation = generate_text(model, tokenizer, _PROMPT, sampling, on_token, record)
+    summary = summarize(recorder.make_trace())
+    return {
+        "text": generation.text,
+        "first_token_seconds": generation.first_token_seconds,
+        "tokens_per_second": generation.tokens_per_second or None,
+        "failovers": [describe_failover(failover) for failover in generation.failovers],
+        "hops": [
+            {
+                "peer_id": part.hop.peer.peer_id,
+                "span": str(part.hop.span),
+                "queue_seconds": part.breakdown.queue_seconds / part.breakdown.num_exchanges,
+                "compute_seconds": part.breakdown.compute_seconds / part.breakdown.num_exchanges,
+                "network_seconds": part.breakdown.network_seconds / part.breakdown.num_exchanges,
+            }
+            for part in summary.hops
+        ],
+    }
 
 
 def main() -> None:

@@ -38,6 +38,9 @@ def _show_canary(canary: CanaryPanel, terminal: Terminal) -> None:
     if canary.first_token_seconds is not None:
         speed = f", {canary.tokens_per_second:.3g} tokens/s" if canary.tokens_per_second else ""
         terminal.print(f"   First token after {canary.first_token_seconds:.2f} s{speed}")
+    for failover in canary.failovers:
+        for line in terminal.wrap(f"   {failover}"):
+            terminal.print(line)
     rows: list[tuple[str, ...]] = [("peer", "blocks", "queue", "compute", "network")]
     for hop in canary.hops:
         parts = (hop.queue_seconds, hop.compute_seconds, hop.network_seconds)

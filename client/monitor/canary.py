@@ -55,6 +55,8 @@ class CanaryRun:
     """Behind the first one; None where there was one at most."""
     text: str = ""
     hops: tuple[CanaryHop, ...] = ()
+    failovers: tuple[str, ...] = ()
+    """Peers that were lost during the run, in words."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,8 @@ def read_answer(line: bytes, at: float) -> CanaryRun:
     try:
         facts: dict[str, Any] = json.loads(line)
         hops = tuple(CanaryHop(**hop) for hop in facts.pop("hops", ()))
-        run = CanaryRun(at, **facts, hops=hops)
+        failovers = tuple(str(words)[:MAX_TEXT_CHARACTERS] for words in facts.pop("failovers", ()))
+        run = CanaryRun(at, **facts, hops=hops, failovers=failovers)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"it said {line[:80]!r}") from error
     return replace(run, text=run.text[:MAX_TEXT_CHARACTERS])

@@ -109,6 +109,8 @@ class CanaryPanel:
     """Whether the text is the first one that it said."""
     hops: tuple[CanaryHop, ...]
     """Seconds per token at each hop of the last run."""
+    failovers: tuple[str, ...]
+    """Peers that were lost during the last run, in words."""
     num_runs: int
     """Since the monitor began."""
     num_failed: int
@@ -219,6 +221,7 @@ def _describe_canary(state: CanaryState, now: float) -> CanaryPanel:
         first_text=state.first_text or "",
         is_same=state.is_same,
         hops=last.hops,
+        failovers=last.failovers,
         num_runs=state.num_runs,
         num_failed=state.num_failed,
     )

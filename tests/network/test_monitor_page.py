@@ -134,7 +134,7 @@ hop = {"peer_id": "12D3Koo", "span": "0:8", "queue_seconds": 0.001, "compute_sec
     "network_seconds": 0.003}
 for _ in sys.stdin:
     print(json.dumps({"model_id": "", "text": "<b>", "first_token_seconds": 0.25,
-        "tokens_per_second": 8.5, "hops": [hop]}), flush=True)
+        "tokens_per_second": 8.5, "hops": [hop], "failovers": ["…abc[4:8] is gone"]}), flush=True)
 """
 
 
@@ -275,6 +275,7 @@ def test_canary_is_shown_as_it_runs(browser: Browser) -> None:
             canary = page.locator("section.canary")
             expect_text(page, "First token after 250.0 ms, 8.5 tokens/s, same text")
             expect(canary.locator("tbody tr")).to_have_text("…12D3Koo0:81.0 ms20.0 ms3.0 ms")
+            expect(canary.locator(".findings")).to_have_text("…abc[4:8] is gone")
             expect(canary.locator("canvas")).to_have_count(1)
             assert Axe().run(page).response["violations"] == []
 

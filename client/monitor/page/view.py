@@ -80,14 +80,15 @@ def _make_canary(canary: CanaryPanel, described: Description) -> dict[str, Any]:
             canary.is_same
         ],
     ]
+    texts = list(canary.failovers)
+    if canary.is_same is False:
+        texts += [f"Text: {canary.text!r}", f"First text: {canary.first_text!r}"]
     return {
         "name": canary.name,
         "health": canary.health,
         "at": _find_time(described, canary.age_seconds),
         "summary": canary.error or ", ".join(filter(None, facts)) or "not run yet",
-        "texts": []
-        if canary.is_same is not False
-        else [f"Text: {canary.text!r}", f"First text: {canary.first_text!r}"],
+        "texts": texts,
         "hops": [
             [
                 _shorten(hop.peer_id),
