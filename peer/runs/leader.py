@@ -32,7 +32,7 @@ from ...protocol.net.clock import Clock
 from ...protocol.net.tasks import cancel_all
 from ...protocol.runs.audits import ASKED_AGAIN, Audits
 from ...protocol.runs.deadlines import CommitDelays
-from ...protocol.runs.decisions import Decided, Decision, Member
+from ...protocol.runs.decisions import Decided, Member
 from ...protocol.runs.manifests import (
     Aside,
     Manifests,
@@ -231,7 +231,8 @@ class Leader:
             what = f"gradients of part {found.index}"
             self._report_difference(what, update, found.stage, found.difference, found.follows)
         if (refused := parts.find_refused()) is not None:
-            await self._stop(before, *refused)
+            stopped = manifests.commit.make_stopped(*refused)
+            await self._decisions.follow(before, before.members, stopped)
             return False
         if not parts.is_complete and await self._compute(update, parts):
             self._delays.pause(self._clock.now())
@@ -300,11 +301,6 @@ class Leader:
             facts = {"peer": find_peer_id(member.id), "stage": member.stage, "why": why}
             self._report(PeerEvent("too_slow", facts))
         return True
-
-    async def _stop(self, decision: Decision, index: int, stage: int) -> None:
-        """End the run for a part that all members of a stage refuse."""
-        stopped = self._decisions.commit.make_stopped(index, stage)
-        await self._decisions.follow(decision, decision.members, stopped)
 
     async def _ask_manifests(self) -> Manifests:
         """Ask all members what they have counted."""
@@ -482,16 +478,10 @@ class Leader:
     async def _order(self, update: int, order: PartOrder) -> PartPassed:
         first, *route = order.route
         question = PartPass(
-            make_question_id(),
-            0,
-            update,
-            order.index,
-            tuple(route),
-            order.last_stage,
-            order.without,
-            is_audit=order.is_audit,
+            make_question_id(), 0, update, order.index, tuple(route), order.last_stage,
+            order.without, is_audit=order.is_audit,
             num_restarts=self._decisions.commit.num_restarts,
-        )
+        )  # fmt: skip
         begun_at = self._clock.now()
         answer = await self._decisions.members.ask(first, question)
         passed = answer.check_kind(PartPassed)
