@@ -1,8 +1,8 @@
-"""Photograph the monitor's page over a real swarm on this machine, before and after a kill.
+"""Photograph the monitor's page over a real swarm on this machine, before and after kills.
 
 .venv/bin/python -P docs/draw_monitor.py
 
-Writes four PNG files beside this one. It needs Debian's chromium, and takes three minutes.
+Writes five PNG files beside this one. It needs Debian's chromium, and takes five minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ WIDE, NARROW = (1440, 1500), (375, 1200)
 HISTORY_SECONDS = 60.0
 """The page shows at least so much."""
 
-PATIENCE_MILLISECONDS = 60_000
+PATIENCE_MILLISECONDS = 120_000
+CANARY_RESULTS = {"healthy": "tokens/s", "degraded": "tokens/s", "failing": "4:8"}
+"""What the canary says at last."""
 
 
 @contextmanager
@@ -62,7 +64,8 @@ def photograph(
     opened = context.new_page()
     opened.goto(page)
     expect(opened.locator("#health strong")).to_have_text(health, timeout=PATIENCE_MILLISECONDS)
-    expect(opened.locator(".canary")).to_contain_text("tokens/s", timeout=PATIENCE_MILLISECONDS)
+    canary = opened.locator(".canary .summary")
+    expect(canary).to_contain_text(CANARY_RESULTS[health], timeout=PATIENCE_MILLISECONDS)
     expect(opened.locator(".chart canvas")).to_have_count(3, timeout=PATIENCE_MILLISECONDS)
     opened.wait_for_timeout(1000)  # the charts are drawn when the page is idle
     target = Path(__file__).with_name(f"monitor-{health}-{scheme}-{width}.png")
@@ -91,6 +94,9 @@ def main() -> None:
         time.sleep(HISTORY_SECONDS)
         photograph(browser, page, "degraded", "dark", WIDE)
         photograph(browser, page, "degraded", "light", NARROW)
+        swarm.peers[2].kill()
+        time.sleep(HISTORY_SECONDS)
+        photograph(browser, page, "failing", "light", WIDE)
         browser.close()
 
 
