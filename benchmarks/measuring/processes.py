@@ -18,6 +18,15 @@ def sum_cpu_seconds(pids: Iterable[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def read_thread_seconds(pid: int) -> tuple[float, float]:
+    """Return the processor time of a process's main thread, and of all its living threads."""
+    times = {
+        int(task.name): int((task / "schedstat").read_text().split()[0]) / 1e9
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    }
+    return times[pid], sum(times.values())
+
+
 def read_process_bytes(pid: int) -> int:
     """Return the memory that a process holds, without files that are mapped."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()

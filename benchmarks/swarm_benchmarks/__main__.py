@@ -61,6 +61,7 @@ PARTS = {
     "start": Part("Starting", start.measure),
     "idle": Part("A peer that nobody uses", idle.measure),
     "metrics": Part("Steps with --metrics and without, in turn", metrics.measure),
+    "scrape": Part("A scrape of a peer's metrics", metrics.measure_scrape),
     "accuracy": Part("int8 against fp32", _measure_accuracy),
 }
 """By name, in the order in which they are measured."""

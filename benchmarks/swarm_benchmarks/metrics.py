@@ -1,4 +1,4 @@
-"""What `--metrics` costs a session: steps with it and without it, in turn.
+"""What `--metrics` costs a session, steps with it and without it in turn, and what a scrape costs.
 
 The peers with metrics are asked for them in each of their turns, every two seconds or so. Processes
 of one program differ, by where their memory lies, so several rounds have new ones.
@@ -6,12 +6,14 @@ of one program differ, by where their memory lies, so several rounds have new on
 
 import asyncio
 import statistics
+import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 
 from measuring.clients import SwarmAddress, join_swarm, time_steps
-from measuring.report import TargetFigure, at_least
+from measuring.processes import read_thread_seconds
+from measuring.report import TargetFigure, at_least, at_most
 from shoal.cli.benchmarking.figure import Figure
 from shoal.cli.benchmarking.swarm_speed import CONTEXT_TOKENS
 from shoal.client.session.session import RemoteSession
@@ -23,6 +25,9 @@ _TURNS = 8
 """Pairs of turns in a round."""
 
 _METRICS = "--metrics", "0"
+_SCRAPE_ROUNDS = 5
+_SCRAPES = 100
+_IDLE_SECONDS = 3.0
 
 
 def measure(setting: Setting) -> list[Figure]:
@@ -44,6 +49,35 @@ def measure(setting: Setting) -> list[Figure]:
         Figure("ratio in the slowest round", min(ratios), "x"),
         Figure("ratio in the fastest round", max(ratios), "x"),
     ]
+
+
+def measure_scrape(setting: Setting) -> list[Figure]:
+    """Measure the processor time that a scrape takes of a peer's event loop, its main thread."""
+    with LocalSwarm(
+        setting.model.directory, [(0, 1)], weights="int8", serve_arguments=_METRICS
+    ) as swarm:
+        (peer,) = swarm.peers
+        scrapes = [peer.facts["url"]] * _SCRAPES
+        _ask_for_metrics(scrapes)  # warms up
+        idle, _ = _time_threads(peer.pid, lambda: time.sleep(_IDLE_SECONDS))
+        rounds = list[tuple[float, float]]()
+        for number in range(_SCRAPE_ROUNDS):
+            setting.say(f"round {number + 1} of {_SCRAPE_ROUNDS}")
+            rounds.append(_time_threads(peer.pid, lambda: _ask_for_metrics(scrapes)))
+    loop, process = (statistics.median(costs) / _SCRAPES for costs in zip(*rounds, strict=True))
+    return [
+        TargetFigure("a scrape, of the loop's time, median", 1e3 * loop, "ms", at_most(1)),
+        Figure("with the thread that writes the text", 1e3 * process, "ms"),
+        Figure("the loop of an idle peer", 100 * idle / _IDLE_SECONDS, "% of a core"),
+    ]
+
+
+def _time_threads(pid: int, act: Callable[[], None]) -> tuple[float, float]:
+    """Return what a process computes meanwhile, in seconds: its main thread, and all threads."""
+    before = read_thread_seconds(pid)
+    act()
+    after = read_thread_seconds(pid)
+    return after[0] - before[0], after[1] - before[1]
 
 
 def _measure_round(setting: Setting) -> list[tuple[float, float]]:
