@@ -50,7 +50,7 @@ def test_weights_that_lack_a_part_differ_from_those_of_the_runs() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "figure"),
     [
-        ("speed", "--updates 2 --parts 2", "  DDP over gloo"),
+        ("speed", "--updates 2 --parts 2", "  predicted by shoal train-plan"),
         ("losses", "--updates 2 --parts 1 --optimizers muon", "+ muon: exact, all losses"),
         ("int8_losses", "--updates 2 --parts 1 --blocks 2 --seeds 1", "+ int8: loss above"),
     ],
