@@ -21,7 +21,7 @@ MOVED := $(if $(filter-out $(shell cat .venv/checkout 2>/dev/null),$(CURDIR)),FO
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
-.PHONY: help demo swarm monitor-demo train-demo images test test-fast bitsandbytes test-bitsandbytes chaos check bench constraints proto clean FORCE
+.PHONY: help demo swarm monitor-demo train-demo images images-from-debian test test-fast bitsandbytes test-bitsandbytes chaos check bench constraints proto clean FORCE
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -47,6 +47,13 @@ BUILD_IMAGE = $(ENGINE) build $(if $(findstring docker,$(ENGINE)),,--format dock
 images:  ## build the container images shoal-peer and shoal-monitor
 	@$(BUILD_IMAGE) -f docker/Dockerfile.peer -t shoal-peer .
 	@$(BUILD_IMAGE) -f docker/Dockerfile.monitor -t shoal-monitor .
+
+# With ENGINE=buildah, by a normal user. Of its isolations chroot asks least of the kernel: no network
+# of its own, no control groups.
+images-from-debian:  ## build them where no registry of images is reachable, and without root
+	@docker/make_base_image.sh shoal-python
+	@BUILDAH_ISOLATION=chroot $(MAKE) images ENGINE=buildah \
+	    ARGS='--build-arg PYTHON_IMAGE=localhost/shoal-python $(ARGS)'
 
 # Files of tests run JOBS at a time; threads of torch that wait for each other would spin meanwhile.
 # Hundreds of p2pds live for seconds: they collect garbage only when they have much of it.
