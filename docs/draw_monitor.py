@@ -31,7 +31,7 @@ HISTORY_SECONDS = 60.0
 
 PATIENCE_MILLISECONDS = 120_000
 CANARY_RESULTS = {"healthy": "tokens/s", "degraded": "tokens/s", "failing": "4:8"}
-"""What the canary says at last."""
+"""A part of what the canary shows when it has run."""
 
 
 @contextmanager

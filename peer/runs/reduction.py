@@ -124,8 +124,8 @@ class Reducing:
     ) -> dict[MemberId, ShoalError]:
         """Add numbers of mates to ours, or take their reduced ones; return who failed at that.
 
-        As many mates are asked at once as there is memory for. What they send is added in their
-        order, which decides in int8 mode how a sum is rounded.
+        At most `_AT_ONCE_BYTES` are asked for at once. Numbers are added in the order of the mates,
+        which decides in int8 mode how a sum is rounded.
         """
         vector, failures = self._vectors[group], dict[MemberId, ShoalError]()
         mates = [mate for mate, (start, stop) in slices.items() if start < stop]

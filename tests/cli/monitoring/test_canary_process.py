@@ -1,4 +1,4 @@
-"""What a canary says of peers that are killed: at once, in the run that loses them."""
+"""A canary names peers that are killed at once, in the run that loses them."""
 
 from __future__ import annotations
 
