@@ -3,7 +3,8 @@
 # of images is reachable: `make images-from-debian`. It has the Python of the release of Debian that
 # PYTHON_IMAGE names there, from the mirrors that apt uses on this machine.
 #
-# Usage: docker/make_base_image.sh IMAGE, by a normal user. Needs Debian's buildah, mmdebstrap and uidmap.
+# Usage: docker/make_base_image.sh IMAGE, by root or a normal user. Needs Debian's buildah, mmdebstrap
+# and uidmap.
 set -eu
 
 image=$1
@@ -20,8 +21,9 @@ for program in apt-get buildah mmdebstrap newuidmap; do
         fail "no $program; on Debian: apt-get install buildah mmdebstrap uidmap"
 done
 
-# What a kernel or an administrator may forbid. Without these neither of the two programs can work.
-buildah unshare true || fail "cannot make a user namespace with more than one user;" \
+# What a kernel or an administrator may forbid. Root needs no user namespace.
+[ "$(id -u)" = 0 ] || buildah unshare true ||
+    fail "cannot make a user namespace with more than one user;" \
     "see /proc/sys/user/max_user_namespaces (0 forbids it)," \
     "/proc/sys/kernel/unprivileged_userns_clone where there is one (0 forbids it)," \
     "and whether /etc/subuid and /etc/subgid have a line for $(id -un)"
