@@ -36,7 +36,6 @@ from ...protocol.runs.decisions import Decided, Member
 from ...protocol.runs.manifests import (
     Aside,
     Manifests,
-    MemberManifest,
     choose_aside,
     choose_without_leaving,
 )
@@ -46,14 +45,13 @@ from ...protocol.runs.update_parts import (
     Difference,
     HeldOutLosses,
     LostParts,
+    MemberManifest,
     PartOrder,
     TripTimes,
     UpdateParts,
     find_difference,
     find_equal,
     pack_parts,
-    read_digests,
-    unpack_parts,
 )
 from ..process.config import PeerEvent, Report, Waits
 from .questions import FAILURES, make_question_id
@@ -326,13 +324,7 @@ class Leader:
             self._heard_at[member] = self._clock.now()
         if told.number > newest.number:
             await self._decisions.send_newest(member)  # it answers with its own
-        return MemberManifest(
-            told.update, told.is_ready, told.is_applying, frozenset(unpack_parts(told.parts)),
-            frozenset(unpack_parts(told.refused)), told.state, told.is_leaving, told.accused,
-            told.part_seconds, told.fetched_bytes, told.state_bytes,
-            told.unreachable, told.part_wait_seconds,
-            *read_digests(told.parts, told.audited, told.digests),
-        )  # fmt: skip
+        return told.manifest
 
     async def _change_members(self, manifests: Manifests) -> bool:
         """Leave out members that do not answer, and take in those that wait and may.

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -160,15 +160,9 @@ class Stage:
         return f"<Stage {self.index}, update {self.update}, {len(self._counted)} parts counted>"
 
     @property
-    def counted(self) -> Set[int]:
-        """The parts that are counted here."""
-        return self._counted.keys()
-
-    @property
-    def digests(self) -> bytes:
-        """The digests of what is computed of all counted parts, then of all audited ones."""
-        counted = [self._counted[index].digest for index in sorted(self._counted)]
-        return b"".join([*counted, *(self.audited[index] for index in sorted(self.audited))])
+    def counted(self) -> dict[int, bytes]:
+        """The parts that are counted here, and the digests of what is computed of each."""
+        return {index: one.digest for index, one in self._counted.items()}
 
     @property
     def unreachable(self) -> list[MemberId]:

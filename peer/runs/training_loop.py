@@ -36,7 +36,7 @@ from ...protocol.messages.runs import (
 from ...protocol.net.clock import Clock
 from ...protocol.net.retry import Backoff
 from ...protocol.runs.commits import Commit, found_run
-from ...protocol.runs.update_parts import pack_parts, unpack_parts
+from ...protocol.runs.update_parts import MemberManifest, pack_parts, unpack_parts
 from ..process.config import PeerEvent, Report, Waits
 from .leader import Leader
 from .questions import MemberAnswer, make_busy, make_question_id
@@ -208,20 +208,25 @@ class TrainingLoop:
         decisions.note_leader(sender, question.decided)
         if self._resources.compute.is_late:
             raise make_busy("this member computes without end")
-        stage, number = self.stage, decisions.newest.number
-        told = PartsCounted(question.question, 0, number, is_ready=False)
+        stage, manifest = self.stage, MemberManifest(0, is_ready=False)
         if stage is not None:
-            is_ready = self.is_ready and not self._is_suspect
-            is_applying = stage.can_apply(decisions.commit) and not self._is_suspect
-            told = PartsCounted(
-                question.question, stage.update, number, is_ready, pack_parts(stage.counted),
-                stage.digest.whole, pack_parts(stage.refused), self._is_leaving,
-                tuple(sorted(stage.accused)), stage.part_seconds, is_applying,
-                stage.fetched_bytes, stage.state_bytes,
-                tuple(stage.unreachable), stage.part_wait_seconds,
-                pack_parts(stage.audited), stage.digests,
-            )  # fmt: skip
-        return MemberAnswer(told)
+            manifest = MemberManifest(
+                stage.update,
+                is_ready=self.is_ready and not self._is_suspect,
+                is_applying=stage.can_apply(decisions.commit) and not self._is_suspect,
+                counted=stage.counted,
+                audited=dict(stage.audited),
+                refused=frozenset(stage.refused),
+                state=stage.digest.whole,
+                is_leaving=self._is_leaving,
+                accused=tuple(sorted(stage.accused)),
+                unreachable=tuple(stage.unreachable),
+                part_seconds=stage.part_seconds,
+                part_wait_seconds=stage.part_wait_seconds,
+                fetched_bytes=stage.fetched_bytes,
+                state_bytes=stage.state_bytes,
+            )
+        return MemberAnswer(PartsCounted(question.question, decisions.newest.number, manifest))
 
     async def run(self, until: Awaitable[object]) -> None:
         """Train until something happens. Raises UsageError where the run does not take us."""

@@ -16,7 +16,13 @@ from ..errors import RemoteProtocolError
 from ..identity import SIGNATURE_BYTES, Identity, verify
 from ..ids import MemberId, PeerId, RunId, SessionId, find_peer_id
 from ..runs import decisions
-from ..runs.update_parts import PART_DIGEST_BYTES
+from ..runs.update_parts import (
+    MemberManifest,
+    pack_digests,
+    pack_parts,
+    unpack_digests,
+    unpack_parts,
+)
 from ..tensors import WireDtype, WireTensor, check_tensor, compute_num_bytes
 from .fields import (
     Body,
@@ -24,6 +30,7 @@ from .fields import (
     Header,
     HeaderSession,
     Message,
+    Spread,
     check_number,
     message,
     number_in,
@@ -39,6 +46,7 @@ PIECE_BYTES = 4 * 2**20
 
 _DIGEST_BYTES = 32
 _ATTEMPT_BYTES = 16
+_check_digest_or_none = sized_or_none(_DIGEST_BYTES, "a digest")
 
 
 def _below(bound: int, name: str) -> Check:
@@ -70,7 +78,10 @@ def _check_parts(value: bytes) -> None:
         raise ValueError(f"a set of parts has {len(value)} bytes")
 
 
-_check_state_bytes = _below(limits.MAX_RUN_TENSOR_BYTES, "number of bytes")
+def _read_parts(value: bytes) -> frozenset[int]:
+    _check_parts(value)
+    return frozenset(unpack_parts(value))
+
 
 _Update = Annotated[int, Body(1, "uint32"), _below(limits.MAX_UPDATES, "update")]
 _Part = Annotated[int, Body(2, "uint32"), _below(limits.MAX_PARTS, "index of a part")]
@@ -92,6 +103,36 @@ _ACCEPT = {"ballot": Body(1, parts=_BALLOT), "decision": Body(2, parts=_DECISION
 _PROMISE = {**_NUMBER_AND_BALLOT, "accepted": Body(3, parts=_ACCEPT)}
 _REFUSAL = {"number": Body(1, "uint32"), "promised": Body(2, parts=_BALLOT)}
 _DECIDED = {"decision": Body(1, parts=_DECISION)}
+_MANIFEST = {
+    "update": Body(1, "uint32"),
+    "is_ready": Body(3, "bool"),
+    "is_applying": Body(10, "bool"),
+    "counted": Body(4, "bytes", write=pack_digests, read=unpack_digests),
+    "audited": Body(15, "bytes", write=pack_digests, read=unpack_digests),
+    "refused": Body(6, "bytes", write=pack_parts, read=_read_parts),
+    "state": Body(5, "bytes"),
+    "is_leaving": Body(7, "bool"),
+    "accused": Body(8, "string"),
+    "unreachable": Body(13, "string"),
+    "part_seconds": Body(9, "double"),
+    "part_wait_seconds": Body(14, "double"),
+    "fetched_bytes": Body(11, "uint64"),
+    "state_bytes": Body(12, "uint64"),
+}
+
+
+def _check_manifest(value: MemberManifest) -> None:
+    """Raise ValueError for what no member of a run can tell."""
+    check_number(value.update, 0, limits.MAX_UPDATES - 1, "update")
+    for indices in (value.counted, value.audited, value.refused):
+        check_number(max(indices, default=0), 0, limits.MAX_PARTS - 1, "index of a part")
+    _check_digest_or_none(value.state)
+    _check_members(value.accused)
+    _check_members(value.unreachable)
+    check_number(value.part_seconds, 0.0, 1e6, "seconds")
+    check_number(value.part_wait_seconds, 0.0, 1e6, "seconds")
+    check_number(value.state_bytes, 0, limits.MAX_RUN_TENSOR_BYTES - 1, "number of bytes")
+    check_number(value.fetched_bytes, 0, value.state_bytes, "number of bytes")
 
 
 @message(34)
@@ -218,51 +259,12 @@ class PartsFetch(Message):
 
 @message(38)
 class PartsCounted(Message):
-    """A member lists the parts of the current update that it has counted.
-
-    Bit i of `parts` stands for part i. A member without the state of its stage is not ready.
-    """
+    """A member tells the parts of the current update that it has counted, and how far it is."""
 
     question: HeaderSession
-    update: _Update
     number: Annotated[int, Body(2, "uint32")]
     """The number of the newest decision that the member knows."""
-    is_ready: Annotated[bool, Body(3, "bool")]
-    parts: Annotated[bytes, Body(4, "bytes"), _check_parts] = b""
-    state: Annotated[bytes, Body(5, "bytes"), sized_or_none(_DIGEST_BYTES, "a digest")] = b""
-    """Digest of weights and optimizer before the update, equal at all members of a stage."""
-    refused: Annotated[bytes, Body(6, "bytes"), _check_parts] = b""
-    """Parts of which it computes numbers that are not finite, as bits like `parts`."""
-    is_leaving: Annotated[bool, Body(7, "bool")] = False
-    """Whether it wants to leave the run behind the update."""
-    accused: Annotated[tuple[MemberId, ...], Body(8, "string"), _check_members] = ()
-    """Members that have sent it numbers which no honest one sends, in this update."""
-    part_seconds: Annotated[float, Body(9, "double"), number_in(0.0, 1e6, "seconds")] = 0.0
-    """How long it computes for a part; 0: not known yet."""
-    is_applying: Annotated[bool, Body(10, "bool")] = False
-    """Whether it is about to be ready, as it has the sums of the newest decision."""
-    fetched_bytes: Annotated[int, Body(11, "uint64"), _check_state_bytes] = 0
-    """How much it has of the state of its stage that it downloads, of `state_bytes`."""
-    state_bytes: Annotated[int, Body(12, "uint64"), _check_state_bytes] = 0
-    """The size of the state that it downloads; 0: it downloads none."""
-    unreachable: Annotated[tuple[MemberId, ...], Body(13, "string"), _check_members] = ()
-    """Mates from which it could not read their sums, in attempt after attempt of this update."""
-    part_wait_seconds: Annotated[float, Body(14, "double"), number_in(0.0, 1e6, "seconds")] = 0.0
-    """How long a part waits there for its turns to be computed; 0: not known yet."""
-    audited: Annotated[bytes, Body(15, "bytes"), _check_parts] = b""
-    """Parts that it has computed for an audit, as bits like `parts`."""
-    digests: Annotated[bytes, Body(16, "bytes")] = b""
-    """Digests of what it has computed of each part in `parts`, then of each in `audited`."""
-
-    def check(self) -> None:
-        """Raise ValueError for more bytes of a state than it has, or for other digests."""
-        if self.fetched_bytes > self.state_bytes:
-            raise ValueError(f"{self.fetched_bytes} bytes of a state of {self.state_bytes}")
-        num_parts = sum(
-            int.from_bytes(bits, "little").bit_count() for bits in (self.parts, self.audited)
-        )
-        if len(self.digests) != PART_DIGEST_BYTES * num_parts:
-            raise ValueError(f"{len(self.digests)} bytes are no digests of {num_parts} parts")
+    manifest: Annotated[MemberManifest, Spread(_MANIFEST), _check_manifest]
 
 
 @message(39)
@@ -432,7 +434,7 @@ class RunJoin(Message):
 
     question: HeaderSession
     member: Annotated[MemberId, Body(1, "string"), decisions.check_member_id]
-    compute_class: Annotated[bytes, Body(3, "bytes"), sized_or_none(_DIGEST_BYTES, "a digest")]
+    compute_class: Annotated[bytes, Body(3, "bytes"), _check_digest_or_none]
     stages: Annotated[bytes, Body(2, "bytes"), _check_stages] = b""
 
 

@@ -98,7 +98,7 @@ class Audits:
         found: list[DisputedPart] = []
         for stage, index in _list_disputed(manifests):
             if (stage, index) not in self._disputes:
-                told = {one: manifests.answering[one].digests for one in manifests.ready[stage]}
+                told = {one: manifests.answering[one].counted for one in manifests.ready[stage]}
                 counted = {one: each[index] for one, each in told.items() if index in each}
                 self._disputes[stage, index] = _Dispute(counted)
                 difference = judge_part(manifests, stage, index, counted)
@@ -232,7 +232,7 @@ def _list_digests(
             if member in digests:
                 told[index].setdefault(member, []).append(digests[member])
         manifest = manifests.answering[member]
-        for digests in (manifest.digests, manifest.audited):
+        for digests in (manifest.counted, manifest.audited):
             for index, digest in digests.items():
                 told[index].setdefault(member, []).append(digest)
     return told

@@ -185,16 +185,3 @@ class CommitDelays:
     def count_seconds(self, member: MemberId) -> float:
         """Return how long commits have waited for a member."""
         return self._waited_seconds.get(member, 0.0)
-
-
-def describe_download(fetched_bytes: int, state_bytes: int) -> str:
-    """Return how far a download is, in tenths, for people.
-
-    >>> describe_download(123_000_000, 360_000_000)
-    '108 of 360 MB'
-    """
-    if not state_bytes:
-        return "nothing"
-    tenths = 10 * fetched_bytes // state_bytes
-    most = state_bytes / 1e6
-    return f"{most * tenths / 10:.3g} of {most:.3g} MB"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 from typing import NamedTuple
@@ -13,51 +13,14 @@ from typing import NamedTuple
 from ..ids import MemberId, find_peer_id
 from ..limits import MAX_RUN_MEMBERS
 from .commits import Commit, read_commit
-from .deadlines import describe_download
 from .decisions import Decision, Member
-from .update_parts import Difference, UpdateParts, find_difference, find_equal
-
-
-@dataclass(frozen=True)
-class MemberManifest:
-    """A member's account of its current update: state, counted and refused parts."""
-
-    update: int
-    is_ready: bool
-    """Whether it has the state of the newest decision that it knows."""
-    is_applying: bool = False
-    """Whether it will have it soon, as it has the sums."""
-    parts: frozenset[int] = frozenset()
-    """Those that it has counted."""
-    refused: frozenset[int] = frozenset()
-    """Those of which it computes numbers that are not finite."""
-    state: bytes = b""
-    """Digest of weights and optimizer before the update, equal at all members of a stage."""
-    is_leaving: bool = False
-    accused: Collection[MemberId] = ()
-    """Members that have sent it numbers which no honest member sends."""
-    part_seconds: float = 0.0
-    """How long it computes for a part; 0: not known yet."""
-    fetched_bytes: int = 0
-    state_bytes: int = 0
-    """The size of the state of its stage that it downloads, of which it has so much; 0: none."""
-    unreachable: Collection[MemberId] = ()
-    """Mates from which it could not read their sums, again and again."""
-    part_wait_seconds: float = 0.0
-    """How long a part waits there for its turns to be computed."""
-    digests: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
-    """Of what it has computed of each part that it has counted."""
-    audited: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
-    """The same of parts that it has computed for audits."""
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it builds its stage, or has some of the state that it downloads."""
-        return not self.state or self.fetched_bytes > 0
-
-    def describe_download(self) -> str:
-        """Return how much of its state it has, in tenths, for people."""
-        return describe_download(self.fetched_bytes, self.state_bytes)
+from .update_parts import (
+    Difference,
+    MemberManifest,
+    UpdateParts,
+    find_difference,
+    find_equal,
+)
 
 
 @dataclass(frozen=True)
@@ -167,7 +130,7 @@ class Manifests:
         seconds = {member: told.part_seconds for member, told in self.answering.items()}
         parts = UpdateParts(num_parts, self.ready, self.leaving, seconds, growing)
         for member, told in self.answering.items():
-            parts.note(member, told.parts, told.refused)
+            parts.note(member, told.counted, told.refused)
         return parts
 
     def list_queue_seconds(self) -> tuple[float, ...]:
@@ -203,7 +166,7 @@ class Manifests:
             equal = find_equal(states)
             good = [one for one in answering if one in equal or one not in states]
             chosen.update([one for one in good if one != aside] or good)
-        idle = {member for member in self.leaving if not self.answering[member].parts}
+        idle = {member for member in self.leaving if not self.answering[member].counted}
         ready = {member for stage in self.ready for member in stage}
         members = [member for member in self.decision.members if member.id in chosen]
         return choose_without_leaving(members, idle, ready)

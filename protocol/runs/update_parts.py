@@ -36,6 +36,57 @@ passes again beyond its memory for graphs."""
 
 PART_DIGEST_BYTES = 8
 """Bytes of the digest of what a member has computed of a part."""
+_INDEX_BYTES = 2
+
+
+@dataclass(frozen=True)
+class MemberManifest:
+    """A member's account of its current update, as it tells the leader."""
+
+    update: int
+    is_ready: bool
+    """Whether it has the state of the newest decision that it knows."""
+    is_applying: bool = False
+    """Whether it will have it soon, as it has the sums."""
+    counted: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
+    """The parts that it has counted, and the digests of what it has computed of each."""
+    audited: Mapping[int, bytes] = field(default_factory=dict[int, bytes])
+    """The same of parts that it has computed for audits."""
+    refused: Set[int] = frozenset[int]()
+    """Parts of which it computes numbers that are not finite."""
+    state: bytes = b""
+    """Digest of weights and optimizer before the update, equal at all members of a stage."""
+    is_leaving: bool = False
+    """Whether it wants to leave the run behind the update."""
+    accused: tuple[MemberId, ...] = ()
+    """Members that have sent it numbers which no honest member sends."""
+    unreachable: tuple[MemberId, ...] = ()
+    """Mates from which it could not read their sums, in attempt after attempt."""
+    part_seconds: float = 0.0
+    """How long it computes for a part; 0: not known yet."""
+    part_wait_seconds: float = 0.0
+    """How long a part waits there for its turns to be computed; 0: not known yet."""
+    fetched_bytes: int = 0
+    state_bytes: int = 0
+    """The size of the state of its stage that it downloads, of which it has so much; 0: none."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it builds its stage, or has some of the state that it downloads."""
+        return not self.state or self.fetched_bytes > 0
+
+    def describe_download(self) -> str:
+        """Return how much of its state it has, in tenths, for people.
+
+        >>> told = MemberManifest(0, False, fetched_bytes=123_000_000, state_bytes=360_000_000)
+        >>> told.describe_download()
+        '108 of 360 MB'
+        """
+        if not self.state_bytes:
+            return "nothing"
+        tenths = 10 * self.fetched_bytes // self.state_bytes
+        most = self.state_bytes / 1e6
+        return f"{most * tenths / 10:.3g} of {most:.3g} MB"
 
 
 @dataclass(frozen=True)
@@ -387,18 +438,23 @@ def unpack_parts(data: bytes) -> set[int]:
     return {index for index in range(bits.bit_length()) if bits >> index & 1}
 
 
-def read_digests(
-    counted: bytes, audited: bytes, digests: bytes
-) -> tuple[dict[int, bytes], dict[int, bytes]]:
-    """Return the digests of two sets of parts, which come in the order of the parts.
+def pack_digests(digests: Mapping[int, bytes]) -> bytes:
+    """Return digests of parts, each behind the number of its part.
 
-    >>> read_digests(pack_parts([3]), pack_parts([0]), b"digest 3digest 0")
-    ({3: b'digest 3'}, {0: b'digest 0'})
+    >>> unpack_digests(pack_digests({9: b"digest 9", 300: b"digest x"}))
+    {9: b'digest 9', 300: b'digest x'}
     """
-    size = PART_DIGEST_BYTES
-    each = iter([digests[start : start + size] for start in range(0, len(digests), size)])
-    first = {index: next(each) for index in sorted(unpack_parts(counted))}
-    return first, {index: next(each) for index in sorted(unpack_parts(audited))}
+    return b"".join(index.to_bytes(_INDEX_BYTES, "little") + digests[index] for index in digests)
+
+
+def unpack_digests(data: bytes) -> dict[int, bytes]:
+    """Return the digests of parts. Raises ValueError for bytes that are none."""
+    size = _INDEX_BYTES + PART_DIGEST_BYTES
+    entries = [data[start : start + size] for start in range(0, len(data), size)]
+    digests = {int.from_bytes(one[:_INDEX_BYTES], "little"): one[_INDEX_BYTES:] for one in entries}
+    if len(digests) * size != len(data):
+        raise ValueError(f"{len(data)} bytes are no digests, or of one part twice")
+    return digests
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -23,6 +24,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.ids import MemberId
 from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.runs import PartsCounted
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.net.memory.memory_network import MemoryNetwork
@@ -45,6 +47,13 @@ COMPUTE_CLASS = "c1" * 32
 
 Moment = Callable[[Message], bool]
 """Whether something is to happen at a message."""
+
+
+def change_manifest(message: Message, **changes: Any) -> Message:
+    """Return a member's manifest with changes, and any other message as it is."""
+    if not isinstance(message, PartsCounted):
+        return message
+    return replace(message, manifest=replace(message.manifest, **changes))
 
 
 class WatchedStream:

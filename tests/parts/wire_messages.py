@@ -110,6 +110,7 @@ from shoal.protocol.runs.decisions import (
     Promise,
     Refusal,
 )
+from shoal.protocol.runs.update_parts import MemberManifest
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat, WireDtype, WireTensor, compute_num_bytes
 
@@ -177,6 +178,22 @@ OTHER_MEMBER = MemberId("12D3KooWother/8899aabbccddeeff")
 BALLOT = Ballot(2, MEMBER)
 DECISION = Decision(7, bytes(range(32)), (Member(MEMBER, 0), Member(OTHER_MEMBER, 1)), b"value")
 ATTEMPT = bytes(range(16))
+MEMBER_MANIFEST = MemberManifest(
+    3,
+    is_ready=True,
+    is_applying=True,
+    counted={0: bytes(range(8)), 300: bytes(range(8, 16))},
+    audited={1: bytes(range(16, 24))},
+    refused=frozenset([1]),
+    state=bytes(range(32)),
+    is_leaving=True,
+    accused=(MEMBER,),
+    unreachable=(OTHER_MEMBER,),
+    part_seconds=0.5,
+    part_wait_seconds=0.25,
+    fetched_bytes=64,
+    state_bytes=96,
+)
 RUN_MESSAGES: tuple[Message, ...] = (
     RunHello(SESSION, bytes(range(32)), MEMBER, OTHER_MEMBER, bytes(64)),
     RunWelcome(SESSION),
@@ -189,16 +206,7 @@ RUN_MESSAGES: tuple[Message, ...] = (
     HeldOutPass(SESSION, 64, 3, 5, (MEMBER, OTHER_MEMBER)),
     HeldOutPassed(SESSION, 1.5),
     PartsFetch(SESSION, Decided(DECISION)),
-    replace(
-        PartsCounted(SESSION, 3, 7, True, b"\x05", bytes(range(32)), b"\x02", True, (MEMBER,), 0.5),
-        is_applying=True,
-        fetched_bytes=64,
-        state_bytes=96,
-        unreachable=(OTHER_MEMBER,),
-        part_wait_seconds=0.25,
-        audited=b"\x02",
-        digests=bytes(range(24)),
-    ),
+    PartsCounted(SESSION, 7, MEMBER_MANIFEST),
     Reduction(SESSION, 3, ATTEMPT, b"\x05", (MEMBER,), (MEMBER, OTHER_MEMBER)),
     Reduced(SESSION, bytes(range(32)), 2.5, 1.5),
     SumFetch(SESSION, ATTEMPT, SumGroup.TIED, True, 8, 16),
@@ -334,7 +342,7 @@ HONEST: list[Message] = [
     PartPassed(SESSION, 0, -1.0, ()),
     HeldOutPass(SESSION, 0, 0, 0),
     HeldOutPassed(SESSION, 0.0),
-    PartsCounted(SESSION, 0, 0, False),
+    PartsCounted(SESSION, 0, MemberManifest(0, is_ready=False)),
     SumFetch(SESSION, ATTEMPT, SumGroup.STAGE, False, 0, 1),
     RunJoin(SESSION, MEMBER, b""),
     Vote.make(SESSION, Prepare(7, BALLOT)),

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
-from run_swarm import RunSwarm, make_identity, run_in_swarm
+from run_swarm import RunSwarm, change_manifest, make_identity, run_in_swarm
 from training_runs import MODEL, open_run, train_alone
 
 from shoal.peer.runs.questions import MemberAnswer
 from shoal.protocol.errors import ErrorCode, UsageError
 from shoal.protocol.ids import PeerId
 from shoal.protocol.messages.fields import Message
-from shoal.protocol.messages.runs import PartsCounted, Reduced, Reduction, Sums, Vote
+from shoal.protocol.messages.runs import Reduced, Reduction, Sums, Vote
 from shoal.protocol.messages.session import Declined
 from shoal.protocol.runs.training_run import TrainingRun
 
@@ -212,9 +211,9 @@ def test_member_that_names_its_mates_without_a_reason_is_put_aside_itself(
     async def scene(swarm: RunSwarm) -> str:
         def falsify(message: Message) -> Message:
             decisions = swarm.peers["peer1"].loop.decisions
-            if not isinstance(message, PartsCounted) or decisions is None:
+            if decisions is None:
                 return message
-            return replace(message, unreachable=tuple(decisions.list_members(1)[1:]))
+            return change_manifest(message, unreachable=tuple(decisions.list_members(1)[1:]))
 
         await swarm.wait_until(lambda: min(swarm.list_updates()) >= 1)
         swarm.falsify["peer1"] = falsify

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from run_swarm import RunSwarm, make_identity, run_in_swarm
+from run_swarm import RunSwarm, change_manifest, make_identity, run_in_swarm
 from training_runs import MODEL, open_run, train_alone
 from virtual_time import VirtualClock, run_virtual
 
@@ -22,7 +22,6 @@ from shoal.protocol.errors import UnavailableError, UsageError
 from shoal.protocol.ids import MemberId, ModelId
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.runs import (
-    PartsCounted,
     PartsFetch,
     Question,
     StateFetch,
@@ -149,8 +148,7 @@ def test_run_goes_on_beside_a_member_that_applies_an_update_without_end(
     run: TrainingRun, folder: Path
 ) -> None:
     def falsify(message: Message) -> Message:
-        is_told = isinstance(message, PartsCounted)
-        return replace(message, is_applying=True) if is_told else message
+        return change_manifest(message, is_applying=True)
 
     async def scene(swarm: RunSwarm) -> None:
         await swarm.wait_for_update(2)  # how long members apply the first one is known then

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from run_swarm import Moment, RunSwarm, make_identity, run_in_swarm, train_in_swarm
+from run_swarm import Moment, RunSwarm, change_manifest, make_identity, run_in_swarm, train_in_swarm
 from training_runs import MODEL, open_run, train_alone
 
 from shoal.peer.process.config import PeerEvent
@@ -572,8 +572,8 @@ def test_peer_that_sends_nan_is_put_aside_by_name(
         accused: list[tuple[MemberId, ...]] = []
 
         def hear(message: Message) -> bool:
-            if isinstance(message, PartsCounted) and message.accused:
-                accused.append(message.accused)
+            if isinstance(message, PartsCounted) and message.manifest.accused:
+                accused.append(message.manifest.accused)
                 return True
             return False
 
@@ -659,8 +659,8 @@ def test_states_of_two_replicas_that_differ_are_reported(
     run: TrainingRun, folder: Path, quiet_digest: str
 ) -> None:
     def falsify(message: Message) -> Message:
-        is_told = isinstance(message, PartsCounted) and message.is_ready
-        return replace(message, state=bytes(32)) if is_told else message
+        is_told = isinstance(message, PartsCounted) and message.manifest.is_ready
+        return change_manifest(message, state=bytes(32)) if is_told else message
 
     async def scene(swarm: RunSwarm) -> None:
         await swarm.wait_for_update(1)

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from run_swarm import RunSwarm, make_identity, run_in_swarm, train_in_swarm
+from run_swarm import RunSwarm, change_manifest, make_identity, run_in_swarm, train_in_swarm
 from training_runs import open_run, train_alone
 from virtual_time import VirtualClock
 
 from shoal.peer.process.config import PeerEvent
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.runs import (
-    PartsCounted,
     StateFollows,
 )
 from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.runs.training_run import TrainingRun
-from shoal.protocol.runs.update_parts import pack_parts
 
 NUM_UPDATES = 6
 
@@ -73,9 +70,8 @@ def test_newcomer_that_never_has_its_state_is_left_out_and_told_why(
     run: TrainingRun, folder: Path, quiet_digest: str
 ) -> None:
     def falsify(message: Message) -> Message:
-        if not isinstance(message, PartsCounted):
-            return message
-        return replace(message, is_ready=False, fetched_bytes=2 * 10**8, state_bytes=3 * 10**8)
+        changes = {"fetched_bytes": 2 * 10**8, "state_bytes": 3 * 10**8}
+        return change_manifest(message, is_ready=False, **changes)
 
     async def scene(swarm: RunSwarm) -> None:
         await swarm.wait_for_update(1)
@@ -134,10 +130,8 @@ def test_member_that_answers_and_never_becomes_ready_is_left_out(
     run: TrainingRun, folder: Path, quiet_digest: str, is_applying: bool
 ) -> None:
     def falsify(message: Message) -> Message:
-        if not isinstance(message, PartsCounted):
-            return message
         told = {"is_ready": False, "is_applying": is_applying}
-        return replace(message, **told, state=bytes(32), fetched_bytes=0, state_bytes=0)
+        return change_manifest(message, **told, state=bytes(32), fetched_bytes=0, state_bytes=0)
 
     async def scene(swarm: RunSwarm) -> None:
         await swarm.wait_for_update(2)  # how long members apply the first one is known then
@@ -190,10 +184,8 @@ def test_run_says_that_a_refused_part_waits_for_a_download(
     run: TrainingRun, folder: Path, quiet_digest: str
 ) -> None:
     def refuse(message: Message) -> Message:
-        if not isinstance(message, PartsCounted):
-            return message
-        refused = pack_parts(range(run.parts_per_update))
-        return replace(message, parts=b"", audited=b"", digests=b"", refused=refused)
+        refused = frozenset(range(run.parts_per_update))
+        return change_manifest(message, counted={}, audited={}, refused=refused)
 
     async def scene(swarm: RunSwarm) -> None:
         def has_come() -> bool:

@@ -4,6 +4,7 @@ import math
 import struct
 import tracemalloc
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from wire_messages import (
@@ -93,8 +94,14 @@ from shoal.protocol.messages.session import (
     Step,
 )
 from shoal.protocol.runs.decisions import Decided, Prepare
+from shoal.protocol.runs.update_parts import MemberManifest
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireDtype, WireTensor
+
+
+def tell(**told: Any) -> PartsCounted:
+    return PartsCounted(SESSION, 0, MemberManifest(**{"update": 0, "is_ready": True, **told}))
+
 
 # ---- what is honest
 
@@ -300,9 +307,8 @@ DISHONEST: list[Message] = [
     PartPass(SESSION, 0, 0, 0, (), limits.MAX_STAGES),
     PartPass(SESSION, 0, 0, 0, num_restarts=limits.MAX_RESTARTS),
     PartPassed(SESSION, 0, math.nan, ()),
-    PartsCounted(SESSION, 0, 0, True, b"\x01"),
-    PartsCounted(SESSION, 0, 0, True, audited=b"\x01", digests=bytes(9)),
-    PartsCounted(SESSION, 0, 0, True, audited=bytes(limits.MAX_PARTS // 8 + 1)),
+    tell(counted={limits.MAX_PARTS: bytes(8)}),
+    tell(audited={limits.MAX_PARTS: bytes(8)}),
     HeldOutPass(SESSION, limits.MAX_RUN_TENSOR_BYTES + 1, 0, 0),
     HeldOutPass(SESSION, 0, limits.MAX_UPDATES, 0),
     HeldOutPass(SESSION, 0, 0, limits.MAX_PARTS),
@@ -310,13 +316,15 @@ DISHONEST: list[Message] = [
     HeldOutPassed(SESSION, math.nan),
     HeldOutPassed(SESSION, -1.0),
     HeldOutPassed(SESSION, 2 * limits.MAX_HELD_OUT_LOSS),
-    PartsCounted(SESSION, 0, 0, True, bytes(limits.MAX_PARTS // 8 + 1)),
-    PartsCounted(SESSION, 0, 0, True, refused=bytes(limits.MAX_PARTS // 8 + 1)),
-    PartsCounted(SESSION, 0, 0, True, part_seconds=-1.0),
-    PartsCounted(SESSION, 0, 0, True, part_wait_seconds=math.nan),
-    PartsCounted(SESSION, 0, 0, False, fetched_bytes=65, state_bytes=64),
-    PartsCounted(SESSION, 0, 0, False, state_bytes=limits.MAX_RUN_TENSOR_BYTES),
-    PartsCounted(SESSION, 0, 0, True, unreachable=(MEMBER, MEMBER)),
+    tell(update=limits.MAX_UPDATES),
+    tell(refused=frozenset([limits.MAX_PARTS])),
+    tell(state=bytes(31)),
+    tell(accused=(MEMBER, MEMBER)),
+    tell(unreachable=(MEMBER, MEMBER)),
+    tell(part_seconds=-1.0),
+    tell(part_wait_seconds=math.nan),
+    tell(fetched_bytes=65, state_bytes=64),
+    tell(state_bytes=limits.MAX_RUN_TENSOR_BYTES),
     Reduction(SESSION, 0, bytes(15), b"", (MEMBER,)),
     Reduction(SESSION, 0, bytes(16), b"", (MEMBER, MEMBER)),
     Reduced(SESSION, bytes(31), 0.0, 0.0),

@@ -11,8 +11,8 @@ from shoal.protocol.ids import MemberId
 from shoal.protocol.runs.audits import ASKED_AGAIN, UNSETTLED, Audits, DisputedPart, judge_part
 from shoal.protocol.runs.commits import Commit
 from shoal.protocol.runs.decisions import Decision, Member
-from shoal.protocol.runs.manifests import Manifests, MemberManifest
-from shoal.protocol.runs.update_parts import Difference, PartOrder, UpdateParts
+from shoal.protocol.runs.manifests import Manifests
+from shoal.protocol.runs.update_parts import Difference, MemberManifest, PartOrder, UpdateParts
 
 A, B, C, D, E = (MemberId(name) for name in "abcde")
 STAGES = {A: 0, B: 0, C: 1, D: 1, E: 1}
@@ -28,8 +28,7 @@ def tell(
     told = {
         member: replace(
             ready,
-            parts=frozenset({0} if member in counted else ()),
-            digests={0: counted[member]} if member in counted else {},
+            counted={0: counted[member]} if member in counted else {},
             audited={0: audited[member]} if member in audited else {},
         )
         for member in STAGES

@@ -7,7 +7,8 @@ import pytest
 from shoal.protocol.ids import MemberId
 from shoal.protocol.runs.commits import Commit
 from shoal.protocol.runs.decisions import Decision, Member
-from shoal.protocol.runs.manifests import Manifests, MemberManifest, choose_aside
+from shoal.protocol.runs.manifests import Manifests, choose_aside
+from shoal.protocol.runs.update_parts import MemberManifest
 
 COMMIT = Commit(founder="a", compute_class="c1" * 32, update=0)
 Told = dict[str, str]
@@ -25,8 +26,8 @@ def tell(*stages: str, new: str = "", **complaints: Told) -> Manifests:
         member.id: MemberManifest(
             0,
             is_ready=member.id not in map(name, new),
-            unreachable=list(map(name, links.get(member.id[0], ""))),
-            accused=list(map(name, accused.get(member.id[0], ""))),
+            unreachable=tuple(map(name, links.get(member.id[0], ""))),
+            accused=tuple(map(name, accused.get(member.id[0], ""))),
         )
         for member in members
     }

@@ -9,8 +9,8 @@ import pytest
 from shoal.protocol.ids import MemberId
 from shoal.protocol.runs.commits import Commit
 from shoal.protocol.runs.decisions import Decision, Member
-from shoal.protocol.runs.manifests import Manifests, MemberManifest
-from shoal.protocol.runs.update_parts import Difference
+from shoal.protocol.runs.manifests import Manifests
+from shoal.protocol.runs.update_parts import Difference, MemberManifest
 
 UPDATE = 3
 COMMIT = Commit(founder="a", compute_class="c1" * 32, update=UPDATE, sums=("0" * 64, "1" * 64))
@@ -85,7 +85,7 @@ def test_all_but_one_of_a_stage_may_leave_at_once() -> None:
     ("leaving", "mate", "good"),
     [
         (READY, READY, ["a0", "b1"]),
-        (replace(READY, parts=frozenset([1])), READY, ["a0", "b1", "c0"]),
+        (replace(READY, counted={1: bytes(8)}), READY, ["a0", "b1", "c0"]),
         (READY, FETCHING, ["a0", "b1", "c0"]),
     ],
     ids=["at once", "not with parts that it has counted", "not before a mate has the state"],
@@ -107,7 +107,7 @@ def test_run_lacks_a_majority_or_a_stage() -> None:
 
 
 def test_run_lacks_a_connection_between_members_of_which_neither_can_be_left_out() -> None:
-    cut_off = replace(READY, unreachable=[MemberId("b1/1")])
+    cut_off = replace(READY, unreachable=(MemberId("b1/1"),))
 
     lacking = tell(a0=cut_off, b1=READY).find_lacking()
     assert lacking == "a connection between the peers …a0 and …b1"

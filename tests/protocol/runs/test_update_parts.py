@@ -17,6 +17,7 @@ from shoal.protocol.runs.update_parts import (
     find_difference,
     find_equal,
     pack_parts,
+    unpack_digests,
     unpack_parts,
 )
 
@@ -240,6 +241,12 @@ def test_orders_lead_to_a_complete_update_whatever_was_counted() -> None:
 @pytest.mark.parametrize("indices", [set[int](), {0}, {7}, {8}, {0, 4095}])
 def test_sets_of_parts_are_packed_into_bits(indices: set[int]) -> None:
     assert unpack_parts(pack_parts(indices)) == indices
+
+
+@pytest.mark.parametrize("data", [bytes(9), bytes(11), bytes(20)], ids=["cut", "more", "twice"])
+def test_bytes_that_are_no_digests_of_parts_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="bytes are no digests, or of one part twice"):
+        unpack_digests(data)
 
 
 def test_most_frequent_digest_is_taken_for_right() -> None:
