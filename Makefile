@@ -49,11 +49,17 @@ images:  ## build the container images shoal-peer and shoal-monitor
 	@$(BUILD_IMAGE) -f docker/Dockerfile.monitor -t shoal-monitor .
 
 # With ENGINE=buildah, by a normal user. Of its isolations chroot asks least of the kernel: no network
-# of its own, no control groups.
+# of its own, no control groups. pip is set up there as on this machine. WHEELS is a folder with a wheel
+# of torch for the CPU, where PyTorch's own index of them is not reachable either.
+WHEELS ?=
+MOUNTED = $(wildcard /etc/pip.conf /etc/ssl/certs) $(abspath $(WHEELS))
+TORCH_FROM = $(if $(WHEELS),--build-arg TORCH_FROM="--no-index --find-links $(abspath $(WHEELS))")
+
 images-from-debian:  ## build them where no registry of images is reachable, and without root
 	@docker/make_base_image.sh shoal-python
 	@BUILDAH_ISOLATION=chroot $(MAKE) images ENGINE=buildah \
-	    ARGS='--build-arg PYTHON_IMAGE=localhost/shoal-python $(ARGS)'
+	    ARGS='--build-arg PYTHON_IMAGE=localhost/shoal-python $(TORCH_FROM) \
+	    $(foreach path,$(MOUNTED),--volume $(path):$(path):ro) $(ARGS)'
 
 # Files of tests run JOBS at a time; threads of torch that wait for each other would spin meanwhile.
 # Hundreds of p2pds live for seconds: they collect garbage only when they have much of it.

@@ -7,14 +7,13 @@
 # and uidmap.
 set -eu
 
-image=$1
-dockerfile=$(dirname "$0")/Dockerfile.peer
-release=$(sed -n 's/^ARG PYTHON_IMAGE=.*-//p' "$dockerfile")
-
 fail() {
     echo "make_base_image.sh: $*" >&2
     exit 1
 }
+
+[ $# = 1 ] || fail "give the name of the image to make, such as shoal-python"
+release=$(sed -n 's/^ARG PYTHON_IMAGE=.*-//p' "$(dirname "$0")/Dockerfile.peer")
 
 for program in apt-get buildah mmdebstrap newuidmap; do
     command -v "$program" >/dev/null ||
@@ -28,6 +27,8 @@ done
     "/proc/sys/kernel/unprivileged_userns_clone where there is one (0 forbids it)," \
     "and whether /etc/subuid and /etc/subgid have a line for $(id -un)"
 
+# $(…) are fields of apt.
+# shellcheck disable=SC2016
 sources=$(apt-get indextargets --format 'deb $(REPO_URI) $(RELEASE) $(COMPONENT)' \
     'Created-By: Packages' 'Origin: Debian' | sort -u | grep -E " $release(-(updates|security))? ") ||
     fail "apt has no lists of Debian $release; name a mirror of it in /etc/apt/sources.list.d" \
@@ -35,8 +36,11 @@ sources=$(apt-get indextargets --format 'deb $(REPO_URI) $(RELEASE) $(COMPONENT)
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
+trap 'exit 1' HUP INT TERM
 echo "$sources" | mmdebstrap --quiet --mode="$([ "$(id -u)" = 0 ] && echo root || echo unshare)" \
-    --variant=minbase --include=ca-certificates,python3,python3-venv "$release" "$folder/root.tar" -
+    --variant=minbase --include=ca-certificates,python3,python3-venv "$release" "$folder/root.tar" - ||
+    fail "mmdebstrap could not make Debian $release, for the reason above; it needs 1 GB in ${TMPDIR:-/tmp}"
 echo 'FROM scratch
 ADD root.tar /
-CMD ["python3"]' | buildah build --quiet -t "$image" -f - "$folder"
+CMD ["python3"]' | buildah build --quiet -t "$1" -f - "$folder" ||
+    fail "buildah could not store the image $1, for the reason above; it needs 1 GB"
