@@ -63,9 +63,7 @@ def _is_alert(event: Event, state: SwarmState) -> bool:
     model = state.models.get(event.model_id)
     if event.kind is not EventKind.LOST or model is None:
         return False
-    lost = model.peers.get(event.peer_id)
-    has_served = lost is not None and lost.is_confirmed
-    return has_served and 0 in model.depths[event.span.start : event.span.stop]
+    return 0 in model.depths[event.span.start : event.span.stop]
 
 
 def _describe(event: Event, state: SwarmState) -> Alert:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +20,11 @@ from ...protocol.net.clock import Clock
 from ...protocol.spans import Span
 from .state import Event, EventKind
 
-PERIOD_SECONDS = 60.0
-"""From the beginning of one run to that of the next."""
+_PERIOD_SECONDS = 60.0
+"""From the beginning of one round of canaries to that of the next."""
+
+_LEAST_PAUSE_SECONDS = 10.0
+"""Between two rounds, where they take long or peers are lost all the time."""
 
 _RUN_SECONDS = 45.0
 _FIRST_RUN_SECONDS = 600.0
@@ -188,6 +191,26 @@ class CanaryProcess:
         except TimeoutError:
             _send_signal(process, signal.SIGKILL)
         return await process.wait()
+
+
+async def keep_running(
+    canaries: Sequence[CanaryProcess],
+    take: Callable[[str, CanaryRun], None],
+    is_hurried: asyncio.Event,
+    clock: Clock,
+) -> None:
+    """Run one canary after the other, every minute and at once when `is_hurried` is set; until
+    cancelled. `take` gets each run with the name of its canary.
+    """
+    while True:
+        started_at = clock.now()
+        is_hurried.clear()
+        for canary in canaries:
+            take(canary.name, await canary.run())
+        await asyncio.sleep(_LEAST_PAUSE_SECONDS)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, started_at + _PERIOD_SECONDS - clock.now())):
+                await is_hurried.wait()
 
 
 def _send_signal(process: asyncio.subprocess.Process, number: int) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...protocol.ids import ModelId
 from .alerts import HealthOf, find_alerts
-from .canary import PERIOD_SECONDS, CanaryProcess, CanaryRun, reduce_run
+from .canary import CanaryProcess, CanaryRun, keep_running, reduce_run
 from .collector import READ_SECONDS, Collector, SwarmAccess
 from .description import Description, describe, describe_canaries
 from .history import DepthChange, History
@@ -28,9 +28,6 @@ _MAX_UNWRITTEN = 10_000
 
 _TICK_SECONDS = 0.5
 """Between two looks at what has changed: replicas are counted once for all changes in between."""
-
-_LEAST_PAUSE_SECONDS = 10.0
-"""Between two rounds of canaries that take long."""
 
 
 class Monitor:
@@ -69,6 +66,8 @@ class Monitor:
         self.canaries = {one.name: history.load_canary(one.name) for one in canaries}
         """By the names of their models."""
         self._runs = list[tuple[str, CanaryRun]]()
+        self._has_lost = asyncio.Event()
+        """Whether a peer was lost since the canaries last began."""
         self._webhook = webhook
         self._told: HealthOf = {}
 
@@ -84,7 +83,9 @@ class Monitor:
                 tasks.create_task(self._collector.run(addresses))
                 tasks.create_task(self._keep())
                 if self._canaries:
-                    tasks.create_task(self._keep_running_canaries())
+                    tasks.create_task(
+                        keep_running(self._canaries, self._take_run, self._has_lost, self.clock)
+                    )
                 if self._webhook is not None:
                     tasks.create_task(self._webhook.run())
         finally:
@@ -121,15 +122,6 @@ class Monitor:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._disk, self._history.list_canary_runs, name, since)
 
-    async def _keep_running_canaries(self) -> None:
-        """Run one canary after the other, until cancelled."""
-        while True:
-            started_at = self.clock.now()
-            for canary in self._canaries:
-                self._take_run(canary.name, await canary.run())
-            spent_seconds = self.clock.now() - started_at
-            await asyncio.sleep(max(_LEAST_PAUSE_SECONDS, PERIOD_SECONDS - spent_seconds))
-
     def _take_run(self, name: str, run: CanaryRun) -> None:
         model = self.state.models.get(run.model_id)
         num_blocks = 0 if model is None else model.num_blocks
@@ -161,6 +153,8 @@ class Monitor:
 
     def _take(self, change: Change) -> None:
         self._note_events(change[1])
+        if any(event.kind is EventKind.LOST for event in change[1]):
+            self._has_lost.set()
 
     def _note_events(self, events: Sequence[Event]) -> None:
         self.num_events.update(event.kind for event in events)

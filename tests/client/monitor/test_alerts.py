@@ -71,6 +71,19 @@ def test_lost_peer_is_told_where_it_was_alone() -> None:
         assert [alert.kind for alert in alerts] == kinds
 
 
+def test_peer_that_was_dialled_in_vain_before_it_was_late_is_told_as_lost() -> None:
+    state, now = read(ONE), NOW
+    for now in (NOW + 20, NOW + 21):
+        state, _ = reduce_probe(state, MODEL, ONE.peer_id, ProbeResult(now, "closed port"))
+    told, alerts = find_alerts({MODEL: Health.HEALTHY}, state, (), now)
+    assert [alert.kind for alert in alerts] == ["model failing"]
+    late, _ = reduce_reading(state, MODEL, [ONE], NOW + 40)
+
+    state, events = reduce_probe(late, MODEL, ONE.peer_id, ProbeResult(NOW + 41, "closed port"))
+
+    assert [alert.kind for alert in find_alerts(told, state, events, NOW + 41)[1]] == ["peer lost"]
+
+
 def test_made_up_peer_that_is_lost_is_no_news() -> None:
     state, _ = reduce_reading(SwarmState(), MODEL, [ONE], NOW)
     state, events = reduce_reading(state, MODEL, [], NOW + 100)

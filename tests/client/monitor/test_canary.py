@@ -11,12 +11,14 @@ from dataclasses import replace
 import pytest
 from announcements import MODEL, NOW
 from hand_clock import HandClock
+from virtual_time import VirtualClock, run_virtual
 
 from shoal.client.monitor.canary import (
     CanaryHop,
     CanaryProcess,
     CanaryRun,
     CanaryState,
+    keep_running,
     read_answer,
     reduce_run,
 )
@@ -118,6 +120,32 @@ async def test_program_that_is_not_there_is_a_failed_run() -> None:
     canary = CanaryProcess("model", ["/nothing/here"], {}, HandClock(NOW))
 
     assert "its process cannot be used" in (await canary.run()).error
+
+
+class _Instant(CanaryProcess):
+    """Needs no process and no time."""
+
+    def __init__(self) -> None:
+        super().__init__("model", [], {}, VirtualClock())
+
+    async def run(self) -> CanaryRun:
+        return GOOD
+
+
+def test_canaries_run_every_minute_and_at_once_when_a_peer_is_lost() -> None:
+    async def list_times(*losses: float) -> list[float]:
+        clock, times, has_lost = VirtualClock(), list[float](), asyncio.Event()
+        asyncio.get_running_loop().call_later(150.0, lambda: running.cancel())
+        for seconds in losses:
+            asyncio.get_running_loop().call_later(seconds, has_lost.set)
+        running = asyncio.create_task(
+            keep_running([_Instant()], lambda *run: times.append(clock.now()), has_lost, clock)
+        )
+        await asyncio.wait([running])
+        return times
+
+    assert run_virtual(list_times()) == [0.0, 60.0, 120.0]
+    assert run_virtual(list_times(5.0, 30.0, 70.0)) == [0.0, 10.0, 30.0, 70.0, 130.0]
 
 
 def test_long_text_is_cut() -> None:
