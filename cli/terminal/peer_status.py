@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import itertools
 import shutil
 import sys
 import time
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from ...peer.operating.figures import Figures
 
 _SECONDS = 2.0
+_TIMES_EACH = 2
+"""How often each line is shown before the next one."""
+
 _SECONDS_OF_EVENTS = 60.0
 
 ReadRun = Callable[[], dict[str, Any]]
@@ -68,21 +72,24 @@ class PeerStatus:
         }
 
 
-def write_status(facts: dict[str, Any], columns: int) -> str:
-    """Return the status in one line, as much as fits into it; nothing before there are blocks.
+def write_status(facts: dict[str, Any], columns: int) -> list[str]:
+    """Return the status in lines that fit, to be shown in turn; none before there are blocks.
 
     >>> status = {"state": "online", "span": "2:4", "least_replicas": 3, "blocks_alone": 0,
     ...     "sessions": 1, "sessions_served": 17, "tokens_today": 12345, "tokens_per_second": 8.25,
     ...     "memory_bytes": 2**29, "received_bytes": 2**21, "sent_bytes": 2**20}
-    >>> write_status(status, 70)
-    'blocks 2:4, 3 peers or more at each | 1 session, 17 served | 512 MiB'
+    >>> write_status(status, 80)  # doctest: +NORMALIZE_WHITESPACE
+    ['blocks 2:4 on 3+ peers | 1 session, 17 served | 12,345 tokens today, 8.2/s',
+    '512 MiB of memory | 2 MiB in, 1 MiB out']
     """
-    line = ""
+    lines = list[str]()
     for part in _list_parts(facts):
-        longer = f"{line} | {part}" if line else part
-        if len(longer) < columns:  # the last column is the cursor's
-            line = longer
-    return line
+        longer = f"{lines[-1]} | {part}" if lines else ""
+        if longer and len(longer) < columns:  # the last column is the cursor's
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    return lines
 
 
 def _list_parts(facts: dict[str, Any]) -> Iterator[str]:
@@ -91,15 +98,14 @@ def _list_parts(facts: dict[str, Any]) -> Iterator[str]:
     if facts["span"] is None:
         return
     alone = facts["blocks_alone"]
-    replicas = f"{alone} of them at no other peer" if alone else ""
-    replicas = replicas or f"{facts['least_replicas']} peers or more at each"
+    replicas = f", {alone} only here" if alone else f" on {facts['least_replicas']}+ peers"
     state = "" if facts["state"] == "online" else f" ({facts['state']})"
-    yield f"blocks {facts['span']}{state}, {replicas}"
+    yield f"blocks {facts['span']}{state}{replicas}"
     if run := facts.get("run"):
         yield f"run {run['name']}: update {run['update']} of {run['num_updates']}"
     yield f"{count_of(facts['sessions'], 'session')}, {facts['sessions_served']:,} served"
     yield f"{facts['tokens_today']:,} tokens today, {facts['tokens_per_second']:.1f}/s"
-    yield _write_bytes(facts["memory_bytes"])
+    yield f"{_write_bytes(facts['memory_bytes'])} of memory"
     yield f"{_write_bytes(facts['received_bytes'])} in, {_write_bytes(facts['sent_bytes'])} out"
 
 
@@ -126,9 +132,10 @@ async def showing_status(
 
 async def _keep_showing(read: Callable[[], Figures], read_run: ReadRun, line: StatusLine) -> None:
     status = PeerStatus()
-    while True:
+    for number in itertools.count():
         facts = status.update(read(), datetime.date.today(), time.monotonic()) | read_run()
-        line.show(write_status(facts, shutil.get_terminal_size().columns))
+        texts = write_status(facts, shutil.get_terminal_size().columns) or [""]
+        line.show(texts[number // _TIMES_EACH % len(texts)])
         await asyncio.sleep(_SECONDS)
 
 

@@ -66,12 +66,12 @@ def test_line_says_who_depends_on_the_peer_and_what_it_takes() -> None:
     figures = make_figures(state=PeerState.DRAINING, replicas=Replicas(1, 3))
     figures.service.sent_bytes["sessions"] = 2**21
 
-    text = write_status(PeerStatus().update(figures, TODAY, 0.0), 200)
+    (text,) = write_status(PeerStatus().update(figures, TODAY, 0.0), 200)
 
-    assert text.startswith("blocks 2:6 (draining), 3 of them at no other peer | 2 sessions, 0 ser")
-    assert text.endswith("| 1.5 GiB | 0 MiB in, 3 MiB out")
+    assert text.startswith("blocks 2:6 (draining), 3 only here | 2 sessions, 0 served | 0 tokens ")
+    assert text.endswith("| 1.5 GiB of memory | 0 MiB in, 3 MiB out")
     loading = make_figures(span=None, replicas=None, measured={})
-    assert write_status(PeerStatus().update(loading, TODAY, 0.0), 200) == ""
+    assert write_status(PeerStatus().update(loading, TODAY, 0.0), 200) == []
 
 
 def test_line_stays_below_what_is_printed_and_is_gone_at_the_end() -> None:
@@ -119,6 +119,16 @@ def test_nothing_is_drawn_where_no_line_can_be_drawn_over(text: str) -> None:
 def test_status_tells_how_far_the_run_has_come() -> None:
     run = {"name": "stories", "update": 3, "num_updates": 30, "loss": 4.5}
 
-    text = write_status(PeerStatus().update(make_figures(), TODAY, 0.0) | {"run": run}, 200)
+    (text,) = write_status(PeerStatus().update(make_figures(), TODAY, 0.0) | {"run": run}, 200)
 
     assert "| run stories: update 3 of 30 |" in text
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_all_of_the_status_is_shown_in_terminals_of_any_width(columns: int) -> None:
+    facts = PeerStatus().update(make_figures(), TODAY, 0.0)
+
+    lines = write_status(facts, columns)
+
+    assert all(len(line) < columns for line in lines)
+    assert " | ".join(lines) == write_status(facts, 200)[0]

@@ -147,6 +147,7 @@ function fillCanary(section, canary) {
   setText(section.querySelector(".summary span"), canary.summary);
   setTime(section.querySelector(".summary time"), canary.at);
   fillList(section.querySelector(".findings"), canary.texts, setText);
+  section.querySelector(".scroll").hidden = canary.hops.length === 0;
   section.querySelector("tbody").replaceChildren(...canary.hops.map((hop) => {
     const row = document.createElement("tr");
     hop.forEach((text) => { row.insertCell().textContent = text; });
