@@ -10,19 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor
 
-from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, ShoalError
+from ...protocol.errors import (
+    ErrorCode,
+    RefusedError,
+    RemoteProtocolError,
+    ShoalError,
+    UnavailableError,
+)
 from ...protocol.ids import MemberId
 from ...protocol.messages.runs import Reduction, SumFetch, SumGroup
 from ...protocol.net.tasks import cancel_all
 from ...protocol.runs.training_run import Mode
+from ...protocol.runs.update_parts import unpack_parts
 from ..engine.training.trainable_span import TrainableSpan
 from .gradient_vectors import ExactVector, GradientVector, Int8Vector, find_slice
-from .questions import FAILURES, Members, StillBusyError, make_question_id
+from .questions import FAILURES, Members, StillBusyError, make_busy, make_question_id
 from .run_resources import Compute
 
 _CROSSING_SECONDS = 1.0
@@ -31,8 +39,115 @@ _CROSSING_SECONDS = 1.0
 _AT_ONCE_BYTES = 2**24
 """How many bytes of mates are asked for at once: round trips count where slices are small."""
 
+_NUM_FAILED_READS = 2
+"""How many attempts in a row a mate's sums cannot be read before it is named: the second one dials
+it anew.
+"""
+_NUM_KEPT_SUMS = 2
+"""How many of the newest sums are kept until the commit: each takes the memory of a gradient."""
+
 Residuals = Mapping[SumGroup, Tensor]
 """What rounding left out of the last update's gradients, in int8 mode."""
+
+
+class UpdateSums:
+    """The sums of one update as a member of a stage has them: all attempts, and their results."""
+
+    def __init__(
+        self,
+        span: TrainableSpan,
+        mode: Mode,
+        member_id: MemberId,
+        members: Members,
+        compute: Compute,
+        residuals: Residuals,
+    ) -> None:
+        """`residuals` are what rounding left out of the update before."""
+        self.accused: set[MemberId] = set()
+        """Mates that have sent numbers which are no sum of gradients."""
+        self._update = span.update
+        self._span = span
+        self._mode: Mode = mode
+        self._member_id = member_id
+        self._members = members
+        self._compute = compute
+        self._residuals = residuals
+        self._newest: Reducing | None = None
+        """The attempt that mates may read."""
+        self._begun = set[bytes]()
+        """All attempts; another leader's replaces the one before."""
+        self._reduced: dict[bytes, Reducing] = {}
+        """The newest that came to their end, by their digests. In int8 mode, sums of other groups
+        of mates differ, and any of them may be the one that is committed."""
+        self._failed_reads = Counter[MemberId]()
+        """Of the sums of mates, since the last one that did not fail."""
+        self._is_over = False
+        self._changed = asyncio.Condition()
+
+    @property
+    def unreachable(self) -> list[MemberId]:
+        """Mates whose sums we could not read in several attempts in a row."""
+        return sorted(m for m, num in self._failed_reads.items() if num >= _NUM_FAILED_READS)
+
+    def forget_others(self, members: Collection[MemberId]) -> None:
+        """Forget how reading from all but these members failed: one that comes back is tried."""
+        for gone in self._failed_reads.keys() - members:
+            del self._failed_reads[gone]
+
+    def find(self, digest: bytes) -> Reducing | None:
+        """Return the attempt that came to the sums with this digest."""
+        return self._reduced.get(digest)
+
+    async def begin(self, order: Reduction) -> Reducing:
+        """Begin an attempt, which mates may read from then on. Raises RefusedError."""
+        reducing = Reducing(order, self._member_id, self._members, self._compute)
+        await self._compute(partial(reducing.collect, self._mode, self._span, self._residuals))
+        async with self._changed:
+            self._check_under_way()
+            if self._newest is not None:
+                self._newest.abandon()
+            self._newest = reducing
+            self._begun.add(reducing.attempt)
+            self._changed.notify_all()
+        return reducing
+
+    async def run(self, reducing: Reducing) -> None:
+        """Sum with all mates. Raises what asking them does; UnavailableError if one refuses."""
+        try:
+            await reducing.run()
+        except RefusedError as error:
+            raise UnavailableError(f"a mate refuses: {error}") from None
+        finally:
+            reducing.abandon()  # unless it is done, mates do not wait for us
+            self.accused |= reducing.accused
+            for mate, was_read in reducing.read_from.items():
+                self._failed_reads[mate] = 0 if was_read else self._failed_reads[mate] + 1
+        await self._compute(partial(reducing.summarize, self._span))
+        self._reduced.pop(reducing.digest, None)
+        self._reduced[reducing.digest] = reducing
+        for digest in list(self._reduced)[:-_NUM_KEPT_SUMS]:
+            del self._reduced[digest]
+
+    async def read(self, question: SumFetch) -> bytes | memoryview:
+        """Return numbers for a mate, once its attempt has begun here. Raises RefusedError."""
+        async with self._changed:  # the leader ends an attempt that a member has not begun
+            await self._changed.wait_for(lambda: self._is_over or question.attempt in self._begun)
+        self._check_under_way()
+        if self._newest is None or self._newest.attempt != question.attempt:
+            raise make_busy("another attempt has begun")
+        return await self._newest.read(question)
+
+    async def end(self) -> None:
+        """Let nobody wait for sums of this update any more."""
+        self._is_over = True
+        if self._newest is not None:
+            self._newest.abandon()
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _check_under_way(self) -> None:
+        if self._is_over:
+            raise RefusedError(ErrorCode.BAD_VALUES, f"update {self._update} is over")
 
 
 class Reducing:
@@ -41,7 +156,6 @@ class Reducing:
     def __init__(
         self, order: Reduction, member_id: MemberId, members: Members, compute: Compute
     ) -> None:
-        self.update = order.update
         self.attempt = order.attempt
         self.digest = b""
         """Of all sums of the stage; known after `summarize`, as is `squared_norm`."""
@@ -62,11 +176,9 @@ class Reducing:
         }
         """Whether our own slice of a total is there; False: it will not be."""
 
-    def collect(
-        self, mode: Mode, span: TrainableSpan, parts: set[int], residuals: Residuals
-    ) -> None:
-        """Copy the sums of a span. Raises RefusedError unless they are of these parts."""
-        if {part.index for part in span.counted} != parts:
+    def collect(self, mode: Mode, span: TrainableSpan, residuals: Residuals) -> None:
+        """Copy the sums of a span. Raises RefusedError unless they are of the ordered parts."""
+        if {part.index for part in span.counted} != unpack_parts(self._order.parts):
             raise RefusedError(ErrorCode.BAD_VALUES, "other parts are counted here")
         tied = span.tied_names if self._order.tied else ()
         groups = {

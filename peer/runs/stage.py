@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -47,18 +46,12 @@ from ..engine.training.part_passes import PartPasses
 from ..engine.training.span_state import StateDigest, StateLayout
 from ..engine.training.trainable_span import NotFiniteError, TrainableSpan
 from .questions import FAILURES, MemberAnswer, Members, make_busy, make_question_id
-from .reduction import Reducing, Residuals
+from .reduction import Reducing, Residuals, UpdateSums
 from .run_resources import RunResources
 from .state_transfer import FetchedState, StateCopies, fetch_state
 
 _logger = logging.getLogger(__name__)
 
-_NUM_FAILED_READS = 2
-"""How many attempts in a row a mate's sums cannot be read before it is named: the second one dials
-it anew.
-"""
-_NUM_KEPT_SUMS = 2
-"""How many of the newest sums are kept until the commit: each takes the memory of a gradient."""
 _WAIT_SECONDS = 30.0
 """How long a question waits for the update that it belongs to: others commit earlier."""
 
@@ -115,23 +108,15 @@ class Stage:
         self.refused: set[int] = set()
         """Parts of the update of which we compute numbers that are not finite."""
         self.accused: set[MemberId] = set()
-        """Members that have sent us numbers which no honest member sends, in this update."""
+        """Members that have sent us gradients of parts which no honest member sends."""
         self.fetched_bytes = self.state_bytes = 0
         """The size of the state that we download or load, of which we have so much; 0: none."""
-        self._failed_reads = Counter[MemberId]()
-        """Of the sums of mates, in this update, since the last one that did not fail."""
         self._under_way: dict[int, asyncio.Task[_Counted]] = {}
         self._is_loading = False
         """Whether a state is being loaded. A part that was computed behind it would be in the sums,
         but not be counted, as `_begin_update` forgets it."""
-        self._reducing: Reducing | None = None
-        """The attempt that mates may read."""
-        self._replaced = set[bytes]()
-        """Attempts of the update that another leader's have replaced."""
-        self._reduced: dict[bytes, Reducing] = {}
-        """The newest that came to their end, by their digests. In int8 mode, sums of other groups
-        of mates differ, and any of them may be the one that is committed."""
         self._residuals: Residuals = {}
+        self.sums = self._make_sums()
         self._copies = StateCopies(span, resources.compute)
         self._advanced = asyncio.Condition()
 
@@ -165,11 +150,6 @@ class Stage:
         return {index: one.digest for index, one in self._counted.items()}
 
     @property
-    def unreachable(self) -> list[MemberId]:
-        """Mates whose sums we could not read in several attempts in a row."""
-        return sorted(m for m, num in self._failed_reads.items() if num >= _NUM_FAILED_READS)
-
-    @property
     def part_seconds(self) -> float:
         """How long we compute for a part; 0: that is not known yet."""
         return sum(map(self._compute.find_usual_seconds, self.parts.counting))
@@ -181,14 +161,16 @@ class Stage:
 
     def can_apply(self, commit: Commit) -> bool:
         """Return whether we have the sums of the update that was committed last."""
-        is_next = self.update + 1 == commit.update
-        return is_next and bytes.fromhex(commit.sums[self.index]) in self._reduced
+        return self.update + 1 == commit.update and self._find_sums(commit) is not None
+
+    def _find_sums(self, commit: Commit) -> Reducing | None:
+        return self.sums.find(bytes.fromhex(commit.sums[self.index]))
 
     async def apply(self, commit: Commit) -> bool:
         """Apply the update that was committed last, if we have its sums; return whether."""
-        if not self.can_apply(commit):
+        reduced = self._find_sums(commit)
+        if reduced is None or self.update + 1 != commit.update:
             return False
-        reduced = self._reduced[bytes.fromhex(commit.sums[self.index])]
         apply = partial(_apply, self.span, reduced, commit.squared_norm)
         digest, self._residuals = await self._compute(apply)
         await self._begin_update(digest)
@@ -242,11 +224,6 @@ class Stage:
             self._is_loading = False
         await self._begin_update(self.digest, num_restarts)
 
-    def forget_others(self, members: Collection[MemberId]) -> None:
-        """Forget how reading from all but these members failed: one that comes back is tried."""
-        for gone in self._failed_reads.keys() - members:
-            del self._failed_reads[gone]
-
     async def close(self) -> None:
         """End what is under way."""
         await cancel_all(list(self._under_way.values()))
@@ -257,17 +234,19 @@ class Stage:
         self.audited.clear()
         self.refused.clear()
         self.accused.clear()
-        self._failed_reads.clear()
-        if self._reducing is not None:
-            self._reducing.abandon()
-        self._reducing = None
-        self._replaced.clear()
-        self._reduced.clear()
+        sums, self.sums = self.sums, self._make_sums()
         for running in self._under_way.values():
             running.cancel()  # of the update before
         self._under_way.clear()
+        await sums.end()
         async with self._advanced:
             self._advanced.notify_all()
+
+    def _make_sums(self) -> UpdateSums:
+        return UpdateSums(
+            self.span, self._run.mode, self._member_id, self._members, self._compute,
+            self._residuals,
+        )  # fmt: skip
 
     async def _wait_for_update(self, update: int, num_restarts: int = 0) -> None:
         """Wait until an update is under way, was begun again so often, and its state is there.
@@ -481,67 +460,26 @@ class Stage:
         Raises RefusedError where we do not begin, or have no memory; RemoteProtocolError or
         UnavailableError where we fail at a mate, which others learn when they ask us.
         """
+        await self._wait_for_update(question.update)
+        sums, parts = self.sums, unpack_parts(question.parts)
         try:
-            return await self._reduce(question)
+            reducing = await sums.begin(question)
+            # A part that is counted from now on is not in these sums.
+            losses = [one.loss for index, one in self._counted.items() if index in parts]
+            await sums.run(reducing)
         except (RuntimeError, MemoryError) as error:  # torch has no other error for memory
             _logger.warning("this member cannot sum its gradients", exc_info=True)
             reason = str(error) or "there is too little memory"  # a MemoryError says nothing
-        raise RefusedError(ErrorCode.OUT_OF_MEMORY, f"this member cannot sum: {reason}")
-
-    async def _reduce(self, question: Reduction) -> MemberAnswer:
-        await self._wait_for_update(question.update)
-        span = self.span
-        reducing = Reducing(question, self._member_id, self._members, self._compute)
-        parts, residuals = unpack_parts(question.parts), self._residuals
-        await self._compute(partial(reducing.collect, self._run.mode, span, parts, residuals))
-        async with self._advanced:
-            self._check_update(question.update)
-            if self._reducing is not None:
-                self._reducing.abandon()
-                self._replaced.add(self._reducing.attempt)
-            self._reducing = reducing
-            self._advanced.notify_all()
-        # A part that is counted from now on is not in these sums.
-        losses = [one.loss for index, one in self._counted.items() if index in parts]
-        try:
-            await reducing.run()
-        except RefusedError as error:
-            raise UnavailableError(f"a mate refuses: {error}") from None
-        finally:
-            reducing.abandon()  # unless it is done, mates do not wait for us
-            if self.update == question.update:
-                self._note_reads(reducing)
-        await self._compute(partial(reducing.summarize, span))
-        if self.update == question.update:
-            self._reduced.pop(reducing.digest, None)
-            self._reduced[reducing.digest] = reducing
-            for digest in list(self._reduced)[:-_NUM_KEPT_SUMS]:
-                del self._reduced[digest]
-        loss = sum(losses) if span.modules.is_last else 0.0
+            detail = f"this member cannot sum: {reason}"
+            raise RefusedError(ErrorCode.OUT_OF_MEMORY, detail) from None
+        loss = sum(losses) if self.span.modules.is_last else 0.0
         return MemberAnswer(
             Reduced(question.question, reducing.digest, reducing.squared_norm, loss)
         )
 
-    def _note_reads(self, reducing: Reducing) -> None:
-        self.accused |= reducing.accused
-        for mate, was_read in reducing.read_from.items():
-            self._failed_reads[mate] = 0 if was_read else self._failed_reads[mate] + 1
-
     async def read_sums(self, question: SumFetch) -> MemberAnswer:
         """Return numbers of our sums to a mate. Raises RefusedError where there are none."""
-        update, attempt = self.update, question.attempt
-
-        def is_known() -> bool:
-            is_current = self._reducing is not None and self._reducing.attempt == attempt
-            return is_current or attempt in self._replaced or self.update != update
-
-        async with self._advanced:  # the leader ends an attempt that a member has not begun
-            await self._advanced.wait_for(is_known)
-        self._check_update(update)
-        reducing = self._reducing
-        if reducing is None or reducing.attempt != attempt:
-            raise make_busy("another attempt has begun")
-        numbers = await reducing.read(question)
+        numbers = await self.sums.read(question)
         return MemberAnswer(Sums(question.question, len(numbers)), numbers)
 
     async def read_state(self, question: StateFetch) -> MemberAnswer:

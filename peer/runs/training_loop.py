@@ -219,8 +219,8 @@ class TrainingLoop:
                 refused=frozenset(stage.refused),
                 state=stage.digest.whole,
                 is_leaving=self._is_leaving,
-                accused=tuple(sorted(stage.accused)),
-                unreachable=tuple(stage.unreachable),
+                accused=tuple(sorted(stage.accused | stage.sums.accused)),
+                unreachable=tuple(stage.sums.unreachable),
                 part_seconds=stage.part_seconds,
                 part_wait_seconds=stage.part_wait_seconds,
                 fetched_bytes=stage.fetched_bytes,
@@ -326,7 +326,7 @@ class TrainingLoop:
                 self._report_members(decisions)
                 await self._members.forget_others(decisions.newest.roster)
                 if self.stage is not None:
-                    self.stage.forget_others(decisions.newest.roster)
+                    self.stage.sums.forget_others(decisions.newest.roster)
                 await self._catch_up(decisions)
                 if self.is_ready:
                     self._note_commit(decisions.commit)

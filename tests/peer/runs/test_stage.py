@@ -377,7 +377,7 @@ def test_numbers_that_are_no_sum_of_gradients_are_refused_by_name(
     async def scene(stage: Stage) -> None:
         with pytest.raises(RemoteProtocolError, match="liar/2 sent no sum of gradients"):
             await stage.reduce(order_sums(set(), LIAR, MATE))
-        assert stage.accused == {LIAR, MATE}  # where all do, it is known who is wrong
+        assert stage.sums.accused == {LIAR, MATE}  # where all do, it is known who is wrong
 
     with_stage(tmp_path, 1, scene, answer)
 
@@ -394,12 +394,12 @@ def test_mate_that_refuses_its_sums_is_named_until_it_leaves(tmp_path: Path) -> 
         async def fail(attempt: int) -> list[MemberId]:
             with pytest.raises(UnavailableError, match="a mate refuses: no"):
                 await stage.reduce(order_sums(set(), LIAR, MATE, attempt=attempt))
-            return stage.unreachable
+            return stage.sums.unreachable
 
         named = [await fail(1), await fail(2)]
-        stage.forget_others([OWN, LIAR])
-        named.append(stage.unreachable)
-        stage.forget_others([OWN, MATE])
+        stage.sums.forget_others([OWN, LIAR])
+        named.append(stage.sums.unreachable)
+        stage.sums.forget_others([OWN, MATE])
         assert [*named, await fail(3), await fail(4)] == [[], [LIAR], [LIAR], [], [LIAR]]
 
     with_stage(tmp_path, 1, scene, answer)
