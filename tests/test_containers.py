@@ -23,7 +23,7 @@ from container_files import (
     name_metrics,
     read_yaml,
 )
-from operated_figures import make_figures
+from operated_figures import make_figures, make_run_figures
 from prometheus_client.parser import text_string_to_metric_families
 from watched_swarms import read
 
@@ -65,7 +65,10 @@ def list_served_metrics() -> dict[str, set[str]]:
         canaries=describe_canaries([CanaryState("a", "text", run, 1)], NOW),
     )
     served: dict[str, set[str]] = {}
-    for text in (write_peer_metrics(figures), write_swarm_metrics(described, {})):
+    for text in (
+        write_peer_metrics(figures, make_run_figures()),
+        write_swarm_metrics(described, {}),
+    ):
         for family in text_string_to_metric_families(text.decode()):
             for sample in family.samples:
                 served.setdefault(sample.name, set()).update(sample.labels)

@@ -8,7 +8,7 @@ import logging
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -113,8 +113,7 @@ async def _run_peer(
         joining = Peer.join(config, network, clock, report, identity=identity)
         peer = await stack.enter_async_context(joining)
         read_figures = await stack.enter_async_context(operation.run(peer, clock, report))
-        read_run = side_run.read_progress if side_run else dict[str, Any]
-        showing = showing_status(read_figures, options.json, read_run)
+        showing = showing_status(read_figures, options.json, operation.run_figures)
         await stack.enter_async_context(showing)
         if side_run is not None:
             from ...peer.runs.run_peer import training_beside
@@ -124,7 +123,7 @@ async def _run_peer(
                 partial(side_run.find_config, peer.joined.presence, clock),
                 clock,
                 stop,
-                side_run.pass_on(report),
+                report,
                 may_leave=not options.end_with_stdin,
             )
             await stack.enter_async_context(training)

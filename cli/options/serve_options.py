@@ -17,13 +17,13 @@ from .quantities import (
     parse_bytes,
     parse_count,
     parse_memory,
-    parse_metrics,
     parse_non_negative,
     parse_threads,
 )
 from .shared_options import (
     add_announce_period_argument,
     add_identity_argument,
+    add_metrics_argument,
     add_model_argument,
     add_weights_argument,
     parse_device,
@@ -51,10 +51,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--name", default=_DEFAULTS.name, metavar="NAME",
         help="name of this peer for those who look at the swarm (default: none)",
     )  # fmt: skip
-    parser.add_argument(
-        "--metrics", type=parse_metrics, metavar="[HOST:]PORT",
-        help="serve Prometheus metrics there, at /metrics (default host: 127.0.0.1)",
-    )  # fmt: skip
+    add_metrics_argument(parser)
     add_announce_period_argument(parser)
     parser.add_argument(
         "--drain", type=parse_non_negative, default=_DEFAULTS.drain_seconds, metavar="SECONDS",

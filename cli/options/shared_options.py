@@ -8,7 +8,7 @@ from ...peer.engine.devices.device_names import NO_NF4, parse_cuda_number
 from ...peer.process.config import WEIGHT_FORMATS, PeerConfig
 from ...protocol.errors import UsageError
 from .bundled_model import BUNDLED_NAME
-from .quantities import parse_announce_period, parse_non_negative
+from .quantities import parse_announce_period, parse_metrics, parse_non_negative
 
 _INITIAL_PEERS = "--initial-peers"
 _ADDRESS_BEGINNINGS = ("/ip4/", "/ip6/", "/dns")
@@ -52,6 +52,14 @@ def add_announce_period_argument(parser: argparse.ArgumentParser) -> None:
         "--announce-period", type=parse_announce_period,
         default=PeerConfig(model="").announce_period_seconds, metavar="SECONDS",
         help="interval between announcements (default: %(default)s)",
+    )  # fmt: skip
+
+
+def add_metrics_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare where a peer serves its metrics."""
+    parser.add_argument(
+        "--metrics", type=parse_metrics, metavar="[HOST:]PORT",
+        help="serve Prometheus metrics there, at /metrics (default host: 127.0.0.1)",
     )  # fmt: skip
 
 

@@ -21,15 +21,13 @@ from .terminal import StatusLine, Terminal
 
 if TYPE_CHECKING:
     from ...peer.operating.figures import Figures
+    from ...peer.operating.run_figures import RunFigures
 
 _SECONDS = 2.0
 _TIMES_EACH = 2
 """How often each line is shown before the next one."""
 
 _SECONDS_OF_EVENTS = 60.0
-
-ReadRun = Callable[[], dict[str, Any]]
-"""Returns `run`, how far the run has come in which the peer takes part, or nothing."""
 
 _WINDOW_SECONDS = 10.0
 """Over which tokens per second are counted, at least."""
@@ -115,7 +113,7 @@ def _write_bytes(number: int) -> str:
 
 @contextlib.asynccontextmanager
 async def showing_status(
-    read: Callable[[], Figures], is_json: bool, read_run: ReadRun
+    read: Callable[[], Figures], is_json: bool, run: RunFigures
 ) -> AsyncGenerator[None]:
     """Show the status until the end of the block; not where the output is for nobody."""
     terminal = Terminal(sys.stdout)
@@ -124,24 +122,22 @@ async def showing_status(
         return
     with StatusLine(terminal) as line:
         async with BackgroundTasks() as tasks:
-            tasks.begin(
-                _keep_telling(read, read_run) if is_json else _keep_showing(read, read_run, line)
-            )
+            tasks.begin(_keep_telling(read, run) if is_json else _keep_showing(read, run, line))
             yield
 
 
-async def _keep_showing(read: Callable[[], Figures], read_run: ReadRun, line: StatusLine) -> None:
+async def _keep_showing(read: Callable[[], Figures], run: RunFigures, line: StatusLine) -> None:
     status = PeerStatus()
     for number in itertools.count():
-        facts = status.update(read(), datetime.date.today(), time.monotonic()) | read_run()
+        facts = status.update(read(), datetime.date.today(), time.monotonic()) | run.progress
         texts = write_status(facts, shutil.get_terminal_size().columns) or [""]
         line.show(texts[number // _TIMES_EACH % len(texts)])
         await asyncio.sleep(_SECONDS)
 
 
-async def _keep_telling(read: Callable[[], Figures], read_run: ReadRun) -> None:
+async def _keep_telling(read: Callable[[], Figures], run: RunFigures) -> None:
     status = PeerStatus()
     while True:
         await asyncio.sleep(_SECONDS_OF_EVENTS)
-        facts = status.update(read(), datetime.date.today(), time.monotonic()) | read_run()
+        facts = status.update(read(), datetime.date.today(), time.monotonic()) | run.progress
         print_json(PeerEvent("status", facts))

@@ -58,6 +58,8 @@ class RunEventPrinter:
             self._print(f"Peer …{str(facts['peer'])[-8:]} was put aside: {facts['why']}.")
         elif event.name == "replicas_differ":
             self._print(f"Stage {facts['stage']}, update {facts['update']}: {facts['why']}.")
+        elif event.name == "begun_again":
+            self._print("The update under way begins again.")
         elif event.name == "too_slow":
             who = f"Peer …{str(facts['peer'])[-8:]} is too slow for stage {facts['stage']}"
             self._print(f"{who}: {facts['why']}.")

@@ -7,9 +7,9 @@ import asyncio
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ...peer.process.config import PeerEvent, Report
+from ...peer.process.config import Report
 from ...protocol.errors import DirectoryError, UsageError
 from ...protocol.identity import Identity
 from ...protocol.net.clock import Clock
@@ -57,7 +57,6 @@ class SideRun:
         self._options = options
         self._own = load_own_run(options)
         self._config: RunPeerConfig | None = None
-        self._progress: dict[str, Any] = {}
 
     async def prepare(self, network: Network, identity: Identity, clock: Clock) -> int:
         """Choose the run if it begins here, or if a peer of the swarm shows it by now.
@@ -87,26 +86,6 @@ class SideRun:
             return self._config
         record = await wait_for_record(self._options, self._own, presence, clock, report)
         return await self._configure(record)
-
-    def pass_on(self, report: Report) -> Report:
-        """Return what reports events of the run, so that the status of the peer tells them too."""
-        told: dict[str, Any] = {}
-
-        def note(event: PeerEvent) -> None:
-            if event.name == "training":
-                told.update(name=event.facts["name"], num_updates=event.facts["num_updates"])
-            elif event.name == "update":
-                now = {name: event.facts[name] for name in ("update", "loss")}
-                self._progress = told | now
-            elif event.name == "training_stopped":
-                self._progress = {}
-            report(event)
-
-        return note
-
-    def read_progress(self) -> dict[str, Any]:
-        """Return how far the run has come, for the status of the peer."""
-        return {"run": self._progress} if self._progress else {}
 
     async def _configure(self, record: RunRecord) -> RunPeerConfig:
         return await asyncio.to_thread(make_config, self._options, record, is_beside=True)

@@ -22,7 +22,6 @@ from ..terminal.signalled import run_until_signalled
 from .model_folder import write_losses, write_model
 from .run_choice import choose_stages, load_own_run, make_config, wait_for_record
 from .run_events import choose_report
-from .run_file import load_run
 from .train_alone import train_alone
 from .train_options import add_peer_arguments, is_peer
 
@@ -52,13 +51,14 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"{out} is no folder")
     if is_peer(options):
         return _train_together(options)
-    training = load_run(options.run_file)
     if out is None:
         raise UsageError(
             "give --out FOLDER to train in this process, or --new-swarm or --join CODE to train "
             "with others"
         )
-    return train_alone(options, training, out)
+    if options.metrics is not None:
+        raise UsageError("--metrics: they are those of a peer that trains with others")
+    return train_alone(options, out)
 
 
 def _train_together(options: argparse.Namespace) -> int:
@@ -70,6 +70,7 @@ def _train_together(options: argparse.Namespace) -> int:
     with quitting_at_once(options.json), importing_much():  # seconds of torch
         from torch import set_num_threads
 
+        from ...peer.operating.operation import MetricsEndpoint
         from ...peer.runs.run_peer import RunPeer, open_run
         from ...peer.streams.service import JoinedPeer
 
@@ -82,12 +83,15 @@ def _train_together(options: argparse.Namespace) -> int:
             if event.name in ("update", "held_out"):
                 listed = losses if event.name == "update" else held_out
                 listed[int(str(event.facts["update"]))] = float(str(event.facts["loss"]))
+            metrics.run.note(event)
             tell(event)
 
         async with AsyncExitStack() as stack:
             identity = stack.enter_context(hold_identity(options.identity))
             joining = JoinedPeer.join(network, identity, clock, report)
             joined = await stack.enter_async_context(joining)
+            counts = joined.handler.counts
+            await stack.enter_async_context(metrics.serve(lambda: counts, report))
             record = await wait_for_record(options, training, joined.presence, clock, report)
             config = await asyncio.to_thread(make_config, options, record)
             resources = await stack.enter_async_context(open_run(config, clock))
@@ -100,7 +104,11 @@ def _train_together(options: argparse.Namespace) -> int:
                 raise RefusedError(ErrorCode.BAD_VALUES, peer.loop.failure)
 
     report = choose_report(options.json)
-    with stop_on_sigterm(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with (
+        MetricsEndpoint.prepare(options.metrics) as metrics,
+        stop_on_sigterm(),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         was_online = runner.run(run_until_signalled(train, report, options.end_with_stdin))
     return 0 if was_online else INTERRUPTED
 

@@ -15,6 +15,7 @@ from ..terminal.interrupts import quitting_at_once
 from ..terminal.reporter import Reporter
 from ..terminal.terminal import Terminal
 from .model_folder import describe_held_out_loss, write_losses, write_model
+from .run_file import load_run
 
 if TYPE_CHECKING:
     from ...peer.engine.training.whole_run import WholeRun
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 _LINE = "{:>8}  {:>8}  {:>13}  {:>8}"
 
 
-def train_alone(options: argparse.Namespace, training: TrainingRun, out: Path) -> int:
-    """Train a run from its first update to its last, and save the model."""
+def train_alone(options: argparse.Namespace, out: Path) -> int:
+    """Train the run of a run file from its first update to its last, and save the model."""
+    training = load_run(options.run_file)
     reporter = Reporter(Terminal(sys.stdout), Terminal(sys.stderr), options.json)
     progress = "Loading"
     with reporter.showing(lambda: progress):

@@ -8,7 +8,11 @@ from pathlib import Path
 from ..options.join_options import add_join_arguments
 from ..options.listen_options import add_listen_arguments
 from ..options.quantities import parse_count, parse_non_negative
-from ..options.shared_options import add_announce_period_argument, add_identity_argument
+from ..options.shared_options import (
+    add_announce_period_argument,
+    add_identity_argument,
+    add_metrics_argument,
+)
 
 
 def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +27,7 @@ def add_peer_arguments(parser: argparse.ArgumentParser) -> None:
     add_listen_arguments(parser)
     add_identity_argument(parser)
     add_announce_period_argument(parser)
+    add_metrics_argument(parser)
     parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
 
 

@@ -15,9 +15,11 @@ from ...protocol.errors import UsageError
 from ...protocol.net.clock import Clock
 from ..process.background import BackgroundTasks
 from ..process.config import PeerEvent, Report
+from ..streams.stream_host import ServiceCounts
 from .control import ControlledPeer, EventFeed, PeerControl
 from .figures import Figures, OperatedPeer, read_figures
 from .operator_config import OperatorConfig
+from .run_figures import RunFigures
 from .schedule import Schedule, follow_schedule
 
 _logger = logging.getLogger(__name__)
@@ -48,31 +50,70 @@ class OperatingConfig:
     """How the owner's tools reach the peer, and when it serves."""
 
 
+class MetricsEndpoint:
+    """Serves the metrics of a peer; its socket is there before the peer is."""
+
+    def __init__(self, host: str, listening: socket.socket | None) -> None:
+        self.run = RunFigures()
+        """The training run of the peer. Tell it all events."""
+        self._host = host
+        self._listening = listening
+
+    @classmethod
+    @contextlib.contextmanager
+    def prepare(cls, place: tuple[str, int] | None) -> Generator[MetricsEndpoint]:
+        """Listen at a host and port; None: serve nothing. Raises UsageError where that fails."""
+        if place is None:
+            yield cls("", None)
+            return
+        from .http_server import listen  # a quarter of a second that most do not need
+
+        with listen(*place, "--metrics") as listening:
+            yield cls(place[0], listening)
+
+    @contextlib.asynccontextmanager
+    async def serve(
+        self, read: Callable[[], Figures | ServiceCounts], report: Report
+    ) -> AsyncGenerator[None]:
+        """Serve what `read` returns, and the run, until the end of the block.
+
+        Reports `metrics` with their address.
+        """
+        async with BackgroundTasks() as tasks:
+            if self._listening is not None:
+                from .http_server import name_url, serve_app
+                from .metrics import make_metrics_page
+
+                hosts = _LOOPBACK_NAMES if is_loopback(self._host) else ("*",)
+                page = make_metrics_page(read, self.run, hosts)
+                tasks.begin(serve_app(page, self._listening, _MAX_CONNECTIONS, _KEPT_SECONDS))
+                report(PeerEvent("metrics", {"url": f"{name_url(self._listening)}metrics"}))
+            yield
+
+
 class Operation:
     """What runs beside a peer; its sockets are there before the peer is."""
 
-    def __init__(self, config: OperatingConfig, metrics_socket: socket.socket | None) -> None:
+    def __init__(self, config: OperatingConfig, metrics: MetricsEndpoint) -> None:
         self._config = config
-        self._metrics_socket = metrics_socket
+        self.run_figures = metrics.run
+        """The training run that the peer takes part in beside what it serves."""
+        self._metrics = metrics
         self._events = EventFeed()
 
     @classmethod
     @contextlib.contextmanager
     def prepare(cls, config: OperatingConfig) -> Generator[Operation]:
         """Open what is listened on. Raises UsageError where that cannot be done."""
-        with contextlib.ExitStack() as stack:
-            metrics_socket = None
-            if config.metrics is not None:
-                from .http_server import listen  # a quarter of a second that most do not need
-
-                metrics_socket = stack.enter_context(listen(*config.metrics, "--metrics"))
-            yield cls(config, metrics_socket)
+        with MetricsEndpoint.prepare(config.metrics) as metrics:
+            yield cls(config, metrics)
 
     def pass_on(self, report: Report, clock: Clock) -> Report:
         """Return what reports events of a peer, so that its owner's tools see them as well."""
 
         def note(event: PeerEvent) -> None:
             self._events.note(event, clock.wall())
+            self.run_figures.note(event)
             report(event)
 
         return note
@@ -96,16 +137,7 @@ class Operation:
                 tasks.begin(
                     follow_schedule(self._config.operator.schedule, peer.loop.pauses, clock)
                 )
-            if self._metrics_socket is not None and self._config.metrics is not None:
-                from .http_server import name_url, serve_app
-                from .metrics import make_metrics_page
-
-                is_local = is_loopback(self._config.metrics[0])
-                hosts = _LOOPBACK_NAMES if is_local else ("*",)
-                page = make_metrics_page(read, hosts)
-                tasks.begin(serve_app(page, self._metrics_socket, _MAX_CONNECTIONS, _KEPT_SECONDS))
-                url = f"{name_url(self._metrics_socket)}metrics"
-                report(PeerEvent("metrics", {"url": url}))
+            await stack.enter_async_context(self._metrics.serve(read, report))
             yield read
 
     @contextlib.asynccontextmanager

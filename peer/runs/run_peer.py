@@ -80,7 +80,9 @@ class RunPeer:
                 record, member_id, loop.answer, loop.find_input_bytes, changed.set,
                 lambda: resources.compute.is_late,
             )  # fmt: skip
-            service = make_run_service(workload, resources.whole, clock, changed)
+            service = make_run_service(
+                workload, resources.whole, clock, changed, joined.handler.counts
+            )
             stack.push_async_callback(service.hang_up)
             joined.handler.others[record.model_id] = service
             stack.callback(joined.handler.others.pop, record.model_id)
@@ -100,6 +102,8 @@ class RunPeer:
             "owner": record.owner,
             "run_id": record.run_id,
             "num_updates": record.run.num_updates,
+            "parts_per_update": record.run.parts_per_update,
+            "tokens_per_update": record.run.tokens_per_update,
         }
 
     async def leave(self) -> None:

@@ -36,7 +36,7 @@ from ...protocol.runs.run_record import RunRecord
 from ...protocol.spans import Span
 from ..streams.client_stream import ClientStream, Handler, KeepAlive, StreamWork
 from ..streams.service import Service, Workload
-from ..streams.stream_host import MAX_PENDING_BYTES, PendingBytes, StreamHost
+from ..streams.stream_host import MAX_PENDING_BYTES, PendingBytes, ServiceCounts, StreamHost
 from .questions import AnswerMember, MemberAnswer
 
 _MAX_STREAMS = 1024
@@ -210,9 +210,15 @@ class _RunStreamWork(StreamWork):
 
 
 def make_run_service(
-    workload: RunWorkload, whole: Span, clock: Clock, changed: asyncio.Event
+    workload: RunWorkload,
+    whole: Span,
+    clock: Clock,
+    changed: asyncio.Event,
+    counts: ServiceCounts,
 ) -> Service:
-    """Return what serves the streams of a run of so many blocks; see Service for `changed`."""
+    """Return what serves the streams of a run of so many blocks, and counts them with all others of
+    the peer; see Service for `changed`.
+    """
     host = StreamHost(
         peer_id=find_peer_id(workload.member_id),
         model_id=workload.record.model_id,
@@ -222,5 +228,6 @@ def make_run_service(
         pending=PendingBytes(MAX_PENDING_BYTES),
         parked=None,
         knows_members=True,
+        counts=counts,
     )
     return Service(host, [workload], _MAX_STREAMS, changed)

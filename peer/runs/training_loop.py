@@ -362,6 +362,7 @@ class TrainingLoop:
             for member in decisions.newest.members
             if member.id != self._member_id
         }
+        now = {"members_per_stage": self._count_members(decisions)}
         before = members if self._members_told is None else self._members_told
         self._members_told = members
         for name, those, others in (
@@ -370,7 +371,7 @@ class TrainingLoop:
         ):
             for member, stage in those.items():
                 if others.get(member) != stage:
-                    facts = {"peer": find_peer_id(member), "stage": stage}
+                    facts = {"peer": find_peer_id(member), "stage": stage, **now}
                     self._report(PeerEvent(name, facts))
 
     def _report_update(self, decisions: RunDecisions, index: int, commit: Commit) -> None:
@@ -379,7 +380,6 @@ class TrainingLoop:
             num_tokens = (commit.update - self._applied[0]) * self._config.run.tokens_per_update
             speed = num_tokens / (now - self._applied[1])
         self._applied = commit.update, now
-        stages = range(len(self._resources.spans))
         facts = {
             "update": commit.update,
             "stage": index,
@@ -389,9 +389,13 @@ class TrainingLoop:
             "averaging_seconds": round(commit.averaging_seconds, 4),
             "queue_seconds": [round(seconds, 4) for seconds in commit.queue_seconds],
             "parts_redone": commit.parts_redone,
-            "members_per_stage": [len(decisions.list_members(stage)) for stage in stages],
+            "members_per_stage": self._count_members(decisions),
         }
         self._report(PeerEvent("update", facts))
+
+    def _count_members(self, decisions: RunDecisions) -> list[int]:
+        stages = range(len(self._resources.spans))
+        return [len(decisions.list_members(stage)) for stage in stages]
 
     def _note_commit(self, commit: Commit) -> None:
         """Report the held-out loss, and whether the run is over, once our state is this one, or
@@ -417,6 +421,7 @@ class TrainingLoop:
             has_state = stage is not None and (stage.index, stage.update) == (index, commit.update)
             if stage is not None and has_state and not self._is_suspect:
                 await stage.begin_again(commit.num_restarts)
+                self._report(PeerEvent("begun_again", {"update": commit.update}))
                 continue
             try:
                 await self._take_state(decisions, index, commit)

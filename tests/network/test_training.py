@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -69,6 +70,13 @@ class SideTrainingPeer(RunProcess):
         super().__init__(stack, *words, "--train", run, *more)
 
 
+def read_metric(url: str, name: str) -> float:
+    """Return the value of a metric, by its name with its labels."""
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return float(dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))[name])
+
+
 def list_identities(folder: Path, *names: str) -> dict[str, tuple[str, str]]:
     """Make key files; return the options that name them."""
     paths = {name: folder / name for name in names}
@@ -85,9 +93,11 @@ def test_run_goes_on_after_a_kill_and_a_leave_and_comes_to_the_weights_of_one_pr
     admits = [("--admit", load_or_create_identity(Path(path)).peer_id) for _, path in keys]
     with ExitStack() as stack:
         founder = TrainingPeer(
-            stack, run_file, 0, "--new-swarm", "--out", str(out), *owner, *chain(*admits)
-        )
+            stack, run_file, 0, "--new-swarm", "--out", str(out), "--metrics", "0", *owner,
+            *chain(*admits),
+        )  # fmt: skip
         (code,) = founder.wait_for("directory")["join_codes"].values()
+        url = founder.wait_for("metrics")["url"]
         join = ("--join", code)
         killed = TrainingPeer(stack, run_file, 0, *join, *keys[0])
         killed.wait_for("update", update=0)  # it has joined before the run can begin
@@ -100,6 +110,10 @@ def test_run_goes_on_after_a_kill_and_a_leave_and_comes_to_the_weights_of_one_pr
         leaving.process.terminate()
         trained = founder.wait_for("trained")
         last.wait_for("trained")
+        assert read_metric(url, "shoal_peer_run_update") == NUM_UPDATES
+        assert read_metric(url, 'shoal_peer_run_events_total{kind="member_left"}') >= 1
+        for direction in ("received", "sent"):
+            assert read_metric(url, f'shoal_peer_{direction}_bytes_total{{purpose="training"}}') > 0
 
         exported = tmp_path / "exported"
         assert main(["export", "test", str(exported), *join, *owner, "--json"]) == 0
@@ -177,8 +191,10 @@ def test_peers_that_serve_train_a_run_as_well(
     run_file = write_run(tmp_path, num_updates=NUM_UPDATES)
     prompt = "Once upon a time"
     with ExitStack() as stack:
-        founder = SideTrainingPeer(stack, "0:4", str(run_file), "--new-swarm", "--stage", "0")
+        words = ["--new-swarm", "--stage", "0", "--metrics", "0"]
+        founder = SideTrainingPeer(stack, "0:4", str(run_file), *words)
         (code,) = founder.wait_for("directory")["join_codes"].values()
+        url = founder.wait_for("metrics")["url"]
         join = ("--join", code)
         other = SideTrainingPeer(stack, "4:8", "test", *join, "--corpus", str(tmp_path))
         waiting = SideTrainingPeer(stack, "0:1", "another", *join, "--corpus", str(tmp_path))
@@ -188,6 +204,8 @@ def test_peers_that_serve_train_a_run_as_well(
         text = json.loads(capsys.readouterr().out.splitlines()[-1])["text"]
         for peer in (founder, other):
             peer.wait_for("trained")
+        assert read_metric(url, "shoal_peer_run_update") == NUM_UPDATES
+        assert read_metric(url, 'shoal_peer_received_bytes_total{purpose="training"}') > 0
         assert main(["export", "test", str(tmp_path / "out"), *join, "--json"]) == 0
         (exported,) = map(json.loads, capsys.readouterr().out.splitlines())
         waiting.wait_for("waiting_for", what="a peer that shows the run another")

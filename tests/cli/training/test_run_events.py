@@ -31,6 +31,7 @@ def test_table_has_speed_and_the_peers_of_each_stage(capsys: pytest.CaptureFixtu
     print_event(PeerEvent("update", later))
     print_event(PeerEvent("held_out", {"update": 12345, "loss": 7.21, "entropy": 0.5}))
     print_event(PeerEvent("member_joined", peer))
+    print_event(PeerEvent("begun_again", {"update": 12345}))
     print_event(PeerEvent("too_slow", {**peer, "why": "120 of 360 MB were there"}))
 
     lines = capsys.readouterr().out.splitlines()
@@ -42,6 +43,7 @@ def test_table_has_speed_and_the_peers_of_each_stage(capsys: pytest.CaptureFixtu
         "   12345    7.1929         1.7371        871     0.03 s      20+1200      2+1",
         "Held-out loss: 7.2100 nats per token; entropy of the corpus: 0.5000.",
         "Peer …oaXkuthG joined stage 1.",
+        "The update under way begins again.",
         "Peer …oaXkuthG is too slow for stage 1: 120 of 360 MB were there.",
     ]
 

@@ -16,6 +16,7 @@ from training_runs import open_run
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.cli.training.serve_training import SideRun
+from shoal.peer.operating.run_figures import RunFigures
 from shoal.peer.process.config import PeerConfig, PeerEvent, ignore
 from shoal.peer.runs import run_peer
 from shoal.peer.runs.run_peer import RunPeer, training_beside
@@ -43,6 +44,7 @@ class Beside:
         )  # fmt: skip
         self.swarm = MemorySwarm()
         self.side_run = SideRun(options)
+        self.run_figures = RunFigures()
         self.events: list[PeerEvent] = []
 
     async def begin(self, stack: AsyncExitStack, directory: Path) -> None:
@@ -58,7 +60,7 @@ class Beside:
             partial(self.side_run.find_config, joined.presence, clock),
             clock,
             asyncio.Event(),
-            self.side_run.pass_on(self.events.append),
+            self.note,
             may_leave=True,
         )
         await stack.enter_async_context(training)
@@ -68,6 +70,10 @@ class Beside:
         stack.push_async_callback(client.close)
         talk = Talk(await client.open_stream(inside.endpoint))
         assert isinstance(await talk.ask(HELLO), Welcome)
+
+    def note(self, event: PeerEvent) -> None:
+        self.run_figures.note(event)
+        self.events.append(event)
 
     async def found(self, stack: AsyncExitStack, record: RunRecord, folder: Path) -> RunPeer:
         """Begin the run at another peer."""
@@ -101,7 +107,7 @@ def test_peer_serves_until_its_run_is_shown_and_trains_then(
 
     (training,) = [event.facts for event in beside.events if event.name == "training"]
     assert training.items() >= NAMED.items()
-    progress = beside.side_run.read_progress()["run"]
+    progress = beside.run_figures.progress["run"]
     assert (progress["name"], progress["update"]) == ("test", run.num_updates)
     assert progress["num_updates"] == run.num_updates
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from announcements import MODEL, identity_of, make_announcement
-from operated_figures import make_figures
+from operated_figures import RUN, UPDATE, make_figures, make_run_figures
 from prometheus_client.parser import text_string_to_metric_families
 from service_scene import (
     Peer,
@@ -28,6 +28,7 @@ from shoal.peer.operating.http_server import listen
 from shoal.peer.operating.metrics import MEASURED, PUSHED, write_metrics
 from shoal.peer.operating.operation import OperatingConfig, Operation
 from shoal.peer.operating.operator_config import OperatorConfig
+from shoal.peer.operating.run_figures import RunFigures
 from shoal.peer.process.config import PeerEvent
 from shoal.peer.streams.stream_host import ServiceCounts
 from shoal.protocol.errors import ErrorCode, UsageError
@@ -48,10 +49,10 @@ def read_samples(text: str) -> Samples:
 
 
 def read_back(figures: Figures) -> Samples:
-    return read_samples(write_metrics(figures).decode())
+    return read_samples(write_metrics(figures, RunFigures()).decode())
 
 
-def find(samples: Samples, name: str, **labels: str) -> float:
+def find(samples: Samples, name: str, /, **labels: str) -> float:
     return samples[f"shoal_peer_{name}", frozenset(labels.items())]
 
 
@@ -129,6 +130,46 @@ async def test_figures_of_a_peer_at_work(peer: Peer) -> None:
         assert find(samples, f"{direction}_bytes_total", purpose="training") == 0
     assert find(samples, "replicas_min") == find(samples, "directory_records") == 1
     assert find(samples, "blocks_alone") == find(samples, "blocks") == len(peer.engine.span)
+
+
+def test_run_is_told_by_its_events_with_the_frames_of_a_peer_that_only_trains() -> None:
+    counts = ServiceCounts()
+    counts.received_bytes = Counter({"training": 500})
+
+    before = read_samples(write_metrics(counts, RunFigures()).decode())
+    samples = read_samples(write_metrics(counts, make_run_figures()).decode())
+
+    assert not {name for name, _ in before if name.startswith("shoal_peer_run")}
+    assert find(before, "received_bytes_total", purpose="training") == 500
+    assert "shoal_peer_state" not in {name for name, _ in samples}
+    assert find(samples, "run_info", name="stories", owner="12D3", run_id="993747e6") == 1
+    assert (find(samples, "run_update"), find(samples, "run_updates")) == (7, 30)
+    assert (find(samples, "run_loss"), find(samples, "run_held_out_loss")) == (5.5, 5.75)
+    assert find(samples, "run_tokens_total") == 7 * 64
+    assert find(samples, "run_parts_total") == 7 * 4
+    assert find(samples, "run_parts_redone_total") == 3  # not those of its state once more
+    assert find(samples, "run_averaging_seconds_count") == 2
+    assert find(samples, "run_averaging_seconds_sum") == pytest.approx(0.5)
+    # By the last event that tells it, which need not be an update.
+    assert [find(samples, "run_replicas", stage=stage) for stage in ("0", "1")] == [2, 1]
+    assert find(samples, "run_queue_seconds", stage="1") == 1.2
+    assert find(samples, "run_events_total", kind="member_left") == 1
+    assert find(samples, "run_events_total", kind="put_aside") == 0
+
+
+def test_run_that_has_not_begun_has_no_loss_and_one_that_has_stopped_has_no_metrics() -> None:
+    run = RunFigures()
+    run.note(PeerEvent("training", RUN))
+    run.note(PeerEvent("update", {**UPDATE, "update": 0, "loss": 0.0}))
+
+    begun = read_samples(write_metrics(ServiceCounts(), run).decode())
+    run.note(PeerEvent("training_stopped", {"why": "another machine"}))
+    stopped = read_samples(write_metrics(ServiceCounts(), run).decode())
+
+    assert find(begun, "run_update") == find(begun, "run_averaging_seconds_count") == 0
+    assert "shoal_peer_run_loss" not in {name for name, _ in begun}
+    assert run.progress == {}
+    assert not [name for name, _ in stopped if name.startswith("shoal_peer_run")]
 
 
 async def ask(port: int, host: str = "localhost", path: str = "/metrics") -> tuple[str, str]:

@@ -108,6 +108,7 @@ def test_replica_that_computes_wrongly_is_put_aside_and_its_parts_are_computed_a
         ((peer, why),) = list_aside(swarm)
         assert peer == make_identity(host).peer_id
         assert "the gradients of part" in why
+        assert ("peer0", "begun_again") in [(name, event.name) for name, event in swarm.events]
         redone = sum(
             int(str(event.facts["parts_redone"]))
             for name, event in swarm.events
