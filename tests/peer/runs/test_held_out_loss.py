@@ -23,11 +23,6 @@ NUM_UPDATES = 3
 Scene = Callable[[RunSwarm], Awaitable[object]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("corpus")
-
-
 def open_held_out(folder: Path, **changes: Any) -> TrainingRun:
     model = {**MODEL, "attention_dropout": 0.1}
     changes = {"num_updates": NUM_UPDATES, "held_out_every": 2, **changes}

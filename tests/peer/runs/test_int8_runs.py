@@ -38,11 +38,6 @@ def train(
     return run_in_swarm(run, folder, finish, num_peers=num_peers)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("corpus")
-
-
 def open_mode(folder: Path, mode: Mode) -> TrainingRun:
     return open_run(folder, num_updates=NUM_UPDATES, mode=mode)[0]
 

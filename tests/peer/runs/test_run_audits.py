@@ -17,17 +17,6 @@ from shoal.protocol.runs.training_run import Mode, PartId, TrainingRun
 NUM_UPDATES = 3
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("corpus")
-
-
-def open_alone(folder: Path) -> tuple[TrainingRun, str]:
-    """Return a run, and the digest of the weights that one process comes to."""
-    run, shards = open_run(folder, num_updates=NUM_UPDATES)
-    return run, train_alone(run, shards)
-
-
 def break_passes(swarm: RunSwarm, host: str, num_passes: int, *names: str) -> None:
     """Have a host compute passes of update 1 from zeros in place of what comes to it."""
     passes = iter(range(num_passes))
@@ -100,10 +89,8 @@ def test_audits_change_nothing_and_accuse_nobody(folder: Path, mode: Mode, num_s
     [(6, "peer1", 1000), (4, "peer3", 1), (4, "peer1", 1)],
 )
 def test_replica_that_computes_wrongly_is_put_aside_and_its_parts_are_computed_again(
-    folder: Path, num_peers: int, host: str, num_passes: int
+    run: TrainingRun, folder: Path, quiet_digest: str, num_peers: int, host: str, num_passes: int
 ) -> None:
-    run, digest = open_alone(folder)
-
     def check(swarm: RunSwarm) -> None:
         ((peer, why),) = list_aside(swarm)
         assert peer == make_identity(host).peer_id
@@ -120,15 +107,13 @@ def test_replica_that_computes_wrongly_is_put_aside_and_its_parts_are_computed_a
     ended = run_audited(
         run, folder, num_peers, lambda swarm: break_passes(swarm, host, num_passes), check
     )
-    assert ended == digest
+    assert ended == quiet_digest
 
 
 @pytest.mark.parametrize("host", ["peer1", "peer3"])
 def test_update_counts_as_it_is_where_nothing_shows_which_of_two_replicas_is_right(
-    folder: Path, host: str
+    run: TrainingRun, folder: Path, quiet_digest: str, host: str
 ) -> None:
-    run, digest = open_alone(folder)
-
     def check(swarm: RunSwarm) -> None:
         assert not list_aside(swarm)
         found = [event.facts for _, event in swarm.events if event.name == "replicas_differ"]
@@ -140,12 +125,12 @@ def test_update_counts_as_it_is_where_nothing_shows_which_of_two_replicas_is_rig
     def prepare(swarm: RunSwarm) -> None:
         break_passes(swarm, host, 1000)
 
-    assert run_audited(run, folder, 4, prepare, check) != digest
+    assert run_audited(run, folder, 4, prepare, check) != quiet_digest
 
 
-def test_update_begins_again_when_who_has_counted_a_disputed_part_goes(folder: Path) -> None:
-    run, digest = open_alone(folder)
-
+def test_update_begins_again_when_who_has_counted_a_disputed_part_goes(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
     def check(swarm: RunSwarm) -> None:
         assert "peer1" not in swarm.peers
         assert not list_aside(swarm)
@@ -164,16 +149,16 @@ def test_update_begins_again_when_who_has_counted_a_disputed_part_goes(folder: P
 
         swarm.faults["peer1"] = fault
 
-    assert run_audited(run, folder, 4, prepare, check) == digest
+    assert run_audited(run, folder, 4, prepare, check) == quiet_digest
 
 
-def test_fault_of_an_audit_alone_puts_nobody_aside(folder: Path) -> None:
-    run, digest = open_alone(folder)
-
+def test_fault_of_an_audit_alone_puts_nobody_aside(
+    run: TrainingRun, folder: Path, quiet_digest: str
+) -> None:
     def check(swarm: RunSwarm) -> None:
         assert not list_aside(swarm)
 
     def prepare(swarm: RunSwarm) -> None:
         break_passes(swarm, "peer1", 1, "run_audit")
 
-    assert run_audited(run, folder, 4, prepare, check) == digest
+    assert run_audited(run, folder, 4, prepare, check) == quiet_digest

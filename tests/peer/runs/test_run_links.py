@@ -23,18 +23,9 @@ NUM_UPDATES = 4
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("corpus")
-
-
-@pytest.fixture(scope="module")
 def untied(folder: Path) -> tuple[TrainingRun, str]:
     """A run of which only members of one stage sum together, and its digest."""
-    return open_whole(folder, {**MODEL, "tie_word_embeddings": False})
-
-
-def open_whole(folder: Path, model: dict[str, object]) -> tuple[TrainingRun, str]:
-    """Return a run, and the digest of the weights that one process comes to."""
+    model = {**MODEL, "tie_word_embeddings": False}
     run, shards = open_run(folder, num_updates=NUM_UPDATES, model=model)
     return run, train_alone(run, shards)
 
@@ -182,14 +173,13 @@ def test_mate_that_is_busy_is_put_aside_only_where_it_does_not_sum_in_three_atte
 
 
 def test_run_goes_on_when_members_of_both_ends_cannot_talk_and_sum_tied_weights(
-    folder: Path,
+    run: TrainingRun, folder: Path, quiet_digest: str
 ) -> None:
     async def check(swarm: RunSwarm) -> None:
         assert list_aside(swarm) == [("peer3", ["peer2"])]
         await swarm.kill("peer3")
 
-    run, digest = open_whole(folder, MODEL)
-    assert run_cut(run, folder, 4, [("peer2", "peer3")], check) == digest
+    assert run_cut(run, folder, 4, [("peer2", "peer3")], check) == quiet_digest
 
 
 def test_member_that_none_of_its_mates_can_talk_to_is_put_aside_though_it_came_first(

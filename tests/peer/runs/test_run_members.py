@@ -39,16 +39,6 @@ from shoal.protocol.runs.training_run import TrainingRun
 NUM_UPDATES = 4
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("corpus")
-
-
-@pytest.fixture(scope="module")
-def run(folder: Path) -> TrainingRun:
-    return open_run(folder, num_updates=NUM_UPDATES)[0]
-
-
 def run_scene(
     run: TrainingRun, folder: Path, scene: Callable[[RunSwarm], Awaitable[object]], num_peers: int
 ) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from run_swarm import OWNER, RunSwarm, make_identity, run_in_swarm
-from training_runs import open_run
 from virtual_time import VirtualClock
 
 from shoal.protocol.errors import UsageError
@@ -23,16 +22,6 @@ from shoal.protocol.runs.training_run import TrainingRun
 from shoal.protocol.spans import Span
 
 STRANGER = Identity(bytes(32))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("corpus")
-
-
-@pytest.fixture(scope="module")
-def run(folder: Path) -> TrainingRun:
-    return open_run(folder)[0]
 
 
 async def find(swarm: RunSwarm, wanted: str, host: str = "newcomer") -> RunRecord | None:

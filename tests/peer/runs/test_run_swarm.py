@@ -39,19 +39,8 @@ _MOST_SECONDS = 300.0
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("corpus")
-
-
-@pytest.fixture(scope="module")
 def run(folder: Path) -> TrainingRun:
     return open_run(folder, num_updates=NUM_UPDATES, model={**MODEL, "attention_dropout": 0.1})[0]
-
-
-@pytest.fixture(scope="module")
-def quiet_digest(run: TrainingRun, folder: Path) -> str:
-    """The digest of the weights that one process comes to."""
-    return train_alone(run, open_run(folder)[1])
 
 
 @pytest.mark.parametrize("num_peers", [2, pytest.param(4, marks=pytest.mark.thorough), 6])

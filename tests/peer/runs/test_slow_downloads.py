@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from run_swarm import RunSwarm, change_manifest, make_identity, run_in_swarm, train_in_swarm
-from training_runs import open_run, train_alone
 from virtual_time import VirtualClock
 
 from shoal.peer.process.config import PeerEvent
@@ -20,22 +19,6 @@ from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.runs.training_run import TrainingRun
 
 NUM_UPDATES = 6
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("corpus")
-
-
-@pytest.fixture(scope="module")
-def run(folder: Path) -> TrainingRun:
-    return open_run(folder, num_updates=NUM_UPDATES)[0]
-
-
-@pytest.fixture(scope="module")
-def quiet_digest(run: TrainingRun, folder: Path) -> str:
-    """The digest of the weights that one process comes to."""
-    return train_alone(run, open_run(folder)[1])
 
 
 def train(run: TrainingRun, folder: Path, scene: Callable[[RunSwarm], Awaitable[object]]) -> str:
