@@ -80,7 +80,8 @@ class DialRules:
         try:
             stream = await open_allowed(allowed, timeout_seconds)
         except (UnavailableError, RemoteProtocolError):
-            self.note_failure(allowed.host)
+            if allowed not in self._reached:  # a peer was there: nobody named a third party
+                self.note_failure(allowed.host)
             raise
         self.note_success(allowed)
         return stream

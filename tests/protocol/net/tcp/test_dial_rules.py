@@ -103,6 +103,23 @@ def test_peer_that_was_reached_is_dialled_whatever_else_is_said_to_be_on_its_hos
     run_virtual(story())
 
 
+def test_peer_that_has_ended_keeps_nobody_from_another_one_on_its_host() -> None:
+    async def refuse(endpoint: Endpoint, timeout_seconds: float) -> None:
+        raise UnavailableError("connection refused")
+
+    async def story() -> None:
+        rules = DialRules(VirtualClock(), ["203.0.113.1"])
+        ended, new = (Endpoint("198.51.100.7", port, "a" * 64) for port in (4000, 4001))
+        rules.note_success(await rules.resolve(ended, 1.0))
+        for _ in range(100):
+            with pytest.raises(UnavailableError):
+                await rules.open_stream(ended, 1.0, refuse)
+
+        assert await rules.resolve(new, 1.0) == new
+
+    run_virtual(story())
+
+
 def test_peer_goes_by_the_addresses_that_it_has_now() -> None:
     rules = DialRules(VirtualClock(), ["10.0.0.5"])
     assert may_dial(rules, "10.0.9.7")
