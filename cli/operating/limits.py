@@ -3,11 +3,13 @@
 import argparse
 import sys
 
-from ..options.quantities import parse_count, parse_memory
+from ..options.operating_options import parse_hours
+from ..options.quantities import parse_bytes, parse_count, parse_memory
 from ..terminal.terminal import Terminal
 from .local_peers import add_name_arguments, call, show_limits
 
-_LIMITS = ("sessions", "kv_memory", "training_memory", "adapter_memory")
+_LIMITS = ("sessions", "kv_memory", "training_memory", "adapter_memory", "upload", "download")
+_ALWAYS = "always"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +29,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--adapter-memory", "LoRA adapters uploaded by clients; 0 disables them"),
     ):
         parser.add_argument(name, type=parse_memory, metavar="BYTES", help=f"memory for {what}")
+    for name, what in (("--upload", "sends"), ("--download", "receives")):
+        parser.add_argument(
+            name, type=parse_bytes, metavar="BYTES",
+            help=f"drain the peer while it {what} more bytes a second, on average of a minute; 0: "
+            "no limit",
+        )  # fmt: skip
+    parser.add_argument(
+        "--hours", type=_parse_hours, action="append", metavar="HH:MM-HH:MM",
+        help=f"serve at these hours of the day only; may be given more than once, `{_ALWAYS}` for "
+        "all hours",
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
     """Change the limits that are given, if any, and print all; return 0."""
     changes = {name: value for name in _LIMITS if (value := getattr(options, name)) is not None}
+    if options.hours is not None:
+        changes["hours"] = ",".join(filter(None, options.hours))
     if changes:
         doing = f"Changing limits of {options.name}"
         answer = call(options, "SetLimits", doing, {"limits": changes})
@@ -47,3 +62,7 @@ def run(options: argparse.Namespace) -> int:
         for line in terminal.wrap(note):
             terminal.print(terminal.paint(line, "yellow"))
     return 0
+
+
+def _parse_hours(text: str) -> str:
+    return "" if text == _ALWAYS else str(parse_hours(text))

@@ -74,10 +74,19 @@ def describe_state(peer: Mapping[str, Any]) -> str:
 def show_limits(peer: Mapping[str, Any], terminal: Terminal) -> None:
     """Print the limits of a peer, and what of them is in use."""
     rows = [("limit", "in use", "at most")]
-    for name, most in peer["limits"].items():
-        show = str if name == "sessions" else show_bytes
-        rows.append((name.replace("_", " "), show(peer["used"][name]), show(most)))
+    limits, used = peer["limits"], peer["used"]
+    rows.append(("sessions", str(used["sessions"]), str(limits["sessions"])))
+    for name in ("kv_memory", "training_memory", "adapter_memory"):
+        rows.append((name.replace("_", " "), show_bytes(used[name]), show_bytes(limits[name])))
+    for name in ("upload", "download"):
+        most = _show_rate(limits[name]) if limits[name] else "no limit"
+        rows.append((name, _show_rate(used[name]), most))
+    rows.append(("hours", "", limits["hours"].replace(",", ", ") or "all day"))
     terminal.print_table(rows)
+
+
+def _show_rate(bytes_per_second: int) -> str:
+    return f"{bytes_per_second / 1024:,.1f} KiB/s"
 
 
 def show_bytes(num_bytes: int) -> str:

@@ -9,7 +9,7 @@ from ...peer.operating.operator_config import OperatorConfig, TcpAccess
 from ...peer.operating.schedule import Hours, Schedule
 from ...peer.process.identity_file import check_private
 from ...protocol.errors import UsageError
-from .quantities import parse_listen
+from .quantities import parse_bytes, parse_listen, parse_positive
 
 _LEAST_TOKEN_CHARACTERS = 16
 
@@ -17,7 +17,7 @@ _LEAST_TOKEN_CHARACTERS = 16
 def add_operating_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare --hours, --pause-on-battery, --operator and what belongs to it."""
     parser.add_argument(
-        "--hours", type=_parse_hours, action="append", default=[], metavar="HH:MM-HH:MM",
+        "--hours", type=parse_hours, action="append", default=[], metavar="HH:MM-HH:MM",
         help="serve at these hours of the day only, in local time, such as 22:00-07:00; may be "
         "given more than once. At other times the peer is drained, with its blocks in memory",
     )  # fmt: skip
@@ -25,6 +25,17 @@ def add_operating_arguments(parser: argparse.ArgumentParser) -> None:
         "--pause-on-battery", action="store_true",
         help="drain the peer while this machine runs on its battery",
     )  # fmt: skip
+    parser.add_argument(
+        "--pause-when-busy", type=parse_positive, default=0.0, metavar="CORES",
+        help="drain the peer while other programs keep more cores of this machine busy, on average "
+        "of a minute, such as 0.5 (default: never)",
+    )  # fmt: skip
+    for name, what in (("--upload", "sends"), ("--download", "receives")):
+        parser.add_argument(
+            name, type=parse_bytes, default=0, metavar="BYTES",
+            help=f"drain the peer while it {what} more bytes a second, on average of a minute, "
+            "such as 2M (default: no limit)",
+        )  # fmt: skip
     parser.add_argument(
         "--no-operator", action="store_true",
         help="no Unix socket for `shoal peers`, `shoal drain` and other tools of this user",
@@ -45,7 +56,13 @@ def add_operating_arguments(parser: argparse.ArgumentParser) -> None:
 
 def read_operator_config(options: argparse.Namespace) -> OperatorConfig:
     """Return how the peer is controlled; raises UsageError for files that cannot be used."""
-    schedule = Schedule(tuple(options.hours), options.pause_on_battery)
+    schedule = Schedule(
+        tuple(options.hours),
+        options.pause_on_battery,
+        options.pause_when_busy,
+        options.upload,
+        options.download,
+    )
     return OperatorConfig(not options.no_operator, _read_tcp(options), schedule)
 
 
@@ -99,7 +116,8 @@ def _read_file(path: Path, what: str, is_secret: bool) -> bytes:
     return content
 
 
-def _parse_hours(text: str) -> Hours:
+def parse_hours(text: str) -> Hours:
+    """Read hours of the day."""
     try:
         return Hours.parse(text)
     except UsageError as error:

@@ -82,6 +82,10 @@ def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of compute threads (default: one per core)",
     )  # fmt: skip
     parser.add_argument(
+        "--sessions", type=parse_count, default=_DEFAULTS.max_sessions, metavar="N",
+        help="most sessions at the same time (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
         "--kv-memory", type=parse_memory, default=_DEFAULTS.kv_budget_bytes, metavar="BYTES",
         help="memory for KV caches of sessions, such as 512M or 4G (default: 1G)",
     )  # fmt: skip
@@ -135,6 +139,7 @@ def make_config(options: argparse.Namespace) -> PeerConfig:
         weights=options.weights,
         device=options.device,
         num_threads=options.threads,
+        max_sessions=options.sessions,
         kv_budget_bytes=options.kv_memory,
         pass_bytes=options.training_memory,
         adapter_bytes=options.adapter_memory,

@@ -30,7 +30,6 @@ from ..engine.loading.loader import check_span, check_weights
 from ..placement.supply import BlockRoom
 from ..process.config import (
     ANNOUNCEMENT_BYTES,
-    MOST_SESSIONS,
     PeerConfig,
     choose_adapter_bytes,
     choose_pass_bytes,
@@ -164,10 +163,6 @@ class HostedModel:
         Raises UsageError for limits that no peer could be started with. Memory of a device is
         allocated while blocks are loaded.
         """
-        if not 1 <= limits.max_sessions <= MOST_SESSIONS:
-            raise UsageError(
-                f"a peer may have 1 to {MOST_SESSIONS} sessions, not {limits.max_sessions}"
-            )
         device, spec = self.numerics.device, self.spec
         if device.read_free_bytes() is not None and limits.kv_bytes > self.limits.kv_bytes:
             raise UsageError(

@@ -20,6 +20,7 @@ from ..process.config import PeerConfig, PeerEvent
 from ..process.pauses import ServingPauses
 from ..streams.service import JoinedPeer, Limits, Service
 from .operator_addresses import is_socket_name
+from .schedule import Hours, Schedule, ScheduleFollower
 
 LIMIT_NAMES = {
     "sessions": "max_sessions",
@@ -27,7 +28,9 @@ LIMIT_NAMES = {
     "training_memory": "pass_bytes",
     "adapter_memory": "adapter_bytes",
 }
-"""The limits by the names that owners use, those of the options, and those of `Limits`."""
+"""Limits of work by the names that owners use, those of the options, and those of `Limits`. The
+others are in the schedule.
+"""
 
 _MOST_EVENTS = 100
 """For a watcher that is slow; it misses the oldest."""
@@ -109,6 +112,7 @@ class PeerControl:
     peer: ControlledPeer
     clock: Clock
     events: EventFeed
+    follower: ScheduleFollower
 
     @property
     def name(self) -> str:
@@ -138,8 +142,15 @@ class PeerControl:
             "sessions": used["max_sessions"],
             "passes": int(measured.get("passes", 0)),
             "free_kv_tokens": announced.free_kv_tokens or 0,
-            "limits": _name_limits(vars(self.peer.loop.loader.model.limits)),
-            "used": _name_limits(used),
+            "limits": {
+                **_name_limits(vars(self.peer.loop.loader.model.limits)),
+                **_name_schedule(self.follower.schedule),
+            },
+            "used": {
+                **_name_limits(used),
+                "upload": round(self.follower.upload.per_second),
+                "download": round(self.follower.download.per_second),
+            },
             "resident_bytes": _read_resident_bytes(),
             "decode_steps_per_second": announced.decode_steps_per_second or 0.0,
             "queue_seconds": announced.queue_seconds or 0.0,
@@ -156,14 +167,17 @@ class PeerControl:
         if not self.peer.loop.pauses.reasons:
             await self.peer.loop.pauses.serving.wait()
 
-    def set_limits(self, changes: Mapping[str, int]) -> list[str]:
-        """Change limits, by the names of LIMIT_NAMES; return where more is in use than they allow.
+    def set_limits(self, changes: Mapping[str, Any]) -> list[str]:
+        """Change limits, by their names in operator.proto; return where more is in use than they
+        allow.
 
         Raises UsageError, and changes nothing, for what this peer cannot give.
         """
         loader, service = self.peer.loop.loader, self._service
         before = loader.model.limits
-        limits = replace(before, **{LIMIT_NAMES[name]: num for name, num in changes.items()})
+        schedule = _change_schedule(self.follower.schedule, changes)
+        ours = {ours: changes[name] for name, ours in LIMIT_NAMES.items() if name in changes}
+        limits = replace(before, **ours)
         model = loader.model.limit(limits, self._announced.span)
         used = self._count_used()
         if limits.num_bytes > before.num_bytes:
@@ -171,6 +185,8 @@ class PeerControl:
         loader.model = model
         if service is not None:
             service.apply_limits(limits)
+        self.follower.schedule = schedule
+        self.follower.look()
         return _list_excess(limits, used)
 
     @property
@@ -190,6 +206,19 @@ class PeerControl:
 
 def _name_limits(values: Mapping[str, int]) -> dict[str, int]:
     return {name: values[ours] for name, ours in LIMIT_NAMES.items()}
+
+
+def _name_schedule(schedule: Schedule) -> dict[str, Any]:
+    hours = ",".join(map(str, schedule.hours))
+    return {"upload": schedule.upload, "download": schedule.download, "hours": hours}
+
+
+def _change_schedule(schedule: Schedule, changes: Mapping[str, Any]) -> Schedule:
+    """Return a schedule with changes, by their names in operator.proto; raises UsageError."""
+    facts = _name_schedule(schedule)
+    facts |= {name: changes[name] for name in facts if name in changes}
+    words = filter(None, facts.pop("hours").split(","))
+    return replace(schedule, hours=tuple(map(Hours.parse, words)), **facts)
 
 
 def _list_excess(limits: Limits, used: Mapping[str, int]) -> list[str]:

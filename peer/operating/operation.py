@@ -17,10 +17,10 @@ from ..process.background import BackgroundTasks
 from ..process.config import PeerEvent, Report
 from ..streams.stream_host import ServiceCounts
 from .control import ControlledPeer, EventFeed, PeerControl
-from .figures import Figures, OperatedPeer, read_figures
+from .figures import Figures, OperatedPeer, count_traffic, read_figures
 from .operator_config import OperatorConfig
 from .run_figures import RunFigures
-from .schedule import Schedule, follow_schedule
+from .schedule import ScheduleFollower
 
 _logger = logging.getLogger(__name__)
 
@@ -129,14 +129,16 @@ class Operation:
         """
         read = partial(read_figures, peer, clock)
         async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(
-                self._serve_operator(PeerControl(peer, clock, self._events), report)
+            follower = ScheduleFollower(
+                self._config.operator.schedule,
+                peer.loop.pauses,
+                clock,
+                partial(count_traffic, peer),
             )
+            control = PeerControl(peer, clock, self._events, follower)
+            await stack.enter_async_context(self._serve_operator(control, report))
             tasks = await stack.enter_async_context(BackgroundTasks())
-            if self._config.operator.schedule != Schedule():
-                tasks.begin(
-                    follow_schedule(self._config.operator.schedule, peer.loop.pauses, clock)
-                )
+            tasks.begin(follower.run())
             await stack.enter_async_context(self._metrics.serve(read, report))
             yield read
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#shoal/peer/operating/operator.proto\x12\x11shoal.operator.v1\"\x11\n\x0f\x44\x65scribeRequest\"\x0e\n\x0cWatchRequest\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rResumeRequest\"=\n\x10SetLimitsRequest\x12)\n\x06limits\x18\x01 \x01(\x0b\x32\x19.shoal.operator.v1.Limits\"Q\n\x0eSetLimitsReply\x12\x30\n\x04peer\x18\x01 \x01(\x0b\x32\".shoal.operator.v1.PeerDescription\x12\r\n\x05notes\x18\x02 \x03(\t\"\xb4\x01\n\x06Limits\x12\x15\n\x08sessions\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\tkv_memory\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x1c\n\x0ftraining_memory\x18\x03 \x01(\x04H\x02\x88\x01\x01\x12\x1b\n\x0e\x61\x64\x61pter_memory\x18\x04 \x01(\x04H\x03\x88\x01\x01\x42\x0b\n\t_sessionsB\x0c\n\n_kv_memoryB\x12\n\x10_training_memoryB\x11\n\x0f_adapter_memory\"\x8a\x03\n\x0fPeerDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\x10\n\x08software\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08model_id\x18\x05 \x01(\t\x12\x0c\n\x04span\x18\x06 \x01(\t\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\r\n\x05state\x18\x08 \x01(\t\x12\x16\n\x0epaused_because\x18\t \x03(\t\x12\x10\n\x08sessions\x18\n \x01(\r\x12\x0e\n\x06passes\x18\x0b \x01(\r\x12\x16\n\x0e\x66ree_kv_tokens\x18\x0c \x01(\x04\x12)\n\x06limits\x18\r \x01(\x0b\x32\x19.shoal.operator.v1.Limits\x12\'\n\x04used\x18\x0e \x01(\x0b\x32\x19.shoal.operator.v1.Limits\x12\x16\n\x0eresident_bytes\x18\x0f \x01(\x04\x12\x1f\n\x17\x64\x65\x63ode_steps_per_second\x18\x10 \x01(\x01\x12\x15\n\rqueue_seconds\x18\x11 \x01(\x01\"2\n\x05\x45vent\x12\x0c\n\x04time\x18\x01 \x01(\x01\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05\x66\x61\x63ts\x18\x03 \x01(\t\"h\n\nWatchReply\x12\x30\n\x04peer\x18\x01 \x01(\x0b\x32\".shoal.operator.v1.PeerDescription\x12(\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x18.shoal.operator.v1.Event2\x98\x03\n\x04Peer\x12R\n\x08\x44\x65scribe\x12\".shoal.operator.v1.DescribeRequest\x1a\".shoal.operator.v1.PeerDescription\x12I\n\x05Watch\x12\x1f.shoal.operator.v1.WatchRequest\x1a\x1d.shoal.operator.v1.WatchReply0\x01\x12S\n\tSetLimits\x12#.shoal.operator.v1.SetLimitsRequest\x1a!.shoal.operator.v1.SetLimitsReply\x12L\n\x05\x44rain\x12\x1f.shoal.operator.v1.DrainRequest\x1a\".shoal.operator.v1.PeerDescription\x12N\n\x06Resume\x12 .shoal.operator.v1.ResumeRequest\x1a\".shoal.operator.v1.PeerDescriptionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#shoal/peer/operating/operator.proto\x12\x11shoal.operator.v1\"\x11\n\x0f\x44\x65scribeRequest\"\x0e\n\x0cWatchRequest\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rResumeRequest\"=\n\x10SetLimitsRequest\x12)\n\x06limits\x18\x01 \x01(\x0b\x32\x19.shoal.operator.v1.Limits\"Q\n\x0eSetLimitsReply\x12\x30\n\x04peer\x18\x01 \x01(\x0b\x32\".shoal.operator.v1.PeerDescription\x12\r\n\x05notes\x18\x02 \x03(\t\"\x96\x02\n\x06Limits\x12\x15\n\x08sessions\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\tkv_memory\x18\x02 \x01(\x04H\x01\x88\x01\x01\x12\x1c\n\x0ftraining_memory\x18\x03 \x01(\x04H\x02\x88\x01\x01\x12\x1b\n\x0e\x61\x64\x61pter_memory\x18\x04 \x01(\x04H\x03\x88\x01\x01\x12\x13\n\x06upload\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x15\n\x08\x64ownload\x18\x06 \x01(\x04H\x05\x88\x01\x01\x12\x12\n\x05hours\x18\x07 \x01(\tH\x06\x88\x01\x01\x42\x0b\n\t_sessionsB\x0c\n\n_kv_memoryB\x12\n\x10_training_memoryB\x11\n\x0f_adapter_memoryB\t\n\x07_uploadB\x0b\n\t_downloadB\x08\n\x06_hours\"\x8a\x03\n\x0fPeerDescription\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07peer_id\x18\x02 \x01(\t\x12\x10\n\x08software\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08model_id\x18\x05 \x01(\t\x12\x0c\n\x04span\x18\x06 \x01(\t\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\r\n\x05state\x18\x08 \x01(\t\x12\x16\n\x0epaused_because\x18\t \x03(\t\x12\x10\n\x08sessions\x18\n \x01(\r\x12\x0e\n\x06passes\x18\x0b \x01(\r\x12\x16\n\x0e\x66ree_kv_tokens\x18\x0c \x01(\x04\x12)\n\x06limits\x18\r \x01(\x0b\x32\x19.shoal.operator.v1.Limits\x12\'\n\x04used\x18\x0e \x01(\x0b\x32\x19.shoal.operator.v1.Limits\x12\x16\n\x0eresident_bytes\x18\x0f \x01(\x04\x12\x1f\n\x17\x64\x65\x63ode_steps_per_second\x18\x10 \x01(\x01\x12\x15\n\rqueue_seconds\x18\x11 \x01(\x01\"2\n\x05\x45vent\x12\x0c\n\x04time\x18\x01 \x01(\x01\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\r\n\x05\x66\x61\x63ts\x18\x03 \x01(\t\"h\n\nWatchReply\x12\x30\n\x04peer\x18\x01 \x01(\x0b\x32\".shoal.operator.v1.PeerDescription\x12(\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x18.shoal.operator.v1.Event2\x98\x03\n\x04Peer\x12R\n\x08\x44\x65scribe\x12\".shoal.operator.v1.DescribeRequest\x1a\".shoal.operator.v1.PeerDescription\x12I\n\x05Watch\x12\x1f.shoal.operator.v1.WatchRequest\x1a\x1d.shoal.operator.v1.WatchReply0\x01\x12S\n\tSetLimits\x12#.shoal.operator.v1.SetLimitsRequest\x1a!.shoal.operator.v1.SetLimitsReply\x12L\n\x05\x44rain\x12\x1f.shoal.operator.v1.DrainRequest\x1a\".shoal.operator.v1.PeerDescription\x12N\n\x06Resume\x12 .shoal.operator.v1.ResumeRequest\x1a\".shoal.operator.v1.PeerDescriptionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,13 +44,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SETLIMITSREPLY']._serialized_start=189
   _globals['_SETLIMITSREPLY']._serialized_end=270
   _globals['_LIMITS']._serialized_start=273
-  _globals['_LIMITS']._serialized_end=453
-  _globals['_PEERDESCRIPTION']._serialized_start=456
-  _globals['_PEERDESCRIPTION']._serialized_end=850
-  _globals['_EVENT']._serialized_start=852
-  _globals['_EVENT']._serialized_end=902
-  _globals['_WATCHREPLY']._serialized_start=904
-  _globals['_WATCHREPLY']._serialized_end=1008
-  _globals['_PEER']._serialized_start=1011
-  _globals['_PEER']._serialized_end=1419
+  _globals['_LIMITS']._serialized_end=551
+  _globals['_PEERDESCRIPTION']._serialized_start=554
+  _globals['_PEERDESCRIPTION']._serialized_end=948
+  _globals['_EVENT']._serialized_start=950
+  _globals['_EVENT']._serialized_end=1000
+  _globals['_WATCHREPLY']._serialized_start=1002
+  _globals['_WATCHREPLY']._serialized_end=1106
+  _globals['_PEER']._serialized_start=1109
+  _globals['_PEER']._serialized_end=1517
 # @@protoc_insertion_point(module_scope)

@@ -37,16 +37,22 @@ class SetLimitsReply(_message.Message):
     def __init__(self, peer: _Optional[_Union[PeerDescription, _Mapping]] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("sessions", "kv_memory", "training_memory", "adapter_memory")
+    __slots__ = ("sessions", "kv_memory", "training_memory", "adapter_memory", "upload", "download", "hours")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     KV_MEMORY_FIELD_NUMBER: _ClassVar[int]
     TRAINING_MEMORY_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_FIELD_NUMBER: _ClassVar[int]
+    DOWNLOAD_FIELD_NUMBER: _ClassVar[int]
+    HOURS_FIELD_NUMBER: _ClassVar[int]
     sessions: int
     kv_memory: int
     training_memory: int
     adapter_memory: int
-    def __init__(self, sessions: _Optional[int] = ..., kv_memory: _Optional[int] = ..., training_memory: _Optional[int] = ..., adapter_memory: _Optional[int] = ...) -> None: ...
+    upload: int
+    download: int
+    hours: str
+    def __init__(self, sessions: _Optional[int] = ..., kv_memory: _Optional[int] = ..., training_memory: _Optional[int] = ..., adapter_memory: _Optional[int] = ..., upload: _Optional[int] = ..., download: _Optional[int] = ..., hours: _Optional[str] = ...) -> None: ...
 
 class PeerDescription(_message.Message):
     __slots__ = ("name", "peer_id", "software", "model", "model_id", "span", "num_blocks", "state", "paused_because", "sessions", "passes", "free_kv_tokens", "limits", "used", "resident_bytes", "decode_steps_per_second", "queue_seconds")

@@ -1,12 +1,15 @@
-"""When a peer serves: at which hours of the day, and whether on battery.
+"""When a peer serves: by hours, batteries, other programs at work, and the bytes that it may move.
 
-The policy is `Schedule.list_reasons`, which is pure; the rest reads clocks and batteries.
+The policy is `Schedule.list_reasons` and `Meter`, which are pure; the rest reads clocks, batteries
+and counters.
 """
 
 import asyncio
+import math
+import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,15 @@ _MINUTES_PER_DAY = 24 * 60
 
 _LOOK_SECONDS = 10.0
 """How late, at most, a pause begins and ends."""
+
+_AVERAGED_SECONDS = 60.0
+"""Over which uses are averaged before they count as more than a limit."""
+
+_QUIET_SECONDS = 120.0
+"""How long the machine must be idle, after much work, until the peer goes on."""
+
+PROCESSOR_TIMES = Path("/proc/stat")
+"""Where Linux tells what processors did since its start."""
 
 POWER_SUPPLIES = Path("/sys/class/power_supply")
 """Where Linux tells of batteries and mains."""
@@ -76,6 +88,15 @@ class Schedule:
     pauses_on_battery: bool = False
     """Whether to pause while the machine has no other power."""
 
+    others_cores: float = 0.0
+    """Pause while other programs of the machine keep more processor cores busy; 0: never."""
+
+    upload: int = 0
+    """Most bytes a second that are sent, on average; over that the peer pauses. 0: no limit."""
+
+    download: int = 0
+    """The same for bytes that are received."""
+
     def list_reasons(self, minute: int, is_on_battery: bool) -> list[str]:
         """Return why the peer pauses at a minute of the day; nothing where it serves.
 
@@ -90,13 +111,89 @@ class Schedule:
         return reasons
 
 
-async def follow_schedule(schedule: Schedule, pauses: ServingPauses, clock: Clock) -> None:
-    """Pause a peer and have it go on, as its schedule says, until cancelled."""
-    while True:
-        minute = find_minute(clock.wall())
-        reasons = schedule.list_reasons(minute, schedule.pauses_on_battery and is_on_battery())
-        pauses.note("schedule", "; ".join(reasons) or None)
-        await asyncio.sleep(_LOOK_SECONDS)
+class Meter:
+    """Tells whether more is used than a limit allows, averaged over a minute.
+
+    A bucket that leaks at the rate of the limit: full means over the limit, until it is empty.
+
+    >>> meter = Meter()
+    >>> used = (0, 0), (700, 10), (700, 75), (1400, 80), (1400, 140), (1400, 145)
+    >>> [meter.take(total, now, limit=10.0) for total, now in used]
+    [False, False, False, True, True, False]
+    """
+
+    def __init__(self, most_seconds: float = math.inf) -> None:
+        """`most_seconds` is how long, at most, nothing may be used before it is below again."""
+        self._most_seconds = most_seconds
+        self._last: tuple[float, float] | None = None
+        self._excess = 0.0
+        self._is_over = False
+        self.per_second = 0.0
+        """Use between the last two readings."""
+
+    def take(self, total: float, now: float, limit: float) -> bool:
+        """Take what was used in total until now; return whether that is over the limit, if it is
+        not 0.
+        """
+        used = seconds = 0.0
+        if self._last is not None:
+            used, seconds = max(0.0, total - self._last[0]), now - self._last[1]
+        self._last = total, now
+        self.per_second = used / seconds if seconds else 0.0
+        excess = max(0.0, self._excess + used - limit * seconds) if limit else 0.0
+        self._excess = min(excess, limit * self._most_seconds) if excess else 0.0
+        if self._excess > limit * _AVERAGED_SECONDS:
+            self._is_over = True
+        elif not self._excess:
+            self._is_over = False
+        return self._is_over
+
+
+class ScheduleFollower:
+    """Pauses a peer and has it go on, as its schedule says while `run` does."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        pauses: ServingPauses,
+        clock: Clock,
+        count_traffic: Callable[[], tuple[int, int]],
+    ) -> None:
+        """`count_traffic` returns the bytes sent and received so far."""
+        self.schedule = schedule
+        """What holds; may be replaced."""
+        self._pauses = pauses
+        self._clock = clock
+        self._count_traffic = count_traffic
+        self.upload, self.download = Meter(), Meter()
+        self._others = Meter(_QUIET_SECONDS)
+
+    async def run(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            self.look()
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def look(self) -> None:
+        """Pause the peer or have it go on, by what is so now."""
+        schedule, now = self.schedule, self._clock.now()
+        is_pausing = schedule.pauses_on_battery and is_on_battery()
+        reasons = schedule.list_reasons(find_minute(self._clock.wall()), is_pausing)
+        others_seconds = read_processor_seconds() - time.process_time()
+        sent, received = self._count_traffic()
+        for meter, total, limit, reason in (
+            (
+                self._others,
+                others_seconds,
+                schedule.others_cores,
+                "other programs: over {:g} cores",
+            ),
+            (self.upload, sent, schedule.upload, "upload: over {:,} bytes a second"),
+            (self.download, received, schedule.download, "download: over {:,} bytes a second"),
+        ):
+            if meter.take(total, now, limit):
+                reasons.append(reason.format(limit))
+        self._pauses.note("schedule", "; ".join(reasons) or None)
 
 
 def find_minute(wall_seconds: float) -> int:
@@ -121,3 +218,15 @@ def is_on_battery(supplies: Path = POWER_SUPPLIES) -> bool:
         and read(one / "status") == "Discharging"
         for one in found
     )
+
+
+def read_processor_seconds(file: Path = PROCESSOR_TIMES) -> float:
+    """Return how long the machine's cores have worked in all; 0 where the system does not say."""
+    try:
+        words = file.read_text().split(maxsplit=9)
+    except OSError:
+        return 0.0
+    # user, nice, system, idle, waiting for disks, interrupts of two kinds; then stolen by others
+    user, nice, system, _, _, interrupts, soft_interrupts = map(int, words[1:8])
+    ticks = user + nice + system + interrupts + soft_interrupts
+    return ticks / os.sysconf("SC_CLK_TCK")

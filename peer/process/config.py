@@ -96,6 +96,10 @@ class PeerConfig:
                 f"the name of a peer has at most {MAX_PEER_NAME_CHARACTERS} characters, without "
                 "control characters"
             )
+        if not 1 <= self.max_sessions <= MOST_SESSIONS:
+            raise UsageError(
+                f"a peer may have 1 to {MOST_SESSIONS} sessions, not {self.max_sessions}"
+            )
         if self.weights not in WEIGHT_FORMATS:
             raise UsageError(
                 f"weights must be one of {', '.join(WEIGHT_FORMATS)}, not {self.weights}"

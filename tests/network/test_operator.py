@@ -122,7 +122,14 @@ def test_owner_watches_limits_drains_and_resumes_a_peer(
         assert code == 0
         assert printed["limits"]["sessions"] == 3
         assert not printed["notes"]
+        words = ["--upload", "1M", "--hours", "0:00-24:00", "--hours", "22:00-7:00"]
+        code, printed = run(capsys, "limits", name, *words)
+        assert (code, printed["limits"]["upload"]) == (0, 2**20)
+        assert printed["limits"]["hours"] == "00:00-24:00,22:00-07:00"
         before = call(channel, "Describe")
+        with pytest.raises(grpc.RpcError, match="hours are given as") as refusal:
+            call(channel, "SetLimits", limits={"hours": "7", "sessions": 1})
+        assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert run(capsys, "limits", name, "--kv-memory", "1")[0] == 2
         assert call(channel, "Describe").limits == before.limits
 
@@ -137,6 +144,8 @@ def test_owner_watches_limits_drains_and_resumes_a_peer(
         assert [check(channel, ""), check(channel, SERVICE)] == [SERVING, NOT_SERVING]
         assert call(channel, "Drain").state == "offline", "twice does no harm"
 
+        code, printed = run(capsys, "limits", name, "--hours", "always", "--upload", "0")
+        assert (printed["limits"]["hours"], printed["limits"]["upload"]) == ("", 0)
         code, printed = run(capsys, "resume", name)
         assert (code, printed["state"], printed["limits"]["sessions"]) == (0, "online", 3)
         assert printed["limits"]["kv_memory"] == 8 * 2**20

@@ -9,6 +9,7 @@ import pytest
 from shoal.cli.main import _parse
 from shoal.cli.options.operating_options import read_operator_config
 from shoal.peer.operating.operator_config import OperatorConfig, TcpAccess
+from shoal.peer.operating.schedule import Hours, Schedule
 from shoal.protocol.errors import UsageError
 from shoal.protocol.net.tcp.tls import make_tls_identity
 
@@ -40,6 +41,14 @@ def read(folder: Path, *words: str, **names: str) -> OperatorConfig:
 def test_tools_of_this_user_reach_a_peer_and_no_others_unless_told(folder: Path) -> None:
     assert read(folder) == OperatorConfig()
     assert not read(folder, "--no-operator").has_socket
+
+
+def test_owner_says_when_and_how_much(folder: Path) -> None:
+    words = ["--hours", "22:00-07:00", "--pause-when-busy", "0.5", "--upload", "2M"]
+
+    schedule = read(folder, *words, "--download", "4M").schedule
+
+    assert schedule == Schedule((Hours(1320, 420),), False, 0.5, 2 * 2**20, 4 * 2**20)
 
 
 def test_tcp_access_has_what_the_files_hold(folder: Path) -> None:

@@ -23,13 +23,20 @@ from service_scene import (
 from virtual_time import VirtualClock
 
 from shoal.peer.engine.compute_thread import ComputeCounts
-from shoal.peer.operating.figures import Figures, Replicas, count_replicas, read_figures
+from shoal.peer.operating.figures import (
+    Figures,
+    Replicas,
+    count_replicas,
+    count_traffic,
+    read_figures,
+)
 from shoal.peer.operating.http_server import listen
 from shoal.peer.operating.metrics import MEASURED, PUSHED, write_metrics
 from shoal.peer.operating.operation import OperatingConfig, Operation
 from shoal.peer.operating.operator_config import OperatorConfig
 from shoal.peer.operating.run_figures import RunFigures
 from shoal.peer.process.config import PeerEvent
+from shoal.peer.process.pauses import ServingPauses
 from shoal.peer.streams.stream_host import ServiceCounts
 from shoal.protocol.errors import ErrorCode, UsageError
 from shoal.protocol.ids import ModelId
@@ -128,6 +135,8 @@ async def test_figures_of_a_peer_at_work(peer: Peer) -> None:
     for direction in ("received", "sent"):
         assert find(samples, f"{direction}_bytes_total", purpose="sessions") > 1000
         assert find(samples, f"{direction}_bytes_total", purpose="training") == 0
+    sent_bytes, received_bytes = count_traffic(peer.service.peer)
+    assert min(sent_bytes, received_bytes) > 1000
     assert find(samples, "replicas_min") == find(samples, "directory_records") == 1
     assert find(samples, "blocks_alone") == find(samples, "blocks") == len(peer.engine.span)
 
@@ -196,6 +205,7 @@ async def scrape(port_of: list[int]) -> dict[str, tuple[str, str]]:
         ),
         directory=SimpleNamespace(records=records),
         lag=SimpleNamespace(mean_seconds=0.0, max_seconds=0.0),
+        loop=SimpleNamespace(pauses=ServingPauses()),
     )
     events = list[PeerEvent]()
     config = OperatingConfig(("127.0.0.1", 0), OperatorConfig(has_socket=False))

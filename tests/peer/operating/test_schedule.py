@@ -1,4 +1,4 @@
-"""When a peer serves, by its hours and on battery."""
+"""When a peer serves: by its hours, on battery, and by what it and other programs use."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from hand_clock import HandClock
 
 from shoal.peer.operating.schedule import (
     Hours,
+    Meter,
     Schedule,
+    ScheduleFollower,
     find_minute,
-    follow_schedule,
     is_on_battery,
+    read_processor_seconds,
 )
 from shoal.peer.process.pauses import ServingPauses
 from shoal.protocol.errors import UsageError
@@ -93,7 +95,8 @@ async def test_pause_begins_and_ends_with_the_hours() -> None:
     later = (now + 60) % (24 * 60)
     text = f"{later // 60}:{later % 60:02}-{(later // 60 + 1) % 24}:{later % 60:02}"
     pauses = ServingPauses()
-    following = asyncio.create_task(follow_schedule(Schedule((Hours.parse(text),)), pauses, clock))
+    follower = ScheduleFollower(Schedule((Hours.parse(text),)), pauses, clock, lambda: (0, 0))
+    following = asyncio.create_task(follower.run())
 
     await asyncio.wait_for(pauses.wanted.wait(), 60)
     pauses.note("owner", "drained by its owner")
@@ -106,3 +109,50 @@ async def test_pause_begins_and_ends_with_the_hours() -> None:
     assert not pauses.wanted.is_set()
 
     following.cancel()
+
+
+def test_peer_that_moves_more_than_its_owner_allows_pauses_until_the_average_fits() -> None:
+    clock, pauses = HandClock(), ServingPauses()
+    sent, received = 0, 0
+    follower = ScheduleFollower(Schedule(upload=1000), pauses, clock, lambda: (sent, received))
+    reasons = list[tuple[str, ...]]()
+
+    follower.look()
+    for more in (50_000, 50_000, 0, 0, 0, 0, 0, 0, 0):
+        sent, received, clock.seconds = sent + more, received + 10**9, clock.seconds + 10
+        follower.look()
+        reasons.append(pauses.reasons)
+
+    over = ("upload: over 1,000 bytes a second",)
+    assert reasons == [(), over, over, over, over, over, over, over, over]
+    clock.seconds += 10
+    follower.look()
+    assert pauses.reasons == ()
+    follower.schedule = Schedule(download=1000)
+    received, clock.seconds = received + 70_001, clock.seconds + 10
+    follower.look()
+    assert pauses.reasons == ("download: over 1,000 bytes a second",)
+    follower.schedule = Schedule()
+    follower.look()
+    assert pauses.reasons == ()
+
+
+def test_peer_makes_room_for_other_programs_soon_and_comes_back_when_they_are_quiet() -> None:
+    meter, total = Meter(most_seconds=120.0), 0.0
+    over = list[bool]()
+
+    for second in range(0, 900, 10):
+        total += 40.0 if 100 <= second < 600 else 1.0  # four cores for minutes, else a tenth of one
+        over.append(meter.take(total, float(second), 0.5))
+
+    assert over[:10] == [False] * 10
+    assert over[11:60] == [True] * 49
+    assert over.index(False, 60) == 60 + 14
+
+
+def test_work_of_all_programs_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "stat"
+    file.write_text("cpu  100 20 30 9999 50 6 7 8 0 0\ncpu0 1 2 3 4 5 6 7 8 9 0\n")
+
+    assert read_processor_seconds(file) == pytest.approx(163 / 100, abs=0.01)
+    assert read_processor_seconds(tmp_path / "none") == 0.0
