@@ -18,6 +18,7 @@ from ...peer.runs.questions import MemberAnswer, Members, make_question_id
 from ...peer.runs.remote_members import RemoteMembers
 from ...peer.runs.run_decisions import read_run_commit
 from ...peer.runs.state_transfer import Note, fetch_weights, list_layouts
+from ...peer.streams.stream_host import ServiceCounts
 from ...protocol.errors import RemoteProtocolError, UnavailableError
 from ...protocol.identity import Identity
 from ...protocol.ids import MemberId
@@ -80,7 +81,7 @@ async def fetch_run_weights(
     """
     layouts, architecture = await asyncio.to_thread(list_layouts, record.run)
     own = MemberId(f"{presence.identity.peer_id}/{secrets.token_hex(8)}")
-    members = RemoteMembers(own, record, presence, clock, silence_seconds)
+    members = RemoteMembers(own, record, presence, clock, silence_seconds, ServiceCounts())
     try:
         newest = partial(_ask_newest, members, own, record.run, len(layouts), clock)
         return await fetch_newest_weights(members, newest, layouts, architecture, note)

@@ -57,6 +57,18 @@ def ignore_bytes(num_bytes: int) -> None:
     """Note nothing."""
 
 
+class FrameCounts(Protocol):
+    """Counts the frames of questions and answers."""
+
+    def note_sent(self, frame: bytes) -> None:
+        """Count a frame that has left."""
+        ...
+
+    def note_received(self, frame: bytes) -> None:
+        """Count a frame that has come."""
+        ...
+
+
 class Members(Protocol):
     """The members of a run, by their ids."""
 

@@ -45,6 +45,7 @@ from ...protocol.runs.run_record import RunRecord
 from .questions import (
     FAILURES,
     AnswerMember,
+    FrameCounts,
     MemberAnswer,
     NoteBytes,
     StillBusyError,
@@ -87,6 +88,7 @@ class RemoteMembers:
         presence: Presence,
         clock: Clock,
         silence_seconds: float,
+        counts: FrameCounts,
     ) -> None:
         self.answer_here: AnswerMember | None = None
         """Answers questions to ourselves."""
@@ -95,6 +97,7 @@ class RemoteMembers:
         self._presence = presence
         self._clock = clock
         self._silence_seconds = silence_seconds
+        self._counts = counts
         self._kept: dict[MemberId, list[Stream]] = defaultdict(list)
         self._times: dict[tuple[str, float], UsualTimes] = {}
         """By the kind of a question, and how many silences it may last."""
@@ -293,6 +296,7 @@ class RemoteMembers:
     async def _send(self, stream: Stream, name: str, frame: bytes) -> None:
         async with AnswerTimeout(self._silence_seconds, f"{name} does not read"):
             await stream.send(frame)
+        self._counts.note_sent(frame)
 
     async def _receive(self, stream: Stream, name: str, session: SessionId) -> Message:
         """Return the next message that is no sign of life."""
@@ -304,7 +308,10 @@ class RemoteMembers:
     async def _receive_next(self, stream: Stream, name: str, session: SessionId) -> Message:
         async with AnswerTimeout(self._silence_seconds, f"{name} is silent"):
             frame = await stream.receive()
-        return read_answer(frame, name, session)
+        answer = read_answer(frame, name, session)
+        assert frame is not None  # that is an error
+        self._counts.note_received(frame)
+        return answer
 
 
 def _count_silences(question: Question) -> float:

@@ -64,7 +64,10 @@ class RunPeer:
         incarnation = incarnation or secrets.token_hex(8)
         member_id = MemberId(f"{presence.identity.peer_id}/{incarnation}")
         async with AsyncExitStack() as stack:
-            members = RemoteMembers(member_id, record, presence, clock, config.silence_seconds)
+            counts = joined.handler.counts
+            members = RemoteMembers(
+                member_id, record, presence, clock, config.silence_seconds, counts
+            )
             stack.push_async_callback(members.close)
             told = RunDescription(record, len(resources.whole), presence, period_seconds)
             announcer = Announcer(
@@ -80,9 +83,7 @@ class RunPeer:
                 record, member_id, loop.answer, loop.find_input_bytes, changed.set,
                 lambda: resources.compute.is_late,
             )  # fmt: skip
-            service = make_run_service(
-                workload, resources.whole, clock, changed, joined.handler.counts
-            )
+            service = make_run_service(workload, resources.whole, clock, changed, counts)
             stack.push_async_callback(service.hang_up)
             joined.handler.others[record.model_id] = service
             stack.callback(joined.handler.others.pop, record.model_id)

@@ -51,7 +51,8 @@ class ServiceCounts:
     """What a peer has done for others since it began, at all of its spans."""
 
     received_bytes: Counter[str] = field(default_factory=Counter[str])
-    """Bytes of frames by their purpose, on streams that others have opened."""
+    """Bytes of frames by their purpose, on streams that others have opened, and of training runs
+    on all streams."""
     sent_bytes: Counter[str] = field(default_factory=Counter[str])
     """The same of the answers."""
     refusals: Counter[ErrorCode] = field(default_factory=Counter[ErrorCode])

@@ -20,6 +20,7 @@ from shoal.peer.runs.remote_members import RemoteMembers
 from shoal.peer.runs.run_peer import RunPeer, open_run
 from shoal.peer.runs.run_resources import RunPeerConfig
 from shoal.peer.streams.service import JoinedPeer
+from shoal.peer.streams.stream_host import ServiceCounts
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import MemberId
 from shoal.protocol.messages.codec import decode_frame, encode_frame
@@ -174,7 +175,8 @@ class RunSwarm:
         identity = make_identity(host)
         presence = Presence(identity, transport, directory, (), Addresses((), {}), stack)
         own = MemberId(f"{identity.peer_id}/1")
-        members = RemoteMembers(own, self.record, presence, VirtualClock(), 10.0)
+        clock, counts = VirtualClock(), ServiceCounts()
+        members = RemoteMembers(own, self.record, presence, clock, 10.0, counts)
         stack.push_async_callback(members.close)
         return members
 

@@ -72,6 +72,16 @@ def test_same_run_has_the_same_digest_and_prints_a_table(
     assert all(len(line) <= 80 for line in lines if not line.startswith(("SHA", "Model")))
 
 
+def test_metrics_are_refused_where_nobody_else_trains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", str(write_run(tmp_path)), "--out", str(tmp_path / "out"), "--metrics", "0"]
+
+    assert main(words) == 2
+
+    assert "--metrics" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "before", "after", "complaint"),
     [

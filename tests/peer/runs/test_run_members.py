@@ -18,6 +18,7 @@ from virtual_time import VirtualClock, run_virtual
 from shoal.peer.runs.questions import MemberAnswer, NoteBytes, ignore_bytes, make_question_id
 from shoal.peer.runs.remote_members import RemoteMembers
 from shoal.peer.runs.run_decisions import RunDecisions
+from shoal.peer.streams.stream_host import ServiceCounts
 from shoal.protocol.errors import UnavailableError, UsageError
 from shoal.protocol.ids import MemberId, ModelId
 from shoal.protocol.messages.fields import Message
@@ -221,6 +222,7 @@ class OldReadings:
 
 def test_member_that_came_back_at_another_port_is_dialled_there(folder: Path) -> None:
     run, _ = open_run(folder, num_updates=1, stage_borders=[])
+    counts = ServiceCounts()
 
     async def main() -> None:
         swarm = RunSwarm(run, folder)
@@ -230,7 +232,7 @@ def test_member_that_came_back_at_another_port_is_dialled_there(folder: Path) ->
             identity, old = make_identity("asking"), cast(Directory, OldReadings(directory))
             presence = Presence(identity, transport, old, (), Addresses((), {}), stack)
             own = MemberId(f"{identity.peer_id}/1")
-            members = RemoteMembers(own, swarm.record, presence, VirtualClock(), 10.0)
+            members = RemoteMembers(own, swarm.record, presence, VirtualClock(), 10.0, counts)
             stack.push_async_callback(members.close)
             await swarm.start("peer0", 0, founds_run=True)
             await swarm.finish()
@@ -240,6 +242,9 @@ def test_member_that_came_back_at_another_port_is_dialled_there(folder: Path) ->
             (await members.ask(member, asked)).check_kind(StateFollows)
 
     run_virtual(main())
+
+    assert counts.sent_bytes["training"] > 0
+    assert counts.received_bytes["training"] > 0
 
 
 class Switchboard:
