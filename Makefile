@@ -21,7 +21,7 @@ MOVED := $(if $(filter-out $(shell cat .venv/checkout 2>/dev/null),$(CURDIR)),FO
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
-.PHONY: help demo swarm monitor-demo train-demo images images-from-debian test test-fast bitsandbytes test-bitsandbytes chaos check bench constraints proto clean FORCE
+.PHONY: help demo swarm monitor-demo train-demo images images-from-debian images-swarm test test-fast bitsandbytes test-bitsandbytes chaos check bench constraints proto clean FORCE
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -60,6 +60,9 @@ images-from-debian:  ## build them where no registry of images is reachable, and
 	@BUILDAH_ISOLATION=chroot $(MAKE) images ENGINE=buildah \
 	    ARGS='--build-arg PYTHON_IMAGE=localhost/shoal-python $(TORCH_FROM) \
 	    $(foreach path,$(MOUNTED),--volume $(path):$(path):ro) $(ARGS)'
+
+images-swarm:  ## run the swarm of docker/compose.yaml from them with podman, until Ctrl-C
+	@docker/run_swarm.sh up $(ARGS)
 
 # Files of tests run JOBS at a time; threads of torch that wait for each other would spin meanwhile.
 # Hundreds of p2pds live for seconds: they collect garbage only when they have much of it.
