@@ -29,7 +29,7 @@ parts_per_update = {parts}
 rows_per_part = 4
 held_out_every = {max(updates // 5, 1)}
 optimizer = {{ name = "muon", learning_rate = 0.01, adamw_learning_rate = 0.005 }}
-schedule.warmup_updates = 3
+schedule.warmup_updates = {min(3, updates - 1)}
 corpus = {{ sequence_length = {length}, entropy = {nats}, shards = [{own}], held_out = [
     {held}], tokenizer = [{named}] }}
 """)

@@ -83,7 +83,7 @@ def write_run(
             "parts_per_update": num_parts,
             "rows_per_part": 4,
             "optimizer": {"name": optimizer, "learning_rate": _RATES[optimizer]},
-            "schedule": {"warmup_updates": 3},
+            "schedule": {"warmup_updates": min(3, num_updates - 1)},
         }
     )
     return run, TokenShards.open(run.corpus, folder, vocabulary_size)

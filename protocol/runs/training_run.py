@@ -7,9 +7,11 @@ peer knows what belongs to an update, and a part that is lost can be computed ag
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
@@ -29,6 +31,8 @@ from ..spans import Span
 MAX_ROWS = 1024
 MAX_SEQUENCE_LENGTH = 2**17
 MAX_SHARDS = 4096
+_MAX_FIELD_CHARACTERS = 80
+"""Of what a file calls a setting that we do not know."""
 
 Mode = Literal["exact", "int8"]
 """How members of a run send activations and gradients: exactly, or as 8-bit integers."""
@@ -36,8 +40,18 @@ Mode = Literal["exact", "int8"]
 Precision = Literal["fp32", "bf16"]
 """In what products of a run are computed. Weights, norms, losses and sums stay in fp32."""
 
-_Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
-_Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+_NAME = r"^[a-z0-9][a-z0-9-]{0,62}$"
+_DIGEST = r"^[0-9a-f]{64}$"
+_PATH = r"^[\w-][\w.-]*(/[\w-][\w.-]*)*$"
+_IN_WORDS = {
+    _NAME: "1 to 63 lower-case letters, digits and hyphens, and begin with no hyphen",
+    _DIGEST: "64 hexadecimal digits in lower case, as sha256sum prints them",
+    _PATH: "below the folder of the corpus, of names of letters, digits, '_', '-' and '.'",
+}
+"""What texts of these patterns must be."""
+
+_Name = Annotated[str, StringConstraints(pattern=_NAME)]
+_Digest = Annotated[str, StringConstraints(pattern=_DIGEST)]
 _Rate = Annotated[float, Field(gt=0, le=10, allow_inf_nan=False)]
 _Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 _Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
@@ -61,9 +75,7 @@ class _Table(BaseModel):
 class TokenShard(_Table):
     """A file of token ids, as little-endian numbers of two bytes (four above 65,536 ids)."""
 
-    path: Annotated[
-        str, StringConstraints(pattern=r"^[\w-][\w.-]*(/[\w-][\w.-]*)*$", max_length=255)
-    ]
+    path: Annotated[str, StringConstraints(pattern=_PATH, max_length=255)]
     """Below the folder of the corpus: runs of others name no file elsewhere."""
     num_tokens: Annotated[int, Field(ge=2, le=2**40)]
     sha256: _Digest
@@ -151,6 +163,24 @@ class Optimizer(_Table):
     clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """The largest norm of the gradient of all stages together."""
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name, takers in _TAKERS.items():
+            is_set = getattr(self, name) != type(self).model_fields[name].default
+            if is_set and self.name not in takers:
+                raise ValueError(
+                    f"{name} is a setting of {', '.join(takers)}; {self.name} ignores it"
+                )
+        return self
+
+
+_TAKERS = {
+    "adamw_learning_rate": ("muon",),
+    "momentum": ("muon",),
+    "betas": ("muon", "adamw", "adamw8bit"),
+}
+"""Which optimizers take the settings that not all of them have."""
+
 
 class LearningRateSchedule(_Table):
     """Linear warmup, then a cosine down to a fraction of the highest learning rate."""
@@ -189,13 +219,21 @@ class TrainingRun(_Table):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        for name, value in self.model.items():
+            if not _can_be_json(value):
+                raise ValueError(f"model: {name:.60} must be without dates, NaN and infinity")
         borders = (0, *self.stage_borders)
         if any(start >= stop for start, stop in pairwise(borders)):
             raise ValueError("stage_borders must increase")
         if self.corpus.num_rows < self.rows_per_part:
             raise ValueError(
                 f"corpus has {self.corpus.num_rows} rows of {self.corpus.sequence_length} tokens, "
-                f"one part takes {self.rows_per_part}"
+                f"one part takes {self.rows_per_part}: lower rows_per_part or "
+                "corpus.sequence_length, or add shards"
+            )
+        if self.schedule.warmup_updates >= self.num_updates:
+            raise ValueError(
+                f"schedule.warmup_updates must be less than num_updates, {self.num_updates}"
             )
         if self.corpus.held_out and not 1 <= self.num_held_out_parts <= MAX_PARTS:
             raise ValueError(
@@ -270,16 +308,60 @@ class TrainingRun(_Table):
 
 
 def read_run(content: Mapping[str, object]) -> TrainingRun:
-    """Check what a run file holds; UsageError names the first wrong field and what it must be."""
+    """Check what a run file holds; UsageError names the first wrong field and what it must be.
+
+    Fields that no run has come before those that are missing, which may be the same, misspelt.
+    """
     try:
         return TrainingRun.model_validate(content)
-    except ValidationError as errors:
-        error = errors.errors(include_url=False, include_input=False)[0]
-    field = ".".join(map(str, error["loc"]))
-    problem = error["msg"].removeprefix("Value error, ").replace("Input should", "must")
-    if error["type"] == "extra_forbidden":
-        problem = "a run has no such setting"
+    except ValidationError as found:
+        errors = found.errors(include_url=False, include_input=False)
+    error = min(errors, key=lambda one: one["type"] != "extra_forbidden")
+    field = ".".join(map(str, error["loc"]))[:_MAX_FIELD_CHARACTERS]
+    problem = _describe(field, error["type"], error["msg"], error.get("ctx", {}))
     raise UsageError(f"run file: {field}: {problem}" if field else f"run file: {problem}")
+
+
+_TABLES = {
+    "": TrainingRun,
+    "corpus.": Corpus,
+    "corpus.shards.": TokenShard,
+    "optimizer.": Optimizer,
+    "schedule.": LearningRateSchedule,
+}
+
+
+def _describe(field: str, kind: str, message: str, limits: Mapping[str, Any]) -> str:
+    """Return what is wrong with a field, and what it must be."""
+    match kind:
+        case "extra_forbidden":
+            known = [
+                prefix + name for prefix, table in _TABLES.items() for name in table.model_fields
+            ]
+            near = get_close_matches(field, known, 1)
+            return "a run has no such setting" + (f"; did you mean {near[0]}?" if near else "")
+        case "missing":
+            return "this setting is required"
+        case "string_pattern_mismatch":
+            return f"must be {_IN_WORDS[limits['pattern']]}"
+        case "dict_type" | "model_type":
+            return "must be a table"
+        case "tuple_type":
+            return "must be a list"
+        case "too_long":
+            return f"must have at most {limits['max_length']} items, not {limits['actual_length']}"
+        case "too_short":
+            return f"must have at least {limits['min_length']} items, not {limits['actual_length']}"
+        case _:
+            return message.removeprefix("Value error, ").replace("Input should", "must")
+
+
+def _can_be_json(value: object) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _permute(index: int, size: int, key: str) -> int:

@@ -47,7 +47,7 @@ def describe_run(**changes: Any) -> dict[str, Any]:
         "parts_per_update": 4,
         "rows_per_part": 2,
         "optimizer": {"name": "adamw", "learning_rate": 0.01, "weight_decay": 0.05},
-        "schedule": {"warmup_updates": 1},
+        "schedule": {"warmup_updates": min(1, changes.get("num_updates", 4) - 1)},
     }
     return content | changes
 

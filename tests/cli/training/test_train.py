@@ -1,6 +1,7 @@
 """`shoal train`: a run file becomes a model that transformers loads; wrong files are named."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from training_runs import write_run
 from transformers import AutoModelForCausalLM
 
 from shoal.cli.main import main
+from shoal.cli.training.run_file import load_run
 from shoal.peer.engine.training.span_state import digest_tensors
 
 
@@ -92,7 +94,19 @@ def test_metrics_are_refused_where_nobody_else_trains(
         ("run.toml", b"0.bin", b"9.bin", "9.bin: No such file"),
         ("run.toml", b"held-out.bin", b"8.bin", "8.bin: No such file"),
         ("config.json", b'"llama"', b'"\xff"', "config.json is no text in UTF-8"),
+        ("config.json", b'"llama"', b'"llama', "run file: model: "),
         ("config.json", b'"llama"', b'"llama', "config.json is no JSON file"),
+        (
+            "config.json",
+            b'"llama"',
+            b'"llama", "deep": ' + b"[" * 10**5,
+            "is no JSON file: maximum",
+        ),
+        ("config.json", b'"llama"', b'"llama", "big": ' + b"9" * 5000, "is no JSON file: Exceeds"),
+        ("run.toml", b"seed = 7", b"seed = " + b"9" * 5000, "is no TOML file: Exceeds the limit"),
+        ("run.toml", b"config.json", b"con\\u0000fig", "null byte"),
+        ("run.toml", b"config.json", b".", "it is no regular file"),
+        ("run.toml", b"seed = 7", b"seed = 7\n#" + b"#" * 2**23, "has more than 8388608 bytes"),
         ("0.bin", b"\x00", b"\x01", "0.bin is not the one of the run: its SHA-256 differs"),
     ],
 )
@@ -113,3 +127,25 @@ def test_wrong_files_are_told_in_one_sentence(
 
     assert complaint in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "train-plan"])
+def test_what_is_no_file_is_neither_read_nor_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    pipe = tmp_path / "run.toml"
+    os.mkfifo(pipe)
+
+    for path in (pipe, Path("/dev/zero")):
+        assert main([command, str(path)]) == 2
+        assert f"cannot read {path}: it is no regular file" in " ".join(
+            capsys.readouterr().err.split()
+        )
+
+
+def test_byte_order_marks_of_windows_are_passed_over(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    for one in (file, tmp_path / "config.json"):
+        one.write_bytes(b"\xef\xbb\xbf" + one.read_bytes().replace(b"\n", b"\r\n"))
+
+    assert load_run(file).name == "test"

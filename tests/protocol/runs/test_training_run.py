@@ -1,10 +1,11 @@
 """Run files: what they may hold, the parts of updates, and learning rates."""
 
 from collections.abc import Iterator
+from datetime import date
 from typing import Any, cast
 
 import pytest
-from training_runs import NO_SHARD, describe_run
+from training_runs import MODEL, NO_SHARD, describe_run
 
 from shoal.protocol.errors import UsageError
 from shoal.protocol.identity import Identity
@@ -20,12 +21,25 @@ TOKENIZER = {"path": "tokenizer.json", "sha256": "4" * 64}
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"name": "No Name"}, "run file: name: String should match pattern"),
+        ({"name": "No Name"}, "run file: name: must be 1 to 63 lower-case letters, digits and"),
         ({"seed": -1}, "run file: seed: must be greater than or equal to 0"),
         ({"rows_per_part": "2"}, "run file: rows_per_part: must be a valid integer"),
         ({"parts_per_update": 2**13}, "run file: parts_per_update: must be less than or equal to"),
         ({"nonsense": 1}, "run file: nonsense: a run has no such setting"),
+        ({"sequence_length": 4}, "no such setting; did you mean corpus.sequence_length?"),
         ({"stage_borders": [2, 2]}, "run file: stage_borders must increase"),
+        ({"stage_borders": 2}, "run file: stage_borders: must be a list"),
+        ({"optimizer": "adamw"}, "run file: optimizer: must be a table"),
+        (
+            {"optimizer": {"learning_rate": 0.1, "name": "sgd", "betas": [0.9, 0.9]}},
+            "run file: optimizer: betas is a setting of muon, adamw, adamw8bit; sgd ignores it",
+        ),
+        ({"schedule": {"warmup_updates": 4}}, "schedule.warmup_updates must be less than num_upd"),
+        (
+            {"model": MODEL | {"rms_norm_eps": float("nan")}},
+            "run file: model: rms_norm_eps must be without dates, NaN and infinity",
+        ),
+        ({"model": MODEL | {"made": date(2026, 1, 1)}}, "made must be without dates"),
         ({"optimizer": {"learning_rate": 0.0}}, "optimizer.learning_rate: must be greater than 0"),
         ({"optimizer": {"learning_rate": float("nan")}}, "optimizer.learning_rate: must be"),
         ({"optimizer": {"learning_rate": 0.1, "name": "lion"}}, "optimizer.name: must be 'muon'"),
@@ -33,7 +47,7 @@ TOKENIZER = {"path": "tokenizer.json", "sha256": "4" * 64}
         ({"corpus": {"shards": [], "sequence_length": 4}}, "corpus.shards: "),
         (
             {"corpus": {"shards": [NO_SHARD | {"sha256": "0"}], "sequence_length": 4}},
-            "corpus.shards.0.sha256: ",
+            "corpus.shards.0.sha256: must be 64 hexadecimal digits in lower case",
         ),
         (
             {"corpus": {"shards": [NO_SHARD | {"path": "a/../../b"}], "sequence_length": 4}},
@@ -41,7 +55,7 @@ TOKENIZER = {"path": "tokenizer.json", "sha256": "4" * 64}
         ),
         (
             {"corpus": {"shards": [NO_SHARD | {"path": "/etc/passwd"}], "sequence_length": 4}},
-            "corpus.shards.0.path: ",
+            "corpus.shards.0.path: must be below the folder of the corpus",
         ),
         (
             {"corpus": {"shards": [NO_SHARD], "sequence_length": 10_000}},
@@ -57,7 +71,7 @@ TOKENIZER = {"path": "tokenizer.json", "sha256": "4" * 64}
         ),
         (
             {"corpus": {**HELD_OUT, "tokenizer": [TOKENIZER] * 9}},
-            "run file: corpus.tokenizer: Tuple should have at most 8 items",
+            "run file: corpus.tokenizer: must have at most 8 items, not 9",
         ),
         ({"held_out_every": 2}, "run file: held_out_every: corpus.held_out names no shards"),
         (
@@ -88,7 +102,15 @@ def test_missing_field_is_named() -> None:
     content = describe_run()
     del content["corpus"]
 
-    with pytest.raises(UsageError, match="run file: corpus: Field required"):
+    with pytest.raises(UsageError, match="run file: corpus: this setting is required"):
+        read_run(content)
+
+
+def test_misspelt_field_is_told_before_the_one_that_is_missing_then() -> None:
+    content = describe_run()
+    content["num_update"] = content.pop("num_updates")
+
+    with pytest.raises(UsageError, match=r"num_update: a run has no .* did you mean num_updates\?"):
         read_run(content)
 
 
@@ -111,7 +133,7 @@ def list_changed(content: object) -> Iterator[object]:
         case None:
             yield 0.5
         case str():
-            names = {"adamw": "sgd", "exact": "int8", "fp32": "bf16"}
+            names = {"muon": "adamw", "exact": "int8", "fp32": "bf16"}
             names |= {"0" * 64: "2" * 64, "1" * 64: "3" * 64}
             names |= {"4" * 64: "5" * 64, "tokenizer.json": "tokenizer.model"}
             yield names.get(content, content + "1")
@@ -119,7 +141,9 @@ def list_changed(content: object) -> Iterator[object]:
 
 def test_run_id_changes_with_every_setting_and_with_nothing_else() -> None:
     owner = Identity(bytes(32))
-    run = read_run(describe_run(corpus={**HELD_OUT, "tokenizer": [TOKENIZER]}, held_out_every=2))
+    corpus = {**HELD_OUT, "tokenizer": [TOKENIZER]}
+    optimizer = {"learning_rate": 0.01}
+    run = read_run(describe_run(corpus=corpus, optimizer=optimizer, held_out_every=2))
     content = run.model_dump(mode="json")
 
     others = [sign_run(owner, read_run(cast(Any, other))).run_id for other in list_changed(content)]
