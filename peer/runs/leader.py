@@ -519,12 +519,14 @@ class Leader:
             digest, norm = next(answers[mate] for mate in answers if mate in chosen)
             sums.append(digest.hex())
             norms.append(norm)
-        loss = sum(reduced[member].loss for member in stages[-1])
-        squared_norm = math.fsum(norms)
         commit = self._decisions.commit.make_next(
-            tuple(sums), squared_norm, loss, seconds, manifests.list_queue_seconds(),
-            self._lost.num,
-        )  # fmt: skip
+            sums=tuple(sums),
+            squared_norm=math.fsum(norms),
+            loss=sum(reduced[member].loss for member in stages[-1]),
+            averaging_seconds=seconds,
+            queue_seconds=manifests.list_queue_seconds(),
+            parts_redone=self._lost.num,
+        )
         # Members that were not ready keep their place: they take the state from mates.
         members = [m for m in decision.members if m.id in equal or m.id not in orders]
         members = choose_without_leaving(members, leaving, equal)

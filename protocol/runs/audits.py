@@ -184,8 +184,12 @@ def judge_part(
     Of each member, the one that it has computed last counts as its vote; of equally many, only
     those count that have told no other. `counted` is what members told when they had counted it.
     """
-    members = manifests.ready[stage]
-    told = _list_digests(manifests, members, {index: counted}).get(index, {})
+    told = dict[MemberId, list[bytes]]()
+    for member in manifests.ready[stage]:
+        manifest = manifests.answering[member]
+        each = counted.get(member), manifest.counted.get(index), manifest.audited.get(index)
+        if digests := [digest for digest in each if digest is not None]:
+            told[member] = digests
     votes = {member: digests[-1] for member, digests in told.items()}
     if _is_tie(votes.values()):
         votes = {one: vote for one, vote in votes.items() if len(set(told[one])) == 1} or votes
@@ -210,29 +214,11 @@ def _find_begun(manifests: Manifests) -> tuple[int, int]:
 
 def _list_disputed(manifests: Manifests) -> list[tuple[int, int]]:
     """Return the stages and parts of which ready members tell more than one digest."""
-    return [
-        (stage, index)
-        for stage, members in enumerate(manifests.ready)
-        for index, told in sorted(_list_digests(manifests, members, {}).items())
-        if len({digest for digests in told.values() for digest in digests}) > 1
-    ]
-
-
-def _list_digests(
-    manifests: Manifests,
-    members: Sequence[MemberId],
-    before: Mapping[int, Mapping[MemberId, bytes]],
-) -> dict[int, dict[MemberId, list[bytes]]]:
-    """Return, for each part, the digests that these members tell: what they told before comes
-    first, of the audit last.
-    """
-    told = defaultdict[int, dict[MemberId, list[bytes]]](dict)
-    for member in members:
-        for index, digests in before.items():
-            if member in digests:
-                told[index].setdefault(member, []).append(digests[member])
-        manifest = manifests.answering[member]
-        for digests in (manifest.counted, manifest.audited):
-            for index, digest in digests.items():
-                told[index].setdefault(member, []).append(digest)
-    return told
+    disputed: list[tuple[int, int]] = []
+    for stage, members in enumerate(manifests.ready):
+        digests = defaultdict[int, set[bytes]](set)
+        for told in map(manifests.answering.__getitem__, members):
+            for index, digest in (*told.counted.items(), *told.audited.items()):
+                digests[index].add(digest)
+        disputed += [(stage, index) for index in sorted(digests) if len(digests[index]) > 1]
+    return disputed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -85,27 +85,10 @@ class Commit(BaseModel):
         """Return whether nothing is left to compute."""
         return self.update >= run.num_updates and not self.lacks_held_out_loss(run)
 
-    def make_next(
-        self,
-        sums: tuple[str, ...],
-        squared_norm: float,
-        loss: float,
-        averaging_seconds: float = 0.0,
-        queue_seconds: tuple[float, ...] = (),
-        parts_redone: int = 0,
-    ) -> Commit:
-        """Return the commit of the update that is under way."""
-        return Commit(
-            founder=self.founder,
-            compute_class=self.compute_class,
-            update=self.update + 1,
-            sums=sums,
-            squared_norm=squared_norm,
-            loss=loss,
-            averaging_seconds=averaging_seconds,
-            queue_seconds=queue_seconds,
-            parts_redone=parts_redone,
-        )
+    def make_next(self, **facts: Any) -> Commit:
+        """Return the commit of the update that is under way, with what is told of it."""
+        founder, compute_class = self.founder, self.compute_class
+        return Commit(founder=founder, compute_class=compute_class, update=self.update + 1, **facts)
 
     def make_restarted(self) -> Commit:
         """Return the beginning of the update that is under way, again: some of it is wrong.

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
-from typing import NamedTuple
 
 from ..ids import MemberId, find_peer_id
 from ..limits import MAX_RUN_MEMBERS
@@ -70,6 +69,11 @@ class Manifests:
         ]
 
     @cached_property
+    def all_ready(self) -> set[MemberId]:
+        """The ready members of all stages."""
+        return {member for stage in self.ready for member in stage}
+
+    @cached_property
     def last_ready(self) -> set[MemberId]:
         """Members that are the only ready ones of their stage."""
         return {stage[0] for stage in self.ready if len(stage) == 1}
@@ -82,9 +86,8 @@ class Manifests:
     @cached_property
     def missing(self) -> dict[Member, MemberManifest]:
         """Members that answer and are not ready: most download the state of their stage."""
-        ready = {one for stage in self.ready for one in stage}
         told = [(one, self.answering.get(one.id)) for one in self.decision.members]
-        return {one: each for one, each in told if each and one.id not in ready}
+        return {one: each for one, each in told if each and one.id not in self.all_ready}
 
     def find_lacking(self) -> str | None:
         """Return what the run waits for; None: it can go on."""
@@ -121,12 +124,7 @@ class Manifests:
 
     def list_parts(self, num_parts: int) -> UpdateParts:
         """Return what is counted of the update, and what is left to do."""
-        ready = {member for stage in self.ready for member in stage}
-        growing = {
-            member.stage
-            for member in self.decision.members
-            if member.id in self.answering and member.id not in ready
-        }
+        growing = {member.stage for member in self.missing}
         seconds = {member: told.part_seconds for member, told in self.answering.items()}
         parts = UpdateParts(num_parts, self.ready, self.leaving, seconds, growing)
         for member, told in self.answering.items():
@@ -158,18 +156,17 @@ class Manifests:
         chosen: set[MemberId] = set()
         for stage in range(self.num_stages):
             holders = [one.id for one in self.decision.members if one.stage == stage]
-            answering = [one for one in holders if one in self.answering]
             states = self._list_states(stage)
             if not states:
                 chosen.update(holders)
                 continue
             equal = find_equal(states)
-            good = [one for one in answering if one in equal or one not in states]
+            able = equal | (self.answering.keys() - states.keys())
+            good = [one for one in holders if one in able]
             chosen.update([one for one in good if one != aside] or good)
         idle = {member for member in self.leaving if not self.answering[member].counted}
-        ready = {member for stage in self.ready for member in stage}
         members = [member for member in self.decision.members if member.id in chosen]
-        return choose_without_leaving(members, idle, ready)
+        return choose_without_leaving(members, idle, self.all_ready)
 
     def find_differences(self) -> dict[int, Difference]:
         """Return the stages whose members have other states, which should be equal."""
@@ -183,7 +180,7 @@ class Manifests:
         return {
             one.id: told.state
             for one in self.decision.members
-            if one.stage == stage and (told := self.told[one.id]) is not None and told.is_ready
+            if one.stage == stage and (told := self.told[one.id]) and told.is_ready
         }
 
     def choose_with_newcomer(
@@ -195,7 +192,7 @@ class Manifests:
         answer, and while too many have no state yet: if all these ended at once, the others have to
         be a majority. Before the first update nothing would be lost.
         """
-        peer_id, ready = find_peer_id(newcomer), {one for stage in self.ready for one in stage}
+        peer_id, ready = find_peer_id(newcomer), self.all_ready
         gone = {one for one, told in self.told.items() if told is None}
         others = [one for one in members if one.id not in gone or find_peer_id(one.id) != peer_id]
         is_known = any(find_peer_id(one.id) == peer_id for one in others)
@@ -238,13 +235,6 @@ class Aside:
     why: str
 
 
-class _Complaint(NamedTuple):
-    by: MemberId
-    about: MemberId
-    is_accusation: bool
-    """Of numbers that no honest member sends; False: their sender could not be read from."""
-
-
 def choose_aside(manifests: Manifests, failing: Collection[MemberId] = ()) -> Aside | None:
     """Return a member that has to go, by what ready members complain about each other; where nobody
     does, one of those that are `failing`: attempts to sum fail for them again and again.
@@ -255,56 +245,35 @@ def choose_aside(manifests: Manifests, failing: Collection[MemberId] = ()) -> As
     accused, else the later one. The last ready member of a stage never goes: of two that cannot
     read from each other, the other one goes in its place.
     """
+    ready, last_ready, told = manifests.all_ready, manifests.last_ready, manifests.answering
     ranks = {member: rank for rank, member in enumerate(manifests.decision.roster)}
-    complaints = _list_complaints(manifests)
+    accusations = {(by, one) for by in ready for one in told[by].accused if one in ready - {by}}
+    cuts = {(by, one) for by in ready for one in told[by].unreachable if one in ready - {by}}
+    accused = {about for _, about in accusations}
     others = defaultdict[MemberId, set[MemberId]](set)
-    for one in complaints:
-        others[one.by].add(one.about)
-        others[one.about].add(one.by)
-    accused = {one.about for one in complaints if one.is_accusation}
+    for by, about in (*accusations, *cuts):
+        others[by].add(about)
+        others[about].add(by)
 
     def rate(member: MemberId) -> tuple[int, bool, int]:
         return len(others[member]), member in accused, ranks[member]
 
-    losers: set[MemberId] = set()
-    for one in complaints:
-        first, last = sorted((one.by, one.about), key=rate)
-        can_swap = last in manifests.last_ready and not one.is_accusation
-        losers.add(first if can_swap else last)
-    if not complaints:
-        ready = {member for stage in manifests.ready for member in stage}
+    losers = {max(pair, key=rate) for pair in accusations}
+    for first, last in (sorted(pair, key=rate) for pair in cuts):
+        losers.add(first if last in last_ready else last)
+    if not losers:
         losers = ready.intersection(failing)
-    chosen = max(losers - manifests.last_ready, key=rate, default=None)
+    chosen = max(losers - last_ready, key=rate, default=None)
     if chosen is None:
         return None
-    named = [one for one in complaints if chosen in (one.by, one.about)]
-    return _make_aside(chosen, sorted(others[chosen], key=lambda one: ranks[one]), named)
-
-
-def _list_complaints(manifests: Manifests) -> list[_Complaint]:
-    """Return the complaints of ready members about other ready ones, in the order of the roster."""
-    ready = {member for stage in manifests.ready for member in stage}
-    complaints: list[_Complaint] = []
-    for by in manifests.decision.roster:
-        if by in ready:
-            told = manifests.answering[by]
-            for is_accusation, named in ((True, told.accused), (False, told.unreachable)):
-                complaints += [
-                    _Complaint(by, about, is_accusation)
-                    for about in sorted(named)
-                    if about in ready and about != by
-                ]
-    return complaints
-
-
-def _make_aside(member: MemberId, others: list[MemberId], named: list[_Complaint]) -> Aside:
-    names = ", ".join(f"…{find_peer_id(other)[-8:]}" for other in others)
+    named = sorted(others[chosen], key=lambda one: ranks[one])
+    names = ", ".join(f"…{find_peer_id(other)[-8:]}" for other in named)
     if not named:
-        return Aside(member, (), "again and again, it did not sum its gradients")
-    if not any(one.is_accusation for one in named):
-        return Aside(member, tuple(others), f"it and {names} cannot read from each other")
-    if any(one.is_accusation and one.about == member for one in named):
+        why = "again and again, it did not sum its gradients"
+    elif not any(chosen in pair for pair in accusations):
+        why = f"it and {names} cannot read from each other"
+    elif chosen in accused:
         why = f"it sent numbers that are no gradients, as {names} told"
     else:
         why = f"it complains about more peers than any other: {names}"
-    return Aside(member, tuple(others), why)
+    return Aside(chosen, tuple(named), why)
