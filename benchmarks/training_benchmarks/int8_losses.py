@@ -78,7 +78,7 @@ async def _train_int8(
         ):
 
             async def until() -> None:
-                await peer.loop.wait_until_over()
+                await peer.loop.is_over.wait()
                 if number == 0:
                     weights.set_result((await peer.loop.fetch_weights())[0])
                     over.set()

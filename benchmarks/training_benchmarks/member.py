@@ -78,7 +78,7 @@ async def _train(settings: MemberSettings, stack: ExitStack) -> None:
     ):
 
         async def finish() -> None:
-            await peer.loop.wait_until_over()
+            await peer.loop.is_over.wait()
             if peer.loop.failure is None:
                 _, digest = await peer.loop.fetch_weights()
                 _tell("trained", digest=digest)

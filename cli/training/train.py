@@ -120,7 +120,7 @@ async def _finish(
     held_out: Mapping[int, float],
     report: Report,
 ) -> None:
-    await peer.loop.wait_until_over()
+    await peer.loop.is_over.wait()
     if peer.loop.failure is not None:
         await peer.linger()
         return

@@ -51,14 +51,11 @@ class GradientVector(ABC):
         self, numbers: list[Tensor], sums: Sums, names: Sequence[str], most_norm: float
     ) -> None:
         self.numbers = torch.cat([one.flatten() for one in numbers])
+        self.residual: Tensor | None = None
+        """Rounding error, which is added to the gradient of the next update (error feedback)."""
         self._sums = sums
         self._names = names
         self._most_norm = most_norm
-
-    @property
-    def residual(self) -> Tensor | None:
-        """Rounding error, which is added to the gradient of the next update (error feedback)."""
-        return None
 
     def add(self, start: int, stop: int, data: bytes | memoryview) -> None:
         """Add a mate's numbers to our slice. Raises ValueError for what are no gradients."""
@@ -172,21 +169,17 @@ class Int8Vector(GradientVector):
         super().__init__([sums[name].read() for name in names], sums, names, most_norm)
         if residual is not None:
             self.numbers += residual
-        self._residual = torch.zeros_like(self.numbers)
+        self.residual = self._left_out = torch.zeros_like(self.numbers)
         self._has_mates = bool(slices)
         self._own = {each: self._round(*each) for each in slices}
         self._finished: dict[tuple[int, int], bytes] = {}
-
-    @property
-    def residual(self) -> Tensor:
-        return self._residual
 
     def _round(self, start: int, stop: int) -> bytes:
         """Round a slice, and keep what that leaves out; return its bytes."""
         numbers = self.numbers[start:stop]
         data = encode("int8", numbers)
         rounded = decode("int8", data, numbers.shape)
-        self._residual[start:stop] = numbers - rounded
+        self._left_out[start:stop] = numbers - rounded
         numbers.copy_(rounded)
         return data
 

@@ -85,14 +85,12 @@ class Leader:
     def __init__(
         self,
         config: RunPeerConfig,
-        num_stages: int,
         decisions: RunDecisions,
         clock: Clock,
         report: Report,
     ) -> None:
         self._run = config.run
         self._decisions = decisions
-        self._num_stages = num_stages
         self._clock = clock
         self._pause_seconds = config.pause_seconds
         self._report = report
@@ -305,7 +303,7 @@ class Leader:
         newest = self._decisions.newest
         answers = await asyncio.gather(*map(self._ask_manifest, newest.roster))
         told = dict(zip(newest.roster, answers, strict=True))
-        return Manifests(newest, self._num_stages, told)
+        return Manifests(newest, self._decisions.num_stages, told)
 
     async def _ask_manifest(self, member: MemberId) -> MemberManifest | None:
         """Tell a member what is decided, and ask it what it has counted; None: it does not answer.
@@ -477,7 +475,7 @@ class Leader:
         begun_at = self._clock.now()
         answer = await self._decisions.members.ask(first, question)
         passed = answer.check_kind(PartPassed)
-        is_whole = len(order.route) == order.last_stage + 1 == self._num_stages
+        is_whole = len(order.route) == order.last_stage + 1 == self._decisions.num_stages
         if is_whole and not order.is_audit:
             self._trips.note(update, first, self._clock.now() - begun_at)
         return passed

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 
 from ...protocol.errors import (
     RemoteProtocolError,
@@ -69,8 +70,8 @@ _SOON_SECONDS = 1.0
 """The same while nobody lets us in or a member is missing: then they are sought all the time."""
 
 
-_AskOn = Callable[[Stream, PeerId], Awaitable[MemberAnswer]]
-"""Asks a peer a question on a stream to it."""
+_Ask = Callable[[Stream, PeerId], Awaitable[MemberAnswer]]
+"""Asks a peer something on a stream to it."""
 
 
 class RemoteMembers:
@@ -128,12 +129,8 @@ class RemoteMembers:
                     assert self.answer_here is not None  # set before the run begins
                     answer = await self.answer_here(question, payload, self._own)
                 else:
-                    answer = await self._ask_member(
-                        member,
-                        lambda stream, peer_id: self._ask_on(
-                            stream, peer_id, question, payload, most_bytes, note_bytes
-                        ),
-                    )
+                    ask = partial(self._ask_on, question, payload, most_bytes, note_bytes)
+                    answer = await self._ask_member(member, ask)
         except SilentError as error:
             if not deadline.has_expired:
                 raise
@@ -142,21 +139,21 @@ class RemoteMembers:
         times.note(self._clock.now() - begun_at)
         return answer
 
-    async def _ask_member(self, member: MemberId, ask_on: _AskOn) -> MemberAnswer:
+    async def _ask_member(self, member: MemberId, ask: _Ask) -> MemberAnswer:
         kept = self._kept[member]
         if kept:
             try:
-                return await self._ask_and_keep(kept.pop(), member, ask_on)
+                return await self._ask_and_keep(kept.pop(), member, ask)
             except SilentError:
                 raise
             except UnavailableError:
                 pass  # it may have ended long ago; the member tells the same question again
-        return await self._ask_and_keep(await self._dial(member), member, ask_on)
+        return await self._ask_and_keep(await self._dial(member), member, ask)
 
-    async def _ask_and_keep(self, stream: Stream, member: MemberId, ask_on: _AskOn) -> MemberAnswer:
+    async def _ask_and_keep(self, stream: Stream, member: MemberId, ask: _Ask) -> MemberAnswer:
         """Ask on a stream, which is kept where it can take the next question."""
         try:
-            answer = await ask_on(stream, find_peer_id(member))
+            answer = await ask(stream, find_peer_id(member))
         except BaseException:
             await stream.close()
             raise
@@ -222,7 +219,7 @@ class RemoteMembers:
         async with AnswerTimeout(seconds, late):
             stream = await self._open(peer, None)
             try:
-                return await self._ask_on(stream, peer.peer_id, question)
+                return await self._ask_on(question, b"", 0, ignore_bytes, stream, peer.peer_id)
             finally:
                 await stream.close()
 
@@ -270,12 +267,12 @@ class RemoteMembers:
 
     async def _ask_on(
         self,
+        question: Question,
+        payload: bytes | memoryview,
+        most_bytes: int,
+        note_bytes: NoteBytes,
         stream: Stream,
         peer_id: PeerId,
-        question: Question,
-        payload: bytes | memoryview = b"",
-        most_bytes: int = 0,
-        note_bytes: NoteBytes = ignore_bytes,
     ) -> MemberAnswer:
         name = f"member …{peer_id[-6:]}"
         question_id = question.question

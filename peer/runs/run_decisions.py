@@ -49,7 +49,7 @@ class RunDecisions:
         Raises RemoteProtocolError where the newest one is no decision of such a run.
         """
         self.patience_seconds = patience_seconds
-        self._num_stages = num_stages
+        self.num_stages = num_stages
         self._founder = read_run_commit(newest, num_stages).founder
         self.members = members
         self.changed = asyncio.Event()
@@ -213,7 +213,7 @@ class RunDecisions:
         return message
 
     def _check(self, decision: Decision) -> None:
-        commit = read_run_commit(decision, self._num_stages)
+        commit = read_run_commit(decision, self.num_stages)
         if commit.founder != self._founder:
             founder = find_peer_id(MemberId(commit.founder))
             raise OtherChainError(

@@ -157,9 +157,11 @@ class RunPeer:
         """Train until something happens. Raises UsageError where the run does not take us."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                announcing = tasks.create_task(self.announcer.run())
-                await self.loop.run(until)
-                announcing.cancel()
+                doing = self.announcer.run(), self.loop.follow(), self.loop.lead()
+                started = [tasks.create_task(each) for each in doing]
+                await until
+                for each in started:
+                    each.cancel()
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
 
@@ -228,7 +230,7 @@ async def training_beside(
             report(PeerEvent("training_stopped", {"why": why}))
 
     async def finish(peer: RunPeer) -> None:
-        await peer.loop.wait_until_over()
+        await peer.loop.is_over.wait()
         if peer.loop.failure is None:
             report(PeerEvent("trained", {}))
         await peer.linger()

@@ -116,7 +116,10 @@ class Stage:
         """Whether a state is being loaded. A part that was computed behind it would be in the sums,
         but not be counted, as `_begin_update` forgets it."""
         self._residuals: Residuals = {}
-        self.sums = self._make_sums()
+        self._begin_sums = partial(
+            UpdateSums, span, resources.run.mode, member_id, members, resources.compute
+        )
+        self.sums = self._begin_sums(self._residuals)
         self._copies = StateCopies(span, resources.compute)
         self._advanced = asyncio.Condition()
 
@@ -185,14 +188,13 @@ class Stage:
         layout = StateLayout(self.span.read_state())
         self.fetched_bytes, self.state_bytes = 0, layout.num_bytes
         try:
-            state, digest = await fetch_state(
+            return await fetch_state(
                 self._members, mates, update, StatePart.ALL, layout, self._compute,
                 _logger.warning, self._note_fetched, self._rng,
             )  # fmt: skip
         except BaseException:
             self.fetched_bytes = self.state_bytes = 0
             raise
-        return FetchedState(update, state, digest)
 
     def _note_fetched(self, num_bytes: int) -> None:
         self.fetched_bytes = num_bytes
@@ -234,19 +236,13 @@ class Stage:
         self.audited.clear()
         self.refused.clear()
         self.accused.clear()
-        sums, self.sums = self.sums, self._make_sums()
+        sums, self.sums = self.sums, self._begin_sums(self._residuals)
         for running in self._under_way.values():
             running.cancel()  # of the update before
         self._under_way.clear()
         await sums.end()
         async with self._advanced:
             self._advanced.notify_all()
-
-    def _make_sums(self) -> UpdateSums:
-        return UpdateSums(
-            self.span, self._run.mode, self._member_id, self._members, self._compute,
-            self._residuals,
-        )  # fmt: skip
 
     async def _wait_for_update(self, update: int, num_restarts: int = 0) -> None:
         """Wait until an update is under way, was begun again so often, and its state is there.
@@ -261,9 +257,6 @@ class Stage:
                 )
         except TimeoutError:
             raise make_busy(f"this member has not come to update {update} yet") from None
-        self._check_update(update)
-
-    def _check_update(self, update: int) -> None:
         if self.update != update:
             raise RefusedError(
                 ErrorCode.BAD_VALUES, f"update {update} is over, {self.update} is under way"

@@ -55,7 +55,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class FetchedState:
-    """The state before an update, as a mate has sent it."""
+    """The state of a stage before an update, or its weights, as a holder has sent it."""
 
     update: int
     tensors: Mapping[str, Tensor]
@@ -108,7 +108,7 @@ async def fetch_state(
     note: Note,
     note_bytes: NoteBytes = ignore_bytes,
     rng: random.Random | None = None,
-) -> tuple[dict[str, Tensor], StateDigest]:
+) -> FetchedState:
     """Return the state of a stage before an update, or its weights, from one of its holders.
 
     Of digests that equally many holders tell, that of the first one counts. `rng` draws who hands
@@ -151,7 +151,7 @@ async def fetch_state(
             failures.append(str(error))
             continue
         if digest.whole == told[holder]:
-            return tensors, digest
+            return FetchedState(update, tensors, digest)
         failures.append(f"member {holder} sent other numbers than its digest tells")
         note(f"{failures[-1]}: another one is asked")
     why = "; ".join(dict.fromkeys(failures)) or "it has no peer"
@@ -195,7 +195,7 @@ async def fetch_weights(
 
     async def fetch(stage: int) -> Mapping[str, Tensor]:
         try:
-            weights, _ = await fetch_state(
+            fetched = await fetch_state(
                 members, stages[stage], update, StatePart.WEIGHTS, layouts[stage],
                 asyncio.to_thread, note,
             )  # fmt: skip
@@ -203,7 +203,7 @@ async def fetch_weights(
             raise UnavailableError(
                 f"no peer hands over the weights of stage {stage} after update {update}: {error}"
             ) from None
-        return weights
+        return fetched.tensors
 
     fetching = [asyncio.create_task(fetch(stage)) for stage in range(len(layouts))]
     try:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Sequence, Set
+from collections.abc import Sequence, Set
 from functools import partial
 
 from torch import Tensor
@@ -86,7 +86,9 @@ class TrainingLoop:
             RunDecisions, member_id, members=members, clock=clock,
             num_stages=len(resources.spans), patience_seconds=config.patience_seconds,
         )  # fmt: skip
-        self._is_over = asyncio.Event()
+        self.is_over = asyncio.Event()
+        """Set once all updates are applied here and nothing is left to measure, or the run has
+        failed."""
         self._is_suspect = False
         self._is_leaving = False
         self._has_left = asyncio.Event()
@@ -94,7 +96,7 @@ class TrainingLoop:
         self._joining = Backoff(config.pause_seconds, config.patience_seconds)
         self._num_asked = 0
         """How often in a row we have asked to be let in, and been told nothing new."""
-        self._members_told: dict[MemberId, int] | None = None
+        self._members_told: set[tuple[MemberId, int]] | None = None
         """The members that were reported last, and their stages."""
         self._applied: tuple[int, float] | None = None
         """The last update that was applied here, and when."""
@@ -228,29 +230,6 @@ class TrainingLoop:
             )
         return MemberAnswer(PartsCounted(question.question, decisions.newest.number, manifest))
 
-    async def run(self, until: Awaitable[object]) -> None:
-        """Train until something happens. Raises UsageError where the run does not take us."""
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                following = tasks.create_task(self._follow())
-                leading = tasks.create_task(self._lead())
-                await until
-                following.cancel()
-                leading.cancel()
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
-
-    async def wait_until_over(self) -> None:
-        """Wait until all updates are applied here and nothing is left to measure, or the run has
-        failed.
-        """
-        await self._is_over.wait()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether `wait_until_over` has come to its end."""
-        return self._is_over.is_set()
-
     @property
     def failure(self) -> str | None:
         """Why the run has ended before its last update; None: it has not."""
@@ -262,7 +241,7 @@ class TrainingLoop:
         The last peer of a stage waits for another one.
         """
         decisions = self.decisions
-        if decisions is None or decisions.stage is None or self._is_over.is_set():
+        if decisions is None or decisions.stage is None or self.is_over.is_set():
             return
         num_stages = len(self._resources.spans)
         if not decisions.commit.update and not all(map(decisions.list_members, range(num_stages))):
@@ -298,8 +277,11 @@ class TrainingLoop:
         if stage is not None:
             await stage.close()
 
-    async def _follow(self) -> None:
-        """Be a member, and keep our stage as far as the newest decision."""
+    async def follow(self) -> None:
+        """Be a member, and keep our stage as far as the newest decision.
+
+        Raises UsageError where the run does not take us.
+        """
         while True:
             decisions = self.decisions
             if self._resources.compute.is_late:
@@ -345,7 +327,7 @@ class TrainingLoop:
         assert self.decisions is not None
         commit = self.decisions.commit
         assert commit.refused is not None
-        if not self._is_over.is_set():
+        if not self.is_over.is_set():
             facts = {
                 "update": commit.update,
                 "part": commit.refused.index,
@@ -353,26 +335,19 @@ class TrainingLoop:
                 "why": commit.failure,
             }
             self._report(PeerEvent("failed", facts))
-            self._is_over.set()
+            self.is_over.set()
 
     def _report_members(self, decisions: RunDecisions) -> None:
         """Report the members that have come since the last time, and those that are gone."""
-        members = {
-            member.id: member.stage
-            for member in decisions.newest.members
-            if member.id != self._member_id
-        }
+        all_members = decisions.newest.members
+        members = {(one.id, one.stage) for one in all_members if one.id != self._member_id}
         now = {"members_per_stage": self._count_members(decisions)}
         before = members if self._members_told is None else self._members_told
         self._members_told = members
-        for name, those, others in (
-            ("member_left", before, members),
-            ("member_joined", members, before),
-        ):
-            for member, stage in those.items():
-                if others.get(member) != stage:
-                    facts = {"peer": find_peer_id(member), "stage": stage, **now}
-                    self._report(PeerEvent(name, facts))
+        for name, those in ("member_left", before - members), ("member_joined", members - before):
+            for member, stage in sorted(those):
+                facts = {"peer": find_peer_id(member), "stage": stage, **now}
+                self._report(PeerEvent(name, facts))
 
     def _report_update(self, decisions: RunDecisions, index: int, commit: Commit) -> None:
         now, speed = self._clock.now(), None
@@ -412,7 +387,7 @@ class TrainingLoop:
             }
             self._report(PeerEvent("held_out", facts))
         if commit.is_last(run):
-            self._is_over.set()
+            self.is_over.set()
 
     async def _catch_up(self, decisions: RunDecisions) -> None:
         """Take the state of the newest decision; report how far that is."""
@@ -564,17 +539,14 @@ class TrainingLoop:
         else:
             self.decisions.learn(decided)
 
-    async def _lead(self) -> None:
+    async def lead(self) -> None:
         """Lead whenever nobody before us does."""
         while True:
             await asyncio.sleep(self._config.pause_seconds)
             if self.decisions is None or not self.decisions.may_lead:
                 continue
             _logger.info("leading the run")
-            num_stages = len(self._resources.spans)
-            self.leader = Leader(
-                self._config, num_stages, self.decisions, self._clock, self._report
-            )
+            self.leader = Leader(self._config, self.decisions, self._clock, self._report)
             try:
                 await self.leader.run()
             finally:

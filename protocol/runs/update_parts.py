@@ -262,7 +262,7 @@ class UpdateParts:
             return None  # by all that are ready: others may compute it later
         first, last = (lacking[0], lacking[-1]) if lacking else (doubled[0], doubled[0])
         # To take it out, a member has to reach the next stage, too.
-        without = None if lacking else min(reversed(holders[first]), key=self._count_failures)
+        without = None if lacking else min(reversed(holders[first]), key=self.failures.__getitem__)
         while lacking and first and self._has_to_be_redone(first - 1, index, holders[first - 1]):
             first -= 1
             holders[first] = []
@@ -300,10 +300,8 @@ class UpdateParts:
     def _has_to_be_redone(self, stage: int, index: int, holders: Sequence[MemberId]) -> bool:
         """Return whether a mate computes what members have counted, but maybe cannot hand on."""
         mates = [one for one in self._list_able(stage, index) if one not in holders]
-        return all(map(self._count_failures, holders)) and not all(map(self._count_failures, mates))
-
-    def _count_failures(self, member: MemberId) -> int:
-        return self.failures[member]
+        has_failed = self.failures.__getitem__
+        return all(map(has_failed, holders)) and not all(map(has_failed, mates))
 
     def _choose_member(self, stage: int, index: int, rng: random.Random) -> MemberId:
         able = self._list_able(stage, index)

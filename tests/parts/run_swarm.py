@@ -254,7 +254,7 @@ class RunSwarm:
     def _has_finished(self, peer: RunPeer) -> bool:
         stage = peer.loop.stage
         has_applied = stage is not None and stage.update == self.run.num_updates
-        return has_applied or (peer.loop.is_over and _is_outside(peer))
+        return has_applied or (peer.loop.is_over.is_set() and _is_outside(peer))
 
     def list_updates(self) -> list[int]:
         """Return how many updates the peers have applied."""

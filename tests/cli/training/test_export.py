@@ -98,7 +98,7 @@ def test_export_tells_the_held_out_loss_of_an_update_that_has_one(folder: Path) 
         pass
 
     async def scene(swarm: RunSwarm) -> None:
-        await swarm.peers["peer3"].loop.wait_until_over()
+        await swarm.peers["peer3"].loop.is_over.wait()
         exported = await export(swarm)
         assert exported.held_out_loss == whole.measure_held_out_loss(shards)
 

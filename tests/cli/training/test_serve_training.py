@@ -99,7 +99,7 @@ def test_peer_serves_until_its_run_is_shown_and_trains_then(
         async with AsyncExitStack() as stack, asyncio.timeout(600.0):
             await beside.begin(stack, tiny_models.get().directory)
             founder = await beside.found(stack, sign_run(OWNER, run, []), tmp_path)
-            await founder.serve(founder.loop.wait_until_over())
+            await founder.serve(founder.loop.is_over.wait())
             while "trained" not in beside.list_events():  # noqa: ASYNC110 - a test on virtual time
                 await asyncio.sleep(1.0)
 

@@ -47,7 +47,7 @@ def measure(run: TrainingRun, folder: Path, scene: Scene = nothing, num_peers: i
     async def finish(swarm: RunSwarm) -> RunSwarm:
         await scene(swarm)
         for peer in list(swarm.peers.values()):
-            await peer.loop.wait_until_over()
+            await peer.loop.is_over.wait()
         return swarm
 
     return run_in_swarm(run, folder, finish, num_peers=num_peers)
@@ -77,7 +77,7 @@ def test_held_out_losses_are_those_of_one_process(
 def test_peers_announce_the_held_out_loss_at_the_end(folder: Path, alone: dict[int, float]) -> None:
     async def scene(swarm: RunSwarm) -> list[TrainingProgress | None]:
         for peer in list(swarm.peers.values()):
-            await peer.loop.wait_until_over()
+            await peer.loop.is_over.wait()
         await asyncio.sleep(1.0)  # not a whole announce period
         return [one.training for one in await swarm.list_announcements()]
 

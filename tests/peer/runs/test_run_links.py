@@ -118,7 +118,7 @@ def test_peer_that_rests_when_the_run_ends_is_told_at_once(
         await swarm.wait_for_update(NUM_UPDATES)
         swarm.network.heal("peer1", "peer3")
         async with asyncio.timeout(5.0):  # half of what the others stay for
-            await swarm.peers["peer3"].loop.wait_until_over()
+            await swarm.peers["peer3"].loop.is_over.wait()
         _, digest = await swarm.peers["peer3"].loop.fetch_weights()
         return digest
 

@@ -487,7 +487,7 @@ def test_part_that_no_peer_of_a_stage_can_compute_ends_the_run_at_all_of_them(
             poison(swarm, host)
         await swarm.wait_until(lambda: is_failed(swarm))
         for peer in swarm.peers.values():
-            await peer.loop.wait_until_over()
+            await peer.loop.is_over.wait()
         return [event for _, event in swarm.events if event.name == "failed"]
 
     first, *others = run_in_swarm(run, folder, scene, num_peers=num_peers)
@@ -505,7 +505,7 @@ def test_part_that_cannot_be_computed_passes_each_stage_before_it_once(folder: P
         await swarm.wait_until(lambda: min(swarm.list_updates()) == 0)
         for host in ("peer3", "peer7"):
             poison(swarm, host)
-        await swarm.peers["peer0"].loop.wait_until_over()
+        await swarm.peers["peer0"].loop.is_over.wait()
         return swarm
 
     swarm = run_in_swarm(run, folder, scene, num_peers=8)

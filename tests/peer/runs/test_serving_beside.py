@@ -68,7 +68,7 @@ def test_peers_serve_steps_while_they_train_exactly(engine: Any, tmp_path: Path)
                 swarm.store.is_reachable = False  # it announces itself again soon
                 peers.append(await stack.enter_async_context(joining))
                 swarm.store.is_reachable = True
-            over = asyncio.gather(*(peer.loop.wait_until_over() for peer in peers))
+            over = asyncio.gather(*(peer.loop.is_over.wait() for peer in peers))
             training = [asyncio.create_task(peer.serve(over)) for peer in peers]
             client = LoopbackTransport(swarm.network, "client")
             stack.push_async_callback(client.close)

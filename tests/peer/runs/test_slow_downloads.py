@@ -218,7 +218,7 @@ def test_run_ends_for_a_refused_part_though_a_newcomer_never_has_its_state(
         assert stage is not None
         for weight in stage.span.read_weights().values():
             weight.fill_(float("nan"))  # nor is it what its digest tells
-        await swarm.peers["peer0"].loop.wait_until_over()
+        await swarm.peers["peer0"].loop.is_over.wait()
         assert "are not finite at stage 1" in str(swarm.peers["peer0"].loop.failure)
 
     run_in_swarm(run, folder, scene, num_peers=3)

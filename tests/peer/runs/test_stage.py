@@ -566,10 +566,10 @@ def test_state_is_fetched_while_another_holder_tells_nothing(tmp_path: Path) -> 
             return function()
 
         layout = StateLayout(holder.span.read_state())
-        _, digest = await fetch_state(
+        fetched = await fetch_state(
             Others(answer), (LIAR, MATE), 0, StatePart.ALL, layout, compute, print
         )
-        assert digest == holder.digest
+        assert fetched.digest == holder.digest
 
     run_virtual(main())
 
@@ -593,11 +593,11 @@ def test_holders_of_other_states_are_noted_and_the_first_one_counts(tmp_path: Pa
             return function()
 
         layout = StateLayout(holder.span.read_state())
-        _, digest = await fetch_state(
+        fetched = await fetch_state(
             Others(answer), (MATE, LIAR), 0, StatePart.ALL, layout, compute, notes.append,
             rng=random.Random(0),
         )  # fmt: skip
-        assert digest == holder.digest
+        assert fetched.digest == holder.digest
         assert notes == [
             "before update 0, the states of …liar differ from those of …mate, "
             "which count as …mate came first: nothing shows that they are right"
