@@ -256,9 +256,11 @@ class History:
         return [(ModelId(model_id), bytes(depths)) for model_id, depths, _ in rows]
 
     def list_events(self, num_events: int) -> list[Event]:
-        """Return the newest events first."""
+        """Return the newest events first, of the kinds that this version knows."""
         rows = self._database.execute(
-            "SELECT * FROM events ORDER BY at DESC, rowid DESC LIMIT ?", (num_events,)
+            "SELECT * FROM events WHERE kind IN (SELECT value FROM json_each(?))"
+            " ORDER BY at DESC, rowid DESC LIMIT ?",
+            (json.dumps(list(EventKind)), num_events),
         )
         return [
             Event(at, EventKind(kind), ModelId(model), PeerId(peer), Span(start, stop), detail)

@@ -187,6 +187,16 @@ def test_file_of_another_version_is_refused(path: Path) -> None:
         History(path, DAY, NOW)
 
 
+def test_events_of_kinds_that_a_later_version_adds_are_left_out(path: Path) -> None:
+    with closing(History(path, DAY, NOW)) as history:
+        history.take(FULL, [make_event(NOW), make_event(NOW + 1)], NOW)
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("UPDATE events SET kind = 'other' WHERE at = ?", (NOW,))
+
+    with closing(History(path, DAY, NOW)) as history:
+        assert history.list_events(10) == [make_event(NOW + 1)]
+
+
 @pytest.mark.parametrize("content", [b"no database" * 400, None], ids=["text", "cut short"])
 def test_damaged_file_is_refused(path: Path, content: bytes | None) -> None:
     history = History(path, DAY, NOW)
