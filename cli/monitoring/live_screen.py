@@ -46,6 +46,7 @@ class LiveScreen(App[None]):
         self._monitor = monitor
         self._addresses = addresses
         self._sorting = 0
+        self._columns: tuple[str, ...] = ()
         self._shown_rows: list[tuple[str, ...]] = []
 
     def compose(self) -> ComposeResult:
@@ -57,7 +58,6 @@ class LiveScreen(App[None]):
 
     def on_mount(self) -> None:
         """Begin to watch, and to show what is known."""
-        self.query_one(DataTable).add_columns(*_COLUMNS)
         self.run_worker(partial(self._monitor.run, self._addresses))
         self.set_interval(_REFRESH_SECONDS, self.refresh_swarm)
         self.refresh_swarm()
@@ -81,6 +81,8 @@ class LiveScreen(App[None]):
         self._show_peers(described)
 
     def _show_peers(self, described: Description) -> None:
+        """Fill the table; the model has no column where there is only one, named above."""
+        columns = _COLUMNS
         rows = [
             (
                 clean(model.name or model.model_id[:8]),
@@ -93,12 +95,16 @@ class LiveScreen(App[None]):
         column = _SORTS[self._sorting]
         if column is not None:
             rows.sort(key=lambda row: row[column])
-        if rows == self._shown_rows:
+        if len(described.models) <= 1:
+            columns, rows = columns[1:], [row[1:] for row in rows]
+        if (columns, rows) == (self._columns, self._shown_rows):
             return
-        self._shown_rows = rows
         table = self.query_one(DataTable)
         cursor = table.cursor_row
-        table.clear()
+        table.clear(columns=columns != self._columns)
+        if columns != self._columns:
+            table.add_columns(*columns)
+        self._columns, self._shown_rows = columns, rows
         for row in rows:
             table.add_row(*map(Text, row))
         table.move_cursor(row=min(cursor, max(0, len(rows) - 1)))

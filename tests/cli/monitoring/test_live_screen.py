@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import closing
+from typing import Any
 
 import pytest
 from announcements import identity_of, make_announcement, sign
@@ -16,6 +17,7 @@ from shoal.client.monitor.collector import SwarmAccess
 from shoal.client.monitor.history import History
 from shoal.client.monitor.monitor import Monitor
 from shoal.client.monitor.state import ProbeResult
+from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.directory import Directory
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
@@ -29,10 +31,11 @@ PATIENCE_SECONDS = 30.0
 FAULT = "closed port: nobody answers at 10.0.0.9:1 \x1b]52;c;aGk=\x07[/red]"
 
 
-async def tell(directory: MemoryDirectory, number: int, span: Span, sequence: int = 1) -> None:
-    announcement = make_announcement(
-        number, CLOCK.wall(), span=span, sequence=sequence, model_name="org/model"
-    )
+async def tell(
+    directory: MemoryDirectory, number: int, span: Span, sequence: int = 1, **changes: Any
+) -> None:
+    facts = {"span": span, "sequence": sequence, "model_name": "org/model"} | changes
+    announcement = make_announcement(number, CLOCK.wall(), **facts)
     await directory.announce(sign(announcement, number))
 
 
@@ -74,14 +77,18 @@ async def test_screen_follows_a_swarm_and_ends_when_asked() -> None:
         async with LiveScreen(monitor, []).run_test(size=(100, 24)) as pilot:
             await wait_for(pilot, "DEGRADED")
             assert "org/model: 8 blocks; 2 peers; single 4:8" in read(pilot, "#health")
-            assert [row[2] for row in read_rows(pilot)] == ["0:4", "0:8", "0:8"]
-            assert [row[3] for row in read_rows(pilot)] == ["online", "online", "unconfirmed"]
+            assert [row[1] for row in read_rows(pilot)] == ["0:4", "0:8", "0:8"]
+            assert [row[2] for row in read_rows(pilot)] == ["online", "online", "unconfirmed"]
 
             await tell(directory, 2, Span(4, 8), sequence=2)
             await wait_for(pilot, "single 0:4")
             assert "moved" in read(pilot, "#events")
             await pilot.press("s")
-            assert [row[2] for row in read_rows(pilot)] == ["0:8", "0:8", "4:8"]
+            assert [row[1] for row in read_rows(pilot)] == ["0:8", "0:8", "4:8"]
+
+            await tell(directory, 4, Span(0, 8), model_id=ModelId("b" * 32), model_name="org/other")
+            await wait_for(pilot, "org/other")
+            assert {row[0] for row in read_rows(pilot)} == {"org/model", "org/other"}
             await pilot.press("q")
 
 
