@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +18,12 @@ class Case(NamedTuple):
     minutes: int
     metric: str
     labels: dict[str, str]
-    good: float
+    good: float | str
+    """A number, or the first one and what is added each minute, as promtool writes it."""
     bad: float
     summary: str
+    others: Mapping[str, float] = {}
+    """Metrics with the same labels that stay as they are."""
 
 
 MODEL = {"model": "stories"}
@@ -43,6 +47,11 @@ CASES = [
     Case(
         *("ShoalDirectorySilent", 5, "shoal_swarm_health", MONITOR, 0, 3),
         "watch:8480 does not know the state of the swarm",
+    ),
+    Case(
+        *("ShoalRunStalled", 29, "shoal_run_update", MODEL, "1+1", 10),
+        "stories is at update 10 for half an hour",
+        {"shoal_run_updates": 400},
     ),
     Case(
         *("ShoalCanaryFailing", 3, "shoal_monitor_canary_up", MODEL, 1, 0),
@@ -85,7 +94,11 @@ def plan_test(case: Case, alert: dict[str, Any]) -> dict[str, Any]:
             {
                 "series": f"{case.metric}{{{labels}}}",
                 "values": f"{case.good}x{GOOD_MINUTES - 1} {case.bad}x60",
-            }
+            },
+            *(
+                {"series": f"{name}{{{labels}}}", "values": f"{value}x{GOOD_MINUTES + 60}"}
+                for name, value in case.others.items()
+            ),
         ],
         "alert_rule_test": [
             {"eval_time": f"{GOOD_MINUTES - 1}m", "alertname": case.alert, "exp_alerts": []},

@@ -18,6 +18,7 @@ import pytest
 import yaml
 from container_files import read_yaml
 from prometheus_queries import FIRING, Prometheus
+from training_runs import write_run
 
 from shoal.peer.local_swarm.swarm import LocalSwarm
 
@@ -72,9 +73,19 @@ def write_config(folder: Path, peers: list[str], monitor: str) -> Path:
     return path
 
 
+def write_endless_run(folder: Path) -> tuple[str, ...]:
+    """Write a run of one stage that is measured after each update; return options to train it."""
+    path = write_run(folder, num_updates=100_000, num_held_out=200)
+    text = path.read_text().replace("stage_borders = [2]\n", "")
+    path.write_text("held_out_every = 1\n" + text)
+    return "--train", str(path)
+
+
 def test_every_query_is_answered_over_a_swarm(tmp_path: Path) -> None:
+    training = write_endless_run(tmp_path)
     with LocalSwarm(MODEL, spans=[(0, 8)]) as swarm, contextlib.ExitStack() as stack:
-        added = [swarm.add((0, 8), options=OPTIONS) for _ in range(2)]
+        options = (*OPTIONS, *training)
+        added = [swarm.add((0, 8), options=[*options, *more]) for more in (["--new-run"], [])]
         peers = [urllib.parse.urlsplit(peer.facts["url"]).netloc for peer in added]
         monitor = stack.enter_context(monitoring(swarm, tmp_path))
         config = write_config(tmp_path, peers, monitor)
@@ -90,8 +101,11 @@ def test_every_query_is_answered_over_a_swarm(tmp_path: Path) -> None:
         )
         prometheus.wait_for("shoal_monitor_canary_hop_seconds")
         prometheus.wait_for("rate(shoal_monitor_canary_runs_total[5m])")
+        prometheus.wait_for('shoal_model_replicas_min{model="run/test"} == 2')
+        prometheus.wait_for("shoal_run_held_out_loss")
+        prometheus.wait_for('absent(ALERTS{alertname="ShoalModelDegraded",alertstate="firing"})')
 
-        unanswered = prometheus.list_unanswered()
+        unanswered = prometheus.list_unanswered(has_run=True)
 
         quiet = ("ShoalModelDegraded", "ShoalModelFailing", "ShoalPeerDown")
         alarmed = [alert for alert in quiet if prometheus.is_firing(alert)]

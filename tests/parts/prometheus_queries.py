@@ -45,15 +45,19 @@ class Prometheus:
     def is_firing(self, alert: str) -> bool:
         return bool(self.query(FIRING.format(alert)))
 
-    def list_unanswered(self) -> list[str]:
-        """Return what of docker/ has no answer: queries of panels, metrics of alerts, bad rules."""
+    def list_unanswered(self, *, has_run: bool = False) -> list[str]:
+        """Return what of docker/ has no answer: queries of panels, metrics of alerts, bad rules.
+
+        Nothing tells of a training run in a swarm that has none.
+        """
+        metrics = set[str]().union(*(name_metrics(alert["expr"]) for alert in list_alerts()))
         silent = [
             one
-            for one in list_panel_queries()
-            if not name_metrics(one) <= RARE and not self.query(one)
+            for one in [*list_panel_queries(), *sorted(metrics)]
+            if not name_metrics(one) <= RARE
+            and (has_run or not any("_run_" in name for name in name_metrics(one)))
+            and not self.query(one)
         ]
-        metrics = set[str]().union(*(name_metrics(alert["expr"]) for alert in list_alerts()))
-        silent += [name for name in sorted(metrics) if not self.query(name)]
         rules = [rule for group in self.ask("rules")["groups"] for rule in group["rules"]]
         healthy = {rule["name"] for rule in rules if rule["health"] == "ok"}
         return silent + [one["alert"] for one in list_alerts() if one["alert"] not in healthy]
