@@ -160,11 +160,12 @@ class Waits:
     """Reports what a peer waits for: once for each wait, and not for each attempt."""
 
     def __init__(self, report: Report) -> None:
+        self.what: str | None = None
+        """What is waited for now; None: nothing."""
         self._report = report
-        self._what: str | None = None
 
     def note(self, what: str | None) -> None:
         """Note what is waited for now; None: nothing."""
-        if what is not None and what != self._what:
+        if what is not None and what != self.what:
             self._report(PeerEvent("waiting_for", {"what": what}))
-        self._what = what
+        self.what = what

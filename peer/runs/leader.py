@@ -95,6 +95,8 @@ class Leader:
         self._pause_seconds = config.pause_seconds
         self._report = report
         self._waits = Waits(report)
+        self._downloading = set[MemberId]()
+        """Members that a commit waits for, which tell themselves how far they are."""
         self._rng = random.Random(decisions.member_id)
         self._joining: dict[PeerId, _Newcomer] = {}
         self._rests = Rests(config.silence_seconds)
@@ -204,6 +206,7 @@ class Leader:
         if not manifests.commit.lacks_held_out_loss(self._run):
             self._held_out.failure = None  # it is measured, maybe by another leader
         if not self._delays.is_on:
+            self._downloading.clear()
             failing = manifests.describe_failing(self._failed_sums.failing)
             self._waits.note(lacking or failing or self._held_out.failure)
         before = manifests.decision
@@ -282,6 +285,7 @@ class Leader:
         )
         if not late:
             if missing:
+                self._downloading = {one.id for one in missing}
                 self._waits.note(manifests.describe_missing())
             return bool(missing)
         members = [one for one in decision.members if one.id not in late]
@@ -311,7 +315,8 @@ class Leader:
         One that is silent is not waited for as long as for other things: see `RemoteMembers`.
         """
         newest = self._decisions.newest
-        question = PartsFetch(make_question_id(), Decided(newest))
+        waits_for = "" if member in self._downloading else self._waits.what or ""
+        question = PartsFetch(make_question_id(), Decided(newest), waits_for)
         try:
             answer = await self._decisions.members.ask(member, question)
             told = answer.check_kind(PartsCounted)

@@ -93,6 +93,8 @@ class TrainingLoop:
         self._is_leaving = False
         self._has_left = asyncio.Event()
         self._waits = Waits(report)
+        self._run_waits = Waits(report)
+        """What a leader waits for."""
         self._joining = Backoff(config.pause_seconds, config.patience_seconds)
         self._num_asked = 0
         """How often in a row we have asked to be let in, and been told nothing new."""
@@ -208,6 +210,8 @@ class TrainingLoop:
     ) -> MemberAnswer:
         """Tell a leader what is counted here."""
         decisions.note_leader(sender, question.decided)
+        if self.leader is None and sender in decisions.newest.roster:
+            self._run_waits.note(question.waits_for or None)
         if self._resources.compute.is_late:
             raise make_busy("this member computes without end")
         stage, manifest = self.stage, MemberManifest(0, is_ready=False)
@@ -492,7 +496,10 @@ class TrainingLoop:
         self._check_alone({peer.peer_id for peer in peers})
         has_news = self.decisions is not None and self.decisions.newest is not before
         self._num_asked = 1 if has_news else self._num_asked + 1
-        seconds = self._choose_pause([one for one in refused if one.code is ErrorCode.LEFT_OUT])
+        left_out = [one for one in refused if one.code is ErrorCode.LEFT_OUT]
+        if peers and not left_out and self._num_asked == _NUM_QUICK and not self._is_cut_off:
+            self._waits.note("a place in the run")
+        seconds = self._choose_pause(left_out)
         if self.decisions is None:
             await asyncio.sleep(seconds)
         else:

@@ -32,6 +32,8 @@ from .fields import (
     Message,
     Spread,
     check_number,
+    check_text,
+    clean_text,
     message,
     number_in,
     sized,
@@ -255,6 +257,8 @@ class PartsFetch(Message):
     question: HeaderSession
     decided: Annotated[decisions.Decided, Body(1, parts=_DECIDED)]
     """The newest decision that the leader knows."""
+    waits_for: Annotated[str, Body(2, "string", write=clean_text), check_text] = ""
+    """What the run waits for, for people; empty: nothing."""
 
 
 @message(38)

@@ -30,7 +30,7 @@ class Manifests:
     >>> commit = Commit(founder="a", compute_class="c1" * 32, update=0)
     >>> decision = Decision(0, bytes(32), (a, b), commit.encode())
     >>> manifests = Manifests(decision, 2, {a.id: MemberManifest(0, is_ready=True), b.id: None})
-    >>> manifests.ready, manifests.find_lacking()
+    >>> manifests.ready, manifests.find_lacking().partition(",")[0]
     ([['a'], []], 'a majority: 1 of 2 peers answer')
     """
 
@@ -91,18 +91,21 @@ class Manifests:
 
     def find_lacking(self) -> str | None:
         """Return what the run waits for; None: it can go on."""
-        decision, answering = self.decision, self.answering
-        if len(answering) < decision.majority:
-            return f"a majority: {len(answering)} of {len(decision.members)} peers answer"
-        held = {member.stage for member in decision.members if member.id in answering}
-        lacking = [stage for stage in range(self.num_stages) if stage not in held]
-        if lacking:
-            return f"a peer for stage {lacking[0]}"
+        members, answering = self.decision.members, self.answering
+        if len(answering) < (least := self.decision.majority):
+            answer = f"a majority: {len(answering)} of {len(members)} peers answer, {least} have to"
+            return f"{answer}; unless others still run, the run is lost"
+        has_begun = self.commit.update > 0  # before, a newcomer can compute each state
         able = {one for one, told in answering.items() if told.is_ready or told.is_applying}
-        held = {member.stage for member in decision.members if member.id in able}
+        held = {one.stage for one in members if one.id in (able if has_begun else answering)}
         lacking = [stage for stage in range(self.num_stages) if stage not in held]
-        if lacking and self.commit.update:
-            return f"a peer that has the state of stage {lacking[0]}"
+        if lacking and not has_begun:
+            return f"a peer for stage {' and one for stage '.join(map(str, lacking))}"
+        if lacking:
+            holders = [one.id for one in members if one.stage == lacking[0]]
+            silent = [f"…{find_peer_id(one)[-8:]}" for one in holders if one not in answering]
+            loss = f": unless {' or '.join(silent)} still runs, the run is lost" if silent else ""
+            return f"a peer that has the state of stage {lacking[0]}{loss}"
         for one in sorted(self.last_ready):  # neither can be left out
             for other in self.last_ready.intersection(self.answering[one].unreachable):
                 names = f"…{find_peer_id(one)[-8:]} and …{find_peer_id(other)[-8:]}"

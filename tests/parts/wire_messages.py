@@ -205,7 +205,7 @@ RUN_MESSAGES: tuple[Message, ...] = (
     PartPassed(SESSION, 64, 1.5, (MEMBER,)),
     HeldOutPass(SESSION, 64, 3, 5, (MEMBER, OTHER_MEMBER)),
     HeldOutPassed(SESSION, 1.5),
-    PartsFetch(SESSION, Decided(DECISION)),
+    PartsFetch(SESSION, Decided(DECISION), "a peer for stage 1"),
     PartsCounted(SESSION, 7, MEMBER_MANIFEST),
     Reduction(SESSION, 3, ATTEMPT, b"\x05", (MEMBER,), (MEMBER, OTHER_MEMBER)),
     Reduced(SESSION, bytes(range(32)), 2.5, 1.5),

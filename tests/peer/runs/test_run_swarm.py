@@ -542,7 +542,7 @@ def test_last_peer_of_a_stage_leaves_when_another_one_has_its_state(
         await swarm.wait_for_update(1)
         leaving = asyncio.create_task(swarm.leave("peer1"))
         what = "another peer for stage 1, to leave"
-        await swarm.wait_until(lambda: waits(swarm, "peer1") == [what])
+        await swarm.wait_until(lambda: what in waits(swarm, "peer1"))
         assert not leaving.done()
         await swarm.start("peer3", 1)
         await leaving
@@ -694,18 +694,38 @@ def waits(swarm: RunSwarm, host: str) -> list[str]:
 def test_run_says_once_what_it_waits_for(run: TrainingRun, folder: Path, quiet_digest: str) -> None:
     async def scene(swarm: RunSwarm) -> None:
         await asyncio.sleep(10.0)
-        assert waits(swarm, "peer0") == ["a peer for stage 1"]
-        await swarm.start("peer1", 1)
         await swarm.start("peer2", 0)
+        await asyncio.sleep(10.0)
+        assert waits(swarm, "peer0") == waits(swarm, "peer2") == ["a peer for stage 1"]
+        await swarm.start("peer1", 1)
         await swarm.wait_for_update(1)
         for host in ("peer1", "peer2"):
             swarm.network.pause(host)
         await asyncio.sleep(30.0)
-        assert waits(swarm, "peer0")[1:] == ["a majority: 1 of 3 peers answer"]
+        few = "a majority: 1 of 3 peers answer, 2 have to; unless others still run, the run is lost"
+        assert waits(swarm, "peer0")[1:] == [few]
         for host in ("peer1", "peer2"):
             swarm.network.resume(host)
 
     assert train_in_swarm(run, folder, scene, num_peers=1) == quiet_digest
+
+
+def test_all_are_told_that_the_only_holder_of_a_state_does_not_answer(
+    run: TrainingRun, folder: Path
+) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        await swarm.kill("peer1")
+        await asyncio.sleep(10.0)
+        await swarm.start("late", 1)
+        await asyncio.sleep(10.0)
+
+        gone = make_identity("peer1").peer_id[-8:]
+        lost = f"a peer that has the state of stage 1: unless …{gone} still runs, the run is lost"
+        for host in ("peer0", "peer2", "late"):
+            assert lost in waits(swarm, host)[-2:]
+
+    run_in_swarm(run, folder, scene, num_peers=3)
 
 
 def test_halves_that_do_not_see_each_other_commit_one_update(

@@ -24,7 +24,7 @@ from shoal.protocol.tensors import WireTensor
 FILE = Path(__file__).with_name("golden_frames.json")
 ADDED = {
     "leaves", "local_endpoints", "name", "device", "num_sessions", "block_bytes", "training",
-    "model_id", "is_audit", "num_restarts",
+    "model_id", "is_audit", "num_restarts", "waits_for",
 }  # fmt: skip
 """Fields that came with a later version, which recorded messages do not have."""
 GOLDEN: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))

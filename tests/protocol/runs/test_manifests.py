@@ -50,7 +50,8 @@ def test_only_holder_of_a_state_is_kept_while_its_mate_downloads() -> None:
     manifests = tell(a0=None, b0=FETCHING, c1=READY)
 
     assert name_good(manifests) == ["a0", "b0", "c1"]
-    assert manifests.find_lacking() == "a peer that has the state of stage 0"
+    lacking = "a peer that has the state of stage 0: unless …a0 still runs, the run is lost"
+    assert manifests.find_lacking() == lacking
 
 
 def test_member_whose_state_differs_is_left_out_and_one_without_a_state_is_not() -> None:
@@ -101,9 +102,11 @@ def test_member_that_leaves_goes(
 def test_run_lacks_a_majority_or_a_stage() -> None:
     assert tell(a0=READY, b1=replace(FETCHING, is_applying=True)).find_lacking() is None
     assert tell(a0=READY, b1=FETCHING).find_lacking() == "a peer that has the state of stage 1"
-    assert tell(a0=READY, b0=READY, c1=None).find_lacking() == "a peer for stage 1"
-    few = tell(a0=READY, b1=None, c0=None).find_lacking()
-    assert few == "a majority: 1 of 3 peers answer"
+    lost = tell(a0=READY, b0=READY, c1=None, d0=READY, e1=None).find_lacking()
+    text = "a peer that has the state of stage 1: unless …c1 or …e1 still runs, the run is lost"
+    assert lost == text
+    few = "a majority: 1 of 3 peers answer, 2 have to; unless others still run, the run is lost"
+    assert tell(a0=READY, b1=None, c0=None).find_lacking() == few
 
 
 def test_run_lacks_a_connection_between_members_of_which_neither_can_be_left_out() -> None:
