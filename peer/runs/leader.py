@@ -50,7 +50,6 @@ from ...protocol.runs.update_parts import (
     TripTimes,
     UpdateParts,
     find_difference,
-    find_equal,
     pack_parts,
 )
 from ..process.config import PeerEvent, Report, Waits
@@ -509,22 +508,15 @@ class Leader:
             {mate: (reduced[mate].digest, reduced[mate].squared_norm) for mate in mates}
             for mates in stages
         ]
-        compared = enumerate(map(find_difference, told))
-        differences = {stage: one for stage, one in compared if one is not None}
+        compared = [find_difference(answers) for answers in told]
+        differences = {stage: one for stage, one in enumerate(compared) if one.others}
         if not self._may_commit(update, differences):
             return False
-        sums: list[str] = []
-        norms: list[float] = []
-        equal: set[MemberId] = set()
-        for answers in told:
-            chosen = find_equal(answers)
-            equal |= chosen
-            digest, norm = next(answers[mate] for mate in answers if mate in chosen)
-            sums.append(digest.hex())
-            norms.append(norm)
+        equal = {member for one in compared for member in one.equal}
+        chosen = [reduced[one.equal[0]] for one in compared]
         commit = self._decisions.commit.make_next(
-            sums=tuple(sums),
-            squared_norm=math.fsum(norms),
+            sums=tuple(one.digest.hex() for one in chosen),
+            squared_norm=math.fsum(one.squared_norm for one in chosen),
             loss=sum(reduced[member].loss for member in stages[-1]),
             averaging_seconds=seconds,
             queue_seconds=manifests.list_queue_seconds(),

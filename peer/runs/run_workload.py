@@ -90,8 +90,8 @@ class _RunStreamWork(StreamWork):
         self._workload = workload
         self._stream = stream
         self._keep_alive = KeepAlive(stream.answers, lambda: None if workload.is_late() else 0.0)
-        self._question: Question | RunFetch | None = None
-        self._reader: BytesReader | None = None
+        self._coming: tuple[Question | RunFetch, BytesReader] | None = None
+        """A question, and as much as has come of the bytes behind it."""
         self._task: asyncio.Task[None] | None = None
         self._sender: MemberId | None = None
         """The member that asks, which has proved its id."""
@@ -137,13 +137,12 @@ class _RunStreamWork(StreamWork):
 
     def _begin(self, question: Question | RunFetch) -> None:
         """Take a question, and what follows it. Raises RemoteProtocolError during another one."""
-        if self._task is not None or self._question is not None:
+        if self._task is not None or self._coming is not None:
             raise RemoteProtocolError("a stream takes one question of a run at a time")
         num_bytes = 0 if isinstance(question, RunFetch) else self._check_sender(question)
         self._stream.touch()
-        self._question = question
-        self._reader = BytesReader(question.question, num_bytes)
-        self._go_on()
+        self._coming = question, BytesReader(question.question, num_bytes)
+        self._go_on(*self._coming)
 
     def _check_sender(self, question: Question) -> int:
         """Return how many bytes follow a question. Raises RemoteProtocolError or RefusedError where
@@ -159,20 +158,18 @@ class _RunStreamWork(StreamWork):
         return num_bytes
 
     def _take(self, piece: RunPiece) -> None:
-        if self._reader is None or self._question is None:
+        if self._coming is None:
             raise RemoteProtocolError("a piece came without a question")
         self._stream.touch()
-        self._reader.take(piece)
-        self._go_on()
+        question, reader = self._coming
+        reader.take(piece)
+        self._go_on(question, reader)
 
-    def _go_on(self) -> None:
+    def _go_on(self, question: Question | RunFetch, reader: BytesReader) -> None:
         """Answer as soon as the question is complete."""
-        question, reader = self._question, self._reader
-        assert question is not None
-        assert reader is not None
         if not reader.is_complete:
             return
-        self._question = self._reader = None
+        self._coming = None
         if not isinstance(question, RunFetch):  # that is answered at once
             self._keep_alive.begin(question.question)
         self._workload.asking.append(self._sender)

@@ -22,7 +22,7 @@ from ...protocol.ids import MemberId
 from ...protocol.messages.runs import StateFetch, StateFollows, StatePart
 from ...protocol.net.tasks import cancel_all
 from ...protocol.runs.training_run import TrainingRun
-from ...protocol.runs.update_parts import find_difference, find_equal
+from ...protocol.runs.update_parts import find_difference
 from ..engine.training.span_building import list_weights
 from ..engine.training.span_state import (
     MOST_STATE_COPIES,
@@ -136,9 +136,10 @@ async def fetch_state(
         async with asyncio.timeout(None) as grace:
             await asyncio.gather(*(ask_digest(holder, grace) for holder in holders))
     told = {holder: digests[holder] for holder in holders if holder in digests}
-    if difference := find_difference(told):
+    difference = find_difference(told)
+    if difference.others:
         note(f"before update {update}, {difference.describe('states')}")
-    trusted = [one for one in told if one in find_equal(told)] if told else []
+    trusted = list(difference.equal)
     if rng is not None:
         rng.shuffle(trusted)
     for holder in trusted:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..ids import MemberId
 from .manifests import Aside, Manifests
-from .update_parts import Difference, PartOrder, UpdateParts, find_equal
+from .update_parts import Difference, PartOrder, UpdateParts, find_difference
 
 _MOST_TRIES = 3
 """How many audits of a disputed part may fail at a member before it is judged without that one."""
@@ -191,21 +191,16 @@ def judge_part(
         if digests := [digest for digest in each if digest is not None]:
             told[member] = digests
     votes = {member: digests[-1] for member, digests in told.items()}
-    if _is_tie(votes.values()):
+    difference = find_difference(votes)
+    if difference.is_tie:
         votes = {one: vote for one, vote in votes.items() if len(set(told[one])) == 1} or votes
+        difference = find_difference(votes)
     if not votes:
-        return Difference((), (), False)
-    equal = find_equal(votes)
-    right = next(digest for member, digest in votes.items() if member in equal)
+        return difference
+    right = votes[difference.equal[0]]
     wrong = tuple(member for member, digests in told.items() if set(digests) != {right})
-    good = tuple(member for member in votes if member in equal and member not in wrong)
-    return Difference(good or tuple(equal), wrong, _is_tie(votes.values()))
-
-
-def _is_tie(votes: Collection[Hashable]) -> bool:
-    """Return whether no answer is more frequent than each other one."""
-    nums = [num for _, num in Counter(votes).most_common(2)]
-    return len(nums) == 2 and nums[0] == nums[1]
+    good = tuple(member for member in difference.equal if member not in wrong)
+    return Difference(good or difference.equal, wrong, difference.is_tie)
 
 
 def _find_begun(manifests: Manifests) -> tuple[int, int]:

@@ -111,6 +111,7 @@ class CommitDelays:
         self._settling_since: float | None = None
         """When members were seen first that still apply the last update."""
         self._updated_at: float | None = None
+        """When the last update was committed, and how long the next one was delayed, later."""
         self._waiting_at: float | None = None
         """Up to which moment waits of a commit are counted; None: no commit waits."""
         self._waited_seconds: dict[MemberId, float] = {}
@@ -118,8 +119,7 @@ class CommitDelays:
         self._begun: set[MemberId] = set()
         """Those of them that had some of their state once."""
         self._delayed_seconds = 0.0
-        self._delayed_before = 0.0
-        """How long commits have waited at all: until now, and until the last update."""
+        """How long commits have waited at all."""
 
     @property
     def is_on(self) -> bool:
@@ -136,10 +136,8 @@ class CommitDelays:
         """Note that an update was committed; how long that was delayed is not usual."""
         self.pause(now)
         if self._updated_at is not None:
-            delayed_seconds = self._delayed_seconds - self._delayed_before
-            self._updates.note(now - self._updated_at - delayed_seconds)
-        self._updated_at, self._delayed_before = now, self._delayed_seconds
-        self._settling_since = None
+            self._updates.note(now - self._updated_at)
+        self._updated_at, self._settling_since = now, None
 
     def has_to_settle(self, is_settling: bool, now: float) -> bool:
         """Return whether members still apply the last update, and may take that long."""
@@ -157,6 +155,8 @@ class CommitDelays:
         if self._waiting_at is not None:
             seconds = now - self._waiting_at
             self._delayed_seconds += seconds
+            if self._updated_at is not None:
+                self._updated_at += seconds
             for member in self._waited_seconds:
                 self._waited_seconds[member] += seconds
         self._waiting_at = None
@@ -169,8 +169,7 @@ class CommitDelays:
         self.pause(now)
         self._waiting_at = now if missing else None
         self._waited_seconds = {one: self.count_seconds(one) for one in missing}
-        self._begun.intersection_update(missing)
-        self._begun.update(one for one, has_begun in missing.items() if has_begun)
+        self._begun = {one for one, has_begun in missing.items() if has_begun or one in self._begun}
         most_seconds = self.most_seconds
         allowed_seconds = most_seconds + _DELAYED_FRACTION * (now - self._begun_at)
         if self._delayed_seconds >= allowed_seconds:

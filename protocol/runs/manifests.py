@@ -18,7 +18,6 @@ from .update_parts import (
     MemberManifest,
     UpdateParts,
     find_difference,
-    find_equal,
 )
 
 
@@ -163,8 +162,7 @@ class Manifests:
             if not states:
                 chosen.update(holders)
                 continue
-            equal = find_equal(states)
-            able = equal | (self.answering.keys() - states.keys())
+            able = {*find_difference(states).equal, *(self.answering.keys() - states.keys())}
             good = [one for one in holders if one in able]
             chosen.update([one for one in good if one != aside] or good)
         idle = {member for member in self.leaving if not self.answering[member].counted}
@@ -173,10 +171,9 @@ class Manifests:
 
     def find_differences(self) -> dict[int, Difference]:
         """Return the stages whose members have other states, which should be equal."""
-        found = {
-            stage: find_difference(self._list_states(stage)) for stage in range(self.num_stages)
-        }
-        return {stage: one for stage, one in found.items() if one is not None}
+        found = ((stage, self._list_states(stage)) for stage in range(self.num_stages))
+        compared = {stage: find_difference(states) for stage, states in found}
+        return {stage: one for stage, one in compared.items() if one.others}
 
     def _list_states(self, stage: int) -> dict[MemberId, bytes]:
         """Return the digests that members of a stage tell, in the order of the roster."""

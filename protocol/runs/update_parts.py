@@ -457,9 +457,7 @@ def unpack_digests(data: bytes) -> dict[int, bytes]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Members of a stage whose answers differ though they should be equal: some of them compute
-    wrongly, or lie.
-    """
+    """Members of a stage whose answers should be equal. Others compute wrongly, or lie."""
 
     equal: tuple[MemberId, ...]
     """Those with the most frequent answer; of equally many, with that of the one named first."""
@@ -483,23 +481,17 @@ class Difference:
         return f"{differ}, which count as {equal} came first: nothing shows that they are right"
 
 
-def find_equal(told: Mapping[MemberId, Hashable]) -> set[MemberId]:
-    """Return the members with the most frequent answer; of equally many those named first."""
-    answers = list(told.values())
-    best = max(answers, key=answers.count)
-    return {member for member, answer in told.items() if answer == best}
-
-
-def find_difference(told: Mapping[MemberId, Hashable]) -> Difference | None:
-    """Return which members tell something else than most; None: all tell the same.
+def find_difference(told: Mapping[MemberId, Hashable]) -> Difference:
+    """Return which members tell something else than most.
 
     >>> find_difference({MemberId("a"): b"x", MemberId("b"): b"y"})
     Difference(equal=('a',), others=('b',), is_tie=True)
     """
-    if len(set(told.values())) < 2:
-        return None
-    equal = find_equal(told)
-    others = tuple(member for member in told if member not in equal)
-    rivals = Counter(told[member] for member in others)
-    is_tie = max(rivals.values()) == len(equal)
-    return Difference(tuple(m for m in told if m in equal), others, is_tie)
+    if not told:
+        return Difference((), (), is_tie=False)
+    (best, num_equal), *rivals = Counter(told.values()).most_common()  # the first one at a tie
+    return Difference(
+        tuple(member for member, answer in told.items() if answer == best),
+        tuple(member for member, answer in told.items() if answer != best),
+        is_tie=any(num == num_equal for _, num in rivals),
+    )

@@ -15,7 +15,6 @@ from shoal.protocol.runs.update_parts import (
     TripTimes,
     UpdateParts,
     find_difference,
-    find_equal,
     pack_parts,
     unpack_digests,
     unpack_parts,
@@ -250,18 +249,16 @@ def test_bytes_that_are_no_digests_of_parts_are_refused(data: bytes) -> None:
 
 
 def test_most_frequent_digest_is_taken_for_right() -> None:
-    assert find_equal({A: b"x", B: b"y", C: b"y"}) == {B, C}
-    assert find_equal({A: b"x", B: b"y"}) == {A}
-    assert find_equal({A: (b"x", 1e300), B: (b"x", 1.0), C: (b"x", 1.0)}) == {B, C}
+    assert find_difference({A: b"x", B: b"y", C: b"y"}).equal == (B, C)
+    assert find_difference({A: b"x", B: b"y"}).equal == (A,)
+    assert find_difference({A: (b"x", 1e300), B: (b"x", 1.0), C: (b"x", 1.0)}).equal == (B, C)
 
 
 def test_difference_tells_who_counts_and_whether_that_is_open() -> None:
-    assert find_difference({A: b"x", B: b"x"}) is None
-    assert find_difference({}) is None
+    assert find_difference({A: b"x", B: b"x"}).others == ()
+    assert find_difference({}) == Difference((), (), is_tie=False)
     tie, most = find_difference({A: b"x", B: b"y"}), find_difference({A: b"x", B: b"y", C: b"y"})
     assert (tie, most) == (Difference((A,), (B,), True), Difference((B, C), (A,), False))
-    assert tie is not None
-    assert most is not None
     assert tie.describe("sums", ASKED_AGAIN).endswith("all compute them again")
     assert tie.describe("sums").endswith("nothing shows that they are right")
     assert most.describe("states") == (
