@@ -65,12 +65,37 @@ CREATE INDEX IF NOT EXISTS losses_at ON losses (model_id, at);
 """
 """Another one: how far training runs have come."""
 
+_HELD_OUT_LOSSES = "ALTER TABLE losses ADD COLUMN held_out_loss REAL"
+"""Fails where the table has the column already."""
+
 
 class DepthChange(NamedTuple):
     """The replicas of each block from a time on; no blocks while nobody watched."""
 
     at: float
     depths: bytes
+
+
+class RunLoss(NamedTuple):
+    """What a training run tells after an update."""
+
+    update: int
+    loss: float
+    held_out_loss: float | None
+    """Where it was measured last."""
+
+
+def list_held_out(losses: Iterable[RunLoss]) -> list[tuple[int, float]]:
+    """Return each held-out loss at the first update that was told with it.
+
+    >>> list_held_out([RunLoss(3, 5.5, None), RunLoss(4, 5.4, 5.8), RunLoss(6, 5.2, 5.8)])
+    [(4, 5.8)]
+    """
+    first: dict[float, int] = {}
+    for one in losses:
+        if one.held_out_loss is not None:
+            first.setdefault(one.held_out_loss, one.update)
+    return [(update, loss) for loss, update in first.items()]
 
 
 class History:
@@ -87,13 +112,15 @@ class History:
         """
         self._keep_seconds = keep_seconds
         self._last_depths: dict[ModelId, bytes] = {}
-        self._last_updates: dict[ModelId, int] = {}
+        self._last_progress: dict[ModelId, TrainingProgress] = {}
         self.error = ""
         """Why it cannot be written or read now; empty while it can."""
         self._pruned_at = self._noted_at = now
         self._database = _open(path)
         try:
             self._database.executescript(_CANARIES + _LOSSES)
+            with suppress(sqlite3.OperationalError):
+                self._database.execute(_HELD_OUT_LOSSES)
             rows = self._database.execute("SELECT until FROM watching").fetchone()
             with self._database:
                 for model_id, depths in self._list_latest():
@@ -115,8 +142,8 @@ class History:
         now: float,
         runs: Sequence[tuple[str, CanaryRun]] = (),
     ) -> None:
-        """Keep what has happened, the depths that have changed, the losses of new updates of
-        training runs, and runs of canaries by name.
+        """Keep what has happened, the depths that have changed, the new losses of training runs,
+        and runs of canaries by name.
         """
         changed = dict[ModelId, bytes]()
         if now - self._noted_at > 3 * _ALIVE_SECONDS:  # this process stood still
@@ -133,26 +160,29 @@ class History:
             with self._database:
                 self._add_runs(runs)
                 self._database.executemany(
-                    "INSERT INTO losses VALUES (?, ?, ?, ?)",
-                    ((now, model_id, run.update, run.loss) for model_id, run in progress.items()),
+                    "INSERT INTO losses VALUES (?, ?, ?, ?, ?)",
+                    (
+                        (now, model_id, run.update, run.loss, run.held_out_loss)
+                        for model_id, run in progress.items()
+                    ),
                 )
                 self._write(changed, events, now)
         except sqlite3.Error as error:
             self._note_failure(f"the history cannot be written: {error}")
             return
         self.error = ""
-        self._last_updates |= {model_id: run.update for model_id, run in progress.items()}
+        self._last_progress |= progress
         self._last_depths |= changed
         self._last_depths = {one: depths for one, depths in self._last_depths.items() if depths}
 
     def _list_progress(self, state: SwarmState) -> dict[ModelId, TrainingProgress]:
-        """Return the training runs that have come further."""
-        last = self._last_updates
-        self._last_updates = {one: last[one] for one in last if one in state.models}
+        """Return the training runs that have come further, or measured their held-out loss."""
+        last = self._last_progress
+        self._last_progress = {one: last[one] for one in last if one in state.models}
         return {
             model_id: model.training
             for model_id, model in state.models.items()
-            if model.training is not None and model.training.update > last.get(model_id, 0)
+            if model.training is not None and _is_news(model.training, last.get(model_id))
         }
 
     def _note_failure(self, error: str) -> None:
@@ -279,18 +309,18 @@ class History:
             return []
         return [DepthChange(at, bytes(depths)) for at, depths in rows]
 
-    def list_losses(self, model_id: ModelId, since: float) -> list[tuple[int, float]]:
-        """Return updates of a training run and their losses, from `since` on; none if the disk
-        fails.
-        """
+    def list_losses(self, model_id: ModelId, since: float) -> list[RunLoss]:
+        """Return what a training run has told from `since` on; nothing if the disk fails."""
         try:
-            return self._database.execute(
-                "SELECT num_updates, loss FROM losses WHERE model_id = ? AND at >= ? ORDER BY at",
+            rows = self._database.execute(
+                "SELECT num_updates, loss, held_out_loss FROM losses"
+                " WHERE model_id = ? AND at >= ? ORDER BY at, rowid",
                 (model_id, since),
             ).fetchall()
         except sqlite3.Error as error:
             self._note_failure(f"the history cannot be read: {error}")
             return []
+        return [RunLoss(*row) for row in rows]
 
     def _select_depths(self, model_id: ModelId, since: float) -> list[tuple[float, bytes]]:
         rows = self._database.execute(
@@ -299,6 +329,13 @@ class History:
             (model_id, since),
         )
         return rows.fetchall()
+
+
+def _is_news(now: TrainingProgress, before: TrainingProgress | None) -> bool:
+    """Return whether a run has told something new; others of its peers may be behind."""
+    if before is None or now.update != before.update:
+        return now.update > (before.update if before else 0)
+    return now.held_out_loss != before.held_out_loss
 
 
 def _list_depths(state: SwarmState, model_id: ModelId) -> bytes:

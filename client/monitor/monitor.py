@@ -14,7 +14,7 @@ from .alerts import HealthOf, find_alerts
 from .canary import CanaryProcess, CanaryRun, keep_running, reduce_run
 from .collector import READ_SECONDS, Collector, SwarmAccess
 from .description import Description, describe, describe_canaries
-from .history import DepthChange, History
+from .history import DepthChange, History, RunLoss
 from .state import Change, Event, EventKind, SwarmState
 
 if TYPE_CHECKING:  # it imports an HTTP client, which few monitors need
@@ -112,7 +112,7 @@ class Monitor:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._disk, self._history.list_depths, model_id, since)
 
-    async def read_losses(self, model_id: ModelId, since: float) -> list[tuple[int, float]]:
+    async def read_losses(self, model_id: ModelId, since: float) -> list[RunLoss]:
         """Return what the history has of a training run; see History.list_losses."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._disk, self._history.list_losses, model_id, since)

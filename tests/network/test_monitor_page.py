@@ -245,21 +245,33 @@ def test_rows_out_of_sight_are_not_laid_out(browser: Browser, stage: Stage) -> N
         assert page.evaluate(WAIT_FOR_LAST_ROW, True)
 
 
+HAS_POINTS = """points => {
+    const chart = echarts.getInstanceByDom(document.querySelector("div.losses:has(canvas)"));
+    const { series } = chart.getOption();
+    return JSON.stringify(series.map(one => one.data)) === JSON.stringify(points);
+}"""
+"""Whether the lines in the chart of losses have these points."""
+
+
 def test_models_come_and_go_on_the_page_that_is_open(browser: Browser, stage: Stage) -> None:
     announce_degraded(stage)
     with open_page(browser, stage, 1440) as page:
         expect_text(page, "Blocks 4:8 have a single replica.")
         page.evaluate("window.isSame = true")
 
-        progress = TrainingProgress(12, 400, 4.5)
+        progress = TrainingProgress(12, 400, 4.5, 4.75)
         stage.tell(3, 0, 2, model_id=OTHER, model_name="run/stories", training=progress)
 
         expect_text(page, "No peer serves blocks 2:8.")
         other = page.locator(f"section[data-id='{OTHER}']")
         expect(other.locator("h2")).to_have_text("run/stories failing")
         expect(page.locator("#health")).to_contain_text("failing")
-        expect(other.locator(".progress")).to_have_text("Update 12 of 400, loss 4.5 nats per token")
+        expect(other.locator(".progress")).to_have_text(
+            "Update 12 of 400, loss 4.5 nats per token, held-out loss 4.75"
+        )
         expect(page.locator(".chart canvas")).to_have_count(5)  # one of losses
+        stage.tell(4, 0, 2, model_id=OTHER, model_name="run/stories", training=progress)
+        page.wait_for_function(HAS_POINTS, arg=[[[12, 4.5]], [[12, 4.75]]])
         expect(other.locator(".what-if")).to_be_hidden()
         assert Axe().run(page).response["violations"] == []
         assert page.evaluate("window.isSame")

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ....protocol.ids import ModelId
 from ..description import Description, describe
+from ..history import list_held_out
 from ..monitor import Monitor
 from ..replica_depth import count_under_replicated, list_areas
 from ..state import SwarmState, WatchedModel
@@ -176,7 +177,8 @@ class MonitorPage:
         since = min(changes[0].at if changes else now, now - 60.0)
         losses = await self.monitor.read_losses(model.model_id, now - _HISTORY_SECONDS)
         return {
-            "losses": losses[:: -(-len(losses) // _MAX_LOSSES) or 1],
+            "losses": [one[:2] for one in losses[:: -(-len(losses) // _MAX_LOSSES) or 1]],
+            "held_out_losses": list_held_out(losses)[-_MAX_LOSSES:],
             "since": since,
             "until": now,
             "num_blocks": model.num_blocks,

@@ -15,7 +15,7 @@ from announcements import MODEL, NOW, identity_of, make_announcement
 from watched_swarms import read
 
 from shoal.client.monitor.canary import CanaryRun
-from shoal.client.monitor.history import DepthChange, History
+from shoal.client.monitor.history import DepthChange, History, list_held_out
 from shoal.client.monitor.replica_depth import DepthArea, list_areas
 from shoal.client.monitor.state import (
     Event,
@@ -287,14 +287,32 @@ def test_unknown_times_are_not_drawn() -> None:
     assert areas == [DepthArea(0, 1, 0.0, 5.0, 2), DepthArea(0, 1, 7.0, 9.0, 2)]
 
 
-def test_loss_of_each_new_update_of_a_run_is_kept(path: Path) -> None:
-    def tell(update: int, loss: float) -> SwarmState:
-        return read(make_announcement(training=TrainingProgress(update, 400, loss)))
+def test_losses_of_each_new_update_of_a_run_are_kept(path: Path) -> None:
+    def tell(update: int, loss: float, held_out_loss: float | None = None) -> SwarmState:
+        progress = TrainingProgress(update, 400, loss, held_out_loss)
+        return read(make_announcement(training=progress))
 
     history = History(path, DAY, NOW)
-    for number, (update, loss) in enumerate([(0, 0.0), (3, 5.5), (3, 5.5), (4, 5.25)]):
-        history.take(tell(update, loss), (), NOW + number)
+    told = [(0, 0.0), (3, 5.5), (3, 5.5), (4, 5.25), (4, 5.25, 5.75), (3, 5.5), (6, 5.0, 5.75)]
+    for number, progress in enumerate(told):
+        history.take(tell(*progress), (), NOW + number)
 
-    assert history.list_losses(MODEL, NOW) == [(3, 5.5), (4, 5.25)]
-    assert history.list_losses(MODEL, NOW + 2) == [(4, 5.25)]
+    losses = history.list_losses(MODEL, NOW)
+    assert losses == [(3, 5.5, None), (4, 5.25, None), (4, 5.25, 5.75), (6, 5.0, 5.75)]
+    assert list_held_out(losses) == [(4, 5.75)]
+    assert history.list_losses(MODEL, NOW + 5) == [(6, 5.0, 5.75)]
+    history.close()
+
+
+def test_losses_are_kept_beside_the_rows_of_older_files(path: Path) -> None:
+    History(path, DAY, NOW).close()
+    with closing(sqlite3.connect(path)) as database, database:
+        database.execute("ALTER TABLE losses DROP COLUMN held_out_loss")
+        database.execute("INSERT INTO losses VALUES (?, ?, 3, 5.5)", (NOW, MODEL))
+
+    history = History(path, DAY, NOW)
+    told = read(make_announcement(training=TrainingProgress(4, 400, 5.25, 5.75)))
+    history.take(told, (), NOW + 1)
+
+    assert history.list_losses(MODEL, NOW) == [(3, 5.5, None), (4, 5.25, 5.75)]
     history.close()

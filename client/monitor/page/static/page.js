@@ -203,15 +203,18 @@ function openCharts(key, section) {
   return made;
 }
 
-function drawLosses(section, losses) {
+function drawLosses(section, losses, heldOut) {
   const made = charts.get(section.dataset.id);
   made[2] ??= openChart(section.querySelector(".losses .chart"));
   made[2].setOption({
     animation: false, backgroundColor: "transparent", tooltip: { renderMode: "richText" },
-    grid: { left: 45, right: 15, top: 10, bottom: 25 },
+    grid: { left: 45, right: 15, top: 30, bottom: 25 }, legend: { top: 0 },
     xAxis: { type: "value", min: "dataMin", minInterval: 1 },
     yAxis: { type: "value", scale: true },
-    series: [{ name: "loss", type: "line", symbolSize: 4, progressive: 0, data: losses }],
+    series: [
+      { name: "loss", type: "line", symbolSize: 4, progressive: 0, data: losses },
+      { name: "held-out loss", type: "line", symbolSize: 6, progressive: 0, data: heldOut },
+    ],
   });
 }
 
@@ -245,7 +248,7 @@ async function draw(section) {
     series: [{ type: "bar", data: history.under_replicated.map(([, count]) => count),
       itemStyle: { color: colours.one } }],
   });
-  if (!section.querySelector(".losses").hidden) drawLosses(section, history.losses);
+  if (!section.querySelector(".losses").hidden) drawLosses(section, history.losses, history.held_out_losses);
   const rows = section.querySelectorAll("table.durations tr");
   [0, 1].forEach((number) => {
     const cells = history.under_replicated.map((bin) => {
