@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from pathlib import Path
@@ -24,6 +25,8 @@ def read_tokenizer(corpus: Corpus, folder: Path) -> dict[str, bytes]:
 
 def _read_file(file: TokenizerFile, path: Path) -> bytes:
     try:
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "it is no regular file")
         with path.open("rb") as opened:
             content = opened.read(MAX_TOKENIZER_FILE_BYTES + 1)
     except OSError as error:

@@ -6,6 +6,7 @@ import argparse
 import re
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...peer.process.config import PeerEvent, Report
@@ -20,6 +21,7 @@ from ...protocol.runs.training_run import TrainingRun
 from .run_file import load_run
 
 if TYPE_CHECKING:
+    from ...models.token_shards import TokenShards
     from ...peer.runs.run_resources import RunPeerConfig
 
 _PAUSES = Backoff(0.5, 30.0)
@@ -114,11 +116,16 @@ def _name_run(options: argparse.Namespace, own: TrainingRun | None) -> str:
 
 
 def make_config(
-    options: argparse.Namespace, record: RunRecord, *, is_beside: bool = False
+    options: argparse.Namespace,
+    record: RunRecord,
+    shards: TokenShards | None = None,
+    *,
+    is_beside: bool = False,
 ) -> RunPeerConfig:
-    """Return the settings of a peer of a run. Raises UsageError where no stage fits.
+    """Return the settings of a peer of a run. Raises UsageError where no stage fits, or the corpus
+    is not that of the run.
 
-    `is_beside`: beside what the process serves.
+    `shards`: its corpus, if that is open already. `is_beside`: beside what the process serves.
     """
     from ...peer.hosting.hosted_model import read_free_bytes
     from ...peer.runs.run_resources import RunPeerConfig
@@ -126,7 +133,7 @@ def make_config(
     stages, graph_bytes = choose_stages(options, record.run, is_beside=is_beside)
     return RunPeerConfig(
         record,
-        options.corpus or options.run_file.parent,
+        choose_corpus_folder(options),
         stages,
         founds_run=founds_run(options),
         num_threads=options.run_threads,
@@ -135,7 +142,23 @@ def make_config(
         announce_period_seconds=options.announce_period,
         silence_seconds=options.silence,
         linger_seconds=options.linger,
+        shards=shards or open_corpus(options, record.run),
     )
+
+
+def open_corpus(options: argparse.Namespace, run: TrainingRun) -> TokenShards:
+    """Open the files of a corpus. Raises UsageError where one is not that of the run."""
+    from ...models.token_shards import TokenShards
+    from ...peer.engine.training.run_plan import plan_run
+
+    return TokenShards.open(
+        run.corpus, choose_corpus_folder(options), plan_run(run).vocabulary_size
+    )
+
+
+def choose_corpus_folder(options: argparse.Namespace) -> Path:
+    """Return the folder of the corpus: that of the run file unless --corpus names another."""
+    return options.corpus or options.run_file.parent
 
 
 def choose_stages(

@@ -20,7 +20,13 @@ from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import INTERRUPTED, quitting_at_once, stop_on_sigterm
 from ..terminal.signalled import run_until_signalled
 from .model_folder import write_losses, write_model
-from .run_choice import choose_stages, load_own_run, make_config, wait_for_record
+from .run_choice import (
+    choose_stages,
+    load_own_run,
+    make_config,
+    open_corpus,
+    wait_for_record,
+)
 from .run_events import choose_report
 from .train_alone import train_alone
 from .train_options import add_peer_arguments, is_peer
@@ -75,8 +81,10 @@ def _train_together(options: argparse.Namespace) -> int:
         from ...peer.streams.service import JoinedPeer
 
     set_num_threads(options.run_threads)  # of sums and digests too, not only of passes
-    if training is not None:
-        choose_stages(options, training)  # too little memory is told before joining
+    shards = None
+    if training is not None:  # too little memory and a wrong corpus are told before joining
+        choose_stages(options, training)
+        shards = open_corpus(options, training)
 
     async def train(stop: asyncio.Event, tell: Report) -> None:
         def report(event: PeerEvent) -> None:
@@ -93,7 +101,7 @@ def _train_together(options: argparse.Namespace) -> int:
             counts = joined.handler.counts
             await stack.enter_async_context(metrics.serve(lambda: counts, report))
             record = await wait_for_record(options, training, joined.presence, clock, report)
-            config = await asyncio.to_thread(make_config, options, record)
+            config = await asyncio.to_thread(make_config, options, record, shards)
             resources = await stack.enter_async_context(open_run(config, clock))
             peer = await stack.enter_async_context(RunPeer.join(joined, resources, clock, report))
             report(PeerEvent("online", peer.describe()))

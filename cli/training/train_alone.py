@@ -15,6 +15,7 @@ from ..terminal.interrupts import quitting_at_once
 from ..terminal.reporter import Reporter
 from ..terminal.terminal import Terminal
 from .model_folder import describe_held_out_loss, write_losses, write_model
+from .run_choice import open_corpus
 from .run_file import load_run
 
 if TYPE_CHECKING:
@@ -32,13 +33,14 @@ def train_alone(options: argparse.Namespace, out: Path) -> int:
         with quitting_at_once(options.json), importing_much():
             from torch import set_num_threads
 
-            from ...models.token_shards import TokenShards
+            from ...peer.engine.training.run_plan import plan_run
             from ...peer.engine.training.whole_run import WholeRun
+            from ...peer.hosting.hosted_model import read_free_bytes
 
         set_num_threads(options.run_threads)  # of sums and digests too, not only of passes
+        plan_run(training).check_alone(read_free_bytes())
+        shards = open_corpus(options, training)
         whole = WholeRun(training, options.run_threads)
-        folder = options.corpus or options.run_file.parent
-        shards = TokenShards.open(training.corpus, folder, whole.vocabulary_size)
         out.mkdir(parents=True, exist_ok=True)  # an error now, not after hours
         _tell_start(reporter, training, whole)
         progress = "Training"

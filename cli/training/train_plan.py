@@ -14,6 +14,7 @@ from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import quitting_at_once
 from ..terminal.reporter import Reporter
 from ..terminal.terminal import Terminal
+from .run_choice import choose_corpus_folder, open_corpus
 from .run_file import load_run
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokens-per-second", type=parse_positive, metavar="SPEED",
         help="speed at which one peer would train the whole model (default: measured here)",
     )  # fmt: skip
+    parser.add_argument(
+        "--corpus", type=Path, metavar="FOLDER",
+        help="folder of the corpus shards, which are checked where they are there (default: that "
+        "of the run file)",
+    )  # fmt: skip
     parser.add_argument("--threads", type=parse_count, default=1, help="compute threads of a peer "
                         "(default: 1)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -54,12 +60,16 @@ def run(options: argparse.Namespace) -> int:
             from torch import set_num_threads
 
             from ...peer.engine.training.run_plan import measure_tokens_per_second, plan_run
+            from ...peer.hosting.hosted_model import read_free_bytes
 
         set_num_threads(options.threads)  # of all that is measured, not only of passes
         plan = plan_run(training)
+        is_corpus_here = _has_files(training, choose_corpus_folder(options))
+        if is_corpus_here:
+            open_corpus(options, training)  # raises what `shoal train` would
         numbers = options.peers or [len(plan.stages) * times for times in (1, 2, 4)]
         speed: float = options.tokens_per_second or measure_tokens_per_second(
-            training, options.threads
+            training, options.threads, read_free_bytes()
         )
     expected = [plan.expect(number, each, speed) for number in numbers for each in _MEGABITS]
     traffic = [_describe_traffic(plan, number) for number in numbers]
@@ -70,6 +80,9 @@ def run(options: argparse.Namespace) -> int:
         "",
         *_list_speeds(speed, expected),
     ]
+    if not is_corpus_here:
+        folder = choose_corpus_folder(options)
+        lines += ["", f"The corpus is not in {folder}, and was not checked: give --corpus FOLDER."]
     stages = [
         {**dataclasses.asdict(one), "span": str(one.span), "memory_bytes": one.memory_bytes}
         for one in plan.stages
@@ -78,9 +91,16 @@ def run(options: argparse.Namespace) -> int:
         "plan", lines, name=training.name, tokens_per_update=training.tokens_per_update,
         tokens_per_second_of_one_peer=round(speed, 1), stages=stages,
         traffic=[each for one in traffic for each in one],
-        speeds=[dataclasses.asdict(each) for each in expected],
+        speeds=[dataclasses.asdict(each) for each in expected], has_corpus=is_corpus_here,
     )  # fmt: skip
     return 0
+
+
+def _has_files(training: TrainingRun, folder: Path) -> bool:
+    """Return whether any file of the corpus is there: a plan needs none, but none may be wrong."""
+    corpus = training.corpus
+    files = (*corpus.shards, *corpus.held_out, *corpus.tokenizer)
+    return any((folder / file.path).exists() for file in files)
 
 
 def _describe_traffic(plan: RunPlan, num_peers: int) -> list[dict[str, Any]]:

@@ -52,6 +52,12 @@ _MAX_LABELS = 2**16
 _MAX_NUMBER = 2**24
 """Positions of the longest texts, sizes of vocabularies."""
 
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "head_dim", "num_attention_heads",
+    "num_key_value_heads",
+)  # fmt: skip
+"""Names of numbers that are at least one wherever they are given."""
+
 _ANY_NUMBER = (
     "theta", "seed", "position", "length", "token", "param", "flos", "base", "window",
 )  # fmt: skip
@@ -59,6 +65,8 @@ _ANY_NUMBER = (
 
 _SMALL_TABLE_BYTES = 2**24
 """A block may always have tables of this size: masks of 4096 positions."""
+
+_MAX_REASON_CHARACTERS = 200
 
 _BUILD_ERRORS = (
     StrictDataclassError,
@@ -272,6 +280,9 @@ def _build(name: str, config: Mapping[str, object]) -> Any:
     fields = {name: value for name, value in config.items() if name not in UNSAFE_FIELDS}
     try:
         check_bounds(fields)
+        for field in _SIZES:
+            if isinstance(size := fields.get(field), int) and size < 1:
+                raise ModelError(f"config.json: {field} must be at least 1, got {size}")
         model_config = CONFIG_MAPPING[name].from_dict(fields)
         if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise _UnfitError("it is no causal language model")
@@ -292,10 +303,19 @@ def _build(name: str, config: Mapping[str, object]) -> Any:
         raise
     except _BUILD_ERRORS as error:
         raise ModelError(
-            f"transformers cannot build a model of type {name!r} from this config.json; check its "
-            "values, or download it again"
+            f"transformers cannot build a model of type {name!r} from this config.json: "
+            f"{_find_reason(error)}; check its values, or download it again"
         ) from error
     return model.eval()
+
+
+def _find_reason(error: BaseException) -> str:
+    """Return what an error of a library says, or the one that it was raised from: that is nearer
+    to the value that is wrong."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    said = " ".join(str(error).split()).rstrip(".")
+    return f"{type(error).__name__}: {said:.{_MAX_REASON_CHARACTERS}}"
 
 
 def _fill_tables(shell: Shell) -> None:
@@ -403,6 +423,15 @@ def _probe_block(shell: Shell, index: int) -> Shapes:
     except OtherStateError as error:
         raise _UnfitError("its blocks cache more than keys and values") from error
     except _BUILD_ERRORS as error:
+        heads, groups = (
+            getattr(shell.config, name, None)
+            for name in ("num_attention_heads", "num_key_value_heads")
+        )
+        if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+            raise ModelError(
+                f"config.json: num_attention_heads must be a multiple of num_key_value_heads, got "
+                f"{heads} and {groups}"
+            ) from error
         raise _UnfitError("its blocks cannot run one by one") from error
     if len(cache.shapes) != 1 or any(len(shape) != 4 for shape in cache.shapes[0]):
         raise _UnfitError("its blocks do not cache keys and values")
@@ -424,6 +453,10 @@ def check_bounds(value: object, name: str = "config.json") -> None:
             raise ModelError(
                 f"config.json: {name:.60} must repeat at most {maximum} items, not {num_items}"
             )
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ModelError(f"config.json: {name:.60} must be a finite number, got {value}")
+    elif isinstance(value, int | float) and "dropout" in name and not 0 <= value <= 1:
+        raise ModelError(f"config.json: {name:.60} must be from 0 to 1, got {value!s:.60}")
     elif isinstance(value, int | float) and value > (maximum := _find_maximum(name)):
         raise ModelError(f"config.json: {name:.60} must be at most {maximum}, got {value!s:.60}")
 

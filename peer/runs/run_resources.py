@@ -54,6 +54,8 @@ class RunPeerConfig:
     """The fraction of the parts of each stage that a second replica computes as well."""
     pause_seconds: float = 0.2
     """How long to wait before looking again whether there is something to do."""
+    shards: TokenShards | None = None
+    """The corpus, where it is open already."""
 
     @property
     def run(self) -> TrainingRun:
@@ -168,7 +170,9 @@ class RunResources:
         """Read what a run needs on this machine. Raises UsageError."""
         shell = open_shell(config.run.model)
         embedding, _ = find_embedding_and_head(shell)
-        shards = TokenShards.open(config.run.corpus, config.corpus_folder, embedding.num_embeddings)
+        shards = config.shards or TokenShards.open(
+            config.run.corpus, config.corpus_folder, embedding.num_embeddings
+        )
         spans, architecture = config.run.list_stages(len(shell.layers)), type(shell.model).__name__
         return cls(config, spans, architecture, shards, compute, compute_class)
 

@@ -67,6 +67,11 @@ class StagePlan:
             self.gradient_bytes, self.activation_bytes, self.copy_bytes,
         ))  # fmt: skip
 
+    @property
+    def alone_bytes(self) -> int:
+        """What a process takes that trains all stages, beside the graphs of a part."""
+        return self.weight_bytes + self.optimizer_bytes + self.sum_bytes // 2
+
 
 @dataclass(frozen=True)
 class SpeedPlan:
@@ -88,6 +93,17 @@ class RunPlan:
 
     run: TrainingRun
     stages: tuple[StagePlan, ...]
+    vocabulary_size: int
+
+    def check_alone(self, free_bytes: int) -> None:
+        """Raise UsageError unless one process may train all stages in so much memory."""
+        num_bytes = sum(stage.alone_bytes for stage in self.stages)
+        if num_bytes > free_bytes:
+            raise UsageError(
+                f"training in one process takes {show_bytes(num_bytes)} of memory, and this "
+                f"machine has {show_bytes(free_bytes)} left: end other programs, or train with "
+                "others (--new-swarm)"
+            )
 
     def list_fitting(self, stages: Sequence[int], free_bytes: int) -> list[int]:
         """Return which of these stages fit into so much memory. Raises UsageError if none does."""
@@ -176,17 +192,35 @@ def plan_run(run: TrainingRun) -> RunPlan:
     """Return what a run needs; takes no memory for weights. Raises UsageError, ModelError."""
     shell = open_shell(run.model)
     spans = run.list_stages(len(shell.layers))
-    return RunPlan(run, tuple(_plan_stage(run, shell, span) for span in spans))
+    num_positions = getattr(shell.config, "max_position_embeddings", None)
+    if isinstance(num_positions, int) and 0 < num_positions < run.corpus.sequence_length:
+        raise UsageError(
+            f"corpus.sequence_length: the model has {num_positions} positions "
+            f"(max_position_embeddings in its config.json), not {run.corpus.sequence_length}"
+        )
+    embedding, _ = find_embedding_and_head(shell)
+    stages = tuple(_plan_stage(run, shell, span) for span in spans)
+    return RunPlan(run, stages, embedding.num_embeddings)
 
 
-def measure_tokens_per_second(run: TrainingRun, num_threads: int) -> float:
+def measure_tokens_per_second(
+    run: TrainingRun, num_threads: int, free_bytes: float = math.inf
+) -> float:
     """Return how many tokens of the whole model this machine trains per second.
 
-    Measured on one block, so that it takes no memory for the others.
+    Measured on one block, so that it takes no memory for the others. Raises UsageError where that
+    takes more than the free memory.
     """
     shell = open_shell(run.model)
     middle = len(shell.layers) // 2
-    span = TrainableSpan(run, Span(middle, middle + 1), num_threads=num_threads)
+    measured = Span(middle, middle + 1)
+    num_bytes = _plan_stage(run, shell, measured).alone_bytes
+    if num_bytes > free_bytes:
+        raise UsageError(
+            f"one block of the model takes {show_bytes(num_bytes)} of memory, and this machine has "
+            f"{show_bytes(free_bytes)} left to measure its speed: give --tokens-per-second"
+        )
+    span = TrainableSpan(run, measured, num_threads=num_threads)
     seconds = math.inf
     for index in range(min(3, run.parts_per_update)):  # the first one is slower
         begun_at = time.perf_counter()

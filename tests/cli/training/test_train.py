@@ -107,10 +107,14 @@ def test_metrics_are_refused_where_nobody_else_trains(
         ("run.toml", b"config.json", b"con\\u0000fig", "null byte"),
         ("run.toml", b"config.json", b".", "it is no regular file"),
         ("run.toml", b"seed = 7", b"seed = 7\n#" + b"#" * 2**23, "has more than 8388608 bytes"),
+        ("config.json", b"64", b"12", "corpus.sequence_length: the model has 12 positions"),
+        ("config.json", b"48", b"0", "intermediate_size must be at least 1, got 0"),
+        ("config.json", b"96", b"70", "the vocabulary of the model ends at 69"),
+        ("tokenizer.json", b"w1", b"v1", "tokenizer.json is not the one of the run"),
         ("0.bin", b"\x00", b"\x01", "0.bin is not the one of the run: its SHA-256 differs"),
     ],
 )
-def test_wrong_files_are_told_in_one_sentence(
+def test_wrong_files_are_told_in_one_sentence_by_all_commands(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     name: str,
@@ -118,26 +122,33 @@ def test_wrong_files_are_told_in_one_sentence(
     after: bytes,
     complaint: str,
 ) -> None:
-    file, spoilt = write_run(tmp_path, num_held_out=200), tmp_path / name
+    file, spoilt = str(write_run(tmp_path, num_held_out=200)), tmp_path / name
     content = spoilt.read_bytes()
     spoilt.write_bytes(content.replace(before, after, 1))
     assert spoilt.read_bytes() != content
 
-    assert main(["train", str(file), "--out", str(tmp_path / "out")]) == 2
+    for command in (
+        ("train", file, "--out", str(tmp_path / "out")),
+        ("train", file, "--new-swarm", "--local"),
+        ("train-plan", file),
+    ):
+        assert main(command) == 2
 
-    assert complaint in " ".join(capsys.readouterr().err.split())
+        captured = capsys.readouterr()
+        assert complaint in " ".join(captured.err.split())
+        assert captured.out == ""  # no join code: nobody has joined
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("command", ["train", "train-plan"])
+@pytest.mark.parametrize("command", [("train", "--out", "out"), ("train-plan",)])
 def test_what_is_no_file_is_neither_read_nor_waited_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
 ) -> None:
     pipe = tmp_path / "run.toml"
     os.mkfifo(pipe)
 
     for path in (pipe, Path("/dev/zero")):
-        assert main([command, str(path)]) == 2
+        assert main([*command, str(path)]) == 2
         assert f"cannot read {path}: it is no regular file" in " ".join(
             capsys.readouterr().err.split()
         )

@@ -52,3 +52,36 @@ def test_too_little_memory_is_told_before_joining(
     said = " ".join(captured.err.split())
     assert "stage 1 of the run, blocks 2:4, takes" in said
     assert "G of memory, and this machine has" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("train-plan",), "one block of the model takes"),
+        (("train", "--out", "out"), "training in one process takes"),
+    ],
+)
+def test_too_little_memory_of_this_machine_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], complaint: str
+) -> None:
+    file = write_run(tmp_path)
+    large = MODEL | {"hidden_size": 2**16, "intermediate_size": 2**18}
+    (tmp_path / "config.json").write_text(json.dumps(large))
+
+    assert main([*arguments, str(file)]) == 2
+
+    assert complaint in " ".join(capsys.readouterr().err.split())
+
+
+def test_plan_needs_no_corpus_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, folder = str(write_run(tmp_path)), tmp_path / "corpus"
+    folder.mkdir()
+    options = ("--corpus", str(folder), "--tokens-per-second", "1")
+
+    assert main(["train-plan", file, *options, "--json"]) == 0
+    assert not json.loads(capsys.readouterr().out)["has_corpus"]
+    (tmp_path / "0.bin").rename(folder / "0.bin")
+    assert main(["train-plan", file, *options]) == 2
+    assert "cannot read tokenizer file" in " ".join(capsys.readouterr().err.split())

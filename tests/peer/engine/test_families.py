@@ -1,6 +1,7 @@
 """The blocks of every family compute what transformers computes from the same checkpoint."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -269,8 +270,19 @@ def test_published_dtype_is_read_in_both_spellings() -> None:
         ({"model_type": "stablelm", "quantization_config": {"bits": 4}}, "quantized already"),
         (
             {"model_type": "stablelm", "hidden_act": "tan"},
-            "cannot build a model of type 'stablelm'",
+            "cannot build a model of type 'stablelm' from this config.json: KeyError: 'tan'; check",
         ),
+        (
+            {"model_type": "stablelm", "num_attention_heads": 3},
+            r"ValueError: hidden_size must be divisible by num_heads \(.*\); check its values",
+        ),
+        (
+            {"model_type": "stablelm", "num_attention_heads": 4, "num_key_value_heads": 3},
+            "num_attention_heads must be a multiple of num_key_value_heads, got 4 and 3",
+        ),
+        ({"model_type": "stablelm", "num_key_value_heads": 0}, "heads must be at least 1, got 0"),
+        ({"model_type": "stablelm", "attention_dropout": 1.5}, "_dropout must be from 0 to 1, got"),
+        ({"model_type": "stablelm", "layer_norm_eps": math.nan}, "_eps must be a finite number"),
         (
             {"model_type": "stablelm", "pad_token_id": 500},
             "cannot build a model of type 'stablelm'",
