@@ -172,3 +172,64 @@ def test_files_fit_their_schemas_and_one_with_a_mistake_does_not(name: str, tmp_
     ]
 
     assert codes == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "programs", "expected"),
+    [
+        ("make_base_image.sh", [], {}, "give the name of the image to make"),
+        ("make_base_image.sh", ["base"], {"mmdebstrap": None}, "no mmdebstrap; on Debian:"),
+        (
+            "make_base_image.sh",
+            ["base"],
+            {"apt-get": "true"},
+            "apt has no lists of Debian bookworm",
+        ),
+        ("make_base_image.sh", ["base"], {"id": "echo 1000", "buildah": "false"}, "user namespace"),
+        (
+            "make_base_image.sh",
+            ["base"],
+            {"mmdebstrap": "exit 1"},
+            "could not make Debian bookworm",
+        ),
+        ("make_base_image.sh", ["base"], {"buildah": "exit 1"}, "could not store the image base"),
+        ("run_swarm.sh", [], {}, "give a command of podman-compose"),
+        ("run_swarm.sh", ["up"], {"runc": None}, "no runc; on Debian:"),
+        ("run_swarm.sh", ["up"], {"podman": "false"}, "first: make images-from-debian"),
+    ],
+)
+def test_scripts_say_why_they_fail_and_leave_nothing_behind(
+    script: str,
+    words: list[str],
+    programs: dict[str, str | None],
+    expected: str,
+    tmp_path: Path,
+) -> None:
+    """Every program that they need is a stand-in, in the only folder that is searched."""
+    working = dict.fromkeys(
+        ("buildah", "mmdebstrap", "newuidmap", "podman", "podman-compose", "runc"), "true"
+    )
+    working |= {"apt-get": "echo deb file:/debian bookworm main", "id": "echo 0"}
+    searched, temporary = tmp_path / "bin", tmp_path / "tmp"
+    searched.mkdir()
+    temporary.mkdir()
+    for name in ("dirname", "grep", "mktemp", "rm", "sed", "sort"):
+        (searched / name).symlink_to(shutil.which(name) or name)
+    for name, command in (working | programs).items():
+        if command is not None:
+            (searched / name).write_text(f"#!/bin/sh\n{command}\n")
+            (searched / name).chmod(0o755)
+
+    ended = subprocess.run(
+        ["/bin/sh", str(DOCKER / script), *words],
+        env={"PATH": str(searched), "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert ended.returncode == 1
+    assert ended.stderr.startswith(f"{script}: ")
+    assert expected in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    assert not any(temporary.iterdir())
