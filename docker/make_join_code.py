@@ -1,7 +1,7 @@
 """Make the join code of the swarm in compose.yaml, once: private, with the bootstrap's address.
 
 Usage: make_join_code.py HOST PORT. The working directory gets `peer.key`, the bootstrap's identity,
-`join/own.code`, with which the owner revokes peers, and `join/serve.code`, by which peers join.
+`owner/own.code`, with which the owner revokes peers, and `join/serve.code`, by which peers join.
 """
 
 import subprocess
@@ -14,7 +14,7 @@ from shoal.peer.process.identity_file import load_or_create_identity
 def main(host: str, port: str) -> None:
     """Make what is missing."""
     peer_id = load_or_create_identity(Path("peer.key")).peer_id
-    own, serve = Path("join/own.code"), Path("join/serve.code")
+    own, serve = Path("owner/own.code"), Path("join/serve.code")
     make = ["shoal", "swarm-new", "--role"]
     if not own.exists():
         subprocess.run([*make, "own", "--out", own], check=True)
