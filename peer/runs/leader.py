@@ -302,7 +302,6 @@ class Leader:
         return True
 
     async def _ask_manifests(self) -> Manifests:
-        """Ask all members what they have counted."""
         newest = self._decisions.newest
         answers = await asyncio.gather(*map(self._ask_manifest, newest.roster))
         told = dict(zip(newest.roster, answers, strict=True))
@@ -485,7 +484,6 @@ class Leader:
         return passed
 
     async def _commit(self, update: int, parts: UpdateParts, manifests: Manifests) -> bool:
-        """Have the gradients summed, and commit the update."""
         decision, leaving = manifests.decision, manifests.leaving
         attempt = secrets.token_bytes(_ATTEMPT_BYTES)
         stages = parts.stages

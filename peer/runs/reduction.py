@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -50,35 +51,34 @@ Residuals = Mapping[SumGroup, Tensor]
 """What rounding left out of the last update's gradients, in int8 mode."""
 
 
+@dataclass(frozen=True)
+class SummingMember:
+    """A member of a stage, with what it needs to sum gradients with its mates."""
+
+    id: MemberId
+    members: Members
+    span: TrainableSpan
+    mode: Mode
+    compute: Compute
+
+
 class UpdateSums:
     """The sums of one update as a member of a stage has them: all attempts, and their results."""
 
-    def __init__(
-        self,
-        span: TrainableSpan,
-        mode: Mode,
-        member_id: MemberId,
-        members: Members,
-        compute: Compute,
-        residuals: Residuals,
-    ) -> None:
+    def __init__(self, own: SummingMember, residuals: Residuals) -> None:
         """`residuals` are what rounding left out of the update before."""
         self.accused: set[MemberId] = set()
         """Mates that have sent numbers which are no sum of gradients."""
-        self._update = span.update
-        self._span = span
-        self._mode: Mode = mode
-        self._member_id = member_id
-        self._members = members
-        self._compute = compute
+        self.reduced: dict[bytes, Reducing] = {}
+        """The newest attempts that came to their end, by the digests of their sums. In int8 mode,
+        sums of other groups of mates differ, and any of them may be the one that is committed."""
+        self._own = own
+        self._update = own.span.update
         self._residuals = residuals
         self._newest: Reducing | None = None
         """The attempt that mates may read."""
         self._begun = set[bytes]()
         """All attempts; another leader's replaces the one before."""
-        self._reduced: dict[bytes, Reducing] = {}
-        """The newest that came to their end, by their digests. In int8 mode, sums of other groups
-        of mates differ, and any of them may be the one that is committed."""
         self._failed_reads = Counter[MemberId]()
         """Of the sums of mates, since the last one that did not fail."""
         self._is_over = False
@@ -94,14 +94,10 @@ class UpdateSums:
         for gone in self._failed_reads.keys() - members:
             del self._failed_reads[gone]
 
-    def find(self, digest: bytes) -> Reducing | None:
-        """Return the attempt that came to the sums with this digest."""
-        return self._reduced.get(digest)
-
     async def begin(self, order: Reduction) -> Reducing:
         """Begin an attempt, which mates may read from then on. Raises RefusedError."""
-        reducing = Reducing(order, self._member_id, self._members, self._compute)
-        await self._compute(partial(reducing.collect, self._mode, self._span, self._residuals))
+        reducing = Reducing(order, self._own)
+        await self._own.compute(partial(reducing.collect, self._residuals))
         async with self._changed:
             self._check_under_way()
             if self._newest is not None:
@@ -122,11 +118,11 @@ class UpdateSums:
             self.accused |= reducing.accused
             for mate, was_read in reducing.read_from.items():
                 self._failed_reads[mate] = 0 if was_read else self._failed_reads[mate] + 1
-        await self._compute(partial(reducing.summarize, self._span))
-        self._reduced.pop(reducing.digest, None)
-        self._reduced[reducing.digest] = reducing
-        for digest in list(self._reduced)[:-_NUM_KEPT_SUMS]:
-            del self._reduced[digest]
+        await self._own.compute(reducing.summarize)
+        self.reduced.pop(reducing.digest, None)
+        self.reduced[reducing.digest] = reducing
+        for digest in list(self.reduced)[:-_NUM_KEPT_SUMS]:
+            del self.reduced[digest]
 
     async def read(self, question: SumFetch) -> bytes | memoryview:
         """Return numbers for a mate, once its attempt has begun here. Raises RefusedError."""
@@ -153,9 +149,7 @@ class UpdateSums:
 class Reducing:
     """One attempt to sum the gradients of an update, from a copy of the sums of a span."""
 
-    def __init__(
-        self, order: Reduction, member_id: MemberId, members: Members, compute: Compute
-    ) -> None:
+    def __init__(self, order: Reduction, own: SummingMember) -> None:
         self.attempt = order.attempt
         self.digest = b""
         """Of all sums of the stage; known after `summarize`, as is `squared_norm`."""
@@ -165,9 +159,7 @@ class Reducing:
         self.read_from: dict[MemberId, bool] = {}
         """Whether a mate's own sums could be read; nothing of a mate that was still busy."""
         self._order = order
-        self._member_id = member_id
-        self._members = members
-        self._compute = compute
+        self._own = own
         self._vectors: dict[SumGroup, GradientVector] = {}
         self._mates: dict[SumGroup, Sequence[MemberId]] = {}
         loop = asyncio.get_running_loop()
@@ -176,8 +168,9 @@ class Reducing:
         }
         """Whether our own slice of a total is there; False: it will not be."""
 
-    def collect(self, mode: Mode, span: TrainableSpan, residuals: Residuals) -> None:
-        """Copy the sums of a span. Raises RefusedError unless they are of the ordered parts."""
+    def collect(self, residuals: Residuals) -> None:
+        """Copy the sums of our span. Raises RefusedError unless they are of the ordered parts."""
+        span = self._own.span
         if {part.index for part in span.counted} != unpack_parts(self._order.parts):
             raise RefusedError(ErrorCode.BAD_VALUES, "other parts are counted here")
         tied = span.tied_names if self._order.tied else ()
@@ -188,13 +181,13 @@ class Reducing:
         for group, (members, names) in groups.items():
             if not names:
                 continue
-            if self._member_id not in members:
+            if self._own.id not in members:
                 raise RefusedError(ErrorCode.BAD_VALUES, "the mates do not include this member")
-            if mode == "exact":
+            if self._own.mode == "exact":
                 vector = ExactVector(span.sums, names, span.most_sum_norm)
             else:
                 size = sum(span.sums[name].units.numel() for name in names)
-                mates = [mate for mate in members if mate != self._member_id]
+                mates = [mate for mate in members if mate != self._own.id]
                 slices = [find_slice(members, mate, size) for mate in mates]
                 residual = residuals.get(group)
                 vector = Int8Vector(span.sums, names, residual, slices, span.most_sum_norm)
@@ -213,7 +206,7 @@ class Reducing:
         vector, members = self._vectors[group], self._mates[group]
         size = vector.numbers.numel()
         slices = {member: find_slice(members, member, size) for member in members}
-        own = slices.pop(self._member_id)
+        own = slices.pop(self._own.id)
         failures = await self._fetch_all(group, False, dict.fromkeys(slices, own))
         if self._summed[group].done():
             _raise_first(failures)  # we are given up here, too
@@ -225,7 +218,7 @@ class Reducing:
             elif mate not in self.accused and not isinstance(failures[mate], StillBusyError):
                 self.read_from[mate] = False
         _raise_first(failures)
-        await self._compute(partial(vector.finish, *own))
+        await self._own.compute(partial(vector.finish, *own))
         if self._summed[group].done():
             raise RefusedError(ErrorCode.BUSY, "another attempt has begun", 1.0)
         self._summed[group].set_result(True)
@@ -262,11 +255,10 @@ class Reducing:
     async def _ask(
         self, mate: MemberId, group: SumGroup, is_reduced: bool, start: int, stop: int
     ) -> bytes | memoryview:
-        """Return a mate's numbers."""
         question = SumFetch(make_question_id(), self.attempt, group, is_reduced, start, stop)
         num_bytes = self._vectors[group].count_bytes(stop - start, is_reduced)
         try:
-            answer = await self._members.ask(mate, question, most_bytes=num_bytes)
+            answer = await self._own.members.ask(mate, question, most_bytes=num_bytes)
         except RefusedError:
             if not is_reduced:
                 await asyncio.sleep(_CROSSING_SECONDS)
@@ -289,7 +281,7 @@ class Reducing:
         try:
             if len(data) != num_bytes:
                 raise ValueError(f"{len(data)} bytes are not {stop - start} numbers")
-            await self._compute(partial(take, start, stop, data))
+            await self._own.compute(partial(take, start, stop, data))
         except ValueError as error:
             self.accused.add(mate)
             raise RemoteProtocolError(f"{mate} sent no sum of gradients: {error}") from None
@@ -312,20 +304,20 @@ class Reducing:
             if not summed.done():
                 summed.set_result(False)
 
-    def apply(self, span: TrainableSpan, squared_norm: float) -> Residuals:
-        """Update the weights of the span by the totals; return what the next update adds."""
-        gradients = self._read_gradients()
+    def apply(self, squared_norm: float) -> Residuals:
+        """Update the weights of our span by the totals; return what the next update adds."""
+        span, gradients = self._own.span, self._read_gradients()
         span.apply_update({name: gradients[name] for name in span.sums}, squared_norm)
         residuals = {group: vector.residual for group, vector in self._vectors.items()}
         return {group: one for group, one in residuals.items() if one is not None}
 
-    def summarize(self, span: TrainableSpan) -> None:
+    def summarize(self) -> None:
         """Compute the digest of all sums, and the squared norm of the gradients."""
         digest = hashlib.sha256()
         for vector in self._vectors.values():
             digest.update(vector.numbers.numpy().data)
         self.digest = digest.digest()
-        self.squared_norm = span.measure_squared_norm(self._read_gradients())
+        self.squared_norm = self._own.span.measure_squared_norm(self._read_gradients())
 
     def _read_gradients(self) -> dict[str, Tensor]:
         gradients: dict[str, Tensor] = {}

@@ -245,7 +245,6 @@ class RemoteMembers:
         raise failure
 
     async def _open(self, peer: Announcement, receiver: MemberId | None) -> Stream:
-        """Dial a peer and say who we are."""
         clock, seconds = self._clock, self._silence_seconds
         name = f"member …{peer.peer_id[-6:]}"
         async with AnswerTimeout(seconds, f"{name} did not answer in time"):

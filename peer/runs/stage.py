@@ -46,7 +46,7 @@ from ..engine.training.part_passes import PartPasses
 from ..engine.training.span_state import StateDigest, StateLayout
 from ..engine.training.trainable_span import NotFiniteError, TrainableSpan
 from .questions import FAILURES, MemberAnswer, Members, make_busy, make_question_id
-from .reduction import Reducing, Residuals, UpdateSums
+from .reduction import Reducing, Residuals, SummingMember, UpdateSums
 from .run_resources import RunResources
 from .state_transfer import FetchedState, StateCopies, fetch_state
 
@@ -116,9 +116,8 @@ class Stage:
         """Whether a state is being loaded. A part that was computed behind it would be in the sums,
         but not be counted, as `_begin_update` forgets it."""
         self._residuals: Residuals = {}
-        self._begin_sums = partial(
-            UpdateSums, span, resources.run.mode, member_id, members, resources.compute
-        )
+        own = SummingMember(member_id, members, span, resources.run.mode, resources.compute)
+        self._begin_sums = partial(UpdateSums, own)
         self.sums = self._begin_sums(self._residuals)
         self._copies = StateCopies(span, resources.compute)
         self._advanced = asyncio.Condition()
@@ -169,7 +168,7 @@ class Stage:
     def _find_sums(self, commit: Commit) -> Reducing | None:
         if self.update + 1 != commit.update:
             return None
-        return self.sums.find(bytes.fromhex(commit.sums[self.index]))
+        return self.sums.reduced.get(bytes.fromhex(commit.sums[self.index]))
 
     async def apply(self, commit: Commit) -> bool:
         """Apply the update that was committed last, if we have its sums; return whether."""
@@ -506,7 +505,7 @@ def _apply(
     span: TrainableSpan, reduced: Reducing, squared_norm: float
 ) -> tuple[StateDigest, Residuals]:
     """Update the weights; return the digest of the state behind it, and what rounding left out."""
-    residuals = reduced.apply(span, squared_norm)
+    residuals = reduced.apply(squared_norm)
     return _digest_state(span), residuals
 
 

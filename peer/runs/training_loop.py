@@ -208,7 +208,6 @@ class TrainingLoop:
     def _describe(
         self, decisions: RunDecisions, question: PartsFetch, sender: MemberId
     ) -> MemberAnswer:
-        """Tell a leader what is counted here."""
         decisions.note_leader(sender, question.decided)
         if self.leader is None and sender in decisions.newest.roster:
             self._run_waits.note(question.waits_for or None)

@@ -192,7 +192,6 @@ class UpdateParts:
         return None
 
     def _is_refused(self, stage: int, index: int) -> bool:
-        """Return whether all ready members of a stage refuse a part."""
         members = self.stages[stage]
         return bool(members) and all(index in self._refused.get(one, ()) for one in members)
 
