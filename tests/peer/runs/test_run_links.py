@@ -101,7 +101,7 @@ def test_later_one_of_two_mates_that_cannot_talk_rests_and_comes_back(
         swarm.slow.clear()
         digest = await swarm.finish()
         assert swarm.num_passed["peer3", NUM_UPDATES - 1]
-        waits = [what for what in list_waits(swarm, "peer3") if "a place in the run" in what]
+        waits = [what for what in list_waits(swarm, "peer3") if "a place in the run: " in what]
         assert len(waits) == 1  # it asks again behind its rest
         return digest
 
