@@ -30,11 +30,12 @@ from measuring.program import measure_one, run_program
 from measuring.report import TargetFigure, at_most
 from monitor_benchmarks.swarm import MODEL, NUM_SPANS
 from shoal.cli.benchmarking.figure import Figure
-from shoal.cli.monitoring.page_server import listen, name_page, serve_page
+from shoal.cli.monitoring.page_server import serve_page
 from shoal.client.monitor.collector import SwarmAccess
 from shoal.client.monitor.history import History
 from shoal.client.monitor.monitor import Monitor
 from shoal.client.monitor.state import ProbeResult, SwarmState, reduce_probe, reduce_reading
+from shoal.peer.operating.http_server import listen, name_url
 from shoal.protocol.errors import UnavailableError
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.directory import Directory
@@ -107,7 +108,7 @@ async def show_page(num_peers: int, folder: str) -> AsyncIterator[str]:
         )
         announced = crowd.records.list_current(MODEL.model_id, _CLOCK.wall())
         fill_history(history, announced, _CLOCK.wall())
-        listening = stack.enter_context(listen("127.0.0.1", 0))
+        listening = stack.enter_context(listen("127.0.0.1", 0, "--listen"))
         monitor = Monitor(SwarmAccess(_CLOCK, join, probe), history)
         tasks = [
             asyncio.create_task(serve_page(monitor, listening, "127.0.0.1", [])),
@@ -116,7 +117,7 @@ async def show_page(num_peers: int, folder: str) -> AsyncIterator[str]:
         stack.push_async_callback(cancel_all, tasks)
         while sum(len(model.peers) for model in monitor.state.models.values()) < num_peers:
             await monitor.wait_for_change(monitor.revision)
-        yield name_page(listening)
+        yield name_url(listening)
 
 
 class Update(NamedTuple):

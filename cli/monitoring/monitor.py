@@ -9,7 +9,6 @@ from pathlib import Path
 
 from ...protocol.endpoints import is_loopback
 from ...protocol.errors import UsageError
-from ...protocol.net.libp2p.multiaddrs import PeerAddress
 from ..options.join_options import Joining, add_join_arguments, read_joining
 from ..options.quantities import parse_count, parse_listen
 from ..terminal.heavy_imports import importing_much
@@ -70,8 +69,6 @@ def run(options: argparse.Namespace) -> int:
     if options.webhook and options.once:
         raise UsageError("--webhook does not go with --once, which has an exit code")
     joining = read_joining(options)
-    for address in joining.addresses:
-        PeerAddress.parse(address)
     return run_once(options, joining) if options.once else _serve(options, joining)
 
 
@@ -82,7 +79,8 @@ def _serve(options: argparse.Namespace, joining: Joining) -> int:
         from ...client.monitor.access import make_access
         from ...client.monitor.history import History
         from ...client.monitor.monitor import Monitor
-        from .page_server import listen, name_page, serve_until_signalled
+        from ...peer.operating.http_server import listen, name_url
+        from .page_server import serve_until_signalled
     access = make_access(joining.membership)
     canaries = make_canaries(options.canaries, joining, access.clock)
     webhook = None
@@ -93,12 +91,12 @@ def _serve(options: argparse.Namespace, joining: Joining) -> int:
     path = Path(options.history or _name_history(joining)).expanduser()
     keep_seconds = options.keep_days * _DAY_SECONDS
     with contextlib.ExitStack() as stack:
-        listening = stack.enter_context(listen(host, port))
+        listening = stack.enter_context(listen(host, port, "--listen"))
         history = stack.enter_context(
             contextlib.closing(History(path, keep_seconds, access.clock.wall()))
         )
         terminal = Terminal(sys.stdout)
-        terminal.print(f" The swarm: {name_page(listening)} (Ctrl-C ends the monitor)")
+        terminal.print(f" The swarm: {name_url(listening)} (Ctrl-C ends the monitor)")
         if not is_loopback(host):
             warning = "Everybody who reaches this address sees the page: it asks for no password."
             for line in terminal.wrap(f" {warning}"):

@@ -34,16 +34,6 @@ _LOADED_BLOCKS = 4
 """A block in float32, as it is loaded, is as large as four in int8."""
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket for the page; raises UsageError where there can be none."""
-    return http_server.listen(host, port, "--listen")
-
-
-def name_page(listening: socket.socket) -> str:
-    """Return the address of the page for a browser on this machine."""
-    return http_server.name_url(listening)
-
-
 def list_own_names(host: str) -> list[str]:
     """Return the names under which a page that listens at a host may be asked for.
 

@@ -5,7 +5,6 @@ import contextlib
 import sys
 
 from ...protocol.errors import UsageError
-from ...protocol.net.libp2p.multiaddrs import PeerAddress
 from ..options.join_options import add_join_arguments, read_joining
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import quitting_at_once
@@ -24,8 +23,6 @@ def run(options: argparse.Namespace) -> int:
     if not (sys.stdout.isatty() and sys.stdin.isatty()):
         raise UsageError("this needs a terminal; `shoal monitor --once` prints the state")
     joining = read_joining(options)
-    for address in joining.addresses:
-        PeerAddress.parse(address)
     with (
         Progress(Terminal(sys.stderr), lambda: "Starting"),
         quitting_at_once(),

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...peer.operating.operator_addresses import list_sockets
 from ...protocol.errors import UsageError
+from ..options.quantities import show_bytes
 from ..terminal.interrupts import quitting_at_once
 from ..terminal.terminal import Progress, Terminal
 
@@ -87,12 +88,3 @@ def show_limits(peer: Mapping[str, Any], terminal: Terminal) -> None:
 
 def _show_rate(bytes_per_second: int) -> str:
     return f"{bytes_per_second / 1024:,.1f} KiB/s"
-
-
-def show_bytes(num_bytes: int) -> str:
-    """Return a size for people.
-
-    >>> show_bytes(0), show_bytes(2**20), show_bytes(3 * 2**29)
-    ('0 MiB', '1 MiB', '1,536 MiB')
-    """
-    return f"{num_bytes / 2**20:,.0f} MiB"

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from ...peer.process.identity_file import load_or_create_identity
+from ..options.quantities import show_bytes
 from ..options.shared_options import add_identity_argument
 from ..terminal.terminal import Terminal
-from .local_peers import describe_all, describe_state, show_bytes
+from .local_peers import describe_all, describe_state
 
 _ID_CHARACTERS = 6
 

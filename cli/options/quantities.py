@@ -1,4 +1,6 @@
-"""Parsers of numbers, sizes, hosts and ports on the command line; each error is one sentence."""
+"""Parsers of numbers, sizes, hosts and ports on the command line, each error one sentence; and how
+numbers and sizes are shown.
+"""
 
 import argparse
 import contextlib
@@ -29,6 +31,16 @@ def count_of(number: int, noun: str) -> str:
     ('1 text', '2,000 texts')
     """
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def show_bytes(num_bytes: int) -> str:
+    """Return a size for people.
+
+    >>> show_bytes(0), show_bytes(2**20), show_bytes(3 * 2**29)
+    ('0 MiB', '1 MiB', '1.5 GiB')
+    """
+    is_large = num_bytes >= 2**30
+    return f"{num_bytes / 2**30:.1f} GiB" if is_large else f"{num_bytes / 2**20:,.0f} MiB"
 
 
 def _make_whole_parser(least: int) -> Callable[[str], int]:

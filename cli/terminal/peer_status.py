@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...peer.process.background import BackgroundTasks
 from ...peer.process.config import PeerEvent
-from ..options.quantities import count_of
+from ..options.quantities import count_of, show_bytes
 from .peer_events import print_json
 from .terminal import StatusLine, Terminal
 
@@ -103,12 +103,8 @@ def _list_parts(facts: dict[str, Any]) -> Iterator[str]:
         yield f"run {run['name']}: update {run['update']} of {run['num_updates']}"
     yield f"{count_of(facts['sessions'], 'session')}, {facts['sessions_served']:,} served"
     yield f"{facts['tokens_today']:,} tokens today, {facts['tokens_per_second']:.1f}/s"
-    yield f"{_write_bytes(facts['memory_bytes'])} of memory"
-    yield f"{_write_bytes(facts['received_bytes'])} in, {_write_bytes(facts['sent_bytes'])} out"
-
-
-def _write_bytes(number: int) -> str:
-    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:,.0f} MiB"
+    yield f"{show_bytes(facts['memory_bytes'])} of memory"
+    yield f"{show_bytes(facts['received_bytes'])} in, {show_bytes(facts['sent_bytes'])} out"
 
 
 @contextlib.asynccontextmanager

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...protocol.errors import UsageError
 from ...protocol.ids import ModelId, PeerId
@@ -238,15 +238,12 @@ class History:
 
     def list_canary_runs(self, name: str, since: float) -> list[CanaryRun]:
         """Return the runs of a canary from `since` on, without hops; none if the disk fails."""
-        try:
-            rows = self._database.execute(
-                "SELECT at, model_id, error, first_token_seconds, tokens_per_second, text FROM"
-                " canaries WHERE name = ? AND at >= ? ORDER BY at",
-                (name, since),
-            ).fetchall()
-        except sqlite3.Error as error:
-            self._note_failure(f"the history cannot be read: {error}")
-            return []
+        rows = self._read(
+            "SELECT at, model_id, error, first_token_seconds, tokens_per_second, text FROM"
+            " canaries WHERE name = ? AND at >= ? ORDER BY at",
+            name,
+            since,
+        )
         return [CanaryRun(at, ModelId(model_id), *others) for at, model_id, *others in rows]
 
     def _add_depths(self, model_id: ModelId, at: float, depths: bytes) -> None:
@@ -298,37 +295,34 @@ class History:
         ]
 
     def list_depths(self, model_id: ModelId, since: float) -> list[DepthChange]:
-        """Return the changes of a model's depths from `since` on, the first one what held then.
-
-        None where the disk fails.
+        """Return the changes of a model's depths from `since` on, the first one what held then;
+        none if the disk fails.
         """
-        try:
-            rows = self._select_depths(model_id, since)
-        except sqlite3.Error as error:
-            self._note_failure(f"the history cannot be read: {error}")
-            return []
+        rows = self._read(
+            "SELECT max(?2, at), depths FROM depths WHERE model_id = ?1 AND at >= coalesce((SELECT"
+            " max(at) FROM depths WHERE model_id = ?1 AND at <= ?2), ?2) ORDER BY at, rowid",
+            model_id,
+            since,
+        )
         return [DepthChange(at, bytes(depths)) for at, depths in rows]
 
     def list_losses(self, model_id: ModelId, since: float) -> list[RunLoss]:
         """Return what a training run has told from `since` on; nothing if the disk fails."""
+        rows = self._read(
+            "SELECT num_updates, loss, held_out_loss FROM losses"
+            " WHERE model_id = ? AND at >= ? ORDER BY at, rowid",
+            model_id,
+            since,
+        )
+        return [RunLoss(*row) for row in rows]
+
+    def _read(self, query: str, *values: object) -> list[Any]:
+        """Return rows; none if the disk fails."""
         try:
-            rows = self._database.execute(
-                "SELECT num_updates, loss, held_out_loss FROM losses"
-                " WHERE model_id = ? AND at >= ? ORDER BY at, rowid",
-                (model_id, since),
-            ).fetchall()
+            return self._database.execute(query, values).fetchall()
         except sqlite3.Error as error:
             self._note_failure(f"the history cannot be read: {error}")
             return []
-        return [RunLoss(*row) for row in rows]
-
-    def _select_depths(self, model_id: ModelId, since: float) -> list[tuple[float, bytes]]:
-        rows = self._database.execute(
-            "SELECT max(?2, at), depths FROM depths WHERE model_id = ?1 AND at >= coalesce((SELECT"
-            " max(at) FROM depths WHERE model_id = ?1 AND at <= ?2), ?2) ORDER BY at, rowid",
-            (model_id, since),
-        )
-        return rows.fetchall()
 
 
 def _is_news(now: TrainingProgress, before: TrainingProgress | None) -> bool:

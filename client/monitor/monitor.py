@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ...protocol.ids import ModelId
 from .alerts import HealthOf, find_alerts
 from .canary import CanaryProcess, CanaryRun, keep_running, reduce_run
 from .collector import READ_SECONDS, Collector, SwarmAccess
 from .description import Description, describe, describe_canaries
-from .history import DepthChange, History, RunLoss
+from .history import History
 from .state import Change, Event, EventKind, SwarmState
 
 if TYPE_CHECKING:  # it imports an HTTP client, which few monitors need
     from .webhook import Webhook
+
+Result = TypeVar("Result")
 
 _NUM_EVENTS = 50
 """Events that are shown."""
@@ -107,20 +109,9 @@ class Monitor:
         while self.revision == revision:
             await self._changed.wait()
 
-    async def read_depths(self, model_id: ModelId, since: float) -> list[DepthChange]:
-        """Return what the history has of a model's replicas; see History.list_depths."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._disk, self._history.list_depths, model_id, since)
-
-    async def read_losses(self, model_id: ModelId, since: float) -> list[RunLoss]:
-        """Return what the history has of a training run; see History.list_losses."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._disk, self._history.list_losses, model_id, since)
-
-    async def read_canary_runs(self, name: str, since: float) -> list[CanaryRun]:
-        """Return what the history has of a canary; see History.list_canary_runs."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._disk, self._history.list_canary_runs, name, since)
+    async def read(self, read: Callable[[History], Result]) -> Result:
+        """Return what is read of the history, in the thread of the disk."""
+        return await asyncio.get_running_loop().run_in_executor(self._disk, read, self._history)
 
     def _take_run(self, name: str, run: CanaryRun) -> None:
         model = self.state.models.get(run.model_id)

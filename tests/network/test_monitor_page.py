@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 from announcements import identity_of, make_announcement, sign
 
-from shoal.cli.monitoring.page_server import listen, name_page, serve_page
+from shoal.cli.monitoring.page_server import serve_page
 from shoal.client.monitor.canary import CanaryProcess
 from shoal.client.monitor.collector import SwarmAccess
 from shoal.client.monitor.history import History
 from shoal.client.monitor.monitor import Monitor
 from shoal.client.monitor.state import ProbeResult
+from shoal.peer.operating.http_server import listen, name_url
 from shoal.protocol.errors import DirectoryError
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import SystemClock
@@ -58,8 +59,8 @@ class Stage(MemoryDirectory):
         self.canaries = list[CanaryProcess]()
         self._sequence = 0
         self._loop = asyncio.new_event_loop()
-        self._listening = listen("127.0.0.1", 0)
-        self.page = name_page(self._listening)
+        self._listening = listen("127.0.0.1", 0, "--listen")
+        self.page = name_url(self._listening)
         self._serving: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._run(),))
 

@@ -173,9 +173,10 @@ class MonitorPage:
 
     async def _describe_history(self, model: WatchedModel) -> dict[str, Any]:
         now = self.monitor.clock.wall()
-        changes = await self.monitor.read_depths(model.model_id, now - _HISTORY_SECONDS)
+        asked = model.model_id, now - _HISTORY_SECONDS
+        changes = await self.monitor.read(lambda history: history.list_depths(*asked))
+        losses = await self.monitor.read(lambda history: history.list_losses(*asked))
         since = min(changes[0].at if changes else now, now - 60.0)
-        losses = await self.monitor.read_losses(model.model_id, now - _HISTORY_SECONDS)
         return {
             "losses": [one[:2] for one in losses[:: -(-len(losses) // _MAX_LOSSES) or 1]],
             "held_out_losses": list_held_out(losses)[-_MAX_LOSSES:],
@@ -191,7 +192,8 @@ class MonitorPage:
         if index >= len(names):
             return PlainTextResponse("there is no such canary", 404)
         now = self.monitor.clock.wall()
-        runs = await self.monitor.read_canary_runs(names[index], now - _HISTORY_SECONDS)
+        asked = names[index], now - _HISTORY_SECONDS
+        runs = await self.monitor.read(lambda history: history.list_canary_runs(*asked))
         since = min(runs[0].at if runs else now, now - 60.0)
         points = [[run.at, run.first_token_seconds, run.tokens_per_second] for run in runs]
         return JSONResponse({"since": since, "until": now, "runs": points})

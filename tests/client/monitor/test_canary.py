@@ -165,7 +165,7 @@ async def test_monitor_keeps_and_describes_runs() -> None:
         monitor = Monitor(SwarmAccess(clock, join, probe), history, canaries=[canary])
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(monitor.run([]))
-            while not (runs := await monitor.read_canary_runs("model", NOW)):
+            while not (runs := await monitor.read(lambda one: one.list_canary_runs("model", NOW))):
                 await monitor.wait_for_change(monitor.revision)
             watching.cancel()
 
