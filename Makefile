@@ -61,8 +61,11 @@ images-from-debian:  ## build them where no registry of images is reachable, and
 	    ARGS='--build-arg PYTHON_IMAGE=localhost/shoal-python $(TORCH_FROM) \
 	    $(foreach path,$(MOUNTED),--volume $(path):$(path):ro) $(ARGS)'
 
-images-swarm:  ## run the swarm of docker/compose.yaml from them with podman, until Ctrl-C
-	@docker/run_swarm.sh up $(ARGS)
+# In the background: where it is attached, Ctrl-C ends peers that podman starts again at once.
+images-swarm:  ## run the swarm of docker/compose.yaml from them with podman
+	@docker/run_swarm.sh up -d $(ARGS)
+	@echo "The monitor is at http://localhost:8480/, Prometheus at http://localhost:9090/."
+	@echo "To end it, and remove its volumes: docker/run_swarm.sh down --volumes"
 
 # Files of tests run JOBS at a time; threads of torch that wait for each other would spin meanwhile.
 # Hundreds of p2pds live for seconds: they collect garbage only when they have much of it.
