@@ -45,6 +45,11 @@ def test_run_id_names_owner_and_admitted_peers() -> None:
     assert again.run_id == RECORD.run_id
 
 
+def test_run_id_is_the_same_in_all_versions() -> None:
+    # Else `--new-run` after an update would not see that the run is under way.
+    assert RECORD.run_id == "a6ba66fbba2656d492971593f6a00c2e042081acbeab9ffabc31fbb1cb4ec9fe"
+
+
 @pytest.mark.parametrize(
     ("document", "complaint"),
     [
