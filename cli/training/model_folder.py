@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...client.adapters.whole_files import write_files
 from ...models.tokenizer_files import read_tokenizer
+from ...peer.process.config import Report, Waits
+from ...protocol.net.clock import Clock
+from ...protocol.net.retry import Backoff, Retry
 from ...protocol.runs.training_run import TrainingRun
 from ..finetuning.loss_plot import draw_losses, save_losses
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_PAUSES = Backoff(first_seconds=1.0, longest_seconds=30.0)
 
 
 def find_tokenizer(training: TrainingRun, folder: Path | None) -> dict[str, bytes]:
@@ -34,8 +40,9 @@ def write_model(
 ) -> None:
     """Write weights, configuration and tokenizer into a folder; no file is ever there in part.
 
-    `architecture` is the name of the model's class in transformers.
+    `architecture` is the name of the model's class in transformers. Raises OSError.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     from ...models.shells.shell_opening import UNSAFE_FIELDS
@@ -44,16 +51,15 @@ def write_model(
     model = {name: value for name, value in training.model.items() if name not in UNSAFE_FIELDS}
     config = {"architectures": [architecture], **model, "dtype": "float32"}
     contiguous = {name: weight.contiguous() for name, weight in weights.items()}
-    write_files(
-        folder,
-        {
-            "model.safetensors": lambda path: save_file(
-                contiguous, path, metadata={"format": "pt"}
-            ),
-            **{name: partial(Path.write_bytes, data=data) for name, data in tokenizer.items()},
-            "config.json": lambda path: path.write_text(json.dumps(config, indent=2) + "\n"),
-        },
-    )
+    writes: dict[str, Callable[[Path], object]] = {
+        "model.safetensors": lambda path: save_file(contiguous, path, metadata={"format": "pt"}),
+        **{name: partial(Path.write_bytes, data=data) for name, data in tokenizer.items()},
+        "config.json": lambda path: path.write_text(json.dumps(config, indent=2) + "\n"),
+    }
+    try:
+        write_files(folder, writes)
+    except (OSError, SafetensorError) as error:  # a full disk is either
+        raise OSError(f"cannot write the model to {folder}: {error}") from error
 
 
 def write_losses(
@@ -72,6 +78,20 @@ def write_losses(
     draw_losses(
         listed, held_out, title, folder / "losses.png", training.corpus.entropy, "held-out text"
     )
+
+
+async def keep_writing(write: Callable[[], None], clock: Clock, report: Report) -> None:
+    """Write what is in memory only, again where it cannot be written: a full disk costs no run."""
+    attempts, waits = Retry(_PAUSES, clock), Waits(report)
+    while True:
+        try:
+            return await asyncio.to_thread(write)
+        except OSError as error:
+            waits.note(
+                f"a disk that takes the model, which may be lost if this process ends: {error}"
+            )
+            attempts.note_failure()
+            await attempts.pause()
 
 
 def describe_held_out_loss(loss: float, entropy: float | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from ..options.serve_options import make_network
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import INTERRUPTED, quitting_at_once, stop_on_sigterm
 from ..terminal.signalled import run_until_signalled
-from .model_folder import write_losses, write_model
+from .model_folder import keep_writing, write_losses, write_model
 from .run_choice import (
     choose_stages,
     load_own_run,
@@ -72,7 +72,7 @@ def _train_together(options: argparse.Namespace) -> int:
     training = load_own_run(options)
     network = make_network(options)
     clock = network.clock
-    losses, held_out = dict[int, float](), dict[int, float]()
+    losses, held_out, told = dict[int, float](), dict[int, float](), set[str]()
     with quitting_at_once(options.json), importing_much():  # seconds of torch
         from torch import set_num_threads
 
@@ -91,6 +91,7 @@ def _train_together(options: argparse.Namespace) -> int:
             if event.name in ("update", "held_out"):
                 listed = losses if event.name == "update" else held_out
                 listed[int(str(event.facts["update"]))] = float(str(event.facts["loss"]))
+            told.add(event.name)
             metrics.run.note(event)
             tell(event)
 
@@ -106,7 +107,8 @@ def _train_together(options: argparse.Namespace) -> int:
             peer = await stack.enter_async_context(RunPeer.join(joined, resources, clock, report))
             report(PeerEvent("online", peer.describe()))
             may_drain = not options.end_with_stdin  # nobody is there to hurry it
-            finish = partial(_finish, peer, options.out, losses, held_out, report)
+            keep = partial(keep_writing, clock=clock, report=report)
+            finish = partial(_finish, peer, options.out, losses, held_out, keep, report)
             await peer.serve(peer.finish_or_leave(finish, stop, may_drain))
             if peer.loop.failure is not None:
                 raise RefusedError(ErrorCode.BAD_VALUES, peer.loop.failure)
@@ -118,7 +120,8 @@ def _train_together(options: argparse.Namespace) -> int:
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
         was_online = runner.run(run_until_signalled(train, report, options.end_with_stdin))
-    return 0 if was_online else INTERRUPTED
+    has_what_it_wanted = was_online if options.out is None else "trained" in told
+    return 0 if has_what_it_wanted else INTERRUPTED
 
 
 async def _finish(
@@ -126,6 +129,7 @@ async def _finish(
     folder: Path | None,
     losses: Mapping[int, float],
     held_out: Mapping[int, float],
+    keep_writing: Callable[[Callable[[], None]], Awaitable[None]],
     report: Report,
 ) -> None:
     await peer.loop.is_over.wait()
@@ -137,7 +141,8 @@ async def _finish(
         weights, digest = await peer.loop.fetch_weights()
         training, architecture = peer.resources.run, peer.resources.architecture
         tokenizer = peer.resources.shards.tokenizer
-        await asyncio.to_thread(write_model, folder, training, architecture, weights, tokenizer)
+        write = partial(write_model, folder, training, architecture, weights, tokenizer)
+        await keep_writing(write)
         await asyncio.to_thread(write_losses, folder, training, losses, held_out)
         facts = {"model": str(folder), "digest": digest}
     facts["held_out_loss"] = held_out.get(peer.resources.run.num_updates)

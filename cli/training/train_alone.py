@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...peer.process.config import PeerEvent
+from ...protocol.net.clock import SystemClock
 from ...protocol.runs.training_run import TrainingRun
 from ..options.quantities import count_of
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import quitting_at_once
 from ..terminal.reporter import Reporter
 from ..terminal.terminal import Terminal
-from .model_folder import describe_held_out_loss, write_losses, write_model
+from .model_folder import describe_held_out_loss, keep_writing, write_losses, write_model
 from .run_choice import open_corpus
 from .run_file import load_run
 
@@ -65,7 +69,9 @@ def train_alone(options: argparse.Namespace, out: Path) -> int:
                 held_out[update.number + 1] = loss = whole.measure_held_out_loss(shards)
                 _tell_held_out(reporter, training, update.number + 1, loss)
                 started_at = time.monotonic()
-        write_model(out, training, whole.architecture, whole.read_weights(), shards.tokenizer)
+        weights, files = whole.read_weights(), shards.tokenizer
+        write = partial(write_model, out, training, whole.architecture, weights, files)
+        asyncio.run(keep_writing(write, SystemClock(), partial(_tell_wait, reporter)))
         write_losses(out, training, losses, held_out)
     digest = whole.compute_weights_digest()
     lines = [f"Model: {out}", f"SHA-256 of its weights: {digest}"]
@@ -80,6 +86,10 @@ def _tell_held_out(reporter: Reporter, training: TrainingRun, update: int, loss:
     entropy = training.corpus.entropy
     lines = [describe_held_out_loss(loss, entropy)]
     reporter.tell("held_out", lines, update=update, loss=loss, entropy=entropy)
+
+
+def _tell_wait(reporter: Reporter, event: PeerEvent) -> None:
+    reporter.tell(event.name, [f"Waiting for {event.facts['what']}."], **event.facts)
 
 
 def _tell_start(reporter: Reporter, training: TrainingRun, whole: WholeRun) -> None:
