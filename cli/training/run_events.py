@@ -12,6 +12,18 @@ from .model_folder import describe_held_out_loss
 
 _HEADINGS = "update", "loss", "gradient norm", "tokens/s", "averaging", "queue, ms", "peers"
 _LINE = "{:>8}  {:>8}  {:>13}  {:>9}  {:>9}  {:>11}  {:>7}"
+_SENTENCES = {
+    "waiting_for": "Waiting for {what}.",
+    "put_aside": "Peer {peer} was put aside: {why}.",
+    "replicas_differ": "Stage {stage}, update {update}: {why}.",
+    "begun_again": "The update under way begins again.",
+    "too_slow": "Peer {peer} is too slow for stage {stage}: {why}.",
+    "member_joined": "Peer {peer} joined stage {stage}.",
+    "member_left": "Peer {peer} left stage {stage}.",
+    "training_stopped": "The run has stopped here: {why}",
+    "leaving": "Leaving after this update. Press Ctrl-C again to leave at once.",
+}
+"""What is printed of events that take one sentence."""
 
 
 def choose_report(is_json: bool) -> Report:
@@ -50,26 +62,12 @@ class RunEventPrinter:
         elif event.name == "trained":
             self._print("The run is over.")
             if "model" in facts:
-                self._print(f"Model: {facts['model']}")
-                self._print(f"SHA-256 of its weights: {facts['digest']}")
-        elif event.name == "waiting_for":
-            self._print(f"Waiting for {facts['what']}.")
-        elif event.name == "put_aside":
-            self._print(f"Peer …{str(facts['peer'])[-8:]} was put aside: {facts['why']}.")
-        elif event.name == "replicas_differ":
-            self._print(f"Stage {facts['stage']}, update {facts['update']}: {facts['why']}.")
-        elif event.name == "begun_again":
-            self._print("The update under way begins again.")
-        elif event.name == "too_slow":
-            who = f"Peer …{str(facts['peer'])[-8:]} is too slow for stage {facts['stage']}"
-            self._print(f"{who}: {facts['why']}.")
-        elif event.name in ("member_joined", "member_left"):
-            verb = event.name.partition("_")[2]
-            self._print(f"Peer …{str(facts['peer'])[-8:]} {verb} stage {facts['stage']}.")
-        elif event.name == "training_stopped":
-            self._print(f"The run has stopped here: {facts['why']}")
-        elif event.name == "leaving":
-            self._print("Leaving after this update. Press Ctrl-C again to leave at once.")
+                self._print(
+                    f"Model: {facts['model']}", f"SHA-256 of its weights: {facts['digest']}"
+                )
+        elif event.name in _SENTENCES:
+            told = {**facts, "peer": f"…{str(facts.get('peer'))[-8:]}"}
+            self._print(_SENTENCES[event.name].format(**told))
         elif event.name not in ("update", "failed"):
             self._print_other(event)
 
