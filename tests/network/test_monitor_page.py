@@ -6,6 +6,7 @@ The swarm is a directory in memory whose announcements the tests make; all else 
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import sys
 import threading
@@ -319,6 +320,8 @@ def test_what_if_is_answered(browser: Browser, stage: Stage) -> None:
 
         expect_text(page, "No peer serves blocks 4:8.")
         expect_text(page, "A machine with room for 4 blocks would serve blocks 4:8.")
+        expect(page.locator("main")).to_contain_text(re.compile(r"Peers read \d+ s ago\."))
+        assert Axe().run(page).response["violations"] == []
 
 
 def test_page_lives_on_a_full_disk_and_says_when_its_monitor_is_gone(browser: Browser) -> None:

@@ -218,12 +218,14 @@ class MonitorPage:
             if num_blocks:
                 place = imagine_newcomer(outcome.model, num_blocks, now, self._choose_place)
         after = describe(SwarmState({model.model_id: outcome.model}, now), now)
+        age_seconds = after.models[0].age_seconds
         return self._render(
             request,
             "what_if.html",
             name=name_of(after, model.model_id),
             before=_first_view(describe(SwarmState({model.model_id: model}, now), now)),
             after=_first_view(after),
+            age="never" if age_seconds is None else f"{age_seconds:.0f} s ago",
             lost=[peer.announcement.peer_id for peer in outcome.lost],
             unknown=outcome.unknown,
             room=room,
