@@ -140,7 +140,7 @@ class Collector:
             self._apply((SwarmState(read_at=self._access.clock.wall()), ()))
 
     async def probe_all(self) -> None:
-        """ProbeResult every peer that is announced, once, in any order, while there is time."""
+        """Probe every peer that is announced, once, in any order, while there is time."""
         peers = self._list_there()
         random.shuffle(peers)
         with suppress(TimeoutError):
@@ -230,7 +230,7 @@ class Collector:
             await asyncio.sleep(self._read_seconds)
 
     async def _keep_probing_late(self) -> None:
-        """ProbeResult those at once that may be gone, or that are elsewhere; known ones first."""
+        """Probe those at once that may be gone, or that are elsewhere; known ones first."""
         while True:
             now = self._access.clock.wall()
             late = [
@@ -245,7 +245,7 @@ class Collector:
             await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _keep_probing(self) -> None:
-        """ProbeResult the others: new ones soon, known ones now and then."""
+        """Probe the others: new ones soon, known ones now and then."""
         while True:
             now = self._access.clock.wall()
             probed = [(peer.probe, peer) for peer in self._list_there() if peer.probe is not None]

@@ -224,9 +224,8 @@ def read_processor_seconds(file: Path = PROCESSOR_TIMES) -> float:
     """Return how long the machine's cores have worked in all; 0 where the system does not say."""
     try:
         words = file.read_text().split(maxsplit=9)
-    except OSError:
+        # user, nice, system, idle, waiting for disks, interrupts of two kinds; then other machines
+        user, nice, system, _, _, interrupts, soft_interrupts = map(int, words[1:8])
+    except (OSError, ValueError):
         return 0.0
-    # user, nice, system, idle, waiting for disks, interrupts of two kinds; then stolen by others
-    user, nice, system, _, _, interrupts, soft_interrupts = map(int, words[1:8])
-    ticks = user + nice + system + interrupts + soft_interrupts
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return (user + nice + system + interrupts + soft_interrupts) / os.sysconf("SC_CLK_TCK")

@@ -156,3 +156,5 @@ def test_work_of_all_programs_is_read(tmp_path: Path) -> None:
 
     assert read_processor_seconds(file) == pytest.approx(163 / 100, abs=0.01)
     assert read_processor_seconds(tmp_path / "none") == 0.0
+    file.write_text("cpu  100 20")
+    assert read_processor_seconds(file) == 0.0
