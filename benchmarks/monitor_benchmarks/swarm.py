@@ -20,8 +20,9 @@ from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
 
 MODEL = SwarmModel(ModelId("a" * 32), num_blocks=80, hidden_size=1)
 NUM_SPANS = 8
+FIRST_PORT = 20000
+"""Of the peers. Nodes of the DHT take any free ports, and those lie elsewhere."""
 
-_FIRST_PORT = 20000
 _CLOCK = SystemClock()
 
 
@@ -38,7 +39,7 @@ async def _run(host: str, num_peers: int, num_nodes: int) -> None:
             stack.push_async_callback(node.close)
             nodes.append(node)
         books = [node.records for node in nodes]
-        ports = range(_FIRST_PORT, _FIRST_PORT + num_peers)
+        ports = range(FIRST_PORT, FIRST_PORT + num_peers)
         crowd = Crowd(num_peers, MODEL, books, lambda number: (host, ports[number]), NUM_SPANS)
         transport = crowd.open_transport(stack)
         for number, port in enumerate(ports):

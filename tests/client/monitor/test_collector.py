@@ -162,7 +162,7 @@ async def test_directory_is_searched_seldom_while_peers_tell_of_each_other() -> 
     await collector.join([])
     searches = list[int]()
 
-    for _ in range(12):
+    for _ in range(22):
         await swarm.tell(1, Span(0, 8))
         known = swarm.list_told()
         for _ in range(6):
@@ -171,7 +171,7 @@ async def test_directory_is_searched_seldom_while_peers_tell_of_each_other() -> 
             swarm.clock.seconds += 5.0
         searches.append(swarm.num_searches)
 
-    assert searches == [1] * 10 + [2] * 2
+    assert searches == [1] * 20 + [2] * 2
     await collector.close()
 
 
