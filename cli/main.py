@@ -141,6 +141,7 @@ def _is_unquoted_prompt(options: argparse.Namespace, unexpected: Sequence[str]) 
 def _set_up_logging(log_format: str) -> None:
     # The Hub's library logs every failed attempt to reach it; our error says how they ended.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # we say what is wrong with a model
     # grpc logs each start of a process that it is not prepared for; ours load another program.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # errors are told in a sentence of ours

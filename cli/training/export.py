@@ -15,7 +15,7 @@ from ...protocol.errors import UnavailableError, UsageError
 from ...protocol.identity import Identity
 from ...protocol.net.clock import SystemClock
 from ...protocol.net.dht.internet import InternetNetwork
-from ...protocol.net.run_search import choose_run, fetch_records
+from ...protocol.net.run_search import choose_run, fetch_records, is_name_or_id
 from ...protocol.runs.run_record import RunRecord
 from ..options.join_options import add_join_arguments, read_joining
 from ..options.shared_options import add_identity_argument
@@ -23,7 +23,7 @@ from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import quitting_at_once
 from ..terminal.reporter import Reporter
 from ..terminal.terminal import Terminal
-from .model_folder import describe_held_out_loss, find_tokenizer, write_model
+from .model_folder import check_folder, describe_held_out_loss, find_tokenizer, write_model
 
 if TYPE_CHECKING:
     from .run_weights import RunWeights
@@ -51,8 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Write the model of a run that peers of a swarm train."""
     folder: Path = options.folder
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder} is no folder")
+    check_folder(folder)
+    if not is_name_or_id(options.wanted):
+        raise UsageError(f"RUN is the name or the id of a run, not {options.wanted!r}")
     joining = read_joining(options)
     network = InternetNetwork(SystemClock(), joining.addresses, joining.membership)
     # Not held: the peer whose identity it is may train meanwhile, on this machine too.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from ...client.adapters.whole_files import write_files
 from ...models.tokenizer_files import read_tokenizer
 from ...peer.process.config import Report, Waits
+from ...protocol.errors import UsageError
 from ...protocol.net.clock import Clock
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.runs.training_run import TrainingRun
@@ -21,6 +23,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PAUSES = Backoff(first_seconds=1.0, longest_seconds=30.0)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise UsageError unless files can be written into a folder, which need not be there yet.
+
+    So that this is told before a run, and not behind it; nothing is made.
+    """
+    try:
+        there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    except OSError as error:
+        raise UsageError(f"{folder} can be no folder: {error.strerror}") from error
+    if not there.is_dir():
+        raise UsageError(f"{folder} can be no folder: {there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"cannot write into {there}: choose another folder than {folder}")
 
 
 def find_tokenizer(training: TrainingRun, folder: Path | None) -> dict[str, bytes]:

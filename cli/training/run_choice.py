@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from ...protocol.identity import Identity
 from ...protocol.net.clock import Clock
 from ...protocol.net.network import Presence
 from ...protocol.net.retry import Backoff, Retry
-from ...protocol.net.run_search import Search, fetch_records, find_run
+from ...protocol.net.run_search import Search, fetch_records, find_run, is_name_or_id
 from ...protocol.runs.run_record import RunRecord, sign_run
 from ...protocol.runs.training_run import TrainingRun
 from .run_file import load_run
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 _PAUSES = Backoff(0.5, 30.0)
 """Between searches: a run may begin after those that are to join it."""
-
-_NAME_OR_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}|[0-9a-f]{64}")
 
 
 def founds_run(options: argparse.Namespace) -> bool:
@@ -42,12 +39,13 @@ def load_own_run(options: argparse.Namespace) -> TrainingRun | None:
     """
     if options.admit and not founds_run(options):
         raise UsageError("--admit: who may take part is said where the run begins")
-    is_named = _NAME_OR_ID.fullmatch(str(options.run_file)) and not options.run_file.is_file()
+    is_named = is_name_or_id(str(options.run_file)) and not options.run_file.is_file()
     if is_named and not founds_run(options):
         if options.corpus is None:
             raise UsageError("give --corpus FOLDER, the folder of the corpus shards of the run")
         return None
     run = load_run(options.run_file)
+    sign_run(Identity.generate(), run, options.admit)  # wrong ids are told before joining
     check_stage(options, run)
     return run
 

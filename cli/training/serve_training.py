@@ -16,10 +16,11 @@ from ...protocol.net.clock import Clock
 from ...protocol.net.network import Network, Presence
 from ...protocol.net.run_search import search_runs
 from ...protocol.runs.run_record import RunRecord
-from .run_choice import choose_record, load_own_run, make_config, wait_for_record
+from .run_choice import choose_record, load_own_run, make_config, open_corpus, wait_for_record
 from .train_options import add_member_arguments
 
 if TYPE_CHECKING:
+    from ...models.token_shards import TokenShards
     from ...peer.runs.run_resources import RunPeerConfig
 
 
@@ -56,6 +57,7 @@ class SideRun:
         """Raises UsageError for options of a run, or a run file, that are wrong."""
         self._options = options
         self._own = load_own_run(options)
+        self._shards: TokenShards | None = None
         self._config: RunPeerConfig | None = None
 
     async def prepare(self, network: Network, identity: Identity, clock: Clock) -> int:
@@ -67,6 +69,8 @@ class SideRun:
         """
         from ...peer.engine.training.run_plan import plan_run
 
+        if self._own is not None:
+            self._shards = await asyncio.to_thread(open_corpus, self._options, self._own)
         search = partial(search_runs, network=network, clock=clock)
         with suppress(DirectoryError):
             record = await choose_record(self._options, self._own, identity, search)
@@ -88,4 +92,6 @@ class SideRun:
         return await self._configure(record)
 
     async def _configure(self, record: RunRecord) -> RunPeerConfig:
-        return await asyncio.to_thread(make_config, self._options, record, is_beside=True)
+        return await asyncio.to_thread(
+            make_config, self._options, record, self._shards, is_beside=True
+        )

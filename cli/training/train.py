@@ -19,7 +19,7 @@ from ..options.serve_options import make_network
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import INTERRUPTED, quitting_at_once, stop_on_sigterm
 from ..terminal.signalled import run_until_signalled
-from .model_folder import keep_writing, write_losses, write_model
+from .model_folder import check_folder, keep_writing, write_losses, write_model
 from .run_choice import (
     choose_stages,
     load_own_run,
@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train a run in this process, or a stage of it with others."""
     out: Path | None = options.out
-    if out is not None and out.exists() and not out.is_dir():
-        raise UsageError(f"{out} is no folder")
+    if out is not None:
+        check_folder(out)
     if is_peer(options):
         return _train_together(options)
     if out is None:
@@ -62,8 +62,9 @@ def run(options: argparse.Namespace) -> int:
             "give --out FOLDER to train in this process, or --new-swarm or --join CODE to train "
             "with others"
         )
-    if options.metrics is not None:
-        raise UsageError("--metrics: they are those of a peer that trains with others")
+    for name in ("metrics", "identity", "stage", "admit"):
+        if getattr(options, name) not in (None, []):
+            raise UsageError(f"--{name} is for a peer that trains with others")
     return train_alone(options, out)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..options.join_options import add_join_arguments
 from ..options.listen_options import add_listen_arguments
-from ..options.quantities import parse_count, parse_non_negative
+from ..options.quantities import parse_non_negative, parse_positive, parse_threads
 from ..options.shared_options import (
     add_announce_period_argument,
     add_identity_argument,
@@ -41,7 +41,7 @@ def add_member_arguments(
         help="folder of the corpus shards (default: that of the run file)",
     )  # fmt: skip
     parser.add_argument(
-        threads_option, dest="run_threads", type=parse_count, default=1, metavar="N",
+        threads_option, dest="run_threads", type=parse_threads, default=1, metavar="N",
         help="compute threads of the run (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
@@ -58,7 +58,7 @@ def add_member_arguments(
         help="stage to hold, from 0 on (default: the one with the fewest peers)",
     )  # fmt: skip
     parser.add_argument(
-        "--silence", type=parse_non_negative, default=10.0, metavar="SECONDS",
+        "--silence", type=parse_positive, default=10.0, metavar="SECONDS",
         help="how long another peer may be silent before the run goes on without it (default: "
         "%(default)s)",
     )  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...protocol.runs.training_run import TrainingRun
-from ..options.quantities import count_of, parse_count, parse_positive
+from ..options.quantities import count_of, parse_count, parse_positive, parse_threads
 from ..terminal.heavy_imports import importing_much
 from ..terminal.interrupts import quitting_at_once
 from ..terminal.reporter import Reporter
@@ -46,8 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of the corpus shards, which are checked where they are there (default: that "
         "of the run file)",
     )  # fmt: skip
-    parser.add_argument("--threads", type=parse_count, default=1, help="compute threads of a peer "
-                        "(default: 1)")  # fmt: skip
+    parser.add_argument(
+        "--threads", type=parse_threads, default=1, help="compute threads of a peer (default: 1)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

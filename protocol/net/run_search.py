@@ -42,7 +42,13 @@ _RUNS_AT_ONCE = 4
 Search = Callable[[str], Awaitable[list[RunRecord]]]
 """Returns the records of this name or id that peers of the swarm show, each once."""
 
+_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 _RUN_ID = re.compile(r"[0-9a-f]{64}")
+
+
+def is_name_or_id(text: str) -> bool:
+    """Return whether this can name a run."""
+    return any(form.fullmatch(text) for form in (_NAME, _RUN_ID))
 
 
 async def find_run(

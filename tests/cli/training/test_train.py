@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from training_runs import write_run
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from shoal.cli.main import main
 from shoal.cli.training.run_file import load_run
 from shoal.peer.engine.training.span_state import digest_tensors
+from shoal.protocol.identity import Identity
 
 
 def test_run_becomes_a_model_of_transformers(
@@ -138,6 +140,52 @@ def test_wrong_files_are_told_in_one_sentence_by_all_commands(
         assert complaint in " ".join(captured.err.split())
         assert captured.out == ""  # no join code: nobody has joined
     assert not (tmp_path / "out").exists()
+
+
+DEAD = ("--initial-peers", f"/ip4/127.0.0.1/tcp/1/p2p/{Identity(bytes(32)).peer_id}")
+FOUND = ("train", "run.toml", "--new-swarm", "--local")
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("train", "run.toml", "--out", "run.toml/x"), "run.toml/x can be no folder: "),
+        (("train", "run.toml", "--out", "x" * 300), "can be no folder: File name too long"),
+        (("train", "run.toml", "--out", "x", "--stage", "0"), "--stage is for a peer that trains"),
+        ((*FOUND, "--out", "run.toml/x"), "run.toml/x can be no folder: "),
+        ((*FOUND, "--admit", "nobody"), "'nobody' is not the peer id"),
+        (("export", "test", "run.toml/x", *DEAD), "run.toml/x can be no folder: "),
+        (("export", "run.toml", "x", *DEAD), "RUN is the name or the id of a run, not 'run.toml'"),
+    ],
+)
+def test_wrong_options_are_told_before_anything_happens(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    complaint: str,
+) -> None:
+    write_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    files = sorted(tmp_path.iterdir())
+
+    assert main(words) == 2
+
+    captured = capsys.readouterr()
+    assert complaint in " ".join(captured.err.split())
+    assert captured.out == ""
+    assert sorted(tmp_path.iterdir()) == files
+
+
+def test_peer_that_serves_refuses_a_wrong_corpus_though_nobody_shows_the_run(
+    tmp_path: Path, tiny_models: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, model = str(write_run(tmp_path)), str(tiny_models.get().directory)
+    (tmp_path / "0.bin").unlink()
+
+    assert main(["serve", model, "--train", file, "--new-run", *DEAD]) == 2
+
+    assert "0.bin: No such file" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("command", [("train", "--out", "out"), ("train-plan",)])
