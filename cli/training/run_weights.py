@@ -16,13 +16,13 @@ from torch import Tensor
 from ...peer.engine.training.span_state import StateLayout
 from ...peer.runs.questions import MemberAnswer, Members, make_question_id
 from ...peer.runs.remote_members import RemoteMembers
-from ...peer.runs.run_decisions import read_run_commit
+from ...peer.runs.run_decisions import read_newest, read_run_commit
 from ...peer.runs.state_transfer import Note, fetch_weights, list_layouts
 from ...peer.streams.stream_host import ServiceCounts
 from ...protocol.errors import RemoteProtocolError, UnavailableError
 from ...protocol.identity import Identity
 from ...protocol.ids import MemberId
-from ...protocol.messages.runs import RunJoin, Vote
+from ...protocol.messages.runs import RunJoin
 from ...protocol.net.clock import Clock
 from ...protocol.net.network import Addresses, Network, Presence
 from ...protocol.runs.decisions import Decision
@@ -139,12 +139,10 @@ async def _ask_newest(
 
     def take(answer: MemberAnswer) -> None:
         nonlocal deadline
-        decided = answer.check_kind(Vote).decided
-        if decided is None:
-            raise RemoteProtocolError("a peer did not answer with its newest decision")
-        if read_run_commit(decided.decision, num_stages).update > run.num_updates:
+        newest = read_newest(answer)
+        if read_run_commit(newest, num_stages).update > run.num_updates:
             raise RemoteProtocolError("a peer tells an update that the run does not have")
-        decisions.append(decided.decision)
+        decisions.append(newest)
         deadline = min(deadline, clock.now() + _GRACE_SECONDS)
 
     peers = await members.list_peers()

@@ -25,7 +25,8 @@ from .run_file import load_run
 if TYPE_CHECKING:
     from ...peer.engine.training.whole_run import WholeRun
 
-_LINE = "{:>8}  {:>8}  {:>13}  {:>8}"
+_HEADING = "  update      loss  gradient norm  tokens/s"
+_LINE = "{:>8}  {:>8.4f}  {:>13.4f}  {:>8.0f}"
 
 
 def train_alone(options: argparse.Namespace, out: Path) -> int:
@@ -54,20 +55,15 @@ def train_alone(options: argparse.Namespace, out: Path) -> int:
             now = time.monotonic()
             speed = training.tokens_per_update / (now - started_at)
             started_at = now
-            losses[update.number + 1] = update.loss
-            cells = (
-                f"{update.number + 1}",
-                f"{update.loss:.4f}",
-                f"{update.gradient_norm:.4f}",
-                f"{speed:.0f}",
-            )
+            number, norm = update.number + 1, update.gradient_norm
+            losses[number] = update.loss
             reporter.tell(
-                "update", [_LINE.format(*cells)], update=update.number + 1, loss=update.loss,
-                gradient_norm=update.gradient_norm, tokens_per_second=round(speed, 1),
+                "update", [_LINE.format(number, update.loss, norm, speed)], update=number,
+                loss=update.loss, gradient_norm=norm, tokens_per_second=round(speed, 1),
             )  # fmt: skip
-            if training.has_held_out_loss(update.number + 1):
-                held_out[update.number + 1] = loss = whole.measure_held_out_loss(shards)
-                _tell_held_out(reporter, training, update.number + 1, loss)
+            if training.has_held_out_loss(number):
+                held_out[number] = loss = whole.measure_held_out_loss(shards)
+                _tell_held_out(reporter, training, number, loss)
                 started_at = time.monotonic()
         weights, files = whole.read_weights(), shards.tokenizer
         write = partial(write_model, out, training, whole.architecture, weights, files)
@@ -100,6 +96,6 @@ def _tell_start(reporter: Reporter, training: TrainingRun, whole: WholeRun) -> N
         f"{count_of(training.num_updates, 'update')} of "
         f"{count_of(training.parts_per_update, 'part')} of {part}",
         "",
-        _LINE.format("update", "loss", "gradient norm", "tokens/s"),
+        _HEADING,
     ]
     reporter.tell("run", lines, name=training.name, stages=stages, num_updates=training.num_updates)

@@ -175,10 +175,7 @@ class RemoteMembers:
 
     async def close(self) -> None:
         """Hang up on everybody."""
-        for streams in self._kept.values():
-            for stream in streams:
-                await stream.close()
-        self._kept.clear()
+        await self.forget_others(())
 
     async def ask_peers(
         self,

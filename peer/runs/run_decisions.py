@@ -23,7 +23,7 @@ from ...protocol.runs.decisions import (
     Prepare,
     Promise,
 )
-from .questions import FAILURES, Members, make_question_id
+from .questions import FAILURES, MemberAnswer, Members, make_question_id
 
 _logger = logging.getLogger(__name__)
 
@@ -127,21 +127,24 @@ class RunDecisions:
 
     def _receive(self, sender: MemberId, message: Message) -> Outgoing:
         """Take what another member says; return what is answered. Raises RemoteProtocolError."""
-        before = self.newest
-        is_known = sender in before.roster or self.stage is None
+        is_known = sender in self.newest.roster or self.stage is None
         if isinstance(message, Decided) and not is_known:
             return []  # members that we know will tell us
+        return self._take(sender, message)
+
+    def _take(self, sender: MemberId, message: Message) -> Outgoing:
+        before = self.newest
         answers = self._log.receive(sender, message)
         self._note_decision(before)
         return answers
 
-    def learn(self, told: Decided) -> None:
+    def learn(self, told: Decision) -> None:
         """Take a newer decision of a peer that is no member as far as we know."""
         before = self.newest
-        self._check(told.decision)
-        if told.decision.number > before.number:
+        self._check(told)
+        if told.number > before.number:
             # What we have promised was for a number that is decided: nothing of it counts now.
-            self._log = DecisionLog(self.member_id, told.decision)
+            self._log = DecisionLog(self.member_id, told)
         self._note_decision(before)
 
     async def follow(self, before: Decision, members: Sequence[Member], commit: Commit) -> None:
@@ -196,10 +199,7 @@ class RunDecisions:
             answer = (await self.members.ask(member, question)).message
             if not isinstance(answer, Vote):
                 return []
-            before, content = self.newest, self._read(answer)
-            outgoing = self._log.receive(member, content)
-            self._note_decision(before)
-            return outgoing
+            return self._take(member, self._read(answer))
         except FAILURES as error:
             _logger.info("%s does not vote: %s", member, error)
             return []
@@ -224,6 +224,14 @@ class RunDecisions:
         if self.newest is not before:
             self._heard_at = self._clock.now()
             self.changed.set()
+
+
+def read_newest(answer: MemberAnswer) -> Decision:
+    """Return the newest decision that a peer tells. Raises RemoteProtocolError."""
+    decided = answer.check_kind(Vote).decided
+    if decided is None:
+        raise RemoteProtocolError("a peer did not answer with its newest decision")
+    return decided.decision
 
 
 def read_run_commit(decision: Decision, num_stages: int) -> Commit:

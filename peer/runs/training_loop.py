@@ -41,7 +41,7 @@ from ..process.config import PeerEvent, Report, Waits
 from .leader import Leader
 from .questions import MemberAnswer, make_busy, make_question_id
 from .remote_members import RemoteMembers
-from .run_decisions import OtherChainError, RunDecisions
+from .run_decisions import OtherChainError, RunDecisions, read_newest
 from .run_resources import RunResources
 from .stage import Stage
 from .state_transfer import fetch_weights, list_layouts
@@ -114,11 +114,8 @@ class TrainingLoop:
         stage, decisions = self.stage, self.decisions
         if stage is None or decisions is None or sender not in decisions.newest.roster:
             return 0
-        return (
-            stage.parts.input_bytes
-            if isinstance(question, PartPass)
-            else stage.parts.held_out_bytes
-        )
+        parts = stage.parts
+        return parts.input_bytes if isinstance(question, PartPass) else parts.held_out_bytes
 
     @property
     def is_ready(self) -> bool:
@@ -537,13 +534,11 @@ class TrainingLoop:
 
     def _learn(self, answer: MemberAnswer) -> None:
         """Take the newest decision of a peer. Raises RemoteProtocolError for any other message."""
-        decided = answer.check_kind(Vote).decided
-        if decided is None:
-            raise RemoteProtocolError("a peer did not answer with its newest decision")
+        newest = read_newest(answer)
         if self.decisions is None:
-            self.decisions = self._open_decisions(decided.decision)
+            self.decisions = self._open_decisions(newest)
         else:
-            self.decisions.learn(decided)
+            self.decisions.learn(newest)
 
     async def lead(self) -> None:
         """Lead whenever nobody before us does."""
