@@ -164,12 +164,14 @@ def choose_stages(
 ) -> tuple[list[int], int]:
     """Return which stages fit into free memory, and what of it graphs of passes may take.
 
-    Raises UsageError where none fits.
+    Raises UsageError where none fits, or where this machine lacks what the run needs.
     """
     from ...peer.engine.training.run_plan import plan_run
+    from ...peer.engine.training.trainable_span import check_machine
     from ...peer.hosting.hosted_model import read_free_bytes
 
     check_stage(options, run)
+    check_machine(run)
     plan, free_bytes = plan_run(run), read_free_bytes()
     stages = range(len(plan.stages)) if options.stage is None else (options.stage,)
     fitting = plan.list_fitting(stages, free_bytes)

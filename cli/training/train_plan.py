@@ -64,18 +64,18 @@ def run(options: argparse.Namespace) -> int:
             from ...peer.hosting.hosted_model import read_free_bytes
 
         set_num_threads(options.threads)  # of all that is measured, not only of passes
-        plan = plan_run(training)
+        plan, free_bytes = plan_run(training), read_free_bytes()
         is_corpus_here = _has_files(training, choose_corpus_folder(options))
         if is_corpus_here:
             open_corpus(options, training)  # raises what `shoal train` would
         numbers = options.peers or [len(plan.stages) * times for times in (1, 2, 4)]
         speed: float = options.tokens_per_second or measure_tokens_per_second(
-            training, options.threads, read_free_bytes()
+            training, options.threads, free_bytes
         )
     expected = [plan.expect(number, each, speed) for number in numbers for each in _MEGABITS]
     traffic = [_describe_traffic(plan, number) for number in numbers]
     lines = [
-        *_list_memory(training, plan.stages),
+        *_list_memory(training, plan.stages, free_bytes),
         "",
         *_list_traffic(numbers, traffic),
         "",
@@ -93,6 +93,7 @@ def run(options: argparse.Namespace) -> int:
         tokens_per_second_of_one_peer=round(speed, 1), stages=stages,
         traffic=[each for one in traffic for each in one],
         speeds=[dataclasses.asdict(each) for each in expected], has_corpus=is_corpus_here,
+        free_bytes=free_bytes,
     )  # fmt: skip
     return 0
 
@@ -118,9 +119,12 @@ def _describe_traffic(plan: RunPlan, num_peers: int) -> list[dict[str, Any]]:
     ]
 
 
-def _list_memory(training: TrainingRun, stages: tuple[StagePlan, ...]) -> list[str]:
+def _list_memory(
+    training: TrainingRun, stages: tuple[StagePlan, ...], free_bytes: int
+) -> list[str]:
     from ...peer.engine.training.run_plan import show_bytes
 
+    num_fitting = sum(stage.memory_bytes <= free_bytes for stage in stages)
     rows = [
         _MEMORY.format(
             index, str(stage.span), *map(show_bytes, (
@@ -136,6 +140,8 @@ def _list_memory(training: TrainingRun, stages: tuple[StagePlan, ...]) -> list[s
         "Graphs of passes take up to half of what a machine has left beside it.",
         _MEMORY.format(*_MEMORY_COLUMNS),
         *rows,
+        f"This machine has {show_bytes(free_bytes)} left: room for a peer of "
+        f"{num_fitting} of the {count_of(len(stages), 'stage')}.",
     ]
 
 

@@ -103,11 +103,7 @@ class TrainableSpan:
         self.squared_norm = 0.0
         """Of the gradient of all spans in the last update; 0: there was none."""
         self._run = run
-        if run.precision == "bf16" and not has_bf16_products():
-            raise UsageError(
-                "precision: this machine's processor has no instructions for bf16, which takes "
-                "many times as long as fp32: train on another machine, or in another run"
-            )
+        check_machine(run)
         self.modules = build_span(run, span)
         self._weights = self.modules.parameters
         self._optimizer = SpanOptimizer(run.optimizer, self._weights)
@@ -429,6 +425,16 @@ class TrainableSpan:
             raise _refuse(f"{part} comes while update {self.update} is under way")
         if not 0 <= part.index < self._run.parts_per_update:
             raise _refuse(f"{part}: an update has {self._run.parts_per_update} parts")
+
+
+def check_machine(run: TrainingRun) -> None:
+    """Raise UsageError where this machine lacks what the settings of a run need."""
+    if run.precision == "bf16" and not has_bf16_products():
+        raise UsageError(
+            "precision: this machine's processor has no instructions for bf16, which takes "
+            "many times as long as fp32: train on another machine, or in another run"
+        )
+    SpanOptimizer(run.optimizer, {})
 
 
 def _digest_boundary(inputs: Tensor, target: Tensor) -> str:

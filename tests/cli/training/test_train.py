@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ def test_metrics_are_refused_where_nobody_else_trains(
         ("run.toml", b"config.json", b"con\\u0000fig", "null byte"),
         ("run.toml", b"config.json", b".", "it is no regular file"),
         ("run.toml", b"seed = 7", b"seed = 7\n#" + b"#" * 2**23, "has more than 8388608 bytes"),
+        ("run.toml", b"[optimizer]", b'[optimizer]\nname = "adamw8bit"', "needs bitsandbytes: pip"),
         ("config.json", b"64", b"12", "corpus.sequence_length: the model has 12 positions"),
         ("config.json", b"48", b"0", "intermediate_size must be at least 1, got 0"),
         ("config.json", b"96", b"70", "the vocabulary of the model ends at 69"),
@@ -119,11 +121,13 @@ def test_metrics_are_refused_where_nobody_else_trains(
 def test_wrong_files_are_told_in_one_sentence_by_all_commands(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     name: str,
     before: bytes,
     after: bytes,
     complaint: str,
 ) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     file, spoilt = str(write_run(tmp_path, num_held_out=200)), tmp_path / name
     content = spoilt.read_bytes()
     spoilt.write_bytes(content.replace(before, after, 1))

@@ -20,6 +20,7 @@ def test_plan_is_printed_for_people_and_programs(
     facts = json.loads(capsys.readouterr().out)
 
     assert all(len(line) <= 80 for line in lines)
+    assert lines[5].endswith("left: room for a peer of 2 of the 2 stages.")
     assert lines[-11].startswith("Expected where one peer would train 1,000 tokens/s")
     assert [line.split()[:2] for line in lines[-3:]] == [
         ["8", each] for each in ("20", "100", "1,000")
