@@ -66,6 +66,9 @@ _MOST_KEPT = 8
 _FRESH_SECONDS = 30.0
 """How old a reading of the directory may be: where a member listens hardly ever changes."""
 
+_NUM_LOOKS = 5
+"""How often a newcomer is sought: the leader that names it knows first where it listens."""
+
 _SOON_SECONDS = 1.0
 """The same while nobody lets us in or a member is missing: then they are sought all the time."""
 
@@ -99,6 +102,7 @@ class RemoteMembers:
         self._clock = clock
         self._silence_seconds = silence_seconds
         self._counts = counts
+        self._reached = set[MemberId]()
         self._kept: dict[MemberId, list[Stream]] = defaultdict(list)
         self._times: dict[tuple[str, float], UsualTimes] = {}
         """By the kind of a question, and how many silences it may last."""
@@ -167,6 +171,7 @@ class RemoteMembers:
         """Hang up on all but these members, and forget how long they took: processes come and go,
         and anybody may have asked.
         """
+        self._reached.intersection_update(members)
         for one in [one for one in self._member_times if one not in members]:
             del self._member_times[one]
         others = [one for one in self._kept if one not in members]
@@ -230,16 +235,26 @@ class RemoteMembers:
         """Dial a member where it was seen lately; where it does not answer, where it is now."""
         peer_id, dialled = find_peer_id(member), None
         failure = UnavailableError(f"the directory does not know member …{peer_id[-6:]}")
+        for _ in range(0 if member in self._reached else _NUM_LOOKS):
+            if await self._find(peer_id, _SOON_SECONDS) is not None:
+                break
+            await asyncio.sleep(_SOON_SECONDS)
         for max_age_seconds in (_FRESH_SECONDS, _SOON_SECONDS):
-            found = await self._presence.directory.lookup(self._record.model_id, max_age_seconds)
-            peer = next((one for one in found if one.peer_id == peer_id), None)
+            peer = await self._find(peer_id, max_age_seconds)
             if peer is None or peer.all_endpoints == dialled:
                 continue
             try:
-                return await self._open(peer, member)
+                stream = await self._open(peer, member)
             except UnavailableError as error:
                 dialled, failure = peer.all_endpoints, error
+            else:
+                self._reached.add(member)
+                return stream
         raise failure
+
+    async def _find(self, peer_id: PeerId, max_age_seconds: float) -> Announcement | None:
+        found = await self._presence.directory.lookup(self._record.model_id, max_age_seconds)
+        return next((one for one in found if one.peer_id == peer_id), None)
 
     async def _open(self, peer: Announcement, receiver: MemberId | None) -> Stream:
         clock, seconds = self._clock, self._silence_seconds

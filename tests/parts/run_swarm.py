@@ -26,6 +26,7 @@ from shoal.protocol.ids import MemberId
 from shoal.protocol.messages.codec import decode_frame, encode_frame
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.runs import PartsCounted
+from shoal.protocol.net.directory import Directory
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.net.memory.memory_network import MemoryNetwork
@@ -167,15 +168,25 @@ class RunSwarm:
         """Return the access of a host to the swarm."""
         return MemoryNetwork(self.network, self._store, VirtualClock(), host)
 
-    async def open_stranger(self, host: str, stack: AsyncExitStack) -> RemoteMembers:
-        """Return the access of somebody who takes no part to the members, until the stack ends."""
+    async def open_stranger(
+        self,
+        host: str,
+        stack: AsyncExitStack,
+        change: Callable[[Directory], Any] = lambda directory: directory,
+        counts: ServiceCounts | None = None,
+    ) -> RemoteMembers:
+        """Return the access of somebody who takes no part to the members, until the stack ends.
+
+        `change` makes the directory that it reads.
+        """
         transport, directory = await self.make_network(host).connect()
         stack.push_async_callback(transport.close)
         stack.push_async_callback(directory.close)
         identity = make_identity(host)
-        presence = Presence(identity, transport, directory, (), Addresses((), {}), stack)
+        read = change(directory)
+        presence = Presence(identity, transport, read, (), Addresses((), {}), stack)
         own = MemberId(f"{identity.peer_id}/1")
-        clock, counts = VirtualClock(), ServiceCounts()
+        clock, counts = VirtualClock(), counts or ServiceCounts()
         members = RemoteMembers(own, self.record, presence, clock, 10.0, counts)
         stack.push_async_callback(members.close)
         return members

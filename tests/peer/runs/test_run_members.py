@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from run_swarm import RunSwarm, change_manifest, make_identity, run_in_swarm
@@ -16,7 +16,6 @@ from training_runs import MODEL, open_run, train_alone
 from virtual_time import VirtualClock, run_virtual
 
 from shoal.peer.runs.questions import MemberAnswer, NoteBytes, ignore_bytes, make_question_id
-from shoal.peer.runs.remote_members import RemoteMembers
 from shoal.peer.runs.run_decisions import RunDecisions
 from shoal.peer.streams.stream_host import ServiceCounts
 from shoal.protocol.errors import UnavailableError, UsageError
@@ -31,7 +30,6 @@ from shoal.protocol.messages.runs import (
     Vote,
 )
 from shoal.protocol.net.directory import Directory
-from shoal.protocol.net.network import Addresses, Presence
 from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.runs.commits import Commit
 from shoal.protocol.runs.decisions import Decision, Member
@@ -228,12 +226,7 @@ def test_member_that_came_back_at_another_port_is_dialled_there(folder: Path) ->
         swarm = RunSwarm(run, folder)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(swarm.close)
-            transport, directory = await swarm.make_network("asking").connect()
-            identity, old = make_identity("asking"), cast(Directory, OldReadings(directory))
-            presence = Presence(identity, transport, old, (), Addresses((), {}), stack)
-            own = MemberId(f"{identity.peer_id}/1")
-            members = RemoteMembers(own, swarm.record, presence, VirtualClock(), 10.0, counts)
-            stack.push_async_callback(members.close)
+            members = await swarm.open_stranger("asking", stack, OldReadings, counts)
             await swarm.start("peer0", 0, founds_run=True)
             await swarm.finish()
 
@@ -245,6 +238,36 @@ def test_member_that_came_back_at_another_port_is_dialled_there(folder: Path) ->
 
     assert counts.sent_bytes["training"] > 0
     assert counts.received_bytes["training"] > 0
+
+
+class LateReadings(OldReadings):
+    """A directory that learns of peers two seconds after others."""
+
+    def __init__(self, directory: Directory) -> None:
+        super().__init__(directory)
+        self._told_at = VirtualClock().now() + 2.0
+
+    async def lookup(self, model_id: ModelId, max_age_seconds: float = 0.0) -> list[Announcement]:
+        is_told = VirtualClock().now() >= self._told_at
+        return await self._directory.lookup(model_id) if is_told else []
+
+
+def test_newcomer_is_sought_until_the_directory_tells_where_it_is(folder: Path) -> None:
+    run, _ = open_run(folder, num_updates=1, stage_borders=[])
+
+    async def main() -> None:
+        swarm = RunSwarm(run, folder)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(swarm.close)
+            await swarm.start("peer0", 0, founds_run=True)
+            await swarm.finish()
+            members = await swarm.open_stranger("asking", stack, LateReadings)
+
+            asked = StateFetch(make_question_id(), 1, StatePart.DIGEST)
+            member = MemberId(f"{make_identity('peer0').peer_id}/1")
+            (await members.ask(member, asked)).check_kind(StateFollows)
+
+    run_virtual(main())
 
 
 class Switchboard:
