@@ -54,7 +54,7 @@ from ...protocol.runs.update_parts import (
 )
 from ..process.config import PeerEvent, Report, Waits
 from .questions import FAILURES, make_question_id
-from .run_decisions import RunDecisions
+from .run_decisions import PATIENCE_SECONDS, RunDecisions
 from .run_resources import RunPeerConfig
 
 _logger = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ class Leader:
         asking: dict[MemberId, asyncio.Task[MemberManifest | None]] = {}
         try:
             while True:
-                await asyncio.sleep(self._decisions.patience_seconds / 3)
+                await asyncio.sleep(PATIENCE_SECONDS / 3)
                 asking = {member: task for member, task in asking.items() if not task.done()}
                 for member in self._decisions.newest.roster:
                     if member not in asking:

@@ -27,6 +27,9 @@ from .questions import FAILURES, MemberAnswer, Members, make_question_id
 
 _logger = logging.getLogger(__name__)
 
+PATIENCE_SECONDS = 3.0
+"""How long a leader may be silent before the next member leads."""
+
 
 class OtherChainError(RemoteProtocolError):
     """A peer follows other decisions than we do: somebody has begun the run again."""
@@ -42,13 +45,8 @@ class RunDecisions:
         members: Members,
         clock: Clock,
         num_stages: int,
-        patience_seconds: float,
     ) -> None:
-        """A leader may be silent for `patience_seconds` before the next member leads.
-
-        Raises RemoteProtocolError where the newest one is no decision of such a run.
-        """
-        self.patience_seconds = patience_seconds
+        """Raises RemoteProtocolError where the newest one is no decision of such a run."""
         self.num_stages = num_stages
         self._founder = read_run_commit(newest, num_stages).founder
         self.members = members
@@ -92,7 +90,7 @@ class RunDecisions:
         if self._leader not in roster or self.member_id not in roster:
             return False
         is_before = roster.index(self._leader) < roster.index(self.member_id)
-        return is_before and self._clock.now() - self._heard_at < self.patience_seconds
+        return is_before and self._clock.now() - self._heard_at < PATIENCE_SECONDS
 
     @property
     def may_lead(self) -> bool:
@@ -103,7 +101,7 @@ class RunDecisions:
         if not self._log.is_member:
             return False
         rank = self.newest.roster.index(self.member_id)
-        return rank == 0 or self._clock.now() - self._heard_at > rank * self.patience_seconds
+        return rank == 0 or self._clock.now() - self._heard_at > rank * PATIENCE_SECONDS
 
     def list_members(self, stage: int) -> Sequence[MemberId]:
         """Return the members that hold a stage."""

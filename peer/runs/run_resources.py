@@ -46,8 +46,6 @@ class RunPeerConfig:
     announce_period_seconds: float = 30.0
     silence_seconds: float = 10.0
     """How long another member may say nothing before it counts as stopped."""
-    patience_seconds: float = 3.0
-    """How long a leader may be silent before the next member leads."""
     linger_seconds: float = 10.0
     """How long to stay behind the last update: others may need our state."""
     audited_fraction: float = 0.02

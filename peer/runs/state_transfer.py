@@ -20,7 +20,6 @@ from ...models.shells.shell_opening import open_shell
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
 from ...protocol.ids import MemberId
 from ...protocol.messages.runs import StateFetch, StateFollows, StatePart
-from ...protocol.net.tasks import cancel_all
 from ...protocol.runs.training_run import TrainingRun
 from ...protocol.runs.update_parts import find_difference
 from ..engine.training.span_building import list_weights
@@ -206,12 +205,10 @@ async def fetch_weights(
             ) from None
         return fetched.tensors
 
-    fetching = [asyncio.create_task(fetch(stage)) for stage in range(len(layouts))]
     try:
-        done, _ = await asyncio.wait(fetching, return_when=asyncio.FIRST_EXCEPTION)
-        if errors := [error for task in done if (error := task.exception())]:
-            raise errors[0]
-        weights = {name: one for task in fetching for name, one in task.result().items()}
-    finally:
-        await cancel_all(fetching)
+        async with asyncio.TaskGroup() as tasks:
+            fetching = [tasks.create_task(fetch(stage)) for stage in range(len(layouts))]
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+    weights = {name: one for task in fetching for name, one in task.result().items()}
     return weights, await asyncio.to_thread(digest_tensors, weights)

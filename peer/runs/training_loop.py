@@ -41,7 +41,7 @@ from ..process.config import PeerEvent, Report, Waits
 from .leader import Leader
 from .questions import MemberAnswer, make_busy, make_question_id
 from .remote_members import RemoteMembers
-from .run_decisions import OtherChainError, RunDecisions, read_newest
+from .run_decisions import PATIENCE_SECONDS, OtherChainError, RunDecisions, read_newest
 from .run_resources import RunResources
 from .stage import Stage
 from .state_transfer import fetch_weights, list_layouts
@@ -83,9 +83,8 @@ class TrainingLoop:
         self._report = report
         self._rng = random.Random(member_id)
         self._open_decisions = partial(
-            RunDecisions, member_id, members=members, clock=clock,
-            num_stages=len(resources.spans), patience_seconds=config.patience_seconds,
-        )  # fmt: skip
+            RunDecisions, member_id, members=members, clock=clock, num_stages=len(resources.spans)
+        )
         self.is_over = asyncio.Event()
         """Set once all updates are applied here and nothing is left to measure, or the run has
         failed."""
@@ -95,7 +94,7 @@ class TrainingLoop:
         self._waits = Waits(report)
         self._run_waits = Waits(report)
         """What a leader waits for."""
-        self._joining = Backoff(config.pause_seconds, config.patience_seconds)
+        self._joining = Backoff(config.pause_seconds, PATIENCE_SECONDS)
         self._num_asked = 0
         """How often in a row we have asked to be let in, and been told nothing new."""
         self._members_told: set[tuple[MemberId, int]] | None = None
@@ -316,7 +315,7 @@ class TrainingLoop:
                     is_last = len(decisions.list_members(decisions.stage)) == 1
                     lacking = f"another peer for stage {decisions.stage}, to leave"
                     self._waits.note(lacking if is_last else None)
-                await self._wait_for_decision(decisions, self._config.patience_seconds)
+                await self._wait_for_decision(decisions, PATIENCE_SECONDS)
 
     async def _wait_for_decision(self, decisions: RunDecisions, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):

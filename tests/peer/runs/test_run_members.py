@@ -278,8 +278,7 @@ class Switchboard:
         commit = Commit(founder="a", compute_class="c1" * 32, update=0)
         first = Decision(0, bytes(32), tuple(Member(name, 0) for name in names), commit.encode())
         self.members = {
-            name: RunDecisions(name, first, Line(self, name), VirtualClock(), 1, 3.0)
-            for name in names
+            name: RunDecisions(name, first, Line(self, name), VirtualClock(), 1) for name in names
         }
         self.silent: set[str] = set()
 

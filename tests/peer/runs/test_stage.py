@@ -631,7 +631,7 @@ def test_member_without_the_state_of_an_update_says_so_at_once(tmp_path: Path) -
         commit = Commit(update=1, sums=sums, squared_norm=0.0, founder="a", compute_class="c1" * 32)
         roster = Member(OWN, 1), Member(MATE, 1)
         newest = Decision(1, bytes(32), roster, commit.encode())
-        loop.decisions = RunDecisions(OWN, newest, members, VirtualClock(), 2, 3.0)
+        loop.decisions = RunDecisions(OWN, newest, members, VirtualClock(), 2)
         loop.stage = stage
 
         with pytest.raises(RefusedError, match="has not the state of the newest update itself"):
