@@ -179,6 +179,16 @@ WAIT_FOR_LAST_ROW = """(isLaidOut) => new Promise((tell) => {
 })"""
 
 
+WAIT_FOR_CHART_OF = """async (mode) => {
+  for (let numFrames = 0; numFrames < 3600; numFrames++) {
+    const chart = echarts.getInstanceByDom(document.querySelector(".chart.depth"));
+    if (chart?.getOption()?.darkMode === mode) return true;
+    await new Promise(requestAnimationFrame);
+  }
+  return false;
+}"""
+
+
 def announce_degraded(stage: Stage) -> None:
     stage.tell(1, 0, 8)
     stage.tell(2, 0, 4)
@@ -205,6 +215,18 @@ def test_page_is_usable_by_everybody(
             reached.append(page.evaluate("document.activeElement.name"))
         assert reached[0] == "scroll"
         assert reached[1:3] == ["lose", "room"]
+
+
+def test_charts_follow_the_colours_of_the_system(browser: Browser, stage: Stage) -> None:
+    announce_degraded(stage)
+    with open_page(browser, stage, 1440) as page:
+        expect(page.locator(".chart canvas")).to_have_count(2)
+        assert page.evaluate(WAIT_FOR_CHART_OF, "auto")
+
+        page.emulate_media(color_scheme="dark")
+
+        assert page.evaluate(WAIT_FOR_CHART_OF, True)
+        expect(page.locator(".chart canvas")).to_have_count(2)
 
 
 def test_page_follows_the_swarm_without_being_loaded_again(browser: Browser, stage: Stage) -> None:

@@ -4,6 +4,7 @@
 
 const columns = ["peer", "span", "state", "since", "rtt", "queue", "decode", "prefill",
   "sessions", "kv", "reach", "weights", "device", "software"];
+const darkness = matchMedia("(prefers-color-scheme: dark)");
 const watchdogSeconds = 40;  // the monitor sends something every 15
 let lastAliveAt = Date.now();
 let aheadSeconds = Date.now() / 1000 - Number(document.body.dataset.takenAt);
@@ -193,8 +194,7 @@ function drawArea(parameters, api) {
 }
 
 function openChart(element) {
-  const theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : null;
-  return echarts.init(element, theme, { renderer: "canvas" });
+  return echarts.init(element, darkness.matches ? "dark" : null, { renderer: "canvas" });
 }
 
 function openCharts(key, section) {
@@ -310,6 +310,11 @@ function watch() {
 }
 
 addEventListener("resize", () => charts.forEach((made) => made.forEach((one) => one.resize())));
+darkness.addEventListener("change", () => {  // as many systems do in the evening
+  charts.forEach((made) => made.forEach((one) => one.dispose()));
+  charts.clear();
+  drawAll();
+});
 // A page in the background takes none of the browser's few connections to the monitor.
 document.addEventListener("visibilitychange", () => {
   source?.close();
