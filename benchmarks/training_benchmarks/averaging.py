@@ -98,9 +98,9 @@ def list_rounds(member: Member) -> dict[int, _Round]:
         match event.facts.get("what"):
             case "PartPasses.run_loss":
                 current.counted_at = event.at
-            case "Reducing.collect":
+            case "SumAttempt.collect":
                 current.begun_at = event.facts["begun_at"]
-            case "Reducing.summarize":
+            case "SumAttempt.summarize":
                 current.averaged_at = event.at
             case "_apply":
                 current.applying_at = event.facts["begun_at"]

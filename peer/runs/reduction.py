@@ -69,13 +69,13 @@ class UpdateSums:
         """`residuals` are what rounding left out of the update before."""
         self.accused: set[MemberId] = set()
         """Mates that have sent numbers which are no sum of gradients."""
-        self.reduced: dict[bytes, Reducing] = {}
+        self.reduced: dict[bytes, SumAttempt] = {}
         """The newest attempts that came to their end, by the digests of their sums. In int8 mode,
         sums of other groups of mates differ, and any of them may be the one that is committed."""
         self._own = own
         self._update = own.span.update
         self._residuals = residuals
-        self._newest: Reducing | None = None
+        self._newest: SumAttempt | None = None
         """The attempt that mates may read."""
         self._begun = set[bytes]()
         """All attempts; another leader's replaces the one before."""
@@ -94,33 +94,33 @@ class UpdateSums:
         for gone in self._failed_reads.keys() - members:
             del self._failed_reads[gone]
 
-    async def begin(self, order: Reduction) -> Reducing:
+    async def begin(self, order: Reduction) -> SumAttempt:
         """Begin an attempt, which mates may read from then on. Raises RefusedError."""
-        reducing = Reducing(order, self._own)
-        await self._own.compute(partial(reducing.collect, self._residuals))
+        attempt = SumAttempt(order, self._own)
+        await self._own.compute(partial(attempt.collect, self._residuals))
         async with self._changed:
             self._check_under_way()
             if self._newest is not None:
                 self._newest.abandon()
-            self._newest = reducing
-            self._begun.add(reducing.attempt)
+            self._newest = attempt
+            self._begun.add(attempt.id)
             self._changed.notify_all()
-        return reducing
+        return attempt
 
-    async def run(self, reducing: Reducing) -> None:
+    async def run(self, attempt: SumAttempt) -> None:
         """Sum with all mates. Raises what asking them does; UnavailableError if one refuses."""
         try:
-            await reducing.run()
+            await attempt.run()
         except RefusedError as error:
             raise UnavailableError(f"a mate refuses: {error}") from None
         finally:
-            reducing.abandon()  # unless it is done, mates do not wait for us
-            self.accused |= reducing.accused
-            for mate, was_read in reducing.read_from.items():
+            attempt.abandon()  # unless it is done, mates do not wait for us
+            self.accused |= attempt.accused
+            for mate, was_read in attempt.read_from.items():
                 self._failed_reads[mate] = 0 if was_read else self._failed_reads[mate] + 1
-        await self._own.compute(reducing.summarize)
-        self.reduced.pop(reducing.digest, None)
-        self.reduced[reducing.digest] = reducing
+        await self._own.compute(attempt.summarize)
+        self.reduced.pop(attempt.digest, None)
+        self.reduced[attempt.digest] = attempt
         for digest in list(self.reduced)[:-_NUM_KEPT_SUMS]:
             del self.reduced[digest]
 
@@ -129,7 +129,7 @@ class UpdateSums:
         async with self._changed:  # the leader ends an attempt that a member has not begun
             await self._changed.wait_for(lambda: self._is_over or question.attempt in self._begun)
         self._check_under_way()
-        if self._newest is None or self._newest.attempt != question.attempt:
+        if self._newest is None or self._newest.id != question.attempt:
             raise make_busy("another attempt has begun")
         return await self._newest.read(question)
 
@@ -146,11 +146,11 @@ class UpdateSums:
             raise RefusedError(ErrorCode.BAD_VALUES, f"update {self._update} is over")
 
 
-class Reducing:
+class SumAttempt:
     """One attempt to sum the gradients of an update, from a copy of the sums of a span."""
 
     def __init__(self, order: Reduction, own: SummingMember) -> None:
-        self.attempt = order.attempt
+        self.id = order.attempt
         self.digest = b""
         """Of all sums of the stage; known after `summarize`, as is `squared_norm`."""
         self.squared_norm = 0.0
@@ -255,7 +255,7 @@ class Reducing:
     async def _ask(
         self, mate: MemberId, group: SumGroup, is_reduced: bool, start: int, stop: int
     ) -> bytes | memoryview:
-        question = SumFetch(make_question_id(), self.attempt, group, is_reduced, start, stop)
+        question = SumFetch(make_question_id(), self.id, group, is_reduced, start, stop)
         num_bytes = self._vectors[group].count_bytes(stop - start, is_reduced)
         try:
             answer = await self._own.members.ask(mate, question, most_bytes=num_bytes)

@@ -46,7 +46,7 @@ from ..engine.training.part_passes import PartPasses
 from ..engine.training.span_state import StateDigest, StateLayout
 from ..engine.training.trainable_span import NotFiniteError, TrainableSpan
 from .questions import FAILURES, MemberAnswer, Members, make_busy, make_question_id
-from .reduction import Reducing, Residuals, SummingMember, UpdateSums
+from .reduction import Residuals, SumAttempt, SummingMember, UpdateSums
 from .run_resources import RunResources
 from .state_transfer import FetchedState, StateCopies, fetch_state
 
@@ -165,7 +165,7 @@ class Stage:
         """Return whether we have the sums of the update that was committed last."""
         return self._find_sums(commit) is not None
 
-    def _find_sums(self, commit: Commit) -> Reducing | None:
+    def _find_sums(self, commit: Commit) -> SumAttempt | None:
         if self.update + 1 != commit.update:
             return None
         return self.sums.reduced.get(bytes.fromhex(commit.sums[self.index]))
@@ -457,19 +457,17 @@ class Stage:
         await self._wait_for_update(question.update)
         sums, parts = self.sums, unpack_parts(question.parts)
         try:
-            reducing = await sums.begin(question)
+            attempt = await sums.begin(question)
             # A part that is counted from now on is not in these sums.
             losses = [one.loss for index, one in self._counted.items() if index in parts]
-            await sums.run(reducing)
+            await sums.run(attempt)
         except (RuntimeError, MemoryError) as error:  # torch has no other error for memory
             _logger.warning("this member cannot sum its gradients", exc_info=True)
             reason = str(error) or "there is too little memory"  # a MemoryError says nothing
             detail = f"this member cannot sum: {reason}"
             raise RefusedError(ErrorCode.OUT_OF_MEMORY, detail) from None
         loss = sum(losses) if self.span.modules.is_last else 0.0
-        return MemberAnswer(
-            Reduced(question.question, reducing.digest, reducing.squared_norm, loss)
-        )
+        return MemberAnswer(Reduced(question.question, attempt.digest, attempt.squared_norm, loss))
 
     async def read_sums(self, question: SumFetch) -> MemberAnswer:
         """Return numbers of our sums to a mate. Raises RefusedError where there are none."""
@@ -502,7 +500,7 @@ async def _wait_for(running: asyncio.Task[_Counted]) -> _Counted:
 
 
 def _apply(
-    span: TrainableSpan, reduced: Reducing, squared_norm: float
+    span: TrainableSpan, reduced: SumAttempt, squared_norm: float
 ) -> tuple[StateDigest, Residuals]:
     """Update the weights; return the digest of the state behind it, and what rounding left out."""
     residuals = reduced.apply(squared_norm)
