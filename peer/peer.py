@@ -112,8 +112,9 @@ class Peer:
         joined = replace(joined, presence=presence)
         lag = LoopLag(clock)
         connections = Connections.make(
-            identity, presence, model.model_id, handler.serve, clock, period_seconds, rng
-        )
+            identity, presence, model.model_id, handler.serve, clock, period_seconds, rng,
+            handler.counts.note_pushed,
+        )  # fmt: skip
         block_bytes, num_blocks = max(model.sizes.num_bytes), model.spec.num_blocks
         template = make_template(config, model.model_id, num_blocks, presence, block_bytes)
         description = SelfDescription(template, lag, model.sizes.work, connections.describers)

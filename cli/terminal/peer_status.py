@@ -52,7 +52,6 @@ class PeerStatus:
         then, tokens_then = self._recent[0]
         measured, service = figures.measured, figures.service
         memory = ("weight_bytes", "kv_used_bytes", "adapter_used_bytes", "pending_bytes")
-        pushed_bytes = int(measured.get("pushed_bytes", 0))
         return {
             "state": str(figures.state),
             "span": None if figures.span is None else str(figures.span),
@@ -66,7 +65,7 @@ class PeerStatus:
             ),
             "memory_bytes": int(sum(measured.get(name, 0) for name in memory)),
             "received_bytes": service.received_bytes.total(),
-            "sent_bytes": service.sent_bytes.total() + pushed_bytes,
+            "sent_bytes": service.sent_bytes.total(),
         }
 
 

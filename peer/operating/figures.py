@@ -102,14 +102,6 @@ def read_figures(peer: OperatedPeer, clock: Clock) -> Figures:
     )
 
 
-def count_traffic(peer: OperatedPeer) -> tuple[int, int]:
-    """Return the bytes of frames that a peer has sent and received."""
-    handler = peer.joined.handler
-    measured = {} if handler.service is None else handler.service.measure()
-    sent_bytes = handler.counts.sent_bytes.total() + int(measured.get("pushed_bytes", 0))
-    return sent_bytes, handler.counts.received_bytes.total()
-
-
 def count_replicas(span: Span, own_id: PeerId, announced: list[Announcement]) -> Replicas:
     """Return how many serve each block of a span, of which one is this peer.
 

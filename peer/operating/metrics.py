@@ -32,7 +32,7 @@ from starlette.routing import Route
 from ...protocol.errors import ErrorCode
 from ...protocol.records.announcements import PeerState
 from ...protocol.versions import SOFTWARE
-from ..streams.stream_host import PURPOSES, ServiceCounts
+from ..streams.stream_host import PURPOSES, PUSHES, ServiceCounts
 from .figures import Figures
 from .run_figures import RunFigures
 
@@ -55,9 +55,6 @@ MEASURED = {
     "weight_bytes": ("shoal_peer_weight_bytes", "Memory of the blocks' weights"),
 }
 """What workloads measure: name and help of its gauge."""
-
-PUSHED = "pushed_bytes"
-"""The one thing that they count: it is sent on streams that the peer has opened."""
 
 _GAUGES: Mapping[str, tuple[str, Callable[[Figures], float | None]]] = {
     "shoal_peer_blocks": (
@@ -180,8 +177,7 @@ class _Read(Collector):
         compute = figures.compute
         tokens = {"decode": compute.num_decode_tokens, "prefill": compute.num_prefill_tokens}
         yield _count("shoal_peer_tokens", "Tokens computed, times rows", "kind", tokens)
-        pushed_bytes = int(figures.measured.get(PUSHED, 0))
-        yield from _count_frames(figures.service, {"pushes": pushed_bytes})
+        yield from _count_frames(figures.service)
         yield from self._distribute()
 
     def _distribute(self) -> Iterable[Metric]:
@@ -245,13 +241,13 @@ class _ReadFrames(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics of frames."""
-        yield from _count_frames(self._counts, {})
+        yield from _count_frames(self._counts)
 
 
-def _count_frames(counts: ServiceCounts, sent_elsewhere: dict[str, int]) -> Iterable[Metric]:
+def _count_frames(counts: ServiceCounts) -> Iterable[Metric]:
     purposes = dict.fromkeys(PURPOSES.values())
     received = {purpose: counts.received_bytes[purpose] for purpose in purposes}
-    sent = {purpose: counts.sent_bytes[purpose] for purpose in purposes} | sent_elsewhere
+    sent = {purpose: counts.sent_bytes[purpose] for purpose in (*purposes, PUSHES)}
     refusals = {code.name.lower(): counts.refusals[code] for code in ErrorCode}
     yield _count("shoal_peer_received_bytes", "Bytes of frames received", "purpose", received)
     yield _count("shoal_peer_sent_bytes", "Bytes of frames sent", "purpose", sent)

@@ -17,7 +17,7 @@ from ..process.background import BackgroundTasks
 from ..process.config import PeerEvent, Report
 from ..streams.stream_host import ServiceCounts
 from .control import ControlledPeer, EventFeed, PeerControl
-from .figures import Figures, OperatedPeer, count_traffic, read_figures
+from .figures import Figures, OperatedPeer, read_figures
 from .operator_config import OperatorConfig
 from .run_figures import RunFigures
 from .schedule import ScheduleFollower
@@ -133,7 +133,7 @@ class Operation:
                 self._config.operator.schedule,
                 peer.loop.pauses,
                 clock,
-                partial(count_traffic, peer),
+                peer.joined.handler.counts.count_traffic,
             )
             control = PeerControl(peer, clock, self._events, follower)
             await stack.enter_async_context(self._serve_operator(control, report))

@@ -126,6 +126,7 @@ class Meter:
         """`most_seconds` is how long, at most, nothing may be used before it is below again."""
         self._most_seconds = most_seconds
         self._last: tuple[float, float] | None = None
+        self._limit = 0.0
         self._excess = 0.0
         self._is_over = False
         self.per_second = 0.0
@@ -133,15 +134,17 @@ class Meter:
 
     def take(self, total: float, now: float, limit: float) -> bool:
         """Take what was used in total until now; return whether that is over the limit, if it is
-        not 0.
+        not 0. Another limit than before counts from now on.
         """
         used = seconds = 0.0
         if self._last is not None:
             used, seconds = max(0.0, total - self._last[0]), now - self._last[1]
         self._last = total, now
         self.per_second = used / seconds if seconds else 0.0
-        excess = max(0.0, self._excess + used - limit * seconds) if limit else 0.0
+        is_counted = limit and limit == self._limit
+        excess = max(0.0, self._excess + used - limit * seconds) if is_counted else 0.0
         self._excess = min(excess, limit * self._most_seconds) if excess else 0.0
+        self._limit = limit
         if self._excess > limit * _AVERAGED_SECONDS:
             self._is_over = True
         elif not self._excess:

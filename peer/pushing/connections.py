@@ -44,9 +44,10 @@ class Connections:
         clock: Clock,
         period_seconds: float,
         rng: random.Random,
+        note_pushed: Callable[[bytes], None],
     ) -> Connections:
         """Open nothing yet. `serve` gets each parked stream that is used; `period_seconds` is the
-        time between two announcements.
+        time between two announcements; `note_pushed` hears each frame that was pushed.
         """
         transport, directory = presence.transport, presence.directory
         round_trip_times = RoundTripTimes(directory, transport, clock, period_seconds, rng)
@@ -58,7 +59,7 @@ class Connections:
         else:
             parked = ParkedStreams(presence.addresses.endpoints[0].fingerprint)
         push_links = PushLinks(
-            transport, partial(find_endpoints, directory, model_id), clock, parked
+            transport, partial(find_endpoints, directory, model_id), clock, note_pushed, parked
         )
         return cls(push_links, parked, round_trip_times, reverse)
 

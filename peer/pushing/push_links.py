@@ -140,9 +140,12 @@ class PushLinks:
         transport: Transport,
         find_endpoints: FindEndpoints,
         clock: Clock,
+        note_sent: Callable[[bytes], None],
         parked: ParkedStreams | None = None,
     ) -> None:
-        """Without `parked` the peer takes no offers: it cannot be dialled itself."""
+        """`note_sent` hears each frame that has left. Without `parked` the peer takes no offers: it
+        cannot be dialled itself.
+        """
         self._parked = parked
         self._transport = transport
         self._find_endpoints = find_endpoints
@@ -153,8 +156,7 @@ class PushLinks:
         self._dials = RecentCosts(_MAX_DIALS_A_MINUTE, 60.0)
         self._dials_of: dict[str, RecentCosts] = {}
         self._unreached = Backoffs[_Key](_UNREACHED, clock)
-        self.num_sent_bytes = 0
-        """Bytes of frames that were pushed."""
+        self._note_sent = note_sent
         self.replayed = RecentCosts(_MAX_REPLAYED_BYTES_A_MINUTE, 60.0)
 
     def prepare(self, following: NextHop, sender: Sender) -> None:
@@ -219,9 +221,6 @@ class PushLinks:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return link
-
-    def _note_sent(self, frame: bytes) -> None:
-        self.num_sent_bytes += len(frame)
 
     async def _serve(self, key: _Key, link: "_PushLink", tenant: Tenant) -> None:
         """Be one connection, from the dial to its end."""

@@ -138,7 +138,6 @@ class SessionWorkload(Workload):
             "kv_free_tokens": pool.free_tokens,
             "queue_seconds": admission.compute.queue_seconds,
             "weight_bytes": admission.engine.num_weight_bytes,
-            "pushed_bytes": admission.resources.pushing.links.num_sent_bytes,
         }
 
 

@@ -29,12 +29,17 @@ MAX_PENDING_BYTES = 32 * limits.MAX_FRAME_BYTES
 """Frames of all streams that arrive in pieces, steps that wait for the engine, and answers that
 wait for their reader."""
 
+PUSHES = "pushes"
+"""The purpose of frames that are sent on streams to the next hops of sessions."""
+
+_RUNS = "runs"
+
 _PURPOSES_OF_MODULES = {
     "session": "sessions",
     "passes": "training",
     "adapters": "adapters",
     "records": "directory",
-    "runs": "training",
+    "runs": _RUNS,
     "reverse_connections": "connections",
 }
 """The purpose of the messages of each module, as metrics name it."""
@@ -54,7 +59,7 @@ class ServiceCounts:
     """Bytes of frames by their purpose, on streams that others have opened, and of training runs
     on all streams."""
     sent_bytes: Counter[str] = field(default_factory=Counter[str])
-    """The same of the answers."""
+    """The same of the answers, and what was pushed."""
     refusals: Counter[ErrorCode] = field(default_factory=Counter[ErrorCode])
     """Steps, sessions, requests and streams that were declined."""
     num_opened: int = 0
@@ -70,6 +75,21 @@ class ServiceCounts:
     def note_sent(self, frame: bytes) -> None:
         """Count a frame that has left."""
         self.sent_bytes[PURPOSES[read_kind(frame)]] += len(frame)
+
+    def note_pushed(self, frame: bytes) -> None:
+        """Count a frame that has left on a stream to the next hop of its session."""
+        self.sent_bytes[PUSHES] += len(frame)
+
+    def count_traffic(self) -> tuple[int, int]:
+        """Return the bytes sent and received, without those of a training run: it goes on while the
+        peer serves nothing.
+
+        >>> counts = ServiceCounts(Counter(sessions=5, runs=700), Counter(sessions=7, pushes=2))
+        >>> counts.count_traffic()
+        (9, 5)
+        """
+        sent, received = self.sent_bytes, self.received_bytes
+        return sent.total() - sent[_RUNS], received.total() - received[_RUNS]
 
 
 @dataclass(frozen=True)

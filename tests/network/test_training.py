@@ -113,7 +113,7 @@ def test_run_goes_on_after_a_kill_and_a_leave_and_comes_to_the_weights_of_one_pr
         assert read_metric(url, "shoal_peer_run_update") == NUM_UPDATES
         assert read_metric(url, 'shoal_peer_run_events_total{kind="member_left"}') >= 1
         for direction in ("received", "sent"):
-            assert read_metric(url, f'shoal_peer_{direction}_bytes_total{{purpose="training"}}') > 0
+            assert read_metric(url, f'shoal_peer_{direction}_bytes_total{{purpose="runs"}}') > 0
 
         exported = tmp_path / "exported"
         assert main(["export", "test", str(exported), *join, *owner, "--json"]) == 0
@@ -205,7 +205,7 @@ def test_peers_that_serve_train_a_run_as_well(
         for peer in (founder, other):
             peer.wait_for("trained")
         assert read_metric(url, "shoal_peer_run_update") == NUM_UPDATES
-        assert read_metric(url, 'shoal_peer_received_bytes_total{purpose="training"}') > 0
+        assert read_metric(url, 'shoal_peer_received_bytes_total{purpose="runs"}') > 0
         assert main(["export", "test", str(tmp_path / "out"), *join, "--json"]) == 0
         (exported,) = map(json.loads, capsys.readouterr().out.splitlines())
         waiting.wait_for("waiting_for", what="a peer that shows the run another")

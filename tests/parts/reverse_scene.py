@@ -136,7 +136,11 @@ async def run_in_scene(story: Story) -> None:
 
     parked = ParkedStreams(endpoint.fingerprint)
     links = PushLinks(
-        transport, partial(find_endpoints, scene.directory, MODEL_ID), VirtualClock(), parked
+        transport,
+        partial(find_endpoints, scene.directory, MODEL_ID),
+        VirtualClock(),
+        handler.counts.note_pushed,
+        parked,
     )
     public = PublicPeer(PUBLIC, handler, transport, links, parked, endpoint)
     scene.public = public

@@ -18,7 +18,7 @@ from shoal.protocol.records.announcements import PeerState
 from shoal.protocol.spans import Span
 
 TODAY = datetime.date(2026, 11, 27)
-MEASURED = {"sessions": 2, "weight_bytes": 2**30, "kv_used_bytes": 2**29, "pushed_bytes": 2**20}
+MEASURED = {"sessions": 2, "weight_bytes": 2**30, "kv_used_bytes": 2**29}
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +65,7 @@ def test_tokens_are_counted_by_day_and_speed_over_the_last_seconds() -> None:
 def test_line_says_who_depends_on_the_peer_and_what_it_takes() -> None:
     figures = make_figures(state=PeerState.DRAINING, replicas=Replicas(1, 3))
     figures.service.sent_bytes["sessions"] = 2**21
+    figures.service.sent_bytes["pushes"] = 2**20
 
     (text,) = write_status(PeerStatus().update(figures, TODAY, 0.0), 200)
 

@@ -27,11 +27,10 @@ from shoal.peer.operating.figures import (
     Figures,
     Replicas,
     count_replicas,
-    count_traffic,
     read_figures,
 )
 from shoal.peer.operating.http_server import listen
-from shoal.peer.operating.metrics import MEASURED, PUSHED, write_metrics
+from shoal.peer.operating.metrics import MEASURED, write_metrics
 from shoal.peer.operating.operation import OperatingConfig, Operation
 from shoal.peer.operating.operator_config import OperatorConfig
 from shoal.peer.operating.run_figures import RunFigures
@@ -121,7 +120,7 @@ async def test_figures_of_a_peer_at_work(peer: Peer) -> None:
     figures = read_figures(peer.service.peer, VirtualClock())
     samples = read_back(figures)
 
-    assert set(figures.measured) == {*MEASURED, PUSHED}
+    assert set(figures.measured) == set(MEASURED)
     assert find(samples, "sessions") == find(samples, "sessions_opened_total") == 2
     # The second one began elsewhere: this is its second route.
     assert find(samples, "sessions_taken_over_total") == 1
@@ -135,7 +134,7 @@ async def test_figures_of_a_peer_at_work(peer: Peer) -> None:
     for direction in ("received", "sent"):
         assert find(samples, f"{direction}_bytes_total", purpose="sessions") > 1000
         assert find(samples, f"{direction}_bytes_total", purpose="training") == 0
-    sent_bytes, received_bytes = count_traffic(peer.service.peer)
+    sent_bytes, received_bytes = figures.service.count_traffic()
     assert min(sent_bytes, received_bytes) > 1000
     assert find(samples, "replicas_min") == find(samples, "directory_records") == 1
     assert find(samples, "blocks_alone") == find(samples, "blocks") == len(peer.engine.span)
@@ -143,13 +142,13 @@ async def test_figures_of_a_peer_at_work(peer: Peer) -> None:
 
 def test_run_is_told_by_its_events_with_the_frames_of_a_peer_that_only_trains() -> None:
     counts = ServiceCounts()
-    counts.received_bytes = Counter({"training": 500})
+    counts.received_bytes = Counter({"runs": 500})
 
     before = read_samples(write_metrics(counts, RunFigures()).decode())
     samples = read_samples(write_metrics(counts, make_run_figures()).decode())
 
     assert not {name for name, _ in before if name.startswith("shoal_peer_run")}
-    assert find(before, "received_bytes_total", purpose="training") == 500
+    assert find(before, "received_bytes_total", purpose="runs") == 500
     assert "shoal_peer_state" not in {name for name, _ in samples}
     assert find(samples, "run_info", name="stories", owner="12D3", run_id="993747e6") == 1
     assert (find(samples, "run_update"), find(samples, "run_updates")) == (7, 30)

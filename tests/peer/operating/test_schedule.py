@@ -129,12 +129,22 @@ def test_peer_that_moves_more_than_its_owner_allows_pauses_until_the_average_fit
     follower.look()
     assert pauses.reasons == ()
     follower.schedule = Schedule(download=1000)
+    follower.look()
     received, clock.seconds = received + 70_001, clock.seconds + 10
     follower.look()
     assert pauses.reasons == ("download: over 1,000 bytes a second",)
     follower.schedule = Schedule()
     follower.look()
     assert pauses.reasons == ()
+
+
+def test_other_limit_counts_from_its_change_on() -> None:
+    meter = Meter()
+    fast = [meter.take(5e6 * now, now, 1e6) for now in (0.0, 10.0, 20.0)]
+    slow = [meter.take(15e7 + 500.0 * (now - 30.0), now, 1000.0) for now in (30.0, 40.0, 600.0)]
+
+    assert fast == [False, False, True]
+    assert slow == [False, False, False]
 
 
 def test_peer_makes_room_for_other_programs_soon_and_comes_back_when_they_are_quiet() -> None:

@@ -18,6 +18,7 @@ from virtual_time import VirtualClock
 
 from shoal.peer.pushing.connections import find_endpoints
 from shoal.peer.pushing.push_links import PushLinks
+from shoal.peer.streams.stream_host import ServiceCounts
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.fair_share import Tenant
@@ -51,6 +52,7 @@ class Scene:
     endpoint: Endpoint
     store: MemoryDirectoryStore
     directory: MemoryDirectory
+    counts: ServiceCounts
     heard: list[bytes] = field(default_factory=list)
     declines: bool = False
     last_word: bytes = b""
@@ -104,8 +106,13 @@ async def run(story: Story) -> None:
     far = LoopbackTransport(network, "next")
     store = MemoryDirectoryStore()
     directory = MemoryDirectory(store, VirtualClock())
-    links = PushLinks(transport, partial(find_endpoints, directory, MODEL_ID), VirtualClock())
-    scene = Scene(network, transport, links, Endpoint("next", 1, "a" * 64), store, directory)
+    counts = ServiceCounts()
+    links = PushLinks(
+        transport, partial(find_endpoints, directory, MODEL_ID), VirtualClock(), counts.note_pushed
+    )
+    scene = Scene(
+        network, transport, links, Endpoint("next", 1, "a" * 64), store, directory, counts
+    )
     scene.endpoint = (await far.listen("next", 0, scene.serve)).endpoint
     await scene.announce(scene.endpoint)
     await story(scene)
@@ -186,6 +193,7 @@ async def test_peer_is_dialled_where_it_announces_itself_and_nowhere_else(scene:
     await asyncio.sleep(1)
 
     assert scene.heard == [make_frame()]
+    assert scene.counts.sent_bytes == {"pushes": len(make_frame())}
     assert known.num_losses == 0
     assert unknown.num_losses == 1
     assert num_dials == 0
