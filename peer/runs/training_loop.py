@@ -94,6 +94,8 @@ class TrainingLoop:
         self._waits = Waits(report)
         self._run_waits = Waits(report)
         """What a leader waits for."""
+        self._told_wait: tuple[int, str] | None = None
+        """The same, as it was told last, and behind which decision."""
         self._joining = Backoff(config.pause_seconds, PATIENCE_SECONDS)
         self._num_asked = 0
         """How often in a row we have asked to be let in, and been told nothing new."""
@@ -206,7 +208,10 @@ class TrainingLoop:
     ) -> MemberAnswer:
         decisions.note_leader(sender, question.decided)
         if self.leader is None and sender in decisions.newest.roster:
-            self._run_waits.note(question.waits_for or None)
+            told = question.decided.decision.number, question.waits_for
+            if told == self._told_wait:  # twice: a decision may just have ended it
+                self._run_waits.note(question.waits_for or None)
+            self._told_wait = told
         if self._resources.compute.is_late:
             raise make_busy("this member computes without end")
         stage, manifest = self.stage, MemberManifest(0, is_ready=False)

@@ -699,6 +699,7 @@ def test_run_says_once_what_it_waits_for(run: TrainingRun, folder: Path, quiet_d
         assert waits(swarm, "peer0") == waits(swarm, "peer2") == ["a peer for stage 1"]
         await swarm.start("peer1", 1)
         await swarm.wait_for_update(1)
+        assert waits(swarm, "peer1") == []
         for host in ("peer1", "peer2"):
             swarm.network.pause(host)
         await asyncio.sleep(30.0)
