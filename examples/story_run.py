@@ -36,4 +36,6 @@ corpus = {{ sequence_length = {length}, entropy = {nats}, shards = [{own}], held
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     write_run(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -103,7 +103,8 @@ async def wait_for_record(
             if record is not None:
                 return record
         if not attempts.num_failures:
-            what = f"a peer that shows the run {_name_run(options, own)}"
+            name = _name_run(options, own)
+            what = f"a peer that shows the run {name}; `shoal monitor --once` lists those there are"
             report(PeerEvent("waiting_for", {"what": what}))
         attempts.note_failure()
         await attempts.pause()

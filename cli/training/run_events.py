@@ -61,7 +61,9 @@ class RunEventPrinter:
             self._print(describe_held_out_loss(loss, entropy))
         elif event.name == "trained":
             self._print("The run is over.")
-            if "model" in facts:
+            if "model" not in facts:
+                self._print("`shoal export` saves its model while peers stay (--linger).")
+            else:
                 self._print(
                     f"Model: {facts['model']}", f"SHA-256 of its weights: {facts['digest']}"
                 )

@@ -208,7 +208,8 @@ def test_peers_that_serve_train_a_run_as_well(
         assert read_metric(url, 'shoal_peer_received_bytes_total{purpose="runs"}') > 0
         assert main(["export", "test", str(tmp_path / "out"), *join, "--json"]) == 0
         (exported,) = map(json.loads, capsys.readouterr().out.splitlines())
-        waiting.wait_for("waiting_for", what="a peer that shows the run another")
+        shown = "a peer that shows the run another; `shoal monitor --once` lists those there are"
+        waiting.wait_for("waiting_for", what=shown)
         waiting.wait_for("online", span="0:1")  # it serves meanwhile
         for peer in (founder, other, waiting):
             peer.process.terminate()

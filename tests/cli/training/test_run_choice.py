@@ -127,7 +127,8 @@ def test_run_is_waited_for_and_that_is_told_once(tmp_path: Path) -> None:
 
     run_virtual(main())
 
-    assert events == [PeerEvent("waiting_for", {"what": "a peer that shows the run test"})]
+    what = "a peer that shows the run test; `shoal monitor --once` lists those there are"
+    assert events == [PeerEvent("waiting_for", {"what": what})]
 
 
 @pytest.mark.parametrize("is_beside", [False, True])

@@ -62,3 +62,14 @@ def test_events_of_a_run_beside_a_model_are_told_like_those_of_a_run_alone(
     assert lines[0] == "Training run stories of 12D3,"
     assert lines[-1] == "The run has stopped here: another machine"
     assert others == ["online"]
+
+
+def test_model_that_nobody_has_written_can_be_exported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    RunEventPrinter()(PeerEvent("trained", {"held_out_loss": None}))
+
+    assert capsys.readouterr().out.splitlines() == [
+        "The run is over.",
+        "`shoal export` saves its model while peers stay (--linger).",
+    ]
