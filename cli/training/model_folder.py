@@ -87,14 +87,15 @@ def write_losses(
 ) -> None:
     """Write the losses of a run as a table and a plot; those of some updates may be missing.
 
-    `held_out` are the losses on the held-out shards, after so many updates.
+    `held_out` are the losses on the held-out shards, after so many updates. Raises OSError.
     """
     listed = [losses.get(update + 1) for update in range(training.num_updates)]
-    save_losses(listed, held_out, folder / "losses.csv")
-    title = f"{training.name}, trained from scratch"
-    draw_losses(
-        listed, held_out, title, folder / "losses.png", training.corpus.entropy, "held-out text"
-    )
+    title, plot = f"{training.name}, trained from scratch", folder / "losses.png"
+    try:
+        save_losses(listed, held_out, folder / "losses.csv")
+        draw_losses(listed, held_out, title, plot, training.corpus.entropy, "held-out text")
+    except OSError as error:
+        raise OSError(f"cannot write the losses to {folder}: {error}") from error
 
 
 async def keep_writing(write: Callable[[], None], clock: Clock, report: Report) -> None:
@@ -104,9 +105,7 @@ async def keep_writing(write: Callable[[], None], clock: Clock, report: Report) 
         try:
             return await asyncio.to_thread(write)
         except OSError as error:
-            waits.note(
-                f"a disk that takes the model, which may be lost if this process ends: {error}"
-            )
+            waits.note(f"room on a disk; this is lost if the process ends before: {error}")
             attempts.note_failure()
             await attempts.pause()
 

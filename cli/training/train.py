@@ -144,7 +144,7 @@ async def _finish(
         tokenizer = peer.resources.shards.tokenizer
         write = partial(write_model, folder, training, architecture, weights, tokenizer)
         await keep_writing(write)
-        await asyncio.to_thread(write_losses, folder, training, losses, held_out)
+        await keep_writing(partial(write_losses, folder, training, losses, held_out))
         facts = {"model": str(folder), "digest": digest}
     facts["held_out_loss"] = held_out.get(peer.resources.run.num_updates)
     report(PeerEvent("trained", facts))

@@ -67,8 +67,8 @@ def train_alone(options: argparse.Namespace, out: Path) -> int:
                 started_at = time.monotonic()
         weights, files = whole.read_weights(), shards.tokenizer
         write = partial(write_model, out, training, whole.architecture, weights, files)
-        asyncio.run(keep_writing(write, SystemClock(), partial(_tell_wait, reporter)))
-        write_losses(out, training, losses, held_out)
+        for each in write, partial(write_losses, out, training, losses, held_out):
+            asyncio.run(keep_writing(each, SystemClock(), partial(_tell_wait, reporter)))
     digest = whole.compute_weights_digest()
     lines = [f"Model: {out}", f"SHA-256 of its weights: {digest}"]
     reporter.tell(

@@ -10,7 +10,7 @@ import torch
 from training_runs import open_run
 from virtual_time import VirtualClock, run_virtual
 
-from shoal.cli.training.model_folder import keep_writing, write_model
+from shoal.cli.training.model_folder import keep_writing, write_losses, write_model
 from shoal.peer.process.config import PeerEvent
 
 
@@ -21,10 +21,11 @@ def test_full_disk_is_told_in_one_sentence_and_nothing_is_left(tmp_path: Path) -
     try:
         with pytest.raises(OSError, match=f"cannot write the model to {out}: .*too large"):
             write_model(out, run, "LlamaForCausalLM", {"weight": torch.ones(4096)}, {})
+        assert list(out.iterdir()) == []
+        with pytest.raises(OSError, match=f"cannot write the losses to {out}: .*too large"):
+            write_losses(out, run, dict.fromkeys(range(1, 5), 1.0), {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-    assert list(out.iterdir()) == []
 
 
 def test_model_is_written_once_there_is_room_for_it() -> None:
@@ -40,4 +41,4 @@ def test_model_is_written_once_there_is_room_for_it() -> None:
     assert not failures
     (event,) = events
     assert event.name == "waiting_for"
-    assert str(event.facts["what"]).endswith("if this process ends: No space left on device")
+    assert str(event.facts["what"]).endswith("if the process ends before: No space left on device")
