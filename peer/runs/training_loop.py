@@ -302,6 +302,8 @@ class TrainingLoop:
                 self._note_commit(decisions.commit)  # others have the weights
                 await asyncio.sleep(self._config.pause_seconds)
             elif decisions.stage is None:
+                if self.stage is not None and not self._is_suspect:
+                    self._waits.note("a place in the run, which has gone on without this peer")
                 self._is_suspect = self.stage is not None  # left out, maybe for what we hold
                 await self._join()
             elif self._is_cut_off:

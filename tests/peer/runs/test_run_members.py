@@ -96,6 +96,23 @@ def test_nobody_else_leads_and_updates_go_on_while_a_member_is_paused(
     assert leaders - {"peer3"} == {"peer0"}
 
 
+def test_peer_that_was_left_out_says_that_the_run_has_gone_on_without_it(folder: Path) -> None:
+    async def scene(swarm: RunSwarm) -> None:
+        await swarm.wait_for_update(1)
+        swarm.network.pause("peer3")
+        await swarm.wait_until(lambda: len(list_roster(swarm, "peer0")) == 3)
+        swarm.network.resume("peer3")
+
+        def list_waits() -> list[object]:
+            events = [event for host, event in swarm.events if host == "peer3"]
+            return [event.facts["what"] for event in events if event.name == "waiting_for"]
+
+        what = "a place in the run, which has gone on without this peer"
+        await swarm.wait_until(lambda: what in list_waits())
+
+    run_scene(open_run(folder, num_updates=30)[0], folder, scene, 4)
+
+
 def test_newcomers_that_end_at_once_do_not_end_the_run(run: TrainingRun, folder: Path) -> None:
     async def scene(swarm: RunSwarm) -> None:
         newcomers = ("one0", "two0", "three0")
