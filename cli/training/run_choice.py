@@ -44,8 +44,7 @@ def load_own_run(options: argparse.Namespace) -> TrainingRun | None:
         if options.corpus is None:
             raise UsageError("give --corpus FOLDER, the folder of the corpus shards of the run")
         return None
-    run = load_run(options.run_file)
-    sign_run(Identity.generate(), run, options.admit)  # wrong ids are told before joining
+    run = load_run(options.run_file, options.admit)
     check_stage(options, run)
     return run
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 from ...protocol.errors import UsageError
@@ -14,8 +15,10 @@ _MAX_FILE_BYTES = 2**23
 """Far more than the record of a run may have."""
 
 
-def load_run(path: Path) -> TrainingRun:
-    """Read a run file; UsageError says what is wrong with which field."""
+def load_run(path: Path, admitted: Sequence[str] = ()) -> TrainingRun:
+    """Read a run file; UsageError says what is wrong with which field, or with the peers that its
+    owner admits.
+    """
     text = _read_text(path)
     try:
         content = tomllib.loads(text)
@@ -30,7 +33,7 @@ def load_run(path: Path) -> TrainingRun:
         except (ValueError, RecursionError) as error:
             raise UsageError(f"run file: model: {config} is no JSON file: {error}") from error
     run = read_run(content)
-    sign_run(Identity.generate(), run)  # what cannot be signed is told to all that read the file
+    sign_run(Identity.generate(), run, admitted)  # what cannot be signed is told before joining
     return run
 
 
