@@ -1,7 +1,6 @@
 """Write a run of a small model: `python examples/story_run.py FOLDER [SEED UPDATES PARTS LENGTH]`.
 
-Then `shoal train FOLDER/run.toml --out FOLDER/model` lets the loss fall from 7.4 to about 4 nats.
-"""
+Then `shoal train FOLDER/run.toml --out FOLDER/model` brings the loss from 7.4 to about 4 nats."""
 
 import hashlib
 import sys

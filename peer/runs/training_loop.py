@@ -360,7 +360,8 @@ class TrainingLoop:
         if self._applied is not None and now > self._applied[1]:
             num_tokens = (commit.update - self._applied[0]) * self._config.run.tokens_per_update
             speed = num_tokens / (now - self._applied[1])
-        self._applied = commit.update, now
+        # Before the first update, the run has waited for peers: nobody knows how long.
+        self._applied = (commit.update, now) if commit.update else None
         facts = {
             "update": commit.update,
             "stage": index,

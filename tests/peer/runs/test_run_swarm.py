@@ -700,6 +700,8 @@ def test_run_says_once_what_it_waits_for(run: TrainingRun, folder: Path, quiet_d
         await swarm.start("peer1", 1)
         await swarm.wait_for_update(1)
         assert waits(swarm, "peer1") == []
+        told = [event.facts for _, event in swarm.events if event.name == "update"]
+        assert {facts["tokens_per_second"] for facts in told if facts["update"] in (0, 1)} == {None}
         for host in ("peer1", "peer2"):
             swarm.network.pause(host)
         await asyncio.sleep(30.0)
