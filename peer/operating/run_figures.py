@@ -14,9 +14,8 @@ COUNTED: tuple[str, ...] = (
 
 
 class RunFigures:
-    """What a peer has seen of its run since it began; nothing before it is in one.
-
-    Its facts are those of the events, see `TrainingLoop`.
+    """Figures of the run that a peer takes part in, from the events of `TrainingLoop`; empty until
+    it takes part in one.
     """
 
     def __init__(self) -> None:

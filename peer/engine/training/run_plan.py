@@ -69,7 +69,7 @@ class StagePlan:
 
     @property
     def alone_bytes(self) -> int:
-        """What a process takes that trains all stages, beside the graphs of a part."""
+        """The memory of a process that trains all stages alone, without the graphs of a part."""
         return self.weight_bytes + self.optimizer_bytes + self.sum_bytes // 2
 
 
