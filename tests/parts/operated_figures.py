@@ -19,7 +19,7 @@ RUN: dict[str, Any] = {
     "parts_per_update": 4,
     "tokens_per_update": 64,
 }
-"""What a peer says when it takes part in a run."""
+"""The facts of the event `training`, by which a peer tells the run that it trains."""
 
 UPDATE: dict[str, Any] = {
     "update": 6,
@@ -31,7 +31,7 @@ UPDATE: dict[str, Any] = {
     "parts_redone": 0,
     "members_per_stage": [2, 2],
 }
-"""And when it has applied an update."""
+"""The facts of the event `update`."""
 
 
 def make_figures() -> Figures:
